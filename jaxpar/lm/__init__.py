@@ -1,0 +1,36 @@
+"""Decoder-only language models, as pure functions over a tree of parameters.
+
+| file | in -> out shapes | called by |
+|---|---|---|
+| `data`, `tokenizer` | text -> tokens int [B, T] | experiments |
+| `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
+| `blocks`, `attention`, `model` | params, tokens [B, T] -> features [B, T, D] or logits [B, T, V] | `loss`, `sample` |
+| `loss`, `optim`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
+| `sample`, `exchange` | prompt [B, T] -> tokens [B, S]; Hugging Face folder <-> params | experiments |
+"""
+
+from jaxpar.lm.config import LMConfig, gpt2, llama
+from jaxpar.lm.loss import cross_entropy, loss
+from jaxpar.lm.model import apply
+from jaxpar.lm.optim import OptimizerConfig
+from jaxpar.lm.params import axes, flops_per_token, init, num_params
+from jaxpar.lm.sample import Sampling, generate
+from jaxpar.lm.train import Trainer, TrainState
+
+__all__ = [
+    "LMConfig",
+    "OptimizerConfig",
+    "Sampling",
+    "TrainState",
+    "Trainer",
+    "apply",
+    "axes",
+    "cross_entropy",
+    "flops_per_token",
+    "generate",
+    "gpt2",
+    "init",
+    "llama",
+    "loss",
+    "num_params",
+]

@@ -1,0 +1,141 @@
+"""The pieces of one layer: norms, rotary positions, the attention and mlp branches."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxpar.lm.attention import attention, dense, dropout
+from jaxpar.lm.config import LMConfig
+from jaxpar.mesh import constrain
+from jaxpar.types import PRNGKey
+
+__all__ = ["block", "norm", "rope_frequencies", "rotate"]
+
+
+def _wide(x: jax.Array):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def norm(x: Float[Array, "... D"], weights: dict, config: LMConfig) -> Float[Array, "... D"]:
+    """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450), in float32 at least."""
+
+    # Recomputed in the backward pass: it costs a read of x, and saves keeping its intermediates.
+    @jax.checkpoint
+    def normed(x, weights):
+        wide = x.astype(_wide(x))
+        if config.norm == "layer":
+            wide = wide - wide.mean(-1, keepdims=True)
+        out = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.norm_eps)
+        row = (1,) * (x.ndim - 1) + (-1,)
+        out = out * weights["scale"].reshape(row)
+        if "bias" in weights:
+            out = out + weights["bias"].reshape(row)
+        return out.astype(x.dtype)
+
+    return normed(x, weights)
+
+
+def rope_frequencies(config: LMConfig) -> Float[Array, "K/2"]:
+    """Returns the rotary frequencies in radians a token, with Llama 3's scaling of the long wavelengths.
+
+    Frequency i is theta^(-2i/K) (arXiv:2104.09864, eq. 15). With `rope_factor` s > 1, wavelengths over
+    original/low are divided by s, those under original/high are kept, and those between are blended
+    linearly in original/wavelength (Llama 3.1's "llama3" rule).
+    """
+    index = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
+    freq = config.rope_theta ** (-index / config.head_dim)
+    if config.rope_factor == 1.0:
+        return freq
+    turns = config.rope_original_len * freq / (2 * math.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return freq * (keep + (1 - keep) / config.rope_factor)
+
+
+def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], freq: Float[Array, "K/2"]) -> jax.Array:
+    """Rotates the pair (x[i], x[i + K/2]) by positions * freq[i] radians, the pairing of Llama's weights."""
+    wide = _wide(x)
+    angle = positions[:, :, None, None].astype(jnp.float32) * freq[None, None, None, :]
+    cos, sin = jnp.cos(angle).astype(wide), jnp.sin(angle).astype(wide)
+    a, b = jnp.split(x.astype(wide), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _matmul(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None, *axes: str | None) -> jax.Array:
+    """Multiplies by a weight gathered over "embed" (the fsdp share), after the cast: half the bytes."""
+    y = jnp.einsum(equation, x, constrain(weight.astype(x.dtype), *axes))
+    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+def _qkv(x, layer, config: LMConfig, positions):
+    """Projects [B, T, D] to queries [B, T, H, K] and keys and values [B, T, G, K], rotated if rope."""
+    q = _matmul("btd,dhk->bthk", x, layer["wq"], layer.get("bq"), None, "heads", "head_dim")
+    k = _matmul("btd,dgk->btgk", x, layer["wk"], layer.get("bk"), None, "kv_heads", "head_dim")
+    v = _matmul("btd,dgk->btgk", x, layer["wv"], layer.get("bv"), None, "kv_heads", "head_dim")
+    if config.positions == "rope":
+        freq = rope_frequencies(config)
+        q, k = rotate(q, positions, freq), rotate(k, positions, freq)
+    return tuple(checkpoint_name(part, "qkv") for part in (q, k, v))
+
+
+def _mlp(x, layer, config: LMConfig):
+    """[B, T, D] -> [B, T, F] -> [B, T, D]."""
+    up = checkpoint_name(_matmul("btd,df->btf", x, layer["w_up"], layer.get("b_up"), None, "mlp"), "mlp")
+    if config.activation == "swiglu":
+        gate = _matmul("btd,df->btf", x, layer["w_gate"], layer.get("b_gate"), None, "mlp")
+        hidden = _swiglu(checkpoint_name(gate, "mlp"), up)
+    else:
+        hidden = _gelu(up, config.activation == "gelu")
+    return _matmul("btf,fd->btd", hidden, layer["w_down"], layer.get("b_down"), "mlp", None)
+
+
+# Both are recomputed in the backward pass from the matmul outputs, which are saved anyway.
+_swiglu = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)
+_gelu = jax.checkpoint(lambda x, tanh: jax.nn.gelu(x, approximate=tanh), static_argnums=1)
+
+
+def block(
+    x: Float[Array, "B T D"],
+    layer: dict,
+    config: LMConfig,
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
+    key: PRNGKey | None = None,
+    cache: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Applies one pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+      x: Residual stream.
+      layer: This layer's parameters, without the "layers" axis.
+      config: The model.
+      positions: Place of each token in its document; with a cache also its slot.
+      segments: Document numbers, if documents share a row.
+      key: Dropout key of this layer; None while not training.
+      cache: Keys and values [B, S, G, K] of what came before; the new ones are written at `positions`, and a query
+        sees the slots up to its own position.
+
+    Returns:
+      The residual stream, and the cache with the new keys and values (None without one).
+    """
+    keys = (None,) * 3 if key is None or config.dropout == 0.0 else tuple(jax.random.split(key, 3))
+    h = norm(x, layer["attn_norm"], config)
+    q, k, v = _qkv(h, layer, config, positions)
+    if cache is None:
+        mixed = attention(
+            q, k, v, segments=segments, impl=config.attention, dropout_rate=config.dropout, dropout_key=keys[0]
+        )
+    else:
+        rows = jnp.arange(x.shape[0])[:, None]
+        cache = tuple(old.at[rows, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
+        slots = jnp.arange(cache[0].shape[1])
+        mixed = dense(q, *cache, seen=slots[None, None, :] <= positions[:, :, None])
+    mixed = checkpoint_name(mixed, "attention")
+    out = _matmul("bthk,hkd->btd", mixed, layer["wo"], layer.get("bo"), "heads", "head_dim", None)
+    x = constrain(x + dropout(out, config.dropout, keys[1]), "batch", "seq", None)
+    out = _mlp(norm(x, layer["mlp_norm"], config), layer, config)
+    x = constrain(x + dropout(out, config.dropout, keys[2]), "batch", "seq", None)
+    return checkpoint_name(x, "residual"), cache

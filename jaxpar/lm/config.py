@@ -1,0 +1,141 @@
+"""What a language model is: `LMConfig`, and GPT-2 and Llama as two presets of it."""
+
+import dataclasses
+
+from jaxpar.types import UsageError
+
+__all__ = ["LMConfig", "gpt2", "llama"]
+
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "positions": ("rope", "learned"),
+    "activation": ("swiglu", "gelu", "gelu_exact"),
+    "dtype": ("bfloat16", "float16", "float32", "float64"),
+    "remat": ("none", "dots", "names", "full", "offload"),
+    "attention": ("auto", "cudnn", "splash", "xla"),
+}
+
+
+def _execution(default):
+    """A field that says how to compute and not what: it is no part of a run's identity."""
+    return dataclasses.field(default=default, metadata={"identity": False})
+
+
+@dataclasses.dataclass(frozen=True)
+class LMConfig:
+    """A decoder-only transformer. Defaults are a small Llama over bytes.
+
+    Attributes:
+      vocab_size: V, symbols.
+      max_seq_len: Longest T that learned positions cover; rope needs no such bound.
+      num_layers: L.
+      embed_dim: D, width of the residual stream.
+      num_heads: H, query heads.
+      num_kv_heads: G, key and value heads: H for multi-head, 1 for multi-query, between for grouped-query
+        attention; 0 means H.
+      head_dim: K; 0 means D / H.
+      mlp_dim: F.
+      norm: "rms" or "layer".
+      norm_eps: Added to the variance.
+      positions: "rope" or "learned".
+      rope_theta: Base of the rotary wavelengths.
+      rope_factor: Llama 3's scaling of long wavelengths; 1 switches it off (`jaxpar.lm.blocks.rope_frequencies`).
+      rope_low_freq_factor: Wavelengths over `rope_original_len / this` are divided in full.
+      rope_high_freq_factor: Wavelengths under `rope_original_len / this` are kept.
+      rope_original_len: Context length before scaling, in tokens.
+      activation: "swiglu" (gated), "gelu" (tanh form, GPT-2's) or "gelu_exact" (erf form).
+      bias: Whether projections and LayerNorms have biases.
+      tied: Whether the embedding is the output head too.
+      dropout: Rate on embeddings, attention weights and both residual branches, while training.
+      init_std: Standard deviation of weights at the start; residual projections use it / sqrt(2 L).
+      dtype: Of activations and of weights where they are multiplied. Master weights, norms, softmax and
+        losses are float32 at least.
+      remat: What the backward pass recomputes: "none" saves every matmul input, "dots" saves matmul outputs, "names"
+        saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs.
+      attention: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
+      scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster
+        on GPU, slower to compile).
+      loss_chunk: Tokens a device whose logits exist at the same time.
+    """
+
+    vocab_size: int = 256
+    max_seq_len: int = 1024
+    num_layers: int = 4
+    embed_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    mlp_dim: int = 384
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    positions: str = "rope"
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_len: int = 8192
+    activation: str = "swiglu"
+    bias: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+    init_std: float = 0.02
+    dtype: str = "bfloat16"
+    remat: str = _execution("none")
+    attention: str = _execution("auto")
+    scan_layers: bool = _execution(True)
+    loss_chunk: int = _execution(8192)
+
+    def __post_init__(self):
+        """Fills derived sizes and refuses what no model can be."""
+        for name, legal in CHOICES.items():
+            if getattr(self, name) not in legal:
+                raise UsageError(f"model.{name}={getattr(self, name)!r} is unknown; legal are {', '.join(legal)}.")
+        for name in (
+            "vocab_size",
+            "max_seq_len",
+            "num_layers",
+            "embed_dim",
+            "num_heads",
+            "mlp_dim",
+            "loss_chunk",
+        ):
+            if getattr(self, name) < 1:
+                raise UsageError(f"model.{name}={getattr(self, name)} must be at least 1.")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UsageError(f"model.dropout={self.dropout} must be at least 0 and under 1.")
+        if not self.num_kv_heads:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            legal = [g for g in range(1, self.num_heads + 1) if self.num_heads % g == 0]
+            raise UsageError(
+                f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}; "
+                f"legal are {', '.join(map(str, legal))}."
+            )
+        if not self.head_dim:
+            if self.embed_dim % self.num_heads:
+                raise UsageError(
+                    f"model.embed_dim={self.embed_dim} is not a multiple of model.num_heads={self.num_heads}; "
+                    f"nearest is {self.embed_dim // self.num_heads * self.num_heads or self.num_heads}, or give "
+                    "model.head_dim."
+                )
+            object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
+        if self.positions == "rope" and self.head_dim % 2:
+            raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
+
+
+def gpt2(**changes) -> LMConfig:
+    """Returns GPT-2 124M: LayerNorm, learned positions, GELU, biases, tied head; `changes` override."""
+    base = dict(
+        vocab_size=50257, max_seq_len=1024, num_layers=12, embed_dim=768, num_heads=12, mlp_dim=3072,
+        norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.1,
+    )  # fmt: skip
+    return LMConfig(**(base | changes))
+
+
+def llama(**changes) -> LMConfig:
+    """Returns Llama 3.2 1B: RMSNorm, scaled RoPE, SwiGLU, grouped queries, tied; `changes` override."""
+    base = dict(
+        vocab_size=128256, max_seq_len=131072, num_layers=16, embed_dim=2048, num_heads=32, num_kv_heads=8,
+        mlp_dim=8192, rope_theta=500000.0, rope_factor=32.0, tied=True,
+    )  # fmt: skip
+    return LMConfig(**(base | changes))

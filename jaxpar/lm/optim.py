@@ -1,0 +1,122 @@
+"""Optimizers and schedules from optax, with their masks read from the parameter declarations."""
+
+import dataclasses
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from jaxpar.lm import params as declared
+from jaxpar.lm.config import LMConfig
+from jaxpar.types import PyTree, UsageError
+
+__all__ = ["OptimizerConfig", "learning_rate", "make_optimizer", "muon_dimensions"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters are updated. Numbers are those of nanoGPT and Llama unless said.
+
+    Attributes:
+      name: "adamw" or "muon" (Muon on the matrices of the layers, AdamW on all else).
+      learning_rate: Highest rate; for Muon, of its matrices, scaled to AdamW's update size.
+      final_ratio: Rate at the end over the highest rate.
+      schedule: "cosine", "linear", "constant", or "wsd" (constant, then linear over the last fifth).
+      warmup_steps: Steps of linear warm-up from 0.
+      decay_steps: Step at which the rate has reached its end; 0 means the last step of the run.
+      b1: Decay of the first moment (and Muon's momentum).
+      b2: Decay of the second moment.
+      eps: Added to the root of the second moment.
+      weight_decay: Decoupled decay, of matrices only: norms and biases keep theirs.
+      clip_norm: Largest global gradient norm; 0 switches clipping off.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    final_ratio: float = 0.1
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    decay_steps: int = 0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        """Refuses unknown names and impossible numbers."""
+        for field, legal in (("name", ("adamw", "muon")), ("schedule", ("cosine", "linear", "constant", "wsd"))):
+            if getattr(self, field) not in legal:
+                raise UsageError(
+                    f"optimizer.{field}={getattr(self, field)!r} is unknown; legal are {', '.join(legal)}."
+                )
+        if self.learning_rate <= 0 or self.warmup_steps < 0 or self.clip_norm < 0:
+            raise UsageError(
+                "optimizer.learning_rate must be over 0, warmup_steps and clip_norm at least 0; got "
+                f"{self.learning_rate}, {self.warmup_steps}, {self.clip_norm}."
+            )
+
+
+def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Returns `step -> learning rate` for a run of `num_steps` steps."""
+    peak, end = config.learning_rate, config.learning_rate * config.final_ratio
+    steps = max(1, (config.decay_steps or num_steps) - config.warmup_steps)
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, steps, config.final_ratio)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, end, steps)
+    else:
+        fall = max(1, steps // 5)
+        after = optax.linear_schedule(peak, end, fall, transition_begin=steps - fall)
+    if not config.warmup_steps:
+        return after
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps), after], [config.warmup_steps]
+    )
+
+
+def muon_dimensions(model: LMConfig) -> PyTree:
+    """Returns Muon's dimension numbers a leaf, None where AdamW shall do.
+
+    Matrices of the layers map "embed" to the rest or back, so the logical axes say which dimensions
+    are contracted; "layers" is a batch of matrices. Without this, optax hands stacked leaves to Adam.
+    """
+
+    def numbers(path, leaf: declared.Leaf):
+        if isinstance(leaf.init, str) or leaf.axes[0] != "layers":
+            return None
+        embed = (leaf.axes.index("embed"),)
+        rest = tuple(i for i in range(1, len(leaf.axes)) if i not in embed)
+        first, second = (embed, rest) if embed[0] == 1 else (rest, embed)
+        return MuonDimensionNumbers(reduction_axis=first, output_axis=second)
+
+    return jax.tree_util.tree_map_with_path(
+        numbers, declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, declared.Leaf)
+    )
+
+
+def make_optimizer(config: OptimizerConfig, model: LMConfig, num_steps: int) -> optax.GradientTransformation:
+    """Returns clipping, then AdamW or Muon, with decay on matrices only.
+
+    Muon's updates are rescaled to AdamW's root mean square of 0.2 (arXiv:2502.16982, eq. 4), so that one
+    learning rate serves both. Its Newton-Schulz products are taken in the gradients' dtype.
+    """
+    rate, mask = learning_rate(config, num_steps), declared.is_weight(model)
+    if config.name == "adamw":
+        update = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask)
+    else:
+        update = muon(
+            rate,
+            beta=config.b1,
+            weight_decay=config.weight_decay,
+            weight_decay_mask=mask,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=muon_dimensions(model),
+            consistent_rms=0.2,
+        )
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    return optax.chain(clip, update)

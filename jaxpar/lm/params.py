@@ -1,0 +1,143 @@
+"""Parameters of the transformer, each leaf declared once; all else that depends on them follows from here.
+
+`leaves(config)` is the only list of parameters. Initialisation, sharding, checkpoint schema, decay mask,
+Muon's dimension numbers and the FLOP count are all read from it.
+"""
+
+import math
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.lm.config import LMConfig
+from jaxpar.types import PRNGKey, PyTree
+
+__all__ = ["Leaf", "abstract", "axes", "flops_per_token", "init", "is_weight", "leaves", "num_params"]
+
+
+class Leaf(NamedTuple):
+    """One parameter: its shape, one logical axis name a dimension, and its initialiser.
+
+    Attributes:
+      shape: Static shape; a leading "layers" axis stacks the layers.
+      axes: Logical names, as in `jaxpar.mesh.RULES`, or None.
+      init: "ones", "zeros", or the standard deviation of a normal distribution.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: str | float
+
+
+def _norm(config: LMConfig, stack: tuple = (), names: tuple = ()) -> dict[str, Leaf]:
+    shape, axes = (*stack, config.embed_dim), (*names, None)
+    out = {"scale": Leaf(shape, axes, "ones")}
+    if config.norm == "layer" and config.bias:
+        out["bias"] = Leaf(shape, axes, "zeros")
+    return out
+
+
+def leaves(c: LMConfig) -> dict:
+    """Returns the declaration of every parameter of model `c`, as a nested dict of `Leaf`."""
+    std, out_std = c.init_std, c.init_std / math.sqrt(2 * c.num_layers)
+
+    def stacked(shape: tuple, names: tuple, init) -> Leaf:
+        return Leaf((c.num_layers, *shape), ("layers", *names), init)
+
+    heads, kv = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
+    layer = {
+        "attn_norm": _norm(c, (c.num_layers,), ("layers",)),
+        "wq": stacked((c.embed_dim, *heads), ("embed", "heads", "head_dim"), std),
+        "wk": stacked((c.embed_dim, *kv), ("embed", "kv_heads", "head_dim"), std),
+        "wv": stacked((c.embed_dim, *kv), ("embed", "kv_heads", "head_dim"), std),
+        "wo": stacked((*heads, c.embed_dim), ("heads", "head_dim", "embed"), out_std),
+        "mlp_norm": _norm(c, (c.num_layers,), ("layers",)),
+        "w_up": stacked((c.embed_dim, c.mlp_dim), ("embed", "mlp"), std),
+        "w_down": stacked((c.mlp_dim, c.embed_dim), ("mlp", "embed"), out_std),
+    }
+    if c.activation == "swiglu":
+        layer["w_gate"] = stacked((c.embed_dim, c.mlp_dim), ("embed", "mlp"), std)
+    if c.bias:
+        layer["bq"] = stacked(heads, ("heads", "head_dim"), "zeros")
+        layer["bk"] = stacked(kv, ("kv_heads", "head_dim"), "zeros")
+        layer["bv"] = stacked(kv, ("kv_heads", "head_dim"), "zeros")
+        layer["bo"] = stacked((c.embed_dim,), (None,), "zeros")
+        layer["b_up"] = stacked((c.mlp_dim,), ("mlp",), "zeros")
+        layer["b_down"] = stacked((c.embed_dim,), (None,), "zeros")
+        if c.activation == "swiglu":
+            layer["b_gate"] = stacked((c.mlp_dim,), ("mlp",), "zeros")
+    tree = {
+        "embedding": Leaf((c.vocab_size, c.embed_dim), ("vocab", "embed"), std),
+        "layers": layer,
+        "final_norm": _norm(c),
+    }
+    if c.positions == "learned":
+        tree["positions"] = Leaf((c.max_seq_len, c.embed_dim), (None, "embed"), std)
+    if not c.tied:
+        tree["head"] = Leaf((c.vocab_size, c.embed_dim), ("vocab", "embed"), std)
+    return tree
+
+
+def _is_leaf(value) -> bool:
+    return isinstance(value, Leaf)
+
+
+def _map(fn, config: LMConfig) -> PyTree:
+    return jax.tree_util.tree_map_with_path(fn, leaves(config), is_leaf=_is_leaf)
+
+
+def init(key: PRNGKey, config: LMConfig, dtype=jnp.float32) -> PyTree:
+    """Draws the parameters, in `dtype`; the same values on any mesh.
+
+    Each leaf's key is `key` folded with the leaf's path, so adding a parameter changes no other. Jit it
+    with `out_shardings` to have each device make only its share. Consumes `key`.
+    """
+
+    def draw(path, leaf: Leaf):
+        if leaf.init in ("ones", "zeros"):
+            return jnp.full(leaf.shape, float(leaf.init == "ones"), dtype)
+        name = jax.tree_util.keystr(path)
+        return leaf.init * jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
+
+    return _map(draw, config)
+
+
+def axes(config: LMConfig) -> PyTree:
+    """Returns the logical axes of every parameter."""
+    return _map(lambda _, leaf: leaf.axes, config)
+
+
+def abstract(config: LMConfig, dtype=jnp.float32) -> PyTree:
+    """Returns the shape and dtype of every parameter, without making any."""
+    return _map(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), config)
+
+
+def is_weight(config: LMConfig) -> PyTree:
+    """Returns True for matrices (drawn at random), False for norms and biases: the mask of weight decay."""
+    return _map(lambda _, leaf: not isinstance(leaf.init, str), config)
+
+
+def num_params(config: LMConfig) -> int:
+    """Returns the number of parameters; a tied head counts once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves(config), is_leaf=_is_leaf))
+
+
+def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> float:
+    """Returns the floating-point operations of one training step, per token.
+
+    6 for each multiplied weight (forward, and two products backward), and 12 L H K T for scores and
+    mixing, the convention of PaLM's appendix B (arXiv:2204.02311), which nanoGPT and MaxText use.
+
+    Args:
+      config: The model.
+      seq_len: T.
+      causal: Counts only the half of the scores that the mask keeps.
+    """
+    tree = leaves(config)
+    multiplied = [leaf for leaf in jax.tree.leaves(tree["layers"], is_leaf=_is_leaf) if not isinstance(leaf.init, str)]
+    multiplied.append(tree.get("head", tree["embedding"]))
+    matmul = 6.0 * sum(math.prod(leaf.shape) for leaf in multiplied)
+    scores = 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    return matmul + scores / (2.0 if causal else 1.0)

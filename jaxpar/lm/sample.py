@@ -1,0 +1,169 @@
+"""Sampling with a key-value cache: prefill once, then the whole loop in one `while_loop`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpar.lm.blocks import block, norm
+from jaxpar.lm.config import LMConfig
+from jaxpar.lm.model import embed, head
+from jaxpar.mesh import constrain
+from jaxpar.types import PRNGKey, PyTree, UsageError
+
+__all__ = ["Sampling", "empty_cache", "extend", "generate"]
+
+CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+      max_new_tokens: Most tokens to add.
+      temperature: Logits are divided by it; 0 takes the likeliest token.
+      top_k: Only the k likeliest tokens may be drawn; 0 means all.
+      top_p: Only the smallest set of likeliest tokens whose probability reaches p may be drawn.
+      stop_token: A row ends when it draws this token; -1 means never.
+    """
+
+    max_new_tokens: int = 100
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token: int = -1
+
+    def __post_init__(self):
+        """Refuses impossible numbers."""
+        if self.max_new_tokens < 1 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UsageError(
+                "sampling needs max_new_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1; got "
+                f"{self.max_new_tokens}, {self.temperature}, {self.top_k}, {self.top_p}."
+            )
+
+
+def empty_cache(config: LMConfig, batch: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values [L, B, S, G, K] of zeros, split over batch and kv_heads."""
+    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
+    zeros = constrain(jnp.zeros(shape, config.dtype), *CACHE, name="cache")
+    return zeros, zeros
+
+
+def extend(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: tuple[jax.Array, jax.Array],
+    config: LMConfig,
+) -> tuple[Float[Array, "B T V"], tuple[jax.Array, jax.Array]]:
+    """Runs T more tokens of each row through the model.
+
+    Args:
+      params: As from `jaxpar.lm.init`.
+      tokens: The new tokens.
+      positions: Their places, which are also their slots in the cache; rows may differ.
+      cache: From `empty_cache` or an earlier call; slots up to each position must be filled.
+      config: The model; static.
+
+    Returns:
+      Logits in float32 at least, and the cache with the new keys and values.
+    """
+    x = embed(params["embedding"], tokens)
+    if config.positions == "learned":
+        x = x + constrain(params["positions"], None, None)[positions]
+    x = constrain(x.astype(config.dtype), "batch", None, None)
+
+    def body(x, layer_and_cache):
+        layer, cache = layer_and_cache
+        return block(x, layer, config, positions, cache=cache)
+
+    x, cache = jax.lax.scan(body, x, (params["layers"], cache))
+    x = norm(x, params["final_norm"], config)
+    weight = constrain(head(params).astype(x.dtype), "vocab", None)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    cache = tuple(constrain(part, *CACHE, name="cache") for part in cache)
+    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide), cache
+
+
+def generate(
+    key: PRNGKey,
+    params: PyTree,
+    prompt: Int[Array, "B T"],
+    config: LMConfig,
+    sampling: Sampling = Sampling(),
+    *,
+    prompt_lengths: Int[Array, " B"] | None = None,
+) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
+    """Continues each prompt; pure, so jit it with `config` and `sampling` static.
+
+    Row b's token at position t is drawn with `fold_in(fold_in(key, t), b)`: what a row draws depends on no other row's
+    length. Every step reads all weights once and the cache once.
+
+    Args:
+      key: Consumed.
+      params: As from `jaxpar.lm.init`.
+      prompt: Symbols, left-aligned; what lies beyond a row's length is ignored.
+      config: The model.
+      sampling: How tokens are drawn.
+      prompt_lengths: At least 1 each; by default T.
+
+    Returns:
+      Tokens [B, T + max_new_tokens] (prompt, then what was drawn, then zeros) and the length of each row, the
+      stop token counted in.
+
+    Raises:
+      UsageError: If learned positions are too few for prompt and new tokens together.
+    """
+    batch, start = prompt.shape
+    total = start + sampling.max_new_tokens
+    if config.positions == "learned" and total > config.max_seq_len:
+        raise UsageError(
+            f"{start} prompt and {sampling.max_new_tokens} new tokens are over model.max_seq_len={config.max_seq_len}."
+        )
+    lengths = jnp.full((batch,), start) if prompt_lengths is None else jnp.asarray(prompt_lengths)
+    rows = jnp.arange(batch)
+    slots = jnp.broadcast_to(jnp.arange(start), (batch, start))
+    logits, cache = extend(params, prompt, slots, empty_cache(config, batch, total), config)
+    tokens = jnp.where(jnp.arange(total)[None, :] < lengths[:, None], jnp.pad(prompt, ((0, 0), (0, total - start))), 0)
+
+    def draw(tokens, lengths, ended, logits):
+        new = _draw(key, logits, lengths, sampling)
+        tokens = tokens.at[rows, lengths].set(jnp.where(ended, tokens[rows, lengths], new), mode="drop")
+        return tokens, jnp.where(ended, lengths, lengths + 1), ended | (new == sampling.stop_token), new
+
+    def go_on(carry):
+        return (carry[0] < sampling.max_new_tokens) & ~carry[3].all()
+
+    def step(carry):
+        count, tokens, lengths, ended, new, cache = carry
+        logits, cache = extend(params, new[:, None], lengths[:, None] - 1, cache, config)
+        return (count + 1, *draw(tokens, lengths, ended, logits[:, 0]), cache)
+
+    never = jnp.zeros((batch,), bool)
+    first = draw(tokens, lengths, never, logits[rows, lengths - 1])
+    _, tokens, lengths, _, _, _ = jax.lax.while_loop(go_on, step, (jnp.int32(1), *first, cache))
+    return tokens, lengths
+
+
+def _draw(key: PRNGKey, logits: Float[Array, "B V"], places: Int[Array, " B"], sampling: Sampling) -> jax.Array:
+    """Draws one token a row."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
+        floor = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < floor, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ranked = jnp.sort(logits, axis=-1, descending=True)
+        mass = jnp.cumsum(jax.nn.softmax(ranked), axis=-1)
+        # The first token whose cumulative mass reaches p is the last that may be drawn.
+        last = jnp.argmax(mass >= sampling.top_p, axis=-1)
+        floor = jnp.take_along_axis(ranked, last[:, None], axis=-1)
+        logits = jnp.where(logits < floor, -jnp.inf, logits)
+
+    def one(row, place, logits):
+        return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, place), row), logits)
+
+    return jax.vmap(one)(jnp.arange(logits.shape[0]), places, logits).astype(jnp.int32)

@@ -1,0 +1,99 @@
+"""Text to token ids and back: plain bytes, or byte-pair encoding by the `tokenizers` library."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxpar.types import UsageError
+
+__all__ = ["Bpe", "Bytes", "Tokenizer", "load_tokenizer", "train_bpe", "vocab_size_of"]
+
+
+class Tokenizer(Protocol):
+    """A mapping between text and ids below `vocab_size`; `identity` changes when the mapping does."""
+
+    vocab_size: int
+    identity: str
+
+    def encode(self, text: str) -> np.ndarray: ...  # noqa: D102
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...  # noqa: D102
+
+
+class Bytes:
+    """The 256 bytes of UTF-8 as 256 symbols: nothing to train, nothing out of vocabulary."""
+
+    vocab_size = 256
+    identity = "bytes"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Maps text to its UTF-8 bytes, int32 `[n]`; escaped bytes of a command line come back as they were."""
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Maps bytes to text, with U+FFFD for what is not UTF-8; an id above 255 is a `ValueError`."""
+        return bytes(np.asarray(ids).tolist()).decode("utf-8", "replace")
+
+
+class Bpe:
+    """Any tokenizer of the `tokenizers` library, one trained here or that of a Hugging Face folder.
+
+    Neither a beginning-of-text nor any other special token is added, so that the pieces of a stream can
+    be encoded one by one; where the text spells a special token, it becomes that token. `vocab_size` is
+    one more than the largest id; `identity` holds the sha256 of the JSON, however its file was formatted.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.identity = "bpe:" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Maps text to int32 ids `[n]`."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Maps ids back to text, special tokens spelled out and bytes that are not UTF-8 as U+FFFD."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the JSON that `load_tokenizer` and the Hugging Face libraries read."""
+        self._tokenizer.save(str(path))
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int) -> Bpe:
+    """Learns a byte-level BPE of `vocab_size` symbols (fewer from a small text); same texts, same result."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes, so that any text round-trips
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return Bpe(tokenizer)
+
+
+def load_tokenizer(path: str | Path) -> Bpe:
+    """Reads a `tokenizer.json`, or the one in a Hugging Face folder."""
+    path = Path(path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"there is no tokenizer file {path}; give a tokenizer.json or a folder with one")
+    try:
+        return Bpe(tokenizers.Tokenizer.from_str(path.read_text("utf-8")))
+    except Exception as error:  # the library raises no narrower class
+        raise UsageError(f"{path} is not a tokenizer of the tokenizers library: {error}") from error
+
+
+def vocab_size_of(spec: str) -> int:
+    """Reads a tokenizer's specification: 256 for `bytes`, N for `bpe:N`, else a `UsageError`."""
+    match = re.fullmatch(r"bytes|bpe:([1-9][0-9]{2,5})", spec)
+    size = int(match[1] or 256) if match else 0
+    if spec != "bytes" and not 257 <= size <= 200_000:
+        raise UsageError(f"tokenizer must be 'bytes' or 'bpe:N' with N in 257..200000, not {spec!r}")
+    return size

@@ -1,0 +1,175 @@
+"""One optimizer step as a pure function: the `Algorithm` that `jaxpar.loop` drives."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxpar.lm import params as declared
+from jaxpar.lm.config import LMConfig
+from jaxpar.lm.loss import loss
+from jaxpar.lm.optim import OptimizerConfig, learning_rate, make_optimizer
+from jaxpar.mesh import axes_like, constrain
+from jaxpar.types import Info, PRNGKey, PyTree, UsageError
+
+__all__ = ["Health", "TrainState", "Trainer"]
+
+SPIKE_DEVIATIONS = 6.0
+MEMORY = 0.98  # of the running mean and variance of the loss: about the last 50 steps
+
+
+@struct.dataclass
+class Health:
+    """Counts of what went wrong, and the running loss that spikes are judged by."""
+
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    spikes: jax.Array
+    loss_mean: jax.Array
+    loss_variance: jax.Array
+
+
+@struct.dataclass
+class TrainState:
+    """All that a run carries from step to step.
+
+    Attributes:
+      params: Master weights, float32 unless the model runs in float64.
+      opt_state: Of the optax chain.
+      step: int32 [], steps made, skipped ones included.
+      health: Skipped steps and spikes.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    step: jax.Array
+    health: Health
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """Trains `model` with `optimizer`; static and hashable.
+
+    Attributes:
+      model: The transformer.
+      optimizer: The update rule.
+      num_steps: Length of the run, which the learning-rate schedule needs.
+      accumulate: Parts that a batch is cut into, one after the other; equal to the whole batch at once.
+      max_skipped: Steps in a row with a non-finite loss or gradient after which `done` is true.
+    """
+
+    model: LMConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    num_steps: int = 1000
+    accumulate: int = 1
+    max_skipped: int = 10
+
+    def init(self, key: PRNGKey, inputs: Any = None) -> TrainState:
+        """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
+        del inputs
+        dtype = jnp.promote_types(self.model.dtype, jnp.float32)
+        params = declared.init(key, self.model, dtype)
+        zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
+        health = Health(count, count, count, zero, zero)
+        return TrainState(params, self._optimizer().init(params), count, health)
+
+    def axes(self) -> TrainState:
+        """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
+        state = jax.eval_shape(self.init, jax.random.key(0))
+        return axes_like(state, state.params, declared.axes(self.model))
+
+    def step(self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]) -> tuple[TrainState, Info]:
+        """Makes one optimizer step on a batch as `jaxpar.lm.loss` takes it. Consumes `key` for dropout.
+
+        A step whose loss or gradient is not finite changes no parameter and no optimizer state; it is
+        counted.
+
+        Returns:
+          The new state, and scalars: loss (nats a token), grad_norm (before clipping), learning_rate,
+          skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 standard deviations above its
+          running mean) and spikes (their count).
+        """
+        value, grads = self._gradient(key, state.params, inputs)
+        grad_norm = optax.global_norm(grads)
+        good = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        def choose(new, old):
+            return jnp.where(good, new, old)
+
+        health, spike = _watch(state.health, value, good)
+        info = {
+            "loss": value,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate(self.optimizer, self.num_steps)(state.step - state.health.skipped),
+            "skipped": health.skipped,
+            "skipped_in_a_row": health.skipped_in_a_row,
+            "spike": spike,
+            "spikes": health.spikes,
+        }
+        params, opt_state = jax.tree.map(choose, (params, opt_state), (state.params, state.opt_state))
+        return TrainState(params, opt_state, state.step + 1, health), jax.tree.map(jnp.float32, info)
+
+    def done(self, state: TrainState) -> jax.Array:
+        """Whether the run has broken down: `max_skipped` bad steps in a row."""
+        return state.health.skipped_in_a_row >= self.max_skipped
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        return make_optimizer(self.optimizer, self.model, self.num_steps)
+
+    def _gradient(self, key: PRNGKey, params: PyTree, batch: dict[str, jax.Array]):
+        """Returns mean loss and gradient of a batch, by `accumulate` parts."""
+        rows = batch["tokens"].shape[0]
+        if rows % self.accumulate:
+            raise UsageError(
+                f"train.accumulate={self.accumulate} does not divide the batch of {rows} rows; "
+                f"nearest is {next(n for n in range(self.accumulate, 0, -1) if rows % n == 0)}."
+            )
+        weights = batch.get("weights")
+        total = jnp.float32(batch["targets"].size) if weights is None else weights.sum()
+
+        def part(batch, key):
+            dropout_key = key if self.model.dropout else None
+            return jax.value_and_grad(loss)(params, batch, self.model, normaliser=total, dropout_key=dropout_key)
+
+        if self.accumulate == 1:
+            return part(batch, key)
+
+        def add(sums, inputs):
+            index, batch = inputs
+            return jax.tree.map(jnp.add, sums, part(batch, jax.random.fold_in(key, index))), None
+
+        # Row r goes to part r % accumulate: every device then finds its share of each part at home.
+        def cut(x):
+            parts = x.reshape(rows // self.accumulate, self.accumulate, *x.shape[1:]).swapaxes(0, 1)
+            return constrain(parts, None, "batch", *(None,) * (x.ndim - 1), name="a part of the batch")
+
+        first = jax.tree.leaves(params)[0]
+        zero = (jnp.zeros((), first.dtype), jax.tree.map(jnp.zeros_like, params))
+        sums, _ = jax.lax.scan(add, zero, (jnp.arange(self.accumulate), jax.tree.map(cut, batch)))
+        return sums
+
+
+def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, jax.Array]:
+    """Updates the counts, and the running mean and variance of the loss over good steps."""
+    seen = health.loss_mean != 0
+    gap = value - health.loss_mean
+    # Under 1 % of the mean nothing is a spike, however quiet the run.
+    scale = jnp.sqrt(health.loss_variance) + 0.01 * jnp.abs(health.loss_mean)
+    spike = good & seen & (gap > SPIKE_DEVIATIONS * scale)
+    rate = jnp.where(seen, 1 - MEMORY, 1.0)
+    mean = health.loss_mean + rate * gap
+    variance = jnp.where(seen, MEMORY * (health.loss_variance + rate * gap**2), 0.0)
+    bad = (~good).astype(jnp.int32)
+    new = Health(
+        skipped=health.skipped + bad,
+        skipped_in_a_row=jnp.where(good, 0, health.skipped_in_a_row + 1),
+        spikes=health.spikes + spike.astype(jnp.int32),
+        loss_mean=jnp.where(good, mean, health.loss_mean),
+        loss_variance=jnp.where(good, variance, health.loss_variance),
+    )
+    return new, spike

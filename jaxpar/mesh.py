@@ -1,0 +1,391 @@
+"""Meshes, the one table from logical axis names to mesh axes, and start-up of many processes.
+
+Model code names the axes of an array ("batch", "embed", "heads"); the table says which mesh axes hold
+them; GSPMD inserts the collectives. Changing a layout means changing the table or the mesh, never a model.
+Everything reads the ambient mesh that `use_mesh` sets; without one, on a single device, every function
+here is the identity, which is the sequential form of each layout.
+
+This is the only file that names an `AxisType`.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.types import PyTree, UsageError
+
+__all__ = [
+    "AXES",
+    "RULES",
+    "MeshSpec",
+    "axes_like",
+    "check_same_on_all_processes",
+    "constrain",
+    "local",
+    "make_mesh",
+    "mesh_axes",
+    "named_shardings",
+    "partition",
+    "place_rows",
+    "platform",
+    "rules_from",
+    "shard",
+    "simulate_devices",
+    "start_processes",
+    "use_mesh",
+]
+
+Axes = tuple[str | None, ...]
+
+# Slowest link first: `jax.make_mesh` gives neighbours in the last axis the fastest connection.
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+RULES: dict[str, tuple[str, ...]] = {
+    # activations
+    "batch": ("data", "fsdp"),
+    "seq": ("context",),
+    # parameters
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "layers": (),
+    "stage": ("stage",),
+    "experts": ("expert",),
+    # populations of independent things
+    "population": ("data", "fsdp"),
+    "envs": ("data", "fsdp"),
+    "particles": ("data", "fsdp"),
+}
+"""Logical axis name -> mesh axes, for all pillars. `()` means: not split."""
+
+# A user context is part of JAX's trace cache key: another table can never reuse a stale program.
+_table = jax.make_user_context(tuple(RULES.items()))
+_platform = jax.make_user_context(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """Sizes of the mesh axes. All axes always exist; at most one size may be -1, "all that is left".
+
+    Attributes:
+      data: Copies of the model, each with its own share of the batch.
+      fsdp: Shares of batch and of parameters alike (ZeRO-3): weights are gathered just before use.
+      tensor: Shares of heads, mlp and vocabulary.
+      context: Shares of the sequence.
+      expert: Shares of the experts.
+      stage: Pipeline stages.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    stage: int = 1
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """Returns the size of each axis for `num_devices` devices, in the order of `AXES`.
+
+        Raises:
+          UsageError: If the sizes do not multiply to `num_devices`, with the nearest legal choice.
+        """
+        sizes = {name: getattr(self, name) for name in AXES}
+        asked = " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "data=1"
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise UsageError(f"mesh axis {name}={size} is not a size; give 1 or more, or -1 for the rest.")
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise UsageError(f"mesh {asked} leaves {' and '.join(free)} open; only one axis may be -1.")
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if num_devices % fixed or (not free and fixed != num_devices):
+            largest = max((n for n, s in sizes.items() if s != -1), key=lambda n: sizes[n])
+            rest = fixed // sizes[largest]
+            legal = (
+                f"{largest}={num_devices // rest}"
+                if num_devices % rest == 0
+                else f"data={num_devices} and nothing else"
+            )
+            raise UsageError(
+                f"mesh {asked} needs {fixed} devices but {num_devices} are here; the nearest legal choice is {legal}."
+            )
+        if free:
+            sizes[free[0]] = num_devices // fixed
+        return sizes
+
+
+def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD.
+
+    Args:
+      spec: Axis sizes; by default all devices on `data`.
+      devices: Devices to use; by default all devices of all processes.
+
+    Raises:
+      UsageError: If the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = (spec or MeshSpec(data=-1)).sizes(len(devices))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def rules_from(changes: Mapping[str, str] | None = None) -> dict[str, tuple[str, ...]]:
+    """Returns `RULES` with changes such as `{"embed": "none", "batch": "data+fsdp"}`.
+
+    Raises:
+      UsageError: For an unknown logical or mesh axis.
+    """
+    rules = dict(RULES)
+    for name, value in (changes or {}).items():
+        if name not in RULES:
+            raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")
+        axes = () if value in ("", "none") else tuple(value.split("+"))
+        for axis in axes:
+            if axis not in AXES:
+                raise UsageError(
+                    f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {', '.join(AXES)}, "
+                    "several joined by +, or none."
+                )
+        rules[name] = axes
+    return rules
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh, rules: Mapping[str, tuple[str, ...]] | None = None):
+    """Makes `mesh` and the rule table ambient for `shard`, `constrain` and everything built on them."""
+    kind = _kind(mesh.devices.flat[0].platform)
+    with jax.set_mesh(mesh), _table(tuple((rules or RULES).items())), _platform(kind):
+        yield mesh
+
+
+def _ambient() -> Any:
+    """The ambient mesh: abstract inside a trace, which is enough for sizes."""
+    return jax.sharding.get_abstract_mesh()
+
+
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """Returns the mesh axes of size over 1 that hold logical axis `name` on the ambient mesh."""
+    table, mesh = dict(_table.value), _ambient()
+    if name not in table:
+        raise UsageError(f"unknown logical axis {name!r}; the rule table knows {', '.join(table)}.")
+    return () if mesh.empty else tuple(axis for axis in table[name] if mesh.shape[axis] > 1)
+
+
+def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array") -> P:
+    """Returns the `PartitionSpec` of an array with logical `axes` on the ambient mesh.
+
+    Args:
+      axes: One logical name, or None for "not split", per dimension.
+      shape: If given, each split dimension must divide evenly.
+      name: What to call the array in an error.
+
+    Raises:
+      UsageError: If two dimensions want the same mesh axis, or a dimension does not divide.
+    """
+    if shape is not None and len(shape) != len(axes):
+        raise UsageError(f"{name} of shape {tuple(shape)} has {len(shape)} dimensions but axes {axes}.")
+    owner: dict[str, str | None] = {}
+    entries = []
+    for dim, logical in enumerate(axes):
+        over = () if logical is None else mesh_axes(logical)
+        for axis in over:
+            if axis in owner:
+                raise UsageError(
+                    f"{name} with axes {axes} uses mesh axis {axis!r} twice, for {owner[axis]!r} and "
+                    f"{logical!r}; change one of the two rules."
+                )
+            owner[axis] = logical
+        parts = math.prod(_ambient().shape[axis] for axis in over)
+        if shape is not None and shape[dim] % parts:
+            below = shape[dim] // parts * parts
+            choices = f"{below} or {below + parts}" if below else f"{parts}"
+            raise UsageError(
+                f"{name}: dimension {dim} ({logical}) of size {shape[dim]} does not divide over "
+                f"{'*'.join(over)}={parts}; the nearest legal sizes are {choices}."
+            )
+        entries.append(over[0] if len(over) == 1 else over or None)
+    return P(*entries)
+
+
+def _is_axes(value: Any) -> bool:
+    return type(value) is tuple and all(a is None or isinstance(a, str) for a in value)
+
+
+def named_shardings(tree: PyTree, axes: PyTree, mesh: Mesh | None = None) -> PyTree:
+    """Returns the `NamedSharding` of each leaf of `tree` (arrays or shapes), given its logical axes."""
+    mesh = mesh or jax.sharding.get_mesh()
+
+    def sharding(path, names, leaf):
+        return NamedSharding(mesh, partition(names, leaf.shape, jax.tree_util.keystr(path, simple=True, separator=".")))
+
+    return jax.tree_util.tree_map_with_path(sharding, axes, tree, is_leaf=_is_axes)
+
+
+def shard(tree: PyTree, axes: PyTree) -> PyTree:
+    """Places each leaf of `tree` on the ambient mesh by its logical axes; the identity without a mesh.
+
+    Args:
+      tree: Pytree of arrays, the same on every process.
+      axes: Pytree of the same structure with a tuple of logical names a leaf.
+    """
+    if _ambient().empty:
+        return tree
+    return jax.device_put(tree, named_shardings(tree, axes))
+
+
+def constrain(x: jax.Array, *axes: str | None, name: str = "activation") -> jax.Array:
+    """Tells GSPMD how `x` is split, by logical axis; its cotangent is split alike."""
+    if _ambient().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, name))
+
+
+def local(fn: Callable, in_axes: Sequence[Axes], out_axes: Any, *, check: bool = True) -> Callable:
+    """Runs `fn` on each device's own block, by `jax.shard_map`; plain `fn` without a mesh.
+
+    For what GSPMD cannot split or would split badly. `fn` must not need data of another block, or must
+    ask for it by collectives over `mesh_axes(...)`. `check=False` takes the specs on trust, for
+    kernels, which carry no replication types, and where nothing is differentiated through.
+    """
+    if _ambient().empty:
+        return fn
+
+    def wrapped(*args):
+        in_specs = tuple(
+            partition(axes, x.shape, f"argument {i}") for i, (axes, x) in enumerate(zip(in_axes, args, strict=True))
+        )
+        out_specs = jax.tree.map(partition, out_axes, is_leaf=_is_axes)
+        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=check)(*args)
+
+    return wrapped
+
+
+def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:
+    """Returns logical axes for a tree that holds copies of `params` in places, such as an optimizer state.
+
+    A leaf whose path ends in a parameter's path and whose shape is the parameter's gets the parameter's
+    axes; every other leaf is not split.
+    """
+    flat_axes = jax.tree.leaves(param_axes, is_leaf=_is_axes)
+    known = {
+        jax.tree_util.keystr(path): (leaf.shape, axes)
+        for (path, leaf), axes in zip(jax.tree_util.tree_leaves_with_path(params), flat_axes, strict=True)
+    }
+
+    def find(path, leaf):
+        for start in range(len(path)):
+            shape, axes = known.get(jax.tree_util.keystr(path[start:]), (None, None))
+            if shape == leaf.shape:
+                return axes
+        return (None,) * len(leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def place_rows(rows: Callable[[slice], PyTree], num_rows: int) -> PyTree:
+    """Makes global arrays, split over "batch", of which each process reads only its own rows.
+
+    Args:
+      rows: `slice -> pytree of NumPy arrays` with that slice of the rows in front; pure, so any number
+        of processes gives the same global arrays.
+      num_rows: Rows of the global arrays.
+    """
+    if _ambient().empty:
+        return jax.tree.map(jax.numpy.asarray, rows(slice(0, num_rows)))
+    sharding = NamedSharding(jax.sharding.get_mesh(), partition(("batch",), (num_rows,), "batch"))
+    mine = [index[0].indices(num_rows)[:2] for index in sharding.addressable_devices_indices_map((num_rows,)).values()]
+    first, last = min(start for start, _ in mine), max(stop for _, stop in mine)
+
+    def place(block: np.ndarray) -> jax.Array:
+        def piece(index):
+            start, stop, _ = index[0].indices(num_rows)
+            return block[start - first : stop - first]
+
+        return jax.make_array_from_callback((num_rows, *block.shape[1:]), sharding, piece)
+
+    return jax.tree.map(place, rows(slice(first, last)))
+
+
+def platform() -> str:
+    """Returns "cpu", "gpu" or "tpu": of the ambient mesh's devices, else of JAX's default backend."""
+    return _platform.value or _kind(jax.default_backend())
+
+
+def _kind(name: str) -> str:
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def simulate_devices(count: int) -> None:
+    """Gives this process `count` CPU devices; to be called before anything touches a device."""
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def start_processes(coordinator: str = "", num_processes: int = 0, process_id: int = -1, timeout_s: int = 600) -> bool:
+    """Joins this process to the others of the run; must come before any question about devices.
+
+    With `coordinator` ("host:port"), `num_processes` and `process_id` the three are used as given. Without
+    them the cluster is detected the way `jax.distributed.initialize` does (Slurm, Open MPI, Cloud TPU,
+    Kubernetes, or JAX_COORDINATOR_ADDRESS), and only if the environment speaks of more than one process.
+
+    Returns:
+      Whether the run has been joined to a cluster.
+
+    Raises:
+      UsageError: If only some of the three are given, or the others could not be reached in `timeout_s`.
+    """
+    if coordinator:
+        if num_processes < 1 or not 0 <= process_id < num_processes:
+            raise UsageError(
+                f"coordinator={coordinator} also needs num_processes >= 1 and 0 <= process_id < that; "
+                f"got num_processes={num_processes} process_id={process_id}."
+            )
+        given = dict(coordinator_address=coordinator, num_processes=num_processes, process_id=process_id)
+    elif _environment_has_processes():
+        given = {}
+    else:
+        return False
+    try:
+        jax.distributed.initialize(**given, initialization_timeout=timeout_s)
+    except Exception as error:
+        raise UsageError(
+            f"this process could not join the run ({given or 'cluster found in the environment'}): "
+            f"{str(error).splitlines()[0]}; check that all processes were started and reach the coordinator."
+        ) from error
+    return True
+
+
+def _environment_has_processes() -> bool:
+    """Whether a launcher's variables speak of more than one process."""
+    env = os.environ
+    counts = (env.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+    return (
+        "JAX_COORDINATOR_ADDRESS" in env
+        or any(count.isdigit() and int(count) > 1 for count in counts)
+        or "," in env.get("TPU_WORKER_HOSTNAMES", "")
+        or "MEGASCALE_COORDINATOR_ADDRESS" in env
+    )
+
+
+def check_same_on_all_processes(text: str, what: str) -> None:
+    """Raises `UsageError` on every process if `text` differs on one; free with a single process."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    digests = np.asarray(multihost_utils.process_allgather(digest))
+    odd = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
+    if odd:
+        raise UsageError(f"{what} on process {odd[0]} differs from process 0; start all with the same flags and files.")

@@ -1,0 +1,20 @@
+"""Strict numerics and eight fake CPU devices for every test."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_legacy_prng_key", "error")
+
+
+@pytest.fixture
+def x64():
+    """Double precision for one test: what separates rounding from bugs."""
+    with jax.enable_x64(True):
+        yield

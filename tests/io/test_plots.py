@@ -1,0 +1,88 @@
+import sys
+
+import numpy as np
+import pytest
+
+from jaxpar.io import plots
+from jaxpar.io.metrics import JsonlWriter
+from jaxpar.types import UsageError
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def write(path, rows):
+    writer = JsonlWriter(path, None)
+    for step, row in rows:
+        writer.write(step, row)
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Collects the figures that are saved."""
+    from matplotlib.figure import Figure
+
+    figures, savefig = [], Figure.savefig
+
+    def record(self, *args, **options):
+        figures.append(self)
+        savefig(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", record)
+    return figures
+
+
+def test_curves_are_the_file_s_numbers(tmp_path, drawn):
+    rows = []
+    for step in range(1, 101):
+        row = {"train/loss": 5 / step, "train/grad_norm": float(step % 7), "train/learning_rate": 1e-3 * step}
+        if step % 25 == 0:
+            row["validation/loss"] = [np.inf, 3.0, np.nan, 4.0][step // 25 - 1]
+        rows.append((step, row))
+    before = dict(matplotlib.rcParams), set(sys.modules)
+    plots.plot_loss(write(tmp_path / "m.jsonl", rows), tmp_path / "new" / "loss.png", unit="bits")
+    assert dict(matplotlib.rcParams) == before[0]
+    assert "matplotlib.pyplot" not in set(sys.modules) - before[1]
+    assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    losses, norms, rates = drawn[0].axes
+    raw, smooth, validation, best = losses.lines
+    np.testing.assert_array_equal(raw.get_ydata(), [row["train/loss"] for _, row in rows])
+    assert smooth.get_ydata().min() >= 0.05 and smooth.get_ydata().max() <= 5
+    assert list(validation.get_xdata()) == [25, 50, 75, 100]
+    assert best.get_label() == "best validation: 3 at step 50"
+    assert losses.get_ylabel() == "loss (bits)" and norms.get_yscale() == "log"
+    np.testing.assert_array_equal(rates.lines[0].get_ydata(), [row["train/learning_rate"] for _, row in rows])
+
+
+@pytest.mark.parametrize(
+    "row, num_axes",
+    [
+        ({"train/loss": 1.0}, 1),
+        ({"validation/loss": 1.0}, 1),
+        ({"train/loss": np.nan, "validation/loss": np.nan}, 1),
+        ({"train/loss": 1.0, "train/grad_norm": 0.0}, 2),
+        ({"train/loss": 1.0, "train/learning_rate": 1e-3}, 2),
+    ],
+)
+def test_what_is_absent_is_left_out(tmp_path, drawn, row, num_axes):
+    plots.plot_loss(write(tmp_path / "m.jsonl", [(1, row)]), tmp_path / "loss.png")
+    assert len(drawn[0].axes) == num_axes
+
+
+def test_smoothing_keeps_lines_and_skips_gaps():
+    line = np.arange(500.0)
+    np.testing.assert_allclose(plots._smoothed(line)[10:-10], line[10:-10])
+    with_gap = np.where(line == 100, np.nan, 2.0)
+    np.testing.assert_allclose(plots._smoothed(with_gap), 2.0)
+    noise = np.random.default_rng(0).normal(size=500)
+    assert plots._smoothed(noise).std() < 0.4
+
+
+def test_no_losses_and_no_matplotlib_are_one_sentence(tmp_path, monkeypatch):
+    path = write(tmp_path / "m.jsonl", [(1, {"x": 1.0})])
+    with pytest.raises(UsageError, match='has neither "train/loss" nor "validation/loss"'):
+        plots.plot_loss(path, tmp_path / "loss.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"pip install \"jaxpar\[experiments\]\""):
+        plots.plot_loss(path, tmp_path / "loss.png")
