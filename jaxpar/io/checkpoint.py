@@ -1,5 +1,6 @@
 """Checkpoints that are whole or absent: asynchronous saves by Orbax, restored onto any mesh."""
 
+import json
 import math
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
@@ -44,7 +46,8 @@ class Checkpoints:
       best_mode: Whether "min" or "max" of the metric is best.
 
     Raises:
-      UsageError: `keep` or `best_mode` is illegal, or `folder` cannot be written.
+      UsageError: `keep` or `best_mode` is illegal, `folder` cannot be written, or a checkpoint's metrics
+        are damaged.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Checkpoints:
         self._pending: tuple[int, int] | None = None  # step and bytes of the save under way
         retention: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
         if best_metric is not None:
-            without = {"keep_checkpoints_without_metrics": False}
-            retention.append(policies.BestN(get_metric_fn=self._rank, reverse=best_mode == "min", n=1, **without))
+            best = policies.BestN(
+                get_metric_fn=self._rank, reverse=best_mode == "min", n=1, keep_checkpoints_without_metrics=False
+            )
+            retention.append(best)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(retention),
             best_fn=None if best_metric is None else self._rank,
@@ -85,6 +90,9 @@ class Checkpoints:
                 f"the checkpoint folder {self._folder} cannot be written ({_storage_reason(error)}); "
                 "choose a folder that this user may write, on a disk with free space"
             ) from error
+        except json.JSONDecodeError as error:  # Orbax reads the metrics of every checkpoint
+            damaged = [path for path in self._folder.glob("*/metrics/metrics") if path.read_text() == error.doc]
+            self._refuse_to_read(int(damaged[0].parent.parent.name), error)
 
     def _rank(self, metrics: Mapping[str, float]) -> float:
         """Returns the number that ranks a save; the worst of all where it has none, or NaN or infinity."""
@@ -123,8 +131,8 @@ class Checkpoints:
         if newest is not None and step <= newest:
             raise UsageError(f"step {step} cannot be saved to {self._folder}: step {newest} is there already")
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
-            metadata=ocp.args.JsonSave(dict(metadata)),  # pyright: ignore[reportCallIssue]
+            state=ocp.args.StandardSave(state),
+            metadata=ocp.args.JsonSave(dict(metadata)),
         )
         self._pending = (step, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
         try:
@@ -186,7 +194,7 @@ class Checkpoints:
                     f"the checkpoint of step {step} in {self._folder} does not fit this run: "
                     f"{path} is {theirs} there and {ours} here"
                 )
-        return self._read(step, "state", ocp.args.StandardRestore(abstract_state))  # pyright: ignore
+        return self._read(step, "state", ocp.args.StandardRestore(abstract_state))
 
     def _read(self, step: int, item: str, how: ocp.args.CheckpointArgs) -> Any:
         self._check_listed(step)
@@ -232,7 +240,7 @@ def _layout(tree: PyTree) -> dict[str, str]:
     """Returns `path -> "dtype[shape]"` of every leaf, a typed key as the words that are stored for it."""
     layout = {}
     for path, leaf in ocp.tree.to_flat_dict(tree).items():
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         layout["/".join(path)] = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     return layout

@@ -172,7 +172,8 @@ def open_writers(
             raise UsageError(f"metrics cannot go to {service!r}; choose among {', '.join(openers)}")
     if jax.process_index() != 0:
         return Writers([])
-    return Writers([JsonlWriter(folder / "metrics.jsonl", resume_step), *(openers[service]() for service in also)])
+    services = [openers[service]() for service in also]  # first, since a package may be missing
+    return Writers([JsonlWriter(folder / "metrics.jsonl", resume_step), *services])
 
 
 def _package(package: str, extra: str) -> Any:

@@ -147,17 +147,17 @@ def open_progress(
       stream: Where to print, `sys.stderr` by default.
       clock: Seconds, ascending.
     """
-    stream = stream or sys.stderr
+    out: TextIO = sys.stderr if stream is None else stream
     prefix = f"{description}  " if description else ""
-    is_terminal = stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
+    is_terminal = out.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
     if jax.process_index() != 0:
         form = _Form(lambda *_: None, lambda _: None)
     elif _has_kernel():
         form = _notebook_line(prefix)
     elif is_terminal and importlib.util.find_spec("rich"):
-        form = _bar(total, start, description, stream)
+        form = _bar(total, start, description, out)
     else:
-        form = _lines(prefix, stream)
+        form = _lines(prefix, out)
     return Progress(form, total, unit, tokens_per_step, clock)
 
 

@@ -55,6 +55,8 @@ class LMConfig:
       attention: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster
         on GPU, slower to compile).
+      low_logits: Whether the loss stores logits in `dtype` instead of float32: half the traffic, rounding of
+        2^-9 a logit in bfloat16. Sums over them are float32 either way.
       loss_chunk: Tokens a device whose logits exist at the same time.
     """
 
@@ -80,6 +82,7 @@ class LMConfig:
     dropout: float = 0.0
     init_std: float = 0.02
     dtype: str = "bfloat16"
+    low_logits: bool = False
     remat: str = _execution("none")
     attention: str = _execution("auto")
     scan_layers: bool = _execution(True)

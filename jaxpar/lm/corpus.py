@@ -59,34 +59,33 @@ class DataConfig:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Spans of a flat array on disk, seen as one stream.
+    """Documents, which are spans of a flat array on disk, seen as one stream.
 
     Attributes:
         data: every token of the corpus, unsigned `[n]`, memory-mapped.
-        starts: first token of each span in `data`, int64 `[S]`.
-        lengths: tokens of each span, int64 `[S]`.
-        documents: first token of each document in the stream, increasing from 0, int64 `[D]`.
+        starts: first token of each document in `data`, int64 `[D]`.
+        lengths: tokens of each document, positive, int64 `[D]`.
     """
 
     data: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    documents: np.ndarray
 
     @cached_property
-    def _begins(self) -> np.ndarray:
+    def begins(self) -> np.ndarray:
+        """First token of each document in the stream, int64 `[D]`."""
         return np.cumsum(self.lengths) - self.lengths
 
     def __len__(self) -> int:
-        return int(self._begins[-1] + self.lengths[-1])
+        return int((self.begins[-1:] + self.lengths[-1:]).sum())
 
     def read(self, offset: int | np.ndarray, length: int) -> np.ndarray:
         """Reads `length` tokens from each offset: int32 `[length]`, or `[b, length]` for offsets `[b]`."""
         offsets = np.atleast_1d(np.asarray(offset, np.int64))
         if offsets.size and not 0 <= offsets.min() <= offsets.max() <= len(self) - length:
             raise IndexError(f"tokens {offset} + {length} are outside a stream of {len(self)}")
-        spans = np.searchsorted(self._begins, offsets, "right") - 1
-        skips = offsets - self._begins[spans]
+        spans = np.searchsorted(self.begins, offsets, "right") - 1
+        skips = offsets - self.begins[spans]
         out = np.empty((len(offsets), length), np.int32)
         for row, span, skip in zip(out, spans.tolist(), skips.tolist(), strict=True):
             filled = 0
@@ -100,7 +99,7 @@ class Tokens:
     def document_index(self, offset: int | np.ndarray, length: int) -> np.ndarray:
         """Numbers the document of each token that `read` gives: int64, same shape."""
         places = np.asarray(offset, np.int64)[..., None] + np.arange(length)
-        return np.searchsorted(self.documents, places, "right") - 1
+        return np.searchsorted(self.begins, places, "right") - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,26 +142,20 @@ def open_corpus(config: DataConfig, cache: str | Path, tokenizer: Tokenizer | No
     record = json.loads((entry / "corpus.json").read_text())
     if tokenizer is None:
         tokenizer = Bytes() if config.tokenizer == "bytes" else load_tokenizer(entry)
+    data = np.memmap(entry / record["data"], record["dtype"], "r", shape=(record["tokens"],))
+    data = data.view(np.ndarray)  # cheaper to slice
     lengths, validation = np.array(record["lengths"], np.int64), np.array(record["validation"], bool)
+    streams, starts = [], np.cumsum(lengths) - lengths
     for side, chosen in (("training", ~validation), ("validation", validation)):
-        if (count := lengths[chosen].sum()) <= config.seq_len:
+        chosen &= lengths > 0  # a tokenizer may find nothing in a document
+        streams.append(Tokens(data, starts[chosen], lengths[chosen]))
+        if len(streams[-1]) <= config.seq_len:
             raise UsageError(
-                f"the corpus has {record['tokens']} tokens, {count} of them in the {side} split, but one window "
-                f"needs {config.seq_len + 1}; lower seq_len={config.seq_len}, change split={config.split!r} "
-                "or add text"
+                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
+                f"window needs {config.seq_len + 1}; lower seq_len={config.seq_len}, change "
+                f"split={config.split!r} or add text"
             )
-    mapped = np.memmap(entry / record["data"], record["dtype"], "r", shape=(record["tokens"],))
-    data = mapped.view(np.ndarray)  # cheaper to slice
-    train, held_out = _tokens(data, lengths, ~validation), _tokens(data, lengths, validation)
-    return Corpus(record["hash"], tokenizer, train, held_out)
-
-
-def _tokens(data: np.ndarray, lengths: np.ndarray, chosen: np.ndarray) -> Tokens:
-    """The chosen pieces as one stream; pieces cover `data` in order, and neighbours share a span."""
-    chosen = chosen & (lengths > 0)
-    starts, lengths = (np.cumsum(lengths) - lengths)[chosen], lengths[chosen]
-    first = np.flatnonzero(np.append(True, starts[1:] != (starts + lengths)[:-1]))
-    return Tokens(data, starts[first], np.add.reduceat(lengths, first), np.cumsum(lengths) - lengths)
+    return Corpus(record["hash"], tokenizer, *streams)
 
 
 class _Piece(NamedTuple):
@@ -226,7 +219,7 @@ def _plan(files: list, split: str) -> tuple[str, list[_Piece]]:
                 documents.append((hashlib.file_digest(file, "sha256").digest(), path, 0, size))
         documents.sort()
     content = hashlib.sha256(b"".join(document[0] for document in documents)).hexdigest()
-    pieces = [_Piece(*place, int.from_bytes(key[:8], "big") < limit) for key, *place in documents]
+    pieces = [_Piece(path, a, b, int.from_bytes(key[:8], "big") < limit) for key, path, a, b in documents]
     if len(files) == 1:
         runs = [list(run) for _, run in groupby(pieces, lambda piece: piece.validation)]
         pieces = [run[0]._replace(stop=run[-1].stop) for run in runs]
@@ -239,12 +232,13 @@ def _tail(pieces: list[_Piece], fraction: float) -> Iterator[_Piece]:
     for path, _, stop, _ in pieces:
         cut = min(left, stop)
         left -= cut
-        with open(path, "rb") as file:
-            file.seek(max(cut - 4, 0))
-            head = file.read(min(cut, 4)) if cut < stop else b""
-        cut -= len(head) - len(_characters(head))
-        halves = _Piece(path, 0, cut, False), _Piece(path, cut, stop, True)
-        yield from (piece for piece in halves if piece.start < piece.stop)
+        if 0 < cut < stop:
+            with open(path, "rb") as file:
+                file.seek(max(cut - 4, 0))
+                head = file.read(min(cut, 4))
+            cut -= len(head) - len(_characters(head))
+        yield _Piece(path, 0, cut, False)
+        yield _Piece(path, cut, stop, True)
 
 
 def _blocks(path: str, start: int, stop: int, size: int) -> Iterator[tuple[int, bytes]]:

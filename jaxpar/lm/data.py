@@ -98,7 +98,7 @@ class Windows:
         batch = {"tokens": block[:, :-1].copy(), "targets": block[:, 1:].copy()}
         if self.pack:
             index = self.tokens.document_index(starts, self.seq_len + 1)
-            first = np.maximum(self.tokens.documents[index[:, :-1]] - starts[:, None], 0)
+            first = np.maximum(self.tokens.begins[index[:, :-1]] - starts[:, None], 0)
             batch["segments"] = (index[:, :-1] - index[:, :1] + 1).astype(np.int32)
             batch["positions"] = (np.arange(self.seq_len) - first).astype(np.int32)
             batch["weights"] = (index[:, 1:] == index[:, :-1]).astype(np.float32)

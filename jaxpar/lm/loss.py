@@ -46,21 +46,22 @@ def loss(
         weights = jnp.ones(batch["targets"].shape, jnp.float32)
     if normaliser is None:
         normaliser = weights.sum()
-    return cross_entropy(x, head(params), batch["targets"], weights / normaliser, config.loss_chunk)
+    return cross_entropy(x, head(params), batch["targets"], weights / normaliser, config.loss_chunk, config.low_logits)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     chunk: int,
+    low_logits: bool = False,
 ) -> Float[Array, ""]:
     """Computes sum over tokens of weights * -log softmax(x head^T)[target].
 
     Differentiable once in `x` and `head` (reverse mode); the gradients are made in the forward pass,
-    while a chunk's logits exist, so nothing is computed twice. Logits are float32 at least. The head may be
+    while a chunk's logits exist, so nothing is computed twice. Sums are float32 at least. The head may be
     split over "vocab", the tokens over "batch": the collectives are one max and one sum of [chunk] over the
     vocabulary's parts a chunk, one sum of dx over the same, one of dhead over the batch's.
 
@@ -72,17 +73,18 @@ def cross_entropy(
       targets: Symbols in [0, V).
       weights: What each token counts; not differentiated.
       chunk: Tokens a device at a time.
+      low_logits: Whether a chunk's logits are stored in the dtype of `x` instead of float32 at least.
     """
-    return _sharded(x, head, targets, weights, chunk, with_grads=False)
+    return _sharded(x, head, targets, weights, chunk, low_logits, with_grads=False)
 
 
-def _forward(x, head, targets, weights, chunk):
-    value, dx, dhead = _sharded(x, head, targets, weights, chunk, with_grads=True)
+def _forward(x, head, targets, weights, chunk, low_logits):
+    value, dx, dhead = _sharded(x, head, targets, weights, chunk, low_logits, with_grads=True)
     return value, (dx, constrain(dhead, "vocab", "embed").astype(head.dtype))
 
 
-def _backward(chunk, grads, g):
-    del chunk
+def _backward(chunk, low_logits, grads, g):
+    del chunk, low_logits
     dx, dhead = grads
     return (g * dx).astype(dx.dtype), (g * dhead).astype(dhead.dtype), None, None
 
@@ -90,7 +92,7 @@ def _backward(chunk, grads, g):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _sharded(x, head, targets, weights, chunk, with_grads):
+def _sharded(x, head, targets, weights, chunk, low_logits, with_grads):
     """Runs `_on_device` on every device's tokens and symbols."""
     tokens = ("batch", "seq")
     in_axes = [(*tokens, None), ("vocab", None), tokens, tokens]
@@ -98,7 +100,12 @@ def _sharded(x, head, targets, weights, chunk, with_grads):
     weight = constrain(head.astype(x.dtype), "vocab", None)
     batch_axes = (*mesh_axes("batch"), *mesh_axes("seq"))
     fn = functools.partial(
-        _on_device, chunk=chunk, with_grads=with_grads, vocab_axes=mesh_axes("vocab"), batch_axes=batch_axes
+        _on_device,
+        chunk=chunk,
+        low_logits=low_logits,
+        with_grads=with_grads,
+        vocab_axes=mesh_axes("vocab"),
+        batch_axes=batch_axes,
     )
     return local(fn, in_axes, out_axes, check=False)(x, weight, targets, weights)
 
@@ -107,7 +114,7 @@ def _sum(x, axes):
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _on_device(x, head, targets, weights, *, chunk, with_grads, vocab_axes, batch_axes):
+def _on_device(x, head, targets, weights, *, chunk, low_logits, with_grads, vocab_axes, batch_axes):
     """The loss of this device's tokens against this device's symbols, chunk by chunk."""
     width, total = x.shape[-1], targets.size
     count = math.ceil(total / chunk)
@@ -119,22 +126,27 @@ def _on_device(x, head, targets, weights, *, chunk, with_grads, vocab_axes, batc
         return jnp.pad(flat, [(0, pad)] + [(0, 0)] * len(trailing)).reshape(count, size, *trailing)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
+    store = x.dtype if low_logits else wide
     first = jax.lax.axis_index(vocab_axes) * head.shape[0] if vocab_axes else 0
-    symbols = first + jnp.arange(head.shape[0])[None, :]
 
     def step(carry, part):
         x, target, weight = part
-        logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=wide)
-        top = jax.lax.stop_gradient(logits.max(-1))
-        top = jax.lax.pmax(top, vocab_axes) if vocab_axes else top
-        hit = symbols == target[:, None]
-        sums = jnp.stack([jnp.exp(logits - top[:, None]).sum(-1), jnp.where(hit, logits, 0).sum(-1)])
-        norm, chosen = _sum(sums, vocab_axes)
+        logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=store)
+        place = target - first
+        mine = (place >= 0) & (place < head.shape[0])
+        chosen = jnp.take_along_axis(logits, jnp.where(mine, place, 0)[:, None], axis=1)[:, 0].astype(wide)
+        chosen = jnp.where(mine, chosen, 0)
+        top, norm = _row_sums(logits.astype(wide))
+        if vocab_axes:
+            highest = jax.lax.pmax(top, vocab_axes)
+            norm, chosen = jax.lax.psum(jnp.stack([norm * jnp.exp(top - highest), chosen]), vocab_axes)
+            top = highest
         log_norm = top + jnp.log(norm)
         value = carry[0] + (weight * (log_norm - chosen)).sum()
         if not with_grads:
             return (value,), None
-        dlogits = (jnp.exp(logits - log_norm[:, None]) - hit) * weight[:, None]
+        hit = jnp.arange(head.shape[0])[None, :] == place[:, None]
+        dlogits = (jnp.exp(logits.astype(wide) - log_norm[:, None]) - hit) * weight[:, None]
         dlogits = dlogits.astype(x.dtype)
         dhead = carry[1] + jnp.einsum("nv,nd->vd", dlogits, x, preferred_element_type=wide)
         return (value, dhead), jnp.einsum("nv,vd->nd", dlogits, head)
@@ -147,3 +159,20 @@ def _on_device(x, head, targets, weights, *, chunk, with_grads, vocab_axes, batc
     (value, dhead), dx = jax.lax.scan(step, zero, parts)
     dx = _sum(dx.reshape(-1, width)[:total].reshape(x.shape), vocab_axes)
     return _sum(value, batch_axes), dx, _sum(dhead, batch_axes)
+
+
+def _row_sums(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns each row's maximum and sum of exp(logit - maximum), in one read.
+
+    The running pair is the log-sum-exp monoid; two separate reductions would read the logits, the
+    largest array of a training step, twice.
+    """
+
+    def combine(a, b):
+        gap = b[0] - a[0]
+        shrink = jnp.exp(-jnp.abs(gap))
+        norm = jnp.where(gap > 0, a[1] * shrink + b[1], a[1] + b[1] * shrink)
+        return jnp.maximum(a[0], b[0]), norm
+
+    zero = (jnp.array(jnp.finfo(logits.dtype).min), jnp.zeros((), logits.dtype))
+    return jax.lax.reduce((logits, jnp.ones_like(logits)), zero, combine, (1,))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.lm.attention import dropout
 from jaxpar.lm.blocks import block, norm
 from jaxpar.lm.config import LMConfig
+from jaxpar.lm.params import cast
 from jaxpar.mesh import constrain, local, mesh_axes
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -81,6 +82,7 @@ def hidden(
     batch, length = tokens.shape
     if config.positions == "learned" and length > config.max_seq_len:
         raise UsageError(f"sequences of {length} tokens are over model.max_seq_len={config.max_seq_len}.")
+    params = cast(params, config)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     x = embed(params["embedding"], tokens)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxpar.lm.config import LMConfig
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Leaf", "abstract", "axes", "flops_per_token", "init", "is_weight", "leaves", "num_params"]
+__all__ = ["Leaf", "abstract", "axes", "cast", "flops_per_token", "init", "is_weight", "leaves", "num_params"]
 
 
 class Leaf(NamedTuple):
@@ -117,6 +117,18 @@ def abstract(config: LMConfig, dtype=jnp.float32) -> PyTree:
 def is_weight(config: LMConfig) -> PyTree:
     """Returns True for matrices (drawn at random), False for norms and biases: the mask of weight decay."""
     return _map(lambda _, leaf: not isinstance(leaf.init, str), config)
+
+
+def cast(params: PyTree, config: LMConfig) -> PyTree:
+    """Returns the layers' weights in `config.dtype`, at once: gathers and gradients of layers then move half the bytes.
+
+    Norms and biases stay as they are, and so do the embedding and the head, which are cast where they are used.
+    """
+
+    def lower(weight: bool, leaf: jax.Array):
+        return leaf.astype(config.dtype) if weight else leaf
+
+    return params | {"layers": jax.tree.map(lower, is_weight(config)["layers"], params["layers"])}
 
 
 def num_params(config: LMConfig) -> int:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.lm.blocks import block, norm
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, head
+from jaxpar.lm.params import cast
 from jaxpar.mesh import constrain
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -70,6 +71,7 @@ def extend(
     Returns:
       Logits in float32 at least, and the cache with the new keys and values.
     """
+    params = cast(params, config)
     x = embed(params["embedding"], tokens)
     if config.positions == "learned":
         x = x + constrain(params["positions"], None, None)[positions]

@@ -131,6 +131,23 @@ def test_keeps_newest_and_best(tmp_path, opened, mode):
     assert each.steps() == [6, 7] and each.best() == 7
 
 
+def test_what_a_kill_left_half_written_or_half_deleted_goes_away(tmp_path, opened):
+    checkpoints = opened(tmp_path, keep=1)
+    for step in (1, 2):
+        save_scalar(checkpoints, step, loss=float(step))
+    checkpoints.wait()
+    shutil.rmtree(tmp_path / "1" / "metrics")
+    half = shutil.copytree(tmp_path / "2", tmp_path / "9.orbax-checkpoint-tmp")
+    again = opened(tmp_path, keep=1)
+    assert again.newest() == 2 and again.best() == 2
+    deadline = time.monotonic() + 20
+    while half.exists() and time.monotonic() < deadline:  # removed in the background
+        time.sleep(0.01)
+    assert not half.exists()
+    save_scalar(again, 3, loss=0.0)
+    assert again.steps() == [3]
+
+
 def test_without_metric_nothing_is_best(tmp_path, opened):
     checkpoints = opened(tmp_path, keep=1, best_metric=None)
     for step in range(3):
@@ -165,7 +182,7 @@ def test_wrong_use_is_one_sentence(tmp_path, opened):
 
 # Orbax closes its event loop under the other leaves' reads when one of them fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["short data", "no layout", "no manifest", "empty folder"])
+@pytest.mark.parametrize("damage", ["short data", "no layout", "no manifest", "no files", "empty files"])
 def test_damaged_newest_is_named_and_never_replaced_silently(tmp_path, opened, damage):
     state = make_state()
     checkpoints = opened(tmp_path)
@@ -174,17 +191,19 @@ def test_damaged_newest_is_named_and_never_replaced_silently(tmp_path, opened, d
     checkpoints.wait()
     files = [path for path in (tmp_path / "2").rglob("*") if path.is_file()]
     for path in files:
+        if damage == "empty files":  # what a power cut leaves
+            os.truncate(path, 0)
         if damage == "short data" and path.parent.name == "d":
             os.truncate(path, path.stat().st_size // 2)
         if (
-            damage == "empty folder"
+            damage == "no files"
             or (damage == "no layout" and path.name == "_METADATA")
             or (damage == "no manifest" and path.name == "manifest.ocdbt")
         ):
             path.unlink()
-    again = opened(tmp_path)
-    assert again.newest() == 2
     with pytest.raises(UsageError, match=f"step 2 cannot be read .*remove the folder {tmp_path}/2 to go on"):
+        again = opened(tmp_path)
+        assert again.newest() == 2
         again.restore(2, abstract(state))
     shutil.rmtree(tmp_path / "2")
     assert bits(opened(tmp_path).restore(1, abstract(state))) == bits(state)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.io.metrics import JsonlWriter, WandbWriter, open_writers, read_jsonl
+from jaxpar.io.metrics import JsonlWriter, WandbWriter, Writers, open_writers, read_jsonl
 from jaxpar.types import UsageError
 
 NAMES = st.sampled_from(["train/loss", "validation/loss", "a b", "é"])
@@ -93,8 +93,7 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboardX's own
 def test_tensorboard_gets_the_same_numbers(tmp_path):
-    record_file = pytest.importorskip("tensorboardX.record_writer")
-    del record_file
+    pytest.importorskip("tensorboardX")
     writers = open_writers(tmp_path, ("tensorboard",), resume_step=None)
     writers.write(7, {"train/loss": 2.5})
     writers.close()
@@ -128,8 +127,6 @@ def test_wandb_resumes_the_run_of_that_name(tmp_path, monkeypatch):
 
 
 def test_all_writers_close_when_one_cannot(tmp_path):
-    from jaxpar.io.metrics import Writers
-
     closed = []
 
     def fail():
