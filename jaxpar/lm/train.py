@@ -78,7 +78,7 @@ class Trainer:
 
     def axes(self) -> TrainState:
         """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
-        state = jax.eval_shape(self.init, jax.random.key(0))
+        state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return axes_like(state, state.params, declared.axes(self.model))
 
     def step(self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]) -> tuple[TrainState, Info]:

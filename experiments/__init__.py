@@ -1,0 +1,1 @@
+"""Runnable experiments: `python -m experiments.lm model=tiny train.steps=50`."""

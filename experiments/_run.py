@@ -1,0 +1,260 @@
+"""The one runner: flags -> configuration -> run folder, devices and mesh; one sentence for a user's mistake.
+
+Hydra stops here: experiments get the library's own frozen dataclasses.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hydra
+import jax
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import jaxpar
+from jaxpar.mesh import (
+    MeshSpec,
+    check_same_on_all_processes,
+    make_mesh,
+    rules_from,
+    simulate_devices,
+    start_processes,
+    use_mesh,
+)
+from jaxpar.types import UsageError
+
+CONF = pathlib.Path(__file__).resolve().parent / "conf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """How this process finds the others; empty on one machine, and where the cluster can be detected."""
+
+    coordinator: str = ""
+    num_processes: int = 0
+    process_id: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What every experiment's configuration has.
+
+    Attributes:
+      name: First part of the run folder's name; each preset sets its own.
+      seed: Of everything random.
+      resume: Whether to go on in the run's folder; false starts anew in a new one.
+      mesh: Sizes of the mesh axes. Left alone, it is data=2 fsdp=2 tensor=2 on eight simulated CPU devices, and
+        data=all on accelerators.
+      rules: Changes to the table of logical axes, such as rules.embed=none.
+      cpu_devices: CPU devices to simulate where there is no accelerator.
+      metrics: Where metrics go besides metrics.jsonl: tensorboard, wandb.
+      processes: Start-up of many processes.
+    """
+
+    name: str = "run"
+    seed: int = 0
+    resume: bool = True
+    mesh: MeshSpec = MeshSpec(data=-1)
+    rules: dict[str, str] = dataclasses.field(default_factory=dict)
+    cpu_devices: int = 8
+    metrics: list[str] = dataclasses.field(default_factory=list)
+    processes: Processes = Processes()
+
+
+def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]) -> None:
+    """Parses the command line and calls `execute(config, folder)`; ends with exit code 2 on a user's mistake.
+
+    Args:
+      name: The experiment; `conf/<name>.yaml` is its primary configuration.
+      schema: Its frozen dataclass; must have the fields that `identity` reads.
+      execute: The experiment.
+    """
+    _register(name, schema)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed by Hydra
+    mistakes = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
+    def task(node: DictConfig) -> None:
+        try:
+            execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
+        except UsageError as error:
+            mistakes.append(error)
+
+    try:
+        task()
+    except UsageError as error:
+        mistakes.append(error)
+    except (HydraException, OmegaConfBaseException) as error:
+        mistakes.append(_sentence(error, schema))
+    except OSError as error:
+        mistakes.append(f"{error.filename or 'a file'} cannot be opened or written: {error.strerror}.")
+    if mistakes:
+        print(f"error: {mistakes[0]}", file=sys.stderr)
+        sys.exit(2)
+
+
+def compose(name: str, schema: type, flags: list[str]) -> Any:
+    """Returns the configuration that these command-line flags give, for notebooks and tests."""
+    _register(name, schema)
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            return _to_config(hydra.compose(name, overrides=flags))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(_sentence(error, schema)) from error
+
+
+def load(folder: pathlib.Path, schema: type) -> Any:
+    """Returns the configuration that a run folder was made with."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise UsageError(f"{folder} is no run folder: it has no config.yaml; give run= the folder of a run.")
+    node = OmegaConf.merge(_thaw(OmegaConf.structured(schema)), OmegaConf.load(path))
+    return _to_config(node)
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """Returns what makes two runs the same run: seed, model, data and optimizer, by flag name.
+
+    Mesh, remat, steps and logging are left out, so that they may change when a run resumes: fields whose
+    metadata say `identity=False` say how, not what.
+    """
+    flat = {"seed": config.seed}
+    for part in ("model", "data", "optimizer"):
+        value = getattr(config, part, None)
+        for field in dataclasses.fields(value) if value is not None else ():
+            if field.metadata.get("identity", True):
+                flat[f"{part}.{field.name}"] = getattr(value, field.name)
+    return flat
+
+
+def folder_name(config: Any) -> str:
+    """Returns the run folder's name: the preset's, and eight digits of a hash of the identity."""
+    text = json.dumps(identity(config), sort_keys=True)
+    return f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def fresh_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
+    """Returns `folder`, or if the run shall not resume and it is used, the next of folder-2, folder-3, ..."""
+    count, candidate = 1, folder
+    while not resume and candidate.exists() and any(candidate.iterdir()):
+        count += 1
+        candidate = folder.with_name(f"{folder.name}-{count}")
+    candidate.mkdir(parents=True, exist_ok=True)
+    return candidate
+
+
+def open_devices(config: RunConfig):
+    """Joins the other processes, finds or simulates devices, and returns the mesh as a context, ambient inside."""
+    _quieten()
+    start_processes(**dataclasses.asdict(config.processes))
+    with_accelerator = _accelerator()
+    simulate_devices(max(1, config.cpu_devices) if not config.processes.coordinator else 1)
+    if jax.default_backend() == "cpu" and with_accelerator:
+        say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(pathlib.Path.home() / ".cache" / "jaxpar")
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    check_same_on_all_processes(repr(config).replace(repr(config.processes), ""), "the configuration")
+    spec = config.mesh
+    if spec == MeshSpec(data=-1) and jax.default_backend() == "cpu" and jax.device_count() == 8:
+        spec = MeshSpec(data=2, fsdp=2, tensor=2)
+    return use_mesh(make_mesh(spec), rules_from(config.rules))
+
+
+def write_start(folder: pathlib.Path, config: Any) -> None:
+    """Writes config.yaml and env.json, from process 0."""
+    if jax.process_index():
+        return
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=CONF, check=False)
+    facts = {
+        "jaxpar": jaxpar.__version__,
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "commit": commit.stdout.strip() or None,
+        "devices": [device.device_kind for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+    (folder / "env.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def say(text: str) -> None:
+    """Prints from process 0."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def _register(name: str, schema: type) -> None:
+    ConfigStore.instance().store(name=f"{name}_schema", node=_thaw(OmegaConf.structured(schema)))
+
+    def folder(_root_: DictConfig) -> str:
+        config = _to_config(_root_)
+        given = getattr(config, "run", "")
+        return given or str(pathlib.Path("runs") / name / folder_name(config))
+
+    OmegaConf.register_new_resolver("run_folder", folder, replace=True)
+
+
+def _thaw(node: DictConfig) -> DictConfig:
+    """Lets Hydra override a schema whose dataclass is frozen; the objects made of it stay frozen."""
+    OmegaConf.set_readonly(node, None)
+    for name in node:
+        child = None if OmegaConf.is_missing(node, name) else node._get_node(name)
+        if isinstance(child, DictConfig):
+            _thaw(child)
+    return node
+
+
+def _to_config(node: DictConfig) -> Any:
+    """Returns the frozen dataclass that a configuration tree describes."""
+    content = node.copy()
+    OmegaConf.set_struct(content, False)
+    content.pop("hydra", None)
+    return OmegaConf.to_object(content)
+
+
+def _sentence(error: Exception, schema: type) -> str:
+    """Says in one sentence what Hydra says in many lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines)
+    if "not in" in text and ("Could not override" in text or "Key" in text):
+        asked = text.split("'")[1]
+        near = difflib.get_close_matches(asked, list(_flags(schema)), n=1)
+        hint = f"did you mean {near[0]}?" if near else "`--help` lists them all."
+        return f"unknown flag {asked!r}; {hint}"
+    if "Could not find" in text or "In '" in text:
+        return (
+            f"{lines[0]} ({', '.join(sorted(p.stem for p in (CONF / 'model').glob('*.yaml')))} are there for model=)."
+        )
+    return " ".join(lines[:3])
+
+
+def _flags(schema: type, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(schema):
+        yield prefix + field.name
+        if dataclasses.is_dataclass(field.type):
+            yield from _flags(field.type, f"{prefix}{field.name}.")
+
+
+def _accelerator() -> str | None:
+    """Names the extra that would use this machine's accelerator, found without asking JAX."""
+    if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0"):
+        return "cuda"
+    return "tpu" if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0") else None
+
+
+def _quieten() -> None:
+    """Orbax logs tracebacks of failures that we tell in a sentence."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)

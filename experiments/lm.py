@@ -1,0 +1,303 @@
+"""Trains, evaluates and samples a sharded language model.
+
+    python -m experiments.lm                                  # tiny, on this machine's devices, 3 minutes
+    python -m experiments.lm model=gpt2_124m data.path=corpus.txt mesh.fsdp=4
+    python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
+    python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d
+
+The same command resumes a run that was ended, on any mesh.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import _run
+from experiments._run import say
+from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss
+from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, flops_per_token, generate, loss, num_params
+from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
+from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
+from jaxpar.loop import Fit, FitResult, Hooks, fit
+from jaxpar.mesh import named_shardings, partition, place_rows
+from jaxpar.types import PyTree, UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Length of a run and what happens on the way.
+
+    Attributes:
+      steps: Optimizer steps.
+      accumulate: Parts that a batch is cut into.
+      eval_every: Steps between validations; 0 means at the end alone.
+      eval_batches: Batches of validation, random windows that are the same each time; 0 means the whole split.
+      save_every: Steps between checkpoints; 0 means at the end alone.
+      keep: Newest checkpoints to keep; the best is kept as well.
+      max_skipped: Non-finite steps in a row that stop the run.
+      profile: "first:last", steps to write a profile of.
+    """
+
+    steps: int = 1000
+    accumulate: int = 1
+    eval_every: int = 100
+    eval_batches: int = 20
+    save_every: int = 100
+    keep: int = 2
+    max_skipped: int = 10
+    profile: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """The language-model experiment.
+
+    Attributes:
+      model: The transformer; its vocabulary grows to the tokenizer's if that is larger.
+      data: Corpus, tokenizer, split, window and batch.
+      optimizer: Update rule and schedule.
+      train: Length and events.
+      sampling: How the sample is drawn.
+      mode: "train", "sample" or "eval".
+      run: A run folder, or for sample and eval also a Hugging Face folder.
+      checkpoint: "best" or "newest", for sample and eval.
+      prompt: Where the sample begins; by default with the validation text.
+    """
+
+    model: LMConfig = LMConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
+    mode: str = "train"
+    run: str = ""
+    checkpoint: str = "best"
+    prompt: str = ""
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("lm", Config, list(flags))
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Does what `config.mode` says."""
+    modes = {"train": train, "sample": sample, "eval": evaluate}
+    if config.mode not in modes:
+        raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
+    with _run.open_devices(config) as mesh:
+        say("mesh       " + _mesh_text(mesh))
+        modes[config.mode](config, folder)
+
+
+def train(config: Config, folder: pathlib.Path) -> FitResult:
+    """Trains under the ambient mesh, in `folder`; resumes what is there."""
+    folder = _run.fresh_folder(folder, config.resume)
+    corpus = open_corpus(config.data, folder / "data")
+    config = with_vocabulary(config, corpus.tokenizer)
+    trainer = make_trainer(config)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep)
+    start = checkpoints.newest() or 0
+    _tell_start(config, folder, corpus, trainer, start)
+    _run.write_start(folder, config)
+    batches = Windows(corpus.train, config.data.seq_len, config.data.batch_size, config.seed, config.data.pack)
+    tokens = config.data.batch_size * config.data.seq_len
+    plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every, config.train.profile)
+    writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config))
+    with open_progress(config.train.steps, start, "training", tokens_per_step=tokens) as progress:
+        hooks = Hooks(
+            axes=trainer.axes(),
+            checkpoints=checkpoints,
+            metadata=_run.identity(config) | {"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity},
+            writer=writer,
+            progress=progress,
+            evaluate=make_evaluate(config, corpus),
+            check=_make_check(config),
+            profile_folder=folder / "profile",
+        )
+        try:
+            result = fit(trainer, jax.random.key(config.seed), lambda step: _place(batches, step), plan, hooks)
+        finally:
+            writer.close()
+            checkpoints.close()
+    _tell_end(config, folder, corpus, result, start)
+    return result
+
+
+def sample(config: Config, folder: pathlib.Path) -> None:
+    """Prints a sample of a saved run or a Hugging Face folder."""
+    config, params, tokenizer = _load(config)
+    say(draw_sample(config, params, tokenizer, config.prompt or "\n"))
+
+
+def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
+    """Prints the loss over the whole validation split of a saved run, or of a Hugging Face folder on `data.path`."""
+    config, params, tokenizer = _load(config)
+    corpus = open_corpus(config.data, pathlib.Path(config.run) / "data", tokenizer)
+    say(corpus.describe())
+    whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))
+    metrics = make_evaluate(whole, corpus)(params)
+    say("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    return metrics
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """Returns `config` with a vocabulary of at least the tokenizer's size, in multiples of 64."""
+    size = max(config.model.vocab_size, -(-tokenizer.vocab_size // 64) * 64)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    if config.model.positions == "learned" and config.data.seq_len > config.model.max_seq_len:
+        raise UsageError(
+            f"data.seq_len={config.data.seq_len} is over model.max_seq_len={config.model.max_seq_len}, "
+            "which bounds learned positions."
+        )
+    return config
+
+
+def make_trainer(config: Config) -> Trainer:
+    """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
+    trainer = Trainer(
+        config.model, config.optimizer, config.train.steps, config.train.accumulate, config.train.max_skipped
+    )
+    named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
+    rows = config.data.batch_size
+    if rows % config.train.accumulate:
+        raise UsageError(f"train.accumulate={config.train.accumulate} does not divide data.batch_size={rows}.")
+    partition(("batch", "seq"), (rows // config.train.accumulate, config.data.seq_len), "the batch")
+    return trainer
+
+
+def make_evaluate(config: Config, corpus: Corpus):
+    """Returns a function `state or params -> {"validation/loss": nats a token}`."""
+    data = config.data
+
+    @jax.jit
+    def sums(params, batch):
+        weights = batch.get("weights", jnp.ones(batch["targets"].shape))
+        return jnp.stack([loss(params, batch, config.model, normaliser=jnp.float32(1)), weights.sum()])
+
+    def batches():
+        if not config.train.eval_batches:
+            for batch in sweep(corpus.validation, data.seq_len, data.batch_size):
+                yield place_rows(lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()}, data.batch_size)
+        windows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
+        for step in range(config.train.eval_batches):
+            yield _place(windows, step)
+
+    def evaluate(state) -> Mapping[str, float]:
+        params = getattr(state, "params", state)
+        total = np.sum([np.asarray(sums(params, batch), np.float64) for batch in batches()], axis=0)
+        return {"validation/loss": float(total[0] / total[1])}
+
+    return evaluate
+
+
+def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: str) -> str:
+    """Returns the prompt and its continuation."""
+    ids = tokenizer.encode(prompt)
+    if not len(ids):
+        raise UsageError("the prompt has no tokens; give at least one character.")
+    rows = math.prod(jax.sharding.get_mesh().shape[axis] for axis in ("data", "fsdp"))
+    batch = np.broadcast_to(ids, (rows, len(ids)))
+    draw = jax.jit(generate, static_argnums=(3, 4))
+    tokens, lengths = draw(jax.random.key(config.seed), params, jnp.asarray(batch), config.model, config.sampling)
+    return tokenizer.decode(np.asarray(tokens)[0, : int(lengths[0])])
+
+
+def _place(windows: Windows, step: int) -> PyTree:
+    return place_rows(lambda rows: windows(step, rows), windows.batch_size)
+
+
+def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
+    """Reads the parameters and tokenizer of `config.run`; flags of this call keep their sampling and data."""
+    folder = pathlib.Path(config.run)
+    if not config.run or not folder.is_dir():
+        raise UsageError(f"mode={config.mode} needs run= to name an existing folder, not {config.run!r}.")
+    if (folder / "config.json").is_file():
+        from jaxpar.lm.exchange import from_hf
+
+        model, params = from_hf(folder, dtype=config.model.dtype)
+        return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
+    saved = _run.load(folder, Config)
+    corpus = open_corpus(saved.data, folder / "data")
+    config = dataclasses.replace(
+        config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed
+    )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=saved.train.keep)
+    step = checkpoints.best() if config.checkpoint == "best" else None
+    step = checkpoints.newest() if step is None else step
+    if step is None:
+        raise UsageError(f"{folder} has no checkpoint yet; train it first.")
+    trainer = make_trainer(config)
+    shapes = jax.eval_shape(trainer.init, jax.random.key(0))
+    shardings = named_shardings(shapes, trainer.axes())
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    state = checkpoints.restore(step, abstract)
+    checkpoints.close()
+    say(f"checkpoint of step {step} of {folder}")
+    return config, state.params, corpus.tokenizer
+
+
+def _make_check(config: Config):
+    def check(step: int, metrics: Mapping[str, float]) -> None:
+        if metrics["train/skipped_in_a_row"] >= config.train.max_skipped:
+            raise UsageError(
+                f"the loss or its gradient was not finite for {config.train.max_skipped} steps up to step {step}; "
+                "lower optimizer.learning_rate, or resume from the last checkpoint with another setting."
+            )
+
+    return check
+
+
+def _mesh_text(mesh: Any) -> str:
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    kind = mesh.devices.flat[0].device_kind
+    return f"{sizes} on {mesh.devices.size} {kind} device{'s' * (mesh.devices.size > 1)}"
+
+
+def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: Trainer, start: int) -> None:
+    data, model = config.data, config.model
+    shapes = jax.eval_shape(trainer.init, jax.random.key(0))
+    shardings = jax.tree.leaves(named_shardings(shapes, trainer.axes()))
+    a_device = sum(
+        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, sharding in zip(jax.tree.leaves(shapes), shardings, strict=True)
+    )
+    tokens = data.batch_size * data.seq_len
+    flops = tokens * flops_per_token(model, data.seq_len)
+    say(f"run        {folder}" + (f" (resuming at step {start})" if start else ""))
+    say(f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}")
+    say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
+    say(corpus.describe().replace("corpus ", "corpus     ", 1))
+    say(f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens, {flops / 1e9:,.1f} GFLOP")
+
+
+def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitResult, start: int) -> None:
+    if result.interrupted:
+        say(f"interrupted after step {result.step}; its checkpoint is written, and the same command goes on from it.")
+        return
+    if start >= config.train.steps:
+        say(f"this run is finished; extend it with train.steps={2 * config.train.steps}.")
+    plot = folder / "plots" / "loss.png"
+    if jax.process_index() == 0:
+        plot.parent.mkdir(exist_ok=True)
+        plot_loss(folder / "metrics.jsonl", plot)
+    prompt = config.prompt or corpus.tokenizer.decode(corpus.validation.read(0, min(32, len(corpus.validation))))
+    text = draw_sample(config, result.state.params, corpus.tokenizer, prompt)
+    say(f"\nsample     {'-' * 60}\n{text}\n{'-' * 71}")
+    say(f"validation loss {result.metrics['validation/loss']:.4f} nats a token after {result.step} steps")
+    for what, path in (
+        ("loss plot", plot),
+        ("metrics", folder / "metrics.jsonl"),
+        ("checkpoint", folder / "checkpoints"),
+    ):
+        say(f"{what:10} {path}")
+
+
+if __name__ == "__main__":
+    _run.launch("lm", Config, execute)
