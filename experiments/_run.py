@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -120,7 +121,7 @@ def load(folder: pathlib.Path, schema: type) -> Any:
     path = folder / "config.yaml"
     if not path.is_file():
         raise UsageError(f"{folder} is no run folder: it has no config.yaml; give run= the folder of a run.")
-    node = OmegaConf.merge(_thaw(OmegaConf.structured(schema)), OmegaConf.load(path))
+    node = OmegaConf.merge(_schema_node(schema), OmegaConf.load(path))
     return _to_config(node)
 
 
@@ -173,6 +174,12 @@ def open_devices(config: RunConfig):
     return use_mesh(make_mesh(spec), rules_from(config.rules))
 
 
+def short(path: pathlib.Path) -> str:
+    """Returns a path as a person would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def write_start(folder: pathlib.Path, config: Any) -> None:
     """Writes config.yaml and env.json, from process 0."""
     if jax.process_index():
@@ -197,14 +204,27 @@ def say(text: str) -> None:
 
 
 def _register(name: str, schema: type) -> None:
-    ConfigStore.instance().store(name=f"{name}_schema", node=_thaw(OmegaConf.structured(schema)))
+    ConfigStore.instance().store(name=f"{name}_schema", node=_schema_node(schema))
 
     def folder(_root_: DictConfig) -> str:
         config = _to_config(_root_)
-        given = getattr(config, "run", "")
-        return given or str(pathlib.Path("runs") / name / folder_name(config))
+        if getattr(config, "mode", "train") != "train":
+            return "."  # Hydra makes the folder, and these modes need none of their own
+        return getattr(config, "run", "") or str(pathlib.Path("runs") / name / folder_name(config))
 
     OmegaConf.register_new_resolver("run_folder", folder, replace=True)
+
+
+def _schema_node(schema: type) -> DictConfig:
+    """Returns the schema's tree, with declared defaults where an instance would hold derived ones.
+
+    `LMConfig()` fills head_dim from embed_dim; a preset that changes embed_dim alone must not keep that.
+    """
+    node = _thaw(OmegaConf.structured(schema))
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(field.type) and field.default == field.type():
+            node[field.name] = _thaw(OmegaConf.structured(field.type))
+    return node
 
 
 def _thaw(node: DictConfig) -> DictConfig:
@@ -225,20 +245,27 @@ def _to_config(node: DictConfig) -> Any:
     return OmegaConf.to_object(content)
 
 
-def _sentence(error: Exception, schema: type) -> str:
+def _sentence(error: BaseException, schema: type) -> str:
     """Says in one sentence what Hydra says in many lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines)
-    if "not in" in text and ("Could not override" in text or "Key" in text):
-        asked = text.split("'")[1]
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    for link in chain:
+        if isinstance(link, UsageError):
+            return str(link)
+    text = str(error)
+    if unknown := re.search(
+        r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
+    ):
+        asked = unknown[1] or unknown[2] or unknown[3]
         near = difflib.get_close_matches(asked, list(_flags(schema)), n=1)
-        hint = f"did you mean {near[0]}?" if near else "`--help` lists them all."
-        return f"unknown flag {asked!r}; {hint}"
-    if "Could not find" in text or "In '" in text:
-        return (
-            f"{lines[0]} ({', '.join(sorted(p.stem for p in (CONF / 'model').glob('*.yaml')))} are there for model=)."
-        )
-    return " ".join(lines[:3])
+        return f"unknown flag {asked!r}; " + (f"did you mean {near[0]}?" if near else "--help lists them all.")
+    if missing := re.search(r"Could not find '([^']*)'", text):
+        group = pathlib.Path(missing[1]).parent
+        legal = ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+        return f"there is no preset {missing[1]!r}; legal for {group}= are {legal}."
+    first = [str(link).strip().splitlines()[0] for link in chain if str(link).strip()]
+    return ": ".join(dict.fromkeys([first[0], first[-1]]))
 
 
 def _flags(schema: type, prefix: str = "") -> Iterator[str]:

@@ -21,7 +21,7 @@ import numpy as np
 from experiments import _run
 from experiments._run import say
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss
-from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, flops_per_token, generate, loss, num_params
+from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, flops_per_token, from_hf, generate, loss, num_params
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
 from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult, Hooks, fit
@@ -105,7 +105,6 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep)
     start = checkpoints.newest() or 0
     _tell_start(config, folder, corpus, trainer, start)
-    _run.write_start(folder, config)
     batches = Windows(corpus.train, config.data.seq_len, config.data.batch_size, config.seed, config.data.pack)
     tokens = config.data.batch_size * config.data.seq_len
     plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every, config.train.profile)
@@ -119,6 +118,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             progress=progress,
             evaluate=make_evaluate(config, corpus),
             check=_make_check(config),
+            report=lambda _: _run.write_start(folder, config),
             profile_folder=folder / "profile",
         )
         try:
@@ -219,8 +219,6 @@ def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
     if not config.run or not folder.is_dir():
         raise UsageError(f"mode={config.mode} needs run= to name an existing folder, not {config.run!r}.")
     if (folder / "config.json").is_file():
-        from jaxpar.lm.exchange import from_hf
-
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
     saved = _run.load(folder, Config)
@@ -239,7 +237,7 @@ def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     state = checkpoints.restore(step, abstract)
     checkpoints.close()
-    say(f"checkpoint of step {step} of {folder}")
+    say(f"checkpoint of step {step} of {_run.short(folder)}")
     return config, state.params, corpus.tokenizer
 
 
@@ -270,7 +268,7 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
     )
     tokens = data.batch_size * data.seq_len
     flops = tokens * flops_per_token(model, data.seq_len)
-    say(f"run        {folder}" + (f" (resuming at step {start})" if start else ""))
+    say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
     say(f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}")
     say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
     say(corpus.describe().replace("corpus ", "corpus     ", 1))
@@ -296,7 +294,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         ("metrics", folder / "metrics.jsonl"),
         ("checkpoint", folder / "checkpoints"),
     ):
-        say(f"{what:10} {path}")
+        say(f"{what:10} {_run.short(path)}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 """
 
 from jaxpar.lm.config import LMConfig, gpt2, llama
+from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.optim import OptimizerConfig
@@ -27,10 +28,12 @@ __all__ = [
     "axes",
     "cross_entropy",
     "flops_per_token",
+    "from_hf",
     "generate",
     "gpt2",
     "init",
     "llama",
     "loss",
     "num_params",
+    "to_hf",
 ]

@@ -1,5 +1,6 @@
 """The pieces of one layer: norms, rotary positions, the attention and mlp branches."""
 
+import functools
 import math
 
 import jax
@@ -21,21 +22,41 @@ def _wide(x: jax.Array):
 
 def norm(x: Float[Array, "... D"], weights: dict, config: LMConfig) -> Float[Array, "... D"]:
     """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450), in float32 at least."""
+    row = (1,) * (x.ndim - 1) + (-1,)
+    scale, bias = weights["scale"].reshape(row), weights.get("bias")
+    return _normed(x, scale, None if bias is None else bias.reshape(row), config.norm_eps, config.norm == "layer")
 
-    # Recomputed in the backward pass: it costs a read of x, and saves keeping its intermediates.
-    @jax.checkpoint
-    def normed(x, weights):
-        wide = x.astype(_wide(x))
-        if config.norm == "layer":
-            wide = wide - wide.mean(-1, keepdims=True)
-        out = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.norm_eps)
-        row = (1,) * (x.ndim - 1) + (-1,)
-        out = out * weights["scale"].reshape(row)
-        if "bias" in weights:
-            out = out + weights["bias"].reshape(row)
-        return out.astype(x.dtype)
 
-    return normed(x, weights)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _normed(x, scale, bias, eps: float, center: bool):
+    return _normed_forward(x, scale, bias, eps, center)[0]
+
+
+def _normed_forward(x, scale, bias, eps, center):
+    wide = x.astype(_wide(x))
+    mean = wide.mean(-1, keepdims=True) if center else None
+    wide = wide - mean if center else wide
+    inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    out = wide * inverse * scale
+    out = out if bias is None else out + bias
+    return out.astype(x.dtype), (x, mean, inverse, scale, bias)
+
+
+def _normed_backward(eps, center, saved, grad):
+    """Needs x and two numbers a row; what autodiff would keep is three arrays of x's size."""
+    x, mean, inverse, scale, bias = saved
+    wide, grad = x.astype(_wide(x)), grad.astype(_wide(x))
+    unit = (wide - mean if center else wide) * inverse
+    inner = grad * scale
+    dx = inner - unit * (inner * unit).mean(-1, keepdims=True)
+    dx = dx - inner.mean(-1, keepdims=True) if center else dx
+    rows = tuple(range(x.ndim - 1))
+    dscale = (grad * unit).sum(rows, keepdims=True).astype(scale.dtype)
+    dbias = None if bias is None else grad.sum(rows, keepdims=True).astype(bias.dtype)
+    return (dx * inverse).astype(x.dtype), dscale, dbias
+
+
+_normed.defvjp(_normed_forward, _normed_backward)
 
 
 def rope_frequencies(config: LMConfig) -> Float[Array, "K/2"]:

@@ -52,6 +52,7 @@ class Architecture(NamedTuple):
     needs: Callable[[LMConfig], dict[str, tuple]]  # config -> legal values of the fields that are not free
 
 
+FILE_DTYPES = ("BF16", "F16", "F32", "F64")
 ROPE = {
     "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
@@ -62,7 +63,7 @@ GELU = {"gelu_new": "gelu", "gelu": "gelu_exact"}
 def _read_llama(values: dict) -> dict:
     bias = values.get("mlp_bias", False)
     if values.get("attention_bias", False) != bias:
-        raise UsageError(f"mlp_bias={bias} and attention_bias={not bias} must be equal: biases are everywhere or nowhere.")
+        raise UsageError(f"mlp_bias={bias} and attention_bias={not bias} differ; legal are both true or both false.")
     rope = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
     rope |= values.get("rope_scaling", {}) | values.get("rope_parameters", {})
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -137,7 +138,8 @@ GPT2 = Architecture(
     "GPT2LMHeadModel", "gpt2", "transformer.h.{}.", r"\.attn\.(masked_)?bias$|^lm_head\.weight$",
     rows={
         "embedding": Row("transformer.wte.weight", "vd>v,d"), "positions": Row("transformer.wpe.weight", "td>t,d"),
-        "final_norm.scale": Row("transformer.ln_f.weight", "d>d"), "final_norm.bias": Row("transformer.ln_f.bias", "d>d"),
+        "final_norm.scale": Row("transformer.ln_f.weight", "d>d"),
+        "final_norm.bias": Row("transformer.ln_f.bias", "d>d"),
         "layers.attn_norm.scale": Row("ln_1.weight", "d>d"), "layers.attn_norm.bias": Row("ln_1.bias", "d>d"),
         "layers.mlp_norm.scale": Row("ln_2.weight", "d>d"), "layers.mlp_norm.bias": Row("ln_2.bias", "d>d"),
         "layers.wq": Row("attn.c_attn.weight", "dhk>d,hk", 0), "layers.bq": Row("attn.c_attn.bias", "hk>hk", 0),
@@ -184,18 +186,13 @@ def from_hf(folder: str | Path, *, dtype: str = "bfloat16", param_dtype: Any = j
         tensors = _find_tensors(folder, arch, config, stack)
 
         def load(path, leaf, sharding=None):
-            name = _dotted(path)
-            row, blocks = arch.rows[name], {}
+            blocks = {}
 
             def block(index):
                 bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True))
                 # Once for all devices that hold the same.
                 if bounds not in blocks:
-                    blocks[bounds] = np.empty([stop - start for start, stop in bounds], param_dtype)
-                    rest = len(leaf.shape) - len(row.layout.split(">")[0])
-                    places = range(*bounds[0]) if rest else [0]
-                    for layer, out in zip(places, blocks[bounds] if rest else blocks[bounds][None], strict=True):
-                        out[...] = _cut(tensors[_name(arch, name, layer)], row, leaf.shape[rest:], bounds[rest:])
+                    blocks[bounds] = _read(tensors, arch, _dotted(path), leaf, bounds)
                 return blocks[bounds]
 
             if sharding is None:
@@ -205,3 +202,259 @@ def from_hf(folder: str | Path, *, dtype: str = "bfloat16", param_dtype: Any = j
         shapes = abstract(config, param_dtype)
         on_mesh = () if jax.sharding.get_mesh().empty else (named_shardings(shapes, axes(config)),)
         return config, jax.tree_util.tree_map_with_path(load, shapes, *on_mesh)
+
+
+def to_hf(
+    params: PyTree,
+    config: LMConfig,
+    folder: str | Path,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = 4 * 2**30,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Writes a folder that transformers' `AutoModelForCausalLM` loads, a Llama or a GPT-2 as `config` is one.
+
+    The folder appears under its name once it is whole. At most one file's tensors are in memory at a time; sharded
+    parameters are gathered one layer of a leaf at a time. All processes of a run call this, and process 0 writes.
+    What the formats cannot hold is left out: a Llama's dropout, and how to compute (`dtype`, remat and the like).
+
+    Args:
+      params: As from `jaxpar.lm.init`, `jax.Array`s.
+      config: The model.
+      folder: Absent or empty.
+      dtype: Of the tensors.
+      max_shard_bytes: Size of a file, unless one tensor alone is larger.
+      tokenizer: A tokenizer.json to copy along.
+
+    Raises:
+      UsageError: If the folder holds something or cannot be written, if neither architecture can express the model,
+        or if `params` are not of `config`.
+    """
+    folder, arch = Path(folder).absolute(), _architecture(config)
+    flat = _flat(params)
+    _check(flat, config, folder, dtype, tokenizer)
+    _wait_for_all()  # or another process would find the folder that process 0 has made
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    tensors = _tensors(arch, config)
+    sizes = {name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()}
+    files = _files(sizes, max_shard_bytes)
+    writes = jax.process_index() == 0
+    try:
+        if writes:
+            partial.mkdir(parents=True)
+        for file, names in files.items():
+            block = {name: _gather(arch, flat, tensors[name][1], dtype) for name in names}
+            if writes:
+                save_file(block, partial / file, metadata={"format": "pt"})
+                # It makes files that only their owner can read.
+                (partial / file).chmod(partial.stat().st_mode & 0o666)
+            del block  # before the next one is made
+        if writes:
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            if len(files) > 1:
+                where = {name: file for file, names in files.items() for name in names}
+                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+                (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (partial / "config.json").write_text(json.dumps(_config_json(arch, config, dtype), indent=2) + "\n")
+            partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{folder} could not be written: {error}") from error
+    finally:
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+    _wait_for_all()
+
+
+def _config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict:
+    values = {"architectures": [arch.name], "model_type": arch.model_type, "torch_dtype": dtype}
+    # Left out, these would be the ids of transformers' own vocabularies.
+    values |= {"bos_token_id": None, "eos_token_id": None}
+    return (
+        values | arch.fixed | {key[0]: getattr(config, ours) for ours, key in arch.fields.items()} | arch.write(config)
+    )
+
+
+def _dotted(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _flat(tree: PyTree) -> dict[str, Any]:
+    return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(arch: Architecture, leaf: str, layer: int) -> str:
+    """Returns the tensor that holds `leaf`, of `layer` if it is in one."""
+    return (arch.layer.format(layer) if leaf.startswith("layers.") else "") + arch.rows[leaf].name
+
+
+def _tensors(arch: Architecture, config: LMConfig) -> dict[str, tuple[tuple[int, ...], list[tuple[str, int]]]]:
+    """Returns the shape of every tensor of the files, and the leaves and layers that it is made of."""
+    tensors = {}
+    for name, leaf in _flat(abstract(config)).items():
+        ours, theirs = arch.rows[name].layout.split(">")
+        rest = len(leaf.shape) - len(ours)
+        sizes = dict(zip(ours, leaf.shape[rest:], strict=True))
+        shape = [math.prod(sizes[axis] for axis in group) for group in theirs.split(",")]
+        shape[-1] *= 1 if arch.rows[name].third is None else 3
+        for layer in range(config.num_layers if rest else 1):
+            tensors.setdefault(_name(arch, name, layer), (tuple(shape), []))[1].append((name, layer))
+    return tensors
+
+
+def _read(tensors: dict, arch: Architecture, name: str, leaf: jax.ShapeDtypeStruct, bounds: tuple) -> np.ndarray:
+    """Reads one block of a leaf, a layer at a time."""
+    row, out = arch.rows[name], np.empty([stop - start for start, stop in bounds], leaf.dtype)
+    rest = len(leaf.shape) - len(row.layout.split(">")[0])
+    for layer, part in zip(range(*bounds[0]), out, strict=True) if rest else [(0, out)]:
+        part[...] = _cut(tensors[_name(arch, name, layer)], row, leaf.shape[rest:], bounds[rest:])
+    return out
+
+
+def _cut(tensor: Any, row: Row, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Reads a leaf's `bounds` out of a tensor of the files, one layer, in the leaf's order."""
+    ours, theirs = row.layout.split(">")
+    sizes, ranges = dict(zip(ours, shape, strict=True)), dict(zip(ours, bounds, strict=True))
+    groups = theirs.split(",")
+    cuts, lengths, inner = [], [], []
+    for group in groups:
+        first, rest = group[0], group[1:]
+        stride = math.prod(sizes[axis] for axis in rest)
+        shift = (row.third or 0) * sizes[first] if group == groups[-1] else 0
+        start, stop = ranges[first]
+        cuts.append(slice((shift + start) * stride, (shift + stop) * stride))
+        lengths += [stop - start, *(sizes[axis] for axis in rest)]
+        inner += [slice(None), *(slice(*ranges[axis]) for axis in rest)]
+    block = tensor[tuple(cuts)].reshape(lengths)[tuple(inner)]
+    order = theirs.replace(",", "")
+    return block.transpose([order.index(axis) for axis in ours])
+
+
+_pick = jax.jit(lambda leaf, layer: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False))
+
+
+def _gather(arch: Architecture, flat: dict, parts: list[tuple[str, int]], dtype: str) -> np.ndarray:
+    """Brings the leaves of one tensor to every host, and lays them out as the file has them."""
+    blocks = []
+    for name, layer in sorted(parts, key=lambda part: arch.rows[part[0]].third or 0):
+        x = _pick(flat[name], layer) if name.startswith("layers.") else flat[name]
+        x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+        x = np.asarray(x).astype(dtype)
+        ours, theirs = arch.rows[name].layout.split(">")
+        shape = [math.prod(x.shape[ours.index(axis)] for axis in group) for group in theirs.split(",")]
+        blocks.append(x.transpose([ours.index(axis) for axis in theirs.replace(",", "")]).reshape(shape))
+    # safetensors writes the memory of a strided array as it lies, without a word.
+    return np.ascontiguousarray(np.concatenate(blocks, axis=-1))
+
+
+def _files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
+    """Shares tensors of `sizes` bytes out to files of at most `limit`, in their order."""
+    shares, total = [[]], 0
+    for name, size in sizes.items():
+        if shares[-1] and total + size > limit:
+            shares.append([])
+            total = 0
+        shares[-1].append(name)
+        total += size
+    if len(shares) == 1:
+        return {"model.safetensors": shares[0]}
+    return {f"model-{i:05d}-of-{len(shares):05d}.safetensors": share for i, share in enumerate(shares, 1)}
+
+
+def _wait_for_all() -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("jaxpar.lm.exchange")
+
+
+def _architecture(config: LMConfig) -> Architecture:
+    """Returns the architecture that expresses `config`, or says which fields stand in the way."""
+    reasons = []
+    for arch in (LLAMA, GPT2):
+        wrong = {field: legal for field, legal in arch.needs(config).items() if getattr(config, field) not in legal}
+        if not wrong:
+            return arch
+        parts = (f"model.{field}={' or '.join(map(str, legal))}" for field, legal in wrong.items())
+        reasons.append((wrong, f"{arch.name} needs {' and '.join(parts)}"))
+    fields = " ".join(f"{field}={getattr(config, field)}" for field in dict.fromkeys(f for w, _ in reasons for f in w))
+    raise UsageError(f"no folder can hold a model with {fields}: {'; '.join(text for _, text in reasons)}.")
+
+
+def _check(flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: str | Path | None) -> None:
+    """Refuses what `to_hf` cannot write, before it writes."""
+    if dtype not in CHOICES["dtype"]:
+        raise UsageError(f"dtype={dtype!r} is unknown; legal are {', '.join(CHOICES['dtype'])}.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} already holds something; give a folder that is absent or empty.")
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        raise UsageError(f"there is no tokenizer file {tokenizer}; give a tokenizer.json or None.")
+    given, expected = ({name: leaf.shape for name, leaf in tree.items()} for tree in (flat, _flat(abstract(config))))
+    for name in expected | given:
+        here, there = given.get(name, "absent"), expected.get(name, "absent")
+        if here != there:
+            raise UsageError(f"parameter {name} has shape {here}, but the config means {there}.")
+
+
+def _json(path: Path) -> dict:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no {path}; give a folder with config.json and safetensors files.") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a JSON file: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} holds {type(values).__name__} instead of an object.")
+    return values
+
+
+def _read_config(folder: Path, dtype: str) -> tuple[Architecture, LMConfig]:
+    """Translates `config.json`; an absent key means what it means to transformers."""
+    path = folder / "config.json"
+    values = {key: value for key, value in _json(path).items() if value is not None}
+    kind = values.get("model_type")
+    name = (values.get("architectures") or [kind])[0]
+    arch = next((a for a in (LLAMA, GPT2) if name in (a.name, a.model_type) and kind in (a.model_type, None)), None)
+    if arch is None:
+        raise UsageError(
+            f"{path} is of architecture {name} (model_type {kind}); legal are "
+            f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in (LLAMA, GPT2))}."
+        )
+    for key, legal in arch.fixed.items():
+        if values.get(key, legal) != legal:
+            raise UsageError(f"{path} has {key}={values[key]!r}; legal is {legal!r}.")
+    if absent := [key[0] for key in arch.fields.values() if len(key) == 1 and key[0] not in values]:
+        raise UsageError(f"{path} lacks {', '.join(absent)}.")
+    fields = {ours: values.get(*key) for ours, key in arch.fields.items()}
+    return arch, LMConfig(**fields, **arch.read(values), dtype=dtype)
+
+
+def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: ExitStack) -> dict[str, Any]:
+    """Opens the files, without reading them, and returns every tensor's slicer once names and shapes are right."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not whole.is_file() and not index.is_file():
+        raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
+    names = [whole.name] if whole.is_file() else sorted(set(_json(index).get("weight_map", {}).values()))
+    prefix, found = arch.layer.split(".")[0] + ".", {}
+    for path in (folder / name for name in names):
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{path} is not a whole safetensors file: {error}") from error
+        for name in file.keys():
+            full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+            found[full] = file.get_slice(name)
+    expected = _tensors(arch, config)
+    for name, (shape, _) in expected.items():
+        if name not in found:
+            raise UsageError(f"{folder} lacks tensor {name} of shape {shape}.")
+        if (there := tuple(found[name].get_shape())) != shape:
+            raise UsageError(f"tensor {name} in {folder} has shape {there}, but its config.json means {shape}.")
+        if found[name].get_dtype() not in FILE_DTYPES:
+            raise UsageError(
+                f"tensor {name} in {folder} is {found[name].get_dtype()}; legal are {', '.join(FILE_DTYPES)}."
+            )
+    for name in sorted(found.keys() - expected):
+        if not re.search(arch.passed_over, name):
+            shape = tuple(found[name].get_shape())
+            raise UsageError(f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for.")
+    return found

@@ -156,7 +156,10 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, with_grads, voca
     if not with_grads:
         (value,), _ = jax.lax.scan(step, zero[:1], parts)
         return _sum(value, batch_axes)
-    (value, dhead), dx = jax.lax.scan(step, zero, parts)
+    if count == 1:  # no accumulator to read and write back
+        (value, dhead), dx = step(zero, jax.tree.map(lambda part: part[0], parts))
+    else:
+        (value, dhead), dx = jax.lax.scan(step, zero, parts)
     dx = _sum(dx.reshape(-1, width)[:total].reshape(x.shape), vocab_axes)
     return _sum(value, batch_axes), dx, _sum(dhead, batch_axes)
 

@@ -93,7 +93,7 @@ class Trainer:
           running mean) and spikes (their count).
         """
         value, grads = self._gradient(key, state.params, inputs)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         good = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

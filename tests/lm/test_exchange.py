@@ -1,0 +1,460 @@
+"""Folders against slow NumPy twins written from the tensors' Hugging Face names, and against transformers itself."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxpar.lm import exchange
+from jaxpar.lm.config import LMConfig
+from jaxpar.lm.exchange import from_hf, to_hf
+from jaxpar.lm.model import apply
+from jaxpar.lm.params import abstract, axes
+from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
+from jaxpar.types import UsageError
+
+SIZES = dict(vocab_size=16, max_seq_len=32, num_layers=2, embed_dim=8, num_heads=4, mlp_dim=12, dtype="float32")
+CONFIGS = {
+    "llama": LMConfig(**SIZES, num_kv_heads=2, rope_theta=100.0, norm_eps=1e-3),
+    "llama3": LMConfig(
+        **SIZES, num_kv_heads=2, head_dim=4, bias=True, tied=True, rope_theta=100.0, rope_factor=8.0,
+        rope_low_freq_factor=1.0, rope_high_freq_factor=4.0, rope_original_len=16, init_std=0.03,
+    ),
+    "gpt2": LMConfig(
+        **SIZES, norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.25,
+    ),
+    "gpt2_exact": LMConfig(
+        **SIZES, norm="layer", positions="learned", activation="gelu_exact", bias=True, tied=True, norm_eps=1e-2,
+    ),
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 16, (2, 20))
+logits = jax.jit(apply, static_argnums=2)
+
+
+def random_params(config):
+    """Every leaf random, so that no norm or bias can hide behind ones and zeros."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape, np.float32)), abstract(config))
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def edit_json(path, **changes):
+    values = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is DROP:
+            values.pop(key)
+        else:
+            values[key] = value
+    path.write_text(json.dumps(values))
+
+
+DROP = object()
+
+
+# The twins: one sequence, one head, one position at a time, in float64, from names and config.json alone.
+
+
+def causal_attention(q, k, v):
+    out = np.zeros_like(q)
+    for t in range(len(q)):
+        scores = np.array([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(q.shape[1])
+        weights = np.exp(scores - scores.max())
+        out[t] = (weights / weights.sum()) @ v[: t + 1]
+    return out
+
+
+def rotate(x, theta, scaling):
+    width, out = x.shape[1], x.copy()
+    for t in range(len(x)):
+        for i in range(width // 2):
+            freq = theta ** (-2 * i / width)
+            if scaling:
+                wavelength, old = 2 * math.pi / freq, scaling["original_max_position_embeddings"]
+                low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+                if wavelength > old / low:
+                    freq = freq / scaling["factor"]
+                elif wavelength > old / high:
+                    smooth = (old / wavelength - low) / (high - low)
+                    freq = (1 - smooth) * freq / scaling["factor"] + smooth * freq
+            a, b = x[t, i], x[t, i + width // 2]
+            c, s = math.cos(t * freq), math.sin(t * freq)
+            out[t, i], out[t, i + width // 2] = a * c - b * s, b * c + a * s
+    return out
+
+
+def llama_twin(cfg, w, tokens):
+    heads, groups = cfg["num_attention_heads"], cfg["num_key_value_heads"]
+
+    def rms(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg["rms_norm_eps"]) * w[name]
+
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0.0)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer in range(cfg["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        h = rms(x, at + "input_layernorm.weight")
+        q = np.split(linear(h, at + "self_attn.q_proj"), heads, axis=1)
+        k = np.split(linear(h, at + "self_attn.k_proj"), groups, axis=1)
+        v = np.split(linear(h, at + "self_attn.v_proj"), groups, axis=1)
+        q, k = ([rotate(part, cfg["rope_theta"], cfg["rope_scaling"]) for part in parts] for parts in (q, k))
+        mixed = [causal_attention(q[n], k[n * groups // heads], v[n * groups // heads]) for n in range(heads)]
+        x = x + linear(np.concatenate(mixed, axis=1), at + "self_attn.o_proj")
+        h = rms(x, at + "post_attention_layernorm.weight")
+        gate = linear(h, at + "mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, at + "mlp.up_proj"), at + "mlp.down_proj")
+    head = "model.embed_tokens.weight" if cfg["tie_word_embeddings"] else "lm_head.weight"
+    return rms(x, "model.norm.weight") @ w[head].T
+
+
+def gpt2_twin(cfg, w, tokens):
+    def layer_norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg["layer_norm_epsilon"])
+        return x * w[name + ".weight"] + w[name + ".bias"]
+
+    def conv1d(x, name):
+        return x @ w[name + ".weight"] + w[name + ".bias"]
+
+    def gelu(x):
+        if cfg["activation_function"] == "gelu_new":
+            return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+    x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: len(tokens)]
+    for layer in range(cfg["n_layer"]):
+        at = f"transformer.h.{layer}."
+        parts = np.split(conv1d(layer_norm(x, at + "ln_1"), at + "attn.c_attn"), 3, axis=1)
+        q, k, v = (np.split(part, cfg["n_head"], axis=1) for part in parts)
+        mixed = [causal_attention(*qkv) for qkv in zip(q, k, v, strict=True)]
+        x = x + conv1d(np.concatenate(mixed, axis=1), at + "attn.c_proj")
+        x = x + conv1d(gelu(conv1d(layer_norm(x, at + "ln_2"), at + "mlp.c_fc")), at + "mlp.c_proj")
+    return layer_norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T
+
+
+def twin_logits(folder):
+    cfg = json.loads((folder / "config.json").read_text())
+    w = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
+    twin = {"llama": llama_twin, "gpt2": gpt2_twin}[cfg["model_type"]]
+    return np.stack([twin(cfg, w, row) for row in TOKENS])
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
+
+
+@pytest.fixture
+def folder(config, tmp_path):
+    to_hf(random_params(config), config, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))
+
+
+def test_written_tensors_compute_the_same_logits_in_numpy(config, folder):
+    ours = logits(random_params(config), TOKENS, config)
+    assert np.abs(ours).max() > 0.5
+    np.testing.assert_allclose(ours, twin_logits(folder), rtol=1e-4, atol=2e-5)
+
+
+def test_read_tensors_compute_the_same_logits_as_numpy(config, folder):
+    # Other values than to_hf wrote, so that two equal mistakes cannot cancel.
+    rng = np.random.default_rng(2)
+    path = folder / "model.safetensors"
+    other = {name: 0.5 * rng.standard_normal(x.shape, np.float32) for name, x in load_file(path).items()}
+    save_file(other, path)
+    read, params = from_hf(folder, dtype="float32")
+    np.testing.assert_allclose(logits(params, TOKENS, read), twin_logits(folder), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("limit", [None, 1500])
+def test_round_trip_is_exact(config, tmp_path, limit):
+    params = random_params(config)
+    to_hf(params, config, tmp_path / "model", **({} if limit is None else {"max_shard_bytes": limit}))
+    read, back = from_hf(tmp_path / "model", dtype="float32")
+    assert read == config
+    assert_same(back, params)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(back))
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    assert index.exists() == (limit is not None)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    if limit is not None:
+        check_files(tmp_path / "model", json.loads(index.read_text()), limit)
+
+
+def check_files(folder, index, limit):
+    """Every tensor lies where the index says, and no file is larger than asked, save for one large tensor."""
+    tensors = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    assert {name: file for file, block in tensors.items() for name in block} == index["weight_map"]
+    assert len(tensors) > 2 and all(f"-of-{len(tensors):05d}." in name for name in tensors)
+    sizes = [[x.nbytes for x in block.values()] for block in tensors.values()]
+    assert sum(map(sum, sizes)) == index["metadata"]["total_size"]
+    assert all(sum(file) <= limit or len(file) == 1 for file in sizes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"embed": "none", "head_dim": "fsdp", "layers": "data"}])
+def test_on_a_mesh_each_device_reads_its_slices_only(config, folder, mesh, changes, tmp_path, monkeypatch):
+    cut, read_shapes = exchange._cut, {}
+
+    def record(tensor, row, shape, bounds):
+        block = cut(tensor, row, shape, bounds)
+        read_shapes.setdefault(row, []).append(block.shape)
+        return block
+
+    monkeypatch.setattr(exchange, "_cut", record)
+    with use_mesh(mesh, rules_from(changes)):
+        read, params = from_hf(folder, dtype="float32")
+        declared = named_shardings(abstract(config), axes(config))
+        to_hf(params, read, tmp_path / "again", max_shard_bytes=1500)
+    monkeypatch.undo()
+    assert_same(params, random_params(config))
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == declared
+    rows = exchange._architecture(config).rows
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        block = leaf.sharding.shard_shape(leaf.shape)
+        is_stacked = path[0].key == "layers"
+        # Every part of the leaf once, however many devices hold it, a layer at a time.
+        count = leaf.size // math.prod(block[1:] if is_stacked else block)
+        reads = read_shapes[rows[jax.tree_util.keystr(path, simple=True, separator=".")]]
+        assert reads == [block[1:] if is_stacked else block] * count
+    assert_same(from_hf(tmp_path / "again")[1], random_params(config))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_files(dtype, tmp_path):
+    config, params = CONFIGS["llama"], random_params(CONFIGS["llama"])
+    to_hf(params, config, tmp_path / "half", dtype=dtype)
+    rounded = jax.tree.map(lambda x: x.astype(dtype), params)
+    assert all(str(x.dtype) == dtype for x in load_file(tmp_path / "half" / "model.safetensors").values())
+    read, wide = from_hf(tmp_path / "half")
+    assert read.dtype == "bfloat16"
+    assert_same(wide, jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
+    assert_same(from_hf(tmp_path / "half", param_dtype=dtype)[1], rounded)
+
+
+def test_older_and_bare_spellings_are_read(tmp_path):
+    params = {name: random_params(CONFIGS[name]) for name in ("llama3", "gpt2")}
+    for name, tree in params.items():
+        to_hf(tree, CONFIGS[name], tmp_path / name)
+    path = tmp_path / "gpt2" / "model.safetensors"
+    bare = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
+    buffers = {"h.0.attn.bias": np.ones((1, 1, 4, 4), bool), "h.1.attn.masked_bias": np.zeros((), np.float32)}
+    save_file(bare | buffers | {"lm_head.weight": bare["wte.weight"]}, path)
+    path = tmp_path / "llama3" / "model.safetensors"
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
+    save_file(load_file(path) | buffers | {"lm_head.weight": np.zeros((16, 8), np.float32)}, path)
+    cfg = tmp_path / "llama3" / "config.json"
+    values = json.loads(cfg.read_text())
+    nested = {**values["rope_scaling"], "rope_theta": values["rope_theta"]}
+    typed = {"type" if key == "rope_type" else key: value for key, value in values["rope_scaling"].items()}
+    for change in ({}, {"rope_scaling": typed}, dict(rope_theta=DROP, rope_scaling=DROP, rope_parameters=nested)):
+        edit_json(cfg, **change)
+        read, back = from_hf(tmp_path / "llama3", dtype="float32")
+        assert read == CONFIGS["llama3"]
+        assert_same(back, params["llama3"])
+    edit_json(tmp_path / "gpt2" / "config.json", n_inner=None, architectures=DROP)
+    with pytest.raises(UsageError, match=r"c_fc.bias .* has shape \(12,\), but its config.json means \(32,\)"):
+        from_hf(tmp_path / "gpt2")
+    edit_json(tmp_path / "gpt2" / "config.json", n_inner=12)
+    read, back = from_hf(tmp_path / "gpt2", dtype="float32")
+    assert read == CONFIGS["gpt2"]
+    assert_same(back, params["gpt2"])
+
+
+BAD_CONFIGS = [
+    ("llama", dict(architectures=["MistralForCausalLM"], model_type="mistral"),
+     r"architecture MistralForCausalLM \(model_type mistral\); legal are LlamaForCausalLM .* and GPT2LMHeadModel"),
+    ("llama", dict(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification"),
+    ("llama", dict(model_type="gpt2"), r"architecture LlamaForCausalLM \(model_type gpt2\)"),
+    ("llama", dict(architectures=DROP, model_type=DROP), "architecture None"),
+    ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; legal is 'silu'"),
+    ("llama", dict(attention_bias=True), "mlp_bias=False and attention_bias=True differ"),
+    ("llama", dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope type 'yarn' is unknown; legal are"),
+    ("llama", dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope type 'linear' is unknown; legal are"),
+    ("llama", dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "also needs low_freq_factor, high_freq_f"),
+    ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    ("llama", dict(hidden_size=DROP, intermediate_size=None), "config.json lacks hidden_size, intermediate_size"),
+    ("llama", dict(num_key_value_heads=3), "model.num_heads=4 is not a multiple of model.num_kv_heads=3"),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True; legal is False"),
+    ("gpt2", dict(reorder_and_upcast_attn=True), "reorder_and_upcast_attn=True; legal is False"),
+    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False; legal is True"),
+    ("gpt2", dict(tie_word_embeddings=False), "tie_word_embeddings=False; legal is True"),
+    ("gpt2", dict(activation_function="relu"), "activation_function='relu' is unknown; legal are gelu_new, gelu"),
+    ("gpt2", dict(n_positions=33), r"transformer.wpe.weight in .* has shape \(32, 8\), but .* means \(33, 8\)"),
+    ("llama", dict(tie_word_embeddings=True, num_hidden_layers=1), r"tensor model\.layers\.1\..* no place for"),
+    ("llama", dict(num_hidden_layers=3), r"lacks tensor model\.layers\.2\..* of shape \("),
+    ("llama3", dict(tie_word_embeddings=False), r"lacks tensor lm_head\.weight of shape \(16, 8\)"),
+]  # fmt: skip
+
+
+def sentence_of(function, *args, **kwargs):
+    """The refusal, which must be one line and end as a sentence."""
+    with pytest.raises(UsageError) as caught:
+        function(*args, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    for name, config in CONFIGS.items():
+        to_hf(random_params(config), config, root / name)
+    return root
+
+
+@pytest.mark.parametrize(("name", "changes", "sentence"), BAD_CONFIGS, ids=lambda x: str(x)[:40])
+def test_bad_configs_are_refused(folders, tmp_path, name, changes, sentence):
+    shutil.copytree(folders / name, tmp_path / "bad")
+    edit_json(tmp_path / "bad" / "config.json", **changes)
+    with pytest.raises(UsageError, match=sentence):
+        from_hf(tmp_path / "bad")
+    assert "\n" not in sentence_of(from_hf, tmp_path / "bad")
+
+
+def test_bad_files_are_refused(folders, tmp_path):
+    folder = tmp_path / "bad"
+    assert f"there is no {folder}/config.json" in sentence_of(from_hf, folder)
+    shutil.copytree(folders / "llama", folder)
+    weights, cfg = folder / "model.safetensors", folder / "config.json"
+    good, tensors = weights.read_bytes(), load_file(weights)
+    for bad in (good[:-4], good[:100], b"", b"version https://git-lfs.github.com/spec/v1"):
+        weights.write_bytes(bad)
+        assert "model.safetensors is not a whole safetensors file: " in sentence_of(from_hf, folder)
+    norm, sizes = "model.norm.weight", "of shape (8,)"
+    for bad, sentence in (
+        ({norm: tensors[norm][:4]}, f"tensor {norm} in {folder} has shape (4,), but its config.json means (8,)"),
+        ({norm: tensors[norm].astype(np.int8)}, f"tensor {norm} in {folder} is I8; legal are BF16, F16, F32, F64"),
+        ({"model.extra.weight": tensors[norm]}, f"tensor model.extra.weight {sizes}, which its config.json has no"),
+    ):
+        save_file(tensors | bad, weights)
+        assert sentence in sentence_of(from_hf, folder)
+    save_file({name: x for name, x in tensors.items() if name != norm}, weights)
+    assert f"lacks tensor {norm} {sizes}" in sentence_of(from_hf, folder)
+    weights.unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in sentence_of(from_hf, folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {norm: "gone.safetensors"}}))
+    assert "gone.safetensors is not a whole safetensors file" in sentence_of(from_hf, folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert "index.json is not a JSON file" in sentence_of(from_hf, folder)
+    cfg.write_text("[]")
+    assert "config.json holds list instead of an object" in sentence_of(from_hf, folder)
+    cfg.write_text("not json")
+    assert "config.json is not a JSON file" in sentence_of(from_hf, folder)
+
+
+INEXPRESSIBLE = [
+    (
+        CONFIGS["llama"],
+        dict(positions="learned"),
+        "positions=learned",
+        "LlamaForCausalLM needs model.positions=rope; GPT2LMHeadModel needs",
+    ),
+    (CONFIGS["gpt2"], dict(norm="rms"), "norm=rms", "GPT2LMHeadModel needs model.norm=layer."),
+    (CONFIGS["gpt2"], dict(tied=False), "tied=False", "GPT2LMHeadModel needs model.tied=True."),
+    (CONFIGS["gpt2"], dict(num_kv_heads=2), "num_kv_heads=2", "GPT2LMHeadModel needs model.num_kv_heads=4."),
+    (CONFIGS["gpt2"], dict(head_dim=4), "embed_dim=8", "GPT2LMHeadModel needs model.embed_dim=16."),
+    (
+        CONFIGS["gpt2"],
+        dict(activation="swiglu"),
+        "activation=swiglu",
+        "GPT2LMHeadModel needs model.activation=gelu or gelu_exact.",
+    ),
+    (CONFIGS["llama3"], dict(embed_dim=10), "embed_dim=10", "LlamaForCausalLM needs model.embed_dim=8;"),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "culprit", "sentence"), INEXPRESSIBLE, ids=lambda x: str(x)[:40])
+def test_models_that_no_folder_can_hold_are_refused(base, changes, culprit, sentence, tmp_path):
+    config = dataclasses.replace(base, **changes)
+    text = sentence_of(to_hf, abstract(config), config, tmp_path / "out")
+    assert sentence in text and culprit in text.split(":")[0]
+    assert not any(tmp_path.iterdir())
+
+
+def test_to_hf_refuses_before_it_writes(tmp_path):
+    config = CONFIGS["llama"]
+    params = random_params(config)
+    assert "dtype='int8' is unknown; legal are bfloat16" in sentence_of(
+        to_hf, params, config, tmp_path / "a", dtype="int8"
+    )
+    assert "no tokenizer file" in sentence_of(to_hf, params, config, tmp_path / "a", tokenizer=tmp_path / "t.json")
+    text = sentence_of(to_hf, params, dataclasses.replace(config, mlp_dim=16), tmp_path / "a")
+    assert "parameter layers.w_down has shape (2, 12, 8), but the config means (2, 16, 8)" in text
+    text = sentence_of(to_hf, params, dataclasses.replace(config, tied=True), tmp_path / "a")
+    assert "parameter head has shape (16, 8), but the config means absent" in text
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    for place in (tmp_path / "full", tmp_path / "full" / "notes.txt"):
+        assert "already holds something; give a folder that is absent or empty" in sentence_of(
+            to_hf, params, config, place
+        )
+    assert "could not be written" in sentence_of(to_hf, params, config, tmp_path / "full" / "notes.txt" / "a")
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "notes.txt"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("No space left on device")])
+def test_an_interrupted_write_leaves_nothing(error, tmp_path, monkeypatch):
+    def save_once(*args, **kwargs):
+        if list(tmp_path.rglob("*.safetensors")):
+            raise error
+        save_file(*args, **kwargs)
+
+    monkeypatch.setattr(exchange, "save_file", save_once)
+    config = CONFIGS["llama"]
+    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else UsageError):
+        to_hf(random_params(config), config, tmp_path / "model", max_shard_bytes=1500)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_empty_folder_is_filled_and_the_tokenizer_copied(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "t.json").write_text("{}")
+    config = CONFIGS["llama"]
+    to_hf(random_params(config), config, tmp_path / "model", tokenizer=tmp_path / "t.json")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
+
+
+# transformers itself. Its deprecations are not ours.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_agrees_in_both_directions(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = CONFIGS[name]
+
+    def theirs(model):
+        with torch.no_grad():
+            return model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
+
+    params = random_params(config)
+    to_hf(params, config, tmp_path / "ours", max_shard_bytes=1500)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert model.dtype == torch.float32 and not any(report.values())
+    np.testing.assert_allclose(logits(params, TOKENS, config), theirs(model), atol=1e-4)
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
+    read, params = from_hf(tmp_path / "theirs", dtype="float32")
+    assert read == config
+    np.testing.assert_allclose(logits(params, TOKENS, read), theirs(model), atol=1e-4)
