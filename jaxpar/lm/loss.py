@@ -43,7 +43,7 @@ def loss(
     )
     weights = batch.get("weights")
     if weights is None:
-        weights = jnp.ones(batch["targets"].shape, jnp.float32)
+        weights = jnp.ones(batch["targets"].shape, jnp.promote_types(x.dtype, jnp.float32))
     if normaliser is None:
         normaliser = weights.sum()
     return cross_entropy(x, head(params), batch["targets"], weights / normaliser, config.loss_chunk, config.low_logits)

@@ -18,7 +18,8 @@ KINDS = (
 )
 
 _INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<kind>" + "|".join(KINDS) + r")(?P<start>-start)?\("
+    r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
+    r"(?P<kind>" + "|".join(KINDS) + r")(?P<start>-start)?\("
 )
 _COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*\(.*\{\s*$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
@@ -30,7 +31,8 @@ class Collective(NamedTuple):
     Attributes:
       kind: As in `KINDS`. An all-reduce inside a computation that XLA for TPU names all-reduce-scatter is a
         "reduce-scatter".
-      axes: Mesh axes of size over 1 that a group spans, in the mesh's order; None if the groups are no such product.
+      axes: Mesh axes of size over 1 that a group spans, in the mesh's order; None if the groups are no such product
+        (and for a collective-permute).
       shapes: Dimensions of each array it returns; a combined instruction has several.
       name: Of the instruction.
     """
@@ -88,7 +90,10 @@ def _iota(text):
 
 
 def axes_of(groups, mesh):
-    """Returns the mesh axes that every group spans in full, or None if the groups are no product of axes."""
+    """Returns the mesh axes that every group spans in full, or None if the groups are no product of axes.
+
+    Device numbers in a program count the mesh's devices in row-major order.
+    """
     names, sizes = mesh.axis_names, mesh.devices.shape
     places = [np.stack(np.unravel_index(np.array(group), sizes), -1) for group in groups]
     moving = [i for i in range(len(sizes)) if any(len(set(place[:, i])) > 1 for place in places)]
@@ -114,9 +119,7 @@ def collectives(text, mesh):
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         if kind == "collective-permute":
-            pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", line)[1]
-            groups = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs)]
-            spans = axes_of([pair for pair in groups if pair[0] != pair[1]], mesh)
+            spans = None  # pairs of devices are no product of axes
         else:
             spans = axes_of(replica_groups(line.split("replica_groups=")[1], mesh.size), mesh)
         if spans != ():

@@ -1,0 +1,234 @@
+"""Generation equals asking the whole model for one token after the other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.lm import LMConfig, Sampling, apply, axes, generate, init
+from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.mesh import MeshSpec, make_mesh, place_rows, shard, use_mesh
+from jaxpar.types import UsageError
+
+VOCAB, PROMPT, NEW = 32, 5, 7
+SMALL = dict(vocab_size=VOCAB, num_layers=2, embed_dim=32, mlp_dim=48, init_std=0.3, dtype="float32")
+MODELS = {
+    "llama": LMConfig(**SMALL, num_heads=8, num_kv_heads=2),
+    "gpt2": LMConfig(
+        **SMALL, num_heads=4, norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.3,
+        max_seq_len=PROMPT + NEW,
+    ),
+}  # fmt: skip
+each_model = pytest.mark.parametrize("name", MODELS)
+sampled = jax.jit(generate, static_argnums=(3, 4))
+
+
+@functools.cache
+def params_of(name):
+    # Biases start at zero; noise on all leaves makes every one of them matter.
+    params = init(jax.random.key(1), MODELS[name])
+    leaves, treedef = jax.tree.flatten(params)
+    rng = np.random.default_rng(0)
+    return treedef.unflatten([x + 0.1 * rng.standard_normal(x.shape).astype(np.float32) for x in leaves])
+
+
+@functools.cache
+def whole_forward(name):
+    return jax.jit(lambda params, tokens: apply(params, tokens, MODELS[name]))
+
+
+def slow_filter(logits, sampling):
+    """Temperature, top-k, then top-p, as lists of (symbol, probability) that may be drawn."""
+    logits = np.asarray(logits, np.float64) / sampling.temperature
+    ranked = sorted(range(len(logits)), key=lambda v: -logits[v])
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    weights = {v: np.exp(logits[v] - logits[ranked[0]]) for v in ranked}
+    total, kept, mass = sum(weights.values()), [], 0.0
+    for v in ranked:
+        kept.append(v)
+        mass += weights[v] / total
+        if mass >= sampling.top_p:
+            break
+    left = sum(weights[v] for v in kept)
+    return {v: weights[v] / left for v in kept}
+
+
+def slow_generate(key, name, prompt, lengths, sampling):
+    """Teacher forcing: every token from a forward pass over all before it, without a cache."""
+    total = prompt.shape[1] + sampling.max_new_tokens
+    out, ends = np.zeros((len(prompt), total), int), []
+    for row, length in enumerate(lengths):
+        tokens = list(prompt[row, :length])
+        for _ in range(sampling.max_new_tokens):
+            padded = jnp.array([tokens + [0] * (total - len(tokens))])
+            logits = np.asarray(whole_forward(name)(params_of(name), padded)[0, len(tokens) - 1])
+            if sampling.temperature == 0:
+                tokens.append(int(np.argmax(logits)))
+            else:
+                allowed = slow_filter(logits, sampling)
+                logits = np.where(np.isin(np.arange(VOCAB), list(allowed)), logits / sampling.temperature, -np.inf)
+                draw = jax.random.fold_in(jax.random.fold_in(key, len(tokens)), row)
+                tokens.append(int(jax.random.categorical(draw, jnp.float32(logits))))
+            if tokens[-1] == sampling.stop_token:
+                break
+        out[row, : len(tokens)] = tokens
+        ends.append(len(tokens))
+    return out, ends
+
+
+def prompts(rows=4):
+    return np.random.default_rng(3).integers(0, VOCAB, (rows, PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("llama", Sampling(NEW, temperature=0.0)),
+        ("gpt2", Sampling(NEW, temperature=0.0)),
+        ("llama", Sampling(NEW, temperature=0.7)),
+        ("gpt2", Sampling(NEW, temperature=0.7)),
+        ("llama", Sampling(NEW, temperature=1.5, top_k=3)),
+        ("llama", Sampling(NEW, top_p=0.6)),
+        ("llama", Sampling(NEW, top_k=6, top_p=0.8)),
+    ],
+    ids=["greedy-llama", "greedy-gpt2", "sampled-llama", "sampled-gpt2", "top-k", "top-p", "both"],
+)
+def test_generate_equals_teacher_forcing(name, sampling):
+    key, prompt, lengths = jax.random.key(7), prompts(), np.array([PROMPT, 1, 3, 4])
+    tokens, ends = sampled(key, params_of(name), prompt, MODELS[name], sampling, prompt_lengths=lengths)
+    want, want_ends = slow_generate(key, name, prompt, lengths, sampling)
+    np.testing.assert_array_equal(tokens, want)
+    np.testing.assert_array_equal(ends, want_ends)
+    assert len(np.unique(want[:, PROMPT:])) > 3, "a model that repeats itself tests nothing"
+
+
+@each_model
+def test_what_lies_beyond_a_prompt_is_ignored(name):
+    lengths, sampling = np.array([5, 1, 3, 4]), Sampling(NEW, temperature=0.7)
+    beyond = np.arange(PROMPT) >= lengths[:, None]
+    one, two = (
+        sampled(
+            jax.random.key(7), params_of(name), np.where(beyond, filler, prompts()), MODELS[name], sampling,
+            prompt_lengths=lengths,
+        )
+        for filler in (0, VOCAB - 1)
+    )  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@each_model
+def test_stop_token_ends_a_row_and_no_other(name):
+    key, prompt, lengths = jax.random.key(7), prompts(), np.array([5, 1, 3, 4])
+    free, _ = slow_generate(key, name, prompt, lengths, Sampling(NEW))
+    stop = int(free[0, PROMPT + 2])  # row 0 draws it at its third step at the latest
+    sampling = Sampling(NEW, stop_token=stop)
+    tokens, ends = sampled(key, params_of(name), prompt, MODELS[name], sampling, prompt_lengths=lengths)
+    want, want_ends = slow_generate(key, name, prompt, lengths, sampling)
+    np.testing.assert_array_equal(tokens, want)
+    np.testing.assert_array_equal(ends, want_ends)
+    assert ends[0] <= PROMPT + 3 and max(ends - lengths) > ends[0] - lengths[0], "rows should end at different steps"
+    assert (np.asarray(tokens)[np.arange(PROMPT + NEW) >= np.asarray(ends)[:, None]] == 0).all()
+
+
+def test_a_row_draws_the_same_whatever_the_others_are():
+    prompt, sampling = prompts(), Sampling(NEW)
+    whole, _ = sampled(jax.random.key(7), params_of("llama"), prompt, MODELS["llama"], sampling)
+    prompt[1:] = 0
+    other, _ = sampled(
+        jax.random.key(7), params_of("llama"), prompt, MODELS["llama"], sampling, prompt_lengths=np.array([5, 2, 2, 2])
+    )
+    np.testing.assert_array_equal(whole[0], other[0])
+
+
+@each_model
+@pytest.mark.parametrize("chunks", [[12], [1] * 12, [4, 1, 1, 6]], ids=str)
+def test_cache_equals_the_whole_forward(name, chunks):
+    config, params = MODELS[name], params_of(name)
+    tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
+    run = jax.jit(functools.partial(extend, config=config))
+    cache, parts, start = empty_cache(config, 2, 12), [], 0
+    for size in chunks:
+        places = np.broadcast_to(np.arange(start, start + size), (2, size))
+        logits, cache = run(params, tokens[:, start : start + size], places, cache)
+        parts.append(logits)
+        start += size
+    assert_close(np.concatenate(parts, 1), whole_forward(name)(params, tokens), EXACT_MATHS["float32"])
+
+
+def test_cache_rows_may_stand_at_different_places():
+    """Slots filled by what lay beyond a shorter prompt are overwritten before they are seen."""
+    config, params = MODELS["llama"], params_of("llama")
+    tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
+    _, cache = extend(params, tokens[:, :6], np.tile(np.arange(6), (2, 1)), empty_cache(config, 2, 12), config)
+    rest = np.stack([tokens[0, 6:9], tokens[1, 3:6][::-1]])  # row 1 goes back to place 3 and on with other tokens
+    logits, _ = extend(params, rest, np.array([[6, 7, 8], [3, 4, 5]]), cache, config)
+    went = np.stack([tokens[0, :9], np.r_[tokens[1, :3], rest[1], 0, 0, 0]])
+    want = whole_forward("llama")(params, went)
+    assert_close(logits[0], want[0, 6:9], EXACT_MATHS["float32"])
+    assert_close(logits[1], want[1, 3:6], EXACT_MATHS["float32"])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1), Sampling(1, top_k=4), Sampling(1, top_p=0.7), Sampling(1, 2.0, 8, 0.5)],
+    ids=["all", "top-k", "top-p", "together"],
+)
+def test_frequencies_are_the_probabilities(sampling):
+    rows = 20000
+    prompt = np.broadcast_to(prompts(1), (rows, PROMPT))
+    tokens, _ = sampled(jax.random.key(11), params_of("llama"), prompt, MODELS["llama"], sampling)
+    counts = np.bincount(np.asarray(tokens)[:, PROMPT], minlength=VOCAB)
+    allowed = slow_filter(whole_forward("llama")(params_of("llama"), prompt[:1])[0, -1], sampling)
+    probabilities = np.array([allowed.get(v, 0.0) for v in range(VOCAB)])
+    assert (counts[probabilities == 0] == 0).all()
+    drawn = probabilities > 0
+    deviation = (counts - rows * probabilities)[drawn] / np.sqrt(rows * probabilities * (1 - probabilities))[drawn]
+    assert np.abs(deviation).max() < 5.5
+    square = (deviation**2 * (1 - probabilities[drawn])).sum()  # chi-squared with this many degrees of freedom:
+    freedom = drawn.sum() - 1
+    assert square < freedom + 5 * np.sqrt(2 * freedom) + 10
+    assert freedom >= 3
+
+
+def test_sharded_generate_equals_one_device():
+    config = LMConfig(**SMALL, num_heads=8, num_kv_heads=4)
+    params, prompt, sampling = init(jax.random.key(1), config), prompts(), Sampling(NEW, top_k=5)
+    lengths = np.array([5, 1, 3, 4])
+    want = sampled(jax.random.key(7), params, prompt, config, sampling, prompt_lengths=lengths)
+    with use_mesh(make_mesh(MeshSpec(2, 2, 2), jax.devices())):
+        got = sampled(
+            jax.random.key(7),
+            shard(params, axes(config)),
+            place_rows(lambda rows: prompt[rows], len(prompt)),
+            config,
+            sampling,
+            prompt_lengths=lengths,
+        )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_sharded_cache_equals_one_device_float64(x64):
+    config = LMConfig(**SMALL | {"dtype": "float64"}, num_heads=8, num_kv_heads=4)
+    params = init(jax.random.key(1), config, jnp.float64)
+    tokens, places = np.random.default_rng(4).integers(0, VOCAB, (4, 6)), np.tile(np.arange(6), (4, 1))
+
+    def run(params, tokens):
+        return extend(params, tokens, places, empty_cache(config, 4, 8), config)
+
+    want = jax.jit(run)(params, tokens)
+    with use_mesh(make_mesh(MeshSpec(2, 2, 2), jax.devices())):
+        logits, cache = jax.jit(run)(shard(params, axes(config)), place_rows(lambda rows: tokens[rows], 4))
+        assert cache[0].sharding.shard_shape(cache[0].shape) == (2, 1, 8, 2, 4)
+    assert_close((logits, cache), want, EXACT_MATHS["float64"])
+
+
+def test_mistakes_are_told():
+    with pytest.raises(UsageError, match="5 prompt and 8 new tokens are over model.max_seq_len=12"):
+        generate(jax.random.key(0), params_of("gpt2"), prompts(), MODELS["gpt2"], Sampling(8))
+    for wrong in (dict(max_new_tokens=0), dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.1)):
+        with pytest.raises(UsageError, match="sampling needs max_new_tokens >= 1"):
+            Sampling(**wrong)
