@@ -26,6 +26,7 @@ PEAK = 989.4e12  # dense bf16 FLOP/s of an H100 or H200 SXM
 CASES = {
     "gpt2": dict(vocab_size=50304, seq_len=1024, embed_dim=768, num_layers=12, num_heads=12, batch_size=32),
     "0.9b": dict(vocab_size=50304, seq_len=2048, embed_dim=2048, num_layers=16, num_heads=16, batch_size=8),
+    "gpt2-b64": dict(vocab_size=50304, seq_len=1024, embed_dim=768, num_layers=12, num_heads=12, batch_size=64),
     "tiny": dict(vocab_size=512, seq_len=64, embed_dim=64, num_layers=2, num_heads=2, batch_size=4),
 }
 
@@ -149,7 +150,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=0, help="rows a step on our side; 0 keeps the case's")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--profile", action="store_true", help="list our longest kernels")
     parser.add_argument("--override", action="append", default=[], help="a field of LMConfig, as name=value")
@@ -166,8 +166,7 @@ def main() -> None:
         for _ in range(args.rounds):
             if not args.no_peer:
                 rows.append((case, "torch", child([str(HERE / "peers" / "torch_gpt.py"), json.dumps(shape)])))
-            mine = shape | ({"batch_size": args.batch} if args.batch else {})
-            request = {"shape": mine, "overrides": overrides, "profile": args.profile}
+            request = {"shape": shape, "overrides": overrides, "profile": args.profile}
             rows.append((case, "jaxpar", child([__file__, "--ours", json.dumps(request)])))
     report(rows)
 

@@ -86,7 +86,7 @@ class Fit:
       chunk: Steps in one program; `save_every` and `eval_every` must be multiples of it.
       eval_every: Steps between evaluations.
       save_every: Steps between checkpoints.
-      profile: "first:last" steps to write a profile of, or "".
+      profile: "first:last" steps to write a profile of, in whole chunks, or "".
     """
 
     num_steps: int
@@ -114,6 +114,8 @@ class Fit:
         first, _, last = self.profile.partition(":")
         if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
             raise UsageError(f"profile={self.profile!r} is not first:last with first < last, such as 10:15.")
+        if int(first) >= self.num_steps:
+            raise UsageError(f"profile={self.profile!r} begins after the run's {self.num_steps} steps.")
         return int(first), int(last)
 
 
@@ -205,7 +207,7 @@ def fit(
       batch: Step number -> inputs, placed on the device; pure, so a resumed run needs no saved iterator.
       plan: Counts.
       hooks: What to read from and report to.
-      state: First state instead of `algorithm.init`'s, unless a checkpoint is there.
+      state: First state instead of `algorithm.init`'s, unless a checkpoint is there. It is donated.
 
     Raises:
       UsageError: If the checkpoint is of another run, or a save failed (`SaveError`).
@@ -224,17 +226,17 @@ def fit(
             inputs = batch(step) if length == 1 else _stack([batch(step + i) for i in range(length)])
             if length not in programs:
                 programs[length] = driver.compile(algorithm, state, inputs, length)
-            profiler(step)
+            profiler(step, length)
             state, infos = programs[length](key, np.int32(step), state, inputs)
             step += length
-            driver.sent(step, infos)
+            driver.sent(step, length, infos)
             stop = interrupted(step)
             done = step >= plan.num_steps
             if hooks.evaluate and (done or (plan.eval_every and step % plan.eval_every == 0)):
                 driver.evaluated(step, hooks.evaluate(state))
             if hooks.checkpoints and (done or stop or (plan.save_every and step % plan.save_every == 0)):
                 driver.flush()
-                hooks.checkpoints.save(step, state, driver.latest, dict(hooks.metadata))
+                hooks.checkpoints.save(step, state, driver.current, dict(hooks.metadata))
         driver.flush()
         if hooks.checkpoints:
             hooks.checkpoints.wait()
@@ -252,7 +254,9 @@ def _first_state(algorithm: Algorithm, key: PRNGKey, state: PyTree | None, hooks
     shardings = None if hooks.axes is None else named_shardings(shapes, hooks.axes)
     newest = hooks.checkpoints.newest() if hooks.checkpoints else None
     if hooks.checkpoints is None or newest is None:
-        return 0, jax.jit(init, out_shardings=shardings)(key_init) if state is None else state
+        if state is None:
+            return 0, jax.jit(init, out_shardings=shardings)(key_init)
+        return 0, state if shardings is None else jax.device_put(state, shardings)
     saved = hooks.checkpoints.metadata(newest)
     for name, value in hooks.metadata.items():
         if saved.get(name) != value:
@@ -275,9 +279,10 @@ class _Driver:
 
     def __init__(self, hooks: Hooks, start: int):
         self.latest: dict[str, float] = {}
+        self.current: dict[str, float] = {}  # of the last fetched step alone
         self.compile_s = 0.0
         self._hooks = hooks
-        self._pending: tuple[int, Any] | None = None
+        self._pending: tuple[int, int, Any] | None = None
         self._last = (start, time.perf_counter())
 
     def compile(self, algorithm: Algorithm, state: PyTree, inputs: PyTree, length: int) -> jax.stages.Compiled:
@@ -289,15 +294,16 @@ class _Driver:
         self._last = (self._last[0], time.perf_counter())
         return compiled
 
-    def sent(self, step: int, infos: Info) -> None:
+    def sent(self, step: int, length: int, infos: Info) -> None:
         """Takes a program's infos; fetches those of the one before, which must be done by now."""
         self.flush()
-        self._pending = (step, infos)
+        self._pending = (step, length, infos)
         if self._hooks.checkpoints:
             self._hooks.checkpoints.poll()
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.flush()
+        self.current = self.current | metrics
         self.latest |= metrics
         if self._hooks.writer:
             self._hooks.writer.write(step, metrics)
@@ -308,15 +314,15 @@ class _Driver:
     def flush(self) -> None:
         if self._pending is None:
             return
-        (step, infos), self._pending = self._pending, None
+        (step, length, infos), self._pending = self._pending, None
         rows = jax.device_get(infos)
         now, (before, then) = time.perf_counter(), self._last
         self._last = (step, now)
-        length = len(jax.tree.leaves(rows)[0])
         for i in range(length):
             values = {f"train/{name}": float(row[i]) for name, row in rows.items()}
             if i == length - 1:
                 values["speed/steps_per_s"] = (step - before) / max(now - then, 1e-9)
+            self.current = values
             self.latest |= values
             if self._hooks.writer:
                 self._hooks.writer.write(step - length + 1 + i, values)
@@ -365,11 +371,11 @@ def _profiler(plan: Fit, folder: Path | None):
     first, last = plan.profile_steps()
     running = False
 
-    def before(step: int) -> None:
+    def before(step: int, length: int) -> None:
         nonlocal running
         if not last or folder is None:
             return
-        if not running and first <= step < last:
+        if not running and step < last and first < step + length:
             jax.profiler.start_trace(str(folder))
             running = True
         elif running and step >= last:

@@ -1,6 +1,5 @@
 """The pieces of one layer: norms, rotary positions, the attention and mlp branches."""
 
-import functools
 import math
 
 import jax
@@ -23,40 +22,17 @@ def _wide(x: jax.Array):
 def norm(x: Float[Array, "... D"], weights: dict, config: LMConfig) -> Float[Array, "... D"]:
     """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450), in float32 at least."""
     row = (1,) * (x.ndim - 1) + (-1,)
-    scale, bias = weights["scale"].reshape(row), weights.get("bias")
-    return _normed(x, scale, None if bias is None else bias.reshape(row), config.norm_eps, config.norm == "layer")
 
+    # Recomputed in the backward pass: it costs a read of x, and saves keeping its intermediates.
+    @jax.checkpoint
+    def normed(x, weights):
+        wide = x.astype(_wide(x))
+        wide = wide - wide.mean(-1, keepdims=True) if config.norm == "layer" else wide
+        out = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.norm_eps)
+        out = out * weights["scale"].reshape(row)
+        return (out + weights["bias"].reshape(row) if "bias" in weights else out).astype(x.dtype)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _normed(x, scale, bias, eps: float, center: bool):
-    return _normed_forward(x, scale, bias, eps, center)[0]
-
-
-def _normed_forward(x, scale, bias, eps, center):
-    wide = x.astype(_wide(x))
-    mean = wide.mean(-1, keepdims=True) if center else None
-    wide = wide - mean if center else wide
-    inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-    out = wide * inverse * scale
-    out = out if bias is None else out + bias
-    return out.astype(x.dtype), (x, mean, inverse, scale, bias)
-
-
-def _normed_backward(eps, center, saved, grad):
-    """Needs x and two numbers a row; what autodiff would keep is three arrays of x's size."""
-    x, mean, inverse, scale, bias = saved
-    wide, grad = x.astype(_wide(x)), grad.astype(_wide(x))
-    unit = (wide - mean if center else wide) * inverse
-    inner = grad * scale
-    dx = inner - unit * (inner * unit).mean(-1, keepdims=True)
-    dx = dx - inner.mean(-1, keepdims=True) if center else dx
-    rows = tuple(range(x.ndim - 1))
-    dscale = (grad * unit).sum(rows, keepdims=True).astype(scale.dtype)
-    dbias = None if bias is None else grad.sum(rows, keepdims=True).astype(bias.dtype)
-    return (dx * inverse).astype(x.dtype), dscale, dbias
-
-
-_normed.defvjp(_normed_forward, _normed_backward)
+    return normed(x, weights)
 
 
 def rope_frequencies(config: LMConfig) -> Float[Array, "K/2"]:
@@ -105,17 +81,46 @@ def _qkv(x, layer, config: LMConfig, positions):
 def _mlp(x, layer, config: LMConfig):
     """[B, T, D] -> [B, T, F] -> [B, T, D]."""
     up = checkpoint_name(_matmul("btd,df->btf", x, layer["w_up"], layer.get("b_up"), None, "mlp"), "mlp")
+    parts = [up]
     if config.activation == "swiglu":
         gate = _matmul("btd,df->btf", x, layer["w_gate"], layer.get("b_gate"), None, "mlp")
-        hidden = _swiglu(checkpoint_name(gate, "mlp"), up)
-    else:
-        hidden = _gelu(up, config.activation == "gelu")
+        parts = [checkpoint_name(gate, "mlp"), up]
+    hidden = ACTIVATIONS[config.activation](*parts)
     return _matmul("btf,fd->btd", hidden, layer["w_down"], layer.get("b_down"), "mlp", None)
 
 
-# Both are recomputed in the backward pass from the matmul outputs, which are saved anyway.
-_swiglu = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)
-_gelu = jax.checkpoint(lambda x, tanh: jax.nn.gelu(x, approximate=tanh), static_argnums=1)
+def _elementwise(forward, same_for_gradient):
+    """Returns `forward`, of which the backward pass keeps only the arguments.
+
+    The gradient is that of the same function written in another way: of a literal copy XLA would keep
+    intermediates of the forward pass, each as large as the arguments; and a barrier against that, as
+    `jax.checkpoint` sets, would keep the gradient out of the epilogue of the product before it.
+    """
+    function = jax.custom_vjp(forward)
+
+    def backward(args, g):
+        wide = [x.astype(_wide(x)) for x in args]
+        grads = jax.vjp(same_for_gradient, *wide)[1](g.astype(wide[0].dtype))
+        return tuple(grad.astype(x.dtype) for grad, x in zip(grads, args, strict=True))
+
+    function.defvjp(lambda *args: (forward(*args), args), backward)
+    return function
+
+
+ACTIVATIONS = {
+    "swiglu": _elementwise(
+        lambda gate, up: jax.nn.silu(gate) * up,
+        lambda gate, up: 0.5 * gate * (1 + jnp.tanh(gate / 2)) * up,
+    ),
+    "gelu": _elementwise(
+        lambda x: jax.nn.gelu(x, approximate=True),
+        lambda x: x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
+    ),
+    "gelu_exact": _elementwise(
+        lambda x: jax.nn.gelu(x, approximate=False),
+        lambda x: 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2))),
+    ),
+}
 
 
 def block(

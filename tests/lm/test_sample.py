@@ -178,7 +178,7 @@ def test_cache_rows_may_stand_at_different_places():
     ids=["all", "top-k", "top-p", "together"],
 )
 def test_frequencies_are_the_probabilities(sampling):
-    rows = 20000
+    rows = 5000
     prompt = np.broadcast_to(prompts(1), (rows, PROMPT))
     tokens, _ = sampled(jax.random.key(11), params_of("llama"), prompt, MODELS["llama"], sampling)
     counts = np.bincount(np.asarray(tokens)[:, PROMPT], minlength=VOCAB)

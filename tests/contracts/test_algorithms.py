@@ -1,0 +1,150 @@
+"""What every `Algorithm` keeps, one row an algorithm; a new one is added to `ROWS` and nothing else."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An algorithm and one example of what its step gets.
+
+    Attributes:
+      algorithm: The object itself.
+      inputs: Makes the example, of arrays.
+      reuses_keys: Why the checker of key reuse is wrong about it; empty if the checker must agree.
+    """
+
+    algorithm: Any
+    inputs: Callable[[], Any] = lambda: None
+    reuses_keys: str = ""
+
+
+def tokens():
+    rows = np.random.default_rng(0).integers(0, 16, (4, 7), dtype=np.int32)
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
+ROWS = {
+    "lm-adamw": Row(Trainer(MODEL), tokens),
+    "lm-muon-dropout-accumulate": Row(
+        Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
+    ),
+}
+each_row = pytest.mark.parametrize("name", ROWS)
+
+
+@functools.cache
+def compiled(name):
+    """The row's jitted step, its number of traces so far, and a first state."""
+    algorithm, traces = ROWS[name].algorithm, []
+
+    def step(key, state, inputs):
+        traces.append(1)
+        return algorithm.step(key, state, inputs)
+
+    return jax.jit(step), traces, jax.jit(algorithm.init)(jax.random.key(0), ROWS[name].inputs())
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+@each_row
+def test_argument_names(name):
+    algorithm = ROWS[name].algorithm
+    assert list(inspect.signature(algorithm.init).parameters) == ["key", "inputs"]
+    assert list(inspect.signature(algorithm.step).parameters) == ["key", "state", "inputs"]
+    if hasattr(algorithm, "done"):
+        assert list(inspect.signature(algorithm.done).parameters) == ["state"]
+
+
+@each_row
+def test_the_object_is_a_static_argument(name):
+    algorithm = ROWS[name].algorithm
+    twin = copy.deepcopy(algorithm)
+    assert twin == algorithm and hash(twin) == hash(algorithm)
+    assert dataclasses.is_dataclass(algorithm)
+    assert not any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(dataclasses.asdict(algorithm)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(algorithm, dataclasses.fields(algorithm)[0].name, None)
+
+
+@each_row
+def test_types_of_the_state_never_change(name):
+    row = ROWS[name]
+    first = jax.eval_shape(row.algorithm.init, jax.random.key(0), row.inputs())
+    second, info = jax.eval_shape(row.algorithm.step, jax.random.key(0), first, row.inputs())
+    assert types(second) == types(first)
+    assert not any(x.weak_type for x in jax.tree.leaves((first, info)))
+    assert isinstance(info, dict) and all(x.shape == () for x in info.values())
+    step, _, state = compiled(name)
+    assert types(state) == types(first)
+    stepped, stepped_info = step(jax.random.key(1), state, row.inputs())
+    assert types(stepped) == types(first) and types(stepped_info) == types(info)
+    if hasattr(row.algorithm, "done"):
+        done = jax.eval_shape(row.algorithm.done, first)
+        assert (done.shape, done.dtype) == ((), bool)
+
+
+@each_row
+def test_eager_equals_jit(name):
+    step, _, state = compiled(name)
+    eager = ROWS[name].algorithm.step(jax.random.key(1), state, ROWS[name].inputs())
+    # Fusion reorders sums, and an optimizer divides by the root of small squares.
+    assert_close(eager, step(jax.random.key(1), state, ROWS[name].inputs()), 10 * EXACT_MATHS["float32"], ("bk",))
+
+
+@each_row
+def test_vmap_over_keys_equals_loop(name):
+    row, inputs = ROWS[name], ROWS[name].inputs()
+    keys, more_keys = jax.random.split(jax.random.key(2), (2, 3))
+    states = jax.jit(jax.vmap(row.algorithm.init, (0, None)))(keys, inputs)
+    many = jax.jit(jax.vmap(row.algorithm.step, (0, 0, None)))(more_keys, states, inputs)
+    init, (step, _, _) = jax.jit(row.algorithm.init), compiled(name)
+    for i, (key, next_key) in enumerate(zip(keys, more_keys, strict=True)):
+        one = step(next_key, init(key, inputs), inputs)
+        assert_close(jax.tree.map(lambda x, i=i: x[i], many), one, 10 * EXACT_MATHS["float32"], ("bk",))
+
+
+@each_row
+def test_same_key_same_bits_in_one_trace(name):
+    step, traces, state = compiled(name)
+    runs = []
+    for _ in range(2):
+        now = state
+        for number in range(5):
+            now, info = step(jax.random.fold_in(jax.random.key(3), number), now, ROWS[name].inputs())
+        runs.append((now, info))
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+    assert len(traces) == 1, "ten calls should trace once: a type of the state changes, or the step is no pure function"
+
+
+@each_row
+def test_no_key_is_used_twice(name):
+    row = ROWS[name]
+    if row.reuses_keys:
+        pytest.skip(row.reuses_keys)
+
+    def once(key):
+        first, second = jax.random.split(key)
+        return row.algorithm.step(second, row.algorithm.init(first, row.inputs()), row.inputs())
+
+    with jax.debug_key_reuse(True):
+        jax.jit(once, compiler_options={"xla_backend_optimization_level": 0})(jax.random.key(4))
+
+
+def test_the_checker_of_key_reuse_sees_a_reuse():
+    with jax.debug_key_reuse(True), pytest.raises(jax.errors.KeyReuseError):
+        jax.jit(lambda key: jax.random.normal(key) + jax.random.uniform(key))(jax.random.key(0))

@@ -1,0 +1,58 @@
+"""What no model can be is refused in one sentence."""
+
+import dataclasses
+
+import pytest
+
+from jaxpar.lm import LMConfig, gpt2, llama
+from jaxpar.types import UsageError
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (dict(norm="batch"), "model.norm='batch' is unknown; legal are rms, layer."),
+        (dict(positions="alibi"), "model.positions='alibi' is unknown; legal are rope, learned."),
+        (dict(activation="relu"), "model.activation='relu' is unknown; legal are swiglu, gelu, gelu_exact."),
+        (dict(dtype="int8"), "model.dtype='int8' is unknown; legal are bfloat16, float16, float32, float64."),
+        (dict(remat="some"), "model.remat='some' is unknown; legal are none, dots, names, full, offload."),
+        (dict(attention="flash"), "model.attention='flash' is unknown; legal are auto, cudnn, splash, xla."),
+        (dict(num_layers=0), "model.num_layers=0 must be at least 1."),
+        (dict(loss_chunk=0), "model.loss_chunk=0 must be at least 1."),
+        (dict(dropout=1.0), "model.dropout=1.0 must be at least 0 and under 1."),
+        (
+            dict(num_heads=6, num_kv_heads=4, embed_dim=48),
+            "model.num_heads=6 is not a multiple of model.num_kv_heads=4; legal are 1, 2, 3, 6.",
+        ),
+        (dict(num_kv_heads=-1), "model.num_heads=4 is not a multiple of model.num_kv_heads=-1; legal are 1, 2, 4."),
+        (
+            dict(embed_dim=130),
+            "model.embed_dim=130 is not a multiple of model.num_heads=4; nearest is 128, or give model.head_dim.",
+        ),
+        (dict(head_dim=7), "model.head_dim=7 must be even for rope."),
+        (dict(head_dim=-2), "model.head_dim=-2"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refusals(changes, sentence):
+    with pytest.raises(UsageError) as error:
+        LMConfig(**changes)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_derived_sizes():
+    config = LMConfig(embed_dim=64, num_heads=8)
+    assert (config.num_kv_heads, config.head_dim) == (8, 8)
+    assert LMConfig(positions="learned", head_dim=7).head_dim == 7
+
+
+def test_a_config_is_static():
+    assert hash(gpt2()) == hash(gpt2()) and gpt2() == gpt2() and gpt2() != gpt2(num_layers=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gpt2().num_layers = 3
+    assert dataclasses.replace(llama(), num_layers=2) == llama(num_layers=2)
+
+
+def test_identity_leaves_out_how_a_model_is_computed():
+    how = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") is False}
+    assert how == {"remat", "attention", "scan_layers", "loss_chunk"}

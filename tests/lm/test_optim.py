@@ -1,0 +1,173 @@
+"""Schedules, decay masks and Muon against slow references."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tolerance import assert_close
+
+from jaxpar.lm import LMConfig, OptimizerConfig, init
+from jaxpar.lm.optim import learning_rate, make_optimizer
+from jaxpar.lm.params import is_weight
+from jaxpar.types import UsageError
+
+MODEL = LMConfig(
+    vocab_size=8, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=12, norm="layer",
+    bias=True, dtype="float32", init_std=0.3,
+)  # fmt: skip
+MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+
+
+def noise_like(tree, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), tree)
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def slow_rate(config, step, last):
+    if step < config.warmup_steps:  # from 1 / warmup_steps, so that no step is lost
+        first = 1 / config.warmup_steps
+        return config.learning_rate * (first + step / config.warmup_steps * (1 - first))
+    span = max(1, last - config.warmup_steps)
+    share = min(1.0, (step - config.warmup_steps) / span)
+    low = config.final_ratio
+    factor = {
+        "constant": 1.0,
+        "linear": 1 - share * (1 - low),
+        "cosine": low + (1 - low) * (1 + math.cos(math.pi * share)) / 2,
+        "wsd": 1 - max(0.0, share * span - (span - span // 5)) / (span // 5) * (1 - low),
+    }[config.schedule]
+    return config.learning_rate * factor
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_schedule(schedule, warmup):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup, learning_rate=0.3, final_ratio=0.2)
+    steps = np.arange(130)
+    got = jax.vmap(learning_rate(config, 100))(steps)
+    np.testing.assert_allclose(got, [slow_rate(config, step, 100) for step in steps], rtol=2e-6)
+    assert got[0] > 0, "the first step must not be lost"
+    np.testing.assert_allclose(got[warmup], 0.3, rtol=1e-6)
+    np.testing.assert_allclose(got[100], 0.3 if schedule == "constant" else 0.06, rtol=1e-6)
+
+
+def test_decay_steps_end_a_schedule_before_the_run():
+    config = OptimizerConfig(schedule="linear", warmup_steps=0, learning_rate=1.0, final_ratio=0.0, decay_steps=50)
+    np.testing.assert_allclose(learning_rate(config, 100)(25), 0.5, rtol=1e-6)
+    assert learning_rate(config, 100)(50) == 0
+
+
+# ---------------------------------------------------------------- what decays
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_decay_touches_matrices_only(name):
+    """With no gradient all that moves is what decays, by rate * decay * itself."""
+    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL)))
+    optimizer = make_optimizer(OptimizerConfig(name, warmup_steps=0, schedule="constant", weight_decay=0.5), MODEL, 10)
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    want = jax.tree.map(lambda p, weight: -1e-3 * 0.5 * p * weight, params, is_weight(MODEL))
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), updates, want)
+
+
+def test_weights_are_the_matrices():
+    mask = is_weight(MODEL)
+    assert mask["embedding"] and mask["head"] and not mask["final_norm"]["scale"] and not mask["final_norm"]["bias"]
+    assert {name for name, weight in mask["layers"].items() if weight is True} == set(MATRICES)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_eps_reaches_every_adam(name):
+    """An eps far over the gradient makes Adam's step tiny."""
+    config = OptimizerConfig(name, warmup_steps=0, eps=1e3, weight_decay=0.0)
+    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL)))
+    optimizer = make_optimizer(config, MODEL, 10)
+    updates, _ = jax.jit(optimizer.update)(noise_like(params, 1), optimizer.init(params), params)
+    for leaf in (updates["embedding"], updates["final_norm"]["scale"], updates["layers"]["bq"]):
+        assert np.abs(leaf).max() < 1e-5
+
+
+def test_clipping():
+    config = OptimizerConfig(warmup_steps=0, clip_norm=0.5)
+    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL)))
+    grads = noise_like(params, 1)
+    for norm, clip in ((0.5, 0.5), (0.0, 0.0)):
+        optimizer = make_optimizer(OptimizerConfig(warmup_steps=0, clip_norm=clip), MODEL, 10)
+        _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+        want = norm or float(optax.tree.norm(grads))
+        np.testing.assert_allclose(optax.tree.norm(optax.tree.get(state, "mu")), (1 - config.b1) * want, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- Muon
+
+
+def slow_orthogonal(matrix):
+    """Muon's five Newton-Schulz steps (Keller Jordan, 2024), of one matrix, wide side last."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix) / (np.linalg.norm(matrix) + 1e-8)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def as_matrix(name, weight):
+    """One layer's weight as the matrix from its inputs to its outputs."""
+    inputs = 2 if name == "wo" else 1
+    return weight.reshape(math.prod(weight.shape[:inputs]), -1)
+
+
+def test_muon_equals_one_matrix_at_a_time(x64):
+    rate, beta, decay = 0.01, 0.9, 0.1
+    config = OptimizerConfig(
+        "muon", learning_rate=rate, schedule="constant", warmup_steps=0, b1=beta, weight_decay=decay, clip_norm=0.0
+    )
+    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL, jnp.float64)))
+    optimizer = make_optimizer(config, MODEL, 10)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    momentum = {name: np.zeros(params["layers"][name].shape) for name in MATRICES}
+    for step in (1, 2, 3):
+        grads = noise_like(params, step)
+        updates, state = update(grads, state, params)
+        for name in MATRICES:
+            gradient, weight = grads["layers"][name], params["layers"][name]
+            momentum[name] = beta * momentum[name] + (1 - beta) * gradient
+            ahead = beta * momentum[name] / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (1 - beta**step)
+            for layer in range(MODEL.num_layers):
+                matrix = as_matrix(name, ahead[layer])
+                turned = slow_orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape))
+                want = -rate * (turned + decay * as_matrix(name, weight[layer]))
+                assert_close(as_matrix(name, np.asarray(updates["layers"][name][layer])), want, 1e-12)
+                if name != "wk":  # square enough to be full of rank
+                    values = np.linalg.svd(turned / (0.2 * math.sqrt(max(matrix.shape))), compute_uv=False)
+                    assert 0.3 < values.min() and values.max() < 1.3
+
+
+def test_muon_holds_momentum_of_every_matrix_and_nothing_else():
+    params = jax.eval_shape(lambda: init(jax.random.key(0), MODEL))
+    state = jax.eval_shape(make_optimizer(OptimizerConfig("muon"), MODEL, 10).init, params)[1]
+
+    def names(tree):
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree)]
+        return {path.split("layers/")[1] for path in paths if "layers/" in path}
+
+    assert names(state.inner_states["muon"]) == set(MATRICES)
+    assert not names(state.inner_states["adam"]) & set(MATRICES)
+    assert "bq" in names(state.inner_states["adam"])
+
+
+def test_mistakes_are_told():
+    with pytest.raises(UsageError, match="optimizer.name='sgd' is unknown; legal are adamw, muon"):
+        OptimizerConfig("sgd")
+    with pytest.raises(UsageError, match="optimizer.schedule='step' is unknown; legal are cosine"):
+        OptimizerConfig(schedule="step")
+    for wrong in (dict(learning_rate=0.0), dict(warmup_steps=-1), dict(clip_norm=-1.0)):
+        with pytest.raises(UsageError, match="optimizer.learning_rate must be over 0"):
+            OptimizerConfig(**wrong)

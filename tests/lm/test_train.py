@@ -1,0 +1,198 @@
+"""The optimizer step: accumulation, what it does with bad steps, what it says."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerance import LAYOUT, assert_close
+
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm.optim import learning_rate
+from jaxpar.lm.train import Health, _watch
+from jaxpar.types import UsageError
+
+ROWS, T, V = 8, 6, 16
+TRAINER = Trainer(
+    LMConfig(
+        vocab_size=V, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, dtype="float32", init_std=0.2, loss_chunk=16
+    ),
+    OptimizerConfig(warmup_steps=2, learning_rate=1e-2, eps=1e-6),  # see test_layouts on eps
+    num_steps=50,
+    max_skipped=3,
+)
+
+
+def batch_of(seed=0, weights=None):
+    tokens = np.random.default_rng(seed).integers(0, V, (ROWS, T + 1), dtype=np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]} | ({} if weights is None else {"weights": weights})
+
+
+@functools.cache
+def step_of(trainer):
+    return jax.jit(trainer.step)
+
+
+@pytest.fixture(scope="module")
+def start():
+    return jax.jit(TRAINER.init)(jax.random.key(0))
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_accumulation_equals_the_whole_batch(start, parts, weighted):
+    rng = np.random.default_rng(1)
+    weights = rng.uniform(0, 2, (ROWS, T)).astype(np.float32) * (np.arange(ROWS) % 3 > 0)[:, None] if weighted else None
+    batch = batch_of(weights=weights)
+    want, want_info = step_of(TRAINER)(jax.random.key(1), start, batch)
+    got, info = step_of(dataclasses.replace(TRAINER, accumulate=parts))(jax.random.key(1), start, batch)
+    assert_close(info, want_info, LAYOUT["float32"])  # another order of sums, as between layouts
+    assert_close(got, want, LAYOUT["float32"])
+
+
+def test_accumulation_equals_the_whole_batch_float64(x64):
+    trainer = dataclasses.replace(TRAINER, model=dataclasses.replace(TRAINER.model, dtype="float64"))
+    state = trainer.init(jax.random.key(0))
+    batch = batch_of(weights=np.random.default_rng(1).uniform(0, 2, (ROWS, T)))
+    want, _ = step_of(trainer)(jax.random.key(1), state, batch)
+    got, _ = step_of(dataclasses.replace(trainer, accumulate=4))(jax.random.key(1), state, batch)
+    assert {x.dtype for x in jax.tree.leaves(got.params)} == {np.dtype("float64")}
+    assert_close(got, want, LAYOUT["float64"])
+
+
+def test_parts_that_do_not_divide_are_refused(start):
+    with pytest.raises(UsageError, match="train.accumulate=3 does not divide the batch of 8 rows; nearest is 2"):
+        dataclasses.replace(TRAINER, accumulate=3).step(jax.random.key(0), start, batch_of())
+
+
+# ---------------------------------------------------------------- bad steps
+
+
+def bad_batch(value):
+    weights = np.ones((ROWS, T), np.float32)
+    weights[3, 2] = value
+    return batch_of(weights=weights)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_step_changes_nothing_and_is_counted(start, value):
+    step, good = step_of(TRAINER), batch_of(weights=np.ones((ROWS, T), np.float32))
+    state, _ = step(jax.random.key(1), start, good)
+    bad, info = step(jax.random.key(2), state, bad_batch(value))
+    jax.tree.map(np.testing.assert_array_equal, (bad.params, bad.opt_state), (state.params, state.opt_state))
+    assert not np.isfinite(info["loss"]) and info["skipped"] == info["skipped_in_a_row"] == 1
+    assert bad.step == 2 and bad.health.loss_mean == state.health.loss_mean
+    after, info = step(jax.random.key(3), bad, good)
+    assert info["skipped"] == 1 and info["skipped_in_a_row"] == 0 and np.isfinite(info["loss"])
+    # The good step is the one that would have come without the bad one: same schedule, same moments.
+    straight, _ = step(jax.random.key(3), state, good)
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (straight.params, straight.opt_state))
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.params, bad.params)), strict=True))
+
+
+def test_a_bad_gradient_of_a_good_loss_is_skipped(start, monkeypatch):
+    import jaxpar.lm.train as train
+
+    loss = train.loss
+    # sqrt(x - x) is 0 with gradient nan
+    monkeypatch.setattr(
+        train, "loss", lambda p, *args, **kw: loss(p, *args, **kw) + jnp.sqrt(0.0 * p["embedding"][0, 0])
+    )
+    state, info = jax.jit(dataclasses.replace(TRAINER, num_steps=51).step)(jax.random.key(1), start, batch_of())
+    assert np.isfinite(info["loss"]) and not np.isfinite(info["grad_norm"]) and info["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, start.params)
+
+
+def test_done_after_too_many_bad_steps_in_a_row(start):
+    step, good = step_of(TRAINER), batch_of(weights=np.ones((ROWS, T), np.float32))
+    state, done = start, []
+    for batch in (bad_batch(np.nan), bad_batch(np.nan), good, *[bad_batch(np.nan)] * 4):
+        state, _ = step(jax.random.key(1), state, batch)
+        done.append(bool(TRAINER.done(state)))
+    assert done == [False, False, False, False, False, True, True] and state.health.skipped == 6
+
+
+# ---------------------------------------------------------------- spikes
+
+
+@jax.jit
+def spikes_of(losses):
+    count, zero = jnp.int32(0), jnp.float32(0)
+
+    def watch(health, value):
+        return _watch(health, value, jnp.isfinite(value))
+
+    return jax.lax.scan(watch, Health(count, count, count, zero, zero), losses)
+
+
+def descent(noise):
+    rng = np.random.default_rng(0)
+    smooth = 3 + 7 * np.exp(-np.arange(400) / 60)
+    return (smooth * (1 + noise * rng.standard_normal(400))).astype(np.float32)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+def test_a_descent_has_no_spikes(noise):
+    health, spikes = spikes_of(descent(noise))
+    assert not np.asarray(spikes).any() and health.spikes == 0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+@pytest.mark.parametrize(
+    "place",
+    [30, pytest.param(200, marks=pytest.mark.xfail(strict=True, reason="the descent itself counts as deviation")), 399],
+)
+def test_an_injected_spike_is_found_where_it_is(noise, place):
+    losses = descent(noise)
+    losses[place] *= 2.5
+    health, spikes = spikes_of(losses)
+    assert np.flatnonzero(spikes).tolist() == [place] and health.spikes == 1
+
+
+def test_a_bad_loss_is_no_spike_and_does_not_touch_the_mean():
+    losses = descent(0.01)
+    losses[50:53] = [np.nan, np.inf, -np.inf]
+    health, spikes = spikes_of(losses)
+    without, _ = spikes_of(np.delete(losses, [50, 51, 52]))
+    assert not np.asarray(spikes).any() and health.skipped == 3
+    np.testing.assert_array_equal(health.loss_mean, without.loss_mean)
+
+
+def test_the_step_reports_a_spike(start):
+    settled = dataclasses.replace(
+        start, health=dataclasses.replace(start.health, loss_mean=jnp.float32(1.0), loss_variance=jnp.float32(1e-4))
+    )
+    state, info = step_of(TRAINER)(jax.random.key(0), settled, batch_of())
+    assert info["spike"] == 1 and info["spikes"] == 1 and state.health.spikes == 1
+
+
+# ---------------------------------------------------------------- what a step says and does
+
+
+def test_training_learns_a_batch_by_heart(start):
+    state, losses, rates = start, [], []
+    for number in range(40):
+        state, info = step_of(TRAINER)(jax.random.key(number), state, batch_of())
+        losses.append(float(info["loss"]))
+        rates.append(float(info["learning_rate"]))
+    assert losses[-1] < 0.5 * losses[0] and state.step == 40
+    np.testing.assert_allclose(rates, jax.vmap(learning_rate(TRAINER.optimizer, 50))(np.arange(40)), rtol=1e-6)
+
+
+def test_axes_of_the_state_follow_the_parameters(start):
+    axes = TRAINER.axes()
+    assert axes.params["layers"]["wq"] == ("layers", "embed", "heads", "head_dim")
+    adam = axes.opt_state[1][0]
+    assert adam.mu["layers"]["wq"] == adam.nu["layers"]["wq"] == axes.params["layers"]["wq"]
+    assert adam.mu["embedding"] == ("vocab", "embed") and adam.count == () == axes.step
+    muon = Trainer(TRAINER.model, OptimizerConfig("muon")).axes().opt_state[1].inner_states["muon"].inner_state[0]
+    assert muon.mu["layers"]["w_down"] == ("layers", "mlp", "embed")
+    jax.tree.map(
+        lambda names, leaf: None if len(names) == leaf.ndim else pytest.fail(f"{names} {leaf.shape}"),
+        axes, start, is_leaf=lambda a: type(a) is tuple and all(n is None or isinstance(n, str) for n in a),
+    )  # fmt: skip

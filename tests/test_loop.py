@@ -1,0 +1,567 @@
+"""The drivers against a Python loop over `algorithm.step`, and what `fit` does around the steps."""
+
+import dataclasses
+import functools
+import os
+import signal
+import threading
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import loop
+from jaxpar.io import Checkpoints, SaveError
+from jaxpar.loop import Fit, Hooks, compile_step, fit, run, run_until
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.types import UsageError
+
+KEY = jax.random.key(7)
+SIZE = 8
+
+
+@flax.struct.dataclass
+class State:
+    position: jax.Array
+    count: jax.Array
+    memory: jax.Array  # a typed key, which every driver and checkpoint has to carry
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A noisy walk; done when it has made `patience` steps."""
+
+    patience: int = 5
+
+    def init(self, key, inputs=None):
+        return State(jax.random.uniform(key, (SIZE,)), jnp.int32(0), key)
+
+    def step(self, key, state, inputs):
+        noise = jax.random.uniform(key, (SIZE,))
+        position = jnp.sin(2 * state.position) + 0.1 * noise + (0.0 if inputs is None else inputs)
+        info = {"loss": jnp.mean(position**2), "draw": noise[0]}
+        return State(position, state.count + 1, jax.random.fold_in(state.memory, 1)), info
+
+    def done(self, state):
+        return state.count >= self.patience
+
+
+WALK = Walk()
+
+
+def batch(step):
+    return jnp.cos(step + jnp.arange(SIZE, dtype=jnp.float32))
+
+
+def first():
+    return WALK.init(jax.random.fold_in(KEY, 2**32 - 1))
+
+
+def python_loop(num_steps, state, key=KEY, start=0, step_fn=WALK.step):
+    infos = []
+    for step in range(start, start + num_steps):
+        state, info = step_fn(jax.random.fold_in(key, step), state, batch(step))
+        infos.append(info)
+    return state, infos
+
+
+def stacked(num_steps, start=0):
+    return jnp.stack([batch(step) for step in range(start, start + num_steps)])
+
+
+@functools.cache
+def whole(num_steps):
+    return jax.jit(run, static_argnums=(0, 4))(WALK, KEY, first(), stacked(num_steps), num_steps)
+
+
+def assert_same_bits(got, want):
+    def words(x):
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(words(a), words(b)), got, want)
+
+
+class Recorder:
+    """A writer that keeps its rows, and appends to a common log."""
+
+    def __init__(self, log=None):
+        self.rows, self.log = [], [] if log is None else log
+
+    def write(self, step, values):
+        self.rows.append((step, dict(values)))
+        self.log.append(f"write {step}")
+
+    def column(self, name):
+        return {step: values[name] for step, values in self.rows if name in values}
+
+
+@pytest.fixture
+def opened():
+    """`opened(folder)` is a `Checkpoints` that the test closes at its end."""
+    all_opened = []
+
+    def open_(folder, keep=100):
+        all_opened.append(Checkpoints(folder, keep=keep))
+        return all_opened[-1]
+
+    yield open_
+    for checkpoints in all_opened:
+        checkpoints.close()
+
+
+_programs = {}
+
+
+@pytest.fixture(autouse=True)
+def reused(monkeypatch):
+    """Compiles each program of the toy once for all tests."""
+
+    def compile_once(algorithm, state, inputs, *, length, axes):
+        if axes is not None or type(algorithm) is not Walk:
+            return compile_step(algorithm, state, inputs, length=length, axes=axes)
+        if length not in _programs:
+            _programs[length] = compile_step(algorithm, state, inputs, length=length)
+        return _programs[length]
+
+    monkeypatch.setattr(loop, "compile_step", compile_once)
+
+
+@pytest.fixture
+def sent(monkeypatch, reused):
+    """The steps that were made when each program had been sent off."""
+    steps, compile_ = [], loop.compile_step
+
+    def compile_and_log(*args, length, **kwargs):
+        compiled = compile_(*args, length=length, **kwargs)
+
+        def call(key, step, state, inputs):
+            steps.append(int(step) + length)
+            return compiled(key, step, state, inputs)
+
+        return call
+
+    monkeypatch.setattr(loop, "compile_step", compile_and_log)
+    return steps
+
+
+# run and run_until
+
+
+def test_run_is_the_python_loop():
+    state, infos = whole(9)
+    want, rows = python_loop(9, first())
+    np.testing.assert_allclose(state.position, want.position, rtol=2e-5, atol=1e-6)
+    assert_same_bits((state.count, state.memory), (want.count, want.memory))
+    for step, row in enumerate(rows):
+        np.testing.assert_allclose(infos["loss"][step], row["loss"], rtol=2e-5)
+        assert infos["draw"][step] == jax.random.uniform(jax.random.fold_in(KEY, step), (SIZE,))[0]
+
+
+def test_run_takes_no_inputs_and_no_steps():
+    state, infos = run(WALK, KEY, first(), None, 3)
+    assert state.count == 3 and infos["loss"].shape == (3,)
+    state, infos = run(WALK, KEY, first(), None, 0)
+    assert_same_bits(state, first())
+    assert infos["loss"].shape == (0,)
+
+
+@pytest.mark.parametrize("cuts", [(12,), (6, 6), (5, 7), (10, 2), (1, 2, 9)])
+def test_cutting_a_run_changes_no_bit_of_value_or_gradient(cuts):
+    def last(position, weights):
+        state, start, losses = first().replace(position=position), 0, []
+        for length in cuts:
+            state, infos = run(WALK, KEY, state, stacked(length, start), length, start=start)
+            start += length
+            losses.append(infos["loss"])
+        return jnp.vdot(state.position, weights) + jnp.concatenate(losses).sum(), (state, jnp.concatenate(losses))
+
+    def uncut(position, weights):
+        state, infos = run(WALK, KEY, first().replace(position=position), stacked(12), 12)
+        return jnp.vdot(state.position, weights) + infos["loss"].sum(), (state, infos["loss"])
+
+    at = first().position, jnp.linspace(-1.0, 1.0, SIZE)
+    (_, got), got_gradient = jax.jit(jax.value_and_grad(last, has_aux=True))(*at)
+    (_, want), want_gradient = jax.jit(jax.value_and_grad(uncut, has_aux=True))(*at)
+    assert_same_bits(got, want)
+    assert_same_bits(got_gradient, want_gradient)
+    assert np.abs(want_gradient).min() > 0
+
+
+def test_gradient_of_run_is_that_of_the_python_loop():
+    def through_run(position):
+        return run(WALK, KEY, first().replace(position=position), stacked(6), 6)[1]["loss"].sum()
+
+    def through_loop(position):
+        return sum(info["loss"] for info in python_loop(6, first().replace(position=position))[1])
+
+    got, want = (jax.jit(jax.grad(f))(first().position) for f in (through_run, through_loop))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("patience, steps", [(0, 0), (4, 4), (10, 10), (11, 10)])
+def test_run_until_stops_at_done_or_at_the_bound(patience, steps):
+    state, made = run_until(Walk(patience), KEY, first(), batch(0), 10)
+    assert made == steps and state.count == steps
+    want = first()
+    for step in range(steps):
+        want, _ = WALK.step(jax.random.fold_in(KEY, step), want, batch(0))
+    np.testing.assert_allclose(state.position, want.position, rtol=2e-5, atol=1e-6)
+    assert_same_bits(state.memory, want.memory)
+
+
+def test_run_until_under_vmap_is_each_one_alone():
+    starts = jax.vmap(lambda key: WALK.init(key))(jax.random.split(KEY, 4)).replace(count=jnp.array([0, 3, 5, -9]))
+    keys = jax.random.split(jax.random.key(1), 4)
+    states, made = jax.jit(jax.vmap(lambda key, state: run_until(WALK, key, state, None, 8)))(keys, starts)
+    np.testing.assert_array_equal(made, [5, 2, 0, 8])
+    for i in range(4):
+        alone, _ = run_until(WALK, keys[i], jax.tree.map(lambda x, i=i: x[i], starts), None, 8)
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], states), alone)
+
+
+# fit: the same steps, and every metric once
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 20])
+def test_fit_in_any_chunks_is_run_bit_for_bit(chunk):
+    writer = Recorder()
+    result = fit(WALK, KEY, batch, Fit(11, chunk), Hooks(writer=writer))
+    state, infos = whole(11)
+    assert_same_bits(result.state, state)
+    assert (result.step, result.interrupted) == (11, False) and result.compile_s > 0
+    for name in ("loss", "draw"):
+        assert writer.column(f"train/{name}") == {i + 1: float(x) for i, x in enumerate(infos[name])}
+    assert result.metrics["train/loss"] == float(infos["loss"][-1])
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_metrics_are_fetched_while_the_next_program_runs(sent, chunk):
+    checked, writer = [], Recorder(sent)
+    fit(WALK, KEY, batch, Fit(7, chunk), Hooks(writer=writer, check=lambda step, values: checked.append(step)))
+    ends = [*range(chunk, 7, chunk), 7]
+    want, written = ends[:1], 0
+    for now, following in zip(ends, [*ends[1:], None], strict=True):
+        want += [following] if following else []
+        want += [f"write {step}" for step in range(written + 1, now + 1)]
+        written = now
+    assert sent == want
+    assert checked == list(range(1, 8))
+    speeds = writer.column("speed/steps_per_s")
+    assert list(speeds) == ends and min(speeds.values()) > 0
+
+
+def test_an_algorithm_without_diagnostics_runs():
+    class Silent(Walk):
+        def step(self, key, state, inputs):
+            return super().step(key, state, inputs)[0], {}
+
+    for chunk in (1, 2):
+        assert_same_bits(fit(Silent(), KEY, batch, Fit(4, chunk)).state, whole(4)[0])
+
+
+@pytest.mark.parametrize("chunk, evals, saves", [(1, [4, 8, 10], [2, 4, 6, 8, 10]), (2, [4, 8, 10], [2, 4, 6, 8, 10])])
+def test_evaluations_and_saves_come_on_their_steps(tmp_path, opened, chunk, evals, saves):
+    seen = []
+
+    def evaluate(state):
+        seen.append(int(state.count))
+        return {"validation/loss": 1.0 / seen[-1]}
+
+    writer, checkpoints = Recorder(), opened(tmp_path)
+    hooks = Hooks(checkpoints=checkpoints, writer=writer, evaluate=evaluate)
+    result = fit(WALK, KEY, batch, Fit(10, chunk, eval_every=4, save_every=2), hooks)
+    assert seen == evals and checkpoints.steps() == saves
+    assert writer.column("validation/loss") == {step: 1.0 / step for step in evals}
+    assert [step for step, _ in writer.rows] == sorted(step for step, _ in writer.rows)
+    assert result.metrics["validation/loss"] == 0.1
+
+
+def test_zero_means_at_the_end_alone(tmp_path, opened):
+    seen, checkpoints = [], opened(tmp_path)
+    hooks = Hooks(checkpoints=checkpoints, evaluate=lambda state: seen.append(int(state.count)) or {"x": 0.0})
+    fit(WALK, KEY, batch, Fit(5), hooks)
+    assert seen == [5] and checkpoints.steps() == [5]
+
+
+def test_an_old_evaluation_never_ranks_a_later_checkpoint(tmp_path, opened):
+    checkpoints = opened(tmp_path, keep=1)
+    losses = {4: 1.0, 8: 5.0, 12: 6.0}
+    hooks = Hooks(checkpoints=checkpoints, evaluate=lambda state: {"validation/loss": losses[int(state.count)]})
+    fit(WALK, KEY, batch, Fit(12, eval_every=4, save_every=2), hooks)
+    assert checkpoints.best() == 4 and checkpoints.steps() == [4, 12]
+
+
+# fit: resuming
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(step):
+    def check(at, values):
+        if at == step:
+            raise Crash
+
+    return check
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_crashed_run_resumes_with_the_same_bits(tmp_path, opened, chunk):
+    plan, writers = Fit(17, chunk, save_every=3), [Recorder() for _ in range(3)]
+    for writer, check in zip(writers, (crash_at(8), crash_at(14), None), strict=True):
+        hooks = Hooks(checkpoints=opened(tmp_path), writer=writer, check=check)
+        if check:
+            with pytest.raises(Crash):
+                fit(WALK, KEY, batch, plan, hooks)
+            hooks.checkpoints.wait()
+        else:
+            result = fit(WALK, KEY, batch, plan, hooks)
+    state, infos = whole(17)
+    assert_same_bits(result.state, state)
+    starts = [min(writer.column("train/loss")) for writer in writers]
+    assert starts[0] == 1 and 1 < starts[1] < starts[2] and all(start % 3 == 1 for start in starts)
+    for writer in writers:
+        for step, value in writer.column("train/loss").items():
+            assert value == float(infos["loss"][step - 1])
+
+
+def test_a_finished_run_is_extended_with_the_same_bits(tmp_path, opened):
+    fit(WALK, KEY, batch, Fit(7), Hooks(checkpoints=opened(tmp_path)))
+    hooks = Hooks(checkpoints=opened(tmp_path), evaluate=lambda state: {"count": float(state.count)})
+
+    def no_batch(step):
+        raise AssertionError
+
+    again = fit(WALK, KEY, no_batch, Fit(7), hooks)
+    assert again.step == 7 and again.metrics == {"count": 7.0} and again.compile_s == 0
+    assert_same_bits(again.state, whole(7)[0])
+    result = fit(WALK, KEY, batch, Fit(12, 3), Hooks(checkpoints=opened(tmp_path)))
+    assert_same_bits(result.state, whole(12)[0])
+
+
+def test_a_checkpoint_wins_over_a_given_state(tmp_path, opened):
+    fit(WALK, KEY, batch, Fit(4), Hooks(checkpoints=opened(tmp_path)))
+    given = first().replace(position=jnp.ones(SIZE))
+    result = fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path)), state=given)
+    assert_same_bits(result.state, whole(6)[0])
+
+
+def test_another_runs_checkpoint_is_refused_by_the_field(tmp_path, opened):
+    saved = {"seed": 1, "corpus": "a1"}
+    fit(WALK, KEY, batch, Fit(4), Hooks(checkpoints=opened(tmp_path), metadata=saved))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for wanted, field in (({"seed": 2}, "seed=1 .* 2;"), ({"corpus": "b2"}, "corpus='a1' .* 'b2'")):
+        with pytest.raises(UsageError, match=f"of step 4 was made with {field}"):
+            fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved | wanted))
+    with pytest.raises(UsageError, match="fresh=None"):
+        fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved | {"fresh": 1}))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved)).step == 6
+
+
+# fit: interruption and failures
+
+
+@pytest.fixture
+def handlers():
+    """Fails if the test leaves other signal handlers than it found."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("place, last", [("batch", 6), ("check", 7), ("evaluate", 7)])
+@pytest.mark.usefixtures("handlers")
+def test_an_interrupted_run_saves_and_resumes(tmp_path, opened, number, place, last):
+    def at(step):
+        if step == 6:
+            os.kill(os.getpid(), number)
+
+    writer = Recorder()
+    hooks = Hooks(checkpoints=opened(tmp_path), writer=writer)
+    draw = batch
+    if place == "batch":
+        draw = lambda step: at(step + 1) or batch(step)  # noqa: E731
+    elif place == "check":
+        hooks.check = lambda step, values: at(step)
+    else:
+        hooks.evaluate = lambda state: at(int(state.count)) or {}
+    result = fit(WALK, KEY, draw, Fit(20, eval_every=3), hooks)
+    assert (result.step, result.interrupted) == (last, True)
+    assert hooks.checkpoints.steps() == [last]
+    assert list(writer.column("train/loss")) == list(range(1, last + 1))
+    assert_same_bits(result.state, whole(last)[0])
+    again = fit(WALK, KEY, batch, Fit(20), Hooks(checkpoints=opened(tmp_path)))
+    assert not again.interrupted
+    assert_same_bits(again.state, whole(20)[0])
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_in_the_last_step_is_no_interruption():
+    result = fit(WALK, KEY, lambda step: step == 4 and os.kill(os.getpid(), signal.SIGINT) or batch(step), Fit(5))
+    assert (result.step, result.interrupted) == (5, False)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_ends_at_once_but_a_second_sigterm_does_not(tmp_path, opened):
+    def draw(number):
+        def twice(step):
+            for _ in range(2 * (step == 4)):
+                os.kill(os.getpid(), number)
+            return batch(step)
+
+        return twice
+
+    checkpoints = opened(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(WALK, KEY, draw(signal.SIGINT), Fit(20, save_every=2), Hooks(checkpoints=checkpoints))
+    assert checkpoints.steps() == [2, 4]
+    assert fit(WALK, KEY, draw(signal.SIGTERM), Fit(20)).step == 5
+
+
+def test_fit_outside_the_main_thread_leaves_signals_alone():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(fit(WALK, KEY, batch, Fit(3))))
+    thread.start()
+    thread.join()
+    assert results[0].step == 3
+
+
+class FullDisk:
+    """Stands in for checkpoints whose save of `step` fails, at once or when polled or waited for."""
+
+    def __init__(self, meet):
+        self.meet, self.failing = meet, False
+
+    def newest(self):
+        return None
+
+    def _raise(self, where):
+        if self.failing and where == self.meet:
+            raise SaveError("no space left on device")
+
+    def save(self, step, state, metrics, metadata):
+        self.failing = True
+        self._raise("save")
+
+    def poll(self):
+        self._raise("poll")
+
+    def wait(self):
+        self._raise("wait")
+
+
+@pytest.mark.parametrize("meet, last", [("save", 3), ("poll", 3), ("wait", 6)])
+@pytest.mark.usefixtures("handlers")
+def test_a_failed_save_ends_the_run(meet, last):
+    writer = Recorder()
+    with pytest.raises(SaveError, match="no space left"):
+        fit(WALK, KEY, batch, Fit(6, save_every=3), Hooks(checkpoints=FullDisk(meet), writer=writer))
+    assert max(writer.column("train/loss")) == last
+
+
+@pytest.mark.parametrize(
+    "counts, sentence",
+    [
+        (dict(num_steps=0), "num_steps=0 must be at least 1"),
+        (dict(num_steps=-3), "num_steps=-3 must be at least 1"),
+        (dict(num_steps=5, chunk=0), "chunk=0 must be at least 1"),
+        (dict(num_steps=5, chunk=2, eval_every=3), "eval_every=3 must be 0 or a multiple of chunk=2"),
+        (dict(num_steps=5, chunk=2, save_every=1), "save_every=1 must be 0 or a multiple of chunk=2"),
+        (dict(num_steps=5, save_every=-1), "save_every=-1 must be 0"),
+        (dict(num_steps=5, profile="2"), "profile='2' is not first:last"),
+        (dict(num_steps=5, profile="3:3"), "profile='3:3' is not first:last"),
+        (dict(num_steps=5, profile="a:b"), "profile='a:b' is not first:last"),
+        (dict(num_steps=5, profile="5:7"), "profile='5:7' .* 5 steps"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(counts, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        Fit(**counts)
+
+
+# fit: programs
+
+
+def test_programs_are_compiled_once_a_length_and_reported_once(monkeypatch):
+    lengths, reported = [], []
+    compile_ = loop.compile_step
+    monkeypatch.setattr(
+        loop, "compile_step", lambda *args, **kwargs: lengths.append(kwargs["length"]) or compile_(*args, **kwargs)
+    )
+    fit(WALK, KEY, batch, Fit(11, 3), Hooks(report=reported.append))
+    assert lengths == [3, 2]
+    assert len(reported) == 1 and isinstance(reported[0], jax.stages.Compiled)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_the_state_is_donated_and_the_batch_is_not(length):
+    state, inputs = first(), batch(0) if length == 1 else stacked(length)
+    compiled = compile_step(WALK, jax.eval_shape(lambda s: s, state), inputs, length=length)
+    step = np.int32(0)
+    new, infos = compiled(KEY, step, state, inputs)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state)) and not inputs.is_deleted()
+    assert infos["loss"].shape == (length,)
+    assert_same_bits(new, whole(length)[0])
+
+
+AXES = State(("embed",), (), ())
+
+
+@pytest.mark.parametrize("given", ["nothing", "anywhere", "on another device", "laid out otherwise"])
+def test_fit_lays_the_state_out_and_keeps_it_there(tmp_path, opened, given):
+    layouts = []
+
+    def evaluate(state):
+        layouts.append(state.position.sharding.spec)
+        return {}
+
+    with use_mesh(make_mesh(MeshSpec(data=2, fsdp=4))) as mesh:
+        state = None if given == "nothing" else first()
+        if given == "on another device":
+            state = jax.device_put(state, jax.devices()[3])
+        elif given == "laid out otherwise":
+            state = jax.device_put(state, NamedSharding(mesh, P()))
+        hooks = Hooks(axes=AXES, checkpoints=opened(tmp_path), evaluate=evaluate)
+        fit(WALK, KEY, batch, Fit(4, eval_every=1), hooks, state=state)
+    with use_mesh(make_mesh(MeshSpec(fsdp=8))):
+        hooks = Hooks(axes=AXES, checkpoints=opened(tmp_path), evaluate=evaluate)
+        result = fit(WALK, KEY, batch, Fit(7), hooks)
+    assert layouts == [P("fsdp")] * 5
+    assert result.state.position.sharding.num_devices == 8
+    np.testing.assert_allclose(result.state.position, whole(7)[0].position, rtol=2e-5, atol=1e-6)
+    assert_same_bits(result.state.memory, whole(7)[0].memory)
+
+
+@pytest.mark.parametrize(
+    "chunk, profile, resume_at, want",
+    [
+        (1, "2:4", 0, [("start", 2), ("stop", 4)]),
+        (1, "8:30", 0, [("start", 8), ("stop", 10)]),  # the run ends first
+        (3, "4:5", 0, [("start", 3), ("stop", 6)]),  # whole chunks
+        (3, "3:9", 0, [("start", 3), ("stop", 9)]),
+        (1, "2:6", 4, [("start", 4), ("stop", 6)]),
+        (1, "2:4", 6, []),
+    ],
+)
+def test_profile_covers_its_steps(monkeypatch, sent, tmp_path, opened, chunk, profile, resume_at, want):
+    log = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: log.append(("start", sent[-1])))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: log.append(("stop", sent[-1])))
+    sent.append(resume_at)
+    if resume_at:
+        fit(WALK, KEY, batch, Fit(resume_at), Hooks(checkpoints=opened(tmp_path)))
+    hooks = Hooks(profile_folder=tmp_path, checkpoints=opened(tmp_path) if resume_at else None)
+    fit(WALK, KEY, batch, Fit(10, chunk, profile=profile), hooks)
+    assert log == want
+
+
+def test_profile_writes_a_trace(tmp_path):
+    fit(WALK, KEY, batch, Fit(4, profile="1:3"), Hooks(profile_folder=tmp_path))
+    assert [path for path in tmp_path.rglob("*.xplane.pb") if path.stat().st_size]

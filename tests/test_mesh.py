@@ -1,0 +1,249 @@
+"""Meshes, the rule table, and the sentence for every mistake with them."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.mesh import (
+    AXES,
+    RULES,
+    MeshSpec,
+    axes_like,
+    constrain,
+    local,
+    make_mesh,
+    mesh_axes,
+    named_shardings,
+    partition,
+    place_rows,
+    platform,
+    rules_from,
+    shard,
+    start_processes,
+    use_mesh,
+)
+from jaxpar.types import UsageError
+
+
+def mesh_of(*sizes):
+    return make_mesh(MeshSpec(*sizes), jax.devices()[: int(np.prod(sizes))])
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_all_axes_always_exist():
+    mesh = mesh_of(2, 2, 2)
+    assert mesh.axis_names == AXES and mesh.size == 8
+    assert dict(mesh.shape) == dict(stage=1, data=2, fsdp=2, expert=1, context=1, tensor=2)
+    assert dict(make_mesh().shape)["data"] == 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "sentence"),
+    [
+        (MeshSpec(data=3), 8, "mesh data=3 needs 3 devices but 8 are here; the nearest legal choice is data=8."),
+        (
+            MeshSpec(fsdp=2, tensor=3),
+            8,
+            "mesh fsdp=2 tensor=3 needs 6 devices but 8 are here; the nearest legal choice is tensor=4.",
+        ),
+        (
+            MeshSpec(data=3, fsdp=3),
+            8,
+            "mesh data=3 fsdp=3 needs 9 devices but 8 are here; the nearest legal choice is data=8 and nothing else.",
+        ),
+        (MeshSpec(), 8, "mesh data=1 needs 1 devices but 8 are here; the nearest legal choice is"),
+        (MeshSpec(-1, -1), 8, "mesh data=-1 fsdp=-1 leaves data and fsdp open; only one axis may be -1."),
+        (MeshSpec(data=0), 8, "mesh axis data=0 is not a size; give 1 or more, or -1 for the rest."),
+        (MeshSpec(tensor=-2), 8, "mesh axis tensor=-2 is not a size; give 1 or more, or -1 for the rest."),
+        (MeshSpec(data=-1, tensor=3), 8, "mesh data=-1 tensor=3 needs 3 devices but 8 are here; the nearest legal"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit(spec, devices, sentence):
+    with pytest.raises(UsageError) as error:
+        spec.sizes(devices)
+    assert str(error.value).startswith(sentence) and str(error.value).count(".") == 1
+
+
+@given(st.integers(1, 64), st.lists(st.sampled_from([-1, 1, 2, 3, 4, 8]), min_size=3, max_size=3))
+def test_sizes_multiply_to_the_devices_or_the_choice_told_does(devices, asked):
+    spec = MeshSpec(*asked)
+    try:
+        sizes = spec.sizes(devices)
+    except UsageError as error:
+        if "nearest" not in str(error) or "nothing else" in str(error):
+            return
+        name, size = str(error).rstrip(".").split("choice is ")[1].split("=")
+        sizes = MeshSpec(**(vars(spec) | {name: int(size)})).sizes(devices)  # must be legal itself
+    assert np.prod(list(sizes.values())) == devices
+
+
+@pytest.mark.parametrize("devices", [8, 12])
+def test_the_choice_told_is_the_nearest(devices):
+    """With the rest open, tensor=5 is nearest to a divisor, not to all devices."""
+    with pytest.raises(UsageError) as error:
+        MeshSpec(data=-1, tensor=5).sizes(devices)
+    told = int(str(error.value).rstrip(".").split("tensor=")[-1])
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    assert abs(told - 5) == min(abs(n - 5) for n in divisors)
+
+
+# ---------------------------------------------------------------- rules
+
+
+def test_rules_from_changes():
+    rules = rules_from({"embed": "none", "batch": "data+expert", "mlp": ""})
+    assert rules["embed"] == rules["mlp"] == () and rules["batch"] == ("data", "expert")
+    assert rules["heads"] == RULES["heads"] and RULES["embed"] == ("fsdp",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"width": "data"}, "rule for unknown axis 'width'; logical axes are batch, seq, embed"),
+        ({"batch": "data+dp"}, "rule batch=data+dp names unknown mesh axis 'dp'; legal are stage, data, fsdp"),
+    ],
+)
+def test_rules_that_do_not_exist(changes, sentence):
+    with pytest.raises(UsageError, match=sentence.replace("+", r"\+")):
+        rules_from(changes)
+
+
+def test_every_rule_names_mesh_axes():
+    assert {axis for axes in RULES.values() for axis in axes} <= set(AXES)
+
+
+def test_axes_of_size_one_hold_nothing():
+    with use_mesh(mesh_of(4, 1, 2)):
+        assert mesh_axes("batch") == ("data",) and mesh_axes("embed") == () and mesh_axes("heads") == ("tensor",)
+        assert partition(("batch", None, "heads", "embed")) == jax.P("data", None, "tensor", None)
+    with use_mesh(mesh_of(2, 2, 2)):
+        assert partition(("batch", None)) == jax.P(("data", "fsdp"), None)
+    assert mesh_axes("batch") == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: mesh_axes("width"), "unknown logical axis 'width'; the rule table knows batch, seq"),
+        (
+            lambda: partition(("heads", "mlp"), (4, 4), "w"),
+            "w with axes ('heads', 'mlp') uses mesh axis 'tensor' twice, for 'heads' and 'mlp'; change one",
+        ),
+        (lambda: partition(("batch", "embed")), "uses mesh axis 'fsdp' twice, for 'batch' and 'embed'"),
+        (
+            lambda: partition(("batch", None), (6, 3), "tokens"),
+            "tokens: dimension 0 (batch) of size 6 does not divide over data*fsdp=4; the nearest legal sizes are 4 or 8.",
+        ),
+        (
+            lambda: partition((None, "heads"), (6, 1), "wq"),
+            "wq: dimension 1 (heads) of size 1 does not divide over tensor=2; the nearest legal sizes are 2.",
+        ),
+        (lambda: partition(("batch",), (6, 1), "wq"), "wq of shape (6, 1) has 2 dimensions but axes ('batch',)."),
+        (lambda: constrain(jnp.zeros((3, 2)), "batch", None), "activation: dimension 0 (batch) of size 3"),
+        (lambda: named_shardings({"a": {"b": jnp.zeros(3)}}, {"a": {"b": ("heads",)}}), "a.b: dimension 0 (heads)"),
+        (lambda: local(lambda x: x, [("batch",)], ("batch",))(jnp.zeros(3)), "argument 0: dimension 0 (batch)"),
+    ],
+    ids=range(9),
+)
+def test_mistakes_with_axes_are_told(call, sentence):
+    with use_mesh(mesh_of(2, 2, 2)), pytest.raises(UsageError) as error:
+        call()
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_changing_the_rules_makes_a_new_program():
+    """The same jitted function under another table must not reuse the program of the first."""
+    traces = []
+
+    @jax.jit
+    def double(x):
+        traces.append(1)
+        return constrain(2 * x, "batch", "embed")
+
+    x, mesh = jnp.ones((8, 8)), mesh_of(4, 2, 1)
+    seen = []
+    for changes in ({"batch": "data"}, {"batch": "data", "embed": "none"}, {"batch": "none"}, {"batch": "data"}):
+        with use_mesh(mesh, rules_from(changes)):
+            seen.append(double(x).sharding.spec)
+    assert seen[0] == seen[3] == jax.P("data", "fsdp")
+    assert seen[1] == jax.P("data") and seen[2] == jax.P(None, "fsdp") and len(traces) == 3
+
+
+# ---------------------------------------------------------------- without a mesh, and placing
+
+
+def test_without_a_mesh_everything_is_the_identity():
+    x = jnp.arange(6.0).reshape(3, 2)
+    assert constrain(x, "batch", "heads") is x and shard(x, ("batch", None)) is x
+    assert local(abs, [("batch",)], ("batch",)) is abs
+    np.testing.assert_array_equal(place_rows(lambda rows: np.arange(10)[rows], 10), np.arange(10))
+    assert platform() == "cpu"
+
+
+def test_shard_places_by_the_rules():
+    x = np.arange(64.0).reshape(8, 8)
+    with use_mesh(mesh_of(2, 2, 2)):
+        y = shard({"w": x, "b": x[0]}, {"w": ("embed", "mlp"), "b": (None,)})
+    assert y["w"].sharding.spec == jax.P("fsdp", "tensor") and y["b"].sharding.is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, y, {"w": x, "b": x[0]})
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 1, 1)], ids=str)
+def test_place_rows_is_the_same_for_any_partition(sizes):
+    table = {"tokens": np.arange(48).reshape(16, 3), "weights": np.arange(16.0)}
+    asked = []
+
+    def rows(part):
+        asked.append(part)
+        return {name: x[part] for name, x in table.items()}
+
+    with use_mesh(mesh_of(*sizes)):
+        placed = place_rows(rows, 16)
+        split = sizes[0] * sizes[1]
+        assert placed["tokens"].sharding.shard_shape((16, 3)) == (16 // split, 3)
+    jax.tree.map(np.testing.assert_array_equal, placed, table)
+    assert asked == [slice(0, 16)]
+
+
+def test_place_rows_that_do_not_divide():
+    with use_mesh(mesh_of(8, 1, 1)), pytest.raises(UsageError, match=r"batch: dimension 0 \(batch\) of size 12"):
+        place_rows(lambda rows: np.arange(12)[rows], 12)
+
+
+def test_axes_like_finds_the_copies_of_parameters():
+    params = {"a": jnp.zeros((4, 2)), "n": {"a": jnp.zeros(3)}}
+    axes = {"a": ("embed", "mlp"), "n": {"a": ("heads",)}}
+    tree = {"mu": params, "factored": {"a": jnp.zeros(4)}, "count": jnp.zeros(())}
+    assert axes_like(tree, params, axes) == {"mu": axes, "factored": {"a": (None,)}, "count": ()}
+
+
+# ---------------------------------------------------------------- start of many processes
+
+
+def test_a_lone_process_joins_nothing(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MEGASCALE_COORDINATOR_ADDRESS", raising=False)
+    assert start_processes() is False
+
+
+def test_half_a_cluster_is_refused():
+    with pytest.raises(
+        UsageError, match="also needs num_processes >= 1 and 0 <= process_id < that; got num_processes=2"
+    ):
+        start_processes("localhost:1234", num_processes=2, process_id=2)
+
+
+def test_simulated_devices():
+    code = "import jaxpar.mesh as m; m.simulate_devices(3); import jax; print(jax.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3"]
