@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import hydra
 import jax
@@ -90,19 +90,15 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]
     def task(node: DictConfig) -> None:
         try:
             execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
-        except UsageError as error:
+        except (UsageError, OSError) as error:  # Hydra would print a line of its own about them
             mistakes.append(error)
 
     try:
         task()
-    except UsageError as error:
+    except (UsageError, OSError, HydraException, OmegaConfBaseException) as error:
         mistakes.append(error)
-    except (HydraException, OmegaConfBaseException) as error:
-        mistakes.append(_sentence(error, schema))
-    except OSError as error:
-        mistakes.append(f"{error.filename or 'a file'} cannot be opened or written: {error.strerror}.")
     if mistakes:
-        print(f"error: {mistakes[0]}", file=sys.stderr)
+        print(f"error: {_sentence(mistakes[0], schema)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -166,7 +162,6 @@ def open_devices(config: RunConfig):
         say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(pathlib.Path.home() / ".cache" / "jaxpar")
     jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     check_same_on_all_processes(repr(config).replace(repr(config.processes), ""), "the configuration")
     spec = config.mesh
     if spec == MeshSpec(data=-1) and jax.default_backend() == "cpu" and jax.device_count() == 8:
@@ -234,6 +229,8 @@ def _thaw(node: DictConfig) -> DictConfig:
         child = None if OmegaConf.is_missing(node, name) else node._get_node(name)
         if isinstance(child, DictConfig):
             _thaw(child)
+            if OmegaConf.get_type(child) is dict:
+                OmegaConf.set_struct(child, False)  # keys such as rules.embed are the user's
     return node
 
 
@@ -246,19 +243,23 @@ def _to_config(node: DictConfig) -> Any:
 
 
 def _sentence(error: BaseException, schema: type) -> str:
-    """Says in one sentence what Hydra says in many lines."""
+    """Says in one sentence what the system says in a word or two, and Hydra in many lines."""
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error.filename or 'a file'} cannot be opened or written: {error.strerror or error}."
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     for link in chain:
         if isinstance(link, UsageError):
             return str(link)
-    text = str(error)
+    text, flags = str(error), dict(_flags(schema))
+    if (wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text)) and wrong[1] in flags:
+        return f"{wrong[1]}={wrong[2]} is of the wrong type; {wrong[1]} takes {_type_name(flags[wrong[1]])}."
     if unknown := re.search(
         r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
     ):
         asked = unknown[1] or unknown[2] or unknown[3]
-        near = difflib.get_close_matches(asked, list(_flags(schema)), n=1)
+        near = difflib.get_close_matches(asked, list(flags), n=1)
         return f"unknown flag {asked!r}; " + (f"did you mean {near[0]}?" if near else "--help lists them all.")
     if missing := re.search(r"Could not find '([^']*)'", text):
         group = pathlib.Path(missing[1]).parent
@@ -268,9 +269,14 @@ def _sentence(error: BaseException, schema: type) -> str:
     return ": ".join(dict.fromkeys([first[0], first[-1]]))
 
 
-def _flags(schema: type, prefix: str = "") -> Iterator[str]:
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+
+
+def _flags(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each flag and its type."""
     for field in dataclasses.fields(schema):
-        yield prefix + field.name
+        yield prefix + field.name, field.type
         if dataclasses.is_dataclass(field.type):
             yield from _flags(field.type, f"{prefix}{field.name}.")
 
@@ -283,5 +289,13 @@ def _accelerator() -> str | None:
 
 
 def _quieten() -> None:
-    """Orbax logs tracebacks of failures that we tell in a sentence."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    """Silences what Orbax, its event loop and TensorStore print about a failed save, which we tell in a sentence."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def report(unraisable) -> None:
+        # The first of many writes to fail closes the loop under the others.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = report

@@ -8,6 +8,7 @@
 The same command resumes a run that was ended, on any mesh.
 """
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -24,7 +25,7 @@ from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss
 from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, flops_per_token, from_hf, generate, loss, num_params
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
 from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
-from jaxpar.loop import Fit, FitResult, Hooks, fit
+from jaxpar.loop import Fit, FitResult, Hooks, check_same_run, fit
 from jaxpar.mesh import named_shardings, partition, place_rows
 from jaxpar.types import PyTree, UsageError
 
@@ -52,6 +53,13 @@ class TrainConfig:
     keep: int = 2
     max_skipped: int = 10
     profile: str = ""
+
+    def __post_init__(self):
+        """Refuses counts that no run can have."""
+        least = dict(steps=1, accumulate=1, keep=1, max_skipped=1, eval_every=0, eval_batches=0, save_every=0)
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise UsageError(f"train.{name}={getattr(self, name)} must be at least {value}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +99,8 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     modes = {"train": train, "sample": sample, "eval": evaluate}
     if config.mode not in modes:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
+    if config.checkpoint not in ("best", "newest"):
+        raise UsageError(f"checkpoint={config.checkpoint!r} is unknown; legal are best, newest.")
     with _run.open_devices(config) as mesh:
         say("mesh       " + _mesh_text(mesh))
         modes[config.mode](config, folder)
@@ -103,29 +113,30 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     config = with_vocabulary(config, corpus.tokenizer)
     trainer = make_trainer(config)
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep)
-    start = checkpoints.newest() or 0
-    _tell_start(config, folder, corpus, trainer, start)
-    batches = Windows(corpus.train, config.data.seq_len, config.data.batch_size, config.seed, config.data.pack)
-    tokens = config.data.batch_size * config.data.seq_len
-    plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every, config.train.profile)
-    writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config))
-    with open_progress(config.train.steps, start, "training", tokens_per_step=tokens) as progress:
+    metadata = _run.identity(config) | {"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity}
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        start = check_same_run(checkpoints, metadata)  # before a file of another run is touched
+        _tell_start(config, folder, corpus, trainer, start)
+        batches = Windows(corpus.train, config.data.seq_len, config.data.batch_size, config.seed, config.data.pack)
+        tokens = config.data.batch_size * config.data.seq_len
+        plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every, config.train.profile)
+        writer = open_writers(
+            folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config)
+        )
+        stack.callback(writer.close)
         hooks = Hooks(
             axes=trainer.axes(),
             checkpoints=checkpoints,
-            metadata=_run.identity(config) | {"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity},
+            metadata=metadata,
             writer=writer,
-            progress=progress,
+            progress=stack.enter_context(open_progress(config.train.steps, start, "training", tokens_per_step=tokens)),
             evaluate=make_evaluate(config, corpus),
             check=_make_check(config),
             report=lambda _: _run.write_start(folder, config),
             profile_folder=folder / "profile",
         )
-        try:
-            result = fit(trainer, jax.random.key(config.seed), lambda step: _place(batches, step), plan, hooks)
-        finally:
-            writer.close()
-            checkpoints.close()
+        result = fit(trainer, jax.random.key(config.seed), lambda step: _place(batches, step), plan, hooks)
     _tell_end(config, folder, corpus, result, start)
     return result
 
@@ -280,7 +291,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         say(f"interrupted after step {result.step}; its checkpoint is written, and the same command goes on from it.")
         return
     if start >= config.train.steps:
-        say(f"this run is finished; extend it with train.steps={2 * config.train.steps}.")
+        say(f"this run is finished; extend it with train.steps={2 * result.step}.")
     plot = folder / "plots" / "loss.png"
     if jax.process_index() == 0:
         plot.parent.mkdir(exist_ok=True)

@@ -21,9 +21,9 @@ from jaxpar.io import Checkpoints, Progress, Writer
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["Fit", "FitResult", "Hooks", "compile_step", "fit", "run", "run_until"]
+__all__ = ["Fit", "FitResult", "Hooks", "check_same_run", "compile_step", "fit", "run", "run_until"]
 
-XLA_OPTIONS = {
+XLA_OPTIONS: dict[str, Any] = {
     # Merging the q, k and v products would only add slices before attention: 2.5 % of a GPT-2 step on an H100.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
@@ -53,9 +53,7 @@ def run(
     return jax.lax.scan(body, state, (start + jnp.arange(num_steps), inputs))
 
 
-def run_until(
-    algorithm: Algorithm, key: PRNGKey, state: PyTree, inputs: PyTree, max_steps: int
-) -> tuple[PyTree, jax.Array]:
+def run_until(algorithm: Any, key: PRNGKey, state: PyTree, inputs: PyTree, max_steps: int) -> tuple[PyTree, jax.Array]:
     """Makes steps by one `lax.while_loop` until `algorithm.done(state)`, at most `max_steps`.
 
     Every step gets the same `inputs`. Under `vmap` the loop goes on until the last one is done; those done before
@@ -243,6 +241,25 @@ def fit(
     return FitResult(state, step, driver.latest, step < plan.num_steps, driver.compile_s)
 
 
+def check_same_run(checkpoints: Checkpoints, metadata: Mapping[str, Any]) -> int:
+    """Returns the step of the newest checkpoint, 0 without one.
+
+    Raises:
+      UsageError: If it was saved with other `metadata`, with the name of what differs.
+    """
+    newest = checkpoints.newest()
+    if newest is None:
+        return 0
+    saved = checkpoints.metadata(newest)
+    for name, value in metadata.items():
+        if saved.get(name) != value:
+            raise UsageError(
+                f"the checkpoint of step {newest} was made with {name}={saved.get(name)!r} and this run has "
+                f"{value!r}; go back to that, or start anew with resume=false."
+            )
+    return newest
+
+
 def _first_state(algorithm: Algorithm, key: PRNGKey, state: PyTree | None, hooks: Hooks) -> tuple[int, PyTree]:
     """Returns the step and state to start from: the newest checkpoint's, the given one, or a fresh one."""
     key_init = jax.random.fold_in(key, 2**32 - 1)
@@ -252,18 +269,11 @@ def _first_state(algorithm: Algorithm, key: PRNGKey, state: PyTree | None, hooks
 
     shapes = jax.eval_shape(init, key_init) if state is None else jax.eval_shape(lambda s: s, state)
     shardings = None if hooks.axes is None else named_shardings(shapes, hooks.axes)
-    newest = hooks.checkpoints.newest() if hooks.checkpoints else None
-    if hooks.checkpoints is None or newest is None:
+    newest = check_same_run(hooks.checkpoints, hooks.metadata) if hooks.checkpoints else 0
+    if hooks.checkpoints is None or not newest:
         if state is None:
             return 0, jax.jit(init, out_shardings=shardings)(key_init)
         return 0, state if shardings is None else jax.device_put(state, shardings)
-    saved = hooks.checkpoints.metadata(newest)
-    for name, value in hooks.metadata.items():
-        if saved.get(name) != value:
-            raise UsageError(
-                f"the checkpoint of step {newest} was made with {name}={saved.get(name)!r} and this run has "
-                f"{value!r}; go back to that, or start anew with resume=false."
-            )
     if shardings is None:
         shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -304,7 +314,7 @@ class _Driver:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.flush()
         self.current = self.current | metrics
-        self.latest |= metrics
+        self.latest |= dict(metrics)
         if self._hooks.writer:
             self._hooks.writer.write(step, metrics)
         if self._hooks.progress:

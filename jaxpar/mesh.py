@@ -126,7 +126,7 @@ class MeshSpec:
         return sizes
 
 
-def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD.
 
     Args:
@@ -305,7 +305,8 @@ def place_rows(rows: Callable[[slice], PyTree], num_rows: int) -> PyTree:
     if _ambient().empty:
         return jax.tree.map(jax.numpy.asarray, rows(slice(0, num_rows)))
     sharding = NamedSharding(jax.sharding.get_mesh(), partition(("batch",), (num_rows,), "batch"))
-    mine = [index[0].indices(num_rows)[:2] for index in sharding.addressable_devices_indices_map((num_rows,)).values()]
+    indices: Any = sharding.addressable_devices_indices_map((num_rows,))
+    mine = [index[0].indices(num_rows)[:2] for index in indices.values()]
     first, last = min(start for start, _ in mine), max(stop for _, stop in mine)
 
     def place(block: np.ndarray) -> jax.Array:
@@ -351,7 +352,9 @@ def start_processes(coordinator: str = "", num_processes: int = 0, process_id: i
                 f"coordinator={coordinator} also needs num_processes >= 1 and 0 <= process_id < that; "
                 f"got num_processes={num_processes} process_id={process_id}."
             )
-        given = dict(coordinator_address=coordinator, num_processes=num_processes, process_id=process_id)
+        given: dict[str, Any] = dict(
+            coordinator_address=coordinator, num_processes=num_processes, process_id=process_id
+        )
     elif _environment_has_processes():
         given = {}
     else:

@@ -20,8 +20,8 @@
 # We train a small Llama on the source code of Python's standard library, draw where its arrays lie, compare the
 # sharded gradient with that of one device, sample from it, and resume it. The last cell asserts both answers.
 #
-# About TIME on two CPU cores; under one with `FAST=1` in the environment. With no accelerator, eight CPU devices are
-# simulated.
+# About three minutes on two CPU cores; under one with `FAST=1` in the environment. With no accelerator, eight CPU
+# devices are simulated.
 
 # %% [markdown]
 # ## Set-up
@@ -205,7 +205,7 @@ panel.plot(range(1, WHOLE + 1), unbroken_losses, lw=5, alpha=0.3, label="without
 panel.plot(range(1, WHOLE + 1), broken_losses, lw=1, label="stopped and resumed")
 panel.axvline(HALF, color="gray", ls=":")
 panel.set(xlabel="step", ylabel="training loss (nats a byte)")
-panel.legend(frameon=False);
+_ = panel.legend(frameon=False)
 
 # %% [markdown]
 # ## The claim

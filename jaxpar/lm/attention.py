@@ -4,8 +4,8 @@ Every form runs on one device's own rows and heads, inside `jaxpar.mesh.local`: 
 GSPMD, which would gather their inputs in silence. `dense` is the reference for the other two.
 """
 
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def attention(
     """
     rate = dropout_rate if dropout_key is not None else 0.0
     impl = _choose(impl, q, rate, segments is not None)
-    key_args = () if rate == 0.0 else (jax.random.bits(dropout_key, (q.shape[0], q.shape[2])),)
+    key_args = () if dropout_key is None or not rate else (jax.random.bits(dropout_key, (q.shape[0], q.shape[2])),)
     segment_args = () if segments is None else (segments,)
 
     def block(q, k, v, *rest):
@@ -152,5 +152,5 @@ def _splash(q, k, v, segments):
     kernel = splash.make_splash_mha(causal, block_sizes=blocks, head_shards=1, q_seq_shards=1)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(q.shape[-1]), k, v))
     ids = None if segments is None else splash.SegmentIds(segments, segments)
-    out = jax.vmap(functools.partial(kernel))(q, k, v, ids)
+    out: Any = jax.vmap(kernel)(q, k, v, ids)
     return jnp.swapaxes(out, 1, 2)

@@ -156,7 +156,7 @@ def block(
         )
     else:
         rows = jnp.arange(x.shape[0])[:, None]
-        cache = tuple(old.at[rows, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
+        cache = cache[0].at[rows, positions].set(k), cache[1].at[rows, positions].set(v)
         slots = jnp.arange(cache[0].shape[1])
         mixed = dense(q, *cache, seen=slots[None, None, :] <= positions[:, :, None])
     mixed = checkpoint_name(mixed, "attention")

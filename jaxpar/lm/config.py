@@ -1,6 +1,7 @@
 """What a language model is: `LMConfig`, and GPT-2 and Llama as two presets of it."""
 
 import dataclasses
+from typing import Any
 
 from jaxpar.types import UsageError
 
@@ -128,7 +129,7 @@ class LMConfig:
 
 def gpt2(**changes) -> LMConfig:
     """Returns GPT-2 124M: LayerNorm, learned positions, GELU, biases, tied head; `changes` override."""
-    base = dict(
+    base: dict[str, Any] = dict(
         vocab_size=50257, max_seq_len=1024, num_layers=12, embed_dim=768, num_heads=12, mlp_dim=3072,
         norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.1,
     )  # fmt: skip
@@ -137,7 +138,7 @@ def gpt2(**changes) -> LMConfig:
 
 def llama(**changes) -> LMConfig:
     """Returns Llama 3.2 1B: RMSNorm, scaled RoPE, SwiGLU, grouped queries, tied; `changes` override."""
-    base = dict(
+    base: dict[str, Any] = dict(
         vocab_size=128256, max_seq_len=131072, num_layers=16, embed_dim=2048, num_heads=32, num_kv_heads=8,
         mlp_dim=8192, rope_theta=500000.0, rope_factor=32.0, tied=True,
     )  # fmt: skip

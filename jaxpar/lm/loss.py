@@ -129,7 +129,7 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, with_grads, voca
     store = x.dtype if low_logits else wide
     first = jax.lax.axis_index(vocab_axes) * head.shape[0] if vocab_axes else 0
 
-    def step(carry, part):
+    def forward(part):
         x, target, weight = part
         logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=store)
         place = target - first
@@ -142,24 +142,25 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, with_grads, voca
             norm, chosen = jax.lax.psum(jnp.stack([norm * jnp.exp(top - highest), chosen]), vocab_axes)
             top = highest
         log_norm = top + jnp.log(norm)
-        value = carry[0] + (weight * (log_norm - chosen)).sum()
-        if not with_grads:
-            return (value,), None
+        return (weight * (log_norm - chosen)).sum(), logits, log_norm, place
+
+    def both(carry, part):
+        x, _, weight = part
+        value, logits, log_norm, place = forward(part)
         hit = jnp.arange(head.shape[0])[None, :] == place[:, None]
         dlogits = (jnp.exp(logits.astype(wide) - log_norm[:, None]) - hit) * weight[:, None]
         dlogits = dlogits.astype(x.dtype)
         dhead = carry[1] + jnp.einsum("nv,nd->vd", dlogits, x, preferred_element_type=wide)
-        return (value, dhead), jnp.einsum("nv,vd->nd", dlogits, head)
+        return (carry[0] + value, dhead), jnp.einsum("nv,vd->nd", dlogits, head)
 
     parts = (cut(x, width), cut(targets), cut(weights.astype(wide)))
-    zero = (jnp.zeros((), wide), jnp.zeros(head.shape, wide))
     if not with_grads:
-        (value,), _ = jax.lax.scan(step, zero[:1], parts)
-        return _sum(value, batch_axes)
+        return _sum(jax.lax.map(lambda part: forward(part)[0], parts).sum(), batch_axes)
+    zero = (jnp.zeros((), wide), jnp.zeros(head.shape, wide))
     if count == 1:  # no accumulator to read and write back
-        (value, dhead), dx = step(zero, jax.tree.map(lambda part: part[0], parts))
+        (value, dhead), dx = both(zero, jax.tree.map(lambda part: part[0], parts))
     else:
-        (value, dhead), dx = jax.lax.scan(step, zero, parts)
+        (value, dhead), dx = jax.lax.scan(both, zero, parts)
     dx = _sum(dx.reshape(-1, width)[:total].reshape(x.shape), vocab_axes)
     return _sum(value, batch_axes), dx, _sum(dhead, batch_axes)
 

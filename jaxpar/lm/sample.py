@@ -1,6 +1,7 @@
 """Sampling with a key-value cache: prefill once, then the whole loop in one `while_loop`."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,16 +78,16 @@ def extend(
         x = x + constrain(params["positions"], None, None)[positions]
     x = constrain(x.astype(config.dtype), "batch", None, None)
 
-    def body(x, layer_and_cache):
+    def body(x, layer_and_cache) -> Any:
         layer, cache = layer_and_cache
         return block(x, layer, config, positions, cache=cache)
 
-    x, cache = jax.lax.scan(body, x, (params["layers"], cache))
+    x, (keys, values) = jax.lax.scan(body, x, (params["layers"], cache))
     x = norm(x, params["final_norm"], config)
     weight = constrain(head(params).astype(x.dtype), "vocab", None)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    cache = tuple(constrain(part, *CACHE, name="cache") for part in cache)
-    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide), cache
+    logits = jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
+    return logits, (constrain(keys, *CACHE, name="cache"), constrain(values, *CACHE, name="cache"))
 
 
 def generate(

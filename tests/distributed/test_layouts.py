@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
@@ -41,8 +42,6 @@ TRAINERS = {
 # between): its whole gradient is such rounding, which the leaf's tolerance knows of and the optimizer does not.
 NOISE = ("bk",)
 
-# Half the time to compile; the program's collectives, buffers and aliases are decided before.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 each_layout = pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "x".join(map(str, sizes)))
 each_adamw = pytest.mark.parametrize("name", ["llama-adamw", "gpt2-adamw-accumulate"])
@@ -71,7 +70,7 @@ def trainer_of(name):
 def first_state(name, dtype):
     """The state before the first step, on the host."""
     assert dtype == trainer_of(name).model.dtype
-    return jax.device_get(jax.jit(trainer_of(name).init, compiler_options=FAST)(jax.random.key(0)))
+    return jax.device_get(jit(trainer_of(name).init)(jax.random.key(0)))
 
 
 @functools.cache
@@ -81,7 +80,7 @@ def program(name, sizes, dtype):
     with use_mesh(mesh_of(sizes)):
         state = shard(first_state(name, dtype), trainer.axes())
         shardings = jax.tree.map(lambda x: x.sharding, state)
-        step = jax.jit(trainer.step, donate_argnums=1, out_shardings=(shardings, None), compiler_options=FAST)
+        step = jit(trainer.step, donate_argnums=1, out_shardings=(shardings, None))
         return step.lower(jax.random.key(1), state, batch_of(0)).compile(), state
 
 
@@ -94,7 +93,7 @@ def outcome(name, sizes, dtype):
     with use_mesh(mesh_of(sizes)):
         dropout_key = jax.random.key(2) if model.dropout else None
         gradient = jax.value_and_grad(lambda p, b: loss(p, b, model, dropout_key=dropout_key))
-        value, grads = jax.device_get(jax.jit(gradient, compiler_options=FAST)(state.params, batch_of(0)))
+        value, grads = jax.device_get(jit(gradient)(state.params, batch_of(0)))
         assert value.dtype == dtype and {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype(dtype)}
         for number in range(3):
             state, _ = step(jax.random.fold_in(jax.random.key(3), number), state, batch_of(number))
@@ -211,7 +210,7 @@ def test_an_added_collective_is_noticed():
     mesh = mesh_of((2, 2, 2))
     with use_mesh(mesh):
         x = jax.device_put(jnp.zeros((8, 8)), jax.sharding.NamedSharding(mesh, jax.P("data", "tensor")))
-        text = jax.jit(lambda x: constrain(x @ x.T, None, None)).lower(x).compile().as_text()
+        text = jit(lambda x: constrain(x @ x.T, None, None)).lower(x).compile().as_text()
     kinds = {(c.kind, c.axes) for c in hlo.collectives(text, mesh)}
     assert ("all-reduce", ("tensor",)) in kinds and any(kind == "all-gather" for kind, _ in kinds)
 
@@ -220,7 +219,7 @@ def test_init_is_the_same_on_any_mesh():
     trainer = TRAINERS["llama-adamw"]
     with use_mesh(mesh_of((2, 2, 2))):
         shardings = named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
-        state = jax.jit(trainer.init, out_shardings=shardings, compiler_options=FAST)(jax.random.key(0))
+        state = jit(trainer.init, out_shardings=shardings)(jax.random.key(0))
     assert state.params["layers"]["wq"].sharding.spec == jax.P(None, "fsdp", "tensor", None)
     # The bits of the keys are equal; the normal distribution's polynomial is rounded as it is compiled.
     assert_close(state.params, first_state("llama-adamw", "float32").params, 1e-6)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from test_blocks import slow_attention
 from tolerance import EXACT_MATHS, assert_close
 
@@ -55,7 +56,7 @@ def test_sharded_attention_equals_one_device(kv_heads):
     q, k, v = qkv(kv_heads)
     want = attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0))
     with use_mesh(make_mesh(MeshSpec(2, 1, 4), jax.devices())):
-        got = jax.jit(lambda q, k, v: attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0)))(q, k, v)
+        got = jit(lambda q, k, v: attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0)))(q, k, v)
     assert_close(got, want, EXACT_MATHS["float32"])
 
 
@@ -65,7 +66,7 @@ def test_unsplit_kv_heads_equal_one_device_or_are_refused(kv_heads):
     q, k, v = qkv(kv_heads)
     with use_mesh(make_mesh(MeshSpec(2, 1, 4), jax.devices()), rules_from({"kv_heads": "none"})):
         try:
-            got = jax.jit(attention)(q, k, v)
+            got = jit(attention)(q, k, v)
         except UsageError:
             return
     assert_close(got, slow_attention(q, k, v), EXACT_MATHS["float32"])
@@ -80,7 +81,7 @@ def test_dropout_of_weights_is_unbiased_and_by_row_and_head():
     v = np.broadcast_to(np.eye(T, dtype=np.float32)[None, :, None], (B, T, H, T))
     plain = np.asarray(attention(q, k, v))
     assert (np.asarray(attention(q, k, v, dropout_rate=0.25)) == plain).all(), "no key, no dropout"
-    dropped = jax.jit(lambda key: attention(q, k, v, dropout_rate=0.25, dropout_key=key))
+    dropped = jit(lambda key: attention(q, k, v, dropout_rate=0.25, dropout_key=key))
     draws = np.stack([dropped(jax.random.key(i)) for i in range(200)])
     np.testing.assert_allclose(draws[draws != 0], np.broadcast_to(plain / 0.75, draws.shape)[draws != 0], rtol=1e-5)
     share = (draws == 0)[:, plain != 0]

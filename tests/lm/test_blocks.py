@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import LMConfig, init, llama
+from jaxpar.lm import LMConfig, llama
 from jaxpar.lm.attention import dropout
 from jaxpar.lm.blocks import block, norm, rope_frequencies, rotate
 
@@ -189,13 +190,11 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_equals_loop(name, packed):
     config = LMConfig(**BASE | LAYERS[name])
-    layer = jax.tree.map(lambda w: w[0], init(jax.random.key(0), config)["layers"])
-    flat, treedef = jax.tree.flatten(layer)
-    layer = treedef.unflatten([w + 0.1 * normal(*w.shape, seed=i) for i, w in enumerate(flat)])
+    layer = jax.tree.map(lambda w: w[0], noisy_params(config)["layers"])
     x = normal(B, T, D)
     segments = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]]) if packed else None
     positions = np.array([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 0]]) if packed else np.tile(np.arange(T), (B, 1))
-    run = jax.jit(functools.partial(block, config=config))
+    run = jit(functools.partial(block, config=config))
     got, cache = run(x, layer, positions=positions, segments=segments)
     assert cache is None
     assert_close(got, slow_block(x, layer, config, positions, segments), TOLERANCE)
@@ -222,7 +221,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
 def test_the_three_dropouts_of_a_layer_are_different():
     """Both branches and the attention weights drop by keys of their own."""
     config = LMConfig(**BASE, dropout=0.5)
-    layer = jax.tree.map(lambda w: w[0], init(jax.random.key(0), config)["layers"])
+    layer = jax.tree.map(lambda w: w[0], noisy_params(config)["layers"])
     x, positions, key = normal(B, T, D), np.tile(np.arange(T), (B, 1)), jax.random.key(3)
     silent = {name: jnp.zeros_like(layer[name]) for name in ("wo", "w_down")}
 

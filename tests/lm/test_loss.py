@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit, noisy_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import LMConfig, apply, cross_entropy, init, loss
+from jaxpar.lm import LMConfig, apply, cross_entropy, loss
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
 B, T, D, V = 4, 9, 8, 24
-gradient = jax.jit(jax.value_and_grad(cross_entropy, argnums=(0, 1)), static_argnums=(4, 5))
+logits_of = jit(apply, static_argnums=2)
+loss_of = jit(loss, static_argnums=2)
+gradient = jit(jax.value_and_grad(cross_entropy, argnums=(0, 1)), static_argnums=(4, 5))
 
 
 def case(seed=0, shape=(B, T), vocab=V, scale=1.0):
@@ -101,7 +104,7 @@ def test_split_vocabulary_equals_naive_float64(x64, sizes):
     args = (*(np.asarray(a, np.float64) for a in (x, head)), targets, np.asarray(weights, np.float64))
     with use_mesh(make_mesh(MeshSpec(*sizes), jax.devices())):
         got = gradient(*args, 5)
-        value = jax.jit(cross_entropy, static_argnums=4)(*args, 5)
+        value = jit(cross_entropy, static_argnums=4)(*args, 5)
     assert_close(got, naive(*args), EXACT_MATHS["float64"])
     np.testing.assert_allclose(value, got[0], rtol=1e-13)
 
@@ -138,7 +141,7 @@ def test_logits_of_a_chunk_only_in_the_model():
     config = LMConfig(
         vocab_size=V, num_layers=1, embed_dim=D, num_heads=2, mlp_dim=10, dtype="float32", loss_chunk=6, tied=True
     )
-    params, tokens = init(jax.random.key(0), config), np.zeros((B, T), int)
+    params, tokens = noisy_params(config), np.zeros((B, T), int)
     batch = {"tokens": tokens, "targets": tokens}
     program = jax.make_jaxpr(jax.value_and_grad(lambda p: loss(p, batch, config)))(params)
     assert largest_with_vocab(program.jaxpr) == 6 * V
@@ -153,26 +156,28 @@ def test_loss_is_the_weighted_mean(weighted):
     config = LMConfig(
         vocab_size=V, num_layers=1, embed_dim=D, num_heads=2, mlp_dim=10, dtype="float32", loss_chunk=5, init_std=0.5
     )
-    params = init(jax.random.key(0), config)
+    params = noisy_params(config)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, V, (B, T + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     weights = rng.choice([0.0, 0.3, 1.0], (B, T)).astype(np.float32) if weighted else np.ones((B, T), np.float32)
     if weighted:
         batch["weights"] = weights
-    logits = np.asarray(apply(params, batch["tokens"], config), np.float64)
+    logits = np.asarray(logits_of(params, batch["tokens"], config), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(loss(params, batch, config), -np.average(chosen, weights=weights), rtol=1e-6)
-    np.testing.assert_allclose(loss(params, batch, config, normaliser=2.0), -(chosen * weights).sum() / 2, rtol=1e-6)
+    np.testing.assert_allclose(loss_of(params, batch, config), -np.average(chosen, weights=weights), rtol=1e-6)
+    np.testing.assert_allclose(loss_of(params, batch, config, normaliser=2.0), -(chosen * weights).sum() / 2, rtol=1e-6)
 
 
 def test_the_loss_of_a_float64_model_is_exact_to_float64(x64):
     config = LMConfig(vocab_size=V, num_layers=1, embed_dim=D, num_heads=2, mlp_dim=10, dtype="float64", init_std=0.5)
-    params = init(jax.random.key(0), config, jnp.float64)
+    params = noisy_params(config, np.float64)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, V, (B, T + 1))
-    logits = np.asarray(apply(params, tokens[:, :-1], config))
+    logits = np.asarray(logits_of(params, tokens[:, :-1], config))
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     want = -np.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
-    np.testing.assert_allclose(loss(params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, config), want, 1e-13)
+    np.testing.assert_allclose(
+        loss_of(params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, config), want, 1e-13
+    )

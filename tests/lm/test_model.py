@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit, noisy_params
 from tolerance import LAYOUT, assert_close
 
-from jaxpar.lm import LMConfig, apply, init, loss, model
+from jaxpar.lm import LMConfig, apply, loss, model
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.types import UsageError
 
@@ -21,53 +22,54 @@ MODELS = {
     "gpt2": LMConfig(**SMALL, norm="layer", positions="learned", activation="gelu", bias=True, max_seq_len=T),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
+logits_of = jit(apply, static_argnums=2)
 
 
 # ---------------------------------------------------------------- causality
 
 
-def influence(logits_of, params):
+def influence(forward, params):
     """Returns [T, T]: the size of d logits[t] / d embedded token s, with every place holding a token of its own."""
     tokens = np.arange(T)[None]
     mix = np.random.default_rng(0).standard_normal(V).astype(np.float32)
 
     def mixed(table):
-        return logits_of(params | {"embedding": table}, tokens)[0] @ mix
+        return forward(params | {"embedding": table}, tokens)[0] @ mix
 
-    return np.linalg.norm(jax.jit(jax.jacrev(mixed))(params["embedding"])[:, :T], axis=-1)
+    return np.linalg.norm(jit(jax.jacrev(mixed))(params["embedding"])[:, :T], axis=-1)
 
 
 @each_model
 def test_no_place_sees_what_comes_later(name):
-    params = init(jax.random.key(0), MODELS[name])
+    params = noisy_params(MODELS[name])
     seen = influence(lambda p, tokens: apply(p, tokens, MODELS[name]), params)
     np.testing.assert_array_equal(seen != 0, np.tril(np.ones((T, T), bool)))
 
 
 @each_model
 def test_no_place_sees_what_comes_later_in_the_cache(name):
-    def logits_of(params, tokens):
+    def in_chunks(params, tokens):
         cache, out = empty_cache(MODELS[name], 1, T), []
         for first, last in ((0, 3), (3, 4), (4, T)):
             logits, cache = extend(params, tokens[:, first:last], np.arange(first, last)[None], cache, MODELS[name])
             out.append(logits)
         return jnp.concatenate(out, 1)
 
-    seen = influence(logits_of, init(jax.random.key(0), MODELS[name]))
+    seen = influence(in_chunks, noisy_params(MODELS[name]))
     np.testing.assert_array_equal(seen != 0, np.tril(np.ones((T, T), bool)))
 
 
 @each_model
 def test_no_document_sees_another(name):
     segments, positions = np.array([[0, 0, 0, 1, 1, 2, 2]]), np.array([[0, 1, 2, 0, 1, 0, 1]])
-    params = init(jax.random.key(0), MODELS[name])
+    params = noisy_params(MODELS[name])
     packed = functools.partial(apply, config=MODELS[name], segments=segments, positions=positions)
     seen = influence(packed, params)
     np.testing.assert_array_equal(seen != 0, np.tril(segments[0][:, None] == segments[0][None, :]))
     # And each document gets what it gets alone.
     tokens = np.arange(T)[None]
-    alone = [apply(params, tokens[:, a:b], MODELS[name]) for a, b in ((0, 3), (3, 5), (5, 7))]
-    assert_close(packed(params, tokens), np.concatenate(alone, 1), 2e-6)
+    alone = [logits_of(params, tokens[:, a:b], MODELS[name]) for a, b in ((0, 3), (3, 5), (5, 7))]
+    assert_close(jit(packed)(params, tokens), np.concatenate(alone, 1), 2e-6)
 
 
 # ---------------------------------------------------------------- ways to compute
@@ -84,13 +86,15 @@ def batch():
 @functools.cache
 def value_and_gradient(name, remat, scan_layers):
     config = dataclasses.replace(MODELS[name], remat=remat, scan_layers=scan_layers, dropout=0.2)
-    params = init(jax.random.key(0), config)
-    run = jax.jit(jax.value_and_grad(lambda p: loss(p, batch(), config, dropout_key=jax.random.key(5))))
+    params = noisy_params(config)
+    run = jit(jax.value_and_grad(lambda p: loss(p, batch(), config, dropout_key=jax.random.key(5))))
     return jax.device_get(run(params))
 
 
-@pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "unrolled"])
-@pytest.mark.parametrize("remat", ["none", "dots", "names", "full", "offload"])
+@pytest.mark.parametrize(
+    ("remat", "scan_layers"),
+    [(remat, True) for remat in ("dots", "names", "full", "offload")] + [(remat, False) for remat in ("none", "names")],
+)
 def test_remat_and_unrolling_change_nothing(remat, scan_layers):
     assert_close(value_and_gradient("llama", remat, scan_layers), value_and_gradient("llama", "none", True), FUSION)
 
@@ -112,7 +116,7 @@ def dots(jaxpr):
 
 def test_remat_recomputes_what_it_says():
     """ "full" repeats the layer's products, "names" and "dots" those of attention's scores, "none" none of them."""
-    params = init(jax.random.key(0), MODELS["llama"])
+    params = noisy_params(MODELS["llama"])
 
     def count(remat):
         config = dataclasses.replace(MODELS["llama"], remat=remat)
@@ -141,19 +145,19 @@ def test_every_layer_and_the_embedding_have_keys_of_their_own(monkeypatch):
     monkeypatch.setattr(model, "block", spy)
     monkeypatch.setattr(model, "dropout", spy_dropout)
     config = dataclasses.replace(MODELS["llama"], dropout=0.5, num_layers=3, scan_layers=False)
-    apply(init(jax.random.key(0), config), batch()["tokens"], config, dropout_key=jax.random.key(1))
+    apply(noisy_params(config), batch()["tokens"], config, dropout_key=jax.random.key(1))
     assert len(keys) == 4 and len({tuple(np.asarray(key)) for key in keys}) == 4
 
 
 def test_dropout_is_off_without_key_or_rate():
-    params, tokens = init(jax.random.key(0), MODELS["gpt2"]), batch()["tokens"]
+    params, tokens = noisy_params(MODELS["gpt2"]), batch()["tokens"]
     on = dataclasses.replace(MODELS["gpt2"], dropout=0.5)
-    plain = apply(params, tokens, MODELS["gpt2"])
-    np.testing.assert_array_equal(apply(params, tokens, on), plain)
-    np.testing.assert_array_equal(apply(params, tokens, MODELS["gpt2"], dropout_key=jax.random.key(0)), plain)
-    dropped = apply(params, tokens, on, dropout_key=jax.random.key(0))
+    plain = logits_of(params, tokens, MODELS["gpt2"])
+    np.testing.assert_array_equal(logits_of(params, tokens, on), plain)
+    np.testing.assert_array_equal(logits_of(params, tokens, MODELS["gpt2"], dropout_key=jax.random.key(0)), plain)
+    dropped = logits_of(params, tokens, on, dropout_key=jax.random.key(0))
     assert np.abs(dropped - plain).max() > 0.1
-    assert (dropped != apply(params, tokens, on, dropout_key=jax.random.key(1))).any()
+    assert (dropped != logits_of(params, tokens, on, dropout_key=jax.random.key(1))).any()
 
 
 # ---------------------------------------------------------------- dtypes and mistakes
@@ -162,16 +166,16 @@ def test_dropout_is_off_without_key_or_rate():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_features_in_the_models_dtype_logits_in_float32(dtype):
     config = dataclasses.replace(MODELS["llama"], dtype=dtype)
-    params, tokens = init(jax.random.key(0), config), batch()["tokens"]
+    params, tokens = noisy_params(config), batch()["tokens"]
     assert model.hidden(params, tokens, config).dtype == dtype
-    logits = apply(params, tokens, config)
+    logits = logits_of(params, tokens, config)
     assert logits.dtype == jnp.float32
     # A float32 model differs from it by the rounding of its activations: some 30 roundings in a row here.
-    want = apply(params, tokens, dataclasses.replace(config, dtype="float32"))
+    want = logits_of(params, tokens, dataclasses.replace(config, dtype="float32"))
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}[dtype]
     assert_close(logits, want, 4 * math.sqrt(30) * unit)
 
 
 def test_too_long_for_learned_positions():
     with pytest.raises(UsageError, match="sequences of 8 tokens are over model.max_seq_len=7"):
-        apply(init(jax.random.key(0), MODELS["gpt2"]), np.zeros((1, 8), int), MODELS["gpt2"])
+        apply(noisy_params(MODELS["gpt2"]), np.zeros((1, 8), int), MODELS["gpt2"])

@@ -3,13 +3,13 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fast import jit, noisy_params
 from tolerance import assert_close
 
-from jaxpar.lm import LMConfig, OptimizerConfig, init
+from jaxpar.lm import LMConfig, OptimizerConfig
 from jaxpar.lm.optim import learning_rate, make_optimizer
 from jaxpar.lm.params import is_weight
 from jaxpar.types import UsageError
@@ -69,10 +69,10 @@ def test_decay_steps_end_a_schedule_before_the_run():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_decay_touches_matrices_only(name):
     """With no gradient all that moves is what decays, by rate * decay * itself."""
-    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL)))
+    params = noisy_params(MODEL)
     optimizer = make_optimizer(OptimizerConfig(name, warmup_steps=0, schedule="constant", weight_decay=0.5), MODEL, 10)
     zeros = jax.tree.map(np.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    updates, _ = jit(optimizer.update)(zeros, optimizer.init(params), params)
     want = jax.tree.map(lambda p, weight: -1e-3 * 0.5 * p * weight, params, is_weight(MODEL))
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), updates, want)
 
@@ -87,20 +87,20 @@ def test_weights_are_the_matrices():
 def test_eps_reaches_every_adam(name):
     """An eps far over the gradient makes Adam's step tiny."""
     config = OptimizerConfig(name, warmup_steps=0, eps=1e3, weight_decay=0.0)
-    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL)))
+    params = noisy_params(MODEL)
     optimizer = make_optimizer(config, MODEL, 10)
-    updates, _ = jax.jit(optimizer.update)(noise_like(params, 1), optimizer.init(params), params)
+    updates, _ = jit(optimizer.update)(noise_like(params, 1), optimizer.init(params), params)
     for leaf in (updates["embedding"], updates["final_norm"]["scale"], updates["layers"]["bq"]):
         assert np.abs(leaf).max() < 1e-5
 
 
 def test_clipping():
     config = OptimizerConfig(warmup_steps=0, clip_norm=0.5)
-    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL)))
+    params = noisy_params(MODEL)
     grads = noise_like(params, 1)
     for norm, clip in ((0.5, 0.5), (0.0, 0.0)):
         optimizer = make_optimizer(OptimizerConfig(warmup_steps=0, clip_norm=clip), MODEL, 10)
-        _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+        _, state = jit(optimizer.update)(grads, optimizer.init(params), params)
         want = norm or float(optax.tree.norm(grads))
         np.testing.assert_allclose(optax.tree.norm(optax.tree.get(state, "mu")), (1 - config.b1) * want, rtol=1e-5)
 
@@ -129,9 +129,9 @@ def test_muon_equals_one_matrix_at_a_time(x64):
     config = OptimizerConfig(
         "muon", learning_rate=rate, schedule="constant", warmup_steps=0, b1=beta, weight_decay=decay, clip_norm=0.0
     )
-    params = noise_like(jax.eval_shape(lambda: init(jax.random.key(0), MODEL, jnp.float64)))
+    params = noisy_params(MODEL, np.float64, std=1.0)
     optimizer = make_optimizer(config, MODEL, 10)
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    state, update = optimizer.init(params), jit(optimizer.update)
     momentum = {name: np.zeros(params["layers"][name].shape) for name in MATRICES}
     for step in (1, 2, 3):
         grads = noise_like(params, step)
@@ -151,7 +151,7 @@ def test_muon_equals_one_matrix_at_a_time(x64):
 
 
 def test_muon_holds_momentum_of_every_matrix_and_nothing_else():
-    params = jax.eval_shape(lambda: init(jax.random.key(0), MODEL))
+    params = noisy_params(MODEL)
     state = jax.eval_shape(make_optimizer(OptimizerConfig("muon"), MODEL, 10).init, params)[1]
 
     def names(tree):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 
 from jaxpar.lm import LMConfig, apply, axes, flops_per_token, gpt2, init, llama, num_params
 from jaxpar.lm.params import abstract, cast, is_weight, leaves
@@ -32,7 +33,7 @@ def test_declaration_is_consistent(config):
 
 
 def test_initial_values():
-    params = jax.jit(init, static_argnums=1)(jax.random.key(0), EVERYTHING)
+    params = jit(init, static_argnums=1)(jax.random.key(0), EVERYTHING)
     std = {"wo": 0.05 / math.sqrt(6), "w_down": 0.05 / math.sqrt(6)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = path[-1].key

@@ -1,0 +1,66 @@
+"""Sphinx configuration: MyST pages, executed notebooks, the API from docstrings."""
+
+import os
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jaxpar  # noqa: E402
+
+project = "jaxpar"
+author = "the jaxpar authors"
+release = version = jaxpar.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+# docs/notebooks is a link to notebooks/, where each .py stands beside a twin of the same name.
+exclude_patterns = ["_build", "conf.py", "collectives.py", "picture.py", "notebooks/*.ipynb"]
+html_theme = "sphinx_book_theme"
+html_title = "jaxpar"
+html_static_path = ["_static"]
+html_logo = "_static/logo.svg"
+html_favicon = "_static/logo.svg"
+html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
+
+myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+# Notebooks are executed at their small size (about half a minute each), from the checkout, leaving nothing behind.
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_execution_mode = "auto"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+os.environ.setdefault("FAST", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+default_role = "code"  # docstrings set names in single backticks
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings say shapes and types; jaxtyping's full names would drown the signatures
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+
+def _tables_as_blocks(app, what, name, obj, options, lines):
+    """Shows the Markdown tables of package docstrings as they are written."""
+    out, inside = [], False
+    for line in lines:
+        row = bool(re.match(r"\s*\|.*\|\s*$|[-|]{9,}$|\S+\s+\| ", line))
+        if row and not inside:
+            out += ["", "::", ""]
+        out.append("    " + line if row else line)
+        inside = row
+    lines[:] = out
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _tables_as_blocks)

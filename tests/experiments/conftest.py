@@ -1,0 +1,147 @@
+"""`python -m experiments.lm` as a user runs it: in this process where that is enough, else in one of its own."""
+
+import dataclasses
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = (
+    "model.num_layers=1 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "
+    "data.batch_size=8 train.steps=40 train.save_every=4 train.eval_every=20 train.eval_batches=1 "
+    "sampling.max_new_tokens=8"
+).split()
+
+
+@dataclasses.dataclass
+class Finished:
+    code: int
+    out: str
+    err: str
+
+    def sentence(self):
+        """Returns the one sentence that a user's mistake ends in."""
+        assert self.code == 2, self
+        errors = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, self
+        assert "Traceback" not in self.out + self.err and "Error executing job" not in self.err, self
+        return errors[0]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """A folder of compiled programs that all commands share, so that a restart compiles nothing."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A small text file: shuffled words."""
+    words, shuffle = ["alpha", "beta", "gamma", "delta"], random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(" ".join(shuffle.choices(words, k=10)) for _ in range(600)))
+    return path
+
+
+@dataclasses.dataclass
+class Command:
+    """Runs `python -m experiments.lm` with the tiny model's flags, and `flags` after them, in `cwd`."""
+
+    cwd: pathlib.Path
+    flags: list[str]
+    env: dict[str, str]
+
+    def start(self, *flags, max_file_size=None):
+        line = [sys.executable, "-m", "experiments.lm", *self.flags, *flags]
+        if max_file_size:
+            limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_file_size},) * 2)"
+            line = [
+                sys.executable,
+                "-c",
+                f"import os, resource, sys; {limit}; os.execv(sys.argv[1], sys.argv[1:])",
+                *line,
+            ]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+        return subprocess.Popen(line, cwd=self.cwd, env=self.env, **pipes)
+
+    def finish(self, process):
+        out, err = process.communicate(timeout=240)
+        return Finished(process.returncode, out, err)
+
+    def __call__(self, *flags, **options):
+        return self.finish(self.start(*flags, **options))
+
+
+@pytest.fixture(scope="session")
+def command_in(cache, text):
+    """`command_in(folder)` is the `Command` of that folder."""
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return lambda cwd: Command(cwd, [*TINY, f"data.path={text}", "hydra.run.dir=run"], env)
+
+
+@pytest.fixture
+def command(tmp_path, command_in):
+    return command_in(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, command_in):
+    """What an uninterrupted run said, and its folder; tests change only copies of it."""
+    command = command_in(tmp_path_factory.mktemp("finished"))
+    said = command()
+    assert said.code == 0, said
+    return said, command.cwd / "run"
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the finished run's folder, where `command` and `main` look for it."""
+    return pathlib.Path(shutil.copytree(finished[1], tmp_path / "run"))
+
+
+@pytest.fixture
+def main(monkeypatch, capfd, tmp_path, cache, text):
+    """`main(*flags)` is the command in this process, in `tmp_path`.
+
+    It fails if a training step is compiled, unless `compiles` says that one may be.
+    """
+    from experiments import _run, lm
+    from jaxpar import loop
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a training step is compiled")
+
+    monkeypatch.setattr(_run, "_quieten", lambda: None)  # it silences loggers for good
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.chdir(tmp_path)
+    before, compile_ = jax.config.jax_compilation_cache_dir, loop.compile_step
+
+    base = [*TINY, f"data.path={text}"]
+
+    def call(*flags, compiles=False):
+        monkeypatch.setattr(loop, "compile_step", compile_ if compiles else refuse)
+        monkeypatch.setattr(sys, "argv", ["lm", *base, *flags])
+        capfd.readouterr()
+        try:
+            _run.launch("lm", lm.Config, lm.execute)
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code
+        return Finished(code, *capfd.readouterr())
+
+    call.flags = base
+    yield call
+    jax.config.update("jax_compilation_cache_dir", before)

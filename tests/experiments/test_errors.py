@@ -1,0 +1,175 @@
+"""Bad input ends in one sentence and exit code 2, before anything is compiled."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+
+import pytest
+
+FIXED = [
+    # layout
+    ("mesh.data=3", "mesh data=3 needs 3 devices but 8 are here; the nearest legal choice is data=8"),
+    ("mesh.data=2 mesh.fsdp=8", "mesh data=2 fsdp=8 needs 16 devices .* nearest legal choice is fsdp=4"),
+    ("mesh.data=0", "mesh axis data=0 is not a size"),
+    ("mesh.data=-1 mesh.fsdp=-1", "leaves data and fsdp open; only one axis may be -1"),
+    ("mesh.data=1 mesh.fsdp=8 model.embed_dim=36", "params.embedding: dimension 1 .embed. of size 36 .* 32 or 40"),
+    ("mesh.data=2 mesh.tensor=4", "params.layers.wk: dimension 2 .kv_heads. of size 2 does not divide over tensor=4"),
+    ("mesh.data=8 data.batch_size=12", "the batch: dimension 0 .batch. of size 12 .* 8 or 16"),
+    ("mesh.data=1 mesh.context=8 data.seq_len=12", "the batch: dimension 1 .seq. of size 12 .* 8 or 16"),
+    ("mesh.data=8 train.accumulate=2", "the batch: dimension 0 .batch. of size 4 does not divide over data=8"),
+    ("rules.embed=up", "rule embed=up names unknown mesh axis 'up'; legal are .*fsdp"),
+    ("rules.emb=fsdp", "rule for unknown axis 'emb'; logical axes are .*embed"),
+    ("processes.coordinator=host:1", "coordinator=host:1 also needs num_processes"),
+    # model, optimizer, data, sampling
+    ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 .* model.num_kv_heads=4; legal are 1, 2, 3, 6"),
+    ("model.num_heads=3 model.num_kv_heads=1", "model.embed_dim=32 is not a multiple of model.num_heads=3; .* 30"),
+    ("model.norm=batch", "model.norm='batch' is unknown; legal are rms, layer"),
+    ("model.positions=learned model.max_seq_len=8", "data.seq_len=16 is over model.max_seq_len=8"),
+    ("optimizer.name=sgd", "optimizer.name='sgd' is unknown; legal are adamw, muon"),
+    ("data.tokenizer=words", "tokenizer must be 'bytes' or 'bpe:N'"),
+    ("data.split=half", "split must be 'hash:f' or 'tail:f'"),
+    ("sampling.top_p=2", "0 < top_p <= 1; got .*2.0"),
+    # the command line
+    ("model.num_layer=3", "unknown flag 'model.num_layer'; did you mean model.num_layers[?]"),
+    ("optimiser.learning_rate=3", "unknown flag 'optimiser.learning_rate'; did you mean optimizer.learning_rate[?]"),
+    ("zzz=3", "unknown flag 'zzz'"),
+    ("model.num_layers=two", "model.num_layers=two is of the wrong type; model.num_layers takes int"),
+    ("train.steps=1.5", "train.steps=1.5 is of the wrong type; train.steps takes int"),
+    ("data.pack=maybe", "data.pack=maybe is of the wrong type; data.pack takes bool"),
+    ("metrics=tensorboard", r"metrics=tensorboard is of the wrong type; metrics takes list\[str\]"),
+    ("model=huge", "there is no preset 'model/huge'; legal for model= are gpt2_124m, .*tiny"),
+    ("model.num_layers", "model.num_layers"),
+    ("metrics=[paper]", "metrics cannot go to 'paper'; choose among tensorboard, wandb"),
+    # train and mode
+    ("train.accumulate=3", "train.accumulate=3 does not divide data.batch_size=8"),
+    ("train.accumulate=0", "train.accumulate=0 must be at least 1"),
+    ("train.steps=0", "train.steps=0 must be at least 1"),
+    ("train.max_skipped=0", "train.max_skipped=0 must be at least 1"),
+    ("train.keep=0", "train.keep=0 must be at least 1"),
+    ("train.eval_batches=-1", "train.eval_batches=-1 must be at least 0"),
+    ("train.profile=9", "profile='9' is not first:last"),
+    ("train.profile=40:50", "profile='40:50' begins after the run's 40 steps"),
+    ("mode=dream", "mode='dream' is unknown; legal are train, sample, eval"),
+    ("checkpoint=last", "checkpoint='last' is unknown; legal are best, newest"),
+    ("mode=sample", "mode=sample needs run= to name an existing folder, not ''"),
+    ("mode=eval run=nowhere", "mode=eval needs run= to name an existing folder, not 'nowhere'"),
+    ("mode=eval run=.", "is no run folder: it has no config.yaml"),
+    # files
+    ("data.path=/nowhere/text.txt", "data path '/nowhere/text.txt' is neither a file nor a folder"),
+    ("hydra.run.dir=/proc/nowhere", "/proc/nowhere cannot be opened or written: no such file"),
+]
+
+
+@pytest.mark.parametrize("flags, sentence", FIXED, ids=[flags for flags, _ in FIXED])
+def test_bad_flags(main, flags, sentence):
+    said = main(*flags.split()).sentence()
+    assert re.search(sentence, said, re.IGNORECASE), said
+    assert said.count("\n") == 0 and len(said) < 300
+
+
+@pytest.mark.parametrize(
+    "content, flags, sentence",
+    [
+        (b"", "", "{path} holds no text"),
+        (b"caf\xe9 " * 4000, "data.tokenizer=bpe:300", "{path} is not UTF-8 at byte 3, which a BPE needs"),
+        (b"short\n" * 5, "data.split=tail:0.1", "3 of them in the validation split, but one window needs 17"),
+        (b"short\n" * 5, "data.split=tail:0.9", "2 of them in the training split, but one window needs 17"),
+    ],
+    ids=["empty", "not UTF-8", "short validation", "short training"],
+)
+def test_bad_text(main, tmp_path, content, flags, sentence):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    assert sentence.format(path=path) in main(f"data.path={path}", *flags.split()).sentence()
+
+
+def test_a_run_folder_that_cannot_be_made(main, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in ("file", "file/run"):
+        said = main(f"hydra.run.dir={tmp_path / path}").sentence()
+        assert f"{tmp_path / path} cannot be opened or written" in said
+
+
+def test_a_run_folder_that_may_not_be_written(main, text):
+    with tempfile.TemporaryDirectory() as parent:
+        folder = pathlib.Path(parent) / "run"
+        folder.mkdir(mode=0o555)
+        os.chmod(parent, 0o755)
+        shutil.copy(text, parent)
+        was = os.geteuid()
+        if was == 0:
+            os.seteuid(65534)  # root may write anywhere
+        try:
+            said = main(f"hydra.run.dir={folder}", f"data.path={parent}/{text.name}").sentence()
+        finally:
+            os.seteuid(was)
+    assert "permission denied" in said.lower() and str(folder) in said
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("mesh.data=3", "needs 3 devices but 8 are here"),
+        ("model.num_layer=3", "did you mean model.num_layers?"),
+        ("data.path=/nowhere", "neither a file nor a folder"),
+    ],
+)
+def test_a_real_process_says_nothing_but_the_sentence(command, flags, words):
+    finished = command(*flags.split())
+    assert words in finished.sentence()
+    assert len(finished.err.splitlines()) == 1, finished.err
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "flags, field",
+    [
+        ("seed=3", "seed=0 and this run has 3"),
+        ("model.mlp_dim=32", "model.mlp_dim=64 and this run has 32"),
+        ("optimizer.b2=0.9", "optimizer.b2=0.95 and this run has 0.9"),
+        ("data.seq_len=8", "data.seq_len=16 and this run has 8"),
+    ],
+)
+def test_the_folder_of_another_run_is_left_alone(main, copied, flags, field):
+    with (copied / "metrics.jsonl").open("a") as file:  # as a killed run leaves it
+        file.write('{"step": 41, "train/loss": 1.0}\n')
+    before = contents(copied)
+    assert f"the checkpoint of step 40 was made with {field}" in main("hydra.run.dir=run", flags).sentence()
+    assert contents(copied) == before
+
+
+def test_a_full_disk(command, copied):
+    """A limit on the size of files stands in for it: the logs still fit, the next checkpoint does not."""
+    shutil.rmtree(copied / "checkpoints" / "40")
+    before, limit = contents(copied / "checkpoints" / "36"), 2**14
+    assert max(map(len, before.values())) > limit
+    said = command(max_file_size=limit).sentence()
+    assert "the checkpoint of step 40 could not be written" in said and "file too large" in said
+    assert "the last whole one is step 36 and is intact" in said
+    assert contents(copied / "checkpoints" / "36") == before
+
+
+@pytest.mark.slow
+def test_a_disk_that_really_is_full(command):
+    disk = command.cwd / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user cannot mount a small disk")
+    try:
+        said = command("hydra.run.dir=disk/run", "train.keep=100").sentence()
+        whole = sorted(int(path.name) for path in (disk / "run" / "checkpoints").iterdir() if path.name.isdigit())
+        assert "no space left on device" in said.lower() and whole and whole[0] == 4
+        assert f"step {whole[-1]} and is intact" in said
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    finished = command("hydra.run.dir=disk/run", "train.keep=100")  # on the disk below, which has room
+    assert finished.code == 0, finished

@@ -1,0 +1,175 @@
+"""A run that is killed at any moment and started again is the run that nobody touched, bit for bit."""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+
+def rows(folder):
+    """Returns the lines of metrics.jsonl without the clock's numbers; all others are the text that is there."""
+    lines = [json.loads(line, parse_float=str) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines]
+
+
+def wait_for_first_step(process):
+    for line in process.stderr:
+        if line.startswith("training"):
+            return
+
+
+def half_written(folder, since):
+    """Returns the checkpoints under way; what an earlier kill left is older."""
+    found = []
+    for path in (folder / "checkpoints").glob("*tmp*"):
+        try:
+            found += [path] if path.stat().st_mtime > since else []
+        except FileNotFoundError:  # whole by now
+            pass
+    return found
+
+
+def kill_once(command, folder, delay):
+    """Starts the command and kills it `delay` seconds after its first step, or within a save for None.
+
+    Returns whether it was alive then, and whether a checkpoint was half-written.
+    """
+    began = time.time()
+    process = command.start(f"hydra.run.dir={folder}")
+    wait_for_first_step(process)
+    while delay is None and process.poll() is None and not half_written(folder, began):
+        time.sleep(0.001)
+    time.sleep(delay or 0)
+    process.kill()
+    command.finish(process)
+    return process.returncode == -signal.SIGKILL, bool(half_written(folder, began))
+
+
+def kill_and_compare(command, finished, num_kills, seed):
+    said, reference = finished
+    shuffle, killed, halves, round_ = random.Random(seed), 0, 0, 0
+    while killed < num_kills:
+        round_ += 1
+        folder, alive = command.cwd / f"round-{round_}", True
+        while alive and killed < num_kills:
+            alive, half = kill_once(command, folder, None if killed % 2 else shuffle.uniform(0, 0.6))
+            killed, halves = killed + alive, halves + half
+        last = command(f"hydra.run.dir={folder}")
+        assert last.code == 0, last
+        assert rows(folder) == rows(reference)
+        for line in ("validation loss", "corpus"):
+            assert [x for x in last.out.splitlines() if x.startswith(line)] == [
+                x for x in said.out.splitlines() if x.startswith(line)
+            ]
+    return halves
+
+
+def test_the_uninterrupted_run_leaves_its_files(finished):
+    said, folder = finished
+    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "env.json", "metrics.jsonl", "checkpoints"}
+    assert (folder / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    facts = json.loads((folder / "env.json").read_text())
+    assert len(facts["devices"]) == 8 and facts["jax"] and facts["jaxpar"]
+    train = [row["step"] for row in rows(folder) if "train/loss" in row]
+    evaluations = [row["step"] for row in rows(folder) if "validation/loss" in row]
+    assert train == list(range(1, 41)) and evaluations == [20, 40]
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [36, 40]
+    for name in ("plots/loss.png", "metrics.jsonl", "checkpoints"):
+        assert f"run/{name}" in said.out
+    losses = [float(row["train/loss"]) for row in rows(folder) if "train/loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_two_kills_change_no_bit(command, finished):
+    kill_and_compare(command, finished, 2, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_many_kills_change_no_bit(command, finished, seed):
+    assert kill_and_compare(command, finished, 12, seed) >= 2
+
+
+def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, finished, tmp_path):
+    profile = "train.profile=2:4"
+    process = command.start(profile)
+    wait_for_first_step(process)
+    while len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 5:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    said = command.finish(process)
+    assert said.code == 0 and "Traceback" not in said.err, said
+    step = int(said.out.split("interrupted after step ")[1].split(";")[0])
+    assert 5 <= step < 40
+    assert "its checkpoint is written, and the same command goes on from it." in said.out
+    assert rows(tmp_path / "run") == rows(finished[1])[: len(rows(tmp_path / "run"))]
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+    shutil.copytree(tmp_path / "run", tmp_path / "moved")
+    again = command(profile)
+    assert again.code == 0 and f"(resuming at step {step})" in again.out, again
+    assert rows(tmp_path / "run") == rows(finished[1])
+
+    moved = command("hydra.run.dir=moved", "mesh.data=4", "mesh.fsdp=2")
+    assert moved.code == 0 and "data=4 fsdp=2 on 8 cpu devices" in moved.out, moved
+    assert f"(resuming at step {step})" in moved.out
+    got, want = (
+        [float(row["train/loss"]) for row in rows(f) if "train/loss" in row] for f in (tmp_path / "moved", finished[1])
+    )
+    assert got[:step] == want[:step]
+    np.testing.assert_allclose(got, want, rtol=1e-4)  # the order of sums differs, and Adam magnifies that
+
+
+def test_a_finished_run_prints_its_result_and_how_to_go_on(main, copied, finished):
+    said = main("hydra.run.dir=run")
+    assert said.code == 0, said
+    assert "this run is finished; extend it with train.steps=80." in said.out
+    result = [line for line in finished[0].out.splitlines() if line.startswith("validation loss")]
+    assert result and result[0].endswith("after 40 steps") and result[0] in said.out.splitlines()
+    assert rows(copied) == rows(finished[1])
+    shorter = main("hydra.run.dir=run", "train.steps=4", "train.profile=")
+    assert "extend it with train.steps=80." in shorter.out
+
+
+def test_eval_and_sample_work_on_a_run(main, copied):
+    said = main("mode=eval", "run=run")
+    assert said.code == 0 and "checkpoint of step 40 of run" in said.out, said
+    value = float(said.out.rsplit("validation/loss ", 1)[1].split()[0])
+    final = [float(row["validation/loss"]) for row in rows(copied) if "validation/loss" in row][-1]
+    assert abs(value - final) < 0.3  # the whole split against one batch of it
+    said = main("mode=sample", "run=run", "prompt=beta g", "checkpoint=newest", "sampling.temperature=0")
+    assert said.code == 0 and "\nbeta g" in said.out, said
+    assert main("mode=sample", "run=run", "prompt=beta g", "sampling.temperature=0").out == said.out
+
+
+def test_no_resume_makes_the_next_folder(main, finished, tmp_path):
+    from experiments import _run, lm
+
+    name = _run.folder_name(lm.compose(*main.flags))
+    shutil.copytree(finished[1], tmp_path / "runs" / "lm" / name)
+    for count in (2, 3):
+        with pytest.raises(AssertionError, match="a training step is compiled"):
+            main("resume=false")
+        assert (tmp_path / "runs" / "lm" / f"{name}-{count}" / "metrics.jsonl").is_file()
+    assert rows(tmp_path / "runs" / "lm" / name) == rows(finished[1])
+
+
+def test_other_text_is_refused(main, copied, text):
+    before = text.read_bytes()
+    text.write_bytes(before.replace(b"alpha", b"omega"))
+    try:
+        said = main("hydra.run.dir=run").sentence()
+    finally:
+        text.write_bytes(before)
+    assert "the checkpoint of step 40 was made with corpus=" in said
+
+
+def test_a_loss_that_stays_not_finite_stops_the_run(main, tmp_path):
+    flags = "optimizer.learning_rate=1e30 optimizer.warmup_steps=0 optimizer.clip_norm=0 train.max_skipped=3"
+    said = main(*flags.split(), "hydra.run.dir=run", compiles=True).sentence()
+    assert "the loss or its gradient was not finite for 3 steps up to step 4; lower optimizer.learning_rate" in said
+    assert [row.get("train/skipped_in_a_row") for row in rows(tmp_path / "run")][-1] == "3.0"

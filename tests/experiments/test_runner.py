@@ -1,0 +1,151 @@
+"""Flags to configurations, their identity, and the folders of runs."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import _run, lm
+from jaxpar.lm import num_params
+from jaxpar.lm.tokenizer import Bytes
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.types import UsageError
+
+PRESETS = sorted(path.stem for path in (_run.CONF / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_preset_traces_a_whole_step_on_its_mesh(preset):
+    config = lm.with_vocabulary(lm.compose(f"model={preset}"), Bytes())
+    assert config.name == preset
+    with use_mesh(make_mesh(config.mesh)):
+        trainer = lm.make_trainer(config)
+        state = jax.eval_shape(trainer.init, jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
+        new, info = jax.eval_shape(trainer.step, jax.random.key(0), state, {"tokens": tokens, "targets": tokens})
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == num_params(config.model)
+    assert info["loss"].shape == ()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_preset_opens_with_its_command(preset):
+    lines = (_run.CONF / "model" / f"{preset}.yaml").read_text().splitlines()
+    flags = re.search(r"python -m experiments.lm([^)]*)", "\n".join(lines[:2]))[1].split()
+    if preset == "tiny":
+        assert flags == [] and lm.compose().name == "tiny"
+    else:
+        assert flags[0] == f"model={preset}"
+    assert lm.compose(*flags).name == preset
+
+
+@pytest.mark.parametrize(
+    "flags, published",
+    [
+        ("model=gpt2_124m model.vocab_size=50257", 124_439_808),
+        ("model=gpt2_124m", 124_439_808 + 47 * 768),  # 47 rows of padding to a multiple of 64
+        ("model=llama_1b model.vocab_size=128256", 1_235_814_400),
+        ("model=llama_8b model.vocab_size=128256", 8_030_261_248),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(flags, published):
+    assert num_params(lm.compose(*flags.split()).model) == published
+
+
+@pytest.mark.parametrize(
+    "flags, derived",
+    [
+        ("", dict(num_heads=4, num_kv_heads=2, head_dim=32)),
+        ("model.num_heads=8", dict(num_heads=8, num_kv_heads=2, head_dim=16)),
+        ("model.embed_dim=64", dict(num_heads=4, head_dim=16)),
+        ("model.num_heads=2 model.num_kv_heads=0", dict(num_kv_heads=2, head_dim=64)),
+        ("model.head_dim=8", dict(num_heads=4, head_dim=8)),
+        ("model=gpt2_124m model.num_heads=6", dict(num_heads=6, num_kv_heads=6, head_dim=128)),
+        ("model=gpt2_124m model.embed_dim=384", dict(num_heads=12, num_kv_heads=12, head_dim=32)),
+    ],
+)
+def test_derived_sizes_follow_the_flags(flags, derived):
+    model = lm.compose(*flags.split()).model
+    assert {name: getattr(model, name) for name in derived} == derived
+
+
+def test_flags_beat_the_preset_and_the_preset_beats_the_schema():
+    config = lm.compose("model=llama_1b", "train.steps=7", "mesh.tensor=2", "rules.embed=none", "metrics=[wandb]")
+    assert (config.train.steps, config.train.accumulate, config.train.keep) == (7, 4, lm.TrainConfig().keep)
+    assert config.mesh == MeshSpec(data=1, fsdp=-1, tensor=2)
+    assert config.rules == {"embed": "none"} and config.metrics == ["wandb"]
+    assert isinstance(config, lm.Config) and isinstance(config.model, lm.LMConfig)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+def test_compose_refuses_in_one_sentence():
+    with pytest.raises(UsageError, match="did you mean model.num_layers"):
+        lm.compose("model.num_layer=2")
+    assert lm.compose("model.num_layers=2").model.num_layers == 2  # and can be called again
+
+
+SAME = [
+    "mesh.fsdp=4 mesh.data=2", "rules.embed=none", "cpu_devices=2", "train.steps=7", "train.accumulate=2",
+    "train.save_every=3 train.eval_every=9 train.keep=5 train.profile=1:2", "metrics=[tensorboard]", "prompt=once",
+    "model.remat=full", "model.attention=xla", "model.scan_layers=false", "model.loss_chunk=64",
+    "sampling.temperature=0", "name=other", "resume=false", "mode=eval", "checkpoint=newest",
+]  # fmt: skip
+OTHER = [
+    "seed=1", "model.num_layers=2", "model.dtype=bfloat16", "model.dropout=0.1", "model.vocab_size=320",
+    "model.low_logits=true", "data.path=/text", "data.tokenizer=bpe:300", "data.split=tail:0.2", "data.seq_len=64",
+    "data.batch_size=8", "data.pack=true", "optimizer.name=muon", "optimizer.learning_rate=0.1", "optimizer.b1=0.8",
+    "optimizer.decay_steps=50",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", SAME)
+def test_how_a_run_is_computed_is_no_part_of_its_identity(flags):
+    assert _run.identity(lm.compose(*flags.split())) == _run.identity(lm.compose())
+
+
+def test_what_a_run_computes_is_its_identity():
+    identities = [_run.identity(lm.compose(flag)) for flag in OTHER]
+    for flag, identity in zip(OTHER, identities, strict=True):
+        name = flag.partition("=")[0]
+        assert [key for key, value in _run.identity(lm.compose()).items() if identity[key] != value] == [name]
+    names = {_run.folder_name(lm.compose(flag)) for flag in ["seed=0", *OTHER]}
+    assert len(names) == 1 + len(OTHER)
+
+
+def test_the_folder_is_named_after_preset_and_identity():
+    assert re.fullmatch("tiny-[0-9a-f]{8}", _run.folder_name(lm.compose()))
+    assert re.fullmatch("gpt2_124m-[0-9a-f]{8}", _run.folder_name(lm.compose("model=gpt2_124m")))
+    assert re.fullmatch("mine-[0-9a-f]{8}", _run.folder_name(lm.compose("name=mine")))
+    assert _run.folder_name(lm.compose("train.steps=3")) == _run.folder_name(lm.compose())
+
+
+def test_a_fresh_folder_takes_the_next_number(tmp_path):
+    folder = tmp_path / "runs" / "tiny"
+    assert _run.fresh_folder(folder, resume=False) == folder  # new
+    assert _run.fresh_folder(folder, resume=False) == folder  # still empty
+    for count in (2, 3):
+        (tmp_path / "runs" / ("tiny" if count == 2 else f"tiny-{count - 1}") / "metrics.jsonl").write_text("{}\n")
+        assert _run.fresh_folder(folder, resume=True) == folder
+        assert _run.fresh_folder(folder, resume=False) == folder.with_name(f"tiny-{count}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "model=llama_8b",
+        "model=gpt2_124m model.num_heads=6 rules.embed=none rules.batch=data metrics=[wandb] seed=3",
+    ],
+)
+def test_a_saved_configuration_loads_as_it_was(tmp_path, flags):
+    config = lm.compose(*flags.split())
+    _run.write_start(tmp_path, config)
+    assert _run.load(tmp_path, lm.Config) == config
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="it has no config.yaml"):
+        _run.load(tmp_path, lm.Config)

@@ -1,0 +1,23 @@
+"""What keeps tests short: compiling is most of their time, and their programs run once, on next to nothing."""
+
+import functools
+
+import jax
+import numpy as np
+
+from jaxpar.lm.params import abstract
+
+# LLVM alone works less; sharding, fusion, buffers and aliases are decided before it.
+OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+
+
+def noisy_params(config, dtype=np.float32, std=0.3):
+    """Parameters of a language model, none of them zero or one, drawn on the host: nothing to compile."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        return ((path[-1].key == "scale") + std * rng.standard_normal(leaf.shape)).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract(config))
