@@ -313,7 +313,7 @@ class _Driver:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.flush()
-        self.current = self.current | metrics
+        self.current = self.current | dict(metrics)
         self.latest |= dict(metrics)
         if self._hooks.writer:
             self._hooks.writer.write(step, metrics)
