@@ -50,17 +50,21 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 
-def _tables_as_blocks(app, what, name, obj, options, lines):
-    """Shows the Markdown tables of package docstrings as they are written."""
+def _to_rst(app, what, name, obj, options, lines):
+    """Docstrings are written for eyes: Markdown tables, "`Array`s", a dimension's letter as a whole sentence."""
     out, inside = [], False
     for line in lines:
         row = bool(re.match(r"\s*\|.*\|\s*$|[-|]{9,}$|\S+\s+\| ", line))
-        if row and not inside:
-            out += ["", "::", ""]
+        if row != inside:
+            out += ["", "::", ""] if row else [""]
+        if not row:
+            line = re.sub(r"(``.+?``|`[^`]+`)(?=\w)|(``.+?``|`[^`]+`)", lambda m: m[2] or m[1] + "\\ ", line)
+            line = re.sub(r"^(\s*:\w+ \w+: )(?=[A-Z]\.$)", r"\1\\", line)  # else it is an enumeration
         out.append("    " + line if row else line)
         inside = row
     lines[:] = out
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", _tables_as_blocks)
+    """Connects the above."""
+    app.connect("autodoc-process-docstring", _to_rst)

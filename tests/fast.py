@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.lm.params import abstract
@@ -14,10 +15,10 @@ jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 def noisy_params(config, dtype=np.float32, std=0.3):
-    """Parameters of a language model, none of them zero or one, drawn on the host: nothing to compile."""
+    """Parameters of a language model, none of them zero or one, drawn by NumPy: nothing to compile."""
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
-        return ((path[-1].key == "scale") + std * rng.standard_normal(leaf.shape)).astype(dtype)
+        return jnp.asarray((path[-1].key == "scale") + std * rng.standard_normal(leaf.shape), dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract(config))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import loop
 from jaxpar.io import Checkpoints, SaveError
+from fast import OPTIONS, jit
 from jaxpar.loop import Fit, Hooks, compile_step, fit, run, run_until
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -75,7 +76,7 @@ def stacked(num_steps, start=0):
 
 @functools.cache
 def whole(num_steps):
-    return jax.jit(run, static_argnums=(0, 4))(WALK, KEY, first(), stacked(num_steps), num_steps)
+    return jit(run, static_argnums=(0, 4))(WALK, KEY, first(), stacked(num_steps), num_steps)
 
 
 def assert_same_bits(got, want):
@@ -128,6 +129,7 @@ def reused(monkeypatch):
         return _programs[length]
 
     monkeypatch.setattr(loop, "compile_step", compile_once)
+    monkeypatch.setitem(loop.XLA_OPTIONS, "cpu", OPTIONS)
 
 
 @pytest.fixture
@@ -184,8 +186,8 @@ def test_cutting_a_run_changes_no_bit_of_value_or_gradient(cuts):
         return jnp.vdot(state.position, weights) + infos["loss"].sum(), (state, infos["loss"])
 
     at = first().position, jnp.linspace(-1.0, 1.0, SIZE)
-    (_, got), got_gradient = jax.jit(jax.value_and_grad(last, has_aux=True))(*at)
-    (_, want), want_gradient = jax.jit(jax.value_and_grad(uncut, has_aux=True))(*at)
+    (_, got), got_gradient = jit(jax.value_and_grad(last, has_aux=True))(*at)
+    (_, want), want_gradient = jit(jax.value_and_grad(uncut, has_aux=True))(*at)
     assert_same_bits(got, want)
     assert_same_bits(got_gradient, want_gradient)
     assert np.abs(want_gradient).min() > 0
@@ -198,7 +200,7 @@ def test_gradient_of_run_is_that_of_the_python_loop():
     def through_loop(position):
         return sum(info["loss"] for info in python_loop(6, first().replace(position=position))[1])
 
-    got, want = (jax.jit(jax.grad(f))(first().position) for f in (through_run, through_loop))
+    got, want = (jit(jax.grad(f))(first().position) for f in (through_run, through_loop))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
@@ -216,7 +218,7 @@ def test_run_until_stops_at_done_or_at_the_bound(patience, steps):
 def test_run_until_under_vmap_is_each_one_alone():
     starts = jax.vmap(lambda key: WALK.init(key))(jax.random.split(KEY, 4)).replace(count=jnp.array([0, 3, 5, -9]))
     keys = jax.random.split(jax.random.key(1), 4)
-    states, made = jax.jit(jax.vmap(lambda key, state: run_until(WALK, key, state, None, 8)))(keys, starts)
+    states, made = jit(jax.vmap(lambda key, state: run_until(WALK, key, state, None, 8)))(keys, starts)
     np.testing.assert_array_equal(made, [5, 2, 0, 8])
     for i in range(4):
         alone, _ = run_until(WALK, keys[i], jax.tree.map(lambda x, i=i: x[i], starts), None, 8)

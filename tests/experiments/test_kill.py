@@ -16,6 +16,10 @@ def rows(folder):
     return [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines]
 
 
+def losses(folder):
+    return [float(row["train/loss"]) for row in rows(folder) if "train/loss" in row]
+
+
 def wait_for_first_step(process):
     for line in process.stderr:
         if line.startswith("training"):
@@ -80,8 +84,7 @@ def test_the_uninterrupted_run_leaves_its_files(finished):
     assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [36, 40]
     for name in ("plots/loss.png", "metrics.jsonl", "checkpoints"):
         assert f"run/{name}" in said.out
-    losses = [float(row["train/loss"]) for row in rows(folder) if "train/loss" in row]
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses(folder)[-1] < 0.7 * losses(folder)[0]
 
 
 def test_two_kills_change_no_bit(command, finished):
@@ -117,9 +120,7 @@ def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, finished, tmp_path)
     moved = command("hydra.run.dir=moved", "mesh.data=4", "mesh.fsdp=2")
     assert moved.code == 0 and "data=4 fsdp=2 on 8 cpu devices" in moved.out, moved
     assert f"(resuming at step {step})" in moved.out
-    got, want = (
-        [float(row["train/loss"]) for row in rows(f) if "train/loss" in row] for f in (tmp_path / "moved", finished[1])
-    )
+    got, want = losses(tmp_path / "moved"), losses(finished[1])
     assert got[:step] == want[:step]
     np.testing.assert_allclose(got, want, rtol=1e-4)  # the order of sums differs, and Adam magnifies that
 
