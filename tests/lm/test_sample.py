@@ -10,7 +10,7 @@ from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.lm import LMConfig, Sampling, apply, axes, generate
-from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.lm.sample import _draw, empty_cache, extend
 from jaxpar.mesh import MeshSpec, make_mesh, place_rows, shard, use_mesh
 from jaxpar.types import UsageError
 
@@ -195,6 +195,14 @@ def test_frequencies_are_the_probabilities(sampling):
     freedom = drawn.sum() - 1
     assert square < freedom + 5 * np.sqrt(2 * freedom) + 10
     assert freedom >= 3
+
+
+def test_a_mass_that_rounding_never_reaches_leaves_all_tokens():
+    """The float32 sum of these probabilities is 0.9999998; the set must not collapse to the likeliest token."""
+    logits = 2 * np.random.default_rng(4).standard_normal((1, 50257)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), 8)
+    draw = jit(jax.vmap(lambda key: _draw(key, logits, jnp.array([3]), Sampling(top_p=0.9999999))))
+    assert len(np.unique(draw(keys))) > 1
 
 
 def test_sharded_generate_equals_one_device():

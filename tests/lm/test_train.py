@@ -141,6 +141,14 @@ def test_a_descent_has_no_spikes(noise):
     assert not np.asarray(spikes).any() and health.spikes == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_noisy_plateau_has_no_spikes(seed):
+    losses = 3 + 0.03 * np.random.default_rng(seed).standard_normal(400)
+    assert spikes_of(losses.astype(np.float32))[0].spikes == 0
+    losses[300] += 0.8  # many deviations, but no more than a quarter of the loss
+    assert np.flatnonzero(spikes_of(losses.astype(np.float32))[1]).tolist() == [300]
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 @pytest.mark.parametrize(
     "place",

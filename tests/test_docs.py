@@ -1,0 +1,199 @@
+"""What the documents promise: snippets run, flags exist, links lead somewhere, numbers are those of the tests."""
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxpar
+from experiments.lm import compose, make_trainer
+from jaxpar.lm import LMConfig
+from jaxpar.lm.data import DataConfig
+from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
+FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/model/*.yaml"))]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page):
+    """The flags of each `python -m experiments.lm ...` and `make run args="..."` on a page."""
+    text = page.read_text()
+    found = re.findall(r"python -m experiments\.lm\b([^\n`)]*)", text)
+    found += re.findall(r'make run[^\n`]*args="([^"]*)"', text)
+    return [shlex.split(flags.split("#")[0]) for flags in found]
+
+
+def run(source, prelude=""):
+    """Runs a snippet; returns what it printed and its names."""
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(prelude + source, "snippet", "exec"), names)
+    return out.getvalue(), names
+
+
+# ---------------------------------------------------------------- snippets
+
+
+def test_readme_snippet_learns_the_same_on_both_meshes():
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    other = re.search(r"`(data=2, [^`]*)` prints the same number", (ROOT / "README.md").read_text())[1]
+    losses = []
+    for sizes in ("data=-1", other):
+        out, names = run(snippet.replace("data=-1", sizes))
+        losses.append(float(out))
+        assert len(names["result"].state.params["layers"]["wq"].sharding.device_set) == 8
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < 4.0  # an untrained model has 5.5
+
+
+def test_quickstart_snippet_writes_its_sentence():
+    (snippet,) = blocks(ROOT / "docs" / "quickstart.md", "python")
+    out, _ = run(snippet)
+    assert "all work " in out and float(out.split()[0]) < 1.0
+
+
+def test_sharding_snippet_agrees():
+    snippet = blocks(ROOT / "docs" / "sharding.md", "python")[-1]
+    _, names = run(snippet)
+    assert names["one"] != 0 and len(jax.devices()) == 8
+
+
+# ---------------------------------------------------------------- flags
+
+
+def test_pages_show_commands():
+    assert sum(len(commands(page)) for page in FLAG_PAGES) > 20
+
+
+@pytest.mark.parametrize("page", FLAG_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_exist(page):
+    for flags in commands(page):
+        sweep = "-m" in flags
+        flags = [flag.split(",")[0] if sweep else flag for flag in flags if flag != "-m"]
+        compose(*[flag.replace("...", "1") for flag in flags])
+
+
+def test_an_unknown_flag_would_be_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```bash\npython -m experiments.lm train.stepz=3\n```\n")
+    with pytest.raises(ValueError, match="train.stepz"):
+        test_flags_exist(page)
+
+
+def test_collectives_script_takes_its_flags():
+    for command in re.findall(r"^python docs/collectives\.py (.*)$", (ROOT / "docs/sharding.md").read_text(), re.M):
+        compose(*shlex.split(command))
+
+
+# ---------------------------------------------------------------- links
+
+
+def anchors(page):
+    """What the renderers make of headings: lower case, dashes for spaces, no punctuation."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_resolve(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            assert re.match(r"https://arxiv\.org/abs/\d{4}\.\d{5}$", target), target
+            continue
+        path, _, anchor = target.partition("#")
+        goal = page if not path else (page.parent / path)
+        assert goal.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(goal), f"{page.name} links to {target}"
+
+
+def test_pictures_and_pages_of_the_index_exist():
+    index = (ROOT / "docs" / "index.md").read_text()
+    for picture in re.findall(r"```\{image\} (\S+)", index):
+        assert (ROOT / "docs" / picture).exists()
+    for entry in re.findall(r"^[\w/]+$", index, re.MULTILINE):
+        assert any((ROOT / "docs" / f"{entry}{ending}").exists() for ending in (".md", ".py")), entry
+
+
+# ---------------------------------------------------------------- what must not be said
+
+
+@pytest.mark.parametrize("page", PUBLIC, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_host_of_a_registry_and_no_path_of_a_machine(page):
+    text = page.read_text()
+    assert not re.search(r"pypi\.|pythonhosted|anaconda|index-url|huggingface\.co|github", text, re.IGNORECASE)
+    assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|usr|mnt|opt)/", text)
+
+
+# ---------------------------------------------------------------- numbers and tables
+
+
+def table(page, first_column):
+    """Rows of the Markdown table whose head begins so."""
+    lines = page.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_collectives_of_the_sharding_page_are_those_of_the_tests(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "distributed"))
+    import test_layouts
+
+    written = {}
+    for sizes, *cells in table(ROOT / "docs" / "sharding.md", "data, fsdp, tensor"):
+        entry = written.setdefault(tuple(map(int, sizes.split(","))), {})
+        for kind, cell in zip(("all-gather", "all-reduce"), cells, strict=True):
+            for count, over in re.findall(r"(\d+) over `([\w+]+)`", cell):
+                entry[kind, tuple(over.split("+"))] = int(count)
+    assert written == test_layouts.DECLARED
+
+
+def test_rules_of_the_sharding_page_are_those_of_the_table():
+    written = {}
+    for names, axes, _ in table(ROOT / "docs" / "sharding.md", "logical axis"):
+        written |= {name: tuple(re.findall(r"`(\w+)`", axes)) for name in re.findall(r"`(\w+)`", names)}
+    assert written == RULES
+
+
+@pytest.mark.parametrize(
+    "flags, sentence", [row[:2] for row in table(ROOT / "docs" / "sharding.md", "flags on 8 devices")]
+)
+def test_errors_of_the_sharding_page_are_said(flags, sentence):
+    config = compose(*flags.strip("`").split())
+    spec = config.mesh if config.mesh != MeshSpec(data=-1) else MeshSpec(data=2, fsdp=2, tensor=2)
+    with pytest.raises(ValueError) as error, use_mesh(make_mesh(spec), rules_from(config.rules)):
+        make_trainer(config)
+    assert str(error.value) == sentence
+
+
+def test_notation_names_fields_that_exist():
+    known = set(LMConfig.__dataclass_fields__) | {f"data.{name}" for name in DataConfig.__dataclass_fields__}
+    for row in table(ROOT / "docs" / "notation.md", "letter"):
+        assert set(re.findall(r"`([\w.]+)`", row[2])) - {"max_new_tokens"} <= known
+        assert set(re.findall(r"`(\w+)`", row[3])) <= RULES.keys()
+
+
+def test_every_preset_is_named_in_the_quick_start():
+    text = (ROOT / "docs" / "quickstart.md").read_text()
+    assert all(path.stem in text for path in ROOT.glob("experiments/conf/model/*.yaml"))
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"version: {jaxpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert jaxpar.__version__ in (ROOT / "CHANGELOG.md").read_text()
