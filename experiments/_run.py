@@ -6,6 +6,7 @@ Hydra stops here: experiments get the library's own frozen dataclasses.
 import dataclasses
 import difflib
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -157,6 +158,8 @@ def open_devices(config: RunConfig):
     _quieten()
     start_processes(**dataclasses.asdict(config.processes))
     with_accelerator = _accelerator()
+    if not with_accelerator and importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # libtpu, where installed for tests, would look for its TPU aloud
     simulate_devices(max(1, config.cpu_devices) if not config.processes.coordinator else 1)
     if jax.default_backend() == "cpu" and with_accelerator:
         say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")

@@ -291,7 +291,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         say(f"interrupted after step {result.step}; its checkpoint is written, and the same command goes on from it.")
         return
     if start >= config.train.steps:
-        say(f"this run is finished; extend it with train.steps={2 * result.step}.")
+        say(f"this run is finished; extend it with train.steps={2 * result.step} (which stretches its schedule).")
     plot = folder / "plots" / "loss.png"
     if jax.process_index() == 0:
         plot.parent.mkdir(exist_ok=True)

@@ -122,7 +122,7 @@ class Hooks:
     """What a host-driven run reads from and reports to; everything is optional.
 
     Attributes:
-      axes: Logical axes of the state, to lay it out on the ambient mesh.
+      axes: Logical axes of the state, to lay it out on the ambient mesh; by default `algorithm.axes()`, if it has that.
       checkpoints: Where to save, and to resume from if it holds any.
       metadata: Saved with each checkpoint; a resume from a checkpoint of other metadata is refused.
       writer: Where metrics go, by step: "train/..." each step, "speed/...", and what `evaluate` returns.
@@ -211,6 +211,9 @@ def fit(
       UsageError: If the checkpoint is of another run, or a save failed (`SaveError`).
     """
     hooks = hooks or Hooks()
+    axes: Any = getattr(algorithm, "axes", None)
+    if hooks.axes is None and axes is not None and not jax.sharding.get_mesh().empty:
+        hooks = dataclasses.replace(hooks, axes=axes())
     step, state = _first_state(algorithm, key, state, hooks)
     driver = _Driver(hooks, step)
     if step >= plan.num_steps:

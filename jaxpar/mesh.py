@@ -68,7 +68,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "envs": ("data", "fsdp"),
     "particles": ("data", "fsdp"),
 }
-"""Logical axis name -> mesh axes, for all pillars. `()` means: not split."""
+"""Logical axis name -> mesh axes, for all pillars; `()` leaves an axis whole."""
 
 # A user context is part of JAX's trace cache key: another table can never reuse a stale program.
 _table = jax.make_user_context(tuple(RULES.items()))
@@ -81,7 +81,8 @@ class MeshSpec:
 
     Attributes:
       data: Copies of the model, each with its own share of the batch.
-      fsdp: Shares of batch and of parameters alike (ZeRO-3): weights are gathered just before use.
+      fsdp: Shares of batch and of parameters alike (ZeRO-3): weights are gathered before use, and again in the
+        backward pass if the model recomputes (`remat`).
       tensor: Shares of heads, mlp and vocabulary.
       context: Shares of the sequence.
       expert: Shares of the experts.

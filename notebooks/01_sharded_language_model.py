@@ -88,7 +88,7 @@ HALF, WHOLE = (20, 40) if FAST else (100, 200)
 flags = [f"optimizer.decay_steps={WHOLE}", f"train.eval_every={HALF}", f"train.save_every={HALF}"]
 if FAST:
     flags += ["model.num_layers=2", "model.mlp_dim=256", "data.seq_len=64"]
-    flags += ["train.eval_batches=2", "sampling.max_new_tokens=80"]
+    flags += ["optimizer.warmup_steps=5", "train.eval_batches=2", "sampling.max_new_tokens=80"]
 
 config = lm.compose(*flags, f"train.steps={HALF}")
 longer = lm.compose(*flags, f"train.steps={WHOLE}")

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import jaxpar
+from experiments import _run
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
@@ -192,6 +193,11 @@ def test_notation_names_fields_that_exist():
 def test_every_preset_is_named_in_the_quick_start():
     text = (ROOT / "docs" / "quickstart.md").read_text()
     assert all(path.stem in text for path in ROOT.glob("experiments/conf/model/*.yaml"))
+
+
+def test_the_run_folder_shown_is_the_one_of_the_default_run():
+    shown = {name for page in PAGES for name in re.findall(r"tiny-[0-9a-f]{8}", page.read_text())}
+    assert shown == {_run.folder_name(compose())}
 
 
 def test_the_version_is_the_same_everywhere():

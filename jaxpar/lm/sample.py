@@ -161,8 +161,8 @@ def _draw(key: PRNGKey, logits: Float[Array, "B V"], places: Int[Array, " B"], s
     if sampling.top_p < 1:
         ranked = jnp.sort(logits, axis=-1, descending=True)
         mass = jnp.cumsum(jax.nn.softmax(ranked), axis=-1)
-        # The first token whose cumulative mass reaches p is the last that may be drawn.
-        last = jnp.argmax(mass >= sampling.top_p, axis=-1)
+        # The first token whose cumulative mass reaches p is the last that may be drawn; rounding may never reach p.
+        last = jnp.minimum((mass < sampling.top_p).sum(-1), mass.shape[-1] - 1)
         floor = jnp.take_along_axis(ranked, last[:, None], axis=-1)
         logits = jnp.where(logits < floor, -jnp.inf, logits)
 

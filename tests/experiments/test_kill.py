@@ -126,14 +126,12 @@ def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, finished, tmp_path)
 
 
 def test_a_finished_run_prints_its_result_and_how_to_go_on(main, copied, finished):
-    said = main("hydra.run.dir=run")
+    said = main("hydra.run.dir=run", "train.steps=4")  # fewer than it has
     assert said.code == 0, said
-    assert "this run is finished; extend it with train.steps=80." in said.out
+    assert "this run is finished; extend it with train.steps=80 " in said.out
     result = [line for line in finished[0].out.splitlines() if line.startswith("validation loss")]
     assert result and result[0].endswith("after 40 steps") and result[0] in said.out.splitlines()
     assert rows(copied) == rows(finished[1])
-    shorter = main("hydra.run.dir=run", "train.steps=4", "train.profile=")
-    assert "extend it with train.steps=80." in shorter.out
 
 
 def test_eval_and_sample_work_on_a_run(main, copied):
@@ -144,7 +142,6 @@ def test_eval_and_sample_work_on_a_run(main, copied):
     assert abs(value - final) < 0.3  # the whole split against one batch of it
     said = main("mode=sample", "run=run", "prompt=beta g", "checkpoint=newest", "sampling.temperature=0")
     assert said.code == 0 and "\nbeta g" in said.out, said
-    assert main("mode=sample", "run=run", "prompt=beta g", "sampling.temperature=0").out == said.out
 
 
 def test_no_resume_makes_the_next_folder(main, finished, tmp_path):
