@@ -26,7 +26,7 @@ test-slow: $(VENV)/.test
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PY)
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html

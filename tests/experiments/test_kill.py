@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -129,8 +130,9 @@ def test_a_finished_run_prints_its_result_and_how_to_go_on(main, copied, finishe
     said = main("hydra.run.dir=run", "train.steps=4")  # fewer than it has
     assert said.code == 0, said
     assert "this run is finished; extend it with train.steps=80 " in said.out
-    result = [line for line in finished[0].out.splitlines() if line.startswith("validation loss")]
-    assert result and result[0].endswith("after 40 steps") and result[0] in said.out.splitlines()
+    result = re.compile(r"^validation loss ([\d.]+) nats a token after 40 steps$", re.MULTILINE)
+    got, want = (float(result.search(out)[1]) for out in (said.out, finished[0].out))
+    assert abs(got - want) < 2e-4  # two processes compile with different options
     assert rows(copied) == rows(finished[1])
 
 
