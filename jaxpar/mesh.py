@@ -113,12 +113,10 @@ class MeshSpec:
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if num_devices % fixed or (not free and fixed != num_devices):
             largest = max((n for n, s in sizes.items() if s != -1), key=lambda n: sizes[n])
-            rest = fixed // sizes[largest]
-            legal = (
-                f"{largest}={num_devices // rest}"
-                if num_devices % rest == 0
-                else f"data={num_devices} and nothing else"
-            )
+            room, left = divmod(num_devices, fixed // sizes[largest])
+            fits = [n for n in range(1, room + 1) if room % n == 0] if free else [room]
+            legal = f"{largest}={min(fits, key=lambda n: abs(n - sizes[largest]))}"
+            legal = f"data={num_devices} and nothing else" if left else legal
             raise UsageError(
                 f"mesh {asked} needs {fixed} devices but {num_devices} are here; the nearest legal choice is {legal}."
             )

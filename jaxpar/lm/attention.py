@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.mesh import local, platform
+from jaxpar.mesh import local, mesh_axes, platform
 from jaxpar.types import PRNGKey, UsageError
 
 __all__ = ["attention", "dense", "dropout"]
@@ -48,6 +48,11 @@ def attention(
     Raises:
       UsageError: If a kernel asked for by name cannot take this dtype, head size, length or dropout.
     """
+    if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        kv_axes = HEADS
+    else:
+        kv_axes = KV_HEADS
     rate = dropout_rate if dropout_key is not None else 0.0
     impl = _choose(impl, q, rate, segments is not None)
     key_args = () if dropout_key is None or not rate else (jax.random.bits(dropout_key, (q.shape[0], q.shape[2])),)
@@ -65,7 +70,7 @@ def attention(
             seen = seen & (seg[:, :, None] == seg[:, None, :])
         return dense(q, k, v, seen, rate, rest[-1] if rate else None)
 
-    in_axes = [HEADS, KV_HEADS, KV_HEADS]
+    in_axes = [HEADS, kv_axes, kv_axes]
     in_axes += [("batch", None)] * len(segment_args) + [("batch", "heads")] * len(key_args)
     return local(block, in_axes, HEADS, check=impl == "xla")(q, k, v, *segment_args, *key_args)
 

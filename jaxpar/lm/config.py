@@ -105,6 +105,8 @@ class LMConfig:
         ):
             if getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 1.")
+        if self.head_dim < 0:
+            raise UsageError(f"model.head_dim={self.head_dim} must be at least 1, or 0 for embed_dim / num_heads.")
         if not 0.0 <= self.dropout < 1.0:
             raise UsageError(f"model.dropout={self.dropout} must be at least 0 and under 1.")
         if not self.num_kv_heads:

@@ -105,18 +105,19 @@ def make_optimizer(config: OptimizerConfig, model: LMConfig, num_steps: int) -> 
     """
     rate, mask = learning_rate(config, num_steps), declared.is_weight(model)
     if config.name == "adamw":
-        update = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask)
+        update = (optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask),)
     else:
-        update = muon(
+        step = muon(
             rate,
             beta=config.b1,
-            weight_decay=config.weight_decay,
-            weight_decay_mask=mask,
+            eps=config.eps,
             adam_b1=config.b1,
             adam_b2=config.b2,
-            adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=muon_dimensions(model),
             consistent_rms=0.2,
         )
+        # Decay apart: optax's Muon would decay every parameter that it hands to Adam, norms and biases too.
+        decay = optax.add_decayed_weights(lambda count: -config.weight_decay * rate(count), mask)
+        update = (step, decay)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    return optax.chain(clip, update)
+    return optax.chain(clip, *update)
