@@ -59,6 +59,7 @@ class RunConfig:
       resume: Whether to go on in the run's folder; false starts anew in a new one.
       mesh: Sizes of the mesh axes. Left alone, it is data=2 fsdp=2 tensor=2 on eight simulated CPU devices, and
         data=all on accelerators.
+      layout: What is split when, of zero3, zero2, zero1, hybrid, nested and sequence; two are joined by +.
       rules: Changes to the table of logical axes, such as rules.embed=none.
       cpu_devices: CPU devices to simulate where there is no accelerator.
       metrics: Where metrics go besides metrics.jsonl: tensorboard, wandb.
@@ -69,6 +70,7 @@ class RunConfig:
     seed: int = 0
     resume: bool = True
     mesh: MeshSpec = MeshSpec(data=-1)
+    layout: str = "zero3"
     rules: dict[str, str] = dataclasses.field(default_factory=dict)
     cpu_devices: int = 8
     metrics: list[str] = dataclasses.field(default_factory=list)
@@ -169,7 +171,7 @@ def open_devices(config: RunConfig):
     spec = config.mesh
     if spec == MeshSpec(data=-1) and jax.default_backend() == "cpu" and jax.device_count() == 8:
         spec = MeshSpec(data=2, fsdp=2, tensor=2)
-    return use_mesh(make_mesh(spec), rules_from(config.rules))
+    return use_mesh(make_mesh(spec), rules_from(config.rules, config.layout))
 
 
 def short(path: pathlib.Path) -> str:

@@ -26,7 +26,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, flops_per_to
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
 from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult, Hooks, check_same_run, fit
-from jaxpar.mesh import named_shardings, partition, place_rows
+from jaxpar.mesh import mesh_axes, named_shardings, partition, place_rows
 from jaxpar.types import PyTree, UsageError
 
 
@@ -213,7 +213,7 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
     ids = tokenizer.encode(prompt)
     if not len(ids):
         raise UsageError("the prompt has no tokens; give at least one character.")
-    rows = math.prod(jax.sharding.get_mesh().shape[axis] for axis in ("data", "fsdp"))
+    rows = math.prod(jax.sharding.get_mesh().shape[axis] for axis in mesh_axes("batch"))
     batch = np.broadcast_to(ids, (rows, len(ids)))
     draw = jax.jit(generate, static_argnums=(3, 4))
     tokens, lengths = draw(jax.random.key(config.seed), params, jnp.asarray(batch), config.model, config.sampling)

@@ -25,11 +25,13 @@ from jaxpar.types import PyTree, UsageError
 
 __all__ = [
     "AXES",
+    "LAYOUTS",
     "RULES",
     "MeshSpec",
     "axes_like",
     "check_same_on_all_processes",
     "constrain",
+    "in_role",
     "local",
     "make_mesh",
     "mesh_axes",
@@ -37,6 +39,7 @@ __all__ = [
     "partition",
     "place_rows",
     "platform",
+    "reshard",
     "rules_from",
     "shard",
     "simulate_devices",
@@ -47,14 +50,20 @@ __all__ = [
 Axes = tuple[str | None, ...]
 
 # Slowest link first: `jax.make_mesh` gives neighbours in the last axis the fastest connection.
-AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+# `inner` is the part of fsdp within the fastest links, an axis of its own so that a rule can name it alone.
+AXES = ("stage", "data", "fsdp", "inner", "expert", "context", "tensor")
 
 RULES: dict[str, tuple[str, ...]] = {
-    # activations
-    "batch": ("data", "fsdp"),
+    # activations: `seq` in the residual stream, `seq_layer` inside attention, mlp and loss
+    "batch": ("data", "fsdp", "inner"),
     "seq": ("context",),
-    # parameters
-    "embed": ("fsdp",),
+    "seq_layer": ("context",),
+    # parameters: `embed` at rest, with the optimizer's state; `embed_weight` as a step holds them from its forward to
+    # its backward pass; `embed_grad` what their gradients are summed into
+    # (inner first: a share over more axes is then a slice of the share over fewer)
+    "embed": ("inner", "fsdp"),
+    "embed_weight": ("inner", "fsdp"),
+    "embed_grad": ("inner", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -64,11 +73,28 @@ RULES: dict[str, tuple[str, ...]] = {
     "stage": ("stage",),
     "experts": ("expert",),
     # populations of independent things
-    "population": ("data", "fsdp"),
-    "envs": ("data", "fsdp"),
-    "particles": ("data", "fsdp"),
+    "population": ("data", "fsdp", "inner"),
+    "envs": ("data", "fsdp", "inner"),
+    "particles": ("data", "fsdp", "inner"),
 }
 """Logical axis name -> mesh axes, for all pillars; `()` leaves an axis whole."""
+
+LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    # Weights gathered layer by layer, and again in the backward pass (ZeRO-3, FSDP).
+    "zero3": {},
+    # Weights gathered once a step and held; gradients summed into shares (ZeRO-2).
+    "zero2": {"embed_weight": ()},
+    # The same with gradients summed whole: only the optimizer and its state are split (ZeRO-1).
+    "zero1": {"embed_weight": (), "embed_grad": ()},
+    # Split inside a node, one copy a node (hybrid sharding).
+    "hybrid": {"embed": ("inner",), "embed_weight": ("inner",), "embed_grad": ("inner",)},
+    # Three levels: weights over the inner axis, gradients over fsdp, the optimizer over data as well; the backward pass
+    # gathers from the inner, secondary partition (arXiv:2501.04266).
+    "nested": {"embed": ("inner", "fsdp", "data"), "embed_weight": ("inner",)},
+    # Beside tensor parallelism: the residual stream split over the sequence (arXiv:2205.05198).
+    "sequence": {"seq": ("context", "tensor")},
+}
+"""Named changes to `RULES`; "zero2+sequence" is both."""
 
 # A user context is part of JAX's trace cache key: another table can never reuse a stale program.
 _table = jax.make_user_context(tuple(RULES.items()))
@@ -81,8 +107,9 @@ class MeshSpec:
 
     Attributes:
       data: Copies of the model, each with its own share of the batch.
-      fsdp: Shares of batch and of parameters alike (ZeRO-3): weights are gathered before use, and again in the
-        backward pass if the model recomputes (`remat`).
+      fsdp: Shares of batch and of parameters alike; what is gathered when is the layout's (`LAYOUTS`).
+      inner: The part of fsdp within the fastest links, a divisor of it: the mesh then has fsdp / inner along `fsdp`
+        and this many along `inner`.
       tensor: Shares of heads, mlp and vocabulary.
       context: Shares of the sequence.
       expert: Shares of the experts.
@@ -95,6 +122,7 @@ class MeshSpec:
     context: int = 1
     expert: int = 1
     stage: int = 1
+    inner: int = 1
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Returns the size of each axis for `num_devices` devices, in the order of `AXES`.
@@ -102,7 +130,7 @@ class MeshSpec:
         Raises:
           UsageError: If the sizes do not multiply to `num_devices`, with the nearest legal choice.
         """
-        sizes = {name: getattr(self, name) for name in AXES}
+        sizes = {name: getattr(self, name) for name in AXES if name != "inner"}
         asked = " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "data=1"
         for name, size in sizes.items():
             if size < 1 and size != -1:
@@ -115,14 +143,21 @@ class MeshSpec:
             largest = max((n for n, s in sizes.items() if s != -1), key=lambda n: sizes[n])
             room, left = divmod(num_devices, fixed // sizes[largest])
             fits = [n for n in range(1, room + 1) if room % n == 0] if free else [room]
-            legal = f"{largest}={min(fits, key=lambda n: abs(n - sizes[largest]))}"
-            legal = f"data={num_devices} and nothing else" if left else legal
+            legal = f"data={num_devices} and nothing else"
+            if fits and room and not left:
+                legal = f"{largest}={min(fits, key=lambda n: abs(n - sizes[largest]))}"
             raise UsageError(
                 f"mesh {asked} needs {fixed} devices but {num_devices} are here; the nearest legal choice is {legal}."
             )
         if free:
             sizes[free[0]] = num_devices // fixed
-        return sizes
+        if self.inner < 1 or sizes["fsdp"] % self.inner:
+            legal = [n for n in range(1, sizes["fsdp"] + 1) if sizes["fsdp"] % n == 0]
+            raise UsageError(
+                f"mesh inner={self.inner} does not divide fsdp={sizes['fsdp']}; legal are {', '.join(map(str, legal))}."
+            )
+        sizes |= {"fsdp": sizes["fsdp"] // self.inner, "inner": self.inner}
+        return {name: sizes[name] for name in AXES}
 
 
 def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Any] | None = None) -> Mesh:
@@ -140,14 +175,27 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Any] | None = None
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def rules_from(changes: Mapping[str, str] | None = None) -> dict[str, tuple[str, ...]]:
-    """Returns `RULES` with changes such as `{"embed": "none", "batch": "data+fsdp"}`.
+def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") -> dict[str, tuple[str, ...]]:
+    """Returns `RULES` as `layout` changes them, then with changes such as `{"embed": "none", "batch": "data+fsdp"}`.
+
+    A change of embed alone goes for embed_weight and embed_grad as well.
+
+    Args:
+      changes: Logical axis -> mesh axes joined by +, or none.
+      layout: Names from `LAYOUTS`, joined by +.
 
     Raises:
-      UsageError: For an unknown logical or mesh axis.
+      UsageError: For an unknown layout, logical axis or mesh axis.
     """
     rules = dict(RULES)
-    for name, value in (changes or {}).items():
+    for part in layout.split("+"):
+        if part not in LAYOUTS:
+            raise UsageError(f"layout {part!r} is unknown; legal are {', '.join(LAYOUTS)}, several joined by +.")
+        rules |= LAYOUTS[part]
+    changes = dict(changes or {})
+    if "embed" in changes:
+        changes = {"embed_weight": changes["embed"], "embed_grad": changes["embed"]} | changes
+    for name, value in changes.items():
         if name not in RULES:
             raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")
         axes = () if value in ("", "none") else tuple(value.split("+"))
@@ -249,6 +297,33 @@ def constrain(x: jax.Array, *axes: str | None, name: str = "activation") -> jax.
     if _ambient().empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, name))
+
+
+def in_role(axes: Axes, role: str) -> Axes:
+    """Returns the axes with each name that has a row for `role` in the table replaced by that row's: embed_grad, ...
+
+    The role "use" stands for a weight where it is multiplied: whole, but for what tensor parallelism splits.
+    """
+    table = dict(_table.value)
+    if role == "use":
+        return tuple(None if f"{name}_weight" in table else name for name in axes)
+    return tuple(f"{name}_{role}" if f"{name}_{role}" in table else name for name in axes)
+
+
+def reshard(x: jax.Array, axes: Axes, grad_axes: Axes, name: str = "activation") -> jax.Array:
+    """Constrains `x` to `axes` and its cotangent to `grad_axes`: a gather one way, a scattered sum the other.
+
+    `constrain` gives both the same layout, which sums a gradient whole before it takes its share. Reverse mode only.
+    """
+    if _ambient().empty:
+        return x
+
+    @jax.custom_vjp
+    def moved(x):
+        return constrain(x, *axes, name=name)
+
+    moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain(g, *grad_axes, name=f"gradient of {name}"),))
+    return moved(x)
 
 
 def local(fn: Callable, in_axes: Sequence[Axes], out_axes: Any, *, check: bool = True) -> Callable:

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from jaxpar.mesh import (
     AXES,
+    LAYOUTS,
     RULES,
     MeshSpec,
     axes_like,
     constrain,
+    in_role,
     local,
     make_mesh,
     mesh_axes,
@@ -23,6 +25,7 @@ from jaxpar.mesh import (
     partition,
     place_rows,
     platform,
+    reshard,
     rules_from,
     shard,
     start_processes,
@@ -41,7 +44,7 @@ def mesh_of(*sizes):
 def test_all_axes_always_exist():
     mesh = mesh_of(2, 2, 2)
     assert mesh.axis_names == AXES and mesh.size == 8
-    assert dict(mesh.shape) == dict(stage=1, data=2, fsdp=2, expert=1, context=1, tensor=2)
+    assert dict(mesh.shape) == dict(stage=1, data=2, fsdp=2, inner=1, expert=1, context=1, tensor=2)
     assert dict(make_mesh().shape)["data"] == 8
 
 
@@ -63,6 +66,8 @@ def test_all_axes_always_exist():
         (MeshSpec(-1, -1), 8, "mesh data=-1 fsdp=-1 leaves data and fsdp open; only one axis may be -1."),
         (MeshSpec(data=0), 8, "mesh axis data=0 is not a size; give 1 or more, or -1 for the rest."),
         (MeshSpec(tensor=-2), 8, "mesh axis tensor=-2 is not a size; give 1 or more, or -1 for the rest."),
+        (MeshSpec(data=2, fsdp=4, inner=3), 8, "mesh inner=3 does not divide fsdp=4; legal are 1, 2, 4."),
+        (MeshSpec(fsdp=8, inner=-1), 8, "mesh inner=-1 does not divide fsdp=8; legal are 1, 2, 4, 8."),
         (MeshSpec(data=-1, tensor=3), 8, "mesh data=-1 tensor=3 needs 3 devices but 8 are here; the nearest legal"),
     ],
     ids=str,
@@ -102,13 +107,51 @@ def test_the_choice_told_is_the_nearest(devices):
 def test_rules_from_changes():
     rules = rules_from({"embed": "none", "batch": "data+expert", "mlp": ""})
     assert rules["embed"] == rules["mlp"] == () and rules["batch"] == ("data", "expert")
-    assert rules["heads"] == RULES["heads"] and RULES["embed"] == ("fsdp",)
+    assert rules["embed_weight"] == rules["embed_grad"] == ()
+    assert rules["heads"] == RULES["heads"] and RULES["embed"] == ("inner", "fsdp")
+    assert rules_from({"embed": "none", "embed_grad": "fsdp"})["embed_grad"] == ("fsdp",)
+
+
+def test_layouts_are_changes_of_the_table():
+    assert rules_from() == RULES
+    both = rules_from({"heads": "none"}, "zero2+sequence")
+    assert both["embed_weight"] == () and both["seq"] == ("context", "tensor") and both["heads"] == ()
+    for name, changes in LAYOUTS.items():
+        assert changes.keys() <= RULES.keys()
+        rules = rules_from(layout=name)
+        # A share over more axes is a slice of the share over fewer, so that no layout shuffles.
+        assert rules["embed"][: len(rules["embed_grad"])] == rules["embed_grad"]
+        assert rules["embed"][: len(rules["embed_weight"])] == rules["embed_weight"]
+    with pytest.raises(UsageError, match="layout 'zero4' is unknown; legal are zero3, zero2, zero1"):
+        rules_from(layout="zero4")
+
+
+def test_the_inner_axis_is_a_part_of_fsdp():
+    sizes = MeshSpec(data=2, fsdp=-1, inner=2).sizes(16)
+    assert sizes["fsdp"] == 4 and sizes["inner"] == 2 and np.prod(list(sizes.values())) == 16
+    mesh = make_mesh(MeshSpec(fsdp=8, inner=4), jax.devices())
+    with use_mesh(mesh, rules_from(layout="hybrid")):
+        assert partition(("embed",)) == jax.P("inner") and partition(("batch",)) == jax.P(("fsdp", "inner"))
+        assert in_role(("layers", "embed", "heads"), "grad") == ("layers", "embed_grad", "heads")
+        assert in_role(("vocab", "embed"), "use") == ("vocab", None)
+
+
+def test_reshard_lays_value_and_gradient_out_apart():
+    mesh = mesh_of(1, 8, 1)
+    assert reshard(jnp.ones(8), ("embed",), (None,)).sharding.is_fully_replicated  # no mesh: the identity
+    with use_mesh(mesh):
+        x = shard(jnp.arange(8.0), ("embed",))
+        y, back = jax.jit(lambda x: jax.vjp(lambda x: reshard(x, (None,), ("embed",)), x))(x)
+        assert y.sharding.is_fully_replicated
+        (grad,) = jax.jit(lambda g: back(g))(jnp.ones(8))
+        assert grad.sharding.spec == jax.P("fsdp")
+        np.testing.assert_array_equal(grad, np.ones(8))
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"width": "data"}, "rule for unknown axis 'width'; logical axes are batch, seq, embed"),
+        ({"width": "data"}, "rule for unknown axis 'width'; logical axes are batch, seq, seq_layer, embed"),
         ({"batch": "data+dp"}, "rule batch=data+dp names unknown mesh axis 'dp'; legal are stage, data, fsdp"),
     ],
 )

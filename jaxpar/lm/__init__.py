@@ -5,7 +5,7 @@
 | `data`, `tokenizer` | text -> tokens int [B, T] | experiments |
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
 | `blocks`, `attention`, `model` | params, tokens [B, T] -> features [B, T, D] or logits [B, T, V] | `loss`, `sample` |
-| `loss`, `optim`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
+| `loss`, `optim`, `muon`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
 | `sample`, `exchange` | prompt [B, T] -> tokens [B, S]; Hugging Face folder <-> params | experiments |
 """
 

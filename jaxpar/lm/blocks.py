@@ -1,6 +1,8 @@
 """The pieces of one layer: norms, rotary positions, the attention and mlp branches."""
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.lm.attention import attention, dense, dropout
 from jaxpar.lm.config import LMConfig
-from jaxpar.mesh import constrain
+from jaxpar.mesh import constrain, in_role, mesh_axes, reshard
 from jaxpar.types import PRNGKey
 
 __all__ = ["block", "norm", "rope_frequencies", "rotate"]
@@ -61,17 +63,35 @@ def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], freq: Float
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _matmul(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None, *axes: str | None) -> jax.Array:
-    """Multiplies by a weight gathered over "embed" (the fsdp share), after the cast: half the bytes."""
-    y = jnp.einsum(equation, x, constrain(weight.astype(x.dtype), *axes))
+def _matmul(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None, axes: tuple) -> jax.Array:
+    """Multiplies by a weight that is split as a step holds it; `axes` are the weight's logical axes."""
+    y: Any = checkpoint_name(_product(equation, axes, x, weight.astype(x.dtype)), "product")
     return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation: str, axes: tuple, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Gathers the weight and multiplies; the backward pass gathers again, so that no gathered weight is ever kept."""
+    return jnp.einsum(equation, x, constrain(weight, *in_role(axes, "use"), name="a weight"))
+
+
+def _product_backward(equation, axes, kept, g):
+    x, weight = kept
+    if mesh_axes("embed_weight"):  # else XLA would find that both gathers are the same, and keep the first
+        weight = jax.lax.optimization_barrier(weight)
+    weight = constrain(weight, *in_role(axes, "use"), name="a weight")
+    dx, dweight = jax.vjp(functools.partial(jnp.einsum, equation), x, weight)[1](g)
+    return dx, constrain(dweight, *in_role(axes, "grad"), name="gradient of a weight")
+
+
+_product.defvjp(lambda equation, axes, x, weight: (_product(equation, axes, x, weight), (x, weight)), _product_backward)
 
 
 def _qkv(x, layer, config: LMConfig, positions):
     """Projects [B, T, D] to queries [B, T, H, K] and keys and values [B, T, G, K], rotated if rope."""
-    q = _matmul("btd,dhk->bthk", x, layer["wq"], layer.get("bq"), None, "heads", "head_dim")
-    k = _matmul("btd,dgk->btgk", x, layer["wk"], layer.get("bk"), None, "kv_heads", "head_dim")
-    v = _matmul("btd,dgk->btgk", x, layer["wv"], layer.get("bv"), None, "kv_heads", "head_dim")
+    q = _matmul("btd,dhk->bthk", x, layer["wq"], layer.get("bq"), ("embed", "heads", "head_dim"))
+    k = _matmul("btd,dgk->btgk", x, layer["wk"], layer.get("bk"), ("embed", "kv_heads", "head_dim"))
+    v = _matmul("btd,dgk->btgk", x, layer["wv"], layer.get("bv"), ("embed", "kv_heads", "head_dim"))
     if config.positions == "rope":
         freq = rope_frequencies(config)
         q, k = rotate(q, positions, freq), rotate(k, positions, freq)
@@ -80,13 +100,13 @@ def _qkv(x, layer, config: LMConfig, positions):
 
 def _mlp(x, layer, config: LMConfig):
     """[B, T, D] -> [B, T, F] -> [B, T, D]."""
-    up = checkpoint_name(_matmul("btd,df->btf", x, layer["w_up"], layer.get("b_up"), None, "mlp"), "mlp")
+    up = checkpoint_name(_matmul("btd,df->btf", x, layer["w_up"], layer.get("b_up"), ("embed", "mlp")), "mlp")
     parts = [up]
     if config.activation == "swiglu":
-        gate = _matmul("btd,df->btf", x, layer["w_gate"], layer.get("b_gate"), None, "mlp")
+        gate = _matmul("btd,df->btf", x, layer["w_gate"], layer.get("b_gate"), ("embed", "mlp"))
         parts = [checkpoint_name(gate, "mlp"), up]
     hidden = ACTIVATIONS[config.activation](*parts)
-    return _matmul("btf,fd->btd", hidden, layer["w_down"], layer.get("b_down"), "mlp", None)
+    return _matmul("btf,fd->btd", hidden, layer["w_down"], layer.get("b_down"), ("mlp", "embed"))
 
 
 def _elementwise(forward, same_for_gradient):
@@ -123,6 +143,10 @@ ACTIVATIONS = {
 }
 
 
+# Axes of activations [B, T, D]: between branches, inside them, and while sampling, when T is a token or a prompt.
+RESIDUAL, INSIDE, SAMPLED = ("batch", "seq", None), ("batch", "seq_layer", None), ("batch", None, None)
+
+
 def block(
     x: Float[Array, "B T D"],
     layer: dict,
@@ -148,7 +172,16 @@ def block(
       The residual stream, and the cache with the new keys and values (None without one).
     """
     keys = (None,) * 3 if key is None or config.dropout == 0.0 else tuple(jax.random.split(key, 3))
-    h = norm(x, layer["attn_norm"], config)
+    outside, inside = (RESIDUAL, INSIDE) if cache is None else (SAMPLED, SAMPLED)
+
+    # Where the two split the sequence differently: a gather into a branch, a scattered sum out of it.
+    def enter(x):
+        return reshard(x, inside, outside)
+
+    def leave(x):
+        return reshard(x, outside, inside)
+
+    h = enter(norm(x, layer["attn_norm"], config))
     q, k, v = _qkv(h, layer, config, positions)
     if cache is None:
         mixed = attention(
@@ -160,8 +193,8 @@ def block(
         slots = jnp.arange(cache[0].shape[1])
         mixed = dense(q, *cache, seen=slots[None, None, :] <= positions[:, :, None])
     mixed = checkpoint_name(mixed, "attention")
-    out = _matmul("bthk,hkd->btd", mixed, layer["wo"], layer.get("bo"), "heads", "head_dim", None)
-    x = constrain(x + dropout(out, config.dropout, keys[1]), "batch", "seq", None)
-    out = _mlp(norm(x, layer["mlp_norm"], config), layer, config)
-    x = constrain(x + dropout(out, config.dropout, keys[2]), "batch", "seq", None)
+    out = leave(_matmul("bthk,hkd->btd", mixed, layer["wo"], layer.get("bo"), ("heads", "head_dim", "embed")))
+    x = x + dropout(out, config.dropout, keys[1])
+    out = leave(_mlp(enter(norm(x, layer["mlp_norm"], config)), layer, config))
+    x = x + dropout(out, config.dropout, keys[2])
     return checkpoint_name(x, "residual"), cache

@@ -80,7 +80,7 @@ def cross_entropy(
 
 def _forward(x, head, targets, weights, chunk, low_logits):
     value, dx, dhead = _sharded(x, head, targets, weights, chunk, low_logits, with_grads=True)
-    return value, (dx, constrain(dhead, "vocab", "embed").astype(head.dtype))
+    return value, (dx, constrain(dhead, "vocab", "embed_grad").astype(head.dtype))
 
 
 def _backward(chunk, low_logits, grads, g):
@@ -94,11 +94,11 @@ cross_entropy.defvjp(_forward, _backward)
 
 def _sharded(x, head, targets, weights, chunk, low_logits, with_grads):
     """Runs `_on_device` on every device's tokens and symbols."""
-    tokens = ("batch", "seq")
+    tokens = ("batch", "seq_layer")
     in_axes = [(*tokens, None), ("vocab", None), tokens, tokens]
     out_axes = ((), (*tokens, None), ("vocab", None)) if with_grads else ()
     weight = constrain(head.astype(x.dtype), "vocab", None)
-    batch_axes = (*mesh_axes("batch"), *mesh_axes("seq"))
+    batch_axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
     fn = functools.partial(
         _on_device,
         chunk=chunk,

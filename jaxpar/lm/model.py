@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.lm.attention import dropout
-from jaxpar.lm.blocks import block, norm
+from jaxpar.lm.blocks import INSIDE, RESIDUAL, block, norm
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.params import cast
-from jaxpar.mesh import constrain, local, mesh_axes
+from jaxpar.lm.params import hold
+from jaxpar.mesh import constrain, local, mesh_axes, reshard
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["apply", "embed", "head", "hidden"]
@@ -34,14 +34,20 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array,
         return jax.lax.psum(jnp.where(mine[..., None], rows, 0), parts)
 
     axes = [("vocab", None), ("batch", None)]
-    return local(lookup, axes, ("batch", None, None))(constrain(table, "vocab", None), tokens)
+    table = reshard(table, ("vocab", None), ("vocab", "embed_grad"), "the embedding")
+    return local(lookup, axes, ("batch", None, None))(table, tokens)
+
+
+def place(table: Float[Array, "S D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Looks learned positions up, in a table that is gathered whole, as is its gradient: it is small."""
+    return constrain(table, None, None)[positions]
 
 
 def _remat(body, config: LMConfig):
     """Wraps a layer by what its backward pass may keep."""
     policies = jax.checkpoint_policies
     policy = {
-        "dots": policies.dots_with_no_batch_dims_saveable,
+        "dots": policies.save_only_these_names("product"),
         "names": policies.save_only_these_names(*SAVED_NAMES),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
@@ -82,16 +88,16 @@ def hidden(
     batch, length = tokens.shape
     if config.positions == "learned" and length > config.max_seq_len:
         raise UsageError(f"sequences of {length} tokens are over model.max_seq_len={config.max_seq_len}.")
-    params = cast(params, config)
+    params = hold(params, config)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     x = embed(params["embedding"], tokens)
     if config.positions == "learned":
-        x = x + constrain(params["positions"], None, None)[positions]
+        x = x + place(params["positions"], positions)
     # Folded by number, so that layer l drops the same things scanned and unrolled.
     if dropout_key is not None:
         x = dropout(x, config.dropout, jax.random.fold_in(dropout_key, config.num_layers))
-    x = constrain(x.astype(config.dtype), "batch", "seq", None)
+    x = constrain(x.astype(config.dtype), *RESIDUAL)
 
     def body(x, layer_and_index):
         layer, index = layer_and_index
@@ -104,7 +110,7 @@ def hidden(
     else:
         for index, layer in enumerate(_unstack(params["layers"], config.num_layers)):
             x, _ = body(x, (layer, index))
-    return norm(x, params["final_norm"], config)
+    return reshard(norm(x, params["final_norm"], config), INSIDE, RESIDUAL)
 
 
 def _unstack(layers: PyTree, num_layers: int) -> list[PyTree]:

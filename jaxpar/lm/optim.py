@@ -4,13 +4,14 @@ import dataclasses
 
 import jax
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
+from optax.contrib import MuonDimensionNumbers
 
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.types import PyTree, UsageError
+from jaxpar.lm.muon import muon_dimensions, scale_by_whole_muon
+from jaxpar.types import UsageError
 
-__all__ = ["OptimizerConfig", "learning_rate", "make_optimizer", "muon_dimensions"]
+__all__ = ["OptimizerConfig", "learning_rate", "make_optimizer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,26 +78,6 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     )
 
 
-def muon_dimensions(model: LMConfig) -> PyTree:
-    """Returns Muon's dimension numbers a leaf, None where AdamW shall do.
-
-    Matrices of the layers map "embed" to the rest or back, so the logical axes say which dimensions
-    are contracted; "layers" is a batch of matrices. Without this, optax hands stacked leaves to Adam.
-    """
-
-    def numbers(path, leaf: declared.Leaf):
-        if isinstance(leaf.init, str) or leaf.axes[0] != "layers":
-            return None
-        embed = (leaf.axes.index("embed"),)
-        rest = tuple(i for i in range(1, len(leaf.axes)) if i not in embed)
-        first, second = (embed, rest) if embed[0] == 1 else (rest, embed)
-        return MuonDimensionNumbers(reduction_axis=first, output_axis=second)
-
-    return jax.tree_util.tree_map_with_path(
-        numbers, declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, declared.Leaf)
-    )
-
-
 def make_optimizer(config: OptimizerConfig, model: LMConfig, num_steps: int) -> optax.GradientTransformation:
     """Returns clipping, then AdamW or Muon, with decay on matrices only.
 
@@ -107,15 +88,14 @@ def make_optimizer(config: OptimizerConfig, model: LMConfig, num_steps: int) -> 
     if config.name == "adamw":
         update = (optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask),)
     else:
-        step = muon(
-            rate,
-            beta=config.b1,
-            eps=config.eps,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            muon_weight_dimension_numbers=muon_dimensions(model),
-            consistent_rms=0.2,
+        labels = jax.tree.map(
+            lambda numbers: "adam" if numbers is None else "muon",
+            muon_dimensions(model),
+            is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
         )
+        whole = scale_by_whole_muon(model, config.b1, config.eps)
+        adam = optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=True)
+        step = optax.chain(optax.partition({"muon": whole, "adam": adam}, labels), optax.scale_by_learning_rate(rate))
         # Decay apart: optax's Muon would decay every parameter that it hands to Adam, norms and biases too.
         decay = optax.add_decayed_weights(lambda count: -config.weight_decay * rate(count), mask)
         update = (step, decay)

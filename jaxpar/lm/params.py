@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
+from jaxpar.mesh import in_role, reshard
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Leaf", "abstract", "axes", "cast", "flops_per_token", "init", "is_weight", "leaves", "num_params"]
+__all__ = ["Leaf", "abstract", "axes", "flops_per_token", "hold", "init", "is_weight", "leaves", "num_params"]
 
 
 class Leaf(NamedTuple):
@@ -119,16 +120,22 @@ def is_weight(config: LMConfig) -> PyTree:
     return _map(lambda _, leaf: not isinstance(leaf.init, str), config)
 
 
-def cast(params: PyTree, config: LMConfig) -> PyTree:
-    """Returns the layers' weights in `config.dtype`, at once: gathers and gradients of layers then move half the bytes.
+def hold(params: PyTree, config: LMConfig) -> PyTree:
+    """Returns the parameters with the layers' weights as a step holds them: in `config.dtype`, split by "embed_weight".
 
-    Norms and biases stay as they are, and so do the embedding and the head, which are cast where they are used.
+    Casting at once halves the bytes of every gather and gradient of a layer. Norms and biases stay as they are; the
+    embedding, the head and learned positions are gathered where they are used, which is once. Gradients of the weights
+    arrive split by "embed_grad".
     """
 
-    def lower(weight: bool, leaf: jax.Array):
-        return leaf.astype(config.dtype) if weight else leaf
+    def held(path, leaf: Leaf, x: jax.Array):
+        if isinstance(leaf.init, str):
+            return x
+        axes, grad_axes = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
+        return reshard(x.astype(config.dtype), axes, grad_axes, jax.tree_util.keystr(path))
 
-    return params | {"layers": jax.tree.map(lower, is_weight(config)["layers"], params["layers"])}
+    layers = leaves(config)["layers"]
+    return params | {"layers": jax.tree_util.tree_map_with_path(held, layers, params["layers"], is_leaf=_is_leaf)}
 
 
 def num_params(config: LMConfig) -> int:

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.lm.blocks import block, norm
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.model import embed, head
-from jaxpar.lm.params import cast
+from jaxpar.lm.model import embed, head, place
+from jaxpar.lm.params import hold
 from jaxpar.mesh import constrain
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -72,10 +72,10 @@ def extend(
     Returns:
       Logits in float32 at least, and the cache with the new keys and values.
     """
-    params = cast(params, config)
+    params = hold(params, config)
     x = embed(params["embedding"], tokens)
     if config.positions == "learned":
-        x = x + constrain(params["positions"], None, None)[positions]
+        x = x + place(params["positions"], positions)
     x = constrain(x.astype(config.dtype), "batch", None, None)
 
     def body(x, layer_and_cache) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -206,9 +207,9 @@ def test_axes_of_the_state_follow_the_parameters(name):
     state, axes = by_path(jax.eval_shape(trainer.init, jax.random.key(0))), by_path(trainer.axes())
     declared = {path.removeprefix("params/"): names for path, names in axes.items() if path.startswith("params/")}
     assert declared["layers/wq"] == ("layers", "embed", "heads", "head_dim")
-    moments = [path for path in axes if any(part in path for part in ("/mu/", "/nu/"))]
+    moments = [path for path in axes if any(part in path for part in ("/mu/", "/nu/", "/mean/"))]
     assert len(moments) >= len(declared)
     for path in moments:
-        assert axes[path] == declared[path.split("u/", 1)[1]]
+        assert axes[path] == declared[re.split("/(?:mu|nu|mean)/", path)[1]]
     rest = axes.keys() - set(moments) - {f"params/{path}" for path in declared}
     assert all(axes[path] == (None,) * state[path].ndim for path in rest)
