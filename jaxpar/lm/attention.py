@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.mesh import local, mesh_axes, platform
+from jaxpar.mesh import constrain, local, mesh_axes, platform
 from jaxpar.types import PRNGKey, UsageError
 
 __all__ = ["attention", "dense", "dropout"]
 
 HEADS = ("batch", None, "heads", "head_dim")
 KV_HEADS = ("batch", None, "kv_heads", "head_dim")
+SPLIT, KV_SPLIT = ("batch", "seq_layer", *HEADS[2:]), ("batch", "seq_layer", *KV_HEADS[2:])
 
 
 def attention(
@@ -48,6 +49,8 @@ def attention(
     Raises:
       UsageError: If a kernel asked for by name cannot take this dtype, head size, length or dropout.
     """
+    # Projected where their tokens are; a split sequence is gathered here and nowhere earlier.
+    q, k, v = constrain(q, *SPLIT), constrain(k, *KV_SPLIT), constrain(v, *KV_SPLIT)
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         kv_axes = HEADS
@@ -72,7 +75,8 @@ def attention(
 
     in_axes = [HEADS, kv_axes, kv_axes]
     in_axes += [("batch", None)] * len(segment_args) + [("batch", "heads")] * len(key_args)
-    return local(block, in_axes, HEADS, check=impl == "xla")(q, k, v, *segment_args, *key_args)
+    out = local(block, in_axes, HEADS, check=impl == "xla")(q, k, v, *segment_args, *key_args)
+    return constrain(out, *SPLIT)
 
 
 def dense(

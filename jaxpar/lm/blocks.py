@@ -63,35 +63,40 @@ def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], freq: Float
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _matmul(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None, axes: tuple) -> jax.Array:
-    """Multiplies by a weight that is split as a step holds it; `axes` are the weight's logical axes."""
-    y: Any = checkpoint_name(_product(equation, axes, x, weight.astype(x.dtype)), "product")
+def _matmul(equation: str, x: jax.Array, layer: dict, name: str, config: LMConfig, axes: tuple) -> jax.Array:
+    """Multiplies by the weight `w<name>`, split as a step holds it, and adds `b<name>`; `axes` are the weight's."""
+    weight, bias = layer["w" + name], layer.get("b" + name)
+    apart = not config.scan_layers and config.remat == "none"
+    y: Any = checkpoint_name(_product(equation, axes, apart, x, weight.astype(x.dtype)), "product")
     return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation: str, axes: tuple, x: jax.Array, weight: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(equation: str, axes: tuple, apart: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Gathers the weight and multiplies; the backward pass gathers again, so that no gathered weight is ever kept."""
     return jnp.einsum(equation, x, constrain(weight, *in_role(axes, "use"), name="a weight"))
 
 
-def _product_backward(equation, axes, kept, g):
+def _product_backward(equation, axes, apart, kept, g):
     x, weight = kept
-    if mesh_axes("embed_weight"):  # else XLA would find that both gathers are the same, and keep the first
+    if apart and mesh_axes("embed_weight"):  # with no loop nor remat between them, XLA would find both gathers the same
         weight = jax.lax.optimization_barrier(weight)
     weight = constrain(weight, *in_role(axes, "use"), name="a weight")
     dx, dweight = jax.vjp(functools.partial(jnp.einsum, equation), x, weight)[1](g)
     return dx, constrain(dweight, *in_role(axes, "grad"), name="gradient of a weight")
 
 
-_product.defvjp(lambda equation, axes, x, weight: (_product(equation, axes, x, weight), (x, weight)), _product_backward)
+_product.defvjp(
+    lambda equation, axes, apart, x, weight: (_product(equation, axes, apart, x, weight), (x, weight)),
+    _product_backward,
+)
 
 
 def _qkv(x, layer, config: LMConfig, positions):
     """Projects [B, T, D] to queries [B, T, H, K] and keys and values [B, T, G, K], rotated if rope."""
-    q = _matmul("btd,dhk->bthk", x, layer["wq"], layer.get("bq"), ("embed", "heads", "head_dim"))
-    k = _matmul("btd,dgk->btgk", x, layer["wk"], layer.get("bk"), ("embed", "kv_heads", "head_dim"))
-    v = _matmul("btd,dgk->btgk", x, layer["wv"], layer.get("bv"), ("embed", "kv_heads", "head_dim"))
+    q = _matmul("btd,dhk->bthk", x, layer, "q", config, ("embed", "heads", "head_dim"))
+    k = _matmul("btd,dgk->btgk", x, layer, "k", config, ("embed", "kv_heads", "head_dim"))
+    v = _matmul("btd,dgk->btgk", x, layer, "v", config, ("embed", "kv_heads", "head_dim"))
     if config.positions == "rope":
         freq = rope_frequencies(config)
         q, k = rotate(q, positions, freq), rotate(k, positions, freq)
@@ -100,13 +105,13 @@ def _qkv(x, layer, config: LMConfig, positions):
 
 def _mlp(x, layer, config: LMConfig):
     """[B, T, D] -> [B, T, F] -> [B, T, D]."""
-    up = checkpoint_name(_matmul("btd,df->btf", x, layer["w_up"], layer.get("b_up"), ("embed", "mlp")), "mlp")
+    up = checkpoint_name(_matmul("btd,df->btf", x, layer, "_up", config, ("embed", "mlp")), "mlp")
     parts = [up]
     if config.activation == "swiglu":
-        gate = _matmul("btd,df->btf", x, layer["w_gate"], layer.get("b_gate"), ("embed", "mlp"))
+        gate = _matmul("btd,df->btf", x, layer, "_gate", config, ("embed", "mlp"))
         parts = [checkpoint_name(gate, "mlp"), up]
     hidden = ACTIVATIONS[config.activation](*parts)
-    return _matmul("btf,fd->btd", hidden, layer["w_down"], layer.get("b_down"), ("mlp", "embed"))
+    return _matmul("btf,fd->btd", hidden, layer, "_down", config, ("mlp", "embed"))
 
 
 def _elementwise(forward, same_for_gradient):
@@ -193,7 +198,7 @@ def block(
         slots = jnp.arange(cache[0].shape[1])
         mixed = dense(q, *cache, seen=slots[None, None, :] <= positions[:, :, None])
     mixed = checkpoint_name(mixed, "attention")
-    out = leave(_matmul("bthk,hkd->btd", mixed, layer["wo"], layer.get("bo"), ("heads", "head_dim", "embed")))
+    out = leave(_matmul("bthk,hkd->btd", mixed, layer, "o", config, ("heads", "head_dim", "embed")))
     x = x + dropout(out, config.dropout, keys[1])
     out = leave(_mlp(enter(norm(x, layer["mlp_norm"], config)), layer, config))
     x = x + dropout(out, config.dropout, keys[2])

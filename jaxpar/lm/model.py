@@ -21,8 +21,11 @@ def head(params: PyTree) -> Float[Array, "V D"]:
     return params.get("head", params["embedding"])
 
 
-def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Looks tokens up in a table split over the vocabulary; one sum over its parts, no gather of the table."""
+def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], axes: tuple = INSIDE) -> Float[Array, "B T D"]:
+    """Looks tokens up in a table split over the vocabulary; one sum over its parts, no gather of the table.
+
+    `axes` are those of the result.
+    """
     parts = mesh_axes("vocab")
 
     def lookup(table, tokens):
@@ -33,9 +36,8 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array,
         rows = table[jnp.where(mine, index, 0)]
         return jax.lax.psum(jnp.where(mine[..., None], rows, 0), parts)
 
-    axes = [("vocab", None), ("batch", None)]
     table = reshard(table, ("vocab", None), ("vocab", "embed_grad"), "the embedding")
-    return local(lookup, axes, ("batch", None, None))(table, tokens)
+    return local(lookup, [("vocab", None), axes[:2]], axes)(table, tokens)
 
 
 def place(table: Float[Array, "S D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:

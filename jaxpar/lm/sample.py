@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.lm.blocks import block, norm
+from jaxpar.lm.blocks import SAMPLED, block, norm
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, head, place
 from jaxpar.lm.params import hold
@@ -73,10 +73,10 @@ def extend(
       Logits in float32 at least, and the cache with the new keys and values.
     """
     params = hold(params, config)
-    x = embed(params["embedding"], tokens)
+    x = embed(params["embedding"], tokens, SAMPLED)
     if config.positions == "learned":
         x = x + place(params["positions"], positions)
-    x = constrain(x.astype(config.dtype), "batch", None, None)
+    x = constrain(x.astype(config.dtype), *SAMPLED)
 
     def body(x, layer_and_cache) -> Any:
         layer, cache = layer_and_cache
