@@ -24,7 +24,7 @@ class Chip:
       name: As in "v5p:4x4x4".
       kind: How `device_kind` of JAX begins.
       flops: Dense bfloat16 FLOP/s.
-      hbm_bytes: Capacity.
+      hbm_bytes: Capacity, of a TPU without what its runtime keeps.
       hbm_bandwidth: Bytes/s.
       link_bandwidth: Bytes/s one way of one link: ICI of a TPU, NVLink of a GPU.
       links: Links of the device; a ring of an all-gather uses two of a torus at a time, and all of a GPU's switch.
@@ -51,15 +51,16 @@ _MEGACORE = (("chip_config_name", "megacore"),)  # libtpu would show each v4 chi
 
 # TPU v5e, v5p and v6e: "How to scale your model", its table of TPU specs; v4: Jouppi et al., arXiv:2304.01433, table 4,
 # and the same book; tpu7x: Google Cloud's TPU7x page (a chip: 2307 TFLOP/s, 192 GB, 7.37 TB/s, 1.2 TB/s of ICI over
-# six links and both ways), halved. GPUs: NVIDIA's data sheets of the SXM parts, dense, not with sparsity.
+# six links and both ways), halved. A TPU's memory is what libtpu's compiler lets a program have, read out of its
+# refusals. GPUs: NVIDIA's data sheets of the SXM parts, dense, not with sparsity.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "TPU v4", 275e12, 32e9, 1.23e12, 45e9, 6, 3, 1, "2x2x2", _MEGACORE),
-        Chip("v5e", "TPU v5 lite", 197e12, 16e9, 0.81e12, 45e9, 4, 2, 1, "4x4"),
-        Chip("v5p", "TPU v5", 459e12, 96e9, 2.8e12, 90e9, 6, 3, 1, "4x4x4"),
-        Chip("v6e", "TPU v6 lite", 920e12, 32e9, 1.6e12, 90e9, 4, 2, 1, "4x4"),
-        Chip("tpu7x", "TPU7x", 1153.5e12, 96e9, 3.69e12, 100e9, 6, 3, 2, "2x2x1"),
+        Chip("v4", "TPU v4", 275e12, 30.75 * 2**30, 1.23e12, 45e9, 6, 3, 1, "2x2x2", _MEGACORE),
+        Chip("v5e", "TPU v5 lite", 197e12, 15.75 * 2**30, 0.81e12, 45e9, 4, 2, 1, "4x4"),
+        Chip("v5p", "TPU v5", 459e12, 95.73 * 2**30, 2.8e12, 90e9, 6, 3, 1, "4x4x4"),
+        Chip("v6e", "TPU v6 lite", 920e12, 31.24 * 2**30, 1.6e12, 90e9, 4, 2, 1, "4x4"),
+        Chip("tpu7x", "TPU7x", 1153.5e12, 94.74 * 2**30, 3.69e12, 100e9, 6, 3, 2, "2x2x1"),
         Chip("a100", "NVIDIA A100", 312e12, 80e9, 2.039e12, 300e9, 1),
         Chip("h100", "NVIDIA H100", 989.4e12, 80e9, 3.35e12, 450e9, 1),
         Chip("h200", "NVIDIA H200", 989.4e12, 141e9, 4.8e12, 450e9, 1),
