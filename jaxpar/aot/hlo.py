@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["KINDS", "Collective", "axes_of", "collectives", "replica_groups", "trip_counts"]
+__all__ = ["KINDS", "Collective", "Crossing", "axes_of", "collectives", "crossings", "replica_groups", "trip_counts"]
 
 KINDS = (
     "all-reduce",
@@ -61,6 +61,22 @@ class Collective(NamedTuple):
         return sum(bits) // 8
 
 
+class Crossing(NamedTuple):
+    """Collectives of one kind over the same mesh axes, in one step, on one device.
+
+    Attributes:
+      kind: As in `KINDS`.
+      axes: Mesh axes, joined by "+".
+      count: Executions.
+      bytes: Payload of all of them.
+    """
+
+    kind: str
+    axes: str
+    count: int
+    bytes: int
+
+
 class _Instruction(NamedTuple):
     name: str
     shape: str
@@ -96,6 +112,17 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
             if spans != ():
                 out.append(Collective(kind, spans, shapes, dtypes, times[computation], found.name))
     return out
+
+
+def crossings(found: list[Collective]) -> tuple[Crossing, ...]:
+    """Sums collectives by kind and mesh axes, the largest first."""
+    count: collections.Counter = collections.Counter()
+    size: collections.Counter = collections.Counter()
+    for one in found:
+        key = one.kind, "+".join(one.axes) if one.axes else "?"
+        count[key] += one.trips
+        size[key] += one.trips * one.bytes
+    return tuple(Crossing(kind, axes, count[kind, axes], total) for (kind, axes), total in size.most_common())
 
 
 def trip_counts(text: str) -> dict[str, int | None]:

@@ -1,0 +1,310 @@
+"""Memory traffic and live memory of a step, from its jaxpr: what a compiler that fuses well would read, write and keep.
+
+The model: products, kernels, sorts, scatters and loops read and write memory; everything between them (elementwise
+work, broadcasts, slices, row reductions) is fused into what consumes it, so that a chain reads its inputs and writes
+its result once. A value that several consumers need is written once if that moves fewer bytes than making it again in
+each. Everything is in bytes and operations of one device.
+
+What it misses: layouts and padding, fusion into a product's epilogue, what XLA copies or recomputes for reasons of its
+own, and caches.
+"""
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxpar.aot.flops import flops_of, inner_jaxprs, matmul_flops, shards
+from jaxpar.aot.hlo import Crossing
+
+__all__ = ["Layout", "Traffic", "bytes_of", "traffic_of"]
+
+_VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "slice", "dynamic_slice", "copy", "rev", "split", "name"}
+_VIEWS |= {"stop_gradient", "optimization_barrier", "copy_p", "pvary", "mesh_cast", "reshard"}
+_CUTS = {"slice", "dynamic_slice", "gather", "split"}
+_HEAVY = {"sort", "cumsum", "cumprod", "cummax", "cumlogsumexp", "top_k", "fft", "ffi_call", "scatter", "scatter-add"}
+_SUMS = {"psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "all_gather": "all-gather"}
+_LOOPS = {"scan", "while", "cond"}
+
+
+class Traffic(NamedTuple):
+    """What one execution does on one device.
+
+    Attributes:
+      operations: (operations, bytes) of a kernel -> how often it runs.
+      peak: Most bytes alive at once, arguments and donated results not counted.
+      crossings: Collectives that the layout calls for, the largest first: gathers of what the program constrains to
+        be whole, sums of products over split dimensions, and those written out in blocks. A compiler merges some.
+    """
+
+    operations: dict[tuple[float, float], float]
+    peak: float
+    crossings: tuple[Crossing, ...]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes read and written."""
+        return sum(size * count for (_, size), count in self.operations.items())
+
+    @property
+    def flops(self) -> float:
+        """Operations of products and kernels."""
+        return sum(flops * count for (flops, _), count in self.operations.items())
+
+    def seconds(self, flops: float, bandwidth: float) -> float:
+        """Returns the time of the kernels one after the other, each bound by arithmetic or by memory."""
+        return sum(count * max(f / flops, b / bandwidth) for (f, b), count in self.operations.items())
+
+
+class Layout:
+    """How arrays of a program lie on the devices, as far as their shapes tell; here, on one device.
+
+    Attributes:
+      sizes: Of the mesh axes.
+    """
+
+    sizes: Mapping[str, int] = {}
+
+    def axes(self, shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+        """Returns the mesh axes that split each dimension of an array."""
+        return ((),) * len(shape)
+
+    def bytes(self, aval: Any) -> float:
+        """Returns an array's bytes on one device."""
+        return bytes_of(aval)
+
+
+class _Value:
+    """An array: in memory (`reads` is None), or fused, with the bytes it would read of values in memory."""
+
+    __slots__ = ("last", "reads", "sinks", "size", "view")
+
+    def __init__(self, size: float, reads: "dict[_Value, float] | None" = None):
+        self.size = size
+        self.reads = reads
+        self.view = False
+        self.sinks: set[int] = set()
+        self.last = -1
+
+
+class _Node(NamedTuple):
+    eqn: Any
+    ins: list[_Value]
+    outs: list[_Value]
+    devices: int  # that share its operations
+    layout: Layout
+
+
+def traffic_of(jaxpr: Any, layout: Layout | None = None, num_devices: int = 1) -> Traffic:
+    """Returns the traffic of a jaxpr.
+
+    Args:
+      jaxpr: Of a step, as `jax.make_jaxpr(step)(*args).jaxpr`.
+      layout: How its arrays lie; by default whole on one device.
+      num_devices: Devices that share the operations.
+    """
+    return _Program(layout or Layout(), num_devices).run(jaxpr)
+
+
+def bytes_of(aval: Any) -> float:
+    """Returns the bytes of an abstract value, 0 for a key or a token."""
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return float(math.prod(getattr(aval, "shape", ())) * itemsize)
+
+
+class _Program:
+    """One jaxpr, its calls inlined; the bodies of its loops are programs of their own."""
+
+    def __init__(self, layout: Layout, num_devices: int):
+        self.layout, self.num_devices = layout, num_devices
+        self.nodes: list[_Node] = []
+        self.operations: dict[tuple[float, float], float] = collections.defaultdict(float)
+        self.extra: dict[int, float] = {}  # node -> bytes that it needs while it runs
+        self.crossings: dict[tuple[str, str], Any] = collections.defaultdict(lambda: np.zeros(2))
+
+    def run(self, jaxpr: Any) -> Traffic:
+        known = {var: _Value(self.layout.bytes(var.aval)) for var in (*jaxpr.invars, *jaxpr.constvars)}
+        arguments = set(known.values())
+        self._inline(jaxpr, known, self.layout, self.num_devices)
+        outs = [known[var] for var in jaxpr.outvars if not isinstance(var, Literal)]
+        self._find_sinks(outs)
+        born: dict[_Value, int] = {}
+        for place, node in enumerate(self.nodes):
+            self._visit(place, node, born)
+        end = len(self.nodes)
+        self._results(outs, arguments, end)
+        found = [Crossing(*kind, int(count), int(size)) for kind, (count, size) in self.crossings.items()]
+        found.sort(key=lambda one: -one.bytes)
+        return Traffic(dict(self.operations), self._peak(born, end), tuple(found))
+
+    def _inline(self, jaxpr: Any, known: dict, layout: Layout, devices: int) -> None:
+        def value(atom) -> _Value:
+            return known[atom] if not isinstance(atom, Literal) else _Value(0.0)
+
+        for eqn in jaxpr.eqns:
+            ins = [value(atom) for atom in eqn.invars]
+            body = None if eqn.primitive.name in (*_LOOPS, "pallas_call") else next(inner_jaxprs(eqn), None)
+            if body is not None:
+                inner = dict(zip(body.invars, ins, strict=True)) | {var: _Value(0.0) for var in body.constvars}
+                blocks = shards(eqn) > 1 or eqn.primitive.name == "shard_map"
+                self._inline(body, inner, Layout() if blocks else layout, 1 if blocks else devices)
+                for var, atom in zip(eqn.outvars, body.outvars, strict=True):
+                    known[var] = inner[atom] if not isinstance(atom, Literal) else _Value(0.0)
+                continue
+            outs = [_Value(_placed_size(eqn, var.aval, layout)) for var in eqn.outvars]
+            known.update(zip(eqn.outvars, outs, strict=True))
+            self.nodes.append(_Node(eqn, ins, outs, devices, layout))
+
+    def _find_sinks(self, outs: list[_Value]) -> None:
+        """Notes for each value the kernels that it flows into through fused work; -1 is the program's end."""
+        for value in outs:
+            value.sinks.add(-1)
+        for place, node in reversed(list(enumerate(self.nodes))):
+            heavy = _is_heavy(node)
+            flow = {place} if heavy else set().union(*(out.sinks for out in node.outs))
+            for value in node.ins:
+                value.sinks |= flow
+
+    def _visit(self, place: int, node: _Node, born: dict[_Value, int]) -> None:
+        name = node.eqn.primitive.name
+        if _is_heavy(node):
+            read = sum(self._fetch(value, place, born) for value in node.ins)
+            for out in node.outs:
+                born[out] = place
+            if name in _LOOPS:
+                self._loop(place, node)
+                return
+            if name.startswith("scatter") or name == "dynamic_update_slice":  # in place
+                read -= node.ins[0].size
+                written = read
+            else:
+                written = sum(out.size for out in node.outs)
+            # What one device does: inside a block the jaxpr is one device's already.
+            flops = (matmul_flops(node.eqn) if name != "pallas_call" else _kernel_flops(node.eqn)) or 0.0
+            self.operations[flops / node.devices, read + written] += 1
+            if name == "dot_general":
+                self._sum(node)
+            return
+        reads: dict[_Value, float] = {}
+        for value in node.ins:
+            for source, amount in ({value: value.size} if value.reads is None else value.reads).items():
+                reads[source] = max(reads.get(source, 0.0), amount)
+        if name in _CUTS:
+            reads = {source: min(amount, node.outs[0].size) for source, amount in reads.items()}
+        total = sum(reads.values())
+        for out in node.outs:
+            out.reads = reads
+            out.view = name in _VIEWS and all(value.reads is None or value.view for value in node.ins[:1])
+            count = len(out.sinks)
+            gathered = name == "sharding_constraint" and out.size > 1.01 * node.ins[0].size
+            shared = count * total > total + (1 + count) * out.size
+            summed = name.startswith("reduce") and (count > 1 or -1 in out.sinks)
+            if gathered or shared or summed:
+                self._write(out, place, born)
+            if gathered:
+                kept = {axis for entry in node.eqn.params["sharding"].spec for axis in _names(entry)}
+                over = [a for entry in node.layout.axes(node.eqn.invars[0].aval.shape) for a in entry if a not in kept]
+                self._cross("all-gather", over, out.size)
+            elif name in _SUMS:
+                self._cross(_SUMS[name], node.eqn.params.get("axes", node.eqn.params.get("axis_name", ())), out.size)
+
+    def _fetch(self, value: _Value, place: int, born: dict[_Value, int]) -> float:
+        """Returns what a kernel reads of a value, after writing it to memory if it must be there."""
+        if value.reads is not None and not value.view:
+            self._write(value, place, born)
+        for source, _ in (value.reads or {value: 0.0}).items():
+            source.last = max(source.last, place)
+        return value.size if value.reads is None else sum(value.reads.values())
+
+    def _write(self, value: _Value, place: int, born: dict[_Value, int]) -> None:
+        for source in value.reads or ():
+            source.last = max(source.last, place)
+        self.operations[0.0, sum((value.reads or {}).values()) + value.size] += 1
+        value.reads, value.last = None, place
+        born[value] = place
+
+    def _results(self, outs: list[_Value], arguments: set[_Value], end: int) -> None:
+        """The last fused work: every source is read once, for all results together."""
+        reads: dict[_Value, float] = {}
+        written = 0.0
+        for value in set(outs):
+            if value.reads is None:
+                value.last = end if value not in arguments else value.last
+                continue
+            written += value.size
+            for source, amount in value.reads.items():
+                reads[source] = max(reads.get(source, 0.0), amount)
+                source.last = end
+        if written:
+            self.operations[0.0, sum(reads.values()) + written] += 1
+
+    def _sum(self, node: _Node) -> None:
+        """Notes the sum over devices that a product over a split dimension needs."""
+        (contract, _), _ = node.eqn.params["dimension_numbers"]
+        split = node.layout.axes(node.eqn.invars[0].aval.shape)
+        over = [axis for dim in contract for axis in split[dim]]
+        # A gradient of weights comes whole out of its product, and is cut as its parameter afterwards.
+        whole = {axis for entry in node.layout.axes(node.eqn.outvars[0].aval.shape) for axis in entry} & set(over)
+        parts = math.prod(node.layout.sizes[axis] for axis in whole)
+        self._cross("reduce-scatter" if whole else "all-reduce", over, node.outs[0].size * parts)
+
+    def _cross(self, kind: str, axes: Any, size: float) -> None:
+        names = [axis for axis in _names(axes) if self.layout.sizes.get(axis, 2) > 1]
+        if names:
+            self.crossings[kind, "+".join(names)] += np.array([1.0, size])
+
+    def _loop(self, place: int, node: _Node) -> None:
+        """Adds a loop's body times its length, or a conditional's dearest branch."""
+        params, name = node.eqn.params, node.eqn.primitive.name
+        if name == "cond":
+            body, length = max((b.jaxpr for b in params["branches"]), key=lambda b: flops_of(b).total), 1
+        else:
+            body, length = params["jaxpr" if name == "scan" else "body_jaxpr"].jaxpr, params.get("length", 1)
+        inner = _Program(node.layout, node.devices).run(body)
+        for kind, axes, count, size in inner.crossings:
+            self.crossings[kind, axes] += np.array([count, size]) * length
+        for operation, count in inner.operations.items():
+            self.operations[operation] += count * length
+        self.extra[place] = inner.peak
+
+    def _peak(self, born: dict[_Value, int], end: int) -> float:
+        change = [0.0] * (end + 2)
+        for value, place in born.items():
+            change[place] += value.size
+            change[max(value.last, place) + 1] -= value.size
+        alive = peak = 0.0
+        for place in range(end + 1):
+            alive += change[place]
+            peak = max(peak, alive + self.extra.get(place, 0.0))
+        return peak
+
+
+def _is_heavy(node: _Node) -> bool:
+    name = node.eqn.primitive.name
+    heavy = name in _HEAVY or name in _LOOPS or name in ("pallas_call", "dynamic_update_slice")
+    return heavy or matmul_flops(node.eqn) is not None
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _kernel_flops(eqn: Any) -> float:
+    """Operations of a Pallas kernel."""
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    grid = math.prod(n if isinstance(n, int) else 1 for n in eqn.params["grid_mapping"].grid)
+    return grid * flops_of(eqn.params["jaxpr"]).total
+
+
+def _placed_size(eqn: Any, aval: Any, layout: Layout) -> float:
+    """Bytes of a result on a device: where the program constrains it, what it says."""
+    sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return float(math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize)
+    return layout.bytes(aval)
