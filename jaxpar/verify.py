@@ -26,10 +26,10 @@ __all__ = [
     "Layout",
     "Model",
     "Row",
-    "Traffic",
+    "Transfer",
     "every_layout",
     "explained",
-    "found_traffic",
+    "found_transfers",
     "leaf_errors",
     "tally",
     "verify",
@@ -79,7 +79,7 @@ class Layout(NamedTuple):
         return ".".join(f"{name}{size}" for name, size in sizes if size != 1) + f" {self.name}"
 
 
-class Traffic(NamedTuple):
+class Transfer(NamedTuple):
     """Arrays that cross devices in one step; scalars are left out.
 
     Attributes:
@@ -111,7 +111,7 @@ class Row:
       worst: Its path.
       steps: Error of the worst leaf of parameters and optimizer state after the steps.
       worst_step: Its path.
-      traffic: Found collectives by (kind, mesh axis): arrays and bytes a step.
+      transfers: Found collectives by (kind, mesh axis): arrays and bytes a step.
       kinds: HLO's own names by mesh axes, with arrays a step.
       breaches: What does not hold, a sentence each.
     """
@@ -124,7 +124,7 @@ class Row:
     worst: str = ""
     steps: float = 0.0
     worst_step: str = ""
-    traffic: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    transfers: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
     kinds: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     breaches: list[str] = dataclasses.field(default_factory=list)
 
@@ -162,7 +162,7 @@ def verify(
     layouts: Iterable[Layout],
     *,
     rules: Mapping[str, str] | None = None,
-    declared: Callable[[], list[Traffic]] | None = None,
+    declared: Callable[[], list[Transfer]] | None = None,
     dtypes: Sequence[str] = ("float32", "float64"),
     steps: int = 3,
     topology: Sequence[Any] | None = None,
@@ -219,7 +219,7 @@ class _Case(NamedTuple):
     batch: Callable[[int], PyTree]
     batch_axes: PyTree
     rules: Mapping[str, tuple[str, ...]]
-    declared: Callable[[], list[Traffic]] | None
+    declared: Callable[[], list[Transfer]] | None
 
 
 def _compare(case: _Case, dtype: str, model: Model, steps: int, one) -> Row:
@@ -244,7 +244,7 @@ def _compare(case: _Case, dtype: str, model: Model, steps: int, one) -> Row:
     ):
         if not error <= TOLERANCE[dtype]:
             row.breaches.append(f"{what} is off by {error:.1e}, over {TOLERANCE[dtype]:g}")
-    _judge_traffic(row, compiled.as_text() or "", mesh, model, case)
+    _judge_transfers(row, compiled.as_text() or "", mesh, model, case)
     return row
 
 
@@ -265,7 +265,7 @@ def _judge_topology(case: _Case, model: Model, devices: Sequence[Any]) -> Row:
     except UsageError as error:
         row.refused = str(error)
         return row
-    _judge_traffic(row, compiled.as_text() or "", mesh, model, case)
+    _judge_transfers(row, compiled.as_text() or "", mesh, model, case)
     return row
 
 
@@ -318,8 +318,8 @@ def _floats(tree: PyTree) -> dict[str, np.ndarray]:
 _KIND = {"all-gather": "gather", "all-reduce": "sum", "reduce-scatter": "sum"}
 
 
-def found_traffic(text: str, mesh: Any) -> list[Traffic]:
-    """Returns the collectives of a compiled program as `Traffic`; those of scalars alone are left out."""
+def found_transfers(text: str, mesh: Any) -> list[Transfer]:
+    """Returns the collectives of a compiled program as `Transfer`; those of scalars alone are left out."""
     out = []
     for c in hlo.collectives(text, mesh):
         arrays = [(shape, dtype) for shape, dtype in zip(c.shapes, c.dtypes, strict=True) if shape]
@@ -328,14 +328,14 @@ def found_traffic(text: str, mesh: Any) -> list[Traffic]:
             size = c._replace(shapes=shapes, dtypes=dtypes).bytes
             axes = c.axes if c.axes is not None else ("?",)
             kind = _KIND.get(c.kind, "exchange")
-            out.append(Traffic(kind, axes, len(arrays) * c.trips, size * c.trips, f"{c.kind} {c.name}"))
+            out.append(Transfer(kind, axes, len(arrays) * c.trips, size * c.trips, f"{c.kind} {c.name}"))
     return out
 
 
-def tally(traffic: Iterable[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Sums traffic by (kind, mesh axis). One sum over two axes and two sums after each other count alike."""
+def tally(transfers: Iterable[Transfer]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Sums transfers by (kind, mesh axis). One sum over two axes and two sums after each other count alike."""
     out: dict[tuple[str, str], tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
-    for t in traffic:
+    for t in transfers:
         for axis in t.axes:
             arrays, size = out[t.kind, axis]
             out[t.kind, axis] = (arrays + t.arrays, size + t.bytes)
@@ -343,7 +343,7 @@ def tally(traffic: Iterable[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def explained(model: Model, batch_axes: PyTree, rules: Mapping[str, tuple[str, ...]]) -> set[tuple[str, str]]:
-    """Returns the (kind, mesh axis) pairs that a rule table can cause in a model that declares no traffic.
+    """Returns the (kind, mesh axis) pairs that a rule table can cause in a model that declares no transfers.
 
     Sums over every axis that splits a parameter, the batch or a sequence; gathers over every axis that splits a
     parameter or a sequence; no exchange.
@@ -362,10 +362,10 @@ def _names(axes: PyTree) -> set[str]:
     return {name for name in jax.tree.leaves(axes) if isinstance(name, str)}
 
 
-def _judge_traffic(row: Row, text: str, mesh: Any, model: Model, case: _Case) -> None:
+def _judge_transfers(row: Row, text: str, mesh: Any, model: Model, case: _Case) -> None:
     """Fills in a row's collectives, and what is wrong with them."""
-    found = found_traffic(text, mesh)
-    row.traffic = tally(found)
+    found = found_transfers(text, mesh)
+    row.transfers = tally(found)
     for t in found:
         key = (t.why.split()[0], "+".join(t.axes))
         row.kinds[key] = row.kinds.get(key, 0) + t.arrays
@@ -374,7 +374,7 @@ def _judge_traffic(row: Row, text: str, mesh: Any, model: Model, case: _Case) ->
     else:
         with use_mesh(mesh, case.rules):
             allowed = tally(case.declared())
-    for (kind, axis), (arrays, size) in sorted(row.traffic.items()):
+    for (kind, axis), (arrays, size) in sorted(row.transfers.items()):
         most = allowed.get((kind, axis), (0, 0))
         if arrays > most[0] or size > most[1]:
             said = f"{arrays} arrays of together {size:,} bytes {VERB[kind]} over {axis}"

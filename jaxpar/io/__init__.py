@@ -10,7 +10,7 @@ file            | in -> out                                            | called 
 
 from jaxpar.io.checkpoint import Checkpoints, SaveError
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
-from jaxpar.io.plots import plot_loss
+from jaxpar.io.plots import plot_layouts, plot_loss
 from jaxpar.io.progress import Progress, open_progress
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Writer",
     "open_progress",
     "open_writers",
+    "plot_layouts",
     "plot_loss",
     "read_jsonl",
 ]

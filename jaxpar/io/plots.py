@@ -1,5 +1,6 @@
-"""The picture of a run: its losses, gradient norm and learning rate over steps."""
+"""Pictures: a run's losses, gradient norm and learning rate over steps; what layouts cost and how exact they are."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
 
-__all__ = ["plot_loss"]
+__all__ = ["plot_layouts", "plot_loss"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _BLUE, _VERMILION, _GREEN, _PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4499"
@@ -23,10 +24,6 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     Raises:
       UsageError: The file is absent or holds neither loss, or matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError('plots need matplotlib: pip install "jaxpar[experiments]"') from error
     rows = read_jsonl(metrics_jsonl)
     train, validation, norm, rate = (
         np.array([(row["step"], row[name]) for row in rows if name in row]).reshape(-1, 2).T
@@ -34,8 +31,7 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     )
     if not train.size and not validation.size:
         raise UsageError(f'{metrics_jsonl} has neither "train/loss" nor "validation/loss"')
-    # A Figure without pyplot chooses no backend and changes no global setting.
-    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
+    figure = _figure(8, 5.5)
     heights = [2, 1] if norm.size or rate.size else [1]
     panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     _draw_losses(panels[0], train, validation, unit)
@@ -48,6 +44,56 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.align_ylabels(panels)
+    _save(figure, out)
+
+
+def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> None:
+    """Draws what `experiments.verify` wrote into the PNG `out`: errors against one device, and bytes between devices.
+
+    Above, a point for each layout's loss, worst gradient leaf and worst leaf after the steps in each dtype, and the
+    tolerance of the dtype as a line; an error of 0 lies on the bottom. Below, the bytes of arrays that cross
+    devices in a step, on one device, by mesh axis.
+    """
+    rows = [row for row in json.loads(layouts_json.read_text()) if not row["refused"]]
+    names = list(dict.fromkeys(row["layout"] for row in rows))
+    figure = _figure(max(7.0, 0.24 * len(names) + 2), 6.5)
+    above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+    bottom = 1e-18
+    for dtype, marker in zip(tolerance, "os^", strict=False):
+        for what, color in (("loss", _BLUE), ("gradient", _VERMILION), ("steps", _GREEN)):
+            points = [(names.index(row["layout"]), max(row[what], bottom)) for row in rows if row["dtype"] == dtype]
+            if points:
+                above.scatter(*zip(*points, strict=True), s=16, marker=marker, color=color, label=f"{what}, {dtype}")
+        above.axhline(tolerance[dtype], color="black", linewidth=0.8, linestyle="--")
+        above.text(0, tolerance[dtype] * 1.6, f"tolerance of {dtype}", fontsize=8)
+    above.set(yscale="log", ylabel="error against one device")
+    above.legend(ncols=2, fontsize=7, loc="center left", bbox_to_anchor=(0, 0.42))
+    first = {row["layout"]: row["transfers"] for row in reversed(rows)}
+    axes = sorted({key.split()[1] for transfers in first.values() for key in transfers})
+    base = np.zeros(len(names))
+    for axis, color in zip(axes, (_BLUE, _VERMILION, _GREEN, _PURPLE, "#E69F00", "#56B4E9", "#999999"), strict=False):
+        size = [sum(v[1] for key, v in first[name].items() if key.split()[1] == axis) / 2**20 for name in names]
+        below.bar(range(len(names)), size, bottom=base, color=color, label=axis, width=0.7)
+        base += size
+    below.set(ylabel="MiB a step and device", xlim=(-0.7, len(names) - 0.3))
+    below.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+    below.legend(title="over mesh axis", fontsize=7, title_fontsize=7, ncols=3)
+    for panel in (above, below):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25, linewidth=0.6, axis="y")
+    _save(figure, out)
+
+
+def _figure(width: float, height: float) -> Any:
+    """A Figure without pyplot: it chooses no backend and changes no global setting."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError('plots need matplotlib: pip install "jaxpar[experiments]"') from error
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def _save(figure: Any, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")
 

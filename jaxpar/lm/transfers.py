@@ -9,12 +9,12 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.muon import muon_dimensions
 from jaxpar.lm.params import Leaf, leaves
 from jaxpar.mesh import in_role, mesh_axes
-from jaxpar.verify import Traffic
+from jaxpar.verify import Transfer
 
-__all__ = ["declared_traffic"]
+__all__ = ["declared_transfers"]
 
 
-def declared_traffic(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Traffic]:
+def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Transfer]:
     """Returns the collectives of arrays that one step may make on the ambient mesh, and what each is for.
 
     Bytes are of whole arrays on a device, upper bounds where a sum over several axes can be made in steps.
@@ -25,11 +25,11 @@ def declared_traffic(config: LMConfig, rows: int, length: int, optimizer: str = 
       length: T.
       optimizer: "adamw" or "muon".
     """
-    out: list[Traffic] = []
+    out: list[Transfer] = []
 
     def add(kind: str, axes: tuple[str, ...], arrays: int, size: float, why: str) -> None:
         if axes and arrays:
-            out.append(Traffic(kind, axes, arrays, int(arrays * size), why))
+            out.append(Transfer(kind, axes, arrays, int(arrays * size), why))
 
     _weights(config, optimizer, add)
     _activations(config, rows, length, add)

@@ -1,0 +1,209 @@
+"""Verifies layouts of a language model: each equals one device, and moves between devices what the rule table says.
+
+    python -m experiments.verify                                    # tiny, every layout of eight devices, 10 minutes
+    python -m experiments.verify layouts=[data2.fsdp4,tensor2.fsdp4/zero2+sequence] topology=none
+    python -m experiments.verify model=gpt2_124m model.num_layers=2 optimizer.name=muon dtypes=[float32]
+
+Loss, every gradient leaf and three optimizer steps, in float32 and float64; collectives here and, compiled by libtpu
+for a slice of the same size, on TPUs. Exit code 1 if anything does not hold. For other models: `jaxpar.verify`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments import _run
+from experiments._run import say
+from jaxpar.aot import topology
+from jaxpar.io import plot_layouts
+from jaxpar.lm import LMConfig, OptimizerConfig, axes, init, loss
+from jaxpar.lm.data import DataConfig
+from jaxpar.lm.optim import make_optimizer
+from jaxpar.lm.transfers import declared_transfers
+from jaxpar.mesh import LAYOUTS, MeshSpec
+from jaxpar.types import UsageError
+from jaxpar.verify import TOLERANCE, Layout, Model, Row, every_layout, verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """The verification of layouts.
+
+    Attributes:
+      model: The transformer; its dtype is each of `dtypes` in turn.
+      data: Its batch_size and seq_len; tokens are drawn at random.
+      optimizer: Three steps are made with it.
+      layouts: "all", or layouts such as data2.fsdp4 or fsdp4.tensor2/zero2+sequence.
+      dtypes: Of float32 and float64.
+      topology: Slice to compile for: "auto" takes v5e chips, as many as there are devices, if libtpu is installed.
+      train: Taken from presets and ignored, as are sampling.
+    """
+
+    name: str = "verify"
+    model: LMConfig = LMConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(eps=1e-6)
+    layouts: list[str] = dataclasses.field(default_factory=lambda: ["all"])
+    dtypes: list[str] = dataclasses.field(default_factory=lambda: list(TOLERANCE))
+    topology: str = "auto"
+    train: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        """Refuses dtypes that have no tolerance."""
+        for dtype in self.dtypes:
+            if dtype not in TOLERANCE:
+                raise UsageError(f"dtypes={dtype} has no tolerance; legal are {', '.join(TOLERANCE)}.")
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Verifies, prints the table, writes layouts.json and plots/layouts.png."""
+    with _run.open_devices(dataclasses.replace(config, mesh=MeshSpec(data=-1), layout="zero3")):
+        layouts = chosen_layouts(config.layouts, jax.device_count())
+    if jax.process_count() > 1:
+        raise UsageError("verify compares with one device of this process; start it with one process.")
+    devices = slice_of(config.topology, jax.device_count())
+    say(f"{len(layouts)} layouts of {jax.device_count()} {jax.devices()[0].device_kind} devices")
+    say("" if devices is None else f"collectives also as compiled for {len(devices)} {devices[0].device_kind}")
+    rows = verify_lm(config, layouts, devices)
+    folder = _run.fresh_folder(folder, config.resume)
+    (folder / "layouts.json").write_text(json.dumps([as_json(row) for row in rows], indent=1) + "\n")
+    plot_layouts(folder / "layouts.json", folder / "plots" / "layouts.png", TOLERANCE)
+    Console(width=None if sys.stdout.isatty() else 160).print(table_of(rows))
+    for row in rows:
+        for breach in row.breaches:
+            say(f"{row.layout} in {row.dtype}: {breach}")
+    for row in rows:
+        if row.refused:
+            say(f"{row.layout} is not legal here: {row.refused}")
+    say(f"table      {_run.short(folder / 'layouts.json')}\nplot       {_run.short(folder / 'plots' / 'layouts.png')}")
+    bad = sum(bool(row.breaches) for row in rows)
+    judged = sum(not row.refused for row in rows)
+    say(f"{judged - bad} of {judged} rows hold" + (f", {bad} DO NOT" if bad else ""))
+    if bad or not judged:
+        sys.exit(1)
+
+
+def chosen_layouts(texts: list[str], num_devices: int) -> list[Layout]:
+    """Returns the layouts that the flag names."""
+    if texts == ["all"]:
+        plain = every_layout(num_devices)
+        return plain + [Layout(row.mesh, name) for row in plain for name in variants(row.mesh)] + nested(num_devices)
+    return [parse_layout(text) for text in texts]
+
+
+def variants(mesh: MeshSpec) -> list[str]:
+    """Returns the other layouts that make a difference on a mesh."""
+    over_data = ["zero2", "zero1"] if mesh.fsdp > 1 and mesh.context == 1 else []
+    return over_data + (["sequence"] if mesh.tensor > 1 and mesh.context == 1 else [])
+
+
+def nested(num_devices: int) -> list[Layout]:
+    """Returns the layouts over two and three levels of links."""
+    if num_devices % 8:
+        return []
+    eighth = num_devices // 8
+    return [
+        Layout(MeshSpec(fsdp=8 * eighth, inner=4), "hybrid"),
+        Layout(MeshSpec(data=2, fsdp=4 * eighth, inner=2), "nested"),
+        Layout(MeshSpec(fsdp=4 * eighth, inner=2, tensor=2), "hybrid+sequence"),
+    ]
+
+
+def parse_layout(text: str) -> Layout:
+    """Reads data2.fsdp4, or fsdp4.tensor2/zero2+sequence."""
+    mesh, _, name = text.partition("/")
+    sizes = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in mesh.split(".")]
+    fields = {field.name for field in dataclasses.fields(MeshSpec)}
+    if not all(size and size[1] in fields for size in sizes):
+        raise UsageError(
+            f"layout {text!r} is unknown; legal are sizes such as data2.fsdp4 of {', '.join(sorted(fields))}."
+        )
+    if any(part not in LAYOUTS for part in name.split("+") if name):
+        raise UsageError(f"layout {text!r} names none of {', '.join(LAYOUTS)} after the slash.")
+    return Layout(MeshSpec(**{size[1]: int(size[2]) for size in sizes if size}), name or "zero3")
+
+
+def slice_of(text: str, num_devices: int):
+    """Returns compile-only devices, or None for no topology."""
+    if text == "auto":
+        square = 2 ** (num_devices.bit_length() // 2)
+        try:
+            return topology.devices(topology.parse(f"v5e:{num_devices // square}x{square}"))
+        except UsageError as error:
+            say(f"note: no topology is compiled for: {error}")
+            return None
+    return None if text in ("", "none") else topology.devices(topology.parse(text))
+
+
+def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Row]:
+    """Verifies the layouts of the configured model, with a line for each row as it is made."""
+    rows, length = config.data.batch_size, config.data.seq_len
+
+    def model(dtype: str) -> Model:
+        model = dataclasses.replace(config.model, dtype=dtype)
+        key = jax.random.key(config.seed + 1) if model.dropout else None
+        return Model(
+            jax.device_get(init(jax.random.key(config.seed), model, dtype)),
+            axes(model),
+            lambda params, batch: loss(params, batch, model, dropout_key=key),
+            make_optimizer(config.optimizer, model, 10),
+        )
+
+    def batch(step: int):
+        tokens = np.random.default_rng((config.seed, step)).integers(0, config.model.vocab_size, (rows, length + 1))
+        return {"tokens": tokens[:, :-1].astype(np.int32), "targets": tokens[:, 1:].astype(np.int32)}
+
+    def declared():
+        # Float64 doubles every byte, and the same program runs in both.
+        wide = dataclasses.replace(config.model, dtype=config.dtypes[-1])
+        return declared_transfers(wide, rows, length, config.optimizer.name)
+
+    batch_axes = {name: ("batch", "seq_layer") for name in ("tokens", "targets")}
+    return verify(
+        model, batch, batch_axes, layouts, rules=config.rules, declared=declared, dtypes=config.dtypes,
+        topology=devices, report=lambda row: say(line_of(row)),
+    )  # fmt: skip
+
+
+def line_of(row: Row) -> str:
+    """Returns one line a row, as progress."""
+    if row.refused:
+        return f"{row.layout!s:34} {row.dtype:8} not legal"
+    verdict = "BREACH" if row.breaches else "holds"
+    errors = f"loss {row.loss:.0e}  gradient {row.gradient:.0e}  steps {row.steps:.0e}" if row.steps else "collectives"
+    return f"{row.layout!s:34} {row.dtype:8} {verdict:7} {errors}"
+
+
+def table_of(rows: list[Row]) -> Table:
+    """Returns the table for the terminal."""
+    table = Table(title="each layout against one device", title_justify="left")
+    for name in ("layout", "in", "loss", "gradient", "worst leaf", "3 steps", "worst leaf", "arrays a step", "holds"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        if row.refused:
+            continue
+        kinds = "\n".join(f"{count} {kind} {axes}" for (kind, axes), count in sorted(row.kinds.items()))
+        errors = ("", "", "", "", "")
+        if row.worst:
+            errors = (f"{row.loss:.0e}", f"{row.gradient:.0e}", row.worst, f"{row.steps:.0e}", row.worst_step)
+        table.add_row(str(row.layout), row.dtype, *errors, kinds, "NO" if row.breaches else "yes")
+    return table
+
+
+def as_json(row: Row) -> dict:
+    """Returns a row as plain data."""
+    plain = dataclasses.asdict(row) | {"layout": str(row.layout)}
+    for name in ("transfers", "kinds"):
+        plain[name] = {" ".join(key): value for key, value in plain[name].items()}
+    return plain
+
+
+if __name__ == "__main__":
+    _run.launch("verify", Config, execute)
