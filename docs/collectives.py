@@ -13,12 +13,11 @@ import jax
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed")]
-
-import hlo  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from experiments import _run  # noqa: E402
 from experiments.lm import Config, compose, make_trainer  # noqa: E402
+from jaxpar.aot import hlo  # noqa: E402
 from jaxpar.loop import compile_step  # noqa: E402
 from jaxpar.mesh import named_shardings  # noqa: E402
 

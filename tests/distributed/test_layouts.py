@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from fast import jit
 from tolerance import LAYOUT, assert_close
 
+from jaxpar.aot import hlo
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
 from jaxpar.mesh import MeshSpec, constrain, make_mesh, named_shardings, place_rows, shard, use_mesh
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hlo
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.aot import hlo
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 

@@ -1,0 +1,315 @@
+"""Reads the collectives of a compiled program from its HLO text: kinds, shapes, mesh axes, how often they run."""
+
+import collections
+import itertools
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["KINDS", "Collective", "axes_of", "collectives", "replica_groups", "trip_counts"]
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*\(.*\{\s*$")
+_HEAD = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+) = ")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations|"
+    r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+# XLA for TPU writes an asynchronous collective three times: in a computation that starts it, in one that computes
+# beside it, and in one that ends it.
+_REPEATED = re.compile(r'custom_call_target="AsyncCollectiveDone"')
+
+
+class Collective(NamedTuple):
+    """One collective instruction.
+
+    Attributes:
+      kind: As in `KINDS`. An all-reduce inside a computation that XLA for TPU names all-reduce-scatter is a
+        "reduce-scatter".
+      axes: Mesh axes of size over 1 that a group spans, in the mesh's order; of a collective-permute those along
+        which its pairs move. None if the groups are no such product.
+      shapes: Dimensions of each whole array, on one device: what an all-gather returns, what a reduce-scatter is
+        given, and for the others, which change no size, what they return. A combined instruction has several.
+      dtypes: Of each array, as HLO names them: "bf16", "f32".
+      trips: How often it runs in one execution of the program: the product over the loops around it.
+      name: Of the instruction.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    trips: int
+    name: str
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of `shapes`: the whole payload on one device, in one execution."""
+        bits = (math.prod(shape) * _bits(dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return sum(bits) // 8
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    op: str
+    rest: str  # operands and attributes
+
+    @property
+    def operands(self) -> list[str]:
+        """The names between the parentheses; only of instructions whose operands are plain names."""
+        return re.findall(r"%([\w.\-]+)", self.rest[: _closing(self.rest, 0)])
+
+
+def collectives(text: str, mesh: Any) -> list[Collective]:
+    """Returns every `Collective` of the module whose text this is; a `-start` and its `-done` count once.
+
+    Args:
+      text: `compiled.as_text()`.
+      mesh: Of the program, or anything with its `axis_names`, `shape` (name -> size) and `size`.
+    """
+    program, entry = _computations(text)
+    times = _times(program, entry)
+    out = []
+    for computation, instructions in program.items():
+        if not times[computation] or _is_repetition(computation, instructions):
+            continue
+        for found in instructions:
+            kind, _, start = found.op.partition("-start")
+            if kind not in KINDS or start:
+                continue
+            if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"
+            dtypes, shapes, spans = _payload(found, mesh)
+            if spans != ():
+                out.append(Collective(kind, spans, shapes, dtypes, times[computation], found.name))
+    return out
+
+
+def trip_counts(text: str) -> dict[str, int | None]:
+    """Returns how often each while loop of the module runs its body; None where the text does not tell."""
+    program, _ = _computations(text)
+    return {
+        found.name: _trips(program, instructions, found)
+        for instructions in program.values()
+        for found in instructions
+        if found.op == "while"
+    }
+
+
+def replica_groups(text: str, num_devices: int) -> list[tuple[int, ...]]:
+    """Returns the groups as a list of tuples of device numbers, from the text after `replica_groups=`.
+
+    Knows the three forms: explicit `{{0,1},{2,3}}` (`{}` is everybody), iota `[2,4]<=[4,2]T(1,0)`, and
+    `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`, where an axis may be a part, `'b':(1)2`.
+    """
+    if text.startswith("{"):
+        inner = _match(r"\{((?:\{[\d,]*\},?)*)\}", text)[1]
+        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", inner)]
+        return groups or [tuple(range(num_devices))]
+    if text.startswith("["):
+        shape, rest = _match(r"\[([\d,]+)\]<=(\S*?\](?:T\([\d,]+\))?)", text).groups()
+        return [tuple(row) for row in _iota(rest).reshape(_numbers(shape)).tolist()]
+    found = _match(r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>[^{]*)\))? \{(?P<axes>[^}]*)\}", text)
+    sizes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found["sizes"])]
+    ids = found["ids"]
+    order = np.arange(num_devices) if not ids else _iota(ids) if ids.startswith("[") else np.array(_numbers(ids))
+    # An axis in parts is cut into (before, part, after), so that every grouped axis is whole.
+    grouped = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found["axes"])
+    shape, inside = [], []
+    for name, size in sizes:
+        cuts = {1, size}
+        spans = [(int(pre), int(pre) * int(part)) if pre else (1, size) for axis, pre, part in grouped if axis == name]
+        cuts |= {cut for span in spans for cut in span}
+        for low, high in itertools.pairwise(sorted(cuts)):
+            shape.append(high // low)
+            inside.append(any(start <= low and high <= stop for start, stop in spans))
+    devices = order.reshape(shape)
+    front = [i for i, yes in enumerate(inside) if not yes]
+    back = [i for i, yes in enumerate(inside) if yes]
+    together = math.prod(shape[i] for i in back)
+    return [tuple(row) for row in devices.transpose(front + back).reshape(-1, together).tolist()]
+
+
+def axes_of(groups: list[tuple[int, ...]], mesh: Any) -> tuple[str, ...] | None:
+    """Returns the mesh axes that every group spans in full, or None if the groups are no product of axes.
+
+    Device numbers in a program count the mesh's devices in row-major order.
+    """
+    names, sizes = mesh.axis_names, tuple(mesh.shape[name] for name in mesh.axis_names)
+    places = [np.stack(np.unravel_index(np.array(group), sizes), -1) for group in groups]
+    moving = [i for i in range(len(sizes)) if any(len(set(place[:, i])) > 1 for place in places)]
+    full = math.prod(sizes[i] for i in moving)
+    fixed = [i for i in range(len(sizes)) if i not in moving]
+    product = all(len(p) == full and len({tuple(row) for row in p[:, fixed]}) == 1 for p in places)
+    return tuple(names[i] for i in moving) if product else None
+
+
+def _match(pattern: str, text: str) -> re.Match:
+    found = re.match(pattern, text)
+    if found is None:
+        raise ValueError(f"unknown form of a collective's groups: {text[:120]}")
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _iota(text: str) -> np.ndarray:
+    """Reads `[4,2]T(1,0)`: 0..7 in shape (4, 2), transposed, flat."""
+    shape, order = _match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)
+
+
+def _bits(dtype: str) -> int:
+    """Bits of an entry: the first number of the name, and a boolean is a byte."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def _closing(text: str, start: int) -> int:
+    """Returns the place of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for found in re.finditer(r"[()]", text[start:]):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return start + found.start()
+    return len(text)
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
+    """Cuts a module into computations; also returns the name of its entry."""
+    program: dict[str, list[_Instruction]] = {}
+    entry, current = None, []
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            current = program.setdefault(head["name"], [])
+            entry = head["name"] if head["entry"] else entry
+        elif head := _HEAD.match(line):
+            begin = head.end()
+            end = _closing(line, begin) + 1 if line[begin] == "(" else line.find(" ", begin)
+            op, _, _ = line[end:].strip().partition("(")
+            current.append(_Instruction(head["name"], line[begin:end], op, line[line.find("(", end) :]))
+    return program, entry
+
+
+def _times(program: dict[str, list[_Instruction]], entry: str | None) -> collections.Counter:
+    """Counts the executions of each computation; both branches of a conditional count, and an unknown loop is one."""
+    times: collections.Counter = collections.Counter()
+
+    def visit(computation: str, count: int) -> None:
+        times[computation] += count
+        for found in program.get(computation, ()):
+            if found.op in ("async-done", "async-update"):  # they name what `async-start` has called
+                continue
+            inner = (_trips(program, program[computation], found) or 1) if found.op == "while" else 1
+            for names in _CALLED.findall(found.rest):
+                for name in re.findall(r"[\w.\-]+", names):
+                    visit(name, count * inner)
+
+    if entry is not None:
+        visit(entry, 1)
+    return times
+
+
+def _is_repetition(computation: str, instructions: list[_Instruction]) -> bool:
+    """Whether a computation repeats, for the scheduler, a collective that another one starts."""
+    return computation.startswith("async_collective_fusion") or any(_REPEATED.search(i.rest) for i in instructions)
+
+
+def _payload(found: _Instruction, mesh: Any) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], Any]:
+    """Returns dtypes and shapes of the whole arrays of a collective, and the axes that it spans."""
+    shape = found.shape
+    parts = _elements(shape)
+    if found.op.endswith("-start") and len(parts) > 1:
+        # (operands, results, ...); an all-reduce-start returns its results alone.
+        if parts[0].startswith("(") or found.op in ("all-gather-start", "collective-permute-start"):
+            shape = parts[1]
+    arrays = _ARRAY.findall(shape)
+    shapes = [_numbers(dims) for _, dims in arrays]
+    if found.op.startswith("collective-permute"):
+        spans = _moving(found.rest.split("source_target_pairs=")[1], mesh)
+    else:
+        groups = replica_groups(found.rest.split("replica_groups=")[1], mesh.size)
+        spans = axes_of(groups, mesh)
+        if found.op.startswith("reduce-scatter"):
+            cut = int(_match(r".*\bdimensions=\{(\d+)\}", found.rest)[1])
+            for dims in shapes:
+                dims[cut] *= len(groups[0])
+    return tuple(dtype for dtype, _ in arrays), tuple(map(tuple, shapes)), spans
+
+
+def _moving(text: str, mesh: Any) -> tuple[str, ...]:
+    """Returns the axes along which a permutation's pairs of devices differ."""
+    pairs = np.array(re.findall(r"\{(\d+),(\d+)\}", text[: text.find("}}") + 2]), int).reshape(-1, 2)
+    sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
+    source, target = (np.unravel_index(pairs[:, i], sizes) for i in (0, 1))
+    return tuple(name for name, a, b in zip(mesh.axis_names, source, target, strict=True) if (a != b).any())
+
+
+def _elements(shape: str) -> list[str]:
+    """Splits `(a, (b, c), d)` at its outermost commas."""
+    if not shape.startswith("("):
+        return [shape]
+    out, depth = [""], 0
+    for letter in shape[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            out.append("")
+        else:
+            out[-1] += letter
+    return [re.sub(r"/\*.*?\*/", "", part).strip() for part in out]
+
+
+def _trips(program: dict[str, list[_Instruction]], around: list[_Instruction], loop: _Instruction) -> int | None:
+    """Returns how often `loop` runs: XLA's own note, else the bound that its condition compares the counter with."""
+    if note := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
+        return int(note[1])
+    condition, body = (re.search(rf"\b{part}=%?([\w.\-]+)", loop.rest) for part in ("condition", "body"))
+    if not condition or not body or condition[1] not in program or body[1] not in program:
+        return None
+    inside = {found.name: found for found in program[condition[1]]}
+    compare = program[condition[1]][-1]
+    test = compare
+    if compare.op == "fusion" and (called := re.search(r"\bcalls=%?([\w.\-]+)", compare.rest)):
+        test = program[called[1]][-1]
+    direction = re.search(r"direction=(LT|LE),", test.rest)
+    if test.op != "compare" or not direction or len(compare.operands) != 2:
+        return None
+    counter, limit = (inside.get(name) for name in compare.operands)
+    bound = _constant(inside, limit)
+    index = None if counter is None else re.search(r"get-tuple-element\(.*index=(\d+)", f"{counter.op}{counter.rest}")
+    if bound is None or index is None:
+        return None
+    # Loops of JAX count from 0 by 1; where the text shows other numbers, those hold.
+    first = _entry_of(around, loop.operands[0], int(index[1]))
+    return max(0, bound + (direction[1] == "LE") - (first or 0))
+
+
+def _entry_of(around: list[_Instruction], name: str, index: int) -> int | None:
+    """Returns entry `index` of the tuple `name` if it is a constant."""
+    known = {found.name: found for found in around}
+    made = known.get(name)
+    return _constant(known, known.get(made.operands[index])) if made is not None and made.op == "tuple" else None
+
+
+def _constant(known: dict[str, _Instruction], found: _Instruction | None) -> int | None:
+    """Returns the value of an integer constant, looked for through copies."""
+    while found is not None and found.op in ("copy", "bitcast") and found.operands:
+        found = known.get(found.operands[0])
+    value = re.match(r"\((-?\d+)\)", found.rest) if found is not None and found.op == "constant" else None
+    return int(value[1]) if value else None
