@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace, devices: int) -> list[dict]:
 
 
 def report(rows: list[dict]) -> None:
-    """Prints medians over the rounds, ratios to the peer on as many devices, and scaling: tokens/s over N x one device."""
+    """Prints medians over the rounds, ratios to the peer on as many devices, and scaling against one device times N."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if "error" not in row["result"]:
