@@ -164,6 +164,52 @@ def layers():
     return figure
 
 
+def tiles(sheet, x, y, fill, shares, size=38):
+    """Draws four devices, each a square array of which the filled share (left, bottom, width, height) is its own."""
+    for number, (left, bottom, wide, high) in enumerate(shares):
+        corner = x + number * (size + 10)
+        square = [(0, 0), (1, 0), (1, 1), (0, 1)]
+        own = [(left + a * wide, bottom + b * high) for a, b in square]
+        for points, colour in ((square, "white"), (own, fill)):
+            at = [(corner + a * size, y + b * size) for a, b in points]
+            sheet.add_patch(Polygon(at, closed=True, facecolor=colour, edgecolor=INK, lw=0.9))
+
+
+def placements():
+    """Split, broadcast and partial on four devices, and what converts each into the others."""
+    figure, sheet = canvas(1060, 430)
+    text(sheet, 530, 408, "what a device holds, and what it sends to change that", 14, weight="bold")
+    rows = [(0, 0.75 - 0.25 * i, 1, 0.25) for i in range(4)]
+    nodes = [
+        (60, 262, "Split(0)", "a block of rows", BLUE, rows, "#5b9bd5"),
+        (780, 262, "Broadcast", "everything", GREEN, [(0, 0, 1, 1)] * 4, "#62b58a"),
+        (420, 26, "Partial(sum)", "a summand of everything", ORANGE, [(0, 0, 1, 1)] * 4, "#f8d0aa"),
+    ]
+    for x, y, name, line, fill, shares, colour in nodes:
+        box(sheet, x, y, 220, 112, "", fill=fill)
+        text(sheet, x + 110, y + 94, name, 11, weight="bold")
+        text(sheet, x + 110, y + 77, line, 8.6, QUIET)
+        tiles(sheet, x + 19, y + 20, colour, shares)
+    for number in range(3):
+        text(sheet, 420 + 62 + 48 * number, 26 + 39, "+", 8, weight="bold")
+    paid, free = {"color": EDGE[BLUE], "lw": 1.8}, {"color": QUIET, "lw": 1.2, "ls": (0, (4, 3))}
+    arrow(sheet, (282, 342), (778, 342), "all-gather: (n-1)/n · T", **paid)
+    arrow(sheet, (778, 300), (282, 300), "slice: 0", **free)
+    arrow(sheet, (462, 140), (232, 260), **paid)
+    arrow(sheet, (170, 260), (418, 112), **free)
+    arrow(sheet, (598, 140), (828, 260), **paid)
+    arrow(sheet, (890, 260), (642, 112), **free)
+    text(sheet, 360, 212, "reduce-scatter: (n-1)/n · T", 8.6, QUIET, ha="left")
+    text(sheet, 272, 172, "pad: 0", 8.6, QUIET, ha="right")
+    text(sheet, 700, 168 + 44, "all-reduce: 2(n-1)/n · T", 8.6, QUIET, ha="right")
+    text(sheet, 790, 172, "mask: 0", 8.6, QUIET, ha="left")
+    arrow(sheet, (62, 344), (62, 290), bend=1.6, **paid)
+    text(sheet, 40, 244, "to Split(1), all-to-all:", 8.6, QUIET, ha="left")
+    text(sheet, 40, 228, "(n-1)/n · T/n", 8.6, QUIET, ha="left")
+    text(sheet, 1036, 14, "n devices along the axis, T bytes of the whole array", 8.6, QUIET, ha="right")
+    return figure
+
+
 def logo():
     """The mesh alone."""
     figure, sheet = canvas(120, 120, paper="none")
@@ -172,5 +218,5 @@ def logo():
 
 
 if __name__ == "__main__":
-    for draw in (dataflow, layers, logo):
+    for draw in (dataflow, layers, placements, logo):
         draw().savefig(OUT / f"{draw.__name__}.svg", metadata={"Date": None})

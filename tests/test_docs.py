@@ -15,6 +15,8 @@ from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.parallel.chain import MATMUL
+from jaxpar.parallel.placement import Broadcast, Partial, Split, conversion
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -68,6 +70,13 @@ def test_sharding_snippet_agrees():
     snippet = blocks(ROOT / "docs" / "sharding.md", "python")[-1]
     _, names = run(snippet)
     assert names["one"] != 0 and len(jax.devices()) == 8
+
+
+def test_placements_snippets_print_what_they_show():
+    page = ROOT / "docs" / "placements.md"
+    shown = blocks(page, "text")
+    for snippet, text in zip(blocks(page, "python"), shown, strict=True):
+        assert run(snippet)[0] == text
 
 
 # ---------------------------------------------------------------- flags
@@ -181,6 +190,24 @@ def test_errors_of_the_sharding_page_are_said(flags, sentence):
     with pytest.raises(ValueError) as error, use_mesh(make_mesh(spec), rules_from(config.rules)):
         make_trainer(config)
     assert str(error.value) == sentence
+
+
+def test_costs_of_the_placements_page_are_those_of_the_search():
+    words = {"Split": Split, "Broadcast": Broadcast, "Partial": Partial}
+    rows = table(ROOT / "docs" / "placements.md", "from")
+    for source, target, kind, cost in rows:
+        pair = ({"data": eval(word.strip("`"), words)} for word in (source, target))
+        steps = [step for step in conversion(*pair, (8, 8), "float32", {"data": 8}) if step.bytes]
+        assert [step.kind for step in steps] == [kind] * (kind != "none"), (source, target)
+        factor = {"0": 0, "(n-1)/n T/n": 7 / 64, "(n-1)/n T": 7 / 8, "2(n-1)/n T": 14 / 8}[cost]
+        assert sum(step.bytes for step in steps) == factor * 8 * 8 * 4, (source, target)
+    assert len(rows) == 13
+
+
+def test_products_of_the_placements_page_are_those_of_the_planner():
+    words = {"Split": Split, "Broadcast": Broadcast, "Partial": Partial}
+    rows = table(ROOT / "docs" / "placements.md", "x")
+    assert {(a, b): y for a, b, y in ([eval(cell.strip("`"), words) for cell in row] for row in rows)} == MATMUL
 
 
 def test_notation_names_fields_that_exist():

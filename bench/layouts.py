@@ -1,0 +1,212 @@
+"""How fast do several GPUs of one host train a language model, beside PyTorch's FSDP2?
+
+    python bench/layouts.py --out layouts.json                        # all GPUs: fsdp and tensor, and one GPU alone
+    python bench/layouts.py --layout 1,4,1 --layout 1,2,2 --rounds 5 --seconds 1500
+    JAX_PLATFORMS=cpu python bench/layouts.py --case tiny --devices 2  # any machine: checks that the script runs
+
+A layout is data,fsdp,tensor. The batch is fixed a device, so one GPU against N gives the scaling efficiency, and every
+layout of N devices trains on the same global batch. Every measurement is a process of its own; both sides take turns,
+and a round starts only while `--seconds` leaves time for it. The JSON is written after each measurement.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+PEAK = 989.4e12  # dense bf16 FLOP/s of an H100 or H200 SXM
+
+CASES = {
+    "1b": dict(
+        vocab_size=32768, seq_len=2048, embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=8, mlp_dim=8192
+    ),
+    "tiny": dict(vocab_size=512, seq_len=64, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128),
+}
+
+
+def model_config(shape: dict):
+    """Returns our model of the peer's shape."""
+    from jaxpar.lm import LMConfig
+
+    names = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "rope_theta", "remat")
+    return LMConfig(
+        **{name: shape[name] for name in names},
+        max_seq_len=shape["seq_len"], tied=True, scan_layers=False, low_logits=True, loss_chunk=32768,
+    )  # fmt: skip
+
+
+def measure_ours(shape: dict) -> dict:
+    """Times jaxpar's optimizer step on a layout: clipping, finiteness check and metrics included."""
+    from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, simulate_devices, use_mesh
+
+    simulate_devices(shape["devices"])  # of the CPU only
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.aot import hlo
+    from jaxpar.lm import OptimizerConfig, Trainer, flops_per_token
+    from jaxpar.lm.params import num_params
+    from jaxpar.loop import compile_step
+
+    trainer = Trainer(model_config(shape), OptimizerConfig(learning_rate=1e-4), num_steps=10_000)
+    key, devices = jax.random.key(0), jax.devices()[: shape["devices"]]
+    mesh = make_mesh(MeshSpec(*shape["layout"]), devices)
+    with use_mesh(mesh):
+        state = jax.jit(trainer.init, out_shardings=named_shardings(jax.eval_shape(trainer.init, key), trainer.axes()))(
+            key
+        )
+        data = jax.random.randint(
+            key, (4, 2, shape["rows"] * len(devices), shape["seq_len"]), 0, shape["vocab_size"], jnp.int32
+        )
+        rows = {"tokens": ("batch", None), "targets": ("batch", None)}
+        batches = [{"tokens": pair[0], "targets": pair[1]} for pair in data]
+        batches = [jax.device_put(batch, named_shardings(batch, rows)) for batch in batches]
+        start = time.perf_counter()
+        step = compile_step(trainer, state, batches[0], axes=trainer.axes())
+        compile_s = time.perf_counter() - start
+        count, info = 0, {}
+
+        def group(calls: int) -> float:
+            nonlocal state, count, info
+            begin = time.perf_counter()
+            for _ in range(calls):
+                state, info = step(key, jnp.int32(count), state, batches[count % 4])
+                count += 1
+            if not jnp.isfinite(info["loss"]).all():
+                raise SystemExit("the loss is not finite")
+            return (time.perf_counter() - begin) / calls
+
+        group(shape["warmup"])
+        seconds = statistics.median(group(max(1, shape["steps"] // 10)) for _ in range(10))
+    sent: dict[str, int] = {}
+    for collective in hlo.collectives(step.as_text(), mesh):
+        where, what = "+".join(collective.axes or ("?",)), "+".join(sorted(set(collective.dtypes)))
+        kind = f"{collective.kind} over {where} of {what}"
+        sent[kind] = sent.get(kind, 0) + collective.bytes * collective.trips
+    return {
+        "tokens_per_s": data[0, 0].size / seconds,
+        "compile_s": compile_s,
+        "peak_bytes": max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices),
+        "loss": float(info["loss"][-1]),
+        "parameters": num_params(trainer.model),
+        "flops_per_token": flops_per_token(trainer.model, shape["seq_len"]),
+        "collectives": sent,
+        "device": devices[0].device_kind,
+        "version": f"jax {jax.__version__}",
+    }
+
+
+def child(arguments: list[str], caches: str) -> dict:
+    """Runs one measurement in a process of its own and returns its JSON, or why it failed."""
+    # NVLink multicast stays off unless asked for: it can take the GPUs of a shared host down.
+    env = {"NCCL_NVLS_ENABLE": "0"} | os.environ
+    env |= {"JAX_COMPILATION_CACHE_DIR": f"{caches}/jax", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch"}
+    out = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env)
+    lines = [line for line in out.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if not out.returncode and lines else {"error": out.stderr[-3000:] or "no result"}
+
+
+def count_devices() -> int:
+    """Asks a process of its own, so that this one holds no GPU."""
+    command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def main() -> None:
+    """Parses flags, measures both sides in turns and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=list(CASES), default="1b")
+    parser.add_argument("--devices", type=int, default=0, help="by default all")
+    parser.add_argument(
+        "--layout", action="append", help="data,fsdp,tensor; by default fsdp and tensor over all devices"
+    )
+    parser.add_argument("--rows", type=int, default=8, help="sequences a device")
+    parser.add_argument("--remat", default="none", help="ours; other than none, both sides gather weights twice")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=330, help="no measurement starts that would end later")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "layouts.json")
+    parser.add_argument("--ours", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.ours:
+        print(json.dumps(measure_ours(json.loads(args.ours))))
+        return
+    rows = measure(args, args.devices or count_devices())
+    report(rows)
+    if any("error" in row["result"] for row in rows):
+        sys.exit(1)
+
+
+def measure(args: argparse.Namespace, devices: int) -> list[dict]:
+    """Measures every layout and the peer in turns, round after round."""
+    layouts = args.layout or [f"1,{devices},1", f"1,1,{devices}"]
+    layouts = [[int(size) for size in layout.split(",")] for layout in ["1,1,1", *layouts]]
+    counts = sorted({math.prod(layout) for layout in layouts})
+    plan = []  # the peer of each number of devices stands beside the layouts of that number
+    for count in counts:
+        plan += [] if args.no_peer else [("torch", count, None)]
+        plan += [("jaxpar", count, layout) for layout in layouts if math.prod(layout) == count]
+    plan = list({json.dumps(entry): entry for entry in plan}.values())
+    shape = CASES[args.case] | {name: getattr(args, name) for name in ("rows", "steps", "warmup", "remat")}
+    shape |= {"rope_theta": 500000.0, "gather_again": args.remat != "none"}
+    start, rows, took = time.monotonic(), [], {}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as caches:
+        for number in range(args.rounds):
+            for side, count, layout in plan:
+                began = time.monotonic()
+                if began - start + took.get((side, str(layout), count), max(took.values(), default=0)) > args.seconds:
+                    continue
+                request = json.dumps(shape | {"devices": count, "layout": layout})
+                arguments = [str(HERE / "peers" / "torch_fsdp.py"), request]
+                result = child(arguments if side == "torch" else [__file__, "--ours", request], caches)
+                took[side, str(layout), count] = time.monotonic() - began
+                rows.append(dict(side=side, devices=count, layout=layout, round=number, shape=shape, result=result))
+                args.out.write_text(json.dumps(rows, indent=1))
+                speed = f"{result['tokens_per_s']:,.0f} tokens/s" if "error" not in result else result["error"]
+                print(f"# {side} {layout or 'fsdp2'} on {count}: {speed}", file=sys.stderr, flush=True)
+    return rows
+
+
+def report(rows: list[dict]) -> None:
+    """Prints medians over the rounds, ratios to the peer on as many devices, and scaling against one device times N."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if "error" not in row["result"]:
+            name = "FSDP2" if row["layout"] is None else ",".join(map(str, row["layout"]))
+            groups.setdefault((row["devices"], row["side"], name), []).append(row["result"])
+    median = {key: statistics.median(r["tokens_per_s"] for r in results) for key, results in groups.items()}
+    flops = next((r["flops_per_token"] for results in groups.values() for r in results if "flops_per_token" in r), 0)
+    print(
+        "| devices | side | data,fsdp,tensor | tokens/s (min..max) | of torch | scaling | MFU | peak GiB | compile s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for (count, side, name), results in sorted(groups.items()):
+        speeds, speed = [r["tokens_per_s"] for r in results], median[count, side, name]
+        peer = median.get((count, "torch", "FSDP2"))
+        alone = median.get((1, side, "FSDP2" if side == "torch" else "1,1,1"))
+        ratio, scaling = (f"{speed / other:.3f}" if other else "" for other in (peer, alone and alone * count))
+        span = f"{speed:,.0f} ({min(speeds):,.0f}..{max(speeds):,.0f})"
+        print(
+            f"| {count} | {side} | {name} | {span} | {ratio} | {scaling} | "
+            f"{flops * speed / count / PEAK:.3f} | {max(r['peak_bytes'] for r in results) / 2**30:.1f} | "
+            f"{results[0]['compile_s']:.0f} |"
+        )
+    versions = sorted({r["version"] for results in groups.values() for r in results})
+    sizes = sorted({f"{r['parameters']:,} parameters" for results in groups.values() for r in results})
+    devices = sorted({r["device"] for results in groups.values() for r in results})
+    print(f"\n{', '.join([*devices, *versions, *sizes])}; {max((len(r) for r in groups.values()), default=0)} rounds")
+
+
+if __name__ == "__main__":
+    main()
