@@ -1,12 +1,14 @@
 """How fast do several GPUs of one host train a language model, beside PyTorch's FSDP2?
 
     python bench/layouts.py --out layouts.json                        # all GPUs: fsdp and tensor, and one GPU alone
-    python bench/layouts.py --layout 1,4,1 --layout 1,2,2 --rounds 5 --seconds 1500
+    python bench/layouts.py --layout 1,4,1/zero2 --layout 1,2,2/sequence --rounds 5 --seconds 1500
     JAX_PLATFORMS=cpu python bench/layouts.py --case tiny --devices 2  # any machine: checks that the script runs
 
-A layout is data,fsdp,tensor. The batch is fixed a device, so one GPU against N gives the scaling efficiency, and every
-layout of N devices trains on the same global batch. Every measurement is a process of its own; both sides take turns,
-and a round starts only while `--seconds` leaves time for it. The JSON is written after each measurement.
+A layout is data,fsdp,tensor, and after a slash the layout's name if it is not zero3. FSDP2 runs twice: gathering
+weights again in the backward pass (zero3) and keeping them (zero2). The batch is fixed a device, so one GPU against N
+gives the scaling efficiency, and every layout of N devices trains on the same global batch. Every measurement is a
+process of its own; both sides take turns, and a round starts only while `--seconds` leaves time for it. The JSON is
+written after each measurement.
 """
 
 import argparse
@@ -45,7 +47,7 @@ def model_config(shape: dict):
 
 def measure_ours(shape: dict) -> dict:
     """Times jaxpar's optimizer step on a layout: clipping, finiteness check and metrics included."""
-    from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, simulate_devices, use_mesh
+    from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, simulate_devices, use_mesh
 
     simulate_devices(shape["devices"])  # of the CPU only
     import jax
@@ -58,8 +60,9 @@ def measure_ours(shape: dict) -> dict:
 
     trainer = Trainer(model_config(shape), OptimizerConfig(learning_rate=1e-4), num_steps=10_000)
     key, devices = jax.random.key(0), jax.devices()[: shape["devices"]]
-    mesh = make_mesh(MeshSpec(*shape["layout"]), devices)
-    with use_mesh(mesh):
+    sizes, _, name = shape["layout"].partition("/")
+    mesh = make_mesh(MeshSpec(*map(int, sizes.split(","))), devices)
+    with use_mesh(mesh, rules_from(layout=name or "zero3")):
         state = jax.jit(trainer.init, out_shardings=named_shardings(jax.eval_shape(trainer.init, key), trainer.axes()))(
             key
         )
@@ -114,6 +117,11 @@ def child(arguments: list[str], caches: str) -> dict:
     return json.loads(lines[-1]) if not out.returncode and lines else {"error": out.stderr[-3000:] or "no result"}
 
 
+def count_of(layout: str) -> int:
+    """Returns the devices that a layout needs."""
+    return math.prod(int(size) for size in layout.partition("/")[0].split(","))
+
+
 def count_devices() -> int:
     """Asks a process of its own, so that this one holds no GPU."""
     command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
@@ -126,10 +134,10 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), default="1b")
     parser.add_argument("--devices", type=int, default=0, help="by default all")
     parser.add_argument(
-        "--layout", action="append", help="data,fsdp,tensor; by default fsdp and tensor over all devices"
+        "--layout", action="append", help="data,fsdp,tensor[/name]; by default fsdp (both ways) and tensor over all"
     )
     parser.add_argument("--rows", type=int, default=8, help="sequences a device")
-    parser.add_argument("--remat", default="none", help="ours; other than none, both sides gather weights twice")
+    parser.add_argument("--remat", default="none", help="ours")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=330, help="no measurement starts that would end later")
     parser.add_argument("--steps", type=int, default=30)
@@ -149,32 +157,31 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, devices: int) -> list[dict]:
     """Measures every layout and the peer in turns, round after round."""
-    layouts = args.layout or [f"1,{devices},1", f"1,1,{devices}"]
-    layouts = [[int(size) for size in layout.split(",")] for layout in ["1,1,1", *layouts]]
-    counts = sorted({math.prod(layout) for layout in layouts})
-    plan = []  # the peer of each number of devices stands beside the layouts of that number
-    for count in counts:
-        plan += [] if args.no_peer else [("torch", count, None)]
-        plan += [("jaxpar", count, layout) for layout in layouts if math.prod(layout) == count]
-    plan = list({json.dumps(entry): entry for entry in plan}.values())
+    layouts = args.layout or [f"1,{devices},1", f"1,{devices},1/zero2", f"1,1,{devices}"]
+    plan: list[tuple[str, int, str]] = []
+    for count in sorted({count_of(layout) for layout in layouts} | {1}):
+        # The peer of each number of devices stands beside the layouts of that number.
+        if not args.no_peer:
+            plan += [("torch", count, name) for name in (("zero3",) if count == 1 else ("zero3", "zero2"))]
+        plan += [("jaxpar", count, layout) for layout in ("1,1,1", *layouts) if count_of(layout) == count]
     shape = CASES[args.case] | {name: getattr(args, name) for name in ("rows", "steps", "warmup", "remat")}
-    shape |= {"rope_theta": 500000.0, "gather_again": args.remat != "none"}
+    shape |= {"rope_theta": 500000.0}
     start, rows, took = time.monotonic(), [], {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as caches:
         for number in range(args.rounds):
             for side, count, layout in plan:
                 began = time.monotonic()
-                if began - start + took.get((side, str(layout), count), max(took.values(), default=0)) > args.seconds:
+                if began - start + took.get((side, layout, count), max(took.values(), default=0)) > args.seconds:
                     continue
-                request = json.dumps(shape | {"devices": count, "layout": layout})
+                request = json.dumps(shape | {"devices": count, "layout": layout, "gather_again": layout == "zero3"})
                 arguments = [str(HERE / "peers" / "torch_fsdp.py"), request]
                 result = child(arguments if side == "torch" else [__file__, "--ours", request], caches)
-                took[side, str(layout), count] = time.monotonic() - began
+                took[side, layout, count] = time.monotonic() - began
                 rows.append(dict(side=side, devices=count, layout=layout, round=number, shape=shape, result=result))
                 args.out.write_text(json.dumps(rows, indent=1))
                 speed = f"{result['tokens_per_s']:,.0f} tokens/s" if "error" not in result else result["error"]
-                print(f"# {side} {layout or 'fsdp2'} on {count}: {speed}", file=sys.stderr, flush=True)
+                print(f"# {side} {layout} on {count}: {speed}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -183,18 +190,16 @@ def report(rows: list[dict]) -> None:
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if "error" not in row["result"]:
-            name = "FSDP2" if row["layout"] is None else ",".join(map(str, row["layout"]))
+            name = f"FSDP2 {row['layout']}" if row["side"] == "torch" else row["layout"]
             groups.setdefault((row["devices"], row["side"], name), []).append(row["result"])
     median = {key: statistics.median(r["tokens_per_s"] for r in results) for key, results in groups.items()}
     flops = next((r["flops_per_token"] for results in groups.values() for r in results if "flops_per_token" in r), 0)
-    print(
-        "| devices | side | data,fsdp,tensor | tokens/s (min..max) | of torch | scaling | MFU | peak GiB | compile s |"
-    )
+    print("| devices | side | layout | tokens/s (min..max) | of torch's best | scaling | MFU | peak GiB | compile s |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (count, side, name), results in sorted(groups.items()):
         speeds, speed = [r["tokens_per_s"] for r in results], median[count, side, name]
-        peer = median.get((count, "torch", "FSDP2"))
-        alone = median.get((1, side, "FSDP2" if side == "torch" else "1,1,1"))
+        peer = max((speed for key, speed in median.items() if key[:2] == (count, "torch")), default=None)
+        alone = median.get((1, side, "FSDP2 zero3" if side == "torch" else "1,1,1"))
         ratio, scaling = (f"{speed / other:.3f}" if other else "" for other in (peer, alone and alone * count))
         span = f"{speed:,.0f} ({min(speeds):,.0f}..{max(speeds):,.0f})"
         print(

@@ -56,7 +56,7 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
     """
     rows = [row for row in json.loads(layouts_json.read_text()) if not row["refused"]]
     names = list(dict.fromkeys(row["layout"] for row in rows))
-    figure = _figure(max(7.0, 0.24 * len(names) + 2), 6.5)
+    figure = _figure(max(7.0, 0.2 * len(names) + 3), 6.5)
     above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
     bottom = 1e-18
     for dtype, marker in zip(tolerance, "os^", strict=False):
@@ -67,7 +67,7 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
         above.axhline(tolerance[dtype], color="black", linewidth=0.8, linestyle="--")
         above.text(0, tolerance[dtype] * 1.6, f"tolerance of {dtype}", fontsize=8)
     above.set(yscale="log", ylabel="error against one device")
-    above.legend(ncols=2, fontsize=7, loc="center left", bbox_to_anchor=(0, 0.42))
+    above.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     first = {row["layout"]: row["transfers"] for row in reversed(rows)}
     axes = sorted({key.split()[1] for transfers in first.values() for key in transfers})
     base = np.zeros(len(names))
@@ -77,7 +77,7 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
         base += size
     below.set(ylabel="MiB a step and device", xlim=(-0.7, len(names) - 0.3))
     below.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    below.legend(title="over mesh axis", fontsize=7, title_fontsize=7, ncols=3)
+    below.legend(title="over axis", fontsize=7, title_fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     for panel in (above, below):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25, linewidth=0.6, axis="y")
