@@ -31,6 +31,7 @@ __all__ = [
     "axes_like",
     "check_same_on_all_processes",
     "constrain",
+    "gather",
     "in_role",
     "local",
     "make_mesh",
@@ -39,8 +40,8 @@ __all__ = [
     "partition",
     "place_rows",
     "platform",
-    "reshard",
     "rules_from",
+    "scatter",
     "shard",
     "simulate_devices",
     "start_processes",
@@ -310,19 +311,35 @@ def in_role(axes: Axes, role: str) -> Axes:
     return tuple(f"{name}_{role}" if f"{name}_{role}" in table else name for name in axes)
 
 
-def reshard(x: jax.Array, axes: Axes, grad_axes: Axes, name: str = "activation") -> jax.Array:
-    """Constrains `x` to `axes` and its cotangent to `grad_axes`: a gather one way, a scattered sum the other.
+def gather(x: jax.Array, split: Axes, whole: Axes, grad: Axes | None = None, name: str = "activation") -> jax.Array:
+    """Takes `x` to a layout that splits it less; its cotangent is summed into `grad`, by default `split`.
 
-    `constrain` gives both the same layout, which sums a gradient whole before it takes its share. Reverse mode only.
+    `constrain` gives value and cotangent the same layout, which would sum the cotangent whole before it takes its
+    share; and alone it lets GSPMD gather what `x` was cast from, twice the bytes. Reverse mode only.
     """
     if _ambient().empty:
         return x
 
     @jax.custom_vjp
     def moved(x):
-        return constrain(x, *axes, name=name)
+        return constrain(constrain(x, *split, name=name), *whole, name=name)
 
-    moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain(g, *grad_axes, name=f"gradient of {name}"),))
+    moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain(g, *(grad or split), name=f"gradient of {name}"),))
+    return moved(x)
+
+
+def scatter(x: jax.Array, whole: Axes, split: Axes, name: str = "activation") -> jax.Array:
+    """Sums `x` into a layout that splits it more; its cotangent is gathered: the transpose of `gather`."""
+    if _ambient().empty:
+        return x
+
+    @jax.custom_vjp
+    def moved(x):
+        return constrain(x, *split, name=name)
+
+    moved.defvjp(
+        lambda x: (moved(x), None), lambda _, g: (constrain(constrain(g, *split, name=name), *whole, name=name),)
+    )
     return moved(x)
 
 

@@ -17,6 +17,7 @@ from jaxpar.mesh import (
     MeshSpec,
     axes_like,
     constrain,
+    gather,
     in_role,
     local,
     make_mesh,
@@ -25,8 +26,8 @@ from jaxpar.mesh import (
     partition,
     place_rows,
     platform,
-    reshard,
     rules_from,
+    scatter,
     shard,
     start_processes,
     use_mesh,
@@ -136,16 +137,19 @@ def test_the_inner_axis_is_a_part_of_fsdp():
         assert in_role(("vocab", "embed"), "use") == ("vocab", None)
 
 
-def test_reshard_lays_value_and_gradient_out_apart():
-    mesh = mesh_of(1, 8, 1)
-    assert reshard(jnp.ones(8), ("embed",), (None,)).sharding.is_fully_replicated  # no mesh: the identity
-    with use_mesh(mesh):
-        x = shard(jnp.arange(8.0), ("embed",))
-        y, back = jax.jit(lambda x: jax.vjp(lambda x: reshard(x, (None,), ("embed",)), x))(x)
-        assert y.sharding.is_fully_replicated
-        (grad,) = jax.jit(lambda g: back(g))(jnp.ones(8))
-        assert grad.sharding.spec == jax.P("fsdp")
-        np.testing.assert_array_equal(grad, np.ones(8))
+def test_gather_and_scatter_lay_value_and_gradient_out_apart():
+    split, whole = ("embed",), (None,)
+    assert gather(jnp.ones(8), split, whole).sharding.is_fully_replicated  # no mesh: the identity
+    with use_mesh(mesh_of(1, 8, 1)):
+        x = shard(jnp.arange(8.0), split)
+        for move, first, second in ((gather, split, whole), (scatter, whole, split)):
+            layouts = [jax.NamedSharding(jax.sharding.get_mesh(), partition(axes)) for axes in (first, second)]
+            y = jax.jit(lambda x, move=move, a=first, b=second: move(x, a, b))(x)
+            (grad,) = jax.jit(lambda x, g, move=move, a=first, b=second: jax.vjp(lambda x: move(x, a, b), x)[1](g))(
+                x, y
+            )
+            assert grad.sharding.is_equivalent_to(layouts[0], 1) and y.sharding.is_equivalent_to(layouts[1], 1)
+            np.testing.assert_array_equal(grad, np.arange(8.0))
 
 
 @pytest.mark.parametrize(

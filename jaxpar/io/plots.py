@@ -77,7 +77,9 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
         base += size
     below.set(ylabel="MiB a step and device", xlim=(-0.7, len(names) - 0.3))
     below.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    below.legend(title="over axis", fontsize=7, title_fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    below.legend(
+        title="over axis", fontsize=7, title_fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False
+    )
     for panel in (above, below):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25, linewidth=0.6, axis="y")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.lm.attention import attention, dense, dropout
 from jaxpar.lm.config import LMConfig
-from jaxpar.mesh import constrain, in_role, mesh_axes, reshard
+from jaxpar.mesh import constrain, gather, in_role, mesh_axes, scatter
 from jaxpar.types import PRNGKey
 
 __all__ = ["block", "norm", "rope_frequencies", "rotate"]
@@ -80,7 +80,7 @@ def _product(equation: str, axes: tuple, apart: bool, x: jax.Array, weight: jax.
 def _product_backward(equation, axes, apart, kept, g):
     x, weight = kept
     if apart and mesh_axes("embed_weight"):  # with no loop nor remat between them, XLA would find both gathers the same
-        weight = jax.lax.optimization_barrier(weight)
+        weight, g = jax.lax.optimization_barrier((weight, g))
     weight = constrain(weight, *in_role(axes, "use"), name="a weight")
     dx, dweight = jax.vjp(functools.partial(jnp.einsum, equation), x, weight)[1](g)
     return dx, constrain(dweight, *in_role(axes, "grad"), name="gradient of a weight")
@@ -181,10 +181,10 @@ def block(
 
     # Where the two split the sequence differently: a gather into a branch, a scattered sum out of it.
     def enter(x):
-        return reshard(x, inside, outside)
+        return gather(x, outside, inside)
 
     def leave(x):
-        return reshard(x, outside, inside)
+        return scatter(x, inside, outside)
 
     h = enter(norm(x, layer["attn_norm"], config))
     q, k, v = _qkv(h, layer, config, positions)

@@ -97,7 +97,7 @@ def _sharded(x, head, targets, weights, chunk, low_logits, with_grads):
     tokens = ("batch", "seq_layer")
     in_axes = [(*tokens, None), ("vocab", None), tokens, tokens]
     out_axes = ((), (*tokens, None), ("vocab", None)) if with_grads else ()
-    weight = constrain(head.astype(x.dtype), "vocab", None)
+    weight = constrain(constrain(head.astype(x.dtype), "vocab", "embed"), "vocab", None)  # cast before the gather
     batch_axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
     fn = functools.partial(
         _on_device,

@@ -8,7 +8,7 @@ from jaxpar.lm.attention import dropout
 from jaxpar.lm.blocks import INSIDE, RESIDUAL, block, norm
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.params import hold
-from jaxpar.mesh import constrain, local, mesh_axes, reshard
+from jaxpar.mesh import constrain, gather, local, mesh_axes
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["apply", "embed", "head", "hidden"]
@@ -36,7 +36,7 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], axes: tuple = I
         rows = table[jnp.where(mine, index, 0)]
         return jax.lax.psum(jnp.where(mine[..., None], rows, 0), parts)
 
-    table = reshard(table, ("vocab", None), ("vocab", "embed_grad"), "the embedding")
+    table = gather(table, ("vocab", "embed"), ("vocab", None), ("vocab", "embed_grad"), "the embedding")
     return local(lookup, [("vocab", None), axes[:2]], axes)(table, tokens)
 
 
@@ -112,7 +112,7 @@ def hidden(
     else:
         for index, layer in enumerate(_unstack(params["layers"], config.num_layers)):
             x, _ = body(x, (layer, index))
-    return reshard(norm(x, params["final_norm"], config), INSIDE, RESIDUAL)
+    return gather(norm(x, params["final_norm"], config), RESIDUAL, INSIDE)
 
 
 def _unstack(layers: PyTree, num_layers: int) -> list[PyTree]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.mesh import in_role, reshard
+from jaxpar.mesh import gather, in_role
 from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["Leaf", "abstract", "axes", "flops_per_token", "hold", "init", "is_weight", "leaves", "num_params"]
@@ -128,14 +128,14 @@ def hold(params: PyTree, config: LMConfig) -> PyTree:
     arrive split by "embed_grad".
     """
 
-    def held(path, leaf: Leaf, x: jax.Array):
+    def lower(path, leaf: Leaf, x: jax.Array):
         if isinstance(leaf.init, str):
             return x
-        axes, grad_axes = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
-        return reshard(x.astype(config.dtype), axes, grad_axes, jax.tree_util.keystr(path))
+        held, summed = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
+        return gather(x.astype(config.dtype), leaf.axes, held, summed, jax.tree_util.keystr(path))
 
     layers = leaves(config)["layers"]
-    return params | {"layers": jax.tree_util.tree_map_with_path(held, layers, params["layers"], is_leaf=_is_leaf)}
+    return params | {"layers": jax.tree_util.tree_map_with_path(lower, layers, params["layers"], is_leaf=_is_leaf)}
 
 
 def num_params(config: LMConfig) -> int:
