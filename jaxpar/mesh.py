@@ -70,6 +70,9 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 """Logical axis name -> mesh axes, for all pillars; `()` leaves an axis whole."""
 
+HEARTBEAT_S = 60
+"""Seconds without a sign of life after which a process counts as dead, and JAX ends all others."""
+
 # A user context is part of JAX's trace cache key: another table can never reuse a stale program.
 _table = jax.make_user_context(tuple(RULES.items()))
 _platform = jax.make_user_context(None)
@@ -332,12 +335,21 @@ def simulate_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def start_processes(coordinator: str = "", num_processes: int = 0, process_id: int = -1, timeout_s: int = 600) -> bool:
+def start_processes(
+    coordinator: str = "",
+    num_processes: int = 0,
+    process_id: int = -1,
+    timeout_s: int = 600,
+    heartbeat_s: int = HEARTBEAT_S,
+) -> bool:
     """Joins this process to the others of the run; must come before any question about devices.
 
     With `coordinator` ("host:port"), `num_processes` and `process_id` the three are used as given. Without
     them the cluster is detected the way `jax.distributed.initialize` does (Slurm, Open MPI, Cloud TPU,
     Kubernetes, or JAX_COORDINATOR_ADDRESS), and only if the environment speaks of more than one process.
+
+    A process that says nothing for `heartbeat_s` seconds, because it or its host died, ends all others: JAX aborts
+    them. Where a broken connection is an error of the collective itself, as with Gloo, it comes sooner.
 
     Returns:
       Whether the run has been joined to a cluster.
@@ -359,7 +371,7 @@ def start_processes(coordinator: str = "", num_processes: int = 0, process_id: i
     else:
         return False
     try:
-        jax.distributed.initialize(**given, initialization_timeout=timeout_s)
+        jax.distributed.initialize(**given, initialization_timeout=timeout_s, heartbeat_timeout_seconds=heartbeat_s)
     except Exception as error:
         raise UsageError(
             f"this process could not join the run ({given or 'cluster found in the environment'}): "
