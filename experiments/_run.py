@@ -205,7 +205,7 @@ def open_devices(config: RunConfig):
     """Joins the other processes, finds or simulates devices, and returns the mesh as a context, ambient inside."""
     _quieten()
     joined = start_processes(**dataclasses.asdict(config.processes))
-    with_accelerator = _accelerator()
+    with_accelerator = accelerator()
     if not with_accelerator and importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # libtpu, where installed for tests, would look for its TPU aloud
     if config.cpu_devices < 0:
@@ -348,7 +348,7 @@ def _flags(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flags(field.type, f"{prefix}{field.name}.")
 
 
-def _accelerator() -> str | None:
+def accelerator() -> str | None:
     """Names the extra that would use this machine's accelerator, found without asking JAX."""
     if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0"):
         return "cuda"

@@ -7,6 +7,7 @@ Process 0 has the terminal, the others write to files. When one dies, all are st
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import queue
@@ -19,9 +20,9 @@ import tempfile
 import threading
 from typing import NoReturn
 
+from experiments import _run
 from jaxpar.types import UsageError
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEVICES = 8
 """Devices of all processes together, if nothing else is asked for: as many as a run in one process simulates."""
 GRACE_S = 15.0
@@ -58,15 +59,12 @@ class Group:
         self._ends: queue.Queue[tuple[int, int]] = queue.Queue()
         self._asked = False
         # In groups of their own, so that Ctrl-C reaches the launcher alone, which passes it on once.
-        env = os.environ | {"JAXPAR_LAUNCHED": "1", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        env = os.environ | {_run.LAUNCHED: "1", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         self._processes = []
         for index, own in enumerate(flags):
-            output = self.log(index).open("wb") if index else None
-            self._processes.append(
-                subprocess.Popen(
-                    [*command, *own], env=env, stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0
-                )
-            )
+            with self.log(index).open("wb") if index else contextlib.nullcontext() as output:
+                streams = dict(stdin=subprocess.PIPE, stdout=output, stderr=output)
+                self._processes.append(subprocess.Popen([*command, *own], env=env, process_group=0, **streams))
         for index in range(len(flags)):
             threading.Thread(target=self._watch, args=(index,), daemon=True).start()
 
@@ -124,7 +122,7 @@ def main(arguments: list[str]) -> int:
         flags = _flags(asked.processes, asked.devices_per_process or max(1, DEVICES // asked.processes))
         folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxpar-launch-"))
         command = [sys.executable, "-m", f"experiments.{asked.experiment}", *asked.flags]
-        code = _run(command, flags, folder)
+        code = _finish(command, flags, folder)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -133,7 +131,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _run(command: list[str], flags: list[list[str]], folder: pathlib.Path) -> int:
+def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) -> int:
     group = Group(command, flags, folder)
     before = {number: signal.signal(number, group.forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -178,7 +176,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--devices-per-process", type=int, metavar="D", help=f"CPU devices of each (default: {DEVICES} in all)"
     )
-    parser.add_argument("experiment", help=", ".join(_experiments()))
+    parser.add_argument("experiment", nargs="?", help=", ".join(_experiments()))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the experiment, such as train.steps=50")
     asked = parser.parse_args(arguments)
     _check(asked)
@@ -186,12 +184,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check(asked: argparse.Namespace) -> None:
+    legal = ", ".join(_experiments())
+    if asked.experiment is None:
+        raise UsageError(f"no experiment is named; legal are {legal}.")
     if asked.experiment not in _experiments():
-        raise UsageError(f"there is no experiment {asked.experiment!r}; legal are {', '.join(_experiments())}.")
+        raise UsageError(f"there is no experiment {asked.experiment!r}; legal are {legal}.")
     if asked.processes < 1:
         raise UsageError(f"--processes {asked.processes} must be at least 1.")
     if asked.devices_per_process is not None and asked.devices_per_process < 1:
         raise UsageError(f"--devices-per-process {asked.devices_per_process} must be at least 1.")
+    if (kind := _run.accelerator()) and os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise UsageError(
+            f"this machine has {kind}, which the launcher cannot divide among processes; JAX_PLATFORMS=cpu simulates "
+            "devices instead, and docs/pods.md has the commands for accelerators."
+        )
     for flag in asked.flags:
         if flag.startswith(("processes.", "cpu_devices=")):
             raise UsageError(f"{flag} is set by the launcher; use --processes and --devices-per-process.")
@@ -202,9 +208,8 @@ def _check(asked: argparse.Namespace) -> None:
 
 
 def _experiments() -> list[str]:
-    """Returns the names of the experiments that take the runner's flags."""
-    files = sorted((ROOT / "experiments").glob("[!_]*.py"))
-    return [path.stem for path in files if "_run.launch(" in path.read_text()]
+    """Returns the names of the experiments, which are those that have a configuration."""
+    return sorted(path.stem for path in _run.CONF.glob("*.yaml"))
 
 
 def _flags(processes: int, devices: int) -> list[list[str]]:
