@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from experiments import _run
 from jaxpar.types import UsageError
@@ -63,7 +63,7 @@ class Group:
         self._processes = []
         for index, own in enumerate(flags):
             with self.log(index).open("wb") if index else contextlib.nullcontext() as output:
-                streams = dict(stdin=subprocess.PIPE, stdout=output, stderr=output)
+                streams: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=output, stderr=output)
                 self._processes.append(subprocess.Popen([*command, *own], env=env, process_group=0, **streams))
         for index in range(len(flags)):
             threading.Thread(target=self._watch, args=(index,), daemon=True).start()

@@ -11,8 +11,10 @@ This is the only file that names an `AxisType`.
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import math
 import os
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -387,9 +389,29 @@ def _environment_has_processes() -> bool:
     return (
         "JAX_COORDINATOR_ADDRESS" in env
         or any(count.isdigit() and int(count) > 1 for count in counts)
-        or "," in env.get("TPU_WORKER_HOSTNAMES", "")
+        or "," in env.get("TPU_PROCESS_ADDRESSES", "") + env.get("TPU_WORKER_HOSTNAMES", "")
         or "MEGASCALE_COORDINATOR_ADDRESS" in env
+        or ("JOB_COMPLETION_INDEX" in env and importlib.util.find_spec("kubernetes") is not None)
+        or _tpu_hosts() > 1
     )
+
+
+def _tpu_hosts() -> int:
+    """Returns how many hosts this TPU slice has, as a Cloud TPU VM's metadata server says; 1 anywhere else.
+
+    No variable tells on such a machine. Honours what JAX and libtpu do: TPU_SKIP_MDS_QUERY, GCE_METADATA_IP.
+    """
+    if "TPU_SKIP_MDS_QUERY" in os.environ or not any(map(os.path.exists, ("/dev/accel0", "/dev/vfio/0"))):
+        return 1
+    host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    address = f"http://{host}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+    question = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(question, timeout=5) as answer:
+            return answer.read().count(b",") + 1
+    except OSError:
+        return 1
 
 
 def check_same_on_all_processes(text: str, what: str) -> None:
