@@ -14,6 +14,8 @@ import hashlib
 import importlib.util
 import math
 import os
+import socket
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -341,7 +343,7 @@ def start_processes(
     coordinator: str = "",
     num_processes: int = 0,
     process_id: int = -1,
-    timeout_s: int = 600,
+    timeout_s: float = 600,
     heartbeat_s: int = HEARTBEAT_S,
 ) -> bool:
     """Joins this process to the others of the run; must come before any question about devices.
@@ -357,7 +359,8 @@ def start_processes(
       Whether the run has been joined to a cluster.
 
     Raises:
-      UsageError: If only some of the three are given, or the others could not be reached in `timeout_s`.
+      UsageError: If only some of the three are given, or the coordinator could not be reached in `timeout_s`. If it
+        is reached but others never come, JAX aborts this process after about that time.
     """
     if coordinator:
         if num_processes < 1 or not 0 <= process_id < num_processes:
@@ -365,6 +368,8 @@ def start_processes(
                 f"coordinator={coordinator} also needs num_processes >= 1 and 0 <= process_id < that; "
                 f"got num_processes={num_processes} process_id={process_id}."
             )
+        if process_id:
+            _reach(coordinator, timeout_s)
         given: dict[str, Any] = dict(
             coordinator_address=coordinator, num_processes=num_processes, process_id=process_id
         )
@@ -373,13 +378,33 @@ def start_processes(
     else:
         return False
     try:
-        jax.distributed.initialize(**given, initialization_timeout=timeout_s, heartbeat_timeout_seconds=heartbeat_s)
+        jax.distributed.initialize(
+            **given, initialization_timeout=math.ceil(timeout_s), heartbeat_timeout_seconds=heartbeat_s
+        )
     except Exception as error:
         raise UsageError(
             f"this process could not join the run ({given or 'cluster found in the environment'}): "
             f"{str(error).splitlines()[0]}; check that all processes were started and reach the coordinator."
         ) from error
     return True
+
+
+def _reach(coordinator: str, timeout_s: float) -> None:
+    """Waits until the coordinator listens; JAX would abort this process if it never does."""
+    host, colon, port = coordinator.rpartition(":")
+    if not colon or not port.isdigit():
+        raise UsageError(f"coordinator={coordinator} is not of the form host:port.")
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError as error:
+            if time.monotonic() > until:
+                raise UsageError(
+                    f"no coordinator answers at {coordinator} ({error.strerror or error}) within {timeout_s} s; check "
+                    "that process 0 was started on that host and that its port is open to this one."
+                ) from error
+            time.sleep(0.1)
 
 
 def _environment_has_processes() -> bool:

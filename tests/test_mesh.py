@@ -3,6 +3,7 @@
 import http.server
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -297,6 +298,16 @@ def test_a_tpu_pod_is_seen_in_the_metadata(monkeypatch, joined, endpoints, sever
         monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
         assert start_processes() is False
         server.shutdown()
+
+
+def test_a_coordinator_that_is_not_there_is_named():
+    with socket.socket() as bound:  # which does not listen
+        bound.bind(("localhost", 0))
+        address = f"localhost:{bound.getsockname()[1]}"
+        with pytest.raises(UsageError, match=rf"no coordinator answers at {address} \(.*\) within 0.2 s; check that"):
+            start_processes(address, num_processes=2, process_id=1, timeout_s=0.2)
+    with pytest.raises(UsageError, match="coordinator=localhost is not of the form host:port."):
+        start_processes("localhost", num_processes=2, process_id=1)
 
 
 def test_half_a_cluster_is_refused():
