@@ -14,9 +14,8 @@ def move(x: Any, target: Sharding) -> jax.Array:
     """Lays an array out as `target`, on whatever devices that is; returns before it has been computed.
 
     `jax.device_put` does that too, but waits for `x` and goes over the host unless source and target hold the same
-    blocks. So blocks are copied from device to device as they are, and cut anew by a compiled program: with as many
-    devices there as here it runs there, by collectives among them; else
-    the whole array goes to every device.
+    blocks. So blocks are copied from device to device as they are, and cut anew by a compiled program: among the new
+    devices if they are as many as the old ones; else the whole array goes to each of them.
 
     Args:
       x: A global `jax.Array`, or what `jax.device_put` takes from the host.
