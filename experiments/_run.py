@@ -3,6 +3,7 @@
 Hydra stops here: experiments get the library's own frozen dataclasses.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -14,14 +15,18 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import hydra
 import jax
+import numpy as np
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from jax.experimental import multihost_utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -38,6 +43,12 @@ from jaxpar.mesh import (
 from jaxpar.types import UsageError
 
 CONF = pathlib.Path(__file__).resolve().parent / "conf"
+LAUNCHED = "JAXPAR_LAUNCHED"
+"""Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
+FAREWELL_S = 3.0
+"""Seconds that a process which ends by an error waits for the others to end as well."""
+# What Gloo, NCCL and the coordination service say where another process is gone.
+_LOST = re.compile(r"gloo|nccl|connection|socket|peer|heartbeat|coordination|unavailable|barrier", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +72,7 @@ class RunConfig:
         data=all on accelerators.
       layout: What is split when, of zero3, zero2, zero1, hybrid, nested and sequence; two are joined by +.
       rules: Changes to the table of logical axes, such as rules.embed=none.
-      cpu_devices: CPU devices to simulate where there is no accelerator.
+      cpu_devices: CPU devices of this process where there is no accelerator; 0 means 8, or 1 if it is one of several.
       metrics: Where metrics go besides metrics.jsonl: tensorboard, wandb.
       processes: Start-up of many processes.
     """
@@ -72,7 +83,7 @@ class RunConfig:
     mesh: MeshSpec = MeshSpec(data=-1)
     layout: str = "zero3"
     rules: dict[str, str] = dataclasses.field(default_factory=dict)
-    cpu_devices: int = 8
+    cpu_devices: int = 0
     metrics: list[str] = dataclasses.field(default_factory=list)
     processes: Processes = Processes()
 
@@ -85,6 +96,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]
       schema: Its frozen dataclass; must have the fields that `identity` reads.
       execute: The experiment.
     """
+    _end_with_launcher()
     _register(name, schema)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed by Hydra
     mistakes = []
@@ -92,7 +104,8 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
     def task(node: DictConfig) -> None:
         try:
-            execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
+            with ending_together():
+                execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
         except (UsageError, OSError) as error:  # Hydra would print a line of its own about them
             mistakes.append(error)
 
@@ -100,6 +113,9 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]
         task()
     except (UsageError, OSError, HydraException, OmegaConfBaseException) as error:
         mistakes.append(error)
+    except KeyboardInterrupt:
+        print("interrupted; what was saved is whole, and the same command goes on from it.", file=sys.stderr)
+        sys.exit(130)
     if mistakes:
         print(f"error: {_sentence(mistakes[0], schema)}", file=sys.stderr)
         sys.exit(2)
@@ -151,20 +167,56 @@ def fresh_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
     while not resume and candidate.exists() and any(candidate.iterdir()):
         count += 1
         candidate = folder.with_name(f"{folder.name}-{count}")
+    if not resume and jax.process_count() > 1:  # a process that looks later finds the files of the others
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(count)))
+        candidate = folder if count == 1 else folder.with_name(f"{folder.name}-{count}")
     candidate.mkdir(parents=True, exist_ok=True)
     return candidate
+
+
+@contextlib.contextmanager
+def ending_together():
+    """Ends this process at an error inside if it is one of several, with its sentence or traceback.
+
+    An orderly end waits for the other processes: the checkpoints do, and so does JAX when Python exits. Those that
+    died, or that met no error, never come. With a single process the error goes on as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not jax.distributed.is_initialized():
+            raise
+        code, text = 1, "".join(traceback.format_exception(error))
+        if isinstance(error, (UsageError, OSError)):
+            code, text = 2, f"error: {_sentence(error)}"
+        elif isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error)):
+            text = (
+                "error: another process of this run ended or cannot be reached "
+                f"({str(error).splitlines()[0][:200]}); its own output says why, and the same command, started on "
+                "all again, goes on from the newest checkpoint."
+            )
+        print(text.rstrip(), file=sys.stderr, flush=True)
+        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        farewell.start()
+        farewell.join(FAREWELL_S)
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def open_devices(config: RunConfig):
     """Joins the other processes, finds or simulates devices, and returns the mesh as a context, ambient inside."""
     _quieten()
-    start_processes(**dataclasses.asdict(config.processes))
-    with_accelerator = _accelerator()
+    joined = start_processes(**dataclasses.asdict(config.processes))
+    with_accelerator = accelerator()
     if not with_accelerator and importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # libtpu, where installed for tests, would look for its TPU aloud
-    simulate_devices(max(1, config.cpu_devices) if not config.processes.coordinator else 1)
+    if config.cpu_devices < 0:
+        raise UsageError(f"cpu_devices={config.cpu_devices} must be at least 1, or 0 for the default.")
+    simulate_devices(config.cpu_devices or (1 if joined else 8))
     if jax.default_backend() == "cpu" and with_accelerator:
         say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")
+    if joined and jax.default_backend() == "cpu":
+        _hide_gloo()
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(pathlib.Path.home() / ".cache" / "jaxpar")
     jax.config.update("jax_compilation_cache_dir", cache)
     check_same_on_all_processes(repr(config).replace(repr(config.processes), ""), "the configuration")
@@ -201,6 +253,18 @@ def say(text: str) -> None:
     """Prints from process 0."""
     if jax.process_index() == 0:
         print(text, flush=True)
+
+
+def _end_with_launcher() -> None:
+    """Ends this process when `experiments.launch` is gone, even by kill -9: the system closes the pipe then."""
+    if not os.environ.pop(LAUNCHED, ""):
+        return
+
+    def wait() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _register(name: str, schema: type) -> None:
@@ -247,7 +311,7 @@ def _to_config(node: DictConfig) -> Any:
     return OmegaConf.to_object(content)
 
 
-def _sentence(error: BaseException, schema: type) -> str:
+def _sentence(error: BaseException, schema: type | None = None) -> str:
     """Says in one sentence what the system says in a word or two, and Hydra in many lines."""
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return f"{error.filename or 'a file'} cannot be opened or written: {error.strerror or error}."
@@ -257,7 +321,7 @@ def _sentence(error: BaseException, schema: type) -> str:
     for link in chain:
         if isinstance(link, UsageError):
             return str(link)
-    text, flags = str(error), dict(_flags(schema))
+    text, flags = str(error), dict(_flags(schema)) if schema else {}
     if (wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text)) and wrong[1] in flags:
         return f"{wrong[1]}={wrong[2]} is of the wrong type; {wrong[1]} takes {_type_name(flags[wrong[1]])}."
     if unknown := re.search(
@@ -286,11 +350,20 @@ def _flags(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flags(field.type, f"{prefix}{field.name}.")
 
 
-def _accelerator() -> str | None:
+def accelerator() -> str | None:
     """Names the extra that would use this machine's accelerator, found without asking JAX."""
     if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0"):
         return "cuda"
     return "tpu" if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0") else None
+
+
+def _hide_gloo() -> None:
+    """Keeps Python's output and drops that of C++, where Gloo prints a line for every group of devices that meets."""
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def _quieten() -> None:

@@ -125,6 +125,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config)
         )
         stack.callback(writer.close)
+        stack.enter_context(_run.ending_together())  # above waits for all
         hooks = Hooks(
             axes=trainer.axes(),
             checkpoints=checkpoints,

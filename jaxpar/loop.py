@@ -357,7 +357,7 @@ def _interruptible():
 
     With many processes the answer is agreed on every ten steps, so that all stop after the same one.
     """
-    came = threading.Event()
+    came, agreed = threading.Event(), 0
 
     def handle(number, frame):
         if came.is_set() and number == signal.SIGINT:
@@ -365,10 +365,12 @@ def _interruptible():
         came.set()
 
     def interrupted(step: int) -> bool:
+        nonlocal agreed
         if jax.process_count() == 1:
             return came.is_set()
-        if step % 10:
+        if step // 10 == agreed:
             return False
+        agreed = step // 10
         from jax.experimental import multihost_utils
 
         return bool(np.any(multihost_utils.process_allgather(np.array(came.is_set()))))

@@ -2,9 +2,11 @@
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -51,3 +53,38 @@ def test_two_processes_equal_one(tmp_path):
         assert result["refusal"] == told
     # Each process reads its own rows only.
     assert alone["asked"] == [(0, 8)] and first["asked"] == [(0, 4)] and second["asked"] == [(4, 8)]
+
+
+SILENT = """
+import os, signal, sys
+from jax.experimental.multihost_utils import process_allgather
+from jaxpar.mesh import start_processes
+
+start_processes(sys.argv[1], 2, int(sys.argv[2]), timeout_s=60, heartbeat_s=10)
+process_allgather(0)
+print("met", flush=True)
+if sys.argv[2] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+process_allgather(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_falls_silent_ends_the_others_in_bounded_time():
+    address = f"localhost:{free_port()}"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first, second = (
+        subprocess.Popen([sys.executable, "-c", SILENT, address, index], env=env, **pipes) for index in "01"
+    )
+    try:
+        while first.stdout.readline() not in ("met\n", ""):
+            pass
+        began = time.monotonic()
+        _, said = first.communicate(timeout=100)
+        assert 5 < time.monotonic() - began < 30  # its connections stay open, so nothing but the heartbeat tells
+        assert first.returncode == -signal.SIGABRT and "stopped sending heartbeats" in said
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
