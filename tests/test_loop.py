@@ -395,11 +395,14 @@ def test_fit_outside_the_main_thread_leaves_signals_alone():
 class FullDisk:
     """Stands in for checkpoints whose save fails; the method `meet` is the one to tell."""
 
+    refused = ()
+
     def __init__(self, meet):
         self.meet, self.saving = meet, False
 
     def __getattr__(self, name):
         def call(*args):
+            assert name in ("restore_newest", "prepare", "save", "poll", "wait")
             self.saving |= name == "save"
             if self.saving and name == self.meet:
                 raise SaveError("no space left on device")
