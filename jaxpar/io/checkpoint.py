@@ -1,5 +1,6 @@
 """Checkpoints that are whole or absent, of no topology: asynchronous saves by Orbax, restored onto any mesh."""
 
+import contextlib
 import os
 import shutil
 import threading
@@ -75,6 +76,7 @@ class Checkpoints:
         self._read_only = read_only
         self._pending: tuple[int, int] | None = None  # step and bytes of the save under way
         self._job: Future | None = None
+        self._closed = False
         # One thread, so that Orbax's barriers come in the same order on all processes.
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self.refused = storage.open_folder(self._folder, read_only)
@@ -175,11 +177,15 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits as `wait` does, then ends all threads; the object is of no use afterwards."""
+        if self._closed:
+            return
         try:
             self.wait()
         finally:
+            self._closed = True
+            # Orbax raises the error of a save once a thread, and the worker's has been told.
+            self._worker.submit(self._manager.close).result()
             self._worker.shutdown()
-            self._manager.close()
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the `metadata` that was saved with `step`."""
@@ -297,7 +303,8 @@ class Checkpoints:
         self._manager.reload()  # Orbax already dropped the older steps that it would have deleted
         if jax.process_index() == 0:
             for half in self._folder.glob(f"*{ocp.path.atomicity.TMP_DIR_SUFFIX}*"):
-                half.rmtree(missing_ok=True)
+                with contextlib.suppress(OSError):  # other writes of it may not have ended; the next start tidies up
+                    half.rmtree()
         reason = storage.storage_reason(error)
         if reason is None:
             raise error
