@@ -160,9 +160,14 @@ class Checkpoints:
             handed.set()
         self._manager.wait_until_finished()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way; waits for nothing."""
+        return self._job is not None and not self._job.done()
+
     def poll(self) -> None:
         """Raises the error of a save that failed meanwhile; never waits, so call it every step."""
-        if self._job is not None and self._job.done():
+        if not self.is_saving:
             self.wait()
 
     def wait(self) -> None:

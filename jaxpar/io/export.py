@@ -1,5 +1,6 @@
 """Arrays to one file that other programs read."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def write_arrays(path: str | os.PathLike, tree: PyTree) -> None:
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path} could not be written: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _to_host(x: jax.Array | np.ndarray) -> np.ndarray:
