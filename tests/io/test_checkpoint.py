@@ -93,6 +93,9 @@ closed_loop = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcepti
 
 
 def damage(folder, how):
+    if how == "other arrays":  # all files are as they were written, but not for this step
+        shutil.rmtree(folder / "state")
+        shutil.copytree(folder.parent / "2" / "state", folder / "state")
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         if how == "empty files":  # what a power cut leaves
             os.truncate(path, 0)
@@ -220,7 +223,7 @@ def test_numpy_has_every_leaf_and_needs_no_sharding(tmp_path, opened):
 
 
 @closed_loop
-@pytest.mark.parametrize("how", ["short data", "flipped data", "no layout", "other metadata"])
+@pytest.mark.parametrize("how", ["short data", "no layout", "other metadata", "other arrays"])
 def test_numpy_refuses_what_is_damaged(tmp_path, opened, how):
     three_saved(tmp_path, opened)
     damage(tmp_path / "3", how)
@@ -336,7 +339,9 @@ def test_wrong_use_is_one_sentence(tmp_path, opened):
         Checkpoints(tmp_path, best_mode="least")
 
 
-HOWS = "short data, flipped data, no layout, no manifest, no files, empty files, other metadata".split(", ")
+HOWS = "short data, flipped data, no layout, no manifest, no files, empty files, other metadata, other arrays".split(
+    ", "
+)
 
 
 @closed_loop
