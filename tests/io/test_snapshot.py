@@ -152,3 +152,16 @@ def test_auto_decides_at_the_first_save_for_good(opened, gate, monkeypatch):
 def test_an_unknown_place_is_refused(tmp_path):
     with pytest.raises(UsageError, match="snapshot='disk' must be"):
         Checkpoints(tmp_path, snapshot="disk")
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("mode", ["device", "host"])
+def test_double_precision_of_one_thread_is_saved_by_another(opened, mode):
+    checkpoints = opened(snapshot=mode)
+    x = jnp.arange(SIZE) / jnp.float64(3)
+    checkpoints.save(1, {"x": x}, {}, {})
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    restored = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct(x.shape, jnp.float64, sharding=sharding)})["x"]
+    assert restored.dtype == jnp.float64
+    np.testing.assert_array_equal(restored, x)
+    np.testing.assert_array_equal(checkpoints.numpy(1)["x"], x)
