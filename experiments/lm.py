@@ -4,14 +4,17 @@
     python -m experiments.lm model=gpt2_124m data.path=corpus.txt mesh.fsdp=4
     python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
     python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d
+    python -m experiments.lm mode=export run=runs/lm/tiny-1a2b3c4d out=tiny_hf
 
 The same command resumes a run that was ended, on any mesh.
 """
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +24,22 @@ import numpy as np
 
 from experiments import _run
 from experiments._run import say
-from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss
-from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, flops_per_token, from_hf, generate, loss, num_params
+from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss, write_arrays
+from jaxpar.lm import (
+    LMConfig,
+    OptimizerConfig,
+    Sampling,
+    Trainer,
+    flops_per_token,
+    from_hf,
+    generate,
+    loss,
+    num_params,
+    to_hf,
+)
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
-from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
-from jaxpar.loop import Fit, FitResult, Hooks, check_same_run, fit
+from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
+from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import mesh_axes, named_shardings, partition, place_rows
 from jaxpar.types import PyTree, UsageError
 
@@ -41,6 +55,7 @@ class TrainConfig:
       eval_batches: Batches of validation, random windows that are the same each time; 0 means the whole split.
       save_every: Steps between checkpoints; 0 means at the end alone.
       keep: Newest checkpoints to keep; the best is kept as well.
+      keep_every_s: Seconds from one checkpoint to the next that is kept for good; 0 keeps none for good.
       max_skipped: Non-finite steps in a row that stop the run.
       profile: "first:last", steps to write a profile of.
     """
@@ -51,12 +66,15 @@ class TrainConfig:
     eval_batches: int = 20
     save_every: int = 100
     keep: int = 2
+    keep_every_s: float = 0
     max_skipped: int = 10
     profile: str = ""
 
     def __post_init__(self):
         """Refuses counts that no run can have."""
-        least = dict(steps=1, accumulate=1, keep=1, max_skipped=1, eval_every=0, eval_batches=0, save_every=0)
+        least = dict(
+            steps=1, accumulate=1, keep=1, max_skipped=1, eval_every=0, eval_batches=0, save_every=0, keep_every_s=0
+        )
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise UsageError(f"train.{name}={getattr(self, name)} must be at least {value}.")
@@ -72,10 +90,13 @@ class Config(_run.RunConfig):
       optimizer: Update rule and schedule.
       train: Length and events.
       sampling: How the sample is drawn.
-      mode: "train", "sample" or "eval".
-      run: A run folder, or for sample and eval also a Hugging Face folder.
-      checkpoint: "best" or "newest", for sample and eval.
+      mode: "train", "sample", "eval" or "export".
+      run: A run folder, or for all but train also a Hugging Face folder.
+      checkpoint: "best" or "newest", for all but train.
+      checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
+        folder of its own name there.
       prompt: Where the sample begins; by default with the validation text.
+      out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz.
     """
 
     model: LMConfig = LMConfig()
@@ -86,7 +107,9 @@ class Config(_run.RunConfig):
     mode: str = "train"
     run: str = ""
     checkpoint: str = "best"
+    checkpoints: str = ""
     prompt: str = ""
+    out: str = ""
 
 
 def compose(*flags: str) -> Config:
@@ -96,7 +119,7 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Does what `config.mode` says."""
-    modes = {"train": train, "sample": sample, "eval": evaluate}
+    modes = {"train": train, "sample": sample, "eval": evaluate, "export": export}
     if config.mode not in modes:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
     if config.checkpoint not in ("best", "newest"):
@@ -112,11 +135,13 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     corpus = open_corpus(config.data, folder / "data")
     config = with_vocabulary(config, corpus.tokenizer)
     trainer = make_trainer(config)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep)
+    keep = dict(keep=config.train.keep, keep_every_s=config.train.keep_every_s)
+    checkpoints = Checkpoints(checkpoint_folder(config, folder), **keep)
     metadata = _run.identity(config) | {"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity}
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
-        start = check_same_run(checkpoints, metadata)  # before a file of another run is touched
+        hooks = Hooks(axes=trainer.axes(), checkpoints=checkpoints, metadata=metadata)
+        start, state = resume(trainer, hooks) or (0, None)  # before a file of another run is touched
         _tell_start(config, folder, corpus, trainer, start)
         batches = Windows(corpus.train, config.data.seq_len, config.data.batch_size, config.seed, config.data.pack)
         tokens = config.data.batch_size * config.data.seq_len
@@ -126,10 +151,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         )
         stack.callback(writer.close)
         stack.enter_context(_run.ending_together())  # above waits for all
-        hooks = Hooks(
-            axes=trainer.axes(),
-            checkpoints=checkpoints,
-            metadata=metadata,
+        hooks = dataclasses.replace(
+            hooks,
             writer=writer,
             progress=stack.enter_context(open_progress(config.train.steps, start, "training", tokens_per_step=tokens)),
             evaluate=make_evaluate(config, corpus),
@@ -137,7 +160,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             report=lambda _: _run.write_start(folder, config),
             profile_folder=folder / "profile",
         )
-        result = fit(trainer, jax.random.key(config.seed), lambda step: _place(batches, step), plan, hooks)
+        draw = functools.partial(_place, batches)
+        result = fit(trainer, jax.random.key(config.seed), draw, plan, hooks, state=state, start=start)
     _tell_end(config, folder, corpus, result, start)
     return result
 
@@ -157,6 +181,30 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     metrics = make_evaluate(whole, corpus)(params)
     say("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return metrics
+
+
+def export(config: Config, folder: pathlib.Path) -> None:
+    """Writes the parameters of a saved run to `config.out`."""
+    out = pathlib.Path(config.out)
+    if not config.out:
+        raise UsageError("mode=export needs out= to name a folder to make, or a .safetensors or .npz file.")
+    config, params, tokenizer = _load(config)
+    if out.suffix in (".npz", ".safetensors"):
+        write_arrays(out, params)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            file = pathlib.Path(scratch) / "tokenizer.json" if isinstance(tokenizer, Bpe) else None
+            if isinstance(tokenizer, Bpe):
+                tokenizer.save(str(file))
+            to_hf(params, config.model, out, tokenizer=file)
+    say(f"written    {_run.short(out)}")
+
+
+def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
+    """Returns where the checkpoints of the run in `folder` live."""
+    if not config.checkpoints:
+        return str(folder / "checkpoints")
+    return f"{config.checkpoints.rstrip('/')}/{folder.absolute().name}"
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -238,7 +286,7 @@ def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed
     )
-    checkpoints = Checkpoints(folder / "checkpoints", keep=saved.train.keep)
+    checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
     step = checkpoints.best() if config.checkpoint == "best" else None
     step = checkpoints.newest() if step is None else step
     if step is None:
@@ -304,9 +352,10 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
     for what, path in (
         ("loss plot", plot),
         ("metrics", folder / "metrics.jsonl"),
-        ("checkpoint", folder / "checkpoints"),
     ):
         say(f"{what:10} {_run.short(path)}")
+    where = checkpoint_folder(config, folder)
+    say(f"checkpoint {where if config.checkpoints else _run.short(pathlib.Path(where))}")
 
 
 if __name__ == "__main__":

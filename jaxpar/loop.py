@@ -21,7 +21,14 @@ from jaxpar.io import Checkpoints, Progress, Writer
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["Fit", "FitResult", "Hooks", "check_same_run", "compile_step", "fit", "run", "run_until"]
+__all__ = ["AGREE_EVERY", "Fit", "FitResult", "Hooks", "compile_step", "fit", "resume", "run", "run_until"]
+
+AGREE_EVERY = 10
+"""Steps between two times that many processes agree whether one of them was told to stop.
+
+So a signal ends the run at most this many steps after it came, and one chunk. A cluster must wait that long, and for
+the save, before it kills.
+"""
 
 XLA_OPTIONS: dict[str, Any] = {
     "gpu": {
@@ -131,7 +138,8 @@ class Hooks:
       axes: Logical axes of the state, to lay it out on the ambient mesh; by default `algorithm.axes()`, if it has that.
       checkpoints: Where to save, and to resume from if it holds any.
       metadata: Saved with each checkpoint; a resume from a checkpoint of other metadata is refused.
-      writer: Where metrics go, by step: "train/..." each step, "speed/...", and what `evaluate` returns.
+      writer: Where metrics go, by step: "train/..." each step, "speed/...", and what `evaluate` returns. Of each save
+        "speed/save_stall_s": seconds that training stood still for it.
       progress: What to show them on.
       evaluate: State -> metrics, every `Fit.eval_every` steps and at the end.
       check: Called with each step's metrics; may raise to stop the run.
@@ -198,6 +206,7 @@ def fit(
     hooks: Hooks | None = None,
     *,
     state: PyTree | None = None,
+    start: int = 0,
 ) -> FitResult:
     """Drives a run from the host: data, metrics, progress, checkpoints, resume, interruption.
 
@@ -212,15 +221,14 @@ def fit(
       plan: Counts.
       hooks: What to read from and report to.
       state: First state instead of `algorithm.init`'s, unless a checkpoint is there. It is donated.
+      start: Steps that `state` has made, as `resume` tells; over 0, no checkpoint is read.
 
     Raises:
-      UsageError: If the checkpoint is of another run, or a save failed (`SaveError`).
+      UsageError: If all checkpoints are of another run (`OtherRun`) or damaged (`Damaged`), or a save failed
+        (`SaveError`).
     """
-    hooks = hooks or Hooks()
-    axes: Any = getattr(algorithm, "axes", None)
-    if hooks.axes is None and axes is not None and not jax.sharding.get_mesh().empty:
-        hooks = dataclasses.replace(hooks, axes=axes())
-    step, state = _first_state(algorithm, key, state, hooks)
+    hooks = _with_axes(algorithm, hooks or Hooks())
+    step, state = (start, state) if start else _first_state(algorithm, key, state, hooks)
     driver = _Driver(hooks, step)
     if step >= plan.num_steps:
         metrics = dict(hooks.evaluate(state)) if hooks.evaluate else {}
@@ -243,50 +251,69 @@ def fit(
                 driver.evaluated(step, hooks.evaluate(state))
             if hooks.checkpoints and (done or stop or (plan.save_every and step % plan.save_every == 0)):
                 driver.flush()
-                hooks.checkpoints.save(step, state, driver.current, dict(hooks.metadata))
+                driver.saved(step, hooks.checkpoints.save(step, state, driver.current, dict(hooks.metadata)))
         driver.flush()
         if hooks.checkpoints:
             hooks.checkpoints.wait()
     return FitResult(state, step, driver.latest, step < plan.num_steps, driver.compile_s)
 
 
-def check_same_run(checkpoints: Checkpoints, metadata: Mapping[str, Any]) -> int:
-    """Returns the step of the newest checkpoint, 0 without one.
+def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -> tuple[int, PyTree] | None:
+    """Restores the newest whole checkpoint of this run onto the ambient mesh, for `fit` to go on from.
+
+    A newer one that is damaged or of another configuration is set aside, and the user told so. `fit` does all this
+    itself; call it first where something must know the step before the run starts.
+
+    Args:
+      algorithm: Whose `init` gives the state's structure.
+      hooks: Its `checkpoints`, `metadata` and `axes` are read, and `progress` told.
+      state: Gives the structure instead; may be abstract.
+
+    Returns:
+      The number of steps made and the state, or None where there is no checkpoint.
 
     Raises:
-      UsageError: If it was saved with other `metadata`, with the name of what differs.
+      OtherRun: All whole ones are of other `metadata`, or of a state of another layout.
+      Damaged: None is whole.
     """
-    newest = checkpoints.newest()
-    if newest is None:
-        return 0
-    saved = checkpoints.metadata(newest)
-    for name, value in metadata.items():
-        if saved.get(name) != value:
-            raise UsageError(
-                f"the checkpoint of step {newest} was made with {name}={saved.get(name)!r} and this run has "
-                f"{value!r}; go back to that, or start anew with resume=false."
-            )
-    return newest
+    hooks, checkpoints = _with_axes(algorithm, hooks), hooks.checkpoints
+    if checkpoints is None:
+        return None
+    shapes = _shapes(algorithm, state)
+    if hooks.axes is None:
+        shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+    else:
+        shardings = named_shardings(shapes, hooks.axes)
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    restored = checkpoints.restore_newest(abstract, hooks.metadata)
+    for sentence in checkpoints.refused:  # on process 0
+        (hooks.progress.note if hooks.progress else print)(sentence)
+    return restored
+
+
+def _with_axes(algorithm: Algorithm, hooks: Hooks) -> Hooks:
+    axes: Any = getattr(algorithm, "axes", None)
+    if hooks.axes is None and axes is not None and not jax.sharding.get_mesh().empty:
+        return dataclasses.replace(hooks, axes=axes())
+    return hooks
 
 
 def _first_state(algorithm: Algorithm, key: PRNGKey, state: PyTree | None, hooks: Hooks) -> tuple[int, PyTree]:
     """Returns the step and state to start from: the newest checkpoint's, the given one, or a fresh one."""
-    key_init = jax.random.fold_in(key, 2**32 - 1)
+    resumed = resume(algorithm, hooks, state=state)
+    if resumed is not None:
+        return resumed
+    shardings = None if hooks.axes is None else named_shardings(_shapes(algorithm, state), hooks.axes)
+    if state is None:
+        init = jax.jit(lambda key: algorithm.init(key, None), out_shardings=shardings)
+        return 0, init(jax.random.fold_in(key, 2**32 - 1))
+    return 0, state if shardings is None else jax.device_put(state, shardings)
 
-    def init(key):
-        return algorithm.init(key, None)
 
-    shapes = jax.eval_shape(init, key_init) if state is None else jax.eval_shape(lambda s: s, state)
-    shardings = None if hooks.axes is None else named_shardings(shapes, hooks.axes)
-    newest = check_same_run(hooks.checkpoints, hooks.metadata) if hooks.checkpoints else 0
-    if hooks.checkpoints is None or not newest:
-        if state is None:
-            return 0, jax.jit(init, out_shardings=shardings)(key_init)
-        return 0, state if shardings is None else jax.device_put(state, shardings)
-    if shardings is None:
-        shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    return newest, hooks.checkpoints.restore(newest, abstract)
+def _shapes(algorithm: Algorithm, state: PyTree | None) -> PyTree:
+    if state is None:
+        return jax.eval_shape(lambda key: algorithm.init(key, None), jax.random.key(0))
+    return jax.eval_shape(lambda state: state, state)
 
 
 def _stack(batches: list[PyTree]) -> PyTree:
@@ -307,6 +334,8 @@ class _Driver:
     def compile(self, algorithm: Algorithm, state: PyTree, inputs: PyTree, length: int) -> jax.stages.Compiled:
         began = time.perf_counter()
         compiled = compile_step(algorithm, state, inputs, length=length, axes=self._hooks.axes)
+        if self._hooks.checkpoints:
+            self._hooks.checkpoints.prepare(state)
         if self._hooks.report and not self.compile_s:
             self._hooks.report(compiled)
         self.compile_s += time.perf_counter() - began
@@ -329,6 +358,10 @@ class _Driver:
         if self._hooks.progress:
             self._hooks.progress.note(f"step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
         self._last = (step, time.perf_counter())  # evaluation is no training time
+
+    def saved(self, step: int, stall_s: float) -> None:
+        if self._hooks.writer:
+            self._hooks.writer.write(step, {"speed/save_stall_s": stall_s})
 
     def flush(self) -> None:
         if self._pending is None:
@@ -355,9 +388,10 @@ class _Driver:
 def _interruptible():
     """Yields a function that tells whether Ctrl-C or SIGTERM came; a second Ctrl-C is Python's own.
 
-    With many processes the answer is agreed on every ten steps, so that all stop after the same one.
+    With many processes the answer is agreed on every `AGREE_EVERY` steps, so that all stop after the same one.
     """
-    came, agreed = threading.Event(), 0
+    came = threading.Event()
+    agreed = -1
 
     def handle(number, frame):
         if came.is_set() and number == signal.SIGINT:
@@ -368,9 +402,9 @@ def _interruptible():
         nonlocal agreed
         if jax.process_count() == 1:
             return came.is_set()
-        if step // 10 == agreed:
+        if step // AGREE_EVERY == agreed:
             return False
-        agreed = step // 10
+        agreed = step // AGREE_EVERY
         from jax.experimental import multihost_utils
 
         return bool(np.any(multihost_utils.process_allgather(np.array(came.is_set()))))

@@ -79,6 +79,17 @@ def test_placements_snippets_print_what_they_show():
         assert run(snippet)[0] == text
 
 
+def test_checkpoints_snippet_agrees():
+    (snippet,) = blocks(ROOT / "docs" / "checkpoints.md", "python")
+    _, names = run(snippet)
+    assert names["step"] == 7 and names["stall_s"] > 0
+
+
+def test_flags_of_the_checkpoints_page_exist():
+    for flag, _ in table(ROOT / "docs" / "checkpoints.md", "flag"):
+        compose(flag.strip("`"))
+
+
 # ---------------------------------------------------------------- flags
 
 

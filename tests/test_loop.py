@@ -6,17 +6,20 @@ import functools
 import os
 import signal
 import threading
+import time
+import types
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar import loop
-from jaxpar.io import Checkpoints, SaveError
-from jaxpar.loop import Fit, Hooks, compile_step, fit, run, run_until
+from jaxpar.io import Checkpoints, Damaged, SaveError
+from jaxpar.loop import Fit, Hooks, compile_step, fit, resume, run, run_until
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
@@ -327,6 +330,66 @@ def test_another_runs_checkpoint_is_refused_by_the_field(tmp_path, opened):
     assert fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved)).step == 6
 
 
+def spoil(folder):
+    """Cuts the arrays of a checkpoint short."""
+    for path in folder.rglob("*"):
+        if path.parent.name == "d":
+            os.truncate(path, path.stat().st_size // 2)
+
+
+# Orbax closes its event loop under the other leaves' reads when one of them fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_damaged_newest_is_told_and_the_run_goes_on_from_the_one_before(tmp_path, opened, capsys, noted):
+    fit(WALK, KEY, batch, Fit(9, save_every=3), Hooks(checkpoints=opened(tmp_path)))
+    spoil(tmp_path / "9")
+    writer, notes = Recorder(), []
+    hooks = Hooks(checkpoints=opened(tmp_path), writer=writer)
+    if noted:
+        hooks.progress = types.SimpleNamespace(note=notes.append, update=lambda step, values: None)
+    result = fit(WALK, KEY, batch, Fit(12, save_every=3), hooks)
+    assert_same_bits(result.state, whole(12)[0])
+    assert min(writer.column("train/loss")) == 7
+    said = capsys.readouterr().out.splitlines()
+    (sentence,) = notes if noted else said
+    assert f"the checkpoint {tmp_path}/9 cannot be read" in sentence and "it was set aside as 9.refused" in sentence
+    assert hooks.checkpoints.steps() == [3, 6, 9, 12] and (tmp_path / "9.refused").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_if_all_are_damaged_the_run_does_not_start_anew(tmp_path, opened):
+    fit(WALK, KEY, batch, Fit(6, save_every=3), Hooks(checkpoints=opened(tmp_path)))
+    for step in (3, 6):
+        spoil(tmp_path / str(step))
+    for _ in range(2):
+        with pytest.raises(Damaged, match=f"no checkpoint in {tmp_path} is whole"):
+            fit(WALK, KEY, batch, Fit(9), Hooks(checkpoints=opened(tmp_path)))
+
+
+def test_resume_tells_the_step_before_the_run_starts(tmp_path, opened):
+    hooks = Hooks(checkpoints=opened(tmp_path), metadata={"seed": 1})
+    assert resume(WALK, hooks) is None and resume(WALK, Hooks()) is None
+    fit(WALK, KEY, batch, Fit(5), hooks)
+    step, state = resume(WALK, hooks)
+    assert step == 5
+    assert_same_bits(state, whole(5)[0])
+    hooks.checkpoints = opened(tmp_path / "other")  # which has none: the state that is given counts
+    result = fit(WALK, KEY, batch, Fit(8), hooks, state=state, start=step)
+    assert_same_bits(result.state, whole(8)[0])
+    assert hooks.checkpoints.steps() == [8]
+
+
+def test_the_stall_of_each_save_is_written_and_not_shown(tmp_path, opened):
+    shown, writer = [], Recorder()
+    progress = types.SimpleNamespace(note=shown.append, update=lambda step, values: shown.append(sorted(values)))
+    hooks = Hooks(checkpoints=opened(tmp_path), writer=writer, progress=progress)
+    result = fit(WALK, KEY, batch, Fit(7, save_every=3), hooks)
+    stalls = writer.column("speed/save_stall_s")
+    assert list(stalls) == [3, 6, 7] and all(0 < stall < 60 for stall in stalls.values())
+    assert "stall" not in str(shown) + str(sorted(result.metrics))
+    assert [step for step, _ in writer.rows] == sorted(step for step, _ in writer.rows)
+
+
 @pytest.fixture
 def handlers():
     """Fails if the test leaves other signal handlers than it found."""
@@ -384,6 +447,49 @@ def test_a_second_ctrl_c_ends_at_once_but_a_second_sigterm_does_not(tmp_path, op
     assert fit(WALK, KEY, functools.partial(draw, signal.SIGTERM), Fit(20)).step == 5
 
 
+@pytest.mark.usefixtures("handlers")
+def test_signals_while_a_save_is_written_lose_neither_checkpoint(tmp_path, opened, monkeypatch):
+    """SIGTERM comes when step 4 is being written, and again when step 5, the last, is."""
+    manager, gate = type(opened(tmp_path)._manager), threading.Event()
+    save, came = manager.save, []
+
+    def slow(self, step, **kwargs):
+        came.append(step)
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert gate.wait(60)
+        return save(self, step, **kwargs)
+
+    def draw(step):
+        if step == 4:
+            while not came:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.1, gate.set).start()
+        return batch(step)
+
+    monkeypatch.setattr(manager, "save", slow)
+    checkpoints = opened(tmp_path)
+    result = fit(WALK, KEY, draw, Fit(20, save_every=4), Hooks(checkpoints=checkpoints))
+    assert (result.step, result.interrupted, came) == (5, True, [4, 5])
+    assert checkpoints.steps() == [4, 5]
+
+
+def test_many_processes_agree_within_the_bound(monkeypatch):
+    """Whatever the chunk: each process asks at the same steps, at most `AGREE_EVERY` and a chunk apart."""
+    asked = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: asked.append(step) or x)
+    for chunk in (1, 3, 4, 7, 10, 25):
+        asked.clear()
+        with loop._interruptible() as interrupted:
+            for step in range(chunk, 20 * chunk, chunk):
+                assert not interrupted(step)
+        gaps = np.diff([0, *asked])
+        assert len(asked) > 1 and gaps.max() <= loop.AGREE_EVERY + chunk
+        assert chunk > 1 or list(asked) == [1, 10]
+
+
 def test_fit_outside_the_main_thread_leaves_signals_alone():
     results = []
     thread = threading.Thread(target=lambda: results.append(fit(WALK, KEY, batch, Fit(3))))
@@ -395,11 +501,14 @@ def test_fit_outside_the_main_thread_leaves_signals_alone():
 class FullDisk:
     """Stands in for checkpoints whose save fails; the method `meet` is the one to tell."""
 
+    refused = ()
+
     def __init__(self, meet):
         self.meet, self.saving = meet, False
 
     def __getattr__(self, name):
         def call(*args):
+            assert name in ("restore_newest", "prepare", "save", "poll", "wait")
             self.saving |= name == "save"
             if self.saving and name == self.meet:
                 raise SaveError("no space left on device")

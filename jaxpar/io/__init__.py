@@ -2,19 +2,28 @@
 
 file            | in -> out                                            | called by
 ----------------|------------------------------------------------------|--------------------------
+`digest.py`     | array, any sharding -> 64 bits                       | the two below
+`snapshot.py`   | arrays -> copies on the devices, digests             | `checkpoint.py`
+`layers.py`     | stacked over layers <-> an array a layer             | `reading.py`, `checkpoint.py`
+`reading.py`    | `checkpoints/<step>/` -> arrays, or why not          | `checkpoint.py`
+`storage.py`    | folder, retention -> Orbax's manager                 | `checkpoint.py`
 `checkpoint.py` | state pytree, any sharding <-> `checkpoints/<step>/` | `jaxpar.loop`, experiments
+`export.py`     | pytree, any sharding -> `.npz`, `.safetensors`       | experiments
 `metrics.py`    | step, name -> number -> `metrics.jsonl`, services    | `jaxpar.loop`, experiments
 `progress.py`   | step, name -> number -> one line or bar              | `jaxpar.loop`
 `plots.py`      | `metrics.jsonl` -> PNG                               | experiments, notebooks
 """
 
-from jaxpar.io.checkpoint import Checkpoints, SaveError
+from jaxpar.io.checkpoint import Checkpoints, Damaged, OtherRun, SaveError
+from jaxpar.io.export import write_arrays
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
 from jaxpar.io.plots import plot_layouts, plot_loss
 from jaxpar.io.progress import Progress, open_progress
 
 __all__ = [
     "Checkpoints",
+    "Damaged",
+    "OtherRun",
     "Progress",
     "SaveError",
     "Writer",
@@ -23,4 +32,5 @@ __all__ = [
     "plot_layouts",
     "plot_loss",
     "read_jsonl",
+    "write_arrays",
 ]

@@ -1,31 +1,24 @@
-"""Checkpoints that are whole or absent: asynchronous saves by Orbax, restored onto any mesh."""
+"""Checkpoints that are whole or absent, of no topology: asynchronous saves by Orbax, restored onto any mesh."""
 
-import json
-import math
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NoReturn
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
+from etils import epath
 
+from jaxpar.io import layers, reading, storage
+from jaxpar.io.reading import Damaged, OtherRun
+from jaxpar.io.snapshot import fits_twice, on_all_processes, prepare, snapshot
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["Checkpoints", "SaveError"]
-
-# What TensorStore writes into a ValueError when the operating system refuses a write.
-_REFUSALS = (
-    "no space left on device",
-    "file too large",
-    "quota exceeded",
-    "read-only file system",
-    "permission denied",
-    "resource_exhausted",
-)
+__all__ = ["Checkpoints", "Damaged", "OtherRun", "SaveError"]
 
 
 class SaveError(UsageError):
@@ -33,71 +26,61 @@ class SaveError(UsageError):
 
 
 class Checkpoints:
-    """The checkpoints of one run: the newest few and the best one.
+    """The checkpoints of one run: the newest few, one every so often, and the best one.
 
     Wraps `orbax.checkpoint.CheckpointManager`. Each checkpoint is the folder `folder/<step>`, which gets
     that name only once it is whole; what a killed process left half-written is never listed and is
-    removed at the next start. All processes of a run call every method; Orbax coordinates them.
+    removed at the next start. It holds arrays by logical name and global shape with a digest of each, and
+    nothing of the mesh that they were on. All processes of a run call every method.
 
     Args:
-      folder: Where the checkpoints live; created where absent.
+      folder: Where the checkpoints live, a local path or one such as gs://bucket/folder; created where absent.
       keep: How many of the newest to keep, at least 1.
+      keep_every_s: Seconds from one checkpoint to the next that is kept for good; 0 keeps none for good.
       best_metric: The metric that ranks checkpoints, whose best is kept as well; None ranks none.
       best_mode: Whether "min" or "max" of the metric is best.
+      snapshot: Where a save puts the state before it is written: a copy on the "device", which takes the state's
+        memory again and stalls training for no more than the copy; on the "host", which stalls until all has left
+        the devices; "auto" decides at the first save by the devices' free memory, for all that follow.
+      read_only: Never to write, delete or set aside anything, as beside a run that trains.
+
+    Attributes:
+      refused: One sentence about each checkpoint that was set aside, in the order in which it was.
 
     Raises:
-      UsageError: `keep` or `best_mode` is illegal, `folder` cannot be written, or a checkpoint's metrics
-        are damaged.
+      UsageError: An option is illegal, or `folder` cannot be written.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | os.PathLike,
         *,
         keep: int = 2,
+        keep_every_s: float = 0,
         best_metric: str | None = "validation/loss",
         best_mode: Literal["min", "max"] = "min",
+        snapshot: Literal["auto", "device", "host"] = "auto",
+        read_only: bool = False,
     ):
         if keep < 1:
             raise UsageError(f"keep={keep} would keep no checkpoint; it must be at least 1")
+        if not keep_every_s >= 0:
+            raise UsageError(f"keep_every_s={keep_every_s} must be 0 or a number of seconds")
         if best_mode not in ("min", "max"):
             raise UsageError(f'best_mode={best_mode!r} must be "min" or "max"')
-        self._folder = Path(folder).absolute()
-        self._best_metric = best_metric
-        self._worst = math.inf if best_mode == "min" else -math.inf
+        if snapshot not in ("auto", "device", "host"):
+            raise UsageError(f'snapshot={snapshot!r} must be "auto", "device" or "host"')
+        self._folder = storage.absolute(folder)
+        self._ranking = storage.Ranking(best_metric, best_mode)
+        self._on_device = None if snapshot == "auto" else snapshot == "device"
+        self._read_only = read_only
         self._pending: tuple[int, int] | None = None  # step and bytes of the save under way
-        retention: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
-        if best_metric is not None:
-            best = policies.BestN(
-                get_metric_fn=self._rank, reverse=best_mode == "min", n=1, keep_checkpoints_without_metrics=False
-            )
-            retention.append(best)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(retention),
-            best_fn=None if best_metric is None else self._rank,
-            best_mode=best_mode,
-            cleanup_tmp_directories=True,
-        )
-        handlers = {"state": ocp.StandardCheckpointHandler(), "metadata": ocp.JsonCheckpointHandler()}
-        try:
-            self._manager = ocp.CheckpointManager(self._folder, item_handlers=handlers, options=options)
-            # Every process writes its own shards, so each probes, under a name of its own.
-            probe = self._folder / f".probe-{jax.process_index()}-{os.getpid()}"
-            probe.write_bytes(b"probe")
-            probe.unlink()
-        except OSError as error:
-            raise UsageError(
-                f"the checkpoint folder {self._folder} cannot be written ({_storage_reason(error)}); "
-                "choose a folder that this user may write, on a disk with free space"
-            ) from error
-        except json.JSONDecodeError as error:  # Orbax reads the metrics of every checkpoint
-            damaged = [path for path in self._folder.glob("*/metrics/metrics") if path.read_text() == error.doc]
-            self._refuse_to_read(int(damaged[0].parent.parent.name), error)
-
-    def _rank(self, metrics: Mapping[str, float]) -> float:
-        """Returns the number that ranks a save; the worst of all where it has none, or NaN or infinity."""
-        value = metrics.get(self._best_metric or "", self._worst)
-        return value if math.isfinite(value) else self._worst
+        self._job: Future | None = None
+        self._closed = False
+        # One thread, so that Orbax's barriers come in the same order on all processes.
+        self._worker = ThreadPoolExecutor(1, "checkpoint")
+        self.refused = storage.open_folder(self._folder, read_only)
+        self._manager = storage.open_manager(self._folder, keep, keep_every_s, self._ranking, read_only)
 
     def steps(self) -> list[int]:
         """Returns the steps of all whole checkpoints, ascending; finishes a save under way first."""
@@ -111,11 +94,16 @@ class Checkpoints:
     def best(self) -> int | None:
         """Returns the step whose `best_metric` is best, or None where no save had a finite one."""
         self.wait()
-        best = None if self._best_metric is None else self._manager.best_step()
-        return None if best is None or self._rank(self._manager.metrics(best) or {}) == self._worst else best
+        return self._ranking.best_step(self._manager)
 
-    def save(self, step: int, state: PyTree, metrics: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
-        """Copies `state` to the host and starts to write it; returns before it is on disk.
+    def prepare(self, state: PyTree) -> None:
+        """Compiles what a save of such a state runs on the devices, so that the first save does not stall for it."""
+        prepare(reading.flatten(state), self._on_device is not False)
+
+    def save(self, step: int, state: PyTree, metrics: Mapping[str, float], metadata: Mapping[str, Any]) -> float:
+        """Copies `state` and starts to write it; returns before it is on disk.
+
+        With a snapshot on the device, this waits for nothing but an earlier save that is still under way.
 
         Args:
           step: Number of steps made; larger than every saved step.
@@ -123,55 +111,111 @@ class Checkpoints:
           metrics: Numbers by name. Without a finite `best_metric` this save never counts as best.
           metadata: What JSON can hold (identity of the run, versions); saved in the same checkpoint.
 
+        Returns:
+          The seconds that this call took, which training stood still for.
+
         Raises:
           SaveError: Storage refused this save, or the one before.
-          UsageError: `step` is not larger than the newest one.
+          UsageError: `step` is not larger than the newest one, or this is `read_only`.
         """
+        began = time.perf_counter()
+        if self._read_only:
+            raise UsageError(f"step {step} cannot be saved to {self._folder}, which was opened to be read only")
         newest = self.newest()
         if newest is not None and step <= newest:
             raise UsageError(f"step {step} cannot be saved to {self._folder}: step {newest} is there already")
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            metadata=ocp.args.JsonSave(dict(metadata)),
-        )
-        self._pending = (step, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        leaves = reading.flatten(state)
+        if self._on_device is None:
+            self._on_device = not on_all_processes(not fits_twice(leaves))
+        copies, digests = snapshot(leaves, self._on_device)
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._pending = (step, sum(leaf.nbytes for leaf in leaves.values()))
+        handed = threading.Event()
+        self._job = self._worker.submit(self._write, step, copies, digests, numbers, dict(metadata), handed)
+        if not self._on_device:
+            handed.wait()
+            self.poll()
+        return time.perf_counter() - began
+
+    def _write(
+        self,
+        step: int,
+        leaves: dict[str, jax.Array],
+        digests: Callable[[], dict[str, str]],
+        metrics: dict[str, float],
+        metadata: dict[str, Any],
+        handed: threading.Event,
+    ) -> None:
+        """Hands a save to Orbax and sees it through, in the worker; empties `leaves` once they are on the host."""
         try:
-            numbers = {name: float(value) for name, value in metrics.items()}
-            self._manager.save(step, args=items, metrics=numbers, force=True)
-        except Exception as error:
-            self._fail(error)
+            items = ocp.args.Composite(
+                layout=ocp.args.JsonSave(reading.describe(leaves, digests(), metadata)),
+                metadata=ocp.args.JsonSave(metadata),
+                state=ocp.args.StandardSave(reading.nest(leaves)),
+            )
+            self._manager.save(step, args=items, metrics=metrics, force=True)
+            del items
+            leaves.clear()
+        finally:
+            handed.set()
+        self._manager.wait_until_finished()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way; waits for nothing."""
+        return self._job is not None and not self._job.done()
 
     def poll(self) -> None:
         """Raises the error of a save that failed meanwhile; never waits, so call it every step."""
-        if self._pending is not None and not self._manager.is_saving_in_progress():
+        if not self.is_saving:
             self.wait()
 
     def wait(self) -> None:
         """Waits until the save under way is on disk; raises its error."""
+        if self._job is None:
+            return
         try:
-            self._manager.wait_until_finished()
+            self._job.result()
         except Exception as error:
             self._fail(error)
-        self._pending = None
+        self._job = self._pending = None
 
     def close(self) -> None:
-        """Waits as `wait` does, then ends Orbax's threads; the object is of no use afterwards."""
+        """Waits as `wait` does, then ends all threads; the object is of no use afterwards."""
+        if self._closed:
+            return
         try:
             self.wait()
         finally:
-            self._manager.close()
+            self._closed = True
+            # Orbax raises the error of a save once a thread, and the worker's has been told.
+            self._worker.submit(self._manager.close).result()
+            self._worker.shutdown()
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the `metadata` that was saved with `step`."""
-        return self._read(step, "metadata", ocp.args.JsonRestore())
+        return self._refusing(step, lambda folder: reading.read_description(folder)[1])
+
+    def numpy(self, step: int) -> dict[str, Any]:
+        """Returns the state of `step` as nested dicts of NumPy arrays by logical name; typed keys as their words.
+
+        Needs no mesh and no device; all of the state is held in this host's memory.
+
+        Raises:
+          UsageError: There is no such step, or the checkpoint is damaged.
+        """
+        return reading.nest(self._refusing(step, reading.read_numpy))
 
     def restore(self, step: int, abstract_state: PyTree) -> PyTree:
         """Reads the state of `step` into the shardings that are asked for.
 
+        Leaves stacked over layers are cut into leaves of a layer and back where `abstract_state` has them so: see
+        `jaxpar.io.layers.match`.
+
         Args:
           step: One of `steps()`.
-          abstract_state: Pytree of `jax.ShapeDtypeStruct` with `sharding`, of the saved state's
-            structure, shapes and dtypes; the mesh may differ from the saved one.
+          abstract_state: Pytree of `jax.ShapeDtypeStruct` with `sharding`, of the saved state's names, shapes and
+            dtypes; classes of containers, devices and mesh may all differ from the saved ones.
 
         Returns:
           The state, bit for bit what was saved, in the structure of `abstract_state`.
@@ -179,79 +223,100 @@ class Checkpoints:
         Raises:
           UsageError: There is no such step, a leaf differs, or the checkpoint is damaged.
         """
-        self._check_listed(step)
-        try:
-            saved = _layout(self._manager.item_metadata(step)["state"])
-            if not saved:
-                raise FileNotFoundError("it does not say which arrays it holds")
-        except Exception as error:
-            self._refuse_to_read(step, error)
-        wanted = _layout(abstract_state)
-        for path in dict.fromkeys([*wanted, *saved]):
-            ours, theirs = wanted.get(path, "absent"), saved.get(path, "absent")
-            if ours != theirs:
-                raise UsageError(
-                    f"the checkpoint of step {step} in {self._folder} does not fit this run: "
-                    f"{path} is {theirs} there and {ours} here"
-                )
-        return self._read(step, "state", ocp.args.StandardRestore(abstract_state))
+        return self._refusing(step, lambda folder: self._restore(folder, abstract_state, {}))
 
-    def _read(self, step: int, item: str, how: ocp.args.CheckpointArgs) -> Any:
-        self._check_listed(step)
-        try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
-        except jax.errors.JaxRuntimeError:
-            raise  # the device's memory, not the checkpoint
-        except Exception as error:
-            self._refuse_to_read(step, error)
+    def restore_newest(self, abstract_state: PyTree, metadata: Mapping[str, Any]) -> tuple[int, PyTree] | None:
+        """Restores the newest checkpoint that is whole and of this run; sets newer ones aside as `<step>.refused`.
 
-    def _check_listed(self, step: int) -> None:
+        Nothing is ever deleted or overwritten: what was set aside stays until the user removes it. `refused` then says
+        what and why. Where none can be restored, nothing is set aside.
+
+        Args:
+          abstract_state: As for `restore`.
+          metadata: What must be among the metadata saved.
+
+        Returns:
+          The step and its state, or None where there is no checkpoint at all.
+
+        Raises:
+          OtherRun: The only whole ones are of another configuration; names what differs in the newest of them.
+          Damaged: There are checkpoints, and none is whole.
+        """
+        problems: dict[int, UsageError] = {}
+        for step in reversed(self.steps()):
+            try:
+                state = self._restore(self._folder / str(step), abstract_state, metadata)
+            except (Damaged, OtherRun) as error:
+                problems[step] = error
+                continue
+            if problems and not self._read_only:
+                for refused, problem in problems.items():
+                    if jax.process_index() == 0:
+                        self.refused.append(storage.set_aside(self._folder / str(refused), str(problem)))
+                on_all_processes(0)
+                self._manager.reload()
+            return step, state
+        for problem in problems.values():
+            if isinstance(problem, OtherRun):
+                raise problem
+        damaged = [*problems.values(), *self.refused]
+        earlier = [path.name for path in self._folder.glob("*.refused*")] if self._folder.exists() else []
+        if damaged or earlier:
+            why = damaged[0] if damaged else f"only {', '.join(sorted(earlier))} is left of those refused earlier"
+            raise Damaged(
+                f"no checkpoint in {self._folder} is whole: {why}; start anew with resume=false, or in another folder"
+            )
+        return None
+
+    def _restore(self, folder: epath.Path, abstract_state: PyTree, metadata: Mapping[str, Any]) -> PyTree:
+        """Reads one checkpoint; all processes raise if one does."""
+        wanted = reading.flatten(abstract_state)
+        described: dict[str, Any] = {}
+        leaves, sources, problem = {}, {}, None
+        try:
+            described, saved = reading.read_description(folder)
+            reading.check_same_run(folder, saved, metadata)
+            sources, form = reading.fit(folder, described, wanted)
+            leaves = reading.read_arrays(folder, form)
+        except (Damaged, OtherRun) as error:
+            problem = error
+        # Before the next collective: a process that failed would not come to it.
+        worst = on_all_processes({type(None): 0, OtherRun: 1, Damaged: 2}[type(problem)])
+        if worst:
+            kind = OtherRun if worst == 1 else Damaged
+            raise problem or kind(f"the checkpoint {folder} cannot be read by another process")
+        _, digests = snapshot(leaves, False)
+        reading.check_digests(folder, described, digests())
+        leaves = layers.assemble(leaves, sources, wanted)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[path] for path in wanted])
+
+    def _refusing(self, step: int, read: Callable[[epath.Path], Any]) -> Any:
+        """Reads from the step that the user named; there is no other to go on from, so the user is told what to do."""
         steps = self.steps()
         if step not in steps:
             raise UsageError(f"{self._folder} has no checkpoint of step {step}; it has {steps or 'none'}")
-
-    def _refuse_to_read(self, step: int, error: Exception) -> NoReturn:
-        detail = (str(error).splitlines() or [""])[0]
-        raise UsageError(
-            f"the checkpoint of step {step} cannot be read ({type(error).__name__}: {detail:.200}); remove "
-            f"the folder {self._folder / str(step)} to go on from the one before it"
-        ) from error
+        folder = self._folder / str(step)
+        try:
+            return read(folder)
+        except Damaged as error:
+            raise Damaged(f"{error}; move that folder away to go on from the one before it") from error
 
     def _fail(self, error: Exception) -> NoReturn:
         """Clears away a failed save and says why; an error that is not the storage's goes on as it is."""
         step, size = self._pending or (-1, 0)
-        self._pending = None
+        self._job = self._pending = None
         self._manager.reload()  # Orbax already dropped the older steps that it would have deleted
         if jax.process_index() == 0:
             for half in self._folder.glob(f"*{ocp.path.atomicity.TMP_DIR_SUFFIX}*"):
-                shutil.rmtree(half, ignore_errors=True)
-        reason = _storage_reason(error)
+                with contextlib.suppress(OSError):  # other writes of it may not have ended; the next start tidies up
+                    half.rmtree()
+        reason = storage.storage_reason(error)
         if reason is None:
             raise error
         newest = max(self._manager.all_steps(), default=None)
+        free = "" if "://" in str(self._folder) else f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB free, "
         raise SaveError(
             f"the checkpoint of step {step} could not be written to {self._folder}: {reason} "
-            f"({shutil.disk_usage(self._folder).free / 1e6:.1f} MB free, about {size / 1e6:.1f} MB needed); "
+            f"({free}about {size / 1e6:.1f} MB needed); "
             + ("no earlier one exists" if newest is None else f"the last whole one is step {newest} and is intact")
         ) from error
-
-
-def _layout(tree: PyTree) -> dict[str, str]:
-    """Returns `path -> "dtype[shape]"` of every leaf, a typed key as the words that are stored for it."""
-    layout = {}
-    for path, leaf in ocp.tree.to_flat_dict(tree).items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        layout["/".join(path)] = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return layout
-
-
-def _storage_reason(error: BaseException | None) -> str | None:
-    """Says why storage refused, from anywhere in the chain of causes; None for any other error."""
-    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
-        if said := [text for text in _REFUSALS if text in str(error).lower()]:
-            return said[0]
-        if isinstance(error, OSError):
-            return (error.strerror or str(error)).lower()
-        error = error.__cause__ or error.__context__
-    return None

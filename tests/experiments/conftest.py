@@ -57,8 +57,10 @@ class Command:
     flags: list[str]
     env: dict[str, str]
 
-    def start(self, *flags, max_file_size=None):
-        line = [sys.executable, "-m", "experiments.lm", *self.flags, *flags]
+    def start(self, *flags, max_file_size=None, within=()):
+        """`within` is a moment and a number, for killed_at.py."""
+        script = [str(ROOT / "tests" / "experiments" / "killed_at.py"), *within] if within else ["-m", "experiments.lm"]
+        line = [sys.executable, *script, *self.flags, *flags]
         if max_file_size:
             limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_file_size},) * 2)"
             line = [

@@ -9,12 +9,14 @@ import time
 
 import numpy as np
 import pytest
+from killed_at import MOMENTS
 
 
 def rows(folder):
     """Returns the lines of metrics.jsonl without the clock's numbers; all others are the text that is there."""
     lines = [json.loads(line, parse_float=str) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines]
+    lines = [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines]
+    return [line for line in lines if line.keys() != {"step"}]
 
 
 def losses(folder):
@@ -38,38 +40,58 @@ def half_written(folder, since):
     return found
 
 
-def kill_once(command, folder, delay):
-    """Starts the command and kills it `delay` seconds after its first step, or within a save for None.
+PHASES = ["start-up", "step", "save", "snapshot", "before commit", "after commit", "deletion"]
 
-    Returns whether it was alive then, and whether a checkpoint was half-written.
-    """
-    began = time.time()
-    process = command.start(f"hydra.run.dir={folder}")
-    wait_for_first_step(process)
-    while delay is None and process.poll() is None and not half_written(folder, began):
+
+def kill_once(command, folder, phase, shuffle):
+    """Starts the command and kills it in `phase`; returns what it said, and whether a checkpoint was half-written."""
+    began, flags = time.time(), [f"hydra.run.dir={folder}"]
+    if phase in MOMENTS:
+        return command.finish(command.start(*flags, within=[phase, str(shuffle.randint(1, 3))])), False
+    process = command.start(*flags)
+    if phase == "start-up":
+        time.sleep(shuffle.uniform(0, 6))
+    else:
+        wait_for_first_step(process)
+    while phase == "save" and process.poll() is None and not half_written(folder, began):
         time.sleep(0.001)
-    time.sleep(delay or 0)
+    time.sleep(shuffle.uniform(0, 0.6 if phase == "step" else 0.02))
     process.kill()
-    command.finish(process)
-    return process.returncode == -signal.SIGKILL, bool(half_written(folder, began))
+    said = command.finish(process)
+    return said, bool(half_written(folder, began))
 
 
-def kill_and_compare(command, finished, num_kills, seed):
+def newest_whole(folder):
+    return max((int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()), default=0)
+
+
+def kill_and_compare(command, finished, num_kills, seed, phases=PHASES):
+    """Kills runs until each of so many was alive when it was, and lets each come to its end.
+
+    Every start goes on from the newest checkpoint that was finished, and refuses none.
+    """
     said, reference = finished
-    shuffle, killed, halves, round_ = random.Random(seed), 0, 0, 0
-    while killed < num_kills:
+    shuffle, killed, halves, round_ = random.Random(seed), [], 0, 0
+    while len(killed) < num_kills:
         round_ += 1
         folder, alive = command.cwd / f"round-{round_}", True
-        while alive and killed < num_kills:
-            alive, half = kill_once(command, folder, None if killed % 2 else shuffle.uniform(0, 0.6))
-            killed, halves = killed + alive, halves + half
+        while alive and len(killed) < num_kills:
+            phase, expected = phases[len(killed) % len(phases)], newest_whole(folder)
+            dying, half = kill_once(command, folder, phase, shuffle)
+            alive, halves = dying.code == -signal.SIGKILL, halves + half
+            assert alive or dying.code == 0, dying
+            killed += [phase] * alive
+            resumed = re.search(r"\(resuming at step (\d+)\)", dying.out)
+            assert "\nrun " not in dying.out or (int(resumed[1]) if resumed else 0) == expected
+            assert newest_whole(folder) >= expected and not list((folder / "checkpoints").glob("*.refused*"))
         last = command(f"hydra.run.dir={folder}")
-        assert last.code == 0, last
+        assert last.code == 0 and "refused" not in last.out + last.err, last
         assert rows(folder) == rows(reference)
         for line in ("validation loss", "corpus"):
             assert [x for x in last.out.splitlines() if x.startswith(line)] == [
                 x for x in said.out.splitlines() if x.startswith(line)
             ]
+    assert set(killed) == set(phases[:num_kills])
     return halves
 
 
@@ -89,13 +111,44 @@ def test_the_uninterrupted_run_leaves_its_files(finished):
 
 
 def test_two_kills_change_no_bit(command, finished):
-    kill_and_compare(command, finished, 2, seed=0)
+    kill_and_compare(command, finished, 2, seed=0, phases=["save", "deletion"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_many_kills_change_no_bit(command, finished, seed):
-    assert kill_and_compare(command, finished, 12, seed) >= 2
+def test_fifty_kills_in_all_phases_change_no_bit(command, finished):
+    assert kill_and_compare(command, finished, 50, seed=1) >= 4
+
+
+def test_the_newest_being_damaged_the_run_goes_on_from_the_one_before(command, copied, finished):
+    for path in (copied / "checkpoints" / "40").rglob("*"):
+        if path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:-100])
+    said = command()
+    assert said.code == 0 and "(resuming at step 36)" in said.out, said
+    assert re.search(r"^the checkpoint \S+/40 .*; it was set aside as 40\.refused$", said.out, re.MULTILINE)
+    assert rows(copied) == rows(finished[1])
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["36", "40", "40.refused"]
+
+
+def test_preemption_in_a_save_and_again_in_the_last_save_loses_nothing(command, finished, tmp_path):
+    began = time.time()
+    process = command.start()
+    wait_for_first_step(process)
+    while not half_written(tmp_path / "run", began):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)  # some clusters send it twice
+    said = command.finish(process)
+    assert said.code in (0, -signal.SIGTERM) and "Traceback" not in said.err, said
+    step = newest_whole(tmp_path / "run")
+    assert step >= len(losses(tmp_path / "run")) > 0
+    if said.code == 0:  # the second came before the run had ended
+        assert f"interrupted after step {step}; its checkpoint is written" in said.out
+    again = command()
+    assert again.code == 0 and f"(resuming at step {step})" in again.out, again
+    assert rows(tmp_path / "run") == rows(finished[1])
 
 
 def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, finished, tmp_path):

@@ -1,4 +1,5 @@
 import functools
+import gc
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.io.checkpoint import Checkpoints, SaveError
+from jaxpar.io import Checkpoints, Damaged, OtherRun, SaveError, storage
 from jaxpar.types import UsageError
 
 
@@ -85,6 +86,47 @@ def opened():
     yield open_
     for checkpoints in all_opened:
         checkpoints.close()
+
+
+# Orbax closes its event loop under the other leaves' reads when one of them fails.
+closed_loop = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def damage(folder, how):
+    if how == "other arrays":  # all files are as they were written, but not for this step
+        shutil.rmtree(folder / "state")
+        shutil.copytree(folder.parent / "2" / "state", folder / "state")
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        if how == "empty files":  # what a power cut leaves
+            os.truncate(path, 0)
+        if how == "short data" and path.parent.name == "d":
+            os.truncate(path, path.stat().st_size // 2)
+        if how == "flipped data" and path.parent.name == "d":
+            flip(path, path.stat().st_size // 2)
+        if (
+            how == "no files"
+            or (how == "no layout" and path.parent.name == "layout")
+            or (how == "no manifest" and path.name == "manifest.ocdbt")
+        ):
+            path.unlink()
+        if how == "other metadata" and path.parent.name == "metadata":
+            path.write_text(path.read_text().replace("3", "4"))
+
+
+def flip(path, place, bit=3):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def three_saved(folder, opened):
+    """Saves the steps 1, 2 and 3, whose scores are the step's; returns what was saved."""
+    checkpoints = opened(folder, keep=10)
+    states = {step: make_state().replace(key=jax.random.split(jax.random.key(step), 24)) for step in (1, 2, 3)}
+    for step, state in states.items():
+        checkpoints.save(step, state, {"validation/loss": step}, {"seed": 3})
+    checkpoints.close()
+    return states
 
 
 def test_state_returns_bit_for_bit_on_another_mesh(tmp_path, opened):
@@ -155,6 +197,121 @@ def test_without_metric_nothing_is_best(tmp_path, opened):
     assert checkpoints.steps() == [2] and checkpoints.best() is None
 
 
+@pytest.mark.parametrize("every, kept", [(3600, [0, 4]), (1e-6, [0, 1, 2, 3, 4])])
+def test_one_every_so_often_is_kept_for_good(tmp_path, opened, every, kept):
+    checkpoints = opened(tmp_path, keep=1, keep_every_s=every, best_metric=None)
+    for step in range(5):
+        save_scalar(checkpoints, step)
+    assert checkpoints.steps() == kept
+    again = opened(tmp_path, keep=1, keep_every_s=every, best_metric=None)  # the times are on disk as well
+    save_scalar(again, 5)
+    assert again.steps() == [step for step in kept if step < 4 or every < 1] + [5]
+
+
+def test_numpy_has_every_leaf_and_needs_no_sharding(tmp_path, opened):
+    state, checkpoints = make_state(), opened(tmp_path)
+    checkpoints.save(5, state, {}, {})
+    arrays = checkpoints.numpy(5)
+    want = {
+        "key": jax.random.key_data(state.key),
+        "optimizer": {"0": {"count": state.optimizer[0].count, "mean": state.optimizer[0].mean}},
+        "params": {"w": state.params["w"], "b": {"0": state.params["b"][0], "1": state.params["b"][1]}},
+    }
+    assert jax.tree.structure(arrays) == jax.tree.structure(want)
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(arrays))
+    assert bits(arrays) == bits(want)
+
+
+@closed_loop
+@pytest.mark.parametrize("how", ["short data", "no layout", "other metadata", "other arrays"])
+def test_numpy_refuses_what_is_damaged(tmp_path, opened, how):
+    three_saved(tmp_path, opened)
+    damage(tmp_path / "3", how)
+    with pytest.raises(Damaged, match=f"the checkpoint {tmp_path}/3 "):
+        opened(tmp_path).numpy(3)
+    assert opened(tmp_path).numpy(2)["optimizer"]["0"]["count"] == 3
+
+
+def test_containers_may_be_of_other_classes(tmp_path, opened):
+    """Names count: a list is as good as a dict of its numbers, a struct as a dict of its fields."""
+    state, checkpoints = make_state(), opened(tmp_path)
+    checkpoints.save(5, state, {}, {})
+    wanted = abstract(state, 2)
+    other = {
+        "key": wanted.key,
+        "params": {"w": wanted.params["w"], "b": dict(enumerate(wanted.params["b"]))},
+        "optimizer": [{"mean": wanted.optimizer[0].mean, "count": wanted.optimizer[0].count}],
+    }
+    restored = checkpoints.restore(5, other)
+    assert jax.tree.structure(restored) == jax.tree.structure(other)
+    assert bits(restored["params"]["b"][1]) == bits(state.params["b"][1])
+    assert bits(restored["optimizer"][0]["count"]) == bits(state.optimizer[0].count)
+
+
+def test_a_reader_beside_a_run_touches_nothing(tmp_path, opened):
+    states = three_saved(tmp_path, opened)
+    half = shutil.copytree(tmp_path / "2", tmp_path / "9.orbax-checkpoint-tmp")  # a save under way in the run
+    before = sorted(path for path in tmp_path.rglob("*"))
+    reader = opened(tmp_path, read_only=True)
+    assert reader.steps() == [1, 2, 3] and reader.best() == 1
+    assert bits(reader.restore(3, abstract(states[3]))) == bits(states[3])
+    with pytest.raises(UsageError, match="step 4 cannot be saved to .* read only"):
+        reader.save(4, states[3], {}, {})
+    reader.close()
+    assert half.exists() and sorted(path for path in tmp_path.rglob("*")) == before
+    assert opened(tmp_path / "absent", read_only=True).steps() == [] and not (tmp_path / "absent").exists()
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """Stands in for the package that reads gs:// paths: folders here. TensorStore, for the arrays, is not faked."""
+    from etils.epath import backend, gpath
+
+    class Local(type(backend.os_backend)):
+        pass
+
+    def mapped(name):
+        method = getattr(backend.os_backend, name)
+
+        def call(self, path, *args, **kwargs):
+            args = [local(x) if str(x).startswith(("gs://", "/gs/")) else x for x in args]
+            return method(local(path), *args, **kwargs)
+
+        return call
+
+    def local(path):
+        return str(path).replace("gs://", "/gs/").replace("/gs/", f"{tmp_path}/", 1)
+
+    for name in ("open", "exists", "isdir", "listdir", "mkdir", "makedirs", "rmtree", "remove", "rename", "stat"):
+        setattr(Local, name, mapped(name))
+    Local.glob = lambda self, path: [
+        str(x).replace(f"{tmp_path}/", "gs://", 1) for x in backend.os_backend.glob(local(path))
+    ]
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Local())
+    return tmp_path
+
+
+def test_a_bucket_is_opened_and_tidied_as_a_folder_is(bucket):
+    folder = storage.absolute("gs://bucket/runs/a")
+    assert str(folder) == "gs://bucket/runs/a"
+    assert storage.open_folder(folder, False) == [] and not list((bucket / "bucket/runs/a").iterdir())
+    for step, text in ((1, '{"validation/loss": 1.0}'), (2, "{")):
+        (folder / str(step) / "metrics").mkdir(parents=True)
+        (folder / str(step) / "metrics" / "metrics").write_text(text)
+    (sentence,) = storage.open_folder(folder, False)
+    assert "the checkpoint gs://bucket/runs/a/2 is damaged" in sentence and "set aside as 2.refused" in sentence
+    assert sorted(path.name for path in (bucket / "bucket/runs/a").iterdir()) == ["1", "2.refused"]
+
+
+def test_a_bucket_without_its_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for read_only in (False, True):
+        with pytest.raises(
+            UsageError, match=r"the checkpoint folder gs://b/f cannot be \w+ \(.*gcsfs.*choose a folder"
+        ):
+            Checkpoints("gs://b/f", read_only=read_only)
+
+
 def test_wrong_use_is_one_sentence(tmp_path, opened):
     state = make_state()
     checkpoints = opened(tmp_path)
@@ -176,37 +333,107 @@ def test_wrong_use_is_one_sentence(tmp_path, opened):
         checkpoints.save(5, state, {}, {})
     with pytest.raises(UsageError, match="at least 1"):
         Checkpoints(tmp_path, keep=0)
+    with pytest.raises(UsageError, match="keep_every_s=-1 must be"):
+        Checkpoints(tmp_path, keep_every_s=-1)
     with pytest.raises(UsageError, match='"min" or "max"'):
         Checkpoints(tmp_path, best_mode="least")
 
 
-# Orbax closes its event loop under the other leaves' reads when one of them fails.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["short data", "no layout", "no manifest", "no files", "empty files"])
-def test_damaged_newest_is_named_and_never_replaced_silently(tmp_path, opened, damage):
-    state = make_state()
-    checkpoints = opened(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(step, state, {"validation/loss": 1.0}, {})
-    checkpoints.wait()
-    files = [path for path in (tmp_path / "2").rglob("*") if path.is_file()]
-    for path in files:
-        if damage == "empty files":  # what a power cut leaves
-            os.truncate(path, 0)
-        if damage == "short data" and path.parent.name == "d":
-            os.truncate(path, path.stat().st_size // 2)
-        if (
-            damage == "no files"
-            or (damage == "no layout" and path.name == "_METADATA")
-            or (damage == "no manifest" and path.name == "manifest.ocdbt")
+HOWS = "short data, flipped data, no layout, no manifest, no files, empty files, other metadata, other arrays".split(
+    ", "
+)
+
+
+@closed_loop
+@pytest.mark.parametrize("how", HOWS)
+def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_it_used(tmp_path, opened, how):
+    states = three_saved(tmp_path, opened)
+    damage(tmp_path / "3", how)
+    before = {path: path.read_bytes() for path in (tmp_path / "3").rglob("*") if path.is_file()}
+    again = opened(tmp_path, keep=2)
+    if how != "empty files":  # Orbax cannot even list that
+        with pytest.raises(
+            Damaged, match=f"the checkpoint {tmp_path}/3 (cannot be read|is damaged).*; move that folder"
         ):
-            path.unlink()
-    with pytest.raises(UsageError, match=f"step 2 cannot be read .*remove the folder {tmp_path}/2 to go on"):
-        again = opened(tmp_path)
-        assert again.newest() == 2
-        again.restore(2, abstract(state))
-    shutil.rmtree(tmp_path / "2")
-    assert bits(opened(tmp_path).restore(1, abstract(state))) == bits(state)
+            again.restore(3, abstract(states[3]))
+        assert again.steps() == [1, 2, 3]
+    step, restored = again.restore_newest(abstract(states[3], 3), {"seed": 3})
+    assert step == 2 and bits(restored) == bits(states[2])
+    assert again.steps() == [1, 2]
+    (sentence,) = again.refused
+    assert re.search(rf"^the checkpoint {tmp_path}/3 .*; it was set aside as 3\.refused$", sentence)
+    aside = tmp_path / "3.refused"
+    assert {path: path.read_bytes() for path in aside.rglob("*") if path.is_file()} == {
+        aside / path.relative_to(tmp_path / "3"): content for path, content in before.items()
+    }
+    for step in (3, 4, 5):  # the same step is saved again, and retention deletes only its own
+        again.save(step, states[1], {}, {"seed": 3})
+    assert again.steps() == [1, 4, 5]  # 1 is the best
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3.refused", "4", "5"]
+
+
+@closed_loop
+def test_if_all_are_damaged_nothing_is_touched_and_nothing_starts_anew(tmp_path, opened):
+    states = three_saved(tmp_path, opened)
+    for step in (1, 2, 3):
+        damage(tmp_path / str(step), "short data")
+    for _ in range(2):
+        with pytest.raises(Damaged, match=rf"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 .*resume=false"):
+            opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 3})
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+    for step in (1, 2, 3):
+        (tmp_path / str(step)).rename(tmp_path / f"{step}.refused")
+    with pytest.raises(Damaged, match="only 1.refused, 2.refused, 3.refused is left of those refused earlier"):
+        opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 3})
+
+
+@closed_loop
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path, opened):
+    states = three_saved(tmp_path, opened)
+    with pytest.raises(OtherRun, match="the checkpoint of step 3 was made with seed=3 and this run has 4"):
+        opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 4})
+    damage(tmp_path / "3", "no layout")  # a whole one of another run is no reason to call all damaged
+    with pytest.raises(OtherRun, match="the checkpoint of step 2 was made with seed=3"):
+        opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 4})
+    narrow = abstract(states[1]).replace(params=abstract(make_state(rows=16)).params)
+    with pytest.raises(OtherRun, match=r"of step 2 .* does not fit this run: params/b/0 is float32\[24,4\] there"):
+        opened(tmp_path).restore_newest(narrow, {"seed": 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+    checkpoints = opened(tmp_path, keep=10)
+    checkpoints.save(4, states[1], {}, {"seed": 5})
+    step, _ = checkpoints.restore_newest(abstract(states[1]), {"seed": 3})
+    assert step == 2 and [text.rsplit(" ", 1)[1] for text in checkpoints.refused] == ["4.refused", "3.refused"]
+    assert "seed=5" in checkpoints.refused[0] and checkpoints.steps() == [1, 2]
+
+
+def test_an_empty_folder_has_nothing_to_restore(tmp_path, opened):
+    assert opened(tmp_path).restore_newest(abstract(make_state()), {}) is None
+
+
+@closed_loop
+@pytest.mark.slow
+def test_no_flip_of_any_file_goes_unseen(tmp_path, opened):
+    """A flip is either harmless, and the state comes back bit for bit, or the checkpoint is refused."""
+    states, random, refused = three_saved(tmp_path / "all", opened), np.random.default_rng(0), 0
+    files = sorted(p.relative_to(tmp_path / "all/3") for p in (tmp_path / "all/3").rglob("*") if p.is_file())
+    for round_ in range(120):
+        folder = Path(shutil.copytree(tmp_path / "all", tmp_path / str(round_)))
+        path = folder / "3" / files[round_ % len(files)]
+        if not path.stat().st_size:
+            continue
+        if random.random() < 0.2:
+            os.truncate(path, random.integers(path.stat().st_size))
+        else:
+            flip(path, random.integers(path.stat().st_size), random.integers(8))
+        checkpoints = Checkpoints(folder)
+        step, restored = checkpoints.restore_newest(abstract(states[1]), {"seed": 3})
+        checkpoints.close()
+        assert bits(restored) == bits(states[step]), path
+        refused += step == 2
+        assert step in (2, 3)
+        shutil.rmtree(folder)
+        gc.collect()  # what Orbax leaves unfinished complains now, not in another test
+    assert refused > 30
 
 
 def test_folder_without_write_permission_is_found_at_once():

@@ -1,0 +1,114 @@
+"""Exact digests of arrays that do not depend on how the arrays are laid out."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.types import UsageError
+
+__all__ = ["device_digests", "digest_text", "numpy_digest"]
+
+_SEEDS = (0x9E3779B9, 0x7F4A7C15)  # one a lane
+_SPAN = 2**32  # elements that one word of index can tell apart
+_BLOCK = 2**20  # elements that NumPy hashes at a time
+
+
+def device_digests(leaves: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the digest of every leaf in the order of their sorted paths, uint32 [leaf, lane]; to be traced.
+
+    A digest is, in each of two lanes, the sum modulo 2^32 over all elements of h(bits of the element, its global
+    index). A sum has no order, so neither the mesh nor the sharding matters, and GSPMD adds only all-reduces of a few
+    bytes. For a fixed index h is a bijection of a 32-bit element, so one changed element always shows; swapped,
+    missing or otherwise changed elements escape with probability 2^-64. NaNs are told apart by their bits.
+
+    Cost: one read of the leaves, about forty integer operations an element.
+
+    Args:
+      leaves: Arrays of booleans, integers, floats of 8 to 64 bits, complex numbers, or typed keys.
+    """
+    return jnp.stack([_digest(path, leaves[path]) for path in sorted(leaves)])
+
+
+def digest_text(lanes: Any) -> str:
+    """Returns the two lanes of a digest as 16 hexadecimal digits."""
+    first, second = (int(lane) for lane in lanes)
+    return f"{first:08x}{second:08x}"
+
+
+def numpy_digest(x: np.ndarray) -> str:
+    """Returns the same digest of a NumPy array, typed keys as their words: the sequential form, on the host."""
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint8)
+    if not x.size:
+        return digest_text((0, 0))
+    unit = x.dtype.itemsize // (2 if x.dtype.kind == "c" else 1)
+    words = np.ascontiguousarray(x).reshape(-1).view(f"u{min(unit, 4)}").reshape(x.size, -1)
+    span = math.prod(x.shape[_split(x.shape) :])
+    lanes = [0, 0]
+    for start in range(0, x.size, _BLOCK):
+        block = words[start : start + _BLOCK].astype(np.uint32)
+        index = np.arange(start, start + len(block), dtype=np.uint64)
+        parts = [(index % span).astype(np.uint32)] + ([(index // span).astype(np.uint32)] if span < x.size else [])
+        for lane, seed in enumerate(_SEEDS):
+            h = _hash([*parts, *block.T], np.uint32(seed))
+            lanes[lane] += int(h.sum(dtype=np.uint64))
+    return digest_text(lane % 2**32 for lane in lanes)
+
+
+def _digest(path: str, x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    words, split = _words(path, x), _split(x.shape)
+    parts = [_position(x.shape, range(split, x.ndim))]
+    if split:
+        parts.append(_position(x.shape, range(split)))
+    lanes = [jnp.sum(_hash([*parts, *words], np.uint32(seed)), dtype=np.uint32) for seed in _SEEDS]
+    return jnp.stack(lanes)
+
+
+def _words(path: str, x: jax.Array) -> list[jax.Array]:
+    """Returns the bits of each element as uint32 arrays, the low word first."""
+    if jnp.iscomplexobj(x):
+        return _words(path, x.real) + _words(path, x.imag)
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint8)
+    bits = (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
+    if bits < 8:
+        raise UsageError(f"{path} is of dtype {x.dtype}, which no checkpoint holds; legal are elements of whole bytes.")
+    x = jax.lax.bitcast_convert_type(x, np.dtype(f"u{min(bits // 8, 4)}")).astype(np.uint32)
+    return [x[..., 0], x[..., 1]] if bits == 64 else [x]
+
+
+def _split(shape: tuple[int, ...]) -> int:
+    """Returns the first of the trailing dimensions whose elements one word of index tells apart."""
+    split = len(shape)
+    while split and math.prod(shape[split - 1 :]) <= _SPAN:
+        split -= 1
+    return split
+
+
+def _position(shape: tuple[int, ...], dimensions: range) -> jax.Array:
+    """Returns each element's row-major index over `dimensions`, uint32 of `shape`."""
+    index, stride = jnp.zeros(shape, np.uint32), 1
+    for dimension in reversed(dimensions):
+        index += jax.lax.broadcasted_iota(np.uint32, shape, dimension) * np.uint32(stride % 2**32)
+        stride *= shape[dimension]
+    return index
+
+
+def _hash(words: list[Any], seed: np.uint32) -> Any:
+    h = seed
+    for word in words:
+        h = _mix(h ^ word)
+    return h
+
+
+def _mix(x: Any) -> Any:
+    """Wellons' "lowbias32": a bijection of uint32 in which each bit flips about half of the others."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -1,0 +1,169 @@
+"""What one checkpoint on disk holds, read without a word to other processes, and the reasons to refuse it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxpar.io import layers
+from jaxpar.io.digest import numpy_digest
+from jaxpar.types import PyTree, UsageError
+
+__all__ = [
+    "Damaged",
+    "OtherRun",
+    "check_digests",
+    "check_same_run",
+    "describe",
+    "fit",
+    "flatten",
+    "nest",
+    "read_arrays",
+    "read_description",
+    "read_numpy",
+]
+
+
+class Damaged(UsageError):
+    """A checkpoint is not what was saved."""
+
+
+class OtherRun(UsageError):
+    """A checkpoint is whole, but of another configuration."""
+
+
+def flatten(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves by their logical names: `params/layers/wq`, in whatever classes they are held."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts with the leaves at their names."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = leaf
+    return tree
+
+
+def describe(leaves: Mapping[str, Any], digests: Mapping[str, str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a checkpoint says about its arrays: dtype, shape and digest by path, and a check of the text."""
+    arrays = {
+        path: {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "digest": digests[path]}
+        for path, leaf in leaves.items()
+    }
+    return {"arrays": arrays, "check": _check(arrays, metadata)}
+
+
+def read_description(folder: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays' description and the metadata of the checkpoint in `folder`.
+
+    Raises:
+      Damaged: They are not both there as they were written.
+    """
+    json_handler = ocp.JsonCheckpointHandler()
+    try:
+        layout, metadata = (dict(json_handler.restore(folder / item)) for item in ("layout", "metadata"))
+        arrays = {path: entry | {"shape": tuple(entry["shape"])} for path, entry in layout["arrays"].items()}
+        if layout["check"] != _check(layout["arrays"], metadata):
+            raise ValueError("its description is not what was written")
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    return arrays, metadata
+
+
+def read_arrays(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads all arrays of a checkpoint onto the shardings of `wanted`; each process reads its own part.
+
+    Raises:
+      Damaged: A file cannot be read. Whether what was read is what was saved is for the digests to say.
+    """
+    handler = ocp.StandardCheckpointHandler()
+    try:
+        arrays = flatten(handler.restore(folder / "state", args=ocp.args.StandardRestore(nest(wanted))))
+        for path, leaf in wanted.items():  # Orbax believes what the files say of themselves
+            if (arrays[path].shape, arrays[path].dtype) != (leaf.shape, leaf.dtype):
+                raise ValueError(f"{path} is of another shape or dtype than was saved")
+        return arrays
+    except jax.errors.JaxRuntimeError:
+        raise  # the device's memory, not the checkpoint
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+
+
+def read_numpy(folder: epath.Path) -> dict[str, np.ndarray]:
+    """Reads all arrays of a checkpoint to the host, typed keys as their words, and checks their digests.
+
+    Raises:
+      Damaged: A file cannot be read, or an array is not the one that was saved.
+    """
+    described, _ = read_description(folder)
+    handler = ocp.PyTreeCheckpointHandler()
+    how = nest(dict.fromkeys(described, ocp.RestoreArgs(restore_type=np.ndarray)))
+    try:
+        arrays = flatten(handler.restore(folder / "state", args=ocp.args.PyTreeRestore(restore_args=how)))
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    check_digests(folder, described, {path: numpy_digest(x) for path, x in arrays.items()})
+    return arrays
+
+
+def check_digests(folder: epath.Path, described: Mapping[str, Any], found: Mapping[str, str]) -> None:
+    """Raises `Damaged` unless every array that is described has the digest that was found."""
+    wrong = [path for path, entry in described.items() if entry["digest"] != found.get(path)]
+    if wrong:
+        others = f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
+        raise Damaged(f"the checkpoint {folder} is damaged: {wrong[0]}{others} is not what was saved")
+
+
+def check_same_run(folder: epath.Path, saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Raises `OtherRun` unless all of `metadata` is among what was saved."""
+    for name, value in metadata.items():
+        if saved.get(name) != value:
+            raise OtherRun(
+                f"the checkpoint of step {folder.name} was made with {name}={saved.get(name)!r} and this run has "
+                f"{value!r}; go back to that, or start anew with resume=false."
+            )
+
+
+def fit(
+    folder: epath.Path, described: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[dict[str, layers.Source], dict[str, jax.ShapeDtypeStruct]]:
+    """Returns where each wanted leaf comes from and what to read for it; refuses a state of another layout."""
+    ours = {path: {"dtype": str(leaf.dtype), "shape": leaf.shape} for path, leaf in wanted.items()}
+    saved, asked = (
+        {path: (entry["dtype"], entry["shape"]) for path, entry in side.items()} for side in (described, ours)
+    )
+    sources = layers.match(saved, asked)
+    used = {name for source in sources.values() for name in source.paths}
+    for path in dict.fromkeys([*ours, *sorted(described)]):
+        if path in ours and path not in sources or path in described and path not in used:
+            here, there = (_text_of(side[path]) if path in side else "absent" for side in (ours, described))
+            raise OtherRun(
+                f"the checkpoint of step {folder.name} in {folder.parent} does not fit this run: "
+                f"{path} is {there} there and {here} here"
+            )
+    return sources, layers.saved_form(saved, sources, wanted)
+
+
+def _text_of(entry: Any) -> str:
+    return f"{entry['dtype']}[{','.join(map(str, entry['shape']))}]"
+
+
+def _check(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps([dict(arrays), dict(metadata)]))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def _unreadable(folder: epath.Path, error: Exception) -> Damaged:
+    detail = (str(error).splitlines() or [""])[0]
+    return Damaged(f"the checkpoint {folder} cannot be read ({type(error).__name__}: {detail:.200})")

@@ -1,0 +1,146 @@
+"""The folder of checkpoints: local or in a bucket, whether it can be written, what is kept there and for how long."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_managers as policies
+
+from jaxpar.io.snapshot import on_all_processes
+from jaxpar.types import UsageError
+
+__all__ = ["Ranking", "absolute", "open_folder", "open_manager", "set_aside", "storage_reason"]
+
+# What TensorStore writes into a ValueError when the operating system refuses a write.
+_REFUSALS = (
+    "no space left on device",
+    "file too large",
+    "quota exceeded",
+    "read-only file system",
+    "permission denied",
+    "resource_exhausted",
+)
+
+
+class Ranking:
+    """How good a checkpoint is by its `metric`; None ranks none."""
+
+    def __init__(self, metric: str | None, mode: str):
+        self.metric, self.mode = metric, mode
+        self._worst = math.inf if mode == "min" else -math.inf
+
+    def __call__(self, metrics: Mapping[str, float]) -> float:
+        """Returns the number that ranks a save; the worst of all where it has none, or NaN or infinity."""
+        value = metrics.get(self.metric or "", self._worst)
+        return value if math.isfinite(value) else self._worst
+
+    def best_step(self, manager: ocp.CheckpointManager) -> int | None:
+        """Returns the best step, None where no step has a finite metric."""
+        best = None if self.metric is None else manager.best_step()
+        return None if best is None or self(manager.metrics(best) or {}) == self._worst else best
+
+
+def absolute(folder: str | os.PathLike) -> epath.Path:
+    """Returns the whole path of a local folder, or gs://bucket/folder as it is."""
+    path = epath.Path(folder)
+    return path if "://" in str(path) else path.absolute()  # which would take gs: for a folder's name
+
+
+def open_folder(folder: epath.Path, read_only: bool) -> list[str]:
+    """Makes the folder, tries to write there from each process, and sets aside what Orbax could not list.
+
+    Returns:
+      A sentence about each checkpoint that was set aside, on process 0.
+
+    Raises:
+      UsageError: Some process cannot write there, or for `read_only` cannot look there.
+    """
+    problem = None
+    try:
+        if read_only:
+            folder.exists()
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Every process writes its own shards, so each probes, under a name of its own.
+            probe = folder / f".probe-{jax.process_index()}-{os.getpid()}"
+            probe.write_bytes(b"probe")
+            probe.unlink()
+    except (OSError, ImportError) as error:  # a bucket needs a package that not everybody has
+        problem = error
+    if on_all_processes(problem is not None):
+        reason = (storage_reason(problem) or str(problem)) if problem else "from another process"
+        raise UsageError(
+            f"the checkpoint folder {folder} cannot be {'read' if read_only else 'written'} ({reason}); "
+            "choose a folder that this user may write, on a disk with free space"
+        ) from problem
+    refused = []
+    if read_only:
+        return refused
+    for path in folder.glob("*/metrics/metrics") if jax.process_index() == 0 else ():
+        step = path.parent.parent
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            if step.name.isdigit():
+                refused.append(set_aside(step, f"the checkpoint {step} is damaged: its metrics cannot be read"))
+    on_all_processes(0)
+    return refused
+
+
+def set_aside(checkpoint: epath.Path, why: str) -> str:
+    """Renames a checkpoint, so that it is neither listed nor deleted nor in the way; returns why, and the new name."""
+    aside, count = checkpoint.parent / f"{checkpoint.name}.refused", 1
+    while aside.exists():
+        count += 1
+        aside = checkpoint.parent / f"{checkpoint.name}.refused-{count}"
+    checkpoint.rename(aside)
+    return f"{why}; it was set aside as {aside.name}"
+
+
+def open_manager(
+    folder: epath.Path, keep: int, keep_every_s: float, ranking: Ranking, read_only: bool
+) -> ocp.CheckpointManager:
+    """Returns Orbax's manager of `folder`, with our items and retention."""
+    retention: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
+    if keep_every_s:
+        retention.append(policies.EveryNSeconds(keep_every_s))  # pyright: ignore[reportArgumentType]
+    if ranking.metric is not None:
+        best = policies.BestN(
+            get_metric_fn=ranking, reverse=ranking.mode == "min", n=1, keep_checkpoints_without_metrics=False
+        )
+        retention.append(best)
+    processes = jax.process_count()
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy(retention),
+        best_fn=None if ranking.metric is None else ranking,
+        best_mode=ranking.mode,
+        cleanup_tmp_directories=not read_only,
+        create=False,
+        read_only=read_only,
+        # Named processes meet through the coordinator. The default is a collective on the devices, which from a
+        # thread would come between those of the training step, in another order on each process.
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            active_processes=set(range(processes)) if processes > 1 else None
+        ),
+    )
+    handlers = {
+        "state": ocp.StandardCheckpointHandler(),
+        "layout": ocp.JsonCheckpointHandler(),
+        "metadata": ocp.JsonCheckpointHandler(),
+    }
+    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
+
+
+def storage_reason(error: BaseException | None) -> str | None:
+    """Says why storage refused, from anywhere in the chain of causes; None for any other error."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        if said := [text for text in _REFUSALS if text in str(error).lower()]:
+            return said[0]
+        if isinstance(error, OSError):
+            return (error.strerror or str(error)).lower()
+        error = error.__cause__ or error.__context__
+    return None
