@@ -10,7 +10,7 @@ file            | in -> out                                            | called 
 
 from jaxpar.io.checkpoint import Checkpoints, SaveError
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
-from jaxpar.io.plots import plot_loss
+from jaxpar.io.plots import plot_loss, plot_memory
 from jaxpar.io.progress import Progress, open_progress
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "open_progress",
     "open_writers",
     "plot_loss",
+    "plot_memory",
     "read_jsonl",
 ]

@@ -10,7 +10,7 @@
 """
 
 from jaxpar.lm.config import LMConfig, gpt2, llama
-from jaxpar.lm.exchange import from_hf, to_hf
+from jaxpar.lm.exchange import config_from_hf, from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.optim import OptimizerConfig
@@ -26,6 +26,7 @@ __all__ = [
     "Trainer",
     "apply",
     "axes",
+    "config_from_hf",
     "cross_entropy",
     "flops_per_token",
     "from_hf",
