@@ -155,7 +155,7 @@ def fresh_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
 
 def open_devices(config: RunConfig):
     """Joins the other processes, finds or simulates devices, and returns the mesh as a context, ambient inside."""
-    quieten()
+    _quieten()
     start_processes(**dataclasses.asdict(config.processes))
     with_accelerator = _accelerator()
     if not with_accelerator and importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
@@ -291,7 +291,7 @@ def _accelerator() -> str | None:
     return "tpu" if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0") else None
 
 
-def quieten() -> None:
+def _quieten() -> None:
     """Silences what Orbax, its event loop and TensorStore print about a failed save, which we tell in a sentence."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -128,7 +128,7 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
             config = dataclasses.replace(config, mesh=MeshSpec(**dict(mesh.shape)))
         return dataclasses.replace(config, effort=config.effort or "full"), devices, aot.chip_of(devices[0])
     topology = aot.parse(config.topology)
-    _run.quieten()
+    _run._quieten()
     if importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # or libtpu would look for a TPU, aloud
     if config.mesh == MeshSpec(data=-1):
@@ -137,7 +137,13 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
         return dataclasses.replace(config, effort=config.effort or "low"), aot.devices(topology), topology.chip
     if config.effort not in ("", "none"):
         raise UsageError(f"effort={config.effort} needs a compiler, and there is none for {topology.text} here.")
-    simulate_devices(topology.num_devices)
+    try:
+        simulate_devices(topology.num_devices)
+    except RuntimeError:
+        raise UsageError(
+            f"topology={topology.text} is planned over {topology.num_devices} simulated devices, but this process has "
+            "already begun with another number; start a new one."
+        ) from None
     model = config.model
     # The kernel for TPUs can be traced anywhere, and keeps and computes what cuDNN's does.
     if model.attention == "auto" and model.head_dim % 64 == 0 and config.data.seq_len % 128 == 0 and not model.dropout:

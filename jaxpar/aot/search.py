@@ -88,15 +88,13 @@ def search(
         findings.append(Finding(candidate, memory.peak, time, verdict))
         jobs[number] = job
     if not jobs:
-        raise UsageError(
-            f"no candidate is legal; the first says: {findings[0].reason if findings else 'there is none'}"
-        )
+        raise UsageError("no candidate is legal: " + (findings[0].reason if findings else "none was given."))
     order = [n for n in sorted(jobs, key=lambda n: findings[n].step_s or 0.0) if findings[n].verdict == "slower"]
     fitting = 0
     for number in order[: 3 * compiled]:
         if fitting == compiled:
             break
-        tell(f"compiling {findings[number].candidate}")
+        tell(f"planning {findings[number].candidate}")
         found = plan(jobs[number], effort=effort, chip=chip)
         fitting += bool(found.fits)
         findings[number] = dataclasses.replace(
