@@ -141,12 +141,17 @@ def print_findings(findings: list[aot.Finding]) -> None:
 
 def plan_json(found: aot.Plan) -> dict[str, Any]:
     """Returns a plan as JSON holds it."""
-    return dataclasses.asdict(found) | {"excess": found.excess}
+    rows = [row._asdict() for row in found.crossings]
+    values = dataclasses.asdict(found)
+    return values | {"excess": found.excess, "flops": found.flops._asdict(), "crossings": rows}
 
 
 def findings_json(findings: list[aot.Finding]) -> list[dict[str, Any]]:
     """Returns the outcome of a search as JSON holds it."""
-    return [dataclasses.asdict(f) for f in findings]
+    return [
+        dataclasses.asdict(dataclasses.replace(f, plan=None)) | {"plan": plan_json(f.plan) if f.plan else None}
+        for f in findings
+    ]
 
 
 def write(folder: pathlib.Path, content: dict[str, Any], bars: dict[str, aot.Plan], copy: str) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -104,7 +105,7 @@ def test_what_does_not_fit_ends_in_one(main, tmp_path):
 
 
 def test_a_search_over_gpus(main, tmp_path):
-    code, out, _ = main("model=llama_1b", "topology=h200:8", "data.seq_len=512", "data.batch_size=64", "search=true")
+    code, out, _ = main("model=tiny", "topology=h200:8", "data.batch_size=64", "search=true")
     assert code == 0 and "best" in out and "60 candidates" in out
     rows = report_of(tmp_path)["search"]
     assert rows[0]["verdict"] == "best" and len(rows) == 60
@@ -147,9 +148,26 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
     code, out, err = main(*flags.split())
     assert code == 2 and "Traceback" not in out + err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    import re
-
     assert re.search(sentence, line), line
+
+
+def commands():
+    pages = (ROOT / "docs" / "planning.md", ROOT / "experiments" / "plan.py")
+    found = [re.findall(r"python -m experiments\.plan\b([^\n`]*)", page.read_text()) for page in pages]
+    return [flags.split("#")[0].split() for page in found for flags in page]
+
+
+def test_commands_of_the_pages_parse():
+    assert len(commands()) >= 8
+    for flags in commands():
+        plan.compose(*flags)
+
+
+def test_the_snippet_of_the_page_runs(capsys):
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/planning.md").read_text(), re.M | re.S)
+    exec(compile(snippet, "snippet", "exec"), {})
+    out = capsys.readouterr().out
+    assert "MiB" in out and "embed -> fsdp; mlp -> tensor" in out
 
 
 def test_sizes_are_read_easily():
@@ -176,7 +194,7 @@ def test_a_slice_that_is_not_here(tmp_path):
     assert report["compiled"] and report["roofline"]["step_s"] > 0
     found = {(row["kind"], row["axes"]): row["count"] for row in report["crossings"]}
     # Seven weights a layer, gathered for the forward and, kept, not again; the embedding and the head.
-    assert found["all-gather", "fsdp"] >= 2 * 7 + 2 and found["reduce-scatter", "fsdp"] >= 2
+    assert found["all-gather", "fsdp"] >= 2 * 7 + 2 and found["reduce-scatter", "fsdp"] >= 1
     assert found["all-reduce", "tensor"] >= 2 * 4
 
 
