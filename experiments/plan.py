@@ -125,7 +125,8 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
         with _run.open_devices(config) as mesh:
             devices = list(mesh.devices.flat)
         if config.mesh == MeshSpec(data=-1) and dict(mesh.shape) != MeshSpec(data=-1).sizes(len(devices)):
-            config = dataclasses.replace(config, mesh=MeshSpec(**dict(mesh.shape)))
+            sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+            config = dataclasses.replace(config, mesh=MeshSpec(**sizes))
         return dataclasses.replace(config, effort=config.effort or "full"), devices, aot.chip_of(devices[0])
     topology = aot.parse(config.topology)
     _run._quieten()
