@@ -33,13 +33,12 @@ from omegaconf.errors import OmegaConfBaseException
 import jaxpar
 from jaxpar.mesh import (
     MeshSpec,
-    check_same_on_all_processes,
     make_mesh,
     rules_from,
     simulate_devices,
-    start_processes,
     use_mesh,
 )
+from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
 
 CONF = pathlib.Path(__file__).resolve().parent / "conf"

@@ -224,7 +224,7 @@ def make_trainer(config: Config) -> Trainer:
     trainer = Trainer(
         config.model, config.optimizer, config.train.steps, config.train.accumulate, config.train.max_skipped
     )
-    named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
+    named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
     if rows % config.train.accumulate:
         raise UsageError(f"train.accumulate={config.train.accumulate} does not divide data.batch_size={rows}.")

@@ -11,7 +11,17 @@ ALL = sorted(path for top in ("jaxpar", "envs", "experiments", "bench") for path
 PILLARS = {"lm", "pomdp", "neat", "rl"}
 
 # Left to right: a part imports only from parts on its left, and from itself. Parts in one entry do not know each other.
-ORDER = [{"types"}, {"mesh"}, {"io", "aot"}, {"loop"}, {"scan"}, {"solve"}, {"nn"}, {"parallel"}]
+ORDER = [
+    {"types"},
+    {"mesh", "processes"},
+    {"io", "aot"},
+    {"verify"},
+    {"loop"},
+    {"scan"},
+    {"solve"},
+    {"nn"},
+    {"parallel"},
+]
 ALLOWED = {part: set().union(*ORDER[:place]) for place, entry in enumerate(ORDER) for part in entry}
 ALLOWED["env"] = {"types"}
 ALLOWED["rollout"] = {"types", "mesh", "env"}
@@ -94,7 +104,8 @@ def test_files_and_functions_are_short(path):
 
 
 def test_the_language_model_stays_small():
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "jaxpar" / "lm").rglob("*.py")) < 2500
+    # 2,500 for the model, its data and its files; 200 for what it declares of itself to planner and verifier.
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "jaxpar" / "lm").rglob("*.py")) < 2700
 
 
 def public_names(tree):

@@ -16,11 +16,13 @@ from jaxpar.aot.flops import count_flops
 from jaxpar.aot.job import Job, Placement, placements
 from jaxpar.aot.memory import analyse
 from jaxpar.aot.plan import Plan, compile_job, plan
+from jaxpar.aot.search import Finding, factorisations, search
 from jaxpar.aot.topology import CHIPS, Chip, Topology, chip_of, devices, parse
 
 __all__ = [
     "CHIPS",
     "Chip",
+    "Finding",
     "Job",
     "Placement",
     "Plan",
@@ -30,7 +32,9 @@ __all__ = [
     "compile_job",
     "count_flops",
     "devices",
+    "factorisations",
     "parse",
     "placements",
     "plan",
+    "search",
 ]

@@ -85,8 +85,8 @@ class _Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """The names between the parentheses; only of instructions whose operands are plain names."""
-        return re.findall(r"%([\w.\-]+)", self.rest[: _closing(self.rest, 0)])
+        """The names between the parentheses, `name#2` for an entry of a tuple."""
+        return re.findall(r"%([\w.\-]+(?:#\d+)?)", self.rest[: _closing(self.rest, 0)])
 
 
 def collectives(text: str, mesh: Any) -> list[Collective]:
@@ -317,13 +317,15 @@ def _trips(program: dict[str, list[_Instruction]], around: list[_Instruction], l
     direction = re.search(r"direction=(LT|LE),", test.rest)
     if test.op != "compare" or not direction or len(compare.operands) != 2:
         return None
-    counter, limit = (inside.get(name) for name in compare.operands)
-    bound = _constant(inside, limit)
-    index = None if counter is None else re.search(r"get-tuple-element\(.*index=(\d+)", f"{counter.op}{counter.rest}")
+    counter, limit = compare.operands
+    bound = _constant(inside, inside.get(limit))
+    if "#" not in counter and counter in inside:
+        counter = f"{inside[counter].op}{inside[counter].rest}"
+    index = re.search(r"#(\d+)$|get-tuple-element\(.*index=(\d+)", counter)
     if bound is None or index is None:
         return None
     # Loops of JAX count from 0 by 1; where the text shows other numbers, those hold.
-    first = _entry_of(around, loop.operands[0], int(index[1]))
+    first = _entry_of(around, loop.operands[0], int(index[1] or index[2]))
     return max(0, bound + (direction[1] == "LE") - (first or 0))
 
 

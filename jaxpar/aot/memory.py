@@ -16,6 +16,9 @@ from jaxpar.aot.traffic import Layout, Traffic, bytes_of, traffic_of
 
 __all__ = ["Memory", "analyse", "arguments", "saved_bytes"]
 
+ROWS = ("batch", "population", "envs", "particles")
+"""Logical axes of independent things, which an array of intermediate results is split over."""
+
 
 class Memory(NamedTuple):
     """Bytes on one device.
@@ -90,7 +93,7 @@ class JobLayout(Layout):
             for start in range(len(leaf.shape) - 1):  # a slice of stacked layers lies as they do
                 self._exact.setdefault(tuple(leaf.shape[start:]), tuple(spec[start:]))
             for dim, entry, name in zip(leaf.shape, spec, logical, strict=True):
-                if entry and name == "batch":
+                if name in ROWS:  # unsplit rows still tell an activation
                     self._rows.append((dim, entry))
                 elif entry:
                     self._split.setdefault(dim, entry)

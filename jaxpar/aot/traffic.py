@@ -81,12 +81,13 @@ class Layout:
 class _Value:
     """An array: in memory (`reads` is None), or fused, with the bytes it would read of values in memory."""
 
-    __slots__ = ("last", "reads", "sinks", "size", "view")
+    __slots__ = ("last", "passing", "reads", "sinks", "size", "view")
 
     def __init__(self, size: float, reads: "dict[_Value, float] | None" = None):
         self.size = size
         self.reads = reads
         self.view = False
+        self.passing = False  # whether something later and no larger serves the same kernels
         self.sinks: set[int] = set()
         self.last = -1
 
@@ -168,6 +169,9 @@ class _Program:
             flow = {place} if heavy else set().union(*(out.sinks for out in node.outs))
             for value in node.ins:
                 value.sinks |= flow
+        for node in self.nodes:
+            for value in () if _is_heavy(node) else node.ins:
+                value.passing |= any(out.sinks == value.sinks and out.size <= value.size for out in node.outs)
 
     def _visit(self, place: int, node: _Node, born: dict[_Value, int]) -> None:
         name = node.eqn.primitive.name
@@ -201,7 +205,7 @@ class _Program:
             out.view = name in _VIEWS and all(value.reads is None or value.view for value in node.ins[:1])
             count = len(out.sinks)
             gathered = name == "sharding_constraint" and out.size > 1.01 * node.ins[0].size
-            shared = count * total > total + (1 + count) * out.size
+            shared = not out.passing and count * total > total + (1 + count) * out.size
             summed = name.startswith("reduce") and (count > 1 or -1 in out.sinks)
             if gathered or shared or summed:
                 self._write(out, place, born)

@@ -1,4 +1,4 @@
-"""Pictures: a run's losses, gradient norm and learning rate over steps; what layouts cost and how exact they are."""
+"""Pictures: a run's losses, gradient norm and learning rate; what layouts cost and how exact they are; plans."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
 
-__all__ = ["plot_layouts", "plot_loss"]
+__all__ = ["plot_layouts", "plot_loss", "plot_memory"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _BLUE, _VERMILION, _GREEN, _PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4499"
@@ -147,3 +147,36 @@ def _smoothed(values: np.ndarray) -> np.ndarray:
     weight = np.convolve(is_there, window)[len(window) // 2 :][: len(values)]
     total = np.convolve(np.where(is_there, values, 0), window)[len(window) // 2 :][: len(values)]
     return np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 0)
+
+
+def plot_memory(plans: dict[str, dict[str, float]], capacity: float | None, out: Path) -> None:
+    """Draws into the PNG `out` one bar a plan: its parts in GiB a device, and what a device has as a line.
+
+    Args:
+      plans: Name -> part -> bytes; all with the same parts.
+      capacity: Bytes of a device, if known.
+      out: A path.
+
+    Raises:
+      UsageError: matplotlib is missing.
+    """
+    figure = _figure(8, 1.7 + 0.45 * len(plans))
+    panel = figure.subplots()
+    names, left = list(plans), np.zeros(len(plans))
+    colours = (_BLUE, _GREEN, _PURPLE, _VERMILION)
+    for index, part in enumerate(next(iter(plans.values()))):
+        width = np.array([plans[name][part] for name in names]) / 2**30
+        panel.barh(names, width, left=left, color=colours[index % len(colours)], label=part, height=0.6)
+        left += width
+    if capacity is not None:
+        panel.axvline(capacity / 2**30, color="black", linestyle="--", linewidth=1)
+        panel.annotate("a device has", (capacity / 2**30, 1), (-4, -4), textcoords="offset points",
+                       xycoords=("data", "axes fraction"), ha="right", va="top", rotation=90, fontsize=8)  # fmt: skip
+        panel.set_xlim(0, 1.05 * max(capacity / 2**30, left.max()))
+    panel.invert_yaxis()
+    panel.set_xlabel("GiB a device")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)

@@ -5,12 +5,13 @@
 | `data`, `tokenizer` | text -> tokens int [B, T] | experiments |
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
 | `blocks`, `attention`, `model` | params, tokens [B, T] -> features [B, T, D] or logits [B, T, V] | `loss`, `sample` |
-| `loss`, `optim`, `muon`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
+| `loss`, `optim`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
+| `transfers` | LMConfig, the ambient mesh -> collectives of a step | `jaxpar.verify` |
 | `sample`, `exchange` | prompt [B, T] -> tokens [B, S]; Hugging Face folder <-> params | experiments |
 """
 
 from jaxpar.lm.config import LMConfig, gpt2, llama
-from jaxpar.lm.exchange import from_hf, to_hf
+from jaxpar.lm.exchange import config_from_hf, from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.optim import OptimizerConfig
@@ -26,6 +27,7 @@ __all__ = [
     "Trainer",
     "apply",
     "axes",
+    "config_from_hf",
     "cross_entropy",
     "flops_per_token",
     "from_hf",

@@ -26,7 +26,7 @@ from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["from_hf", "to_hf"]
+__all__ = ["config_from_hf", "from_hf", "to_hf"]
 
 
 class Row(NamedTuple):
@@ -407,9 +407,18 @@ def _json(path: Path) -> dict:
     return values
 
 
-def _read_config(folder: Path, dtype: str) -> tuple[Architecture, LMConfig]:
+def config_from_hf(path: str | Path, *, dtype: str = "bfloat16") -> LMConfig:
+    """Returns the model that a `config.json` describes, or that of the folder it lies in; reads no parameter.
+
+    Raises:
+      UsageError: If the file is absent or damaged, or the architecture or a setting is unknown.
+    """
+    return _read_config(Path(path), dtype)[1]
+
+
+def _read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     """Translates `config.json`; an absent key means what it means to transformers."""
-    path = folder / "config.json"
+    path = path if path.is_file() else path / "config.json"
     values = {key: value for key, value in _json(path).items() if value is not None}
     kind = values.get("model_type")
     name = (values.get("architectures") or [kind])[0]

@@ -8,8 +8,8 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.muon import muon_dimensions, scale_by_whole_muon
-from jaxpar.types import UsageError
+from jaxpar.nn.muon import scale_by_whole_muon
+from jaxpar.types import PyTree, UsageError
 
 __all__ = ["OptimizerConfig", "learning_rate", "make_optimizer"]
 
@@ -78,6 +78,26 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     )
 
 
+def muon_dimensions(model: LMConfig) -> PyTree:
+    """Returns Muon's dimension numbers a leaf, None where AdamW shall do.
+
+    Matrices of the layers map "embed" to the rest or back, so the logical axes say which dimensions
+    are contracted; "layers" is a batch of matrices. Without this, optax hands stacked leaves to Adam.
+    """
+
+    def numbers(path, leaf: declared.Leaf):
+        if isinstance(leaf.init, str) or leaf.axes[0] != "layers":
+            return None
+        embed = (leaf.axes.index("embed"),)
+        rest = tuple(i for i in range(1, len(leaf.axes)) if i not in embed)
+        first, second = (embed, rest) if embed[0] == 1 else (rest, embed)
+        return MuonDimensionNumbers(reduction_axis=first, output_axis=second)
+
+    return jax.tree_util.tree_map_with_path(
+        numbers, declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, declared.Leaf)
+    )
+
+
 def make_optimizer(config: OptimizerConfig, model: LMConfig, num_steps: int) -> optax.GradientTransformation:
     """Returns clipping, then AdamW or Muon, with decay on matrices only.
 
@@ -93,7 +113,7 @@ def make_optimizer(config: OptimizerConfig, model: LMConfig, num_steps: int) -> 
             muon_dimensions(model),
             is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
         )
-        whole = scale_by_whole_muon(model, config.b1, config.eps)
+        whole = scale_by_whole_muon(declared.axes(model), muon_dimensions(model), config.b1, config.eps)
         adam = optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=True)
         step = optax.chain(optax.partition({"muon": whole, "adam": adam}, labels), optax.scale_by_learning_rate(rate))
         # Decay apart: optax's Muon would decay every parameter that it hands to Adam, norms and biases too.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.muon import muon_dimensions
+from jaxpar.lm.optim import muon_dimensions
 from jaxpar.lm.params import Leaf, leaves
 from jaxpar.mesh import in_role, mesh_axes
 from jaxpar.verify import Transfer

@@ -138,7 +138,8 @@ def test_loops_multiply(note):
     }
 
 
-def test_a_loop_that_does_not_begin_at_zero():
+@pytest.mark.parametrize("short", [False, True])
+def test_a_loop_that_does_not_begin_at_zero(short):
     text = """
 %body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
   %all-reduce.1 = f32[4]{0} all-reduce(%y), replica_groups={}, to_apply=%add
@@ -157,6 +158,8 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   ROOT %while.1 = (s32[]{:T(128)}, f32[4]{0}) while(%tuple.1), condition=%condition, body=%body
 }
 """
+    if short:  # as newer versions write an entry of a tuple
+        text = text.replace("compare(%i,", "compare(%t#0,")
     mesh = make_mesh(MeshSpec(data=8), jax.devices())
     assert hlo.trip_counts(text) == {"while.1": 7}
     assert [c.trips for c in hlo.collectives(text, mesh)] == [7]

@@ -58,7 +58,7 @@ def test_two_processes_equal_one(tmp_path):
 SILENT = """
 import os, signal, sys
 from jax.experimental.multihost_utils import process_allgather
-from jaxpar.mesh import start_processes
+from jaxpar.processes import start_processes
 
 start_processes(sys.argv[1], 2, int(sys.argv[2]), timeout_s=60, heartbeat_s=10)
 process_allgather(0)

@@ -13,14 +13,13 @@ import numpy as np
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.mesh import (
     MeshSpec,
-    check_same_on_all_processes,
     make_mesh,
     named_shardings,
     place_rows,
     simulate_devices,
-    start_processes,
     use_mesh,
 )
+from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
 
 TRAINER = Trainer(

@@ -13,7 +13,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.io import Checkpoints, Damaged
-from jaxpar.mesh import simulate_devices, start_processes
+from jaxpar.mesh import simulate_devices
+from jaxpar.processes import start_processes
 
 ROWS = 24
 

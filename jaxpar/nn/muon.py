@@ -7,34 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
-from optax.contrib import MuonDimensionNumbers
 
-from jaxpar.lm import params as declared
-from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import local, mesh_axes
 from jaxpar.types import PyTree
 
-__all__ = ["MomentumState", "muon_dimensions", "orthogonalise", "scale_by_whole_muon"]
-
-
-def muon_dimensions(model: LMConfig) -> PyTree:
-    """Returns Muon's dimension numbers a leaf, None where AdamW shall do.
-
-    Matrices of the layers map "embed" to the rest or back, so the logical axes say which dimensions
-    are contracted; "layers" is a batch of matrices. Without this, optax hands stacked leaves to Adam.
-    """
-
-    def numbers(path, leaf: declared.Leaf):
-        if isinstance(leaf.init, str) or leaf.axes[0] != "layers":
-            return None
-        embed = (leaf.axes.index("embed"),)
-        rest = tuple(i for i in range(1, len(leaf.axes)) if i not in embed)
-        first, second = (embed, rest) if embed[0] == 1 else (rest, embed)
-        return MuonDimensionNumbers(reduction_axis=first, output_axis=second)
-
-    return jax.tree_util.tree_map_with_path(
-        numbers, declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, declared.Leaf)
-    )
+__all__ = ["MomentumState", "orthogonalise", "scale_by_whole_muon"]
 
 
 class MomentumState(NamedTuple):
@@ -44,8 +21,8 @@ class MomentumState(NamedTuple):
     mean: PyTree
 
 
-def scale_by_whole_muon(model: LMConfig, beta: float, eps: float) -> optax.GradientTransformation:
-    """Returns Muon's update (Nesterov momentum, orthogonalised) of the layers' matrices, each on one device as a whole.
+def scale_by_whole_muon(axes: PyTree, sides: PyTree, beta: float, eps: float) -> optax.GradientTransformation:
+    """Returns Muon's update (Nesterov momentum, orthogonalised) of stacks of matrices, each on one device as a whole.
 
     The momentum lies as its parameter does. For Newton-Schulz the devices that share a stack of matrices trade shares:
     one all-to-all a split dimension gives each some whole matrices, and one brings their updates back. GSPMD
@@ -54,8 +31,14 @@ def scale_by_whole_muon(model: LMConfig, beta: float, eps: float) -> optax.Gradi
 
     Values are those of `optax.contrib.muon` (its `scale_by_muon` with default coefficients, and `consistent_rms=0.2`:
     arXiv:2502.16982, eq. 4).
+
+    Args:
+      axes: Logical axes of each parameter; the first dimension counts the matrices of a stack.
+      sides: For each parameter the dimensions that are a matrix's rows and those that are its columns, in this order;
+        None where another optimizer works (`optax.partition` masks those).
+      beta: Decay of the momentum.
+      eps: Added to a matrix's norm.
     """
-    dimensions, names = muon_dimensions(model), declared.axes(model)
 
     def init(params):
         return MomentumState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
@@ -68,7 +51,7 @@ def scale_by_whole_muon(model: LMConfig, beta: float, eps: float) -> optax.Gradi
         later = optax.tree.bias_correction(mean, beta, count + 1)
         ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, later, now)
 
-        def orthogonal(x, axes, sides):
+        def orthogonal(x, names, sides):
             if isinstance(x, optax.MaskedNode):  # Adam's
                 return x
             rows, columns = (math.prod(x.shape[dim] for dim in dims) for dims in sides)
@@ -76,9 +59,9 @@ def scale_by_whole_muon(model: LMConfig, beta: float, eps: float) -> optax.Gradi
             def on_whole(x):
                 return orthogonalise(x.reshape(-1, rows, columns), eps).reshape(x.shape)
 
-            return 0.2 * math.sqrt(max(rows, columns)) * _on_whole_matrices(on_whole, x, axes)
+            return 0.2 * math.sqrt(max(rows, columns)) * _on_whole_matrices(on_whole, x, names)
 
-        updates = jax.tree.map(orthogonal, ahead, names, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        updates = jax.tree.map(orthogonal, ahead, axes, sides, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
         return updates, MomentumState(count, mean)
 
     return optax.GradientTransformation(init, update)

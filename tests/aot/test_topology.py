@@ -1,0 +1,81 @@
+"""Chips by name, and compile-only devices in a process of its own."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxpar.aot import CHIPS, chip_of, devices, parse
+from jaxpar.aot.topology import hbm_bytes
+from jaxpar.types import UsageError
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"v4:2x2x1": 4, "v5e:1x1": 1, "v5e:16x16": 256, "v5p:4x4x4": 64, "v5p:3x3x3": 27, "v6e:2x4": 8}
+SIZES |= {"tpu7x:2x2x1": 8, "v5p:16x16x24": 6144}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("v5q:2x2", "topology='v5q:2x2' is unknown; legal are .*v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x1"),
+        ("v5p", "topology='v5p' is unknown"),
+        ("v5e:4x4x4", "v5e takes 2 sizes joined by x, such as v5e:4x4"),
+        ("v5p:4x4", "v5p takes 3 sizes"),
+        ("h100:2x2", "h100 takes a number of GPUs, such as h100:8"),
+        ("h100:0", "h100 takes a number of GPUs"),
+    ],
+)
+def test_wrong_names_say_what_is_legal(text, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        parse(text)
+
+
+def test_names_are_read():
+    topology = parse("TPU7x:2x2x1")
+    assert (topology.text, topology.num_devices, topology.offline) == ("tpu7x:2x2x1", 8, False)
+    assert parse("h200:16").offline and parse("h200:16").num_devices == 16
+    with pytest.raises(UsageError, match="planned analytically"):
+        devices(parse("h200:16"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("TPU v5", "v5p"), ("TPU v5 lite", "v5e"), ("TPU v4", "v4"), ("NVIDIA H100 80GB HBM3", "h100"), ("cpu", None)],
+)
+def test_chip_of_a_device(kind, name):
+    chip = chip_of(SimpleNamespace(device_kind=kind))
+    assert chip is (CHIPS[name] if name else None)
+
+
+def test_a_device_that_knows_its_memory_is_asked():
+    known = SimpleNamespace(device_kind="NVIDIA H100", memory_stats=lambda: {"bytes_limit": 7})
+    assert hbm_bytes(known) == 7
+    assert hbm_bytes(jax.devices()[0]) is None
+
+
+def test_peaks_are_of_one_magnitude():
+    """A slipped factor of a thousand, or a chip's numbers for half a chip, would show here."""
+    for chip in CHIPS.values():
+        assert 100 < chip.flops / chip.hbm_bandwidth < 600, chip  # operations a byte at the ridge
+        assert 10 < chip.hbm_bytes / chip.hbm_bandwidth * 1e3 < 60, chip  # milliseconds to read all of the memory
+        assert 1000 < chip.flops / chip.link_bandwidth < 12000, chip
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_compile_only_devices_come_in_silence():
+    script = (
+        "from jaxpar.aot import chip_of, devices, parse\n"
+        f"for name in {list(SIZES)}:\n"
+        "    found = devices(parse(name))\n"
+        "    print(name, len(found), chip_of(found[0]).name)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "TPU_", "ALLOW_"))}
+    env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.split("\n")[:-1] == [f"{name} {count} {name.split(':')[0]}" for name, count in SIZES.items()]

@@ -1,0 +1,96 @@
+"""How processes find each other, and the sentence where they do not."""
+
+import http.server
+import importlib.util
+import os
+import socket
+import threading
+
+import jax
+import pytest
+
+from jaxpar.processes import start_processes
+from jaxpar.types import UsageError
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What `jax.distributed.initialize` was called with, in an environment that speaks of no other process."""
+    for name in (
+        "JAX_COORDINATOR_ADDRESS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES",
+        "TPU_PROCESS_ADDRESSES", "MEGASCALE_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX", "TPU_SKIP_MDS_QUERY",
+    ):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:9")  # nobody listens there
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
+    return calls
+
+
+def test_a_lone_process_joins_nothing(joined):
+    assert start_processes() is False and not joined
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "several"),
+    [
+        ("SLURM_NTASKS", "1", "2"),
+        ("OMPI_COMM_WORLD_SIZE", "1", "8"),
+        ("TPU_WORKER_HOSTNAMES", "t0", "t0,t1"),
+        ("TPU_PROCESS_ADDRESSES", "t0:1", "t0:1,t1:1"),
+        ("JAX_COORDINATOR_ADDRESS", None, "t0:1234"),
+        ("MEGASCALE_COORDINATOR_ADDRESS", None, "t0"),
+        ("JOB_COMPLETION_INDEX", None, "0"),
+    ],
+)
+def test_a_cluster_is_seen_in_the_environment(monkeypatch, joined, name, alone, several):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda spec: spec == "kubernetes" or find(spec))
+    if alone is not None:
+        monkeypatch.setenv(name, alone)
+        assert start_processes() is False
+    monkeypatch.setenv(name, several)
+    assert start_processes(timeout_s=7, heartbeat_s=5) is True
+    assert joined == [dict(initialization_timeout=7, heartbeat_timeout_seconds=5)]
+
+
+@pytest.mark.parametrize(("endpoints", "several"), [("a:1:10.0.0.1", False), ("a:1:10.0.0.1,b:2:10.0.0.2", True)])
+def test_a_tpu_pod_is_seen_in_the_metadata(monkeypatch, joined, endpoints, several):
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            known = self.path.endswith("/instance/attributes/worker-network-endpoints")
+            assert known and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(endpoints.encode())
+
+        def log_message(self, *_):
+            pass
+
+    exists = os.path.exists
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+        assert start_processes() is False  # not a machine with TPUs
+        monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/accel0" or exists(path))
+        assert start_processes() is several and len(joined) == several
+        monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        assert start_processes() is False
+        server.shutdown()
+
+
+def test_a_coordinator_that_is_not_there_is_named():
+    with socket.socket() as bound:  # which does not listen
+        bound.bind(("localhost", 0))
+        address = f"localhost:{bound.getsockname()[1]}"
+        with pytest.raises(UsageError, match=rf"no coordinator answers at {address} \(.*\) within 0.2 s; check that"):
+            start_processes(address, num_processes=2, process_id=1, timeout_s=0.2)
+    with pytest.raises(UsageError, match="coordinator=localhost is not of the form host:port."):
+        start_processes("localhost", num_processes=2, process_id=1)
+
+
+def test_half_a_cluster_is_refused():
+    with pytest.raises(
+        UsageError, match="also needs num_processes >= 1 and 0 <= process_id < that; got num_processes=2"
+    ):
+        start_processes("localhost:1234", num_processes=2, process_id=2)
