@@ -194,6 +194,6 @@ def _compile(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages
 
 
 def _dumped(folder: str) -> str:
-    """Returns the compiled program that XLA wrote into a folder: the largest, since kernels are written too."""
-    files = sorted(pathlib.Path(folder).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
-    return files[-1].read_text() if files else ""
+    """Returns the compiled program that XLA wrote into a folder, where it writes kernels too; empty without one."""
+    files = list(pathlib.Path(folder).glob("*.jit_*.after_optimizations.txt"))
+    return files[0].read_text() if files else ""

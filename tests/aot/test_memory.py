@@ -6,7 +6,7 @@ import pytest
 from fast import OPTIONS
 
 from jaxpar.aot import Job, analyse, compile_job, placements
-from jaxpar.aot.memory import saved_bytes
+from jaxpar.aot.memory import JobLayout, saved_bytes
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
 from jaxpar.mesh import MeshSpec, make_mesh
 
@@ -58,6 +58,21 @@ def test_recomputation_saves_memory_in_order():
     saved = [saved_bytes(job_of(remat=remat)) for remat in ("none", "names", "full")]
     assert peaks == sorted(peaks, reverse=True) and saved == sorted(saved, reverse=True)
     assert analyse(job_of(accumulate=4))[0].temporaries < 0.6 * analyse(job_of())[0].temporaries
+
+
+def test_where_arrays_lie_is_told_from_their_shapes():
+    layout = JobLayout(job_of())
+    rows = ("data", "fsdp")
+    lies = {
+        (6, 128, 4, 32): ((), ("fsdp",), ("tensor",), ()),  # a stack of parameters
+        (128, 4, 32): (("fsdp",), ("tensor",), ()),  # and one of them
+        (ROWS, LENGTH, 384): (rows, (), ("tensor",)),
+        (6, ROWS, LENGTH, 4, 32): ((), rows, (), ("tensor",), ()),
+        (ROWS * LENGTH, 96): (rows, ()),
+        (7, 9): ((), ()),
+    }
+    assert {shape: layout.axes(shape) for shape in lies} == lies
+    assert layout.bytes(jax.ShapeDtypeStruct((ROWS, LENGTH, 384), jnp.bfloat16)) == 2 * ROWS * LENGTH * 384 / 8
 
 
 def test_saved_bytes_of_a_known_function():
