@@ -102,9 +102,12 @@ class Group:
                     self._send(signal.SIGTERM)
         return ends
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """Kills whoever is left."""
         self._send(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+            process.stdin.close()
 
     def _watch(self, index: int) -> None:
         self._ends.put((index, self._processes[index].wait()))
@@ -137,7 +140,7 @@ def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) ->
     try:
         ends = group.wait()
     finally:
-        group.kill()
+        group.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     failures = [(index, code) for index, code in ends if code]

@@ -1,6 +1,8 @@
 """Several real processes: the run that one process makes, whoever of them is killed and however many go on."""
 
+import contextlib
 import itertools
+import os
 import pathlib
 import random
 import re
@@ -85,10 +87,8 @@ def test_other_numbers_of_processes_go_on_with_the_same_losses(command):
     both = Launched(command, 2, 2, *flags, "train.steps=3", "mesh.data=2", "mesh.tensor=2").finish()
     assert both.code == 0 and "data=2 tensor=2 on 4 cpu devices" in both.out, both
     assert both.out.count("validation loss") == 1 and "Gloo" not in both.out, "process 0 alone is heard, and no noise"
-    single = command(*SAME, *flags, "train.steps=6", "cpu_devices=1")
-    assert single.code == 0 and "(resuming at step 3)" in single.out, single
     three = Launched(command, 3, 1, *flags, "train.steps=9").finish()
-    assert three.code == 0 and "(resuming at step 6)" in three.out and "data=3 on 3 cpu" in three.out, three
+    assert three.code == 0 and "(resuming at step 3)" in three.out and "data=3 on 3 cpu" in three.out, three
     got, want = rows(command.cwd / "run"), rows(command.cwd / "one")
     assert [row["step"] for row in got if "train/loss" in row] == list(range(1, 10))
     assert [(row["step"], *row) for row in got] == [(row["step"], *row) for row in want]
@@ -144,7 +144,7 @@ def test_ctrl_c_saves_a_kill_ends_all_and_both_resume(command):
     run.wait_for_step(step + 9)  # past a checkpoint
     children = run.children()
     began = time.monotonic()
-    subprocess.run(["kill", "-9", str(children[1])], check=True)
+    os.kill(children[1], signal.SIGKILL)
     said = run.finish()
     assert time.monotonic() - began < launch.GRACE_S + 10
     assert ends(children, 1)[0]
@@ -182,7 +182,8 @@ def test_many_kills_of_one_of_several_change_no_bit(command, seed):
             else:
                 time.sleep(shuffle.uniform(0, 20))
             if run.process.poll() is None:
-                subprocess.run(["kill", "-9", str(victim)], check=False)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
                 killed, halves = killed + 1, halves + bool(half_written(folder, began))
             said = run.finish()
             finished = said.code == 0
@@ -196,13 +197,38 @@ def test_many_kills_of_one_of_several_change_no_bit(command, seed):
     assert halves >= 2
 
 
+STUBBORN = """
+import signal, sys, time
+if sys.argv[1] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    time.sleep(1)
+    sys.exit(int(sys.argv[1]))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [3, 2])
+def test_who_does_not_heed_a_signal_is_killed(monkeypatch, tmp_path, code):
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    began = time.monotonic()
+    group = launch.Group([sys.executable, "-c", STUBBORN], [["stubborn"], [str(code)], ["stubborn"]], tmp_path)
+    ended = group.wait()
+    group.close()
+    assert ended[0] == (1, code) and sorted(ended[1:]) == [(0, -signal.SIGKILL), (2, -signal.SIGKILL)]
+    assert 1.5 < time.monotonic() - began < 20
+
+
 @needs_children
 def test_no_process_outlives_its_launcher(command):
-    run = Launched(command, 2, 1, "train.steps=400")
+    run = Launched(command, 2, 1, "train.steps=40000")
     children = run.children()
     run.process.kill()
+    gone, left = ends(children, 20)
+    for number in left:
+        os.kill(number, signal.SIGKILL)
     run.finish()
-    assert ends(children, 30)[0]
+    assert gone
 
 
 @needs_children
