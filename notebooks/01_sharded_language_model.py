@@ -92,7 +92,6 @@ if FAST:
 
 config = lm.compose(*flags, f"train.steps={HALF}")
 longer = lm.compose(*flags, f"train.steps={WHOLE}")
-folder = _run.fresh_folder(pathlib.Path("runs/notebook_01"), resume=False)
 config.model
 
 # %% [markdown]
@@ -101,6 +100,7 @@ config.model
 
 # %%
 with _run.open_devices(config) as mesh:
+    folder = _run.fresh_folder(pathlib.Path("runs/notebook_01"), resume=False)
     first_half = lm.train(config, folder)
 dict(mesh.shape)
 

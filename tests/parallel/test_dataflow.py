@@ -4,7 +4,6 @@ import pathlib
 import re
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -221,9 +220,12 @@ def stop(x):
     raise ValueError("no such sum\nand more")
 
 
+enqueued = threading.Event()
+
+
 def broken(x):
     def fail(block):
-        time.sleep(0.2)  # the dependents are enqueued by then
+        enqueued.wait(60)  # no dependent is told of the error before it is enqueued
         raise ValueError("the sensor is off")
 
     # Of several devices, since a callback of one device alone is called before dispatch returns.
@@ -239,7 +241,8 @@ def test_an_error_is_that_of_the_node_where_it_began(fn, reason):
         next_ = client.submit(cut_sum, good, bad, on="b", name="filter")
         last = client.submit(spread, next_, good, on="a", name="controller")
         beside = client.submit(product, good, good, on="a")
-        assert fn is stop or not last.ready(), "all are enqueued before the error comes"
+        assert fn is stop or not last.ready(), "the error has not come yet"
+        enqueued.set()
         with pytest.raises(NodeError, match="node 'controller' has no result, because node 'sensor' failed: ") as error:
             last.result()
         assert error.value.node == "sensor" and error.value.reason.startswith(reason)
