@@ -66,10 +66,13 @@ def test_quickstart_snippet_writes_its_sentence():
     assert "all work " in out and float(out.split()[0]) < 1.0
 
 
-def test_sharding_snippet_agrees():
+def test_verify_of_ones_own_model_holds():
     snippet = blocks(ROOT / "docs" / "sharding.md", "python")[-1]
-    _, names = run(snippet)
-    assert names["one"] != 0 and len(jax.devices()) == 8
+    out, names = run(snippet)
+    assert out.count("holds") == len(names["rows"]) == 8 and len(jax.devices()) == 8
+    assert all(0 < row.gradient for row in names["rows"])
+    kinds = {str(row.layout): set(row.kinds) for row in names["rows"]}
+    assert ("all-gather", "fsdp") in kinds["fsdp4.tensor2 zero3"] and ("all-gather", "inner") in kinds["fsdp8.inner4 hybrid"]
 
 
 def test_placements_snippets_print_what_they_show():
@@ -198,7 +201,7 @@ def test_rules_of_the_sharding_page_are_those_of_the_table():
 def test_errors_of_the_sharding_page_are_said(flags, sentence):
     config = compose(*flags.strip("`").split())
     spec = config.mesh if config.mesh != MeshSpec(data=-1) else MeshSpec(data=2, fsdp=2, tensor=2)
-    with pytest.raises(ValueError) as error, use_mesh(make_mesh(spec), rules_from(config.rules)):
+    with pytest.raises(ValueError) as error, use_mesh(make_mesh(spec), rules_from(config.rules, config.layout)):
         make_trainer(config)
     assert str(error.value) == sentence
 
