@@ -77,6 +77,8 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Plans, prints the report and writes it into the run folder."""
+    if config.search and (config.mesh != MeshSpec(data=-1) or config.show):
+        raise UsageError("search=true tries every mesh; leave mesh and show out, or search.")
     config = with_model(config)
     config, devices, chip = find_devices(config)
     if config.search:
@@ -101,7 +103,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         fits, content, bars = found.fits is not False, report.plan_json(found), {mesh: found}
     if config.show and not config.search:
         report.print_placements(aot.placements(job))
-    place = folder / report.slug(config.topology or jax.default_backend(), mesh, "decode" if config.decode else "train")
+    layout = [config.layout] if config.layout != "zero3" else []
+    what = "decode" if config.decode else "train"
+    place = folder / report.slug(config.topology or jax.default_backend(), mesh, *layout, what)
     report.write(place, content | {"config": dataclasses.asdict(config)}, bars, config.json)
     if not fits:
         sys.exit(1)
@@ -154,7 +158,7 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
 
 def make_job(config: Config, devices: list[Any]) -> aot.Job:
     """Returns the step of the configured model on these devices."""
-    mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules)
+    mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules, config.layout)
     with use_mesh(mesh, rules):
         return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
 

@@ -72,7 +72,9 @@ def test_verify_of_ones_own_model_holds():
     assert out.count("holds") == len(names["rows"]) == 8 and len(jax.devices()) == 8
     assert all(0 < row.gradient for row in names["rows"])
     kinds = {str(row.layout): set(row.kinds) for row in names["rows"]}
-    assert ("all-gather", "fsdp") in kinds["fsdp4.tensor2 zero3"] and ("all-gather", "inner") in kinds["fsdp8.inner4 hybrid"]
+    assert ("all-gather", "fsdp") in kinds["fsdp4.tensor2 zero3"] and ("all-gather", "inner") in kinds[
+        "fsdp8.inner4 hybrid"
+    ]
 
 
 def test_placements_snippets_print_what_they_show():
