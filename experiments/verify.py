@@ -69,6 +69,11 @@ class Config(_run.RunConfig):
             raise UsageError("mesh and layout are not read here; name them together, such as layouts=[fsdp8/zero2].")
 
 
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("verify", Config, list(flags))
+
+
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Verifies, prints the table, writes layouts.json and plots/layouts.png."""
     with _run.open_devices(config):
@@ -133,7 +138,8 @@ def parse_layout(text: str) -> Layout:
     names = [size[1] for size in sizes if size]
     if len(names) < len(sizes) or not fields.issuperset(names) or len(set(names)) < len(names):
         raise UsageError(
-            f"layout {text!r} is unknown; legal are sizes such as data2.fsdp4, each once, of {', '.join(sorted(fields))}."
+            f"layout {text!r} is unknown; legal are sizes such as data2.fsdp4, each once, "
+            f"of {', '.join(sorted(fields))}."
         )
     if any(part not in LAYOUTS for part in name.split("+") if name):
         raise UsageError(f"layout {text!r} names none of {', '.join(LAYOUTS)} after the slash.")

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run
+from experiments import _run, plan, verify
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
@@ -108,6 +108,12 @@ def test_flags_exist(page):
         sweep = "-m" in flags
         flags = [flag.split(",")[0] if sweep else flag for flag in flags if flag != "-m"]
         compose(*[flag.replace("...", "1") for flag in flags])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_of_verify_and_plan_exist(page):
+    for name, flags in re.findall(r"python -m experiments\.(verify|plan)\b([^\n`)]*)", page.read_text()):
+        {"verify": verify, "plan": plan}[name].compose(*shlex.split(flags.split("#")[0]))
 
 
 def test_an_unknown_flag_would_be_noticed(tmp_path):

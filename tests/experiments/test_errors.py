@@ -94,7 +94,7 @@ OTHERS = [
     (
         "verify",
         "layouts=[data16] topology=none",
-        "no layout is legal here; data16 zero3: mesh data=16 needs 16 devices",
+        "no layout is legal here; data16 zero3: mesh data=16 needs 16",
     ),
     ("verify", "layouts=[]", r"layouts=\[\] leaves nothing to verify"),
     ("verify", "dtypes=[]", r"dtypes=\[\] leaves nothing to verify; legal are float32, float64"),
