@@ -191,7 +191,8 @@ def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") 
         rules |= LAYOUTS[part]
     changes = dict(changes or {})
     if "embed" in changes:
-        changes |= {name: changes["embed"] for name in ("embed_weight", "embed_grad") if name not in changes}
+        for role in ("embed_weight", "embed_grad"):
+            changes.setdefault(role, changes["embed"])
     for name, value in changes.items():
         if name not in RULES:
             raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")

@@ -105,7 +105,7 @@ class JobLayout(Layout):
         out: list[tuple[str, ...]] = [()] * len(shape)
         for place, dim in enumerate(shape):
             for count, over in self._rows:
-                if dim % self._parts(over) == 0 and (count % dim == 0 or dim % count == 0):
+                if dim and dim % self._parts(over) == 0 and (count % dim == 0 or dim % count == 0):
                     out[place], taken = over, set(over)
                     for later in range(place + 1, len(shape)):
                         out[later] = tuple(axis for axis in self._split.get(shape[later], ()) if axis not in taken)

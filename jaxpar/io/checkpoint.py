@@ -15,7 +15,7 @@ from etils import epath
 
 from jaxpar.io import layers, reading, storage
 from jaxpar.io.reading import Damaged, OtherRun
-from jaxpar.io.snapshot import fits_twice, on_all_processes, prepare, snapshot
+from jaxpar.io.snapshot import fits_twice, on_all_processes, pinned, prepare, snapshot
 from jaxpar.types import PyTree, UsageError
 
 __all__ = ["Checkpoints", "Damaged", "OtherRun", "SaveError"]
@@ -40,8 +40,9 @@ class Checkpoints:
       best_metric: The metric that ranks checkpoints, whose best is kept as well; None ranks none.
       best_mode: Whether "min" or "max" of the metric is best.
       snapshot: Where a save puts the state before it is written: a copy on the "device", which takes the state's
-        memory again and stalls training for no more than the copy; on the "host", which stalls until all has left
-        the devices; "auto" decides at the first save by the devices' free memory, for all that follow.
+        memory again and stalls training for no more than the copy; on the "host", which stalls until all has left the
+        devices (0.02 s a GB, to page-locked memory); "auto" decides at the first save by the devices' free memory, for
+        all that follow.
       read_only: Never to write, delete or set aside anything, as beside a run that trains.
 
     Attributes:
@@ -148,8 +149,14 @@ class Checkpoints:
     ) -> None:
         """Hands a save to Orbax and sees it through, in the worker; empties `leaves` once they are on the host."""
         try:
+            layout = reading.describe(leaves, digests(), metadata)
+            if (host := pinned(leaves)) is not None:
+                leaves.clear()  # of what was on the devices nothing is needed any more
+                leaves.update(host)
+                handed.set()
+            del host
             items = ocp.args.Composite(
-                layout=ocp.args.JsonSave(reading.describe(leaves, digests(), metadata)),
+                layout=ocp.args.JsonSave(layout),
                 metadata=ocp.args.JsonSave(metadata),
                 state=ocp.args.StandardSave(reading.nest(leaves)),
             )

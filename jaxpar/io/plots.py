@@ -24,6 +24,7 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     Raises:
       UsageError: The file is absent or holds neither loss, or matplotlib is missing.
     """
+    figure = _figure(8, 5.5)
     rows = read_jsonl(metrics_jsonl)
     train, validation, norm, rate = (
         np.array([(row["step"], row[name]) for row in rows if name in row]).reshape(-1, 2).T
@@ -31,7 +32,6 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     )
     if not train.size and not validation.size:
         raise UsageError(f'{metrics_jsonl} has neither "train/loss" nor "validation/loss"')
-    figure = _figure(8, 5.5)
     heights = [2, 1] if norm.size or rate.size else [1]
     panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     _draw_losses(panels[0], train, validation, unit)

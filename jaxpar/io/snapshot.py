@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.io.digest import device_digests, digest_text
 
-__all__ = ["fits_twice", "on_all_processes", "prepare", "snapshot"]
+__all__ = ["fits_twice", "on_all_processes", "pinned", "prepare", "snapshot"]
 
 Leaves = dict[str, jax.Array]
 
@@ -36,9 +36,26 @@ def snapshot(leaves: Leaves, copy: bool) -> tuple[Leaves, Callable[[], dict[str,
 
 
 def prepare(leaves: Leaves, copy: bool) -> None:
-    """Compiles what `snapshot` of such leaves runs, so that the first one costs no compilation."""
+    """Compiles what `snapshot` of such leaves runs and locks the host memory that it goes to, which later copies reuse.
+
+    Locking stops the device, for about 0.7 s a GB, so it is done before there is a step to stop.
+    """
     for group in _by_devices(leaves):
         _program.lower(group, copy).compile()
+    pinned(leaves)
+
+
+def pinned(leaves: Leaves) -> Leaves | None:
+    """Copies arrays to page-locked host memory, laid out as they are, and waits; None where there is not enough.
+
+    Such a copy runs beside the steps, at the speed of the bus. One to ordinary memory holds up every step that is sent
+    off meanwhile: 10 s for 14 GB of an H100, against 0.3 s here that no step feels.
+    """
+    try:
+        out = jax.device_put(leaves, {path: x.sharding.with_memory_kind("pinned_host") for path, x in leaves.items()})
+        return jax.block_until_ready(out)
+    except (ValueError, jax.errors.JaxRuntimeError):  # no such memory here; not enough of it
+        return None
 
 
 def fits_twice(leaves: Leaves) -> bool:

@@ -82,7 +82,8 @@ def _product_backward(equation, axes, apart, kept, g):
     if apart and mesh_axes("embed_weight"):  # with no loop nor remat between them, XLA would find both gathers the same
         weight, g = jax.lax.optimization_barrier((weight, g))
     weight = constrain(weight, *in_role(axes, "use"), name="a weight")
-    dx, dweight = jax.vjp(functools.partial(jnp.einsum, equation), x, weight)[1](g)
+    (dx,) = jax.linear_transpose(lambda x: jnp.einsum(equation, x, weight), x)(g)
+    (dweight,) = jax.linear_transpose(lambda weight: jnp.einsum(equation, x, weight), weight)(g)
     return dx, constrain(dweight, *in_role(axes, "grad"), name="gradient of a weight")
 
 

@@ -94,7 +94,7 @@ def test_placements_name_their_rules():
     rows = {row.path.split("params.")[-1]: row for row in placements(job_of()) if row.group == "parameters"}
     row = rows["layers.wq"]
     assert row.spec == (None, "fsdp", "tensor", None) and row.bytes == 4 * 6 * 128 * 128 / 4
-    assert row.rule == "embed -> fsdp; heads -> tensor"
+    assert row.rule == "embed -> inner+fsdp; heads -> tensor"
     assert rows["final_norm.scale"].rule == "no rule splits it"
     groups = {row.group for row in placements(job_of())}
     assert groups == {"parameters", "optimizer", "other"}

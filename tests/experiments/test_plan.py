@@ -90,7 +90,7 @@ def test_gpus_are_planned_without_one(main, tmp_path):
     assert (code, err) == (0, "")
     assert "8,030,261,248 parameters" in out and "fsdp=8 on 8 h100 devices" in out and "fits: " in out
     assert "analytic model" in out and "model, not measurement" in out
-    assert "layers.wq" in out and "embed -> fsdp" in out  # of show
+    assert "layers.wq" in out and "embed -> inner+fsdp" in out  # of show
     report = report_of(tmp_path)
     assert report == json.loads((tmp_path / "copy.json").read_text())
     assert report["parameters"] == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-3)
@@ -167,7 +167,7 @@ def test_the_snippet_of_the_page_runs(capsys):
     (snippet,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/planning.md").read_text(), re.M | re.S)
     exec(compile(snippet, "snippet", "exec"), {})
     out = capsys.readouterr().out
-    assert "MiB" in out and "embed -> fsdp; mlp -> tensor" in out
+    assert "MiB" in out and "embed -> inner+fsdp; mlp -> tensor" in out
 
 
 def test_sizes_are_read_easily():

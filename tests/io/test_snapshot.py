@@ -67,7 +67,17 @@ def test_training_goes_on_with_the_state_donated_before_anything_is_copied_off(o
     np.testing.assert_array_equal(checkpoints.restore(1, abstract())["x"], 0)
 
 
-def test_a_snapshot_on_the_host_is_there_when_save_returns(opened, gate):
+def test_a_snapshot_on_the_host_waits_for_the_locked_copy_alone(opened, gate):
+    checkpoints = opened(snapshot="host")
+    x = jnp.zeros(SIZE)
+    assert checkpoints.save(1, {"x": x}, {}, {}) > 0  # the gate is shut: nothing is written yet
+    np.testing.assert_array_equal(step_of(x), 1)  # which donates x
+    gate.set()
+    np.testing.assert_array_equal(checkpoints.restore(1, abstract())["x"], 0)
+
+
+def test_without_locked_memory_a_snapshot_on_the_host_waits_for_orbax(opened, gate, monkeypatch):
+    monkeypatch.setattr(checkpoint, "pinned", lambda leaves: None)
     checkpoints = opened(snapshot="host")
     threading.Timer(0.3, gate.set).start()
     began = time.perf_counter()

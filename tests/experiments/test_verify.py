@@ -1,0 +1,81 @@
+"""`python -m experiments.verify` as a user runs it, on a model that compiles in seconds."""
+
+import json
+import sys
+
+import jax
+import pytest
+
+TINY = (
+    "model.num_layers=1 model.embed_dim=32 model.num_heads=4 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "
+    "data.batch_size=8 topology=none hydra.run.dir=run"
+).split()
+
+
+@pytest.fixture
+def verify(monkeypatch, capfd, tmp_path):
+    """`verify(*flags)` -> (exit code, what it printed), in `tmp_path`."""
+    from experiments import _run
+    from experiments import verify as experiment
+
+    monkeypatch.setattr(_run, "_quieten", lambda: None)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", ["verify", *TINY, *flags])
+        capfd.readouterr()
+        try:
+            _run.launch("verify", experiment.Config, experiment.execute)
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code
+        out, err = capfd.readouterr()
+        return code, out + err
+
+    yield call
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_rows_table_plot_and_exit_code(verify, tmp_path):
+    code, said = verify("layouts=[data2.fsdp2.tensor2/sequence,tensor8]")
+    assert code == 0, said
+    assert "2 of 2 rows hold" in said and "tensor8 zero3 is not legal here: " in said
+    rows = json.loads((tmp_path / "run" / "layouts.json").read_text())
+    assert [row["dtype"] for row in rows] == ["float32", "float64", "float32"]
+    assert 0 < rows[1]["gradient"] < 1e-12 < rows[0]["gradient"] < 1e-5
+    assert rows[0]["kinds"]["all-gather tensor"] and "kv_heads" in rows[2]["refused"]
+    assert (tmp_path / "run" / "plots" / "layouts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
+    from experiments import verify as experiment
+
+    monkeypatch.setattr(experiment, "declared_transfers", lambda *_: [])
+    code, said = verify("layouts=[data8]", "dtypes=[float32]")
+    assert code == 1 and "0 of 1 rows hold, 1 DO NOT" in said
+    assert "are summed over data, where the table declares 0 of 0" in said.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["layouts=[foo8]"], "layout 'foo8' is unknown; legal are sizes such as data2.fsdp4"),
+        (["layouts=[data8/zero9]"], "layout 'data8/zero9' names none of zero3, zero2"),
+        (["dtypes=[int8]"], "dtypes=int8 has no tolerance; legal are float32, float64."),
+        (["topology=v9:2x2"], "topology='v9:2x2' is unknown; legal are"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(verify, flags, sentence):
+    code, said = verify(*flags)
+    assert code == 2 and f"error: {sentence}" in said and "Traceback" not in said
+
+
+def test_all_layouts_cover_every_factorisation_and_variant():
+    from experiments.verify import chosen_layouts
+
+    names = [str(layout) for layout in chosen_layouts(["all"], 8)]
+    assert len(names) == len(set(names)) and len(names) > 35
+    for name in ("data8 zero3", "fsdp8 zero1", "data2.fsdp2.tensor2 sequence", "data2.fsdp4.inner2 nested"):
+        assert name in names
