@@ -23,9 +23,10 @@ from typing import Any, get_args
 import hydra
 import jax
 import numpy as np
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from jax.experimental import multihost_utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -46,6 +47,8 @@ LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
 FAREWELL_S = 3.0
 """Seconds that a process which ends by an error waits for the others to end as well."""
+# What a flag that does not fit raises, by Hydra, by OmegaConf, and by a frozen dataclass that lacks it.
+_FLAG_ERRORS = (HydraException, OmegaConfBaseException, dataclasses.FrozenInstanceError)
 # What Gloo, NCCL and the coordination service say where another process is gone.
 _LOST = re.compile(r"gloo|nccl|connection|socket|peer|heartbeat|coordination|unavailable|barrier", re.IGNORECASE)
 
@@ -86,6 +89,11 @@ class RunConfig:
     metrics: list[str] = dataclasses.field(default_factory=list)
     processes: Processes = Processes()
 
+    def __post_init__(self):
+        """Refuses seeds of which a key would hold only a part."""
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed={self.seed} is out of range; legal are 0 to {2**32 - 1}.")
+
 
 def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]) -> None:
     """Parses the command line and calls `execute(config, folder)`; ends with exit code 2 on a user's mistake.
@@ -105,12 +113,13 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]
         try:
             with ending_together():
                 execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
-        except (UsageError, OSError) as error:  # Hydra would print a line of its own about them
+        except (UsageError, OSError, *_FLAG_ERRORS) as error:  # Hydra would print a line of its own about them
             mistakes.append(error)
 
     try:
+        _refuse_malformed(sys.argv[1:])
         task()
-    except (UsageError, OSError, HydraException, OmegaConfBaseException) as error:
+    except (UsageError, OSError, *_FLAG_ERRORS) as error:
         mistakes.append(error)
     except KeyboardInterrupt:
         print("interrupted; what was saved is whole, and the same command goes on from it.", file=sys.stderr)
@@ -124,10 +133,24 @@ def compose(name: str, schema: type, flags: list[str]) -> Any:
     """Returns the configuration that these command-line flags give, for notebooks and tests."""
     _register(name, schema)
     try:
+        _refuse_malformed(flags)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             return _to_config(hydra.compose(name, overrides=flags))
-    except (HydraException, OmegaConfBaseException) as error:
+    except _FLAG_ERRORS as error:
         raise UsageError(_sentence(error, schema)) from error
+
+
+def _refuse_malformed(flags: list[str]) -> None:
+    """Refuses flags such as =3 and model=3, on which Hydra breaks."""
+    for flag in flags:
+        if re.match(r"[+~]*(=|$)", flag):
+            raise UsageError(f"flag {flag!r} has no name; flags are name=value, such as seed=3.")
+        if re.fullmatch(r"model=(null|true|false|[\[{-]?[\d.].*|)", flag, re.IGNORECASE):
+            raise UsageError(f"there is no preset {flag[6:]!r}; legal for model= are {_presets('model')}.")
+
+
+def _presets(group: str) -> str:
+    return ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
 
 
 def load(folder: pathlib.Path, schema: type) -> Any:
@@ -135,8 +158,10 @@ def load(folder: pathlib.Path, schema: type) -> Any:
     path = folder / "config.yaml"
     if not path.is_file():
         raise UsageError(f"{folder} is no run folder: it has no config.yaml; give run= the folder of a run.")
-    node = OmegaConf.merge(_schema_node(schema), OmegaConf.load(path))
-    return _to_config(node)
+    try:
+        return _to_config(OmegaConf.merge(_schema_node(schema), OmegaConf.load(path)))
+    except (*_FLAG_ERRORS, yaml.YAMLError) as error:
+        raise UsageError(f"{path} is not the configuration of such a run ({_sentence(error, schema)}).") from error
 
 
 def identity(config: Any) -> dict[str, Any]:
@@ -320,9 +345,16 @@ def _sentence(error: BaseException, schema: type | None = None) -> str:
     for link in chain:
         if isinstance(link, UsageError):
             return str(link)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"flag {error.override!r} cannot be read; flags are name=value, such as seed=3, and a value with brackets, "
+            "commas or = in it is quoted, such as prompt='\"a, b\"'."
+        )
     text, flags = str(error), dict(_flags(schema)) if schema else {}
-    if (wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text)) and wrong[1] in flags:
-        return f"{wrong[1]}={wrong[2]} is of the wrong type; {wrong[1]} takes {_type_name(flags[wrong[1]])}."
+    if wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text):
+        whole = get_args(flags.get(wrong[1].rpartition(".")[0]))  # of rules, for rules.embed
+        if kind := flags.get(wrong[1]) or (whole and whole[-1]):
+            return f"{wrong[1]}={wrong[2].split(':')[0]} is of the wrong type; {wrong[1]} takes {_type_name(kind)}."
     if unknown := re.search(
         r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
     ):
@@ -331,13 +363,16 @@ def _sentence(error: BaseException, schema: type | None = None) -> str:
         return f"unknown flag {asked!r}; " + (f"did you mean {near[0]}?" if near else "--help lists them all.")
     if missing := re.search(r"Could not find '([^']*)'", text):
         group = pathlib.Path(missing[1]).parent
-        legal = ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
-        return f"there is no preset {missing[1]!r}; legal for {group}= are {legal}."
+        return f"there is no preset {missing[1]!r}; legal for {group}= are {_presets(str(group))}."
+    if several := re.match(r"Ambiguous value for argument '(.*)'", text):
+        return f"{several[1]} has several values; -m at the end makes a run of each."
     first = [str(link).strip().splitlines()[0] for link in chain if str(link).strip()]
     return ": ".join(dict.fromkeys([first[0], first[-1]]))
 
 
 def _type_name(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return "no value but flags of its own, for " + ", ".join(field.name for field in dataclasses.fields(kind))
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 

@@ -147,8 +147,8 @@ def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) ->
     if not failures:
         return 0
     index, code = failures[0]
-    if code == 130:
-        return code
+    if code in (130, -signal.SIGINT):
+        return 130
     if code == 2:
         if (0, 2) not in failures:
             print(next(line for line in reversed(group.said(index)) if line.startswith("error: ")), file=sys.stderr)

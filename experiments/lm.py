@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -188,8 +189,13 @@ def export(config: Config, folder: pathlib.Path) -> None:
     out = pathlib.Path(config.out)
     if not config.out:
         raise UsageError("mode=export needs out= to name a folder to make, or a .safetensors or .npz file.")
+    arrays = out.suffix in (".npz", ".safetensors")
+    if re.fullmatch(r"\.[a-z]+", out.suffix) and not arrays:
+        raise UsageError(
+            f"out={config.out} ends in {out.suffix}; legal are .safetensors, .npz and, for a folder, none."
+        )
     config, params, tokenizer = _load(config)
-    if out.suffix in (".npz", ".safetensors"):
+    if arrays:
         write_arrays(out, params)
     else:
         with tempfile.TemporaryDirectory() as scratch:

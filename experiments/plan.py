@@ -77,6 +77,8 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Plans, prints the report and writes it into the run folder."""
+    if config.search and (config.mesh != MeshSpec(data=-1) or config.show):
+        raise UsageError("search=true tries every mesh; leave mesh and show out, or search.")
     config = with_model(config)
     config, devices, chip = find_devices(config)
     if config.search:
@@ -101,7 +103,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         fits, content, bars = found.fits is not False, report.plan_json(found), {mesh: found}
     if config.show and not config.search:
         report.print_placements(aot.placements(job))
-    place = folder / report.slug(config.topology or jax.default_backend(), mesh, "decode" if config.decode else "train")
+    layout = [config.layout] if config.layout != "zero3" else []
+    what = "decode" if config.decode else "train"
+    place = folder / report.slug(config.topology or jax.default_backend(), mesh, *layout, what)
     report.write(place, content | {"config": dataclasses.asdict(config)}, bars, config.json)
     if not fits:
         sys.exit(1)

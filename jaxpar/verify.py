@@ -137,7 +137,7 @@ def every_layout(num_devices: int, axes: Sequence[str] = ("data", "fsdp", "tenso
 
 
 def leaf_errors(got: PyTree, want: PyTree, floor: float = FLOOR) -> dict[str, float]:
-    """Returns the error of each floating leaf by its path: |got - want| / max(|want|, floor * |whole tree|).
+    """Returns the error of each floating leaf by its path: `|got - want| / max(|want|, floor |tree|)`.
 
     Euclidean norms, in float64. A plain relative error means nothing for a leaf whose true value is zero, as the
     gradient of an attention key bias is: both sides hold rounding noise of the sums that cancel, which is as

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run
+from experiments import _run, plan, verify
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
@@ -66,10 +66,15 @@ def test_quickstart_snippet_writes_its_sentence():
     assert "all work " in out and float(out.split()[0]) < 1.0
 
 
-def test_sharding_snippet_agrees():
+def test_verify_of_ones_own_model_holds():
     snippet = blocks(ROOT / "docs" / "sharding.md", "python")[-1]
-    _, names = run(snippet)
-    assert names["one"] != 0 and len(jax.devices()) == 8
+    out, names = run(snippet)
+    assert out.count("holds") == len(names["rows"]) == 8 and len(jax.devices()) == 8
+    assert all(0 < row.gradient for row in names["rows"])
+    kinds = {str(row.layout): set(row.kinds) for row in names["rows"]}
+    assert ("all-gather", "fsdp") in kinds["fsdp4.tensor2 zero3"] and ("all-gather", "inner") in kinds[
+        "fsdp8.inner4 hybrid"
+    ]
 
 
 def test_placements_snippets_print_what_they_show():
@@ -103,6 +108,12 @@ def test_flags_exist(page):
         sweep = "-m" in flags
         flags = [flag.split(",")[0] if sweep else flag for flag in flags if flag != "-m"]
         compose(*[flag.replace("...", "1") for flag in flags])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_of_verify_and_plan_exist(page):
+    for name, flags in re.findall(r"python -m experiments\.(verify|plan)\b([^\n`)]*)", page.read_text()):
+        {"verify": verify, "plan": plan}[name].compose(*shlex.split(flags.split("#")[0]))
 
 
 def test_an_unknown_flag_would_be_noticed(tmp_path):
@@ -198,7 +209,7 @@ def test_rules_of_the_sharding_page_are_those_of_the_table():
 def test_errors_of_the_sharding_page_are_said(flags, sentence):
     config = compose(*flags.strip("`").split())
     spec = config.mesh if config.mesh != MeshSpec(data=-1) else MeshSpec(data=2, fsdp=2, tensor=2)
-    with pytest.raises(ValueError) as error, use_mesh(make_mesh(spec), rules_from(config.rules)):
+    with pytest.raises(ValueError) as error, use_mesh(make_mesh(spec), rules_from(config.rules, config.layout)):
         make_trainer(config)
     assert str(error.value) == sentence
 

@@ -45,8 +45,18 @@ class Ranking:
 
 
 def absolute(folder: str | os.PathLike) -> epath.Path:
-    """Returns the whole path of a local folder, or gs://bucket/folder as it is."""
-    path = epath.Path(folder)
+    """Returns the whole path of a local folder, or gs://bucket/folder as it is.
+
+    Raises:
+      UsageError: For a kind of storage that there is not, such as s4://.
+    """
+    try:
+        path = epath.Path(folder)
+    except KeyError as error:
+        raise UsageError(
+            f"checkpoints cannot be kept in {os.fspath(folder)}: {error.args[0]} is no storage; legal are a local "
+            "folder and gs://bucket/folder."
+        ) from None
     return path if "://" in str(path) else path.absolute()  # which would take gs: for a folder's name
 
 

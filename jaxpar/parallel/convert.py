@@ -36,9 +36,9 @@ def convert(x: jax.Array, source: Placement, target: Placement) -> jax.Array:
     Differentiable where only sums are partial; the gradient is that of the map between arrays at rest.
 
     Args:
-      x: [*partial axes of source, *shape], laid out by `specs`.
+      x: `[*partial axes of source, *shape]`, laid out by `specs`.
       source: Its placement; an array that lies otherwise is first brought there by JAX.
-      target: The placement of the result, [*partial axes of target, *shape].
+      target: The placement of the result, `[*partial axes of target, *shape]`.
 
     Raises:
       UsageError: Without a mesh, for leading dimensions that are not the partial axes' sizes, and as `conversion`.

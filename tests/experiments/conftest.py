@@ -1,6 +1,7 @@
 """`python -m experiments.lm` as a user runs it: in this process where that is enough, else in one of its own."""
 
 import dataclasses
+import importlib
 import os
 import pathlib
 import random
@@ -118,9 +119,10 @@ def copied(finished, tmp_path):
 def main(monkeypatch, capfd, tmp_path, cache, text):
     """`main(*flags)` is the command in this process, in `tmp_path`.
 
-    It fails if a training step is compiled, unless `compiles` says that one may be.
+    It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another experiment, which
+    gets no flags but those given.
     """
-    from experiments import _run, lm
+    from experiments import _run
     from jaxpar import loop
 
     def refuse(*args, **kwargs):
@@ -134,12 +136,13 @@ def main(monkeypatch, capfd, tmp_path, cache, text):
 
     base = [*TINY, f"data.path={text}"]
 
-    def call(*flags, compiles=False):
+    def call(*flags, of="lm", compiles=False):
+        experiment = importlib.import_module(f"experiments.{of}")
         monkeypatch.setattr(loop, "compile_step", compile_ if compiles else refuse)
-        monkeypatch.setattr(sys, "argv", ["lm", *base, *flags])
+        monkeypatch.setattr(sys, "argv", [of, *(base if of == "lm" else ()), *flags])
         capfd.readouterr()
         try:
-            _run.launch("lm", lm.Config, lm.execute)
+            _run.launch(of, experiment.Config, experiment.execute)
             code = 0
         except SystemExit as exit_:
             code = exit_.code

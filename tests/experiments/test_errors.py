@@ -23,6 +23,10 @@ FIXED = [
     ("mesh.data=8 train.accumulate=2", "the batch: dimension 0 .batch. of size 4 does not divide over data=8"),
     ("rules.embed=up", "rule embed=up names unknown mesh axis 'up'; legal are .*fsdp"),
     ("rules.emb=fsdp", "rule for unknown axis 'emb'; logical axes are .*embed"),
+    ("mesh.data=1 mesh.fsdp=8 mesh.inner=3", "mesh inner=3 does not divide fsdp=8; legal are 1, 2, 4, 8"),
+    ("rules.embed_weight=up", "rule embed_weight=up names unknown mesh axis 'up'"),
+    ("layout=zero9", "layout 'zero9' is unknown; legal are zero3, zero2, .*sequence, several joined by [+]"),
+    ("layout=zero2+", "layout '' is unknown; legal are zero3"),
     ("processes.coordinator=host:1", "coordinator=host:1 also needs num_processes"),
     # model, optimizer, data, sampling
     ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 .* model.num_kv_heads=4; legal are 1, 2, 3, 6"),
@@ -42,7 +46,16 @@ FIXED = [
     ("data.pack=maybe", "data.pack=maybe is of the wrong type; data.pack takes bool"),
     ("metrics=tensorboard", r"metrics=tensorboard is of the wrong type; metrics takes list\[str\]"),
     ("model=huge", "there is no preset 'model/huge'; legal for model= are gpt2_124m, .*tiny"),
-    ("model.num_layers", "model.num_layers"),
+    ("model=3", "there is no preset '3'; legal for model= are gpt2_124m, .*tiny"),
+    ("model.num_layers", "flag 'model.num_layers' cannot be read; flags are name=value"),
+    ("metrics=[", r"flag 'metrics=\[' cannot be read"),
+    ("=3", "flag '=3' has no name; flags are name=value"),
+    ("+x=3 hydra.run.dir=run", "unknown flag 'x'"),
+    ("layout=zero2,zero3", "layout=zero2,zero3 has several values; -m at the end makes a run of each"),
+    ("rules.embed=[data,fsdp]", r"rules.embed=\[data,fsdp\] is of the wrong type; rules.embed takes str"),
+    ("mesh=3", "mesh=3 is of the wrong type; mesh takes no value but flags of its own, for data, fsdp"),
+    ("seed=-1", "seed=-1 is out of range; legal are 0 to 4294967295"),
+    ("seed=99999999999999999999", "seed=99999999999999999999 is out of range"),
     ("metrics=[paper]", "metrics cannot go to 'paper'; choose among tensorboard, wandb"),
     # train and mode
     ("train.accumulate=3", "train.accumulate=3 does not divide data.batch_size=8"),
@@ -58,7 +71,11 @@ FIXED = [
     ("mode=sample", "mode=sample needs run= to name an existing folder, not ''"),
     ("mode=eval run=nowhere", "mode=eval needs run= to name an existing folder, not 'nowhere'"),
     ("mode=eval run=.", "is no run folder: it has no config.yaml"),
+    ("mode=export run=.", "mode=export needs out="),
+    ("mode=export run=. out=model.bin", "out=model.bin ends in .bin; legal are .safetensors, .npz"),
     # files
+    ("checkpoints=s4://bucket/a", "s4:// is no storage; legal are a local folder and gs://bucket/folder"),
+    ("checkpoints=/proc/nowhere", "the checkpoint folder /proc/nowhere/.* cannot be written"),
     ("data.path=/nowhere/text.txt", "data path '/nowhere/text.txt' is neither a file nor a folder"),
     ("hydra.run.dir=/proc/nowhere", "/proc/nowhere cannot be opened or written: no such file"),
 ]
@@ -69,6 +86,42 @@ def test_bad_flags(main, flags, sentence):
     said = main(*flags.split()).sentence()
     assert re.search(sentence, said, re.IGNORECASE), said
     assert said.count("\n") == 0 and len(said) < 300
+
+
+OTHERS = [
+    ("verify", "layouts=[foo8]", "layout 'foo8' is unknown; legal are sizes such as data2.fsdp4"),
+    ("verify", "layouts=[data2.data4]", "layout 'data2.data4' is unknown; .* each once"),
+    (
+        "verify",
+        "layouts=[data16] topology=none",
+        "no layout is legal here; data16 zero3: mesh data=16 needs 16",
+    ),
+    ("verify", "layouts=[]", r"layouts=\[\] leaves nothing to verify"),
+    ("verify", "dtypes=[]", r"dtypes=\[\] leaves nothing to verify; legal are float32, float64"),
+    ("verify", "dtypes=[int8]", "dtypes=int8 has no tolerance; legal are float32, float64"),
+    ("verify", "layout=zero2", r"mesh and layout are not read here; .* layouts=\[fsdp8/zero2\]"),
+    ("verify", "mesh.fsdp=8", "mesh and layout are not read here"),
+    ("verify", "layouts=[data8] topology=v5e:3x5", "topology=v5e:3x5 has 15 devices and the layouts 8"),
+    ("verify", "layouts=[data8,data4] topology=v5e:2x4", "has 8 devices and the layouts 4 and 8"),
+    ("verify", "topology=v9:1x1", "topology='v9:1x1' is unknown; legal are a kind of chip and a shape"),
+    ("plan", "topology=h100:8 mesh.fsdp=7", "mesh data=-1 fsdp=7 needs 7 devices but 8 are here; .* fsdp=8"),
+    ("plan", "topology=h100:8 search=true mesh.fsdp=8", "search=true tries every mesh; leave mesh and show out"),
+    ("plan", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
+    ("plan", "hf=/nonexistent", "/nonexistent"),
+]
+
+
+@pytest.mark.parametrize("name, flags, sentence", OTHERS, ids=[f"{name} {flags}" for name, flags, _ in OTHERS])
+def test_bad_flags_of_other_experiments(main, name, flags, sentence):
+    said = main(*flags.split(), of=name).sentence()
+    assert re.search(sentence, said), said
+
+
+@pytest.mark.parametrize("content, why", [("{not yaml: [", "while parsing"), ("foo: 3", "unknown flag 'foo'")])
+def test_a_run_folder_of_something_else(main, tmp_path, content, why):
+    (tmp_path / "config.yaml").write_text(content)
+    said = main("mode=sample", "run=.").sentence()
+    assert "config.yaml is not the configuration of such a run" in said and why in said
 
 
 @pytest.mark.parametrize(
@@ -125,6 +178,16 @@ def test_a_real_process_says_nothing_but_the_sentence(command, flags, words):
     finished = command(*flags.split())
     assert words in finished.sentence()
     assert len(finished.err.splitlines()) == 1, finished.err
+
+
+def test_ctrl_c_while_all_is_imported():
+    code = "import sys; sys.argv[0] = '-m'; import experiments; raise {}"
+    ends = []
+    for error in ("KeyboardInterrupt", "ValueError"):
+        line = [sys.executable, "-c", code.format(error)]
+        ends.append(subprocess.run(line, capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2]))
+    assert ends[0].stderr == "interrupted before anything began.\n" and ends[0].returncode in (-2, 130)
+    assert "Traceback" in ends[1].stderr  # of a mistake of ours nothing is hidden
 
 
 def contents(folder):
