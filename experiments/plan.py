@@ -154,7 +154,7 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
 
 def make_job(config: Config, devices: list[Any]) -> aot.Job:
     """Returns the step of the configured model on these devices."""
-    mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules)
+    mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules, config.layout)
     with use_mesh(mesh, rules):
         return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
 
