@@ -32,7 +32,7 @@ html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# Notebooks are executed at their small size (about half a minute each), from the checkout, leaving nothing behind.
+# Notebooks are executed at their small size (about a minute each), from the checkout, leaving nothing behind.
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "auto"
 nb_execution_in_temp = True

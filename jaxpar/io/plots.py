@@ -170,8 +170,8 @@ def plot_memory(plans: dict[str, dict[str, float]], capacity: float | None, out:
         left += width
     if capacity is not None:
         panel.axvline(capacity / 2**30, color="black", linestyle="--", linewidth=1)
-        panel.annotate("a device has", (capacity / 2**30, 1), (-4, -4), textcoords="offset points",
-                       xycoords=("data", "axes fraction"), ha="right", va="top", rotation=90, fontsize=8)  # fmt: skip
+        panel.annotate("a device has", (capacity / 2**30, 1), (0, 2), textcoords="offset points",
+                       xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=8)  # fmt: skip
         panel.set_xlim(0, 1.05 * max(capacity / 2**30, left.max()))
     panel.invert_yaxis()
     panel.set_xlabel("GiB a device")

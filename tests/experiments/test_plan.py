@@ -13,6 +13,7 @@ import pytest
 
 from experiments import _run, plan
 from experiments._plan_report import size_text
+from jaxpar import aot
 from jaxpar.lm import config_from_hf, num_params
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -129,6 +130,17 @@ def test_the_machine_at_hand_is_compiled_for(main, tmp_path):
     report = report_of(tmp_path)
     assert report["compiled"] and report["fits"] is None and report["roofline"] is None
     assert {row["kind"] for row in report["crossings"]} == {"all-gather", "all-reduce"}
+
+
+def test_the_layout_is_heeded():
+    def weights(layout):
+        job = plan.make_job(
+            plan.compose("mesh.data=2", "mesh.fsdp=4", "mesh.inner=2", f"layout={layout}"), jax.devices()
+        )
+        return {row.path.split(".")[-1]: row.spec for row in aot.placements(job) if row.group == "parameters"}
+
+    assert weights("zero3")["w_up"] == (None, ("inner", "fsdp"), None)
+    assert weights("nested")["w_up"] == (None, ("inner", "fsdp", "data"), None)
 
 
 @pytest.mark.parametrize(
