@@ -149,6 +149,8 @@ def leaf_errors(got: PyTree, want: PyTree, floor: float = FLOOR) -> dict[str, fl
     whole = math.sqrt(sum(float(np.sum(x**2)) for x in want_leaves.values()))
     out = {}
     for name, right in want_leaves.items():
+        if got_leaves[name].shape != right.shape:
+            raise UsageError(f"{name} has shape {got_leaves[name].shape} on one side and {right.shape} on the other.")
         scale = max(float(np.linalg.norm(right)), floor * whole) or 1.0
         error = float(np.linalg.norm(got_leaves[name] - right)) / scale
         out[name] = error if math.isfinite(error) else math.inf
