@@ -55,8 +55,10 @@ def test_from_the_host_and_from_a_lone_device(target):
 def test_nobody_waits_for_the_content(route):
     source, target = route.split("-")
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, c: jnp.tanh(c @ c), x), out_shardings=layout(source))
-    for turn in range(2):  # the first time compiles
+    early = []
+    for _ in range(6):  # the first time compiles, and on a busy machine this thread may be the one that waits
         x = slow(jax.device_put(jnp.full((256, 256), 0.004), layout(source)))
         y = move(x, layout(target))
-        assert turn == 0 or not y.is_ready()
-    np.testing.assert_array_equal(y, x)
+        early.append(not y.is_ready())
+        np.testing.assert_array_equal(y, x)
+    assert any(early[1:])
