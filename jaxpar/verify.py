@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from jaxpar.aot import hlo
+from jaxpar.aot.plan import EFFORTS, compile_lowered
 from jaxpar.mesh import MeshSpec, axes_like, make_mesh, named_shardings, platform, rules_from, shard, use_mesh
 from jaxpar.types import PyTree, UsageError
 
@@ -262,8 +263,7 @@ def _judge_topology(case: _Case, model: Model, devices: Sequence[Any]) -> Row:
         with use_mesh(mesh, case.rules):
             step, state, shardings = _program(model, case)
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, case.batch(0)))
-            effort: Any = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
-            compiled = step.lower(*shapes).compile(compiler_options=effort)
+            compiled = compile_lowered(step.lower(*shapes), EFFORTS["low"])
     except UsageError as error:
         row.refused = str(error)
         return row

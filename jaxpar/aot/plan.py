@@ -18,7 +18,7 @@ from jaxpar.aot.topology import Chip, chip_of, hbm_bytes
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.types import UsageError
 
-__all__ = ["EFFORTS", "Outcome", "Plan", "compile_job", "plan"]
+__all__ = ["EFFORTS", "Outcome", "Plan", "compile_job", "compile_lowered", "plan"]
 
 EFFORTS: dict[str, dict[str, Any]] = {
     # A fifth of the compile time; memory was 6 % off a full compile's for GPT-2 on four v5e.
@@ -164,7 +164,7 @@ def compile_job(job: Job, effort: str = "low") -> Outcome:
             # A libtpu that is newer than jaxlib writes instructions that jaxlib cannot print; libtpu itself can.
             options |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         try:
-            compiled = _compile(step.lower(*job.args), options)
+            compiled = compile_lowered(step.lower(*job.args), options)
         except jax.errors.JaxRuntimeError as error:
             wanted = _TOO_MUCH.search(str(error)) or _USED_OF.search(str(error))
             if "RESOURCE_EXHAUSTED" not in str(error) or not wanted:
@@ -181,8 +181,8 @@ def compile_job(job: Job, effort: str = "low") -> Outcome:
     return Outcome(compiled, text, float(stats.peak_memory_in_bytes if on_tpu else peak), None)
 
 
-def _compile(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
-    """Compiles with those of the options that this version of the compiler knows."""
+def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+    """Compiles; options of `EFFORTS` that this version of the compiler does not know are left out."""
     while True:
         try:
             return lowered.compile(compiler_options=options or None)
