@@ -239,7 +239,7 @@ def _compare(case: _Case, dtype: str, model: Model, steps: int, one) -> Row:
     # Parameters and moments differ in size by orders, so each is measured by its own norm.
     errors = leaf_errors(state["params"], one_state["params"]) | leaf_errors(state["optimizer"], one_state["optimizer"])
     noise = _noise(one_grads, NOISE[dtype])
-    row.worst_step, row.steps = _worst({path: e for path, e in errors.items() if not path.endswith(noise)})
+    row.worst_step, row.steps = _worst({path: e for path, e in errors.items() if not f"/{path}".endswith(noise)})
     for what, error in (
         ("the loss", row.loss),
         (f"the gradient of {row.worst}", row.gradient),
@@ -252,7 +252,7 @@ def _compare(case: _Case, dtype: str, model: Model, steps: int, one) -> Row:
 
 
 def _worst(errors: dict[str, float]) -> tuple[str, float]:
-    return max(errors.items(), key=lambda item: item[1])
+    return max(errors.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def _judge_topology(case: _Case, model: Model, devices: Sequence[Any]) -> Row:
@@ -302,10 +302,10 @@ def _outcome(model: Model, case: _Case, steps: int):
 
 
 def _noise(grads: PyTree, share: float) -> tuple[str, ...]:
-    """Returns the paths of the leaves whose gradient is zero but for rounding."""
+    """Returns the paths, each after a slash, of the leaves whose gradient is zero but for rounding."""
     norms = {name: float(np.linalg.norm(x)) for name, x in _floats(grads).items()}
     whole = math.sqrt(sum(norm**2 for norm in norms.values()))
-    return tuple(name for name, norm in norms.items() if norm <= share * whole)
+    return tuple(f"/{name}" for name, norm in norms.items() if norm <= share * whole)
 
 
 def _floats(tree: PyTree) -> dict[str, np.ndarray]:
