@@ -138,9 +138,9 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
         jax.config.update("jax_platforms", "cpu")  # or libtpu would look for a TPU, aloud
     if config.mesh == MeshSpec(data=-1):
         config = dataclasses.replace(config, mesh=MeshSpec(fsdp=-1))
-    if not topology.offline:
+    if not topology.offline and (config.effort != "none" or importlib.util.find_spec("libtpu")):
         return dataclasses.replace(config, effort=config.effort or "low"), aot.devices(topology), topology.chip
-    if config.effort not in ("", "none"):
+    if topology.offline and config.effort not in ("", "none"):
         raise UsageError(f"effort={config.effort} needs a compiler, and there is none for {topology.text} here.")
     try:
         simulate_devices(topology.num_devices)

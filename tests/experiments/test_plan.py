@@ -98,6 +98,15 @@ def test_gpus_are_planned_without_one(main, tmp_path):
     assert 6 < report["flops"]["total"] / (8.03e9 * 16 * 4096) < 12 and not report["compiled"]
 
 
+def test_a_slice_without_its_compiler_is_planned_by_the_model_alone(main, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    code, out, err = main("model=tiny", "topology=v5e:2x4", "effort=none")
+    assert (code, err) == (0, "") and "analytic model" in out and "15.75 GiB" in out
+    code, _, err = main("model=tiny", "topology=v5e:2x4")
+    assert code == 2 and "needs libtpu; install it" in err
+
+
 def test_what_does_not_fit_ends_in_one(main, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-405B"][0]))
     code, out, _ = main("topology=h100:8", "hf=config.json", "data.seq_len=128", "data.batch_size=8")
