@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.aot import hlo
+from jaxpar.aot.plan import compile_lowered
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 
@@ -60,7 +61,7 @@ def compile_for_tpu(name):
         shardings = named_shardings(args, ((), axes, {name: ("batch", None) for name in names}))
         step = jax.jit(TRAINER.step, donate_argnums=1, in_shardings=shardings, out_shardings=(shardings[1], None))
         least_effort = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
-        return step.lower(*args).compile(compiler_options=least_effort).as_text()
+        return compile_lowered(step.lower(*args), least_effort).as_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
