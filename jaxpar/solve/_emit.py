@@ -1,0 +1,134 @@
+"""From a cell's jaxpr to Triton statements: any function that treats its lanes alike runs inside a kernel.
+
+A lane is one element of the carry's shape. Arrays of that shape, of a suffix of it (parameters [n] under a carry
+[B, n]) and scalars are tiles that broadcast; what would move values between lanes has no place here and is refused.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+__all__ = ["NotElementwise", "statements"]
+
+BINARY = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "div": "/"} | {
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
+}  # fmt: skip
+UNARY = {
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})",
+    "sin": "tl.sin({0})", "cos": "tl.cos({0})", "abs": "tl.abs({0})", "erf": "tl.erf({0})", "neg": "-({0})",
+    "tanh": "libdevice.tanh({0})", "log1p": "libdevice.log1p({0})", "expm1": "libdevice.expm1({0})",
+    "square": "({0} * {0})", "one_minus_square": "(1.0 - {0} * {0})", "logistic": "(1.0 / (1.0 + tl.exp(-({0}))))", "not": "~({0})", "copy": "{0}",
+    "stop_gradient": "{0}", "is_finite": "(tl.abs({0}) < float('inf'))", "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
+}  # fmt: skip
+LIKEWISE = {
+    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "pow": "libdevice.pow({0}, {1})",
+    "select_n": "tl.where({0}, {2}, {1})",
+    "clamp": "tl.minimum(tl.maximum({1}, {0}, propagate_nan=tl.PropagateNan.ALL), {2}, propagate_nan=tl.PropagateNan.ALL)",
+}
+NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "checkpoint")
+SAME = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy_p", "reduce_precision")
+
+
+class NotElementwise(Exception):
+    """The function moves values between lanes, or uses what a kernel does not have."""
+
+
+def statements(closed, inputs: list[str], prefix: str, lanes: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    """Writes the equations of a closed jaxpr as statements.
+
+    Args:
+      closed: The `ClosedJaxpr`, without array constants.
+      inputs: A variable or expression for each of its arguments.
+      prefix: Of the variables that are made.
+      lanes: The shape that stands for one element a lane.
+
+    Returns:
+      The statements and an expression for each result.
+
+    Raises:
+      NotElementwise: With the reason.
+    """
+    lines: list[str] = []
+    if any(jnp.ndim(value) for value in closed.consts):
+        raise NotElementwise("it holds an array constant")
+    consts = [_number(value) for value in closed.consts]
+    return lines, _walk(closed.jaxpr, consts, inputs, prefix, lanes, lines)
+
+
+def _walk(jaxpr, consts, inputs, prefix, lanes, lines):
+    names = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+    def read(atom):
+        return _number(atom.val) if isinstance(atom, Literal) else names[atom]
+
+    needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
+    live = []
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            live.append(equation)
+            needed.update(var for var in equation.invars if not isinstance(var, Literal))
+    for equation in reversed(live):
+        for var in equation.outvars:
+            _check_shape(equation.primitive.name, var.aval.shape, lanes)
+        name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
+        if name in NESTED:
+            inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
+            inner, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            results = _walk(inner, [_number(c) for c in inner_consts], values, prefix, lanes, lines)
+        else:
+            results = [f"{prefix}{len(lines)}"]
+            lines.append(f"{results[0]} = {_expression(name, values, equation)}")
+        names.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _expression(name: str, values: list[str], equation) -> str:
+    if name in SAME:
+        if name == "broadcast_in_dim":
+            before, into = equation.invars[0].aval.shape, equation.params["broadcast_dimensions"]
+            moved = len(equation.params["shape"]) - len(before)
+            if any(size != 1 and place != i + moved for i, (size, place) in enumerate(zip(before, into, strict=True))):
+                raise NotElementwise("it broadcasts along an axis that is not the last")
+        if name == "reshape" and _trimmed(equation.invars[0].aval.shape) != _trimmed(equation.outvars[0].aval.shape):
+            raise NotElementwise("it reshapes")
+        dtype = equation.outvars[0].aval.dtype
+        before = equation.invars[0].aval.dtype
+        if name == "convert_element_type" and jnp.issubdtype(before, jnp.floating) != jnp.issubdtype(dtype, jnp.floating):
+            return f"({values[0]}).to(tl.{'float32' if jnp.issubdtype(dtype, jnp.floating) else 'int32'})"
+        return values[0]
+    if name in BINARY:
+        return f"({values[0]} {BINARY[name]} {values[1]})"
+    if name in UNARY:
+        return UNARY[name].format(*values)
+    if name in LIKEWISE:
+        return LIKEWISE[name].format(*values)
+    if name == "integer_pow":
+        power = equation.params["y"]
+        product = " * ".join([values[0]] * abs(power)) or "1.0"
+        return f"({product})" if power >= 0 else f"(1.0 / ({product}))"
+    raise NotElementwise(f"it uses {name}")
+
+
+def _check_shape(name: str, shape: tuple[int, ...], lanes: tuple[int, ...]):
+    trimmed = _trimmed(shape)
+    if trimmed != lanes[len(lanes) - len(trimmed) :]:
+        raise NotElementwise(f"{name} makes shape {shape}, which is neither that of the carry {lanes} nor of its last axes")
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its leading ones."""
+    first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
+
+
+def _number(value) -> str:
+    if isinstance(value, jax.core.Tracer) or jnp.ndim(value):
+        raise NotElementwise("it holds an array constant")
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, bool):
+        return str(int(number))
+    return repr(number) if math.isfinite(number) else f"float('{number}')"

@@ -1,0 +1,219 @@
+"""Elementwise cells as GPU kernels: one that walks time with the state in registers, one that does a Newton step.
+
+Both get the cell as Triton statements written from its jaxpr (`jaxpar.solve._emit`). Lanes are independent, so that
+the walk has as many threads as the carry has elements, and reads each input once; a Newton step reads the previous
+states as well, and runs over time in parallel (`jaxpar.scan._lookback`).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.scan._lookback import Source, compiled
+from jaxpar.scan._triton import launch
+from jaxpar.solve._emit import NotElementwise, statements
+
+__all__ = ["LaneCell", "lane_cell", "newton_step", "walk"]
+
+AHEAD = 4
+"""Steps whose inputs are in flight while the walk computes as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneCell:
+    """A cell in the form that kernels take.
+
+    Attributes:
+      lanes: Shape of each of the k leaves of the carry.
+      k: Leaves of the carry.
+      x_columns: Elements a step of each input; a divisor of the lanes' number.
+      c_columns: Elements of each constant, likewise.
+      value: Source of `cell(g0.., x0.., c0..)`, which returns the k new components.
+      linear: Source of `cell_and_jacobian`, which returns them and the k x k Jacobian, row by row.
+    """
+
+    lanes: tuple[int, ...]
+    k: int
+    x_columns: tuple[int, ...]
+    c_columns: tuple[int, ...]
+    value: str
+    linear: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of the arguments of both functions."""
+        return (
+            [f"g{i}" for i in range(self.k)]
+            + [f"x{i}" for i in range(len(self.x_columns))]
+            + [f"c{i}" for i in range(len(self.c_columns))]
+        )
+
+
+def lane_cell(step, carry: list, x: list, constants: list) -> LaneCell:
+    """Writes `step(carry, x, constants) -> carry`, lists of arrays, in the form that kernels take.
+
+    Raises:
+      NotElementwise: With the reason, where the step does not treat its lanes alike.
+    """
+    lanes = carry[0].shape
+    if any(leaf.shape != lanes for leaf in carry):
+        raise NotElementwise(f"its carry has leaves of shapes {', '.join(str(leaf.shape) for leaf in carry)}")
+    if any(leaf.dtype == jnp.float64 or not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (*carry, *x, *constants)):
+        raise NotElementwise("kernels take float32, bfloat16 and float16")
+    columns = []
+    for leaf in (*x, *constants):
+        trimmed = leaf.shape[next((i for i, size in enumerate(leaf.shape) if size != 1), leaf.ndim) :]
+        if trimmed != lanes[len(lanes) - len(trimmed) :]:
+            raise NotElementwise(f"an input of shape {leaf.shape} is neither a carry {lanes} nor its last axes")
+        columns.append(math.prod(trimmed))
+
+    def linear(carry, x, constants):
+        ones, zeros = [jnp.ones_like(leaf) for leaf in carry], [jnp.zeros_like(leaf) for leaf in carry]
+        results = []
+        for j in range(len(carry)):
+            along = [ones[i] if i == j else zeros[i] for i in range(len(carry))]
+            value, tangent = jax.jvp(lambda carry: step(carry, x, constants), (carry,), (along,))
+            results.append(tangent)
+        return [*value, *(results[j][i] for i in range(len(carry)) for j in range(len(carry)))]
+
+    k = len(carry)
+    empty = LaneCell(lanes, k, tuple(columns[: len(x)]), tuple(columns[len(x) :]), "", "")
+    texts = []
+    for name, function in (("cell", step), ("cell_and_jacobian", linear)):
+        closed = jax.make_jaxpr(function)(carry, x, constants)
+        lines, results = statements(closed, empty.arguments, "v", lanes)
+        results = [f"{result} + g0 * 0.0" if _is_number(result) else result for result in results]
+        body = "".join(f"    {line}\n" for line in [*lines, f"return {', '.join(results)}"])
+        texts.append(f"@triton.jit\ndef {name}({', '.join(empty.arguments)}):\n{body}")
+    return dataclasses.replace(empty, value=texts[0], linear=texts[1])
+
+
+def _is_number(text: str) -> bool:
+    return not text.isidentifier() and all(c in "0123456789.e+-" for c in text)
+
+
+def walk_text(cell: LaneCell) -> str:
+    """Returns the Triton source of `walk`: a warp a block of lanes, AHEAD steps of inputs in flight."""
+    xs, cs, ks = range(len(cell.x_columns)), range(len(cell.c_columns)), range(cell.k)
+    pointers = [f"{name}{i}_ptr" for name, places in (("start", ks), ("x", xs), ("c", cs), ("h", ks)) for i in places]
+    lines = ["lane = tl.program_id(0) * W + tl.arange(0, W)", "live = lane < LANES"]
+    lines += [f"g{i} = tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" for i in ks]
+    for i, columns in enumerate(cell.c_columns):
+        lines.append(f"c{i} = tl.load(c{i}_ptr + lane % {columns}).to(tl.float32)")
+
+    def load(into, u, first, place):
+        # The address of a step that does not exist is that of the last: no mask, and nothing is read out of bounds.
+        rows = [f"{place} = tl.minimum({first} + {u}, T - 1)", f"{place} = ((T - 1 - {place}) if REVERSE else {place}).to(tl.int64)"]
+        for i, columns in enumerate(cell.x_columns):
+            rows.append(f"{into}{i}_{u} = tl.load(x{i}_ptr + {place} * {columns} + lane % {columns}, mask=live, other=0.0).to(tl.float32)")
+        return rows
+
+    for u in range(AHEAD):
+        lines += load("x", u, "0", "place")
+    lines.append("for first in range(0, T, AHEAD):")
+    inner = []
+    for u in range(AHEAD):
+        inner += load("n", u, "first + AHEAD", "place")
+    for u in range(AHEAD):
+        arguments = [f"g{i}" for i in ks] + [f"x{i}_{u}" for i in xs] + [f"c{i}" for i in cs]
+        inner.append(f"{', '.join(f'g{i}' for i in ks)} = cell({', '.join(arguments)})")
+        inner.append(f"step = first + {u}")
+        inner.append("row = ((T - 1 - step) if REVERSE else step).to(tl.int64) * LANES")
+        inner += [f"tl.store(h{i}_ptr + row + lane, g{i}, mask=live & (step < T))" for i in ks]
+    inner += [f"x{i}_{u} = n{i}_{u}" for u in range(AHEAD) for i in xs]
+    lines += ["    " + line for line in inner]
+    head = ", ".join((*pointers, "T: tl.constexpr", "LANES: tl.constexpr", "W: tl.constexpr", "REVERSE: tl.constexpr", "AHEAD: tl.constexpr"))
+    return f"{IMPORT}{cell.value}\n\n@triton.jit\ndef walk({head}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+IMPORT = "from triton.language.extra.cuda import libdevice\n\n"
+
+
+def walk(cell: LaneCell, start: list, xs: list, constants: list, *, steps: int, reverse: bool = False) -> tuple:
+    """Runs the cell over time, one thread a lane; returns k arrays of states [T, *lanes] of the carry's dtypes."""
+    import jax_triton
+
+    lanes = math.prod(cell.lanes)
+    return tuple(
+        jax_triton.triton_call(
+            *start,
+            *xs,
+            *constants,
+            kernel=compiled(walk_text(cell), "walk"),
+            out_shape=[jax.ShapeDtypeStruct((steps, *leaf.shape), leaf.dtype) for leaf in start],
+            grid=(-(-lanes // 32),),
+            num_warps=1,
+            T=steps,
+            LANES=lanes,
+            W=32,
+            REVERSE=reverse,
+            AHEAD=AHEAD,
+        )
+    )
+
+
+@functools.cache
+def newton_source(cell: LaneCell) -> Source:
+    """The look-back kernel whose coefficients are the Jacobian and the residual of the cell at the last states."""
+    k, xs, cs = cell.k, range(len(cell.x_columns)), range(len(cell.c_columns))
+    inputs = [f"{name}{i}_ptr" for name, places in (("old", range(k)), ("first", range(k)), ("x", xs), ("c", cs)) for i in places]
+    outputs = [f"new{i}_ptr" for i in range(k)] + ["residual_ptr", "update_ptr"]
+    body = ["begins = (step == 0)[:, None]", "row = time[:, None].to(tl.int64)"]
+    for i in range(k):
+        body.append(f"start{i} = tl.load(first{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)[None, :]")
+        body.append(f"old{i} = tl.load(old{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)")
+        body.append(f"before{i} = tl.load(old{i}_ptr + at - BACK, mask=mask & (step > 0)[:, None], other=0.0).to(tl.float32)")
+        body.append(f"g{i} = tl.where(begins, start{i}, before{i})")
+    for i, columns in enumerate(cell.x_columns):
+        body.append(
+            f"x{i} = tl.load(x{i}_ptr + row * {columns} + (lane % {columns})[None, :], mask=mask, other=0.0).to(tl.float32)"
+        )
+    for i, columns in enumerate(cell.c_columns):
+        body.append(f"c{i} = tl.load(c{i}_ptr + lane % {columns})[None, :].to(tl.float32)")
+    results = [f"f{i}" for i in range(k)] + [f"j{i}{j}" for i in range(k) for j in range(k)]
+    body.append(f"{', '.join(results)} = cell_and_jacobian({', '.join(cell.arguments)})")
+    for i in range(k):
+        body += [f"a{i}{j} = tl.where(mask, j{i}{j}, {float(i == j)})" for j in range(k)]
+        body.append(f"b{i} = tl.where(mask, f{i} - old{i}, 0.0)")
+    finish = ["residual = tl.abs(b0) / (1.0 + tl.abs(old0))", "update = tl.abs(h0) / (1.0 + tl.abs(old0))"]
+    for i in range(k):
+        finish.append(f"tl.store(new{i}_ptr + at, old{i} + h{i}, mask=mask)")
+        if i:
+            for name, value in (("residual", f"b{i}"), ("update", f"h{i}")):
+                more = f"tl.abs({value}) / (1.0 + tl.abs(old{i}))"
+                finish.append(f"{name} = tl.maximum({name}, {more}, propagate_nan=tl.PropagateNan.ALL)")
+    for name in ("residual", "update"):
+        # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
+        finish.append(f"{name}_bits = tl.where(mask, {name}, 0.0).to(tl.int32, bitcast=True)")
+        finish.append(f"tl.atomic_max({name}_ptr + lane, tl.max({name}_bits, 0), mask=live)")
+    return Source(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=IMPORT + cell.linear)
+
+
+def newton_step(cell: LaneCell, states: list, start: list, xs: list, constants: list, *, reverse: bool = False):
+    """One Newton step for all lanes and all of time: states + (I - J S)^-1 (f(S states, xs) - states).
+
+    Returns:
+      The new states, k arrays [T, *lanes], and the largest residual and update of each lane relative to 1 + |state|,
+      float32 [*lanes]; NaN where one is met.
+    """
+    lanes = math.prod(cell.lanes)
+    shape = (states[0].shape[0], lanes)
+    flat = [jnp.reshape(state, shape) for state in states]
+    out = [jax.ShapeDtypeStruct(shape, state.dtype) for state in states]
+    worst = [jax.ShapeDtypeStruct((lanes,), jnp.int32)] * 2
+    results = launch(
+        newton_source(cell),
+        [*flat, *start, *xs, *constants],
+        [*out, *worst],
+        shape,
+        0,
+        reverse=reverse,
+        zeroed=tuple(range(len(out), len(out) + 2)),
+    )
+    residual, update = (
+        jnp.reshape(jax.lax.bitcast_convert_type(bits, jnp.float32), cell.lanes) for bits in results[len(out) :]
+    )
+    return [jnp.reshape(x, state.shape) for x, state in zip(results, states, strict=False)], residual, update
