@@ -1,12 +1,12 @@
 """Source of the Triton kernel: one pass over memory, tiles of time in parallel, carries by decoupled look-back.
 
-A program takes a ticket, which names a tile of L steps x W lanes, earlier tiles first. It makes the coefficients of its
-steps, scans them, publishes the tile's sum h -> P h + s, and looks back over what earlier tiles published until it meets
-one that already knows its last state. Then it publishes its own last state and writes its L steps: every array is read
-once and written once (Merrill and Garland 2016, "Single-pass parallel prefix scan with decoupled look-back").
+A program takes a ticket, which names a tile of L steps x W lanes, earlier tiles first. It makes the coefficients of
+its steps, scans them, publishes the tile's sum h -> P h + s, and looks back over what earlier tiles published until it
+meets one that already knows its last state. Then it publishes its own last state and writes its L steps: every array
+is read once and written once (Merrill and Garland 2016, "Single-pass parallel prefix scan with decoupled look-back").
 
-What is published is a pair (status, float32) in one 64-bit word, so that no fence is needed: a word is seen whole or not
-at all. Status 1 is part of a tile's sum, status 2 of its last state.
+What is published is a pair (status, float32) in one 64-bit word, so that no fence is needed: a word is seen whole or
+not at all. Status 1 is part of a tile's sum, status 2 of its last state.
 
 The text is made, not written by hand, since it differs in the size k of the blocks and in where the coefficients come
 from: arrays (`jaxpar.scan`), or a cell and its derivative (`jaxpar.solve`).
@@ -17,6 +17,13 @@ import functools
 import linecache
 
 __all__ = ["Source", "arrays", "compiled", "kernel_text"]
+
+
+CONSTANTS = (
+    *("T", "L", "W", "SPAN", "LANES", "COLUMNS", "PER_BATCH", "BLOCKS"),
+    *("BATCH_STRIDE", "TIME_STRIDE", "COLUMN_STRIDE", "REVERSE", "SHIFT", "BACK"),
+)
+"""What is known when the kernel is compiled: sizes, strides in elements, and directions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +95,16 @@ def _look_back(k: int, parts: list[str]) -> str:
     lines += [f"run{name} = tl.zeros([W], tl.float32)" for name in vector]
     lines += ["known = tl.zeros([W], tl.int32)", "newest = chunk - 1", "open = 1", "while open > 0:"]
     lines += ["    back = newest - (SPAN - 1) + tl.arange(0, SPAN)", "    there = (back >= 0)[:, None] & live[None, :]"]
-    lines += [f"    word = words + (back[:, None].to(tl.int64) * LANES + lane[None, :]) * {len(parts) + k}", "    waiting = 1"]
-    lines += ["    while waiting > 0:", f"        ready = {_status(parts, 0, 1)} | {_status(vector, len(parts), 2)}"]
-    lines += ["        waiting = tl.max(tl.max(1 - ready.to(tl.int32), 1), 0)"]
+    lines += [f"    word = words + (back[:, None].to(tl.int64) * LANES + lane[None, :]) * {len(parts) + k}"]
+    poll = [f"w{i} = tl.load(word + {i}, mask=there, other=UNKNOWN, volatile=True)" for i in range(len(parts) + k)]
+    poll.append(
+        "waiting = tl.max(tl.max(1 - ("
+        + _status(parts, 0, 1)
+        + " | "
+        + _status(vector, len(parts), 2)
+        + ").to(tl.int32), 1), 0)"
+    )
+    lines += ["    " + line for line in poll] + ["    while waiting > 0:"] + ["        " + line for line in poll]
     lines += [f"    final = {_status(vector, len(parts), 2)}"]
     for place, name in enumerate(parts):
         lines.append(f"    v{name} = {_read(place)}")
@@ -114,16 +128,13 @@ def _look_back(k: int, parts: list[str]) -> str:
     return "\n".join(lines)
 
 
-WORD = "tl.load(word + {place}, mask=there, other=UNKNOWN, volatile=True)"
-
-
 def _status(parts: list[str], first: int, status: int) -> str:
     """Whether all words of some parts have been published."""
-    return "(" + " & ".join(f"(({WORD.format(place=first + i)} >> 32) == {status})" for i in range(len(parts))) + ")"
+    return "(" + " & ".join(f"((w{first + i} >> 32) == {status})" for i in range(len(parts))) + ")"
 
 
 def _read(place: int) -> str:
-    return f"({WORD.format(place=place)} & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)"
+    return f"(w{place} & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)"
 
 
 def _publish(values: list[str], first: int, status: int) -> str:
@@ -185,9 +196,7 @@ else:
 {states}
 {source.finish}
 """
-    constants = "T: tl.constexpr, L: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr"
-    constants += ", COLUMNS: tl.constexpr, PER_BATCH: tl.constexpr, BLOCKS: tl.constexpr, BATCH_STRIDE: tl.constexpr"
-    constants += ", TIME_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, BACK: tl.constexpr"
+    constants = ", ".join(f"{name}: tl.constexpr" for name in CONSTANTS)
     compositions = _composition(k, "compose", False) + "\n\n" + _composition(k, "compose_cut", True)
     head = f"@triton.jit\ndef lookback({pointers}, words_ptr, ticket_ptr, {constants}):\n"
     return "\n\n".join(part for part in (source.functions, compositions, head + _indent(body.strip())) if part) + "\n"

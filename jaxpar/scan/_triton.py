@@ -70,7 +70,7 @@ def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False,
 def launch(
     source: Source, buffers, out_shape, shape, axis: int, *, reverse=False, adjoint=False, tile=None, zeroed=()
 ) -> tuple:
-    """Runs the look-back kernel of a source over arrays of one `shape`; outputs at the places `zeroed` start at zero."""
+    """Runs the look-back kernel of a source over arrays of one `shape`; outputs at the places `zeroed` start zero."""
     import jax_triton
 
     steps, lanes = shape[axis], math.prod(shape[:axis] + shape[axis + 1 :])

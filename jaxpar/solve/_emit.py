@@ -10,27 +10,32 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-__all__ = ["NotElementwise", "statements"]
+__all__ = ["NotElementwise", "statements", "trimmed"]
 
 BINARY = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "div": "/"} | {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
 }  # fmt: skip
 UNARY = {
-    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})",
-    "sin": "tl.sin({0})", "cos": "tl.cos({0})", "abs": "tl.abs({0})", "erf": "tl.erf({0})", "neg": "-({0})",
-    "tanh": "libdevice.tanh({0})", "log1p": "libdevice.log1p({0})", "expm1": "libdevice.expm1({0})",
-    "square": "({0} * {0})", "one_minus_square": "(1.0 - {0} * {0})", "logistic": "(1.0 / (1.0 + tl.exp(-({0}))))", "not": "~({0})", "copy": "{0}",
-    "stop_gradient": "{0}", "is_finite": "(tl.abs({0}) < float('inf'))", "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
-}  # fmt: skip
-LIKEWISE = {
-    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "abs", "erf")},
+    **{name: f"libdevice.{name}({{0}})" for name in ("tanh", "log1p", "expm1")},
+    **dict.fromkeys(("copy", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"), "{0}"),
+    "neg": "-({0})",
+    "not": "~({0})",
+    "square": "({0} * {0})",
+    "one_minus_square": "(1.0 - {0} * {0})",
+    "logistic": "(1.0 / (1.0 + tl.exp(-({0}))))",
+    "is_finite": "(tl.abs({0}) < float('inf'))",
+    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
+}
+LARGER, SMALLER = (f"tl.{name}({{}}, {{}}, propagate_nan=tl.PropagateNan.ALL)" for name in ("maximum", "minimum"))
+SEVERAL = {
+    "max": LARGER.format("{0}", "{1}"),
+    "min": SMALLER.format("{0}", "{1}"),
+    "clamp": SMALLER.format(LARGER.format("{1}", "{0}"), "{2}"),
     "pow": "libdevice.pow({0}, {1})",
     "select_n": "tl.where({0}, {2}, {1})",
-    "clamp": "tl.minimum(tl.maximum({1}, {0}, propagate_nan=tl.PropagateNan.ALL), {2}, propagate_nan=tl.PropagateNan.ALL)",
 }
-NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "checkpoint")
-SAME = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy_p", "reduce_precision")
+NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint")
 
 
 class NotElementwise(Exception):
@@ -87,39 +92,48 @@ def _walk(jaxpr, consts, inputs, prefix, lanes, lines):
 
 
 def _expression(name: str, values: list[str], equation) -> str:
-    if name in SAME:
-        if name == "broadcast_in_dim":
-            before, into = equation.invars[0].aval.shape, equation.params["broadcast_dimensions"]
-            moved = len(equation.params["shape"]) - len(before)
-            if any(size != 1 and place != i + moved for i, (size, place) in enumerate(zip(before, into, strict=True))):
-                raise NotElementwise("it broadcasts along an axis that is not the last")
-        if name == "reshape" and _trimmed(equation.invars[0].aval.shape) != _trimmed(equation.outvars[0].aval.shape):
-            raise NotElementwise("it reshapes")
-        dtype = equation.outvars[0].aval.dtype
-        before = equation.invars[0].aval.dtype
-        if name == "convert_element_type" and jnp.issubdtype(before, jnp.floating) != jnp.issubdtype(dtype, jnp.floating):
-            return f"({values[0]}).to(tl.{'float32' if jnp.issubdtype(dtype, jnp.floating) else 'int32'})"
-        return values[0]
-    if name in BINARY:
-        return f"({values[0]} {BINARY[name]} {values[1]})"
-    if name in UNARY:
-        return UNARY[name].format(*values)
-    if name in LIKEWISE:
-        return LIKEWISE[name].format(*values)
+    into = equation.outvars[0].aval
+    if name in ("broadcast_in_dim", "reshape"):
+        _check_move(name, equation.invars[0].aval.shape, into.shape, equation.params)
+    if name == "convert_element_type":
+        # Among floats nothing is rounded: tiles are float32.
+        before, after = (jnp.issubdtype(aval.dtype, jnp.floating) for aval in (equation.invars[0].aval, into))
+        return values[0] if before == after else f"({values[0]}).to(tl.{'float32' if after else 'int32'})"
     if name == "integer_pow":
         power = equation.params["y"]
         product = " * ".join([values[0]] * abs(power)) or "1.0"
         return f"({product})" if power >= 0 else f"(1.0 / ({product}))"
+    if name in BINARY:
+        return f"({values[0]} {BINARY[name]} {values[1]})"
+    if name in UNARY or name in SEVERAL:
+        return (UNARY | SEVERAL)[name].format(*values)
     raise NotElementwise(f"it uses {name}")
 
 
+def _check_move(name: str, before: tuple[int, ...], after: tuple[int, ...], params: dict):
+    """Refuses what does not leave every value in its lane."""
+    if name == "reshape":
+        moves = trimmed(before) != trimmed(after)
+    else:
+        skipped, places = len(after) - len(before), params["broadcast_dimensions"]
+        moves = any(
+            size != 1 and place != i + skipped for i, (size, place) in enumerate(zip(before, places, strict=True))
+        )
+    if moves:
+        raise NotElementwise(
+            f"{name} makes {after} of {before}, which is neither like the carry nor like its last axes"
+        )
+
+
 def _check_shape(name: str, shape: tuple[int, ...], lanes: tuple[int, ...]):
-    trimmed = _trimmed(shape)
-    if trimmed != lanes[len(lanes) - len(trimmed) :]:
-        raise NotElementwise(f"{name} makes shape {shape}, which is neither that of the carry {lanes} nor of its last axes")
+    tail = trimmed(shape)
+    if tail != lanes[len(lanes) - len(tail) :]:
+        raise NotElementwise(
+            f"{name} makes shape {shape}, which is neither that of the carry {lanes} nor of its last axes"
+        )
 
 
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape without its leading ones."""
     first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
     return shape[first:]
@@ -128,7 +142,7 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _number(value) -> str:
     if isinstance(value, jax.core.Tracer) or jnp.ndim(value):
         raise NotElementwise("it holds an array constant")
-    number = value.item() if hasattr(value, "item") else value
-    if isinstance(number, bool):
-        return str(int(number))
-    return repr(number) if math.isfinite(number) else f"float('{number}')"
+    if jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        number = float(value)
+        return repr(number) if math.isfinite(number) else f"float('{number}')"
+    return repr(int(value))

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.scan._lookback import Source, compiled
-from jaxpar.scan._triton import launch
-from jaxpar.solve._emit import NotElementwise, statements
+from jaxpar.scan._triton import LARGEST_BLOCK, launch
+from jaxpar.solve._emit import NotElementwise, statements, trimmed
 
 __all__ = ["LaneCell", "lane_cell", "newton_step", "walk"]
 
@@ -52,47 +52,61 @@ class LaneCell:
         )
 
 
-def lane_cell(step, carry: list, x: list, constants: list) -> LaneCell:
-    """Writes `step(carry, x, constants) -> carry`, lists of arrays, in the form that kernels take.
+def lane_cell(step, carry, x) -> tuple[LaneCell, list[jax.Array]]:
+    """Writes `step(carry, x) -> carry`, on tuples of arrays, in the form that kernels take.
+
+    Returns:
+      The cell, and the arrays that `step` closes over.
 
     Raises:
       NotElementwise: With the reason, where the step does not treat its lanes alike.
     """
-    lanes = carry[0].shape
+    carry, x = tuple(carry), tuple(x)
+    k, lanes = len(carry), carry[0].shape
+    if k > LARGEST_BLOCK:
+        raise NotElementwise(f"kernels take up to {LARGEST_BLOCK} leaves of a carry, not {k}")
     if any(leaf.shape != lanes for leaf in carry):
         raise NotElementwise(f"its carry has leaves of shapes {', '.join(str(leaf.shape) for leaf in carry)}")
-    if any(leaf.dtype == jnp.float64 or not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (*carry, *x, *constants)):
-        raise NotElementwise("kernels take float32, bfloat16 and float16")
-    columns = []
-    for leaf in (*x, *constants):
-        trimmed = leaf.shape[next((i for i, size in enumerate(leaf.shape) if size != 1), leaf.ndim) :]
-        if trimmed != lanes[len(lanes) - len(trimmed) :]:
-            raise NotElementwise(f"an input of shape {leaf.shape} is neither a carry {lanes} nor its last axes")
-        columns.append(math.prod(trimmed))
+    value = jax.make_jaxpr(step)(carry, x)
+    constants = [constant for constant in value.consts if jnp.ndim(constant)]
+    held = [isinstance(constant, jax.Array) and constant.ndim > 0 for constant in value.consts]
+
+    def cell(carry, x, constants):
+        rest = iter(constants)
+        consts = [next(rest) if array else const for array, const in zip(held, value.consts, strict=True)]
+        return jax.core.eval_jaxpr(value.jaxpr, consts, *carry, *x)
 
     def linear(carry, x, constants):
-        ones, zeros = [jnp.ones_like(leaf) for leaf in carry], [jnp.zeros_like(leaf) for leaf in carry]
-        results = []
-        for j in range(len(carry)):
-            along = [ones[i] if i == j else zeros[i] for i in range(len(carry))]
-            value, tangent = jax.jvp(lambda carry: step(carry, x, constants), (carry,), (along,))
-            results.append(tangent)
-        return [*value, *(results[j][i] for i in range(len(carry)) for j in range(len(carry)))]
+        seeds = [[jnp.full_like(leaf, i == j) for i, leaf in enumerate(carry)] for j in range(k)]
+        columns = [jax.jvp(lambda *carry: cell(carry, x, constants), carry, tuple(seed)) for seed in seeds]
+        return [*columns[0][0], *(columns[j][1][i] for i in range(k) for j in range(k))]
 
-    k = len(carry)
-    empty = LaneCell(lanes, k, tuple(columns[: len(x)]), tuple(columns[len(x) :]), "", "")
-    texts = []
-    for name, function in (("cell", step), ("cell_and_jacobian", linear)):
-        closed = jax.make_jaxpr(function)(carry, x, constants)
-        lines, results = statements(closed, empty.arguments, "v", lanes)
-        results = [f"{result} + g0 * 0.0" if _is_number(result) else result for result in results]
-        body = "".join(f"    {line}\n" for line in [*lines, f"return {', '.join(results)}"])
-        texts.append(f"@triton.jit\ndef {name}({', '.join(empty.arguments)}):\n{body}")
-    return dataclasses.replace(empty, value=texts[0], linear=texts[1])
+    x_columns, c_columns = ([_columns(leaf, lanes) for leaf in leaves] for leaves in (x, constants))
+    empty = LaneCell(lanes, k, tuple(x_columns), tuple(c_columns), "", "")
+    texts = [
+        _function(name, f, (carry, x, constants), empty) for name, f in (("cell", cell), ("cell_and_jacobian", linear))
+    ]
+    return dataclasses.replace(empty, value=texts[0], linear=texts[1]), constants
 
 
-def _is_number(text: str) -> bool:
-    return not text.isidentifier() and all(c in "0123456789.e+-" for c in text)
+def _columns(leaf, lanes: tuple[int, ...]) -> int:
+    if leaf.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise NotElementwise(f"kernels take float32, bfloat16 and float16, but an input is {leaf.dtype}")
+    shape = trimmed(leaf.shape)
+    if shape != lanes[len(lanes) - len(shape) :]:
+        raise NotElementwise(
+            f"an input of shape {leaf.shape} is neither like the carry, {lanes}, nor like its last axes"
+        )
+    return math.prod(shape)
+
+
+def _function(name: str, function, arguments, cell: LaneCell) -> str:
+    closed = jax.make_jaxpr(function)(*arguments)
+    lines, results = statements(closed, cell.arguments, "v", cell.lanes)
+    # A result that is one number everywhere must be a tile like the others.
+    results = [result if result.isidentifier() else f"g0 * 0.0 + {result}" for result in results]
+    body = "".join(f"    {line}\n" for line in [*lines, f"return {', '.join(results)}"])
+    return f"@triton.jit\ndef {name}({', '.join(cell.arguments)}):\n{body}"
 
 
 def walk_text(cell: LaneCell) -> str:
@@ -106,9 +120,13 @@ def walk_text(cell: LaneCell) -> str:
 
     def load(into, u, first, place):
         # The address of a step that does not exist is that of the last: no mask, and nothing is read out of bounds.
-        rows = [f"{place} = tl.minimum({first} + {u}, T - 1)", f"{place} = ((T - 1 - {place}) if REVERSE else {place}).to(tl.int64)"]
+        rows = [
+            f"{place} = tl.minimum({first} + {u}, T - 1)",
+            f"{place} = ((T - 1 - {place}) if REVERSE else {place}).to(tl.int64)",
+        ]
         for i, columns in enumerate(cell.x_columns):
-            rows.append(f"{into}{i}_{u} = tl.load(x{i}_ptr + {place} * {columns} + lane % {columns}, mask=live, other=0.0).to(tl.float32)")
+            address = f"x{i}_ptr + {place} * {columns} + lane % {columns}"
+            rows.append(f"{into}{i}_{u} = tl.load({address}, mask=live, other=0.0).to(tl.float32)")
         return rows
 
     for u in range(AHEAD):
@@ -125,7 +143,16 @@ def walk_text(cell: LaneCell) -> str:
         inner += [f"tl.store(h{i}_ptr + row + lane, g{i}, mask=live & (step < T))" for i in ks]
     inner += [f"x{i}_{u} = n{i}_{u}" for u in range(AHEAD) for i in xs]
     lines += ["    " + line for line in inner]
-    head = ", ".join((*pointers, "T: tl.constexpr", "LANES: tl.constexpr", "W: tl.constexpr", "REVERSE: tl.constexpr", "AHEAD: tl.constexpr"))
+    head = ", ".join(
+        (
+            *pointers,
+            "T: tl.constexpr",
+            "LANES: tl.constexpr",
+            "W: tl.constexpr",
+            "REVERSE: tl.constexpr",
+            "AHEAD: tl.constexpr",
+        )
+    )
     return f"{IMPORT}{cell.value}\n\n@triton.jit\ndef walk({head}):\n" + "".join(f"    {line}\n" for line in lines)
 
 
@@ -159,18 +186,23 @@ def walk(cell: LaneCell, start: list, xs: list, constants: list, *, steps: int, 
 def newton_source(cell: LaneCell) -> Source:
     """The look-back kernel whose coefficients are the Jacobian and the residual of the cell at the last states."""
     k, xs, cs = cell.k, range(len(cell.x_columns)), range(len(cell.c_columns))
-    inputs = [f"{name}{i}_ptr" for name, places in (("old", range(k)), ("first", range(k)), ("x", xs), ("c", cs)) for i in places]
+    inputs = [
+        f"{name}{i}_ptr"
+        for name, places in (("old", range(k)), ("first", range(k)), ("x", xs), ("c", cs))
+        for i in places
+    ]
     outputs = [f"new{i}_ptr" for i in range(k)] + ["residual_ptr", "update_ptr"]
     body = ["begins = (step == 0)[:, None]", "row = time[:, None].to(tl.int64)"]
     for i in range(k):
         body.append(f"start{i} = tl.load(first{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)[None, :]")
         body.append(f"old{i} = tl.load(old{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)")
-        body.append(f"before{i} = tl.load(old{i}_ptr + at - BACK, mask=mask & (step > 0)[:, None], other=0.0).to(tl.float32)")
+        body.append(
+            f"before{i} = tl.load(old{i}_ptr + at - BACK, mask=mask & (step > 0)[:, None], other=0.0).to(tl.float32)"
+        )
         body.append(f"g{i} = tl.where(begins, start{i}, before{i})")
     for i, columns in enumerate(cell.x_columns):
-        body.append(
-            f"x{i} = tl.load(x{i}_ptr + row * {columns} + (lane % {columns})[None, :], mask=mask, other=0.0).to(tl.float32)"
-        )
+        address = f"x{i}_ptr + row * {columns} + (lane % {columns})[None, :]"
+        body.append(f"x{i} = tl.load({address}, mask=mask, other=0.0).to(tl.float32)")
     for i, columns in enumerate(cell.c_columns):
         body.append(f"c{i} = tl.load(c{i}_ptr + lane % {columns})[None, :].to(tl.float32)")
     results = [f"f{i}" for i in range(k)] + [f"j{i}{j}" for i in range(k) for j in range(k)]

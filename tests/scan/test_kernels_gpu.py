@@ -1,0 +1,79 @@
+"""The look-back kernel against a float64 loop, on a GPU or in Triton's interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton_interpreter
+
+from jaxpar.scan import _triton
+
+pytestmark = triton_interpreter.NEEDED
+SMALL = _triton.Tile(8, 4, 4, 4)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    if jax.default_backend() != "gpu":
+        triton_interpreter.install(monkeypatch)
+
+
+def loop(a, b, start, axis, reverse, adjoint):
+    """The recurrence in float64, blocks last."""
+    a = np.moveaxis(np.stack([np.stack([np.asarray(x, float) for x in row], -1) for row in a], -2), axis, 0)
+    b = np.moveaxis(np.stack([np.asarray(x, float) for x in b], -1), axis, 0)
+    h = np.zeros(b.shape[1:]) if start is None else np.stack([np.asarray(x, float) for x in start], -1)
+    out, before = np.empty(b.shape), None
+    for t in reversed(range(len(b))) if reverse else range(len(b)):
+        matrix = a[t] if not adjoint else np.zeros(a[t].shape) if before is None else a[before]
+        h = np.einsum("...ij,...j->...i", matrix, h) + b[t]
+        out[t], before = h, t
+    out = np.moveaxis(out, 0, axis)
+    return [out[..., i] for i in range(out.shape[-1])]
+
+
+def draw(k, shape, axis, dtype="float32"):
+    keys = jax.random.split(jax.random.key(0), k * k + 2 * k)
+    rest = shape[:axis] + shape[axis + 1 :]
+    a = [[jax.random.uniform(keys[i * k + j], shape) * (0.9 if i == j else 0.3) for j in range(k)] for i in range(k)]
+    b = [jax.random.normal(key, shape) for key in keys[k * k : k * k + k]]
+    start = [jax.random.normal(key, rest) for key in keys[k * k + k :]]
+    return jax.tree.map(lambda x: x.astype(dtype), (a, b, start))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((37, 5), 0), ((2, 37, 5), 1), ((3, 37), 1), ((9, 2, 3), 0), ((1, 1, 2), 1)]
+)
+def test_states(k, shape, axis, reverse):
+    a, b, start = draw(k, shape, axis)
+    got = _triton.affine(a, b, start, axis=axis, reverse=reverse, tile=SMALL)
+    np.testing.assert_allclose(got, loop(a, b, start, axis, reverse, False), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_adjoint_form_takes_coefficients_of_the_step_before(k, reverse):
+    a, b, _ = draw(k, (2, 37, 5), 1)
+    got = _triton.affine(a, b, axis=1, reverse=reverse, adjoint=True, tile=SMALL)
+    np.testing.assert_allclose(got, loop(a, b, None, 1, reverse, True), rtol=1e-5, atol=3e-6)
+
+
+def test_the_carry_of_bfloat16_is_float32():
+    a, b, _ = draw(1, (64, 4), 0, "bfloat16")
+    a = [[jnp.full_like(a[0][0], 0.99)]]
+    (got,) = _triton.affine(a, b, axis=0, reverse=False, tile=SMALL)
+    (want,) = loop(a, b, None, 0, False, False)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(got, float), want, rtol=2**-7, atol=1e-6
+    )  # one rounding; the interpreter truncates
+
+
+def test_a_bad_step_spoils_no_earlier_one():
+    a, b, _ = draw(1, (40, 3), 0)
+    b = [b[0].at[21, 1].set(jnp.nan)]
+    (got,) = _triton.affine(a, b, axis=0, reverse=False, tile=SMALL)
+    bad = np.isnan(np.asarray(got))
+    assert not bad[:21].any() and bad[21:, 1].all() and not bad[:, [0, 2]].any()

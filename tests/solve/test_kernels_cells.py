@@ -1,0 +1,172 @@
+"""Cells as kernels: the statements written from a jaxpr, and the two kernels that are made of them."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton_interpreter
+
+from jaxpar.scan import _triton
+from jaxpar.solve import _fused
+from jaxpar.solve._emit import NotElementwise
+
+WEIGHTS = [
+    jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (5,), minval=-0.9, maxval=0.9) for i in range(3)
+]
+
+
+def gru(h, x):
+    wr, wz, wc = (weight[None] for weight in WEIGHTS)
+    (h,), (xr, xz, xc) = h, x
+    reset, update = jax.nn.sigmoid(wr * h + xr), jax.nn.sigmoid(wz * h + xz)
+    return ((1 - update) * h + update * jnp.tanh(wc * (reset * h) + xc),)
+
+
+def lstm(h, x):
+    wf, wz, wo = (weight[None] for weight in WEIGHTS)
+    (c, h), (xf, xz, xo) = h, x
+    forget = jax.nn.sigmoid(wf * h + xf)
+    c = forget * c + (1 - forget) * jnp.tanh(wz * h + xz)
+    return c, jax.nn.sigmoid(wo * h + xo + 0.5 * c) * jnp.tanh(c)
+
+
+def odds_and_ends(h, x):
+    (h,), (a, b, c) = h, x
+    h = jnp.where(a > 0, jnp.maximum(h, b), jnp.minimum(-h, 0.5)) + jnp.abs(c) ** 3 / (1 + jnp.exp(-h))
+    h = jnp.clip(h, -2.0, 2.0) * jnp.float32(a < b) - jnp.sqrt(jnp.square(c) + 1) + jax.lax.rsqrt(1 + h * h)
+    return (jnp.cos(h) * jax.nn.relu(h) + jnp.sin(b) + jnp.log(2 + h * h) + jnp.sign(c) * (1 + h * h) ** -2,)
+
+
+CELLS = {"gru": (gru, 1), "lstm": (lstm, 2), "odds and ends": (odds_and_ends, 1)}
+each_cell = pytest.mark.parametrize("name", CELLS)
+
+
+def draw(k, steps=23, lanes=(2, 5)):
+    keys = jax.random.split(jax.random.key(0), 3 + k)
+    xs = tuple(jax.random.normal(key, (steps, *lanes)) for key in keys[:3])
+    return tuple(jax.random.normal(key, lanes) for key in keys[3:]), xs
+
+
+def first(xs):
+    return tuple(x[0] for x in xs)
+
+
+class NumpyTriton:
+    """What written statements call, upon NumPy; any attribute that is not here is NumPy's of that name."""
+
+    PropagateNan = types.SimpleNamespace(ALL=None)
+    float32, int32 = np.float32, np.int32
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def rsqrt(self, x):
+        return 1 / np.sqrt(x)
+
+    def maximum(self, x, y, propagate_nan):
+        return np.maximum(x, y)
+
+    def minimum(self, x, y, propagate_nan):
+        return np.minimum(x, y)
+
+
+class Tile(np.ndarray):
+    def to(self, dtype):
+        return self.astype(dtype)
+
+
+@each_cell
+def test_statements_compute_the_cell_and_its_jacobian(name):
+    step, k = CELLS[name]
+    start, xs = draw(k)
+    cell, constants = _fused.lane_cell(step, start, first(xs))
+    scope = {"tl": NumpyTriton(), "libdevice": np, "triton": types.SimpleNamespace(jit=lambda f: f)}
+    exec(cell.value + cell.linear, scope)
+    args = [np.asarray(x).view(Tile) for x in (*start, *first(xs), *constants)]
+    want = step(start, first(xs))
+    got = scope["cell"](*args)
+    np.testing.assert_allclose(got if k > 1 else [got], want, rtol=1e-5, atol=1e-6)
+    both = scope["cell_and_jacobian"](*args)
+    np.testing.assert_allclose(both[:k], want, rtol=1e-5, atol=1e-6)
+    full = jax.jacobian(lambda *h: step(h, first(xs)), argnums=tuple(range(k)))(*start)
+    columns = [[np.einsum("abab->ab", np.asarray(full[i][j])) for j in range(k)] for i in range(k)]
+    np.testing.assert_allclose(both[k:], [x for row in columns for x in row], rtol=1e-4, atol=1e-5)
+
+
+REFUSED = {
+    "a product": (lambda h, x: (h[0] @ jnp.eye(5),), "dot_general|shape"),
+    "a sum over lanes": (lambda h, x: (h[0] + h[0].sum(-1, keepdims=True),), "reduce_sum|shape"),
+    "a turn": (lambda h, x: (jnp.roll(h[0], 1, -1),), "slice|shape|concatenate"),
+    "a batch weight": (lambda h, x: (h[0] * jnp.arange(2.0)[:, None],), "shape"),
+    "a mix of axes": (lambda h, x: (h[0].reshape(5, 2).reshape(2, 5).T.reshape(2, 5),), "reshape|shape|transpose"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_moves_values_between_lanes_is_refused(name):
+    step, reason = REFUSED[name]
+    start, xs = draw(1)
+    with pytest.raises(NotElementwise, match=reason):
+        _fused.lane_cell(step, start, first(xs))
+
+
+def test_a_square_carry_does_not_hide_a_transposition():
+    with pytest.raises(NotElementwise):
+        _fused.lane_cell(lambda h, x: (h[0].T,), [jnp.ones((3, 3))], [])
+    with pytest.raises(NotElementwise):
+        weights = jnp.arange(3.0)
+        _fused.lane_cell(lambda h, x: (h[0] * jax.lax.broadcast_in_dim(weights, (3, 3), (0,)),), [jnp.ones((3, 3))], [])
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    if jax.default_backend() != "gpu":
+        triton_interpreter.install(monkeypatch)
+        monkeypatch.setattr(_triton, "tile_for", lambda *args: _triton.Tile(8, 4, 4, 4))
+
+
+def scan(step, start, xs, reverse):
+    return jax.lax.scan(lambda h, x: (step(h, x),) * 2, start, xs, reverse=reverse)[1]
+
+
+@triton_interpreter.NEEDED
+@each_cell
+@pytest.mark.parametrize("reverse", [False, True])
+def test_walk_equals_scan(kernels, name, reverse):
+    step, k = CELLS[name]
+    start, xs = draw(k)
+    cell, constants = _fused.lane_cell(step, start, first(xs))
+    got = _fused.walk(cell, start, xs, constants, steps=23, reverse=reverse)
+    np.testing.assert_allclose(got, scan(step, start, xs, reverse), rtol=1e-5, atol=2e-6)
+
+
+@triton_interpreter.NEEDED
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_newton_steps_reach_the_scan_and_say_how_far_they_were(kernels, name, reverse):
+    step, k = CELLS[name]
+    start, xs = draw(k)
+    cell, constants = _fused.lane_cell(step, start, first(xs))
+    want = scan(step, start, xs, reverse)
+    states = [jnp.zeros_like(x) for x in want]
+    for _ in range(6):
+        before = states
+        states, residual, update = _fused.newton_step(cell, states, start, xs, constants, reverse=reverse)
+    np.testing.assert_allclose(states, want, rtol=1e-5, atol=2e-6)
+    assert residual.shape == update.shape == (2, 5) and float(update.max()) < 1e-6
+    moved = [jnp.abs(a - b) / (1 + jnp.abs(b)) for a, b in zip(states, before, strict=True)]
+    np.testing.assert_allclose(update, jnp.stack(moved).max((0, 1)), atol=1e-6)
+
+
+@triton_interpreter.NEEDED
+def test_a_nan_shows_in_the_update(kernels):
+    start, xs = draw(1)
+    xs = (xs[0].at[9, 1, 2].set(jnp.nan), *xs[1:])
+    cell, constants = _fused.lane_cell(gru, start, first(xs))
+    _, residual, update = _fused.newton_step(cell, [jnp.zeros((23, 2, 5))], start, xs, constants)
+    bad = np.zeros((2, 5), bool)
+    bad[1, 2] = True
+    np.testing.assert_array_equal(np.isnan(update), bad)
+    np.testing.assert_array_equal(np.isnan(residual), bad)

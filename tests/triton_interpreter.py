@@ -1,0 +1,52 @@
+"""Runs the library's Triton kernels without a GPU: a stand-in for `jax_triton` upon Triton's own interpreter.
+
+Needs triton and torch (CPU builds do); tests that ask for it skip where they are missing. Programs run one after the
+other, so that what is tested is arithmetic, masks and addresses; the order of memory operations is tested on a GPU.
+"""
+
+import importlib.util
+import os
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.scan._lookback import compiled
+
+NEEDED = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("triton", "torch")), reason="needs triton and torch"
+)
+
+
+def install(monkeypatch):
+    """Puts the stand-in in the place of `jax_triton`, and the elementary functions of CUDA's library into Triton's."""
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    from triton.language.extra.cuda import libdevice
+
+    tanh = "@triton.jit\ndef tanh(x):\n    return 2 / (1 + tl.exp(-2 * x)) - 1\n"
+    monkeypatch.setattr(libdevice, "tanh", compiled(tanh, "tanh"))
+    monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=triton_call))
+
+
+def triton_call(*args, kernel, out_shape, grid, zeroed_outputs=(), num_warps=4, **constants):
+    """Has the signature of `jax_triton.triton_call`; outputs that are not zeroed start as NaN."""
+    import torch
+
+    def tensor(x):
+        return torch.from_numpy(np.array(x, np.float32)).bfloat16() if x.dtype == jnp.bfloat16 else torch.tensor(x)
+
+    def output(place, like):
+        poison = 0 if place in zeroed_outputs else np.nan if jnp.issubdtype(like.dtype, jnp.floating) else 77
+        return tensor(np.full(like.shape, poison, like.dtype))
+
+    def run(*args):
+        outputs = [output(place, like) for place, like in enumerate(out_shape)]
+        kernel[tuple(grid)](*[tensor(np.asarray(x)) for x in args], *outputs, **constants)
+        return tuple(
+            x.float().numpy().astype(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy() for x in outputs
+        )
+
+    return jax.pure_callback(run, tuple(out_shape), *args)
