@@ -1,0 +1,136 @@
+"""One nonlinear recurrence as a system of equations over its whole length, and what a method makes of it.
+
+The states h[0], ..., h[T-1] of h[t] = f(h[t-1], x[t]), h[-1] = start, are the root of residual(h) = f(S h, x) - h, S the
+shift by one step. Newton's update solves (I - A S) delta = residual(h) with A[t] the Jacobian of f at h[t-1]: one affine
+scan. Other methods replace A.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.solve.structure import Jacobian, Structure
+from jaxpar.types import Array
+
+__all__ = ["IterativeMethod", "Leaves", "Method", "Outcome", "Problem"]
+
+Leaves = tuple[Array, ...]
+"""The leaves of a state; of all states where each has a leading dimension T."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """h[t] = f(h[t-1], x[t]) for T steps from `start`; made anew inside every trace, never an argument of one.
+
+    Attributes:
+      step: f on the leaves of one state and of one input.
+      start: The state before the first step. With `axis_name`, that before the whole sequence.
+      xs: Leaves of the inputs, each [T, ...]; possibly none.
+      length: T; with `axis_name`, of this device's part.
+      structure: Which entries of the new state depend on which of the old.
+      axis_name: Mesh axis that the sequence is split over, in the order of time; None if it is whole.
+    """
+
+    step: Callable[[Leaves, Leaves], Leaves]
+    start: Leaves
+    xs: Leaves
+    length: int
+    structure: Structure
+    axis_name: str | None = None
+
+    def shift(self, h: Leaves) -> Leaves:
+        """Returns S h: the state before each step, [T, ...]. With `axis_name`, one permute of one state."""
+        before = self.start
+        if self.axis_name is not None:
+            size, mine = jax.lax.axis_size(self.axis_name), jax.lax.axis_index(self.axis_name)
+            ring = [(device, device + 1) for device in range(size - 1)]
+            last = (jax.lax.ppermute(leaf[-1], self.axis_name, ring) for leaf in h)
+            before = tuple(jnp.where(mine == 0, a, b) for a, b in zip(self.start, last, strict=True))
+        return tuple(jnp.concatenate([a[None], b[:-1]]) for a, b in zip(before, h, strict=True))
+
+    def apply(self, before: Leaves) -> Leaves:
+        """Returns f at every step, given the state before each."""
+        return jax.vmap(self.step, axis_size=self.length)(before, self.xs)
+
+    def residual(self, h: Leaves) -> Leaves:
+        """Returns f(S h, x) - h, in float32 at least."""
+        wide = (jnp.promote_types(leaf.dtype, jnp.float32) for leaf in h)
+        new = self.apply(self.shift(h))
+        return tuple(a.astype(d) - b.astype(d) for a, b, d in zip(new, h, wide, strict=True))
+
+    def jacobian(self, h: Leaves, structure: Structure | None = None) -> Jacobian:
+        """Returns A[t], the Jacobian of f at h[t-1], as `structure` (that of the problem by default) stores it.
+
+        Entries that the structure does not hold are added to those that it does, so a structure that claims too
+        little gives a wrong A; `Structure.diagonal` is for methods that want a part of A.
+        Cost: n Jacobian-vector products at every step, n the coupled entries; memory T n^2.
+        """
+        return (structure or self.structure).jacobian(lambda before: self.apply(before), self.shift(h))
+
+    def solve(self, jacobian: Jacobian, b: Leaves, structure: Structure | None = None) -> Leaves:
+        """Returns L(A)^-1 b: delta[t] = A[t] delta[t-1] + b[t] from delta[-1] = 0, by one affine scan."""
+        return (structure or self.structure).solve(jacobian, b, None, axis_name=self.axis_name)
+
+
+class Outcome(NamedTuple):
+    """How a solution came about.
+
+    Attributes:
+      iterations: Of all windows together, int32.
+      windows: How many were solved, int32.
+      residual: Largest |f(S h, x) - h| when iteration ended, relative to the largest |h| of the leaf.
+      update: Largest last update, in the same measure.
+      first_bad: First step whose state no iteration has found, int32; T if there is none.
+    """
+
+    iterations: Array
+    windows: Array
+    residual: Array
+    update: Array
+    first_bad: Array
+
+
+class Method(Protocol):
+    """How states are found: a frozen, hashable dataclass without arrays.
+
+    Attributes:
+      jac: Declared structure of the Jacobian: "auto", "diag", "dense" or a `Block`.
+    """
+
+    @property
+    def jac(self) -> Any: ...
+
+    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+        """Returns all states [T, ...]; `on_fail` says what stands where they were not found."""
+        ...
+
+
+class IterativeMethod(Method, Protocol):
+    """A method whose `states` is `jaxpar.solve.iterate.by_windows(self, problem, guess, on_fail)`.
+
+    Attributes:
+      window: Steps solved at once; None for what a budget of memory allows.
+      tol: Bound on the residual, relative to the largest |h| of a leaf; None for that of the dtype.
+      max_iters: Bound on the iterations of a window; None for one that depends on its length.
+    """
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def tol(self) -> float | None: ...
+
+    @property
+    def max_iters(self) -> int | None: ...
+
+    def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
+        """Returns delta [T, ...]; the driver adds it, tests it, and keeps what has converged as it is.
+
+        `residual` is zero in the steps that have converged, always a prefix; delta is ignored there. Whatever an
+        update does, it must be causal (delta[t] depends on steps up to t) and give delta[t] = residual[t] where
+        delta[t-1] = 0: that is what fixes one more step at least in every iteration.
+        """
+        ...
