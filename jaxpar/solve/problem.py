@@ -12,13 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxpar.solve.structure import Jacobian, Structure
+from jaxpar.solve.structure import Jacobian, Leaves, Structure
 from jaxpar.types import Array
 
-__all__ = ["IterativeMethod", "Leaves", "Method", "Outcome", "Problem"]
-
-Leaves = tuple[Array, ...]
-"""The leaves of a state; of all states where each has a leading dimension T."""
+__all__ = ["IterativeMethod", "Method", "Outcome", "Problem", "varying_as", "varying_axes", "varying_over"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +28,8 @@ class Problem:
       xs: Leaves of the inputs, each [T, ...]; possibly none.
       length: T; with `axis_name`, of this device's part.
       structure: Which entries of the new state depend on which of the old.
-      axis_name: Mesh axis that the sequence is split over, in the order of time; None if it is whole.
+      axis_name: Mesh axis that the sequence is split over; None if it is whole.
+      reverse: Whether the first device along that axis holds the last part. Within a part time runs forwards.
     """
 
     step: Callable[[Leaves, Leaves], Leaves]
@@ -40,15 +38,33 @@ class Problem:
     length: int
     structure: Structure
     axis_name: str | None = None
+    reverse: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Devices that the sequence is split over."""
+        return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+
+    @property
+    def rank(self) -> Array | int:
+        """Place of this device's part in time."""
+        if self.axis_name is None:
+            return 0
+        mine = jax.lax.axis_index(self.axis_name)
+        return self.parts - 1 - mine if self.reverse else mine
+
+    def entry(self, last: Leaves) -> Leaves:
+        """Returns the state before this device's part, given the last state of each; one permute of one state."""
+        if self.axis_name is None:
+            return self.start
+        hops = [(place, place + 1) for place in range(self.parts - 1)]
+        hops = [(b, a) for a, b in hops] if self.reverse else hops
+        earlier = (jax.lax.ppermute(leaf, self.axis_name, hops) for leaf in last)
+        return tuple(jnp.where(self.rank == 0, a, b) for a, b in zip(self.start, earlier, strict=True))
 
     def shift(self, h: Leaves) -> Leaves:
-        """Returns S h: the state before each step, [T, ...]. With `axis_name`, one permute of one state."""
-        before = self.start
-        if self.axis_name is not None:
-            size, mine = jax.lax.axis_size(self.axis_name), jax.lax.axis_index(self.axis_name)
-            ring = [(device, device + 1) for device in range(size - 1)]
-            last = (jax.lax.ppermute(leaf[-1], self.axis_name, ring) for leaf in h)
-            before = tuple(jnp.where(mine == 0, a, b) for a, b in zip(self.start, last, strict=True))
+        """Returns S h: the state before each step, [T, ...]."""
+        before = self.entry(tuple(leaf[-1] for leaf in h))
         return tuple(jnp.concatenate([a[None], b[:-1]]) for a, b in zip(before, h, strict=True))
 
     def apply(self, before: Leaves) -> Leaves:
@@ -61,18 +77,24 @@ class Problem:
         new = self.apply(self.shift(h))
         return tuple(a.astype(d) - b.astype(d) for a, b, d in zip(new, h, wide, strict=True))
 
-    def jacobian(self, h: Leaves, structure: Structure | None = None) -> Jacobian:
-        """Returns A[t], the Jacobian of f at h[t-1], as `structure` (that of the problem by default) stores it.
+    def jacobian(self, h: Leaves) -> Jacobian:
+        """Returns A[t], the Jacobian of f at h[t-1], as the structure stores it.
 
-        Entries that the structure does not hold are added to those that it does, so a structure that claims too
-        little gives a wrong A; `Structure.diagonal` is for methods that want a part of A.
-        Cost: n Jacobian-vector products at every step, n the coupled entries; memory T n^2.
+        Cost: n Jacobian-vector products at every step, n the entries of the largest group; memory T n^2.
         """
-        return (structure or self.structure).jacobian(lambda before: self.apply(before), self.shift(h))
+        return self.structure.jacobian(self.apply, self.shift(h))
 
-    def solve(self, jacobian: Jacobian, b: Leaves, structure: Structure | None = None) -> Leaves:
-        """Returns L(A)^-1 b: delta[t] = A[t] delta[t-1] + b[t] from delta[-1] = 0, by one affine scan."""
-        return (structure or self.structure).solve(jacobian, b, None, axis_name=self.axis_name)
+    def solve(self, jacobian: Jacobian, b: Leaves, start: Leaves | None = None, structure: Structure | None = None):
+        """Returns L(A)^-1 b: delta[t] = A[t] delta[t-1] + b[t] from delta[-1] = `start` (zeros), by one affine scan.
+
+        Args:
+          jacobian: A, as `structure` stores it.
+          b: Leaves [T, ...].
+          start: delta before the first step.
+          structure: Of A; the problem's by default.
+        """
+        structure = structure or self.structure
+        return structure.solve(jacobian, b, start, axis_name=self.axis_name, reverse=self.reverse)
 
 
 class Outcome(NamedTuple):
@@ -81,9 +103,9 @@ class Outcome(NamedTuple):
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many were solved, int32.
-      residual: Largest |f(S h, x) - h| when iteration ended, relative to the largest |h| of the leaf.
+      residual: Largest |f(S h, x) - h| when iteration ended, relative to the largest |h| of its leaf.
       update: Largest last update, in the same measure.
-      first_bad: First step whose state no iteration has found, int32; T if there is none.
+      first_bad: First step whose state was not found by iteration, int32; T if there is none.
     """
 
     iterations: Array
@@ -97,14 +119,20 @@ class Method(Protocol):
     """How states are found: a frozen, hashable dataclass without arrays.
 
     Attributes:
-      jac: Declared structure of the Jacobian: "auto", "diag", "dense" or a `Block`.
+      jac: Declared structure of the Jacobian: "auto", "diag", `Block(k)`, "dense" or `Dense(batch_dims)`.
     """
 
     @property
     def jac(self) -> Any: ...
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Returns all states [T, ...]; `on_fail` says what stands where they were not found."""
+        """Returns all states [T, ...].
+
+        Args:
+          problem: The recurrence.
+          guess: States to start from, or None.
+          on_fail: What stands where no iteration has found the states: "finish" or "nan".
+        """
         ...
 
 
@@ -126,6 +154,10 @@ class IterativeMethod(Method, Protocol):
     @property
     def max_iters(self) -> int | None: ...
 
+    def held(self, structure: Structure) -> Structure:
+        """Returns the structure of the A that an update holds, given that of the problem: it says the memory."""
+        ...
+
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns delta [T, ...]; the driver adds it, tests it, and keeps what has converged as it is.
 
@@ -134,3 +166,26 @@ class IterativeMethod(Method, Protocol):
         delta[t-1] = 0: that is what fixes one more step at least in every iteration.
         """
         ...
+
+
+def varying_as(tree: Any, like: Any) -> Any:
+    """Returns `tree`, typed inside `jax.shard_map` as varying over every mesh axis that anything in `like` varies over.
+
+    What a loop carries must enter it with the type with which it leaves.
+    """
+    return varying_over(tree, frozenset().union(*map(varying_axes, jax.tree.leaves(like))))
+
+
+def varying_over(tree: Any, axes: frozenset[str]) -> Any:
+    """Returns `tree`, typed as varying over `axes` at least."""
+
+    def cast(leaf):
+        missing = tuple(sorted(axes - varying_axes(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def varying_axes(leaf: Any) -> frozenset[str]:
+    """Returns the mesh axes that an array varies over by its type."""
+    return jax.typeof(leaf).manual_axis_type.varying
