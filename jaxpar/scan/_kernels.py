@@ -1,6 +1,6 @@
 """The kernels of the platforms: whether one takes given arrays, and how it is batched.
 
-A kernel is `affine(a, b, h0, *, axis, reverse) -> h` over lanes, as in `affine_lanes`. `_triton` (CUDA) is there with
+A kernel is `affine(a, b, h0, *, axis, reverse) -> h` over lanes, as in `affine_lanes`; CUDA's also takes `adjoint`. `_triton` (CUDA) is there with
 jax_triton, `_pallas` (TPU) where libtpu is.
 """
 
@@ -33,22 +33,22 @@ def kernel_for(platform: str, ring: Ring, a, b, h0, *, axis: int) -> Callable | 
     # The TPU's kernel wants steps as rows and whole vectors of lanes.
     if platform == "tpu" and (axis != len(shape) - 2 or shape[-1] < 128 or num_steps(b, axis) < module.STEPS):
         return None
-    return lambda a, b, h0, *, axis, reverse: batched(module.affine, axis, reverse)(a, b, h0)
+    return lambda a, b, h0, *, axis, **how: batched(module.affine, axis, **how)(a, b, h0)
 
 
-def batched(kernel: Callable, axis: int, reverse: bool) -> Callable:
+def batched(kernel: Callable, axis: int, **how) -> Callable:
     """Returns `(a, b, h0) -> h`, which under `vmap` is the same kernel on arrays with one more axis in front."""
 
     @custom_batching.custom_vmap
     def run(a, b, h0):
-        return together((kernel(a, b, h0, axis=axis, reverse=reverse), b))[0]
+        return together((kernel(a, b, h0, axis=axis, **how), b))[0]
 
     @run.def_vmap
     def _(size, is_batched, a, b, h0):
         whole = jax.tree.map(
             lambda x, yes: x if yes else jnp.broadcast_to(x, (size, *x.shape)), (a, b, h0), tuple(is_batched)
         )
-        return batched(kernel, axis + 1, reverse)(*whole), jax.tree.map(lambda _: True, b)
+        return batched(kernel, axis + 1, **how)(*whole), jax.tree.map(lambda _: True, b)
 
     return run
 

@@ -35,8 +35,7 @@ class Source:
       inputs: Names of the input pointers.
       outputs: Names of the output pointers.
       body: Defines the tiles `a<i><j>` and `b<i>` [L, W] from `at` (64-bit offset of each element), `mask`, `step` [L]
-        (in the order of the scan), `lane` and `live` [W]. Out of `mask` they must be those of no step: a the
-        identity, b zero.
+        (in the order of the scan), `lane` and `live` [W]. What they are out of `mask` does not matter.
       start: Expression of component {i} of the state before the first step, [W].
       finish: Writes the states, the tiles `h<i>`.
       functions: Definitions that `body` calls.
@@ -53,9 +52,11 @@ class Source:
 
 def arrays(k: int, has_start: bool) -> Source:
     """Coefficients read from arrays, one a component; with SHIFT those of a belong to the step before."""
-    body, pairs = ["moved = mask & ((step[:, None] > 0) | (SHIFT == 0))"], [(i, j) for i in range(k) for j in range(k)]
+    body, pairs = [], [(i, j) for i in range(k) for j in range(k)]
+    # Without a start, what the first step's a is does not matter, be it infinite.
+    body.append("used = mask" if has_start else "used = mask & (step > 0)[:, None]")
     for i, j in pairs:
-        body.append(f"a{i}{j} = tl.load(a{i}{j}_ptr + at + SHIFT, mask=moved, other={float(i == j)}).to(tl.float32)")
+        body.append(f"a{i}{j} = tl.load(a{i}{j}_ptr + at + SHIFT, mask=used, other=0.0).to(tl.float32)")
     body += [f"b{i} = tl.load(b{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for i in range(k)]
     inputs = [f"a{i}{j}_ptr" for i, j in pairs] + [f"b{i}_ptr" for i in range(k)]
     if has_start:

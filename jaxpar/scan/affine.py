@@ -151,7 +151,7 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
     def transpose_solve(_, cotangent):
         start, drive = cotangent
         back = spec._replace(reverse=not reverse)
-        g = _scan(ring, ring.transpose(_shifted(a, None, back)), drive, None, back)
+        g = _scan(ring, ring.transpose(a), drive, None, back, adjoint=True)
         if start is None:
             return None, g
         first = -1 if reverse else 0
@@ -164,15 +164,19 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
     return lax.custom_linear_solve(matvec, (h0, b), solve, transpose_solve)[1]
 
 
-def _scan(ring: Ring, a, b, h0, spec: _Spec):
-    """Computes the recurrence, of which a piece if time is split over devices."""
+def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):
+    """Computes the recurrence, of which a piece if time is split over devices.
+
+    The `adjoint` one takes at each step the transition of the step before it, in the order of the scan.
+    """
     how = {"axis": spec.axis, "reverse": spec.reverse}
     if spec.axis_name is not None:
+        a, adjoint = (_shifted(a, None, spec), False) if adjoint else (a, False)
         piece = _xla.summary(ring, a, b, carry=spec.carry, **how)
         start = jax.tree.map(jnp.zeros_like, piece[1]) if h0 is None else cast(h0, spec.carry)
         push = lambda h, piece: jax.tree.map(jnp.add, ring.apply(piece[0], h), piece[1])  # noqa: E731
         h0 = sharded.incoming(push, piece, start, spec.axis_name, spec.reverse)
-    plain = {name: functools.partial(run, ring, carry=spec.carry, **how) for name, run in _PLAIN.items()}
+    plain = {name: functools.partial(_plain, run, ring, spec, adjoint) for name, run in _PLAIN.items()}
     if spec.impl in plain:
         return plain[spec.impl](a, b, h0)
     runs = {}
@@ -180,11 +184,23 @@ def _scan(ring: Ring, a, b, h0, spec: _Spec):
         kernel = kernel_for(platform, ring, a, b, h0, axis=spec.axis)
         impl = rules.choose(platform, num_steps=num_steps(b, spec.axis), kernel=kernel is not None)
         if kernel is not None and "kernel" in (impl, spec.impl):
-            runs[platform] = functools.partial(kernel, **how)
+            runs[platform] = functools.partial(_kernel, kernel, platform, spec, adjoint)
         else:
             runs[platform] = plain[impl]
     other = runs.pop("other")
     return lax.platform_dependent(a, b, h0, default=other, **{k: run for k, run in runs.items() if run is not other})
+
+
+def _kernel(run, platform, spec: _Spec, adjoint: bool, a, b, h0):
+    if platform == "cuda":  # reads each step's transition where it lies
+        return run(a, b, h0, axis=spec.axis, reverse=spec.reverse, adjoint=adjoint)
+    a = _shifted(a, None, spec) if adjoint else a
+    return run(a, b, h0, axis=spec.axis, reverse=spec.reverse)
+
+
+def _plain(run, ring, spec: _Spec, adjoint: bool, a, b, h0):
+    a = _shifted(a, None, spec) if adjoint else a
+    return run(ring, a, b, h0, axis=spec.axis, reverse=spec.reverse, carry=spec.carry)
 
 
 def _shifted(x, start, spec: _Spec):

@@ -6,6 +6,7 @@
 """
 
 from jaxpar.solve.fixed_point import Jacobi, Picard
+from jaxpar.solve.fused import Fused
 from jaxpar.solve.newton import Newton, Quasi
 from jaxpar.solve.parallel import Stats, parallel_scan
 from jaxpar.solve.sequential import ParallelBackward, Sequential
@@ -14,6 +15,7 @@ from jaxpar.solve.structure import Block, Dense, check_structure
 __all__ = [
     "Block",
     "Dense",
+    "Fused",
     "Jacobi",
     "Newton",
     "ParallelBackward",

@@ -125,9 +125,7 @@ def _kept_axes(eqn: Any, side: int) -> Callable[[int], int | Lost]:
 def _product(eqn: Any, side: int) -> Callable[[int], int | Lost]:
     contract, batch = eqn.params["dimension_numbers"]
     shapes = [var.aval.shape for var in eqn.invars]
-    free = [
-        [p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]] for s in range(2)
-    ]
+    free = [[p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]] for s in range(2)]
     first = len(batch[0]) + (len(free[0]) if side else 0)
     place = {p: number for number, p in enumerate(batch[side])}
     place |= {p: first + number for number, p in enumerate(free[side])}

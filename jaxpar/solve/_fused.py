@@ -159,7 +159,7 @@ def walk_text(cell: LaneCell) -> str:
 IMPORT = "from triton.language.extra.cuda import libdevice\n\n"
 
 
-def walk(cell: LaneCell, start: list, xs: list, constants: list, *, steps: int, reverse: bool = False) -> tuple:
+def walk(cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = False) -> tuple:
     """Runs the cell over time, one thread a lane; returns k arrays of states [T, *lanes] of the carry's dtypes."""
     import jax_triton
 
@@ -191,7 +191,7 @@ def newton_source(cell: LaneCell) -> Source:
         for name, places in (("old", range(k)), ("first", range(k)), ("x", xs), ("c", cs))
         for i in places
     ]
-    outputs = [f"new{i}_ptr" for i in range(k)] + ["residual_ptr", "update_ptr"]
+    outputs = [f"{name}{i}_ptr" for name in ("new", "update", "size") for i in range(k)]
     body = ["begins = (step == 0)[:, None]", "row = time[:, None].to(tl.int64)"]
     for i in range(k):
         body.append(f"start{i} = tl.load(first{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)[None, :]")
@@ -208,44 +208,34 @@ def newton_source(cell: LaneCell) -> Source:
     results = [f"f{i}" for i in range(k)] + [f"j{i}{j}" for i in range(k) for j in range(k)]
     body.append(f"{', '.join(results)} = cell_and_jacobian({', '.join(cell.arguments)})")
     for i in range(k):
-        body += [f"a{i}{j} = tl.where(mask, j{i}{j}, {float(i == j)})" for j in range(k)]
-        body.append(f"b{i} = tl.where(mask, f{i} - old{i}, 0.0)")
-    finish = ["residual = tl.abs(b0) / (1.0 + tl.abs(old0))", "update = tl.abs(h0) / (1.0 + tl.abs(old0))"]
+        body += [f"a{i}{j} = j{i}{j}" for j in range(k)]
+        body.append(f"b{i} = f{i} - old{i}")
+    finish = []
     for i in range(k):
-        finish.append(f"tl.store(new{i}_ptr + at, old{i} + h{i}, mask=mask)")
-        if i:
-            for name, value in (("residual", f"b{i}"), ("update", f"h{i}")):
-                more = f"tl.abs({value}) / (1.0 + tl.abs(old{i}))"
-                finish.append(f"{name} = tl.maximum({name}, {more}, propagate_nan=tl.PropagateNan.ALL)")
-    for name in ("residual", "update"):
-        # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
-        finish.append(f"{name}_bits = tl.where(mask, {name}, 0.0).to(tl.int32, bitcast=True)")
-        finish.append(f"tl.atomic_max({name}_ptr + lane, tl.max({name}_bits, 0), mask=live)")
+        finish.append(f"new{i} = old{i} + h{i}")
+        finish.append(f"tl.store(new{i}_ptr + at, new{i}, mask=mask)")
+        for name, value in (("update", f"h{i}"), ("size", f"new{i}")):
+            # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
+            finish.append(f"bits = tl.where(mask, tl.abs({value}), 0.0).to(tl.int32, bitcast=True)")
+            finish.append(f"tl.atomic_max({name}{i}_ptr + lane, tl.max(bits, 0), mask=live)")
     return Source(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=IMPORT + cell.linear)
 
 
-def newton_step(cell: LaneCell, states: list, start: list, xs: list, constants: list, *, reverse: bool = False):
+def newton_step(cell: LaneCell, states, start, xs, constants, *, reverse: bool = False) -> tuple[tuple, tuple, tuple]:
     """One Newton step for all lanes and all of time: states + (I - J S)^-1 (f(S states, xs) - states).
 
     Returns:
-      The new states, k arrays [T, *lanes], and the largest residual and update of each lane relative to 1 + |state|,
-      float32 [*lanes]; NaN where one is met.
+      The new states, k arrays [T, *lanes]; the largest |update| of each lane over time, k arrays float32 [*lanes], NaN
+      where one is met; and the largest |new state|, likewise.
     """
-    lanes = math.prod(cell.lanes)
+    k, lanes = cell.k, math.prod(cell.lanes)
     shape = (states[0].shape[0], lanes)
-    flat = [jnp.reshape(state, shape) for state in states]
     out = [jax.ShapeDtypeStruct(shape, state.dtype) for state in states]
-    worst = [jax.ShapeDtypeStruct((lanes,), jnp.int32)] * 2
-    results = launch(
-        newton_source(cell),
-        [*flat, *start, *xs, *constants],
-        [*out, *worst],
-        shape,
-        0,
-        reverse=reverse,
-        zeroed=tuple(range(len(out), len(out) + 2)),
-    )
-    residual, update = (
-        jnp.reshape(jax.lax.bitcast_convert_type(bits, jnp.float32), cell.lanes) for bits in results[len(out) :]
-    )
-    return [jnp.reshape(x, state.shape) for x, state in zip(results, states, strict=False)], residual, update
+    worst = [jax.ShapeDtypeStruct((lanes,), jnp.int32)] * (2 * k)
+    flat = [jnp.reshape(state, shape) for state in states]
+    buffers = [*flat, *start, *xs, *constants]
+    zeroed = tuple(range(k, 3 * k))
+    results = launch(newton_source(cell), buffers, [*out, *worst], shape, 0, reverse=reverse, zeroed=zeroed)
+    new = tuple(jnp.reshape(x, state.shape) for x, state in zip(results, states, strict=False))
+    largest = [jax.lax.bitcast_convert_type(bits, jnp.float32).reshape(cell.lanes) for bits in results[k:]]
+    return new, tuple(largest[:k]), tuple(largest[k:])

@@ -1,11 +1,13 @@
 """Newton's method, and quasi-Newton with the diagonal of the Jacobian."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.solve.fused import newton_states, takes
 from jaxpar.solve.problem import Outcome, Problem, varying_as
 from jaxpar.solve.structure import Block, Dense, Jacobian, Leaves, Structure, elementwise
 from jaxpar.solve.windows import by_windows
@@ -52,8 +54,13 @@ class Newton:
         return structure
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Solves window by window."""
-        return by_windows(self, problem, guess, on_fail)
+        """Solves window by window; on CUDA, elementwise cells over their whole length by one kernel an iteration."""
+        plain = functools.partial(by_windows, self, problem, guess, on_fail)
+        is_as_declared = self.jac == "auto" or problem.structure.proved
+        if self.window or self.damping or self.clip or guess is not None or not is_as_declared or not takes(problem):
+            return plain()
+        kernels = functools.partial(newton_states, problem, self.tol, self.max_iters, on_fail)
+        return jax.lax.platform_dependent(default=plain, cuda=kernels)
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns L(A)^-1 residual."""
@@ -115,7 +122,9 @@ class Quasi:
         else:
             diagonal = _hutchinson(problem, before, self.samples, self.seed)
         structure = self.held(problem.structure)
-        rows = ((leaf.reshape(len(leaf), *group.batch),) for leaf, group in zip(diagonal, structure.groups, strict=True))
+        rows = (
+            (leaf.reshape(len(leaf), *group.batch),) for leaf, group in zip(diagonal, structure.groups, strict=True)
+        )
         jacobian = _tamed(tuple((row,) for row in rows), self.damping, self.clip)
         return problem.solve(jacobian, residual, structure=structure)
 

@@ -165,9 +165,7 @@ def _length(xs: PyTree, length: int | None) -> int:
 def _guess_leaves(guess: PyTree, traced: Traced, length: int) -> Leaves:
     """Returns the leaves of a guess, checked."""
     if jax.tree.structure(guess) != traced.state_tree:
-        raise UsageError(
-            f"guess must have the carry's structure {traced.state_tree}, not {jax.tree.structure(guess)}."
-        )
+        raise UsageError(f"guess must have the carry's structure {traced.state_tree}, not {jax.tree.structure(guess)}.")
     leaves = tuple(map(jnp.asarray, jax.tree.leaves(guess)))
     for name, leaf, state in zip(leaf_names(guess), leaves, traced.init, strict=True):
         if leaf.shape != (length, *state.shape):

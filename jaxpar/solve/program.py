@@ -119,9 +119,7 @@ def _program(f, state: Leaves, inputs: Leaves, state_tree, inputs_tree):
 
     def spec(leaf, shape):
         kind = jax.typeof(leaf)
-        return jax.ShapeDtypeStruct(
-            shape, kind.dtype, weak_type=kind.weak_type, manual_axis_type=kind.manual_axis_type
-        )
+        return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type, manual_axis_type=kind.manual_axis_type)
 
     step = [spec(leaf, leaf.shape) for leaf in state], [spec(leaf, leaf.shape[1:]) for leaf in inputs]
     return jax.make_jaxpr(flat)(*step), trees[-1]

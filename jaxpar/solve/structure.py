@@ -199,9 +199,7 @@ class Structure:
 
     def dense(self, jacobian: Jacobian) -> tuple[Array, ...]:
         """Returns A of each group as an array [T, *batch, n, n]."""
-        return tuple(
-            jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a for a in jacobian
-        )
+        return tuple(jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a for a in jacobian)
 
 
 def _rows(columns: Sequence[Leaves]) -> tuple[Leaves, ...]:
