@@ -117,6 +117,12 @@ class Table:
         self.out.write_text(json.dumps(self.rows, indent=1))
 
 
+def ratio_to_peer(row: dict) -> str:
+    """Returns how many times faster than the best peer of the case a row of ours is."""
+    is_known = row["row"].startswith("jaxpar") and row["best_peer_ms"] < 1e9
+    return f"{row['best_peer_ms'] / row['ms']:.2f}x" if is_known else ""
+
+
 class Bench:
     """Asks the workers of several sides under one budget."""
 

@@ -195,7 +195,7 @@ COLUMNS = {
     "pass": lambda r: r["direction"],
     "ms": lambda r: f"{r['ms']:.3f}",
     "of limit": lambda r: f"{100 * r['limit_ms'] / r['ms']:.1f} %",
-    "of best peer": lambda r: f"{r['best_peer_ms'] / r['ms']:.2f}x" if r["row"].startswith("jaxpar") else "",
+    "of best peer": harness.ratio_to_peer,
     "iterations": lambda r: f"{r['iterations']:g}",
     "residual": lambda r: f"{r['residual']:.1e}",
     "max error": lambda r: f"{r['error']:.1e}",

@@ -128,7 +128,7 @@ def solver(row: str, kind: str):
     from jaxpar import scan
 
     if row == "jaxpar lanes":
-        return lambda a, b: jnp.stack(scan.affine_lanes(a, b, axis=1), 0)
+        return lambda a, b: scan.affine_lanes(a, b, axis=1)
     impl = row.removeprefix("jaxpar ")
     return lambda a, b: scan.affine_scan(a, b, kind=kind, axis=1, impl=impl)
 
@@ -256,7 +256,7 @@ COLUMNS = {
     "ms": lambda r: f"{r['ms']:.3f}",
     "TB/s": lambda r: f"{r['bytes'] / r['ms'] / 1e9:.2f}",
     "of copy": lambda r: f"{100 * r['bytes'] / r['ms'] * 1e3 / r['rate']:.0f} %",
-    "of best peer": lambda r: f"{r['best_peer_ms'] / r['ms']:.2f}x" if r["row"].startswith("jaxpar") else "",
+    "of best peer": harness.ratio_to_peer,
     "max error": lambda r: f"{r['error']:.1e}",
     "compile s": lambda r: f"{r['compile_s']:.1f}",
     "note": lambda r: r.get("note", ""),

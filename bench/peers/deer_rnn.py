@@ -10,23 +10,28 @@ import sys
 import types
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), sys.argv[1]]
+sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 MAX_ITERS = 200
-
-try:
-    import optimistix  # noqa: F401  (DEER's package imports it; seq1d needs none of it)
-except ImportError:
-    sys.modules["optimistix"] = types.ModuleType("optimistix")
 
 import harness  # noqa: E402
 import jax  # noqa: E402
 import problems  # noqa: E402
 import recurrence  # noqa: E402
-from deer.fseq1d import seq1d  # noqa: E402
+
+
+def load(path: str) -> None:
+    """Makes DEER's source importable."""
+    sys.path.insert(0, path)
+    try:
+        import optimistix  # noqa: F401
+    except ImportError:  # DEER's package imports it for its other solvers; seq1d needs none of it
+        sys.modules["optimistix"] = types.ModuleType("optimistix")
 
 
 def solver(request: dict, _: dict):
     """Returns solve(w, xs) -> (ys, what DEER says of itself)."""
+    from deer.fseq1d import seq1d
+
     cell, method = request["cell"], seq1d.DEER(max_iter=MAX_ITERS)
 
     def func(h, x, w):
@@ -52,4 +57,5 @@ class DeerWorker(recurrence.JaxWorker):
 
 
 if __name__ == "__main__":
+    load(sys.argv[1])
     harness.serve(DeerWorker(solver))
