@@ -4,6 +4,7 @@ Everything is drawn with numpy, so that each framework gets the same numbers. A 
 [..., n] of any float type; `drive` computes its pre-activations x from the inputs of all steps at once.
 """
 
+import functools
 import math
 
 import jax
@@ -16,7 +17,10 @@ TRAINED = "uniform"  # U(-0.9, 0.9): recurrent weights of a trained diagonal cel
 
 
 def dot(h, u):
-    """h @ u at u's precision, summed in at least float32: TF32 would be an error of the problem, not of the solver."""
+    """Returns h @ u at u's precision, summed in at least float32.
+
+    TF32 would be an error of the problem, not of the solver.
+    """
     wide = jnp.promote_types(u.dtype, jnp.float32)
     return jnp.matmul(h.astype(u.dtype), u, precision="highest", preferred_element_type=wide)
 
@@ -38,7 +42,7 @@ def para_lstm(w, state, x):
 
 
 def gru(w, h, x):
-    """cuDNN's GRU without biases; x [..., 3n] holds reset, update, candidate."""
+    """The GRU of cuDNN without biases; x [..., 3n] holds reset, update, candidate."""
     r, z, n = jnp.split(dot(h, w["u"]), 3, -1)
     a, b, c = jnp.split(x, 3, -1)
     z = sigmoid(b + z)
@@ -46,7 +50,7 @@ def gru(w, h, x):
 
 
 def lstm(w, state, x):
-    """cuDNN's LSTM without biases; state = (c, h), x [..., 4n] holds input, forget, candidate, output."""
+    """The LSTM of cuDNN without biases; state = (c, h), x [..., 4n] holds input, forget, candidate, output."""
     c, h = state
     i, f, g, o = jnp.split(x + dot(h, w["u"]), 4, -1)
     c = sigmoid(f) * c + sigmoid(i) * jnp.tanh(g)
@@ -123,6 +127,18 @@ def sequential(cell: str, w, xs, unroll: int = 1):
     return lax.scan(step_of(cell, w, leaf.dtype), start, drive(cell, w, xs), unroll=unroll)[1]
 
 
+@functools.cache
+def _solved(cell: str):
+    """Compiles ys and gradients of a cell, once for every shape."""
+
+    @jax.jit
+    def solve(w, xs, g):
+        ys, pull = jax.vjp(lambda w, xs: sequential(cell, w, xs), w, xs)
+        return (ys, *pull(g))
+
+    return solve
+
+
 def reference(cell: str, w, xs, g, on_accelerator: bool = False):
     """Returns ys and the gradients of sum(ys g) by (w, xs), all in float64: `lax.scan` and its reverse mode.
 
@@ -131,8 +147,7 @@ def reference(cell: str, w, xs, g, on_accelerator: bool = False):
     device = jax.devices()[0] if on_accelerator else jax.devices("cpu")[0]
     with jax.enable_x64(True), jax.default_device(device):
         w, xs, g = jax.tree.map(lambda x: jax.device_put(np.asarray(x, np.float64), device), (w, xs, g))
-        ys, pull = jax.vjp(jax.jit(lambda w, xs: sequential(cell, w, xs)), w, xs)
-        return jax.tree.map(np.asarray, (ys, *pull(g)))
+        return jax.tree.map(np.asarray, _solved(cell)(w, xs, g))
 
 
 def part(cell: str, w, xs, g):

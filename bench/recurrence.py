@@ -212,7 +212,8 @@ def said(row: dict) -> str:
 
 def dispatch(rows: list[dict]) -> None:
     """Prints, for every case and pass, what `Auto` took beside the best of our methods."""
-    print("\n### What Auto picks\n\n| case | pass | picked | ms | best | ms | picked / best |\n|---|---|---|---|---|---|---|")
+    print("\n### What Auto picks\n\n| case | pass | picked | ms | best | ms | picked / best |")
+    print("|---|---|---|---|---|---|---|")
     for key in dict.fromkeys((r["case"], r["direction"]) for r in rows):
         ours = {
             r["row"].removeprefix("jaxpar "): r
@@ -241,7 +242,9 @@ def measure(args: argparse.Namespace) -> None:
             sides["deer"] = ([str(HERE / "peers" / "deer_rnn.py"), str(args.deer.resolve())], quiet)
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table(COLUMNS, args.out)
     rate = bench.ask("jax", {"row": "copy", "tiny": args.tiny, "spend_s": args.spend_s})
-    print(rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s, an empty call {empty_ms:.4f} ms".format(**rate))
+    print(
+        rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s, an empty call {empty_ms:.4f} ms".format(**rate)
+    )
     for name in harness.chosen(args.cases, CASES):
         if name in LONG and not args.cases:
             continue

@@ -160,7 +160,11 @@ class JaxWorker:
         args = [jnp.moveaxis(x, 1, axis) for x in (case.a, case.b, case.g)]
         if row == "jaxpar lanes":
             a, b, g = args
-            args = [tuple((a[..., i, 0], a[..., i, 1]) for i in range(2)), (b[..., 0], b[..., 1]), (g[..., 0], g[..., 1])]
+            args = [
+                tuple((a[..., i, 0], a[..., i, 1]) for i in range(2)),
+                (b[..., 0], b[..., 1]),
+                (g[..., 0], g[..., 1]),
+            ]
 
         def both(a, b, g):
             return jax.vjp(solve, a, b)[1](g)

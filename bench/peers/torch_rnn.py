@@ -185,7 +185,7 @@ def cell_case(cell: str, length: int, batch: int, n: int, scale: str):
 
 @functools.lru_cache(1)
 def expected_of(cell: str, length: int, batch: int, n: int, scale: str):
-    """ys and gradients by the inputs of a part of the case, in float64: what `problems.part` picks."""
+    """Returns ys and gradients by the inputs of a part of the case, in float64: what `problems.part` picks."""
     w, xs, g = problems.part(cell, *cell_case(cell, length, batch, n, scale))
     ys, _, dxs = problems.reference(cell, w, xs, g)
     return ys, dxs
