@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -86,7 +87,10 @@ def serve(answer: Callable[[dict], dict]) -> None:
         try:
             reply = answer(json.loads(line))
         except Exception as error:  # any row may fail, and is a row then
-            reply = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            traceback.print_exc()
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = " ".join(str(error).split())[:300] or f"in {where.name} of {pathlib.Path(where.filename).name}"
+            reply = {"failed": f"{type(error).__name__}: {said}"}
         print(json.dumps(reply), file=channel, flush=True)
 
 
