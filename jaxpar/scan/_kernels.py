@@ -1,7 +1,7 @@
 """The kernels of the platforms: whether one takes given arrays, and how it is batched.
 
-A kernel is `affine(a, b, h0, *, axis, reverse) -> h` over lanes, as in `affine_lanes`; CUDA's also takes `adjoint`. `_triton` (CUDA) is there with
-jax_triton, `_pallas` (TPU) where libtpu is.
+A kernel is `affine(a, b, h0, *, axis, reverse) -> h` over lanes, as in `affine_lanes`; CUDA's also takes `adjoint`.
+`_triton` (CUDA) is there with jax_triton, `_pallas` (TPU) where libtpu is.
 """
 
 import importlib

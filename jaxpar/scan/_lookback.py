@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import linecache
 
-__all__ = ["Source", "arrays", "compiled", "kernel_text"]
+__all__ = ["Source", "arrays", "compiled", "indented", "kernel_text"]
 
 
 CONSTANTS = (
@@ -188,10 +188,10 @@ UNKNOWN = tl.full([SPAN, W], 8589934592, tl.uint64)
 end = (tl.arange(0, L) == L - 1)[:, None]
 {totals}
 if chunk == 0:
-{_indent(starts)}
+{indented(starts)}
 else:
-{_indent(_publish([f"total{name}" for name in parts], 0, 1))}
-{_indent(_look_back(k, parts))}
+{indented(_publish([f"total{name}" for name in parts], 0, 1))}
+{indented(_look_back(k, parts))}
 {last}
 {_publish([f"after{name}" for name in vector], len(parts), 2)}
 {states}
@@ -200,10 +200,11 @@ else:
     constants = ", ".join(f"{name}: tl.constexpr" for name in CONSTANTS)
     compositions = _composition(k, "compose", False) + "\n\n" + _composition(k, "compose_cut", True)
     head = f"@triton.jit\ndef lookback({pointers}, words_ptr, ticket_ptr, {constants}):\n"
-    return "\n\n".join(part for part in (source.functions, compositions, head + _indent(body.strip())) if part) + "\n"
+    return "\n\n".join(part for part in (source.functions, compositions, head + indented(body.strip())) if part) + "\n"
 
 
-def _indent(text: str) -> str:
+def indented(text: str) -> str:
+    """Returns the lines one level further in."""
     return "\n".join("    " + line if line else line for line in text.split("\n"))
 
 

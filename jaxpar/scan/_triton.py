@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.scan._lookback import Source, arrays, compiled, kernel_text
+from jaxpar.scan._walk import Walk, walk
 
 __all__ = ["LARGEST_BLOCK", "Tile", "affine", "available", "launch", "tile_for"]
 
 LARGEST_BLOCK = 2
 """Blocks of more components do not fit a tile's registers."""
+
+WALKED_LANES = 12_000
+"""With so many lanes a warp for every 32 of them fills an H100, and nothing needs to run over time in parallel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +65,26 @@ def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False,
       k arrays like b; the carry between steps is float32.
     """
     k, like = len(b), b[0]
+    lanes = like.size // like.shape[axis]
+    if tile is None and lanes >= WALKED_LANES and math.prod(like.shape[axis + 1 :]) > 1:
+        return _walked(a, b, start, axis=axis, reverse=reverse, adjoint=adjoint)
     source = arrays(k, start is not None)
     buffers = [x for row in a for x in row] + list(b) + list(start or ())
     out = [jax.ShapeDtypeStruct(like.shape, like.dtype)] * k
     return launch(source, buffers, out, like.shape, axis, reverse=reverse, adjoint=adjoint, tile=tile)
+
+
+def _walked(a, b, start, *, axis: int, reverse: bool, adjoint: bool, ahead: int | None = None) -> tuple:
+    k, like = len(b), b[0]
+    names = [f"g{i}" for i in range(k)] + [f"x{i}" for i in range(k * k + k)]
+    rows = [" + ".join(f"x{i * k + j} * g{j}" for j in range(k)) + f" + x{k * k + i}" for i in range(k)]
+    cell = f"@triton.jit\ndef cell({', '.join(names)}):\n    return {', '.join(rows)}\n"
+    first = tuple(range(k * k))
+    columns = (like.size // like.shape[axis],) * (k * k + k)
+    work = Walk(k, columns, (), cell, first if adjoint else (), () if start else first, ahead or (32 if k == 1 else 8))
+    zeros = [jnp.zeros(like.shape[:axis] + like.shape[axis + 1 :], like.dtype)] * k
+    inputs = [x for row in a for x in row] + list(b)
+    return walk(work, start or zeros, inputs, [], like.shape, axis, reverse=reverse)
 
 
 def launch(

@@ -12,14 +12,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpar.scan._lookback import Source, compiled
+from jaxpar.scan import _walk as scan_walk
+from jaxpar.scan._lookback import Source
 from jaxpar.scan._triton import LARGEST_BLOCK, launch
-from jaxpar.solve._emit import NotElementwise, statements, trimmed
+from jaxpar.scan._walk import Walk
+from jaxpar.solve._emit import FUNCTIONS, NotElementwise, statements, trimmed
 
 __all__ = ["LaneCell", "lane_cell", "newton_step", "walk"]
-
-AHEAD = 4
-"""Steps whose inputs are in flight while the walk computes as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,80 +105,13 @@ def _function(name: str, function, arguments, cell: LaneCell) -> str:
     # A result that is one number everywhere must be a tile like the others.
     results = [result if result.isidentifier() else f"g0 * 0.0 + {result}" for result in results]
     body = "".join(f"    {line}\n" for line in [*lines, f"return {', '.join(results)}"])
-    return f"@triton.jit\ndef {name}({', '.join(cell.arguments)}):\n{body}"
-
-
-def walk_text(cell: LaneCell) -> str:
-    """Returns the Triton source of `walk`: a warp a block of lanes, AHEAD steps of inputs in flight."""
-    xs, cs, ks = range(len(cell.x_columns)), range(len(cell.c_columns)), range(cell.k)
-    pointers = [f"{name}{i}_ptr" for name, places in (("start", ks), ("x", xs), ("c", cs), ("h", ks)) for i in places]
-    lines = ["lane = tl.program_id(0) * W + tl.arange(0, W)", "live = lane < LANES"]
-    lines += [f"g{i} = tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" for i in ks]
-    for i, columns in enumerate(cell.c_columns):
-        lines.append(f"c{i} = tl.load(c{i}_ptr + lane % {columns}).to(tl.float32)")
-
-    def load(into, u, first, place):
-        # The address of a step that does not exist is that of the last: no mask, and nothing is read out of bounds.
-        rows = [
-            f"{place} = tl.minimum({first} + {u}, T - 1)",
-            f"{place} = ((T - 1 - {place}) if REVERSE else {place}).to(tl.int64)",
-        ]
-        for i, columns in enumerate(cell.x_columns):
-            address = f"x{i}_ptr + {place} * {columns} + lane % {columns}"
-            rows.append(f"{into}{i}_{u} = tl.load({address}, mask=live, other=0.0).to(tl.float32)")
-        return rows
-
-    for u in range(AHEAD):
-        lines += load("x", u, "0", "place")
-    lines.append("for first in range(0, T, AHEAD):")
-    inner = []
-    for u in range(AHEAD):
-        inner += load("n", u, "first + AHEAD", "place")
-    for u in range(AHEAD):
-        arguments = [f"g{i}" for i in ks] + [f"x{i}_{u}" for i in xs] + [f"c{i}" for i in cs]
-        inner.append(f"{', '.join(f'g{i}' for i in ks)} = cell({', '.join(arguments)})")
-        inner.append(f"step = first + {u}")
-        inner.append("row = ((T - 1 - step) if REVERSE else step).to(tl.int64) * LANES")
-        inner += [f"tl.store(h{i}_ptr + row + lane, g{i}, mask=live & (step < T))" for i in ks]
-    inner += [f"x{i}_{u} = n{i}_{u}" for u in range(AHEAD) for i in xs]
-    lines += ["    " + line for line in inner]
-    head = ", ".join(
-        (
-            *pointers,
-            "T: tl.constexpr",
-            "LANES: tl.constexpr",
-            "W: tl.constexpr",
-            "REVERSE: tl.constexpr",
-            "AHEAD: tl.constexpr",
-        )
-    )
-    return f"{IMPORT}{cell.value}\n\n@triton.jit\ndef walk({head}):\n" + "".join(f"    {line}\n" for line in lines)
-
-
-IMPORT = "from triton.language.extra.cuda import libdevice\n\n"
+    return f"{FUNCTIONS}\n\n@triton.jit\ndef {name}({', '.join(cell.arguments)}):\n{body}"
 
 
 def walk(cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = False) -> tuple:
-    """Runs the cell over time, one thread a lane; returns k arrays of states [T, *lanes] of the carry's dtypes."""
-    import jax_triton
-
-    lanes = math.prod(cell.lanes)
-    return tuple(
-        jax_triton.triton_call(
-            *start,
-            *xs,
-            *constants,
-            kernel=compiled(walk_text(cell), "walk"),
-            out_shape=[jax.ShapeDtypeStruct((steps, *leaf.shape), leaf.dtype) for leaf in start],
-            grid=(-(-lanes // 32),),
-            num_warps=1,
-            T=steps,
-            LANES=lanes,
-            W=32,
-            REVERSE=reverse,
-            AHEAD=AHEAD,
-        )
-    )
+    """Runs the cell over time, one thread a lane; returns k arrays of states [T, *lanes] of the start's dtypes."""
+    work = Walk(cell.k, cell.x_columns, cell.c_columns, cell.value)
+    return scan_walk.walk(work, start, xs, constants, (steps, *cell.lanes), 0, reverse=reverse)
 
 
 @functools.cache
@@ -218,7 +150,7 @@ def newton_source(cell: LaneCell) -> Source:
             # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
             finish.append(f"bits = tl.where(mask, tl.abs({value}), 0.0).to(tl.int32, bitcast=True)")
             finish.append(f"tl.atomic_max({name}{i}_ptr + lane, tl.max(bits, 0), mask=live)")
-    return Source(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=IMPORT + cell.linear)
+    return Source(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear)
 
 
 def newton_step(cell: LaneCell, states, start, xs, constants, *, reverse: bool = False) -> tuple[tuple, tuple, tuple]:

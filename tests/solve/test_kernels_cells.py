@@ -53,6 +53,9 @@ def first(xs):
     return tuple(x[0] for x in xs)
 
 
+IMPORT = "from triton.language.extra.cuda import libdevice"
+
+
 class NumpyTriton:
     """What written statements call, upon NumPy; any attribute that is not here is NumPy's of that name."""
 
@@ -82,8 +85,12 @@ def test_statements_compute_the_cell_and_its_jacobian(name):
     step, k = CELLS[name]
     start, xs = draw(k)
     cell, constants = _fused.lane_cell(step, start, first(xs))
-    scope = {"tl": NumpyTriton(), "libdevice": np, "triton": types.SimpleNamespace(jit=lambda f: f)}
-    exec(cell.value + cell.linear, scope)
+    scope = {
+        "tl": NumpyTriton(),
+        "libdevice": types.SimpleNamespace(fast_dividef=np.divide),
+        "triton": types.SimpleNamespace(jit=lambda f: f),
+    }
+    exec(f"{cell.value}\n{cell.linear}".replace(IMPORT, ""), scope)
     args = [np.asarray(x).view(Tile) for x in (*start, *first(xs), *constants)]
     want = step(start, first(xs))
     got = scope["cell"](*args)
@@ -93,6 +100,25 @@ def test_statements_compute_the_cell_and_its_jacobian(name):
     full = jax.jacobian(lambda *h: step(h, first(xs)), argnums=tuple(range(k)))(*start)
     columns = [[np.einsum("abab->ab", np.asarray(full[i][j])) for j in range(k)] for i in range(k)]
     np.testing.assert_allclose(both[k:], [x for row in columns for x in row], rtol=1e-4, atol=1e-5)
+
+
+def test_the_fast_functions_are_as_exact_as_float32_allows():
+    step = lambda h, x: (jnp.tanh(h[0]), jax.nn.sigmoid(h[1]))  # noqa: E731
+    x = np.concatenate([np.geomspace(1e-6, 200, 4000), [0.0, 0.6, np.inf]])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    cell, _ = _fused.lane_cell(step, (x, x), ())
+    scope = {
+        "tl": NumpyTriton(),
+        "libdevice": types.SimpleNamespace(fast_dividef=np.divide),
+        "triton": types.SimpleNamespace(jit=lambda f: f),
+    }
+    exec(cell.value.replace(IMPORT, ""), scope)
+    with np.errstate(all="ignore"):
+        tanh, logistic = scope["cell"](x, x)
+        wide = x.astype(float)
+        np.testing.assert_allclose(tanh, np.tanh(wide), rtol=4e-7)
+        np.testing.assert_allclose(logistic, 1 / (1 + np.exp(-wide)), rtol=1e-5)  # exp of a rounded large argument
+    assert np.isnan(scope["cell"](np.float32(np.nan), np.float32(np.nan))).all()
 
 
 REFUSED = {
@@ -153,11 +179,12 @@ def test_newton_steps_reach_the_scan_and_say_how_far_they_were(kernels, name, re
     states = [jnp.zeros_like(x) for x in want]
     for _ in range(6):
         before = states
-        states, residual, update = _fused.newton_step(cell, states, start, xs, constants, reverse=reverse)
+        states, updates, sizes = _fused.newton_step(cell, states, start, xs, constants, reverse=reverse)
     np.testing.assert_allclose(states, want, rtol=1e-5, atol=2e-6)
-    assert residual.shape == update.shape == (2, 5) and float(update.max()) < 1e-6
-    moved = [jnp.abs(a - b) / (1 + jnp.abs(b)) for a, b in zip(states, before, strict=True)]
-    np.testing.assert_allclose(update, jnp.stack(moved).max((0, 1)), atol=1e-6)
+    for old, new, update, size in zip(before, states, updates, sizes, strict=True):
+        assert update.shape == size.shape == (2, 5) and float(update.max()) < 1e-6
+        np.testing.assert_allclose(update, jnp.abs(new - old).max(0), atol=1e-6)
+        np.testing.assert_allclose(size, jnp.abs(new).max(0), rtol=1e-6)
 
 
 @triton_interpreter.NEEDED
@@ -165,8 +192,8 @@ def test_a_nan_shows_in_the_update(kernels):
     start, xs = draw(1)
     xs = (xs[0].at[9, 1, 2].set(jnp.nan), *xs[1:])
     cell, constants = _fused.lane_cell(gru, start, first(xs))
-    _, residual, update = _fused.newton_step(cell, [jnp.zeros((23, 2, 5))], start, xs, constants)
+    _, updates, sizes = _fused.newton_step(cell, [jnp.zeros((23, 2, 5))], start, xs, constants)
     bad = np.zeros((2, 5), bool)
     bad[1, 2] = True
-    np.testing.assert_array_equal(np.isnan(update), bad)
-    np.testing.assert_array_equal(np.isnan(residual), bad)
+    np.testing.assert_array_equal(np.isnan(updates[0]), bad)
+    np.testing.assert_array_equal(np.isnan(sizes[0]), bad)
