@@ -9,15 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.scan._lookback import Source, arrays, compiled, kernel_text
-from jaxpar.scan._walk import Walk, walk
 
 __all__ = ["LARGEST_BLOCK", "Tile", "affine", "available", "launch", "tile_for"]
 
 LARGEST_BLOCK = 2
 """Blocks of more components do not fit a tile's registers."""
-
-WALKED_LANES = 12_000
-"""With so many lanes a warp for every 32 of them fills an H100, and nothing needs to run over time in parallel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +39,15 @@ def available() -> bool:
 
 
 def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:
-    """The fastest tile of those timed on one H100 (`bench/scan.py --tiles`)."""
-    width = min(32, max(1, 1 << (columns - 1).bit_length()))
-    return Tile(min(128 if k == 1 else 64, max(16, 1 << (steps - 1).bit_length())), width, 8, 4)
+    """The fastest tile of those timed on one H100, over 64 to 12,288 lanes.
+
+    With many lanes the tiles before a tile are mostly done, and looking back at two is enough; with few, longer tiles
+    make fewer of them. 24 to 48 tiles were tried at each shape; half of them cost more than 1.2 times the best.
+    """
+    width = min(32, 1 << max(0, columns - 1).bit_length())
+    length = 256 if lanes <= 128 else 128
+    length = min(length if k == 1 else 64, max(16, 1 << (steps - 1).bit_length()))
+    return Tile(length, width, 2 if lanes >= 8192 else 4, 4)
 
 
 def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False, tile: Tile | None = None):
@@ -65,26 +67,10 @@ def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False,
       k arrays like b; the carry between steps is float32.
     """
     k, like = len(b), b[0]
-    lanes = like.size // like.shape[axis]
-    if tile is None and lanes >= WALKED_LANES and math.prod(like.shape[axis + 1 :]) > 1:
-        return _walked(a, b, start, axis=axis, reverse=reverse, adjoint=adjoint)
     source = arrays(k, start is not None)
     buffers = [x for row in a for x in row] + list(b) + list(start or ())
     out = [jax.ShapeDtypeStruct(like.shape, like.dtype)] * k
     return launch(source, buffers, out, like.shape, axis, reverse=reverse, adjoint=adjoint, tile=tile)
-
-
-def _walked(a, b, start, *, axis: int, reverse: bool, adjoint: bool, ahead: int | None = None) -> tuple:
-    k, like = len(b), b[0]
-    names = [f"g{i}" for i in range(k)] + [f"x{i}" for i in range(k * k + k)]
-    rows = [" + ".join(f"x{i * k + j} * g{j}" for j in range(k)) + f" + x{k * k + i}" for i in range(k)]
-    cell = f"@triton.jit\ndef cell({', '.join(names)}):\n    return {', '.join(rows)}\n"
-    first = tuple(range(k * k))
-    columns = (like.size // like.shape[axis],) * (k * k + k)
-    work = Walk(k, columns, (), cell, first if adjoint else (), () if start else first, ahead or (32 if k == 1 else 8))
-    zeros = [jnp.zeros(like.shape[:axis] + like.shape[axis + 1 :], like.dtype)] * k
-    inputs = [x for row in a for x in row] + list(b)
-    return walk(work, start or zeros, inputs, [], like.shape, axis, reverse=reverse)
 
 
 def launch(

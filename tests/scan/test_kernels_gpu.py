@@ -60,23 +60,10 @@ def test_the_adjoint_form_takes_coefficients_of_the_step_before(k, reverse):
     np.testing.assert_allclose(got, loop(a, b, None, 1, reverse, True), rtol=1e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize("adjoint", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("k", [1, 2])
-def test_many_lanes_are_walked(k, reverse, adjoint, monkeypatch):
-    monkeypatch.setattr(_triton, "WALKED_LANES", 1)
-    a, b, start = draw(k, (2, 37, 5), 1)
-    start = None if adjoint else start
-    got = _triton.affine(a, b, start, axis=1, reverse=reverse, adjoint=adjoint)
-    np.testing.assert_allclose(got, loop(a, b, start, 1, reverse, adjoint), rtol=1e-5, atol=3e-6)
-
-
-@pytest.mark.parametrize("walked", [False, True])
-def test_without_a_start_the_first_transition_does_not_matter(walked, monkeypatch):
-    monkeypatch.setattr(_triton, "WALKED_LANES", 1 if walked else 10**9)
+def test_without_a_start_the_first_transition_does_not_matter():
     a, b, _ = draw(1, (20, 3), 0)
     bad = [[a[0][0].at[0].set(jnp.inf)]]
-    run = lambda a: _triton.affine(a, b, axis=0, reverse=False, tile=None if walked else SMALL)  # noqa: E731
+    run = lambda a: _triton.affine(a, b, axis=0, reverse=False, tile=SMALL)  # noqa: E731
     np.testing.assert_array_equal(run(bad), run(a))
 
 
