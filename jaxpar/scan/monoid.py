@@ -56,8 +56,8 @@ class LogSumExp(NamedTuple):
     @property
     def mean(self) -> Array:
         """Mean of the values with weights softmax(scores), zeros of none."""
-        some = self.denominator > 0
-        return self.numerator / jnp.where(some, self.denominator, 1)[..., None]
+        some = (self.denominator > 0)[..., None]
+        return jnp.where(some, self.numerator / jnp.where(some, self.denominator[..., None], 1), 0)
 
 
 def scan_monoid(
@@ -99,7 +99,7 @@ def attention_scan(
     """Returns causal softmax attention of one constant query: out[t] = sum_{s<=t} softmax(scores[:t+1])[s] values[s].
 
     Equal to masked dense attention at O(T) work and memory, and `attention_step` streams it. Its gradient is one
-    reverse affine scan. "Attention as an RNN" (arXiv:2405.13956), section 3.
+    reverse affine scan of each sum. "Attention as an RNN" (arXiv:2405.13956), section 3.
 
     Args:
       scores: Query times keys, `[..., T, ...]`; minus infinity hides a step.
