@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.scan import sharded
-from jaxpar.scan._rings import num_steps, put_first, take
+from jaxpar.scan._rings import num_steps, shifted, take
 from jaxpar.scan.affine import affine_scan
 from jaxpar.types import Array, PyTree, UsageError
 
@@ -162,12 +162,11 @@ def _nothing(element):
 def _scan_log_sum_exp(elements, *, axis, reverse, axis_name):
     """Scans the maxima; in their units the sums are affine recurrences whose transitions are constants up to 1."""
     units = scan_monoid(_MAX, lax.stop_gradient(elements.max), axis=axis, reverse=reverse, axis_name=axis_name)
-    before = (slice(None),) * axis + (slice(1, None) if reverse else slice(0, -1),)
     first = take(units, -1 if reverse else 0, axis)
     if axis_name is not None:
         whole = take(units, 0 if reverse else -1, axis)
         first = jnp.where(sharded.is_first(axis_name, reverse), first, sharded.from_earlier(whole, axis_name, reverse))
-    keep = _relative(put_first(units[before], first, axis, last=reverse), units)
+    keep = _relative(shifted(units, first, axis, reverse=reverse), units)
     weight = _relative(elements.max, units)
     run = functools.partial(affine_scan, axis=axis, reverse=reverse, axis_name=axis_name)
     drive = weight[..., None] * elements.numerator

@@ -171,11 +171,14 @@ def test_vmap_is_a_loop(impl, x64):
 
 def test_it_runs_eagerly_compiled_in_loops_and_is_traced_once(x64):
     a, b, h0 = draw((7, 2))
-    f = functools.partial(affine_scan, impl="auto")
+
+    def f(a, b, h0):
+        return affine_scan(a, b, h0)
+
     once = jax.jit(chex.assert_max_traces(f, n=1))
     for seed in range(10):
         args = draw((7, 2), seed=seed)
-        assert_close(once(*args), f(*args), EXACT)
+        assert_close(once(*args), affine_scan(*args), EXACT)
     states = lax.scan(lambda h, x: (affine_scan(a, b + x, h)[-1],) * 2, h0, jnp.arange(3.0))[1]
     for x in range(3):
         h0 = loop(a, b + x, h0)[-1]
@@ -205,6 +208,12 @@ def test_short_sequences(kind):
     np.testing.assert_array_equal(affine_scan(a, b, kind=kind, axis=1), b)
     empty = jax.grad(lambda b: affine_scan(a[:, :0], b, h0, kind=kind, axis=1).sum())(jnp.asarray(b[:, :0]))
     assert empty.shape == (2, 0, 1)
+    for impl in PLAIN:
+        assert affine_scan(a[:0].repeat(9, 1), b[:0].repeat(9, 1), h0[:0], kind=kind, axis=1, impl=impl).shape == (
+            0,
+            9,
+            1,
+        )
 
 
 ONES = np.ones((4, 2), np.float32)
