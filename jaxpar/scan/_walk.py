@@ -1,7 +1,7 @@
 """Source of the Triton kernel that walks: a thread a lane, the state in registers, inputs of later steps in flight.
 
-A warp owns 32 neighbouring lanes and goes through time alone, so that lanes are what fills the machine, and a step costs
-what its arithmetic waits for. Every array is read once and written once.
+A warp owns 32 neighbouring lanes and goes through time alone, so that lanes are what fills the machine, and a step
+costs what its arithmetic waits for. Every array is read once and written once.
 """
 
 import dataclasses
