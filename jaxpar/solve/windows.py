@@ -168,10 +168,8 @@ class _Solver:
                 made = again.outcome
                 total = made._replace(iterations=made.iterations + fit.iterations, windows=made.windows + 1)
                 return again._replace(outcome=total)
-            h = self._rest(problem, state.h, prefix)
-            is_known = chained and self._is_affordable(problem)
-            after = tuple(leaf[-1] for leaf in _errors(problem, h, error)) if is_known else error
-            return _State(h, after, outcome._replace(first_bad=prefix))
+            # What is walked is what the loop gives; the estimate starts again from what it was.
+            return _State(self._rest(problem, state.h, prefix), error, outcome._replace(first_bad=prefix))
 
         return _once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
 
