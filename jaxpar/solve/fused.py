@@ -17,8 +17,9 @@ from jaxpar.scan import _triton
 from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
 from jaxpar.solve.iterate import bounds, leading, scale, within
-from jaxpar.solve.problem import Outcome, Problem, varying_as
+from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Leaves
+from jaxpar.solve.varying import varying_as
 from jaxpar.solve.windows import walk
 from jaxpar.types import UsageError
 

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.solve.fused import newton_states, takes
-from jaxpar.solve.problem import Outcome, Problem, varying_as
+from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Block, Dense, Jacobian, Leaves, Structure, elementwise
+from jaxpar.solve.varying import varying_as
 from jaxpar.solve.windows import by_windows
 from jaxpar.types import Array, UsageError
 
-__all__ = ["Newton", "Quasi", "check_iterative", "diagonal_structure"]
+__all__ = ["Newton", "Quasi", "check_iterative", "diagonal_structure", "exact_diagonal"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +119,13 @@ class Quasi:
         """Returns L(diag A)^-1 residual."""
         before = problem.shift(h)
         if self.diagonal == "exact":
-            diagonal = _exact_diagonal(problem, before)
+            diagonal = exact_diagonal(problem, before)
         else:
             diagonal = _hutchinson(problem, before, self.samples, self.seed)
         structure = self.held(problem.structure)
-        rows = (
-            (leaf.reshape(len(leaf), *group.batch),) for leaf, group in zip(diagonal, structure.groups, strict=True)
-        )
-        jacobian = _tamed(tuple((row,) for row in rows), self.damping, self.clip)
+        pairs = zip(diagonal, structure.groups, strict=True)
+        jacobian = tuple(((leaf.reshape(len(leaf), *group.batch),),) for leaf, group in pairs)
+        jacobian = _tamed(jacobian, self.damping, self.clip)
         return problem.solve(jacobian, residual, structure=structure)
 
 
@@ -159,13 +159,14 @@ def _tamed(jacobian: Jacobian, damping: float, clip: float | None) -> Jacobian:
 
 
 def diagonal_structure(structure: Structure) -> Structure:
+    """Returns the structure of the diagonal of a Jacobian."""
     shapes: dict[int, tuple[int, ...]] = {}
     for group in structure.groups:
         shapes |= {leaf: (*group.batch, size) for leaf, size in zip(group.leaves, group.sizes, strict=True)}
     return elementwise([shapes[leaf] for leaf in range(len(shapes))])
 
 
-def _exact_diagonal(problem: Problem, before: Leaves) -> Leaves:
+def exact_diagonal(problem: Problem, before: Leaves) -> Leaves:
     """Returns diag A [T, ...]: column by column, each of which gives one entry of every group."""
     n = max(group.n for group in problem.structure.groups)
 

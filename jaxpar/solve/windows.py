@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.solve.iterate import bounds, iterate, leading, scale, within
-from jaxpar.solve.problem import IterativeMethod, Outcome, Problem, varying_as
+from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
 __all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "walk"]
@@ -167,10 +168,8 @@ class _Solver:
                 made = again.outcome
                 total = made._replace(iterations=made.iterations + fit.iterations, windows=made.windows + 1)
                 return again._replace(outcome=total)
-            h = self._rest(problem, state.h, prefix)
-            is_known = chained and self._is_affordable(problem)
-            after = tuple(leaf[-1] for leaf in _errors(problem, h, error)) if is_known else error
-            return _State(h, after, outcome._replace(first_bad=prefix))
+            # What is walked is what the loop gives; the estimate starts again from what it was.
+            return _State(self._rest(problem, state.h, prefix), error, outcome._replace(first_bad=prefix))
 
         return _once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
 
@@ -188,8 +187,11 @@ class _Solver:
 
 def _once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
     """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed."""
-    entry = varying_as((is_needed, state), like)
-    return jax.lax.while_loop(lambda pair: pair[0], lambda pair: (jnp.zeros_like(pair[0]), repair(pair[1])), entry)[1]
+
+    def turn(pair):
+        return varying_as((jnp.zeros_like(pair[0]), repair(pair[1])), like)
+
+    return jax.lax.while_loop(lambda pair: pair[0], turn, varying_as((is_needed, state), like))[1]
 
 
 def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
