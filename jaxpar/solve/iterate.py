@@ -4,6 +4,7 @@ Step t of any method here is exact once the steps before it are, so the steps th
 every iteration lengthens; only what follows it is ever changed or reset.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +107,7 @@ def scale(problem: Problem, h: Leaves) -> Array:
     """
     sizes = (jnp.where(jnp.isfinite(leaf), jnp.abs(leaf), 0) for leaf in h)
     steps = jnp.stack([size.reshape(len(size), -1).max(1).astype(_wide(size)) for size in sizes])
-    largest = jax.lax.cummax(steps, 1)
+    largest = _running_max(steps)
     starts = jnp.stack([jnp.max(jnp.abs(leaf), initial=0).astype(steps.dtype) for leaf in problem.start])
     if problem.axis_name is not None:
         ends = jax.lax.all_gather(largest[:, -1], problem.axis_name)
@@ -114,6 +115,17 @@ def scale(problem: Problem, h: Leaves) -> Array:
         is_before = jnp.arange(problem.parts) < problem.rank
         starts = jnp.maximum(starts, jnp.where(is_before[:, None], ends, 0).max(0))
     return jnp.maximum(largest, starts[:, None])
+
+
+def _running_max(x: Array) -> Array:
+    """Returns the largest of x [leaves, T] up to each step, in two levels: a tree of log2(T) is as many GPU kernels."""
+    leaves, length = x.shape
+    size = max(1, math.isqrt(length))
+    count = -(-length // size)
+    rows = jnp.pad(x, ((0, 0), (0, count * size - length)), mode="edge").reshape(leaves, count, size)
+    inside = jnp.where(jnp.tri(size, dtype=bool)[None, None], rows[:, :, None, :], -jnp.inf).max(-1)
+    before = jnp.where(jnp.tri(count, k=-1, dtype=bool)[None], inside[:, None, :, -1], -jnp.inf).max(-1)
+    return jnp.maximum(inside, before[:, :, None]).reshape(leaves, -1)[:, :length]
 
 
 def bounds(scales: Array, h: Leaves, tol: float | None = None, power: float = 0.8) -> Array:
@@ -149,7 +161,8 @@ def _column(steps: Array, leaf: Array) -> Array:
 def _reset(h: Leaves, guess: Leaves) -> Leaves:
     """Returns h with `guess` from the first step on that is not finite."""
     is_finite = jnp.stack([jnp.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in h]).all(0)
-    is_kept = jnp.cumprod(is_finite.astype(jnp.int32)) == 1
+    first_bad = jnp.where(is_finite.all(), len(is_finite), jnp.argmin(is_finite))
+    is_kept = jnp.arange(len(is_finite)) < first_bad
     return tuple(jnp.where(_column(is_kept, a), a, b) for a, b in zip(h, guess, strict=True))
 
 
