@@ -46,8 +46,7 @@ def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, 
     else:
         sizes = (window, SHORT) if window > 2 * SHORT else (window,)
     calm = tuple(jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in problem.start)
-    first = _first_iterate(problem, guess)
-    h, _, outcome = _Solver(method, on_fail).windows(problem, sizes, first, jnp.int32(length), calm)
+    h, _, outcome = _Solver(method, on_fail).windows(problem, sizes, guess, jnp.int32(length), calm)
     where = jnp.where(outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length)
     first_bad = where + outcome.first_bad
     if problem.axis_name is not None:
@@ -120,7 +119,7 @@ class _Solver:
         self,
         problem: Problem,
         sizes: tuple[int, ...],
-        guess: Leaves,
+        guess: Leaves | None,
         valid: Array,
         error: Leaves,
         chained: bool = False,
@@ -130,7 +129,7 @@ class _Solver:
         Args:
           problem: The recurrence.
           sizes: Of windows, at each level.
-          guess: States [T, ...].
+          guess: States [T, ...], or None.
           valid: Steps that count; those behind them are padding.
           error: Of the state before the first step, as `_errors` estimates it.
           chained: Whether this sequence is a part of a longer one.
@@ -154,6 +153,7 @@ class _Solver:
 
     def window(self, problem, sizes, guess, valid, error, chained) -> _State:
         """Solves one window, and again what fails of it."""
+        guess = _first_iterate(problem, guess)
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
         is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess)[:, -1:])[0]
         fit = iterate(self.method, problem, guess, valid, is_sound)
