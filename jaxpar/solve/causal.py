@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from jaxpar.solve.gauss_seidel import GaussSeidel
@@ -162,7 +163,7 @@ def check_causal(update: Update, example: PyTree, *, axis: int = 0, tol: float =
     """
     num = _num_elements(example, axis)
     _check_update(update, example)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(example)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(example)):
         raise UsageError("check_causal looks at values, which are not known under jit, vmap or grad: call it outside.")
     plain = update(example)
 
