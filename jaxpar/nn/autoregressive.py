@@ -90,7 +90,7 @@ class Made:
         return _sample(update, noise, self.num_dims, method, with_stats)
 
     def _masks(self) -> list[np.ndarray]:
-        """Returns the masks [in, out] of the layers; output i, counted from 1, has degree i - 1, less than input i's."""
+        """Returns the masks [in, out] of the layers; output i, counted from 1, has degree i - 1: less than input i."""
         degrees = [np.arange(1, self.num_dims + 1)]
         degrees += [np.arange(width) % (self.num_dims - 1) + 1 for width in self.hidden]
         degrees.append(np.arange(self.num_dims))
