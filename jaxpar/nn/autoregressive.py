@@ -16,7 +16,7 @@ from jax import lax, nn
 from jaxtyping import Array, Float, Int
 
 from jaxpar.solve.causal import CausalStats, Order, causal_fixed_point
-from jaxpar.solve.problem import Jacobi
+from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["Made", "PixelCnn"]

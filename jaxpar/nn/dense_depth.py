@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpar.solve.causal import CausalStats, Order, causal_fixed_point
-from jaxpar.solve.problem import Jacobi
+from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["DenseDepth"]

@@ -11,7 +11,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from jaxpar.solve.gauss_seidel import GaussSeidel
-from jaxpar.solve.problem import Jacobi, Sequential
+from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.sequential import Sequential
 from jaxpar.types import PyTree, UsageError
 
 __all__ = ["CausalStats", "causal_fixed_point", "check_causal"]

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.solve.gauss_seidel import GaussSeidel
-from jaxpar.solve.problem import Jacobi
+from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.types import UsageError
 from tests.tolerance import assert_close
 
