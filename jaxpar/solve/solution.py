@@ -7,12 +7,10 @@ transpose, so that the Jacobians of one window are alive at a time.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jaxpar.solve.problem import Method, Outcome, Problem
 from jaxpar.solve.program import Recurrence
@@ -70,12 +68,8 @@ def _states_jvp(solve: Solve, primals, tangents):
     if not solve.structure.proved:  # a wrong structure gives wrong tangents: better none
         faith = jnp.where(error <= probe_tolerance(h), 1.0, jnp.nan)
         dh = tuple(leaf * faith.astype(leaf.dtype) for leaf in dh)
-    return out, (dh, *jax.tree.map(_no_tangent, (outcome, error)))
-
-
-def _no_tangent(leaf: Array) -> Any:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return jnp.zeros_like(leaf) if is_float else np.zeros(leaf.shape, jax.dtypes.float0)
+    still = jax.tree.map(lambda leaf: zero_from_primal(leaf, symbolic_zeros=True), (outcome, error))
+    return out, (dh, *still)
 
 
 def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves:
@@ -87,17 +81,15 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
     def window(d_before: Leaves, rows) -> tuple[Leaves, Leaves]:
         before, x, d_x = rows
         apply = jax.vmap(solve.recurrence.step, in_axes=(None, 0, 0))
-        live = [(d_consts, consts), (d_x, x)]
-        moved, directions = ([tuple(part[i] for i in range(len(d)) if d[i] is not None) for d, part in live],
-                             [tuple(each for each in d if each is not None) for d, _ in live])
 
         def driven(moved_consts, moved_x):
             return apply(_filled(consts, d_consts, moved_consts), before, _filled(x, d_x, moved_x))
 
-        drive = jax.jvp(driven, tuple(moved), tuple(directions))[1]
+        moved = _moved(consts, d_consts), _moved(x, d_x)
+        drive = jax.jvp(driven, moved, (_moved(d_consts, d_consts), _moved(d_x, d_x)))[1]
         jacobian = solve.structure.jacobian(lambda before: apply(consts, before, x), before)
         how = {"axis_name": solve.axis_name, "reverse": solve.reverse}
-        dh = solve.structure.solve(jacobian, drive, d_before, **how)
+        dh = solve.structure.solve(jacobian, *_tied(drive, d_before), **how)
         return tuple(leaf[-1] for leaf in dh), dh
 
     rows = solve.problem(consts, start, xs).shift(h), xs, d_xs
@@ -106,6 +98,18 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
         return window(d_start, rows)[1]
     _, dh = jax.lax.scan(window, d_start, cut(rows, solve.length, solve.window))
     return joined(dh, solve.length)
+
+
+def _moved(values: tuple, tangents: tuple) -> tuple:
+    """Returns those of `values` that have a tangent."""
+    return tuple(value for value, d in zip(values, tangents, strict=True) if d is not None)
+
+
+def _tied(drive: Leaves, start: Leaves) -> tuple[Leaves, Leaves]:
+    """Returns both as they are, each depending on the other: a linear solve is transposed in all of its right side."""
+    no = jnp.array(False)
+    pairs = list(zip(drive, start, strict=True))
+    return tuple(jnp.where(no, b[None], a) for a, b in pairs), tuple(jnp.where(no, a[0], b) for a, b in pairs)
 
 
 def _filled(values: Leaves, tangents: tuple, moved: Leaves) -> Leaves:

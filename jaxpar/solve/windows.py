@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.solve.iterate import bounds, iterate, leading, scale, within
-from jaxpar.solve.problem import IterativeMethod, Outcome, Problem, varying_as
+from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
 __all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "walk"]
@@ -145,7 +146,7 @@ class _Solver:
     def window(self, problem, sizes, guess, valid, error, chained) -> _State:
         """Solves one window, and again what fails of it."""
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
-        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess))[0]
+        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess)[:, -1:])[0]
         fit = iterate(self.method, problem, guess, valid, is_sound)
         prefix, is_done = fit.prefix, fit.is_done
         after = error
@@ -184,8 +185,11 @@ class _Solver:
 
 def _once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
     """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed."""
-    entry = varying_as((is_needed, state), like)
-    return jax.lax.while_loop(lambda pair: pair[0], lambda pair: (jnp.zeros_like(pair[0]), repair(pair[1])), entry)[1]
+
+    def turn(pair):
+        return varying_as((jnp.zeros_like(pair[0]), repair(pair[1])), like)
+
+    return jax.lax.while_loop(lambda pair: pair[0], turn, varying_as((is_needed, state), like))[1]
 
 
 def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
@@ -204,7 +208,7 @@ def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
     keys = jax.random.split(jax.random.key(0), len(h))
     wide = (jnp.promote_types(leaf.dtype, jnp.float32) for leaf in h)
     noise = tuple(
-        jax.random.rademacher(key, leaf.shape, dtype) * bound.astype(dtype)
+        jax.random.rademacher(key, leaf.shape, dtype) * bound.reshape(-1, *(1,) * (leaf.ndim - 1)).astype(dtype)
         for key, leaf, dtype, bound in zip(keys, h, wide, eps, strict=True)
     )
     return problem.solve(problem.jacobian(h), noise, error)
