@@ -106,7 +106,8 @@ def test_the_chain_samples_its_density():
     """Of a standard normal: mean 0, variance 1; a wrong acceptance rule would show."""
     f = leapfrog_step(lambda x: -jnp.sum(x * x) / 2, 1.2, 2)
     num = 20_000
-    states = jax.lax.scan(f, jnp.zeros(2), (normal(7, num, 2), jnp.log(jax.random.uniform(jax.random.key(8), (num,)))))[1]
+    uniforms = jnp.log(jax.random.uniform(jax.random.key(8), (num,)))
+    states = jax.lax.scan(f, jnp.zeros(2), (normal(7, num, 2), uniforms))[1]
     np.testing.assert_allclose(states.mean(0), 0, atol=0.05)
     np.testing.assert_allclose(states.var(0), 1, atol=0.05)
 
