@@ -59,8 +59,8 @@ COSTS = {
 }  # fmt: skip
 """All constants of the cost model, by `jax.default_backend()`."""
 
-PREFIX = 256
-"""Steps on which exponent and iterations are measured."""
+PREFIX = 128
+"""Steps on which exponent and iterations are measured: one window, which compiles fastest."""
 
 ASSUMED_ITERATIONS = 6
 """Of Newton's method where nothing can be measured: a network at exponents below -0.2 takes 4 or 5."""
@@ -239,7 +239,9 @@ def _candidate(method: Method, model: _Model, limit: float, is_chaotic: bool, pr
         return Candidate(method, ASSUMED_ITERATIONS, seconds, "iterations assumed: values are traced")
     f, init, xs, reverse = problem
     num = min(model.length, PREFIX)
-    stats = parallel_scan(f, init, _prefix(xs, reverse), num, reverse, method=method, with_stats=True)[2]
+    _, _, stats = parallel_scan(
+        f, init, _prefix(xs, reverse), num, reverse, method=method, with_stats=True, on_fail="nan"
+    )
     if not stats.converged:
         return Candidate(method, int(stats.iterations), math.inf, f"ruled out: it fails within {num} steps")
     count = math.ceil(int(stats.iterations) / int(stats.windows))

@@ -47,7 +47,7 @@ class Elk:
     """
 
     quasi: bool = False
-    lam: float = 0.1
+    lam: float = 1.0
     adaptive: bool = True
     jac: Any = "auto"
     window: int | None = None

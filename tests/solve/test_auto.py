@@ -35,7 +35,7 @@ def test_a_predictable_elementwise_cell_is_iterated_on_a_gpu():
     f = gated(0.5)
     choice = choose(f, INIT, XS, platform="gpu")
     assert isinstance(choice.method, Newton)
-    assert choice.exponent == pytest.approx(float(jax.jit(lambda: lyapunov(f, INIT, XS[:256]))()), rel=1e-5)
+    assert choice.exponent == pytest.approx(float(jax.jit(lambda: lyapunov(f, INIT, XS[:128]))()), rel=1e-5)
     seconds = [row.seconds for row in choice.table]
     assert seconds == sorted(seconds) and len(seconds) == 4
     newton = choice.table[0]
