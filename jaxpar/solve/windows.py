@@ -36,9 +36,7 @@ def auto_window(structure: Structure, length: int) -> int:
     return max(1, math.ceil(length / math.ceil(length / most)))
 
 
-def by_windows(
-    method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str
-) -> tuple[Leaves, Outcome]:
+def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
     """Returns the states of a problem by a method's updates, as `Method.states`."""
     length = problem.length
     window = min(length, method.window or auto_window(method.held(problem.structure), length))
@@ -114,7 +112,13 @@ class _Solver:
     on_fail: str
 
     def windows(
-        self, problem: Problem, sizes: tuple[int, ...], guess: Leaves, valid: Array, error: Leaves, chained: bool = False
+        self,
+        problem: Problem,
+        sizes: tuple[int, ...],
+        guess: Leaves,
+        valid: Array,
+        error: Leaves,
+        chained: bool = False,
     ) -> _State:
         """Solves windows of `sizes[0]` steps in sequence, each again in windows of `sizes[1:]` where it fails.
 
@@ -164,10 +168,8 @@ class _Solver:
                 made = again.outcome
                 total = made._replace(iterations=made.iterations + fit.iterations, windows=made.windows + 1)
                 return again._replace(outcome=total)
-            h = self._rest(problem, state.h, prefix)
-            is_known = chained and self._is_affordable(problem)
-            after = tuple(leaf[-1] for leaf in _errors(problem, h, error)) if is_known else error
-            return _State(h, after, outcome._replace(first_bad=prefix))
+            # What is walked is what the loop gives; the estimate starts again from what it was.
+            return _State(self._rest(problem, state.h, prefix), error, outcome._replace(first_bad=prefix))
 
         return _once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
 
