@@ -57,7 +57,7 @@ def causal_fixed_point(
       axis: Where the elements lie, in every leaf.
       method: `Jacobi()`: all elements at once. `GaussSeidel(block=b)`: b elements at once, block after block; it makes
         no fewer evaluations than Jacobi, but later elements do not move before earlier ones are final.
-        `Sequential()`: one by one.
+        `Sequential()`: one by one. Their other fields, which are `parallel_scan`'s, are not read.
       tol: A float is unchanged when it moves by at most `tol * max(1, |x|)`; 0 means not at all. A NaN always moves.
       max_iters: Most evaluations, N by default; fewer may end before the fixed point, so `with_stats` is then needed.
       with_stats: Whether `CausalStats` is returned, too. `converged` is False where x is not finite.
@@ -200,10 +200,11 @@ def _block(method: Order, num: int) -> int:
             return num
         case Sequential():
             return 1
-        case GaussSeidel(block=block):
-            return num if block is None else block
+        case GaussSeidel(block=block, correction=False):
+            return block
     raise UsageError(
-        f"method of causal_fixed_point must be Jacobi(), GaussSeidel(block=...) or Sequential(), but is {method!r}."
+        "method of causal_fixed_point must be Jacobi(), GaussSeidel(block=...) without correction, or Sequential(), "
+        f"but is {method!r}."
     )
 
 
