@@ -6,23 +6,36 @@
 | `program`, `structure` | f -> its program on leaves; which entries of a state are coupled: [*batch, n] | `parallel` |
 | `solution` | parameters, start, xs -> states [T, ...], with their derivatives | `parallel` |
 | `newton`, `fixed_point`, `sequential` | `Problem` -> states [T, ...]: the methods | `solution` |
+| `elk`, `gauss_seidel` | likewise | `solution` |
 | `windows`, `iterate` | a method's update [W, ...] -> states [W, ...] of each window in turn | iterative methods |
+| `lyapunov`, `auto` | f, init, xs -> exponent []; the method to take, and why | users, `parallel` |
+| `causal` | update, guess [N, ...] -> x = update(x) [N, ...] | users, `jaxpar.nn` |
+| `systems` | fields, densities -> f for `parallel` | users |
 
 A method is a frozen dataclass with `jac` and `states` (`problem.Method`); one that iterates has `update` and `held`,
 and its `states` is `windows.by_windows`. Nothing else has to know of a new one.
 """
 
+from jaxpar.solve.auto import Auto, Choice, choose
+from jaxpar.solve.causal import causal_fixed_point, check_causal
+from jaxpar.solve.elk import Elk
 from jaxpar.solve.fixed_point import Jacobi, Picard
 from jaxpar.solve.fused import Fused
+from jaxpar.solve.gauss_seidel import GaussSeidel
+from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.solve.newton import Newton, Quasi
 from jaxpar.solve.parallel import Stats, parallel_scan
 from jaxpar.solve.sequential import ParallelBackward, Sequential
 from jaxpar.solve.structure import Block, Dense, check_structure
 
 __all__ = [
+    "Auto",
     "Block",
+    "Choice",
     "Dense",
+    "Elk",
     "Fused",
+    "GaussSeidel",
     "Jacobi",
     "Newton",
     "ParallelBackward",
@@ -30,6 +43,10 @@ __all__ = [
     "Quasi",
     "Sequential",
     "Stats",
+    "causal_fixed_point",
+    "check_causal",
     "check_structure",
+    "choose",
+    "lyapunov",
     "parallel_scan",
 ]

@@ -90,7 +90,7 @@ def parallel_scan(
       xs: Inputs, a pytree of arrays [T, ...], or None.
       length: T; needed if xs has no arrays.
       reverse: Whether the first step is at the end of xs.
-      method: A method object of `jaxpar.solve`; None for `Newton()`.
+      method: A method object of `jaxpar.solve`; None for `Newton()`, `Auto()` to choose one by predictability and cost.
       with_stats: Whether to return a `Stats` as third.
       on_fail: What stands where iteration fails: "finish", the true states, found step by step; "nan"; or "raise", an
         `ArithmeticError` where values are known, that is outside of jit, and NaN inside.
@@ -110,6 +110,8 @@ def parallel_scan(
     if on_fail not in ON_FAIL:
         raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
     length = _length(xs, length)
+    if hasattr(method, "choice") and length > 0:  # `Auto`, which tries methods with this function
+        method = method.choice(f, init, xs, length, reverse).method
     is_plain = isinstance(method, Sequential) and axis_name is None
     if is_plain or length == 0 or not jax.tree.leaves(init):
         unroll = getattr(method, "unroll", 1)
