@@ -1,0 +1,77 @@
+"""The two algebras of an affine recurrence: k x k blocks as k^2 separate arrays, and matrices as trailing axes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["DENSE", "LANES", "Ring", "cast", "put_first", "take"]
+
+
+class Ring(NamedTuple):
+    """How transitions multiply and act; elementwise over every other axis.
+
+    Attributes:
+      multiply: `(later, earlier) -> later @ earlier`.
+      apply: `(a, h) -> a @ h`.
+      transpose: `a -> a^T`.
+    """
+
+    multiply: Callable[[Any, Any], Any]
+    apply: Callable[[Any, Any], Any]
+    transpose: Callable[[Any], Any]
+
+
+def _sum(terms):
+    first, *rest = terms
+    for term in rest:
+        first = first + term
+    return first
+
+
+def _multiply_lanes(later, earlier):
+    columns = tuple(zip(*earlier, strict=True))
+    return tuple(tuple(_sum(x * y for x, y in zip(row, column, strict=True)) for column in columns) for row in later)
+
+
+def _apply_lanes(a, h):
+    return tuple(_sum(x * y for x, y in zip(row, h, strict=True)) for row in a)
+
+
+LANES = Ring(_multiply_lanes, _apply_lanes, lambda a: tuple(zip(*a, strict=True)))
+"""a is a tuple of rows of arrays, h a tuple of arrays: unrolled, and one lane is the diagonal recurrence."""
+
+
+def _apply_matrix(a, h):
+    return jnp.einsum("...ij,...j->...i", a, h, precision=lax.Precision.HIGHEST)
+
+
+def _multiply_matrices(later, earlier):
+    return jnp.matmul(later, earlier, precision=lax.Precision.HIGHEST)
+
+
+DENSE = Ring(_multiply_matrices, _apply_matrix, lambda a: jnp.swapaxes(a, -1, -2))
+"""a ends in two axes, h in one. Products at full precision: nothing refines a scan, so TF32 would stay in it."""
+
+
+def cast(tree, dtype):
+    """Returns the tree with arrays of `dtype`."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def take(tree, index, axis):
+    """Returns what lies at one index of `axis` (which may be traced), without that axis."""
+    index_in_dim = lax.index_in_dim if isinstance(index, int) else lax.dynamic_index_in_dim
+    return jax.tree.map(lambda x: index_in_dim(x, index, axis, keepdims=False), tree)
+
+
+def put_first(tree, first, axis, *, last=False):
+    """Returns the arrays with `first` (without the axis) in front of them; at their end if `last`."""
+
+    def put(x, one):
+        parts = [jnp.expand_dims(one, axis), x]
+        return lax.concatenate(parts[::-1] if last else parts, axis)
+
+    return jax.tree.map(put, tree, first)

@@ -1,0 +1,206 @@
+"""Affine recurrences h[t] = a[t] h[t-1] + b[t] in parallel over t, with their exact adjoint."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.scan import _xla
+from jaxpar.scan._rings import DENSE, LANES, Ring, cast, put_first, take
+from jaxpar.types import Array, UsageError
+
+__all__ = ["IMPLS", "KINDS", "affine_lanes", "affine_scan"]
+
+KINDS = ("diag", "block", "dense")
+IMPLS = ("auto", "sequential", "associative")
+
+Lanes = tuple[Array, ...]
+
+
+class _Spec(NamedTuple):
+    axis: int
+    reverse: bool
+    axis_name: str | None
+    impl: str
+    carry: Any
+
+
+def affine_scan(
+    a: Array,
+    b: Array,
+    h0: Array | None = None,
+    *,
+    kind: str = "diag",
+    axis: int = 0,
+    reverse: bool = False,
+    axis_name: str | None = None,
+    impl: str = "auto",
+) -> Array:
+    """Returns every state of the affine recurrence h[t] = a[t] h[t-1] + b[t].
+
+    Differentiable to any order, forwards and backwards: the recurrence is a linear solve, so a gradient costs one more
+    scan in the other direction, and nothing is kept from inside the tree.
+
+    Args:
+      a: Transitions. "diag": of b's shape. "block" and "dense": b's shape and another k at the end, so that
+        `a[..., t, ..., :, :] @ h`.
+      b: Drives, `[..., T, ...]` with time at `axis`; "block" and "dense" end in the k entries of the state.
+      h0: State before the first step (after the last if `reverse`), b's shape without time; zeros by default.
+      kind: "diag"; "block", whose k x k products are written out elementwise (k up to 8 or so); "dense", which
+        multiplies matrices, at full precision.
+      axis: Of time in b; not the last one of "block" and "dense".
+      reverse: Computes h[t] = a[t] h[t+1] + b[t] instead.
+      axis_name: Mesh axis over which time is split, inside `jax.shard_map`; shard i holds the i-th piece.
+      impl: "auto" picks by `jaxpar.scan.rules`; one of its names insists.
+
+    Returns:
+      h, of b's shape and dtype. The carry is at least float32, also where a and b are bfloat16 or float16.
+
+    Raises:
+      UsageError: For shapes, dtypes, kinds or an axis that do not fit.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"kind={kind!r} is unknown; legal are {', '.join(map(repr, KINDS))}.")
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    h0 = None if h0 is None else jnp.asarray(h0)
+    square = () if kind == "diag" else b.shape[-1:]
+    if a.shape != b.shape + square:
+        raise UsageError(
+            f"kind={kind!r} with b of shape {b.shape} takes a of shape {b.shape + square}, but a has {a.shape}."
+        )
+    axis = _time_axis(axis, b.shape, bool(square))
+    _check_start(h0, b, axis)
+    spec = _Spec(axis, reverse, axis_name, _known(impl), _carry_dtype(a, b, h0))
+    if kind == "dense":
+        return _solve(DENSE, a, b, h0, spec)
+    if kind == "diag":
+        return _solve(LANES, ((a,),), (b,), None if h0 is None else (h0,), spec)[0]
+    k = b.shape[-1]
+    rows = tuple(tuple(a[..., i, j] for j in range(k)) for i in range(k))
+    return jnp.stack(_solve(LANES, rows, _unstack(b), None if h0 is None else _unstack(h0), spec), -1)
+
+
+def affine_lanes(
+    a: tuple[Lanes, ...],
+    b: Lanes,
+    h0: Lanes | None = None,
+    *,
+    axis: int = 0,
+    reverse: bool = False,
+    axis_name: str | None = None,
+    impl: str = "auto",
+) -> Lanes:
+    """Returns the states of k x k affine recurrences whose entries are separate arrays.
+
+    The same as `affine_scan(kind="block")` with a[i][j], b[i] and h[i] apart, which needs no strided access.
+
+    Args:
+      a: k rows of k arrays, all of one shape and dtype with time at `axis`.
+      b: k arrays of that shape.
+      h0: k arrays of that shape without time; zeros by default.
+      axis: As in `affine_scan`, and so are the rest.
+      reverse: As there.
+      axis_name: As there.
+      impl: As there.
+
+    Returns:
+      k arrays, of b's shape and dtype.
+
+    Raises:
+      UsageError: For lanes that do not fit each other.
+    """
+    a, b = jax.tree.map(jnp.asarray, (tuple(map(tuple, a)), tuple(b)))
+    h0 = None if h0 is None else tuple(map(jnp.asarray, h0))
+    if not b or len(a) != len(b) or any(len(row) != len(b) for row in a):
+        raise UsageError(f"{len(b)} lanes of b take a square of as many rows in a, but a has {list(map(len, a))}.")
+    for name, lanes in (("a", [x for row in a for x in row]), ("b", b)):
+        if any(x.shape != b[0].shape or x.dtype != lanes[0].dtype for x in lanes):
+            found = sorted({f"{x.dtype}{list(x.shape)}" for x in lanes})
+            raise UsageError(f"lanes of {name} take one dtype and b's shape {b[0].shape}, but they are {found}.")
+    axis = _time_axis(axis, b[0].shape, False)
+    if h0 is not None and len(h0) != len(b):
+        raise UsageError(f"h0 takes one array a lane of b, {len(b)}, but has {len(h0)}.")
+    for x in h0 or ():
+        _check_start(x, b[0], axis)
+    spec = _Spec(axis, reverse, axis_name, _known(impl), _carry_dtype(a[0][0], b[0], *(h0 or ())))
+    return _solve(LANES, a, b, h0, spec)
+
+
+def _solve(ring: Ring, a, b, h0, spec: _Spec):
+    """Solves h - a shift(h) = b as a linear system in (h0, h), which is what makes derivatives exact and cheap."""
+    axis, reverse = spec.axis, spec.reverse
+    if jax.tree.leaves(b)[0].shape[axis] == 0:
+        return b
+
+    def matvec(x):
+        start, h = x
+        pushed = ring.apply(cast(a, spec.carry), cast(_shifted(h, start, axis, reverse), spec.carry))
+        return start, jax.tree.map(lambda y, z: y - z.astype(y.dtype), h, pushed)
+
+    def solve(_, rhs):
+        start, drive = rhs
+        return start, _scan(ring, a, drive, start, spec)
+
+    def transpose_solve(_, cotangent):
+        start, drive = cotangent
+        back = ring.transpose(_shifted(a, None, axis, not reverse))
+        g = _scan(ring, back, drive, None, spec._replace(reverse=not reverse))
+        if start is None:
+            return None, g
+        first = -1 if reverse else 0
+        out = ring.apply(*(cast(take(x, first, axis), spec.carry) for x in (ring.transpose(a), g)))
+        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), start, out), g
+
+    return lax.custom_linear_solve(matvec, (h0, b), solve, transpose_solve)[1]
+
+
+def _scan(ring: Ring, a, b, h0, spec: _Spec):
+    run = {"sequential": _xla.sequential, "associative": _xla.associative, "auto": _xla.associative}[spec.impl]
+    return run(ring, a, b, h0, axis=spec.axis, reverse=spec.reverse, carry=spec.carry)
+
+
+def _shifted(x, start, axis, reverse):
+    """Returns x[t-1] at t (x[t+1] if `reverse`), and `start`, by default zeros, where there is none."""
+    kept = (slice(None),) * axis + (slice(1, None) if reverse else slice(0, -1),)
+    rest = jax.tree.map(lambda y: y[kept], x)
+    start = jax.tree.map(jnp.zeros_like, take(x, 0, axis)) if start is None else start
+    return put_first(rest, jax.tree.map(lambda s, y: s.astype(y.dtype), start, rest), axis, last=reverse)
+
+
+def _unstack(x):
+    return tuple(x[..., i] for i in range(x.shape[-1]))
+
+
+def _known(impl):
+    if impl not in IMPLS:
+        raise UsageError(f"impl={impl!r} is unknown; legal are {', '.join(map(repr, IMPLS))}.")
+    return impl
+
+
+def _time_axis(axis, shape, vectors):
+    """Returns the axis counted from the front."""
+    place = axis + len(shape) if axis < 0 else axis
+    if not 0 <= place < len(shape) - vectors:
+        legal = f"0 to {len(shape) - vectors - 1}"
+        raise UsageError(f"axis={axis} is no time axis of b with shape {shape}; legal are {legal}.")
+    return place
+
+
+def _check_start(h0, b, axis):
+    wanted = b.shape[:axis] + b.shape[axis + 1 :]
+    if h0 is not None and h0.shape != wanted:
+        raise UsageError(f"h0 takes b's shape without time, {wanted}, but has {h0.shape}.")
+
+
+def _carry_dtype(a, b, *h0):
+    """Returns the dtype of the carry: what a, b and h0 promote to, and at least float32."""
+    arrays = {"a": a, "b": b} | {"h0": x for x in h0 if x is not None}
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise UsageError(f"{name} takes floating or complex numbers, but is of {x.dtype}.")
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values()), jnp.dtype("float32"))
+    if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(b.dtype, jnp.complexfloating):
+        raise UsageError(f"b is of {b.dtype}, and so would be the result, but a or h0 is complex; make b complex.")
+    return dtype
