@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.scan import affine_scan
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["Cell", "SequenceCell", "along", "heads_product"]
@@ -52,6 +53,10 @@ class SequenceCell(Protocol):
 
     def output(self, params: PyTree, h: PyTree) -> Float[Array, "*L n"]:
         """Returns what the layer above sees of a state."""
+        ...
+
+    def closed_form(self, params: PyTree, drive: PyTree, h0: PyTree, resets: Any = None) -> PyTree | None:
+        """Returns all states [T, B, ...] by a scan that needs no iteration, or None if there is no such scan."""
         ...
 
 
@@ -122,6 +127,16 @@ class Cell:
         """Returns the last lane of the state."""
         del params
         return h if self.lanes == 1 else h[-1]
+
+    def closed_form(self, params: PyTree, drive: Any, h0: Any, resets: Any = None) -> Any:
+        """Returns h[t] = a[t] h[t-1] + b[t] by one affine scan, in the dtype of h0; None without `affine`."""
+        if self.affine is None:
+            return None
+        # The gates themselves in h0's dtype: a bfloat16 close to 1 forgets within a few hundred steps.
+        a, b = self.affine(params, jax.tree.map(lambda x: x.astype(h0.dtype), drive))
+        if resets is not None:
+            a = jnp.where(resets[..., None], 0, a)
+        return affine_scan(a, b, h0)
 
 
 def _affine(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:

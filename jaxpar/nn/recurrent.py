@@ -1,0 +1,96 @@
+"""Sequence layers: a cell over a whole sequence in parallel, or over its next tokens with a state of constant size.
+
+Both are one function: `recurrent(cell, params, xs, h0)` returns the state that the next call goes on from, and a call
+with T = 1 is a step of decoding. Inside, time is the leading axis: each step reads and writes contiguous rows.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxpar.nn.cells import SequenceCell
+from jaxpar.types import PyTree, UsageError
+
+__all__ = ["recurrent", "unroll"]
+
+
+def recurrent(
+    cell: SequenceCell,
+    params: PyTree,
+    xs: Float[Array, "B T D"],
+    h0: PyTree | None = None,
+    *,
+    method: Any = None,
+    resets: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T n"], PyTree]:
+    """Runs a cell over sequences: ys[:, t] = output(h[t]), h[t] = step(h[t-1], xs[:, t]).
+
+    Args:
+      cell: What is run; static.
+      params: As from `cell.init`.
+      xs: Inputs, of any floating dtype; matrix products with them are made in it, the state is float32 at least.
+      h0: State before the first step, by default `cell.initial`; pass the last state of an earlier call to go on there.
+      method: How the recurrence is solved, one of `jaxpar.solve`. By default the closed form of a cell that has one
+        (one scan, no iteration), Newton for a diagonal or block Jacobian, one step at a time for any other.
+      resets: True where a sequence starts anew: the step sees the initial state instead of the last one.
+
+    Returns:
+      Outputs in the dtype of xs, and the last state.
+
+    Raises:
+      UsageError: If xs has not three axes or `resets` not the first two of them.
+    """
+    if xs.ndim != 3:
+        raise UsageError(f"a recurrent layer takes xs [B, T, D] with three axes, not {xs.ndim}: shape {xs.shape}.")
+    if resets is not None and resets.shape != xs.shape[:2]:
+        raise UsageError(f"resets of shape {resets.shape} do not fit xs of shape {xs.shape}; give [B, T].")
+    drive = cell.drive(params, jnp.swapaxes(xs, 0, 1))
+    resets = None if resets is None else resets.T
+    states = unroll(cell, params, drive, h0, batch=xs.shape[0], method=method, resets=resets)
+    last = jax.tree.map(lambda h: h[-1], states) if xs.shape[1] else _first(cell, h0, xs.shape[0], drive)
+    return jnp.swapaxes(cell.output(params, states), 0, 1).astype(xs.dtype), last
+
+
+def unroll(
+    cell: SequenceCell,
+    params: PyTree,
+    drive: PyTree,
+    h0: PyTree | None = None,
+    *,
+    batch: int,
+    method: Any = None,
+    resets: Bool[Array, "T B"] | None = None,
+) -> PyTree:
+    """Computes every state from the drive, time first: leaves [T, B, ...] -> states [T, B, ...].
+
+    Takes the arguments of `recurrent`, after the products with the input.
+    """
+    first = _first(cell, h0, batch, drive)
+    if method is None:
+        states = cell.closed_form(params, drive, first, resets)
+        if states is not None:
+            return states
+
+    def step(h, inputs):
+        drive, reset = inputs
+        if reset is not None:
+            h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old), new, old), cell.initial((batch,)), h)
+        h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, drive), h)
+        return h, h
+
+    return jax.lax.scan(step, first, (drive, resets))[1]
+
+
+def _first(cell: SequenceCell, h0: PyTree | None, batch: int, drive: PyTree) -> PyTree:
+    """Returns the state before the first step, in float32 at least."""
+    wide = jnp.promote_types(jnp.result_type(*jax.tree.leaves(drive)), jnp.float32)
+    if h0 is None:
+        return cell.initial((batch,), wide)
+    return jax.tree.map(lambda h: h.astype(wide), h0)
+
+
+def _beside(flags: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns flags [..., B] with trailing axes of size 1, to choose rows of an array [..., B, ...]."""
+    return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))
