@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxpar.nn.mixer import MIXERS, equal_size, mixer_cell
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
@@ -14,6 +15,7 @@ CHOICES = {
     "dtype": ("bfloat16", "float16", "float32", "float64"),
     "remat": ("none", "dots", "names", "full", "offload"),
     "attention": ("auto", "cudnn", "splash", "xla"),
+    "mixer": ("attention", *MIXERS),
 }
 
 
@@ -36,6 +38,9 @@ class LMConfig:
         attention; 0 means H.
       head_dim: K; 0 means D / H.
       mlp_dim: F.
+      mixer: What mixes the tokens of a block: "attention", or a recurrent layer of `jaxpar.nn.mixer`.
+      mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones
+        and aaren have them in `num_heads` heads.
       norm: "rms" or "layer".
       norm_eps: Added to the variance.
       positions: "rope" or "learned".
@@ -69,6 +74,8 @@ class LMConfig:
     num_kv_heads: int = 0
     head_dim: int = 0
     mlp_dim: int = 384
+    mixer: str = "attention"
+    mixer_dim: int = 0
     norm: str = "rms"
     norm_eps: float = 1e-5
     positions: str = "rope"
@@ -127,6 +134,18 @@ class LMConfig:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
+        if self.mixer == "attention":
+            if self.mixer_dim:
+                raise UsageError(f"model.mixer_dim={self.mixer_dim} is the size of recurrent mixers, not of attention.")
+        elif not self.mixer_dim:
+            attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+            size = equal_size(self.mixer, self.embed_dim, self.num_heads, attention)
+            object.__setattr__(self, "mixer_dim", size)
+        self.cell()
+
+    def cell(self) -> Any:
+        """Returns the recurrent cell of the mixer, None for attention."""
+        return None if self.mixer == "attention" else mixer_cell(self.mixer, self.mixer_dim, self.num_heads)
 
 
 def gpt2(**changes) -> LMConfig:

@@ -24,7 +24,7 @@ from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.scan import affine_scan
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["Cell", "SequenceCell", "along", "heads_product"]
+__all__ = ["Cell", "SequenceCell", "along", "gate_leaves", "gate_products", "heads_product"]
 
 JACOBIANS = ("diag", "block", "dense", "auto")
 
@@ -102,21 +102,15 @@ class Cell:
         """Declares the parameters: w<g> [D, n] and b<g> [n] of each gate g, then the recurrent ones."""
         if not self.gates and self.weights is None:
             raise UsageError("this cell declares no parameters; make them yourself, or give it gates and weights.")
-        out = {}
-        for gate in self.gates:
-            out["w" + gate] = Leaf((input_dim, self.size), ("embed", "mlp"), 1 / math.sqrt(input_dim))
-            out["b" + gate] = Leaf((self.size,), ("mlp",), "zeros")
-        return out | (self.weights(self) if self.weights else {})
+        return gate_leaves(self.gates, input_dim, self.size) | (self.weights(self) if self.weights else {})
 
     def init(self, key: PRNGKey, input_dim: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
         """Draws the declared parameters. Consumes `key`."""
         return draw(key, self.leaves(input_dim), dtype)
 
     def drive(self, params: PyTree, xs: Float[Array, "*L D"]) -> Any:
-        """Computes x w<g> + b<g> for each gate g, one matrix product a gate over all leading axes; without gates, x."""
-        if not self.gates:
-            return xs
-        return {gate: _affine(xs, params["w" + gate], params["b" + gate]) for gate in self.gates}
+        """Computes drive[g] = x w<g> + b<g> of each gate g; without gates, x itself."""
+        return gate_products(self.gates, params, xs) if self.gates else xs
 
     def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
         """Returns zeros: [*batch_shape, n] a lane."""
@@ -136,11 +130,21 @@ class Cell:
         a, b = self.affine(params, jax.tree.map(lambda x: x.astype(h0.dtype), drive))
         if resets is not None:
             a = jnp.where(resets[..., None], 0, a)
-        return affine_scan(a, b, h0)
+        return affine_scan(a, b.at[:1].add(a[:1] * h0[None]))
 
 
-def _affine(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
-    return x @ weight + along(bias, x)
+def gate_leaves(gates: tuple[str, ...], input_dim: int, size: int) -> dict[str, Leaf]:
+    """Declares w<g> [D, n] and b<g> [n] of each gate g: weights of variance 1 / D, biases of zero."""
+    out = {}
+    for gate in gates:
+        out["w" + gate] = Leaf((input_dim, size), ("embed", "mlp"), 1 / math.sqrt(input_dim))
+        out["b" + gate] = Leaf((size,), ("mlp",), "zeros")
+    return out
+
+
+def gate_products(gates: tuple[str, ...], params: PyTree, xs: Float[Array, "*L D"]) -> dict[str, jax.Array]:
+    """Computes x w<g> + b<g> of each gate g: one matrix product a gate, over all leading axes."""
+    return {gate: xs @ params["w" + gate] + along(params["b" + gate], xs) for gate in gates}
 
 
 def along(vector: Float[Array, " n"], like: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from jaxpar.nn.cells import SequenceCell
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["recurrent", "unroll"]
+__all__ = ["first_state", "recurrent", "unroll"]
 
 
 def recurrent(
@@ -47,48 +47,44 @@ def recurrent(
     if resets is not None and resets.shape != xs.shape[:2]:
         raise UsageError(f"resets of shape {resets.shape} do not fit xs of shape {xs.shape}; give [B, T].")
     drive = cell.drive(params, jnp.swapaxes(xs, 0, 1))
-    resets = None if resets is None else resets.T
-    states = unroll(cell, params, drive, h0, batch=xs.shape[0], method=method, resets=resets)
-    last = jax.tree.map(lambda h: h[-1], states) if xs.shape[1] else _first(cell, h0, xs.shape[0], drive)
+    h0 = first_state(cell, h0, xs.shape[0], drive)
+    states = unroll(cell, params, drive, h0, method=method, resets=None if resets is None else resets.T)
+    last = jax.tree.map(lambda h: h[-1], states) if xs.shape[1] else h0
     return jnp.swapaxes(cell.output(params, states), 0, 1).astype(xs.dtype), last
+
+
+def first_state(cell: SequenceCell, h0: PyTree | None, batch: int, drive: PyTree) -> PyTree:
+    """Returns the state before the first step, given or the cell's initial one, in float32 at least."""
+    wide = jnp.promote_types(jnp.result_type(*jax.tree.leaves(drive)), jnp.float32)
+    return cell.initial((batch,), wide) if h0 is None else jax.tree.map(lambda h: h.astype(wide), h0)
 
 
 def unroll(
     cell: SequenceCell,
     params: PyTree,
     drive: PyTree,
-    h0: PyTree | None = None,
+    h0: PyTree,
     *,
-    batch: int,
     method: Any = None,
     resets: Bool[Array, "T B"] | None = None,
 ) -> PyTree:
-    """Computes every state from the drive, time first: leaves [T, B, ...] -> states [T, B, ...].
+    """Computes every state from the drive, time first: leaves [T, B, ...] and h0 [B, ...] -> states [T, B, ...].
 
-    Takes the arguments of `recurrent`, after the products with the input.
+    `method` and `resets` are those of `recurrent`, which makes the drive and calls this.
     """
-    first = _first(cell, h0, batch, drive)
     if method is None:
-        states = cell.closed_form(params, drive, first, resets)
+        states = cell.closed_form(params, drive, h0, resets)
         if states is not None:
             return states
 
     def step(h, inputs):
         drive, reset = inputs
         if reset is not None:
-            h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old), new, old), cell.initial((batch,)), h)
+            h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old), new, old), cell.initial((1,)), h)
         h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, drive), h)
         return h, h
 
-    return jax.lax.scan(step, first, (drive, resets))[1]
-
-
-def _first(cell: SequenceCell, h0: PyTree | None, batch: int, drive: PyTree) -> PyTree:
-    """Returns the state before the first step, in float32 at least."""
-    wide = jnp.promote_types(jnp.result_type(*jax.tree.leaves(drive)), jnp.float32)
-    if h0 is None:
-        return cell.initial((batch,), wide)
-    return jax.tree.map(lambda h: h.astype(wide), h0)
+    return jax.lax.scan(step, h0, (drive, resets))[1]
 
 
 def _beside(flags: jax.Array, like: jax.Array) -> jax.Array:
