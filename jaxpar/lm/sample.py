@@ -12,10 +12,10 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, head, place
 from jaxpar.lm.params import hold
 from jaxpar.mesh import constrain
-from jaxpar.nn.mixer import state_axes
+from jaxpar.nn.mixer import unit_axes
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["Sampling", "empty_cache", "extend", "generate"]
+__all__ = ["Sampling", "cache_axes", "empty_cache", "extend", "generate"]
 
 CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
 
@@ -57,12 +57,14 @@ def empty_cache(config: LMConfig, batch: int, length: int) -> PyTree:
     return _split(jax.tree.map(lambda h: jnp.broadcast_to(h, (config.num_layers, *h.shape)), state), config)
 
 
+def cache_axes(config: LMConfig, cache: PyTree) -> PyTree:
+    """Returns the logical axes of a cache: layers, rows, and heads or units."""
+    attends = config.mixer == "attention"
+    return jax.tree.map(lambda x: CACHE if attends else ("layers", *unit_axes(x.ndim - 1)), cache)
+
+
 def _split(cache: PyTree, config: LMConfig) -> PyTree:
-    """Splits a cache over rows and over heads or units."""
-    if config.mixer == "attention":
-        return jax.tree.map(lambda x: constrain(x, *CACHE, name="cache"), cache)
-    axes = state_axes(jax.tree.map(lambda h: h[0], cache))
-    return jax.tree.map(lambda h, names: constrain(h, "layers", *names, name="state"), cache, axes)
+    return jax.tree.map(lambda x, axes: constrain(x, *axes, name="cache"), cache, cache_axes(config, cache))
 
 
 def extend(

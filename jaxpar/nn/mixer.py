@@ -18,9 +18,9 @@ from jaxpar.nn.cells import SequenceCell
 from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.recurrent import first_state, unroll
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import Info, PyTree, UsageError
 
-__all__ = ["MIXERS", "equal_size", "mixed", "mixer_cell", "mixer_leaves", "starts", "state_axes"]
+__all__ = ["MIXERS", "equal_size", "mixed", "mixer_cell", "mixer_leaves", "starts", "unit_axes"]
 
 MIXERS = {
     "para_gru": ParaGRU,
@@ -33,6 +33,7 @@ MIXERS = {
     "lstm": LSTM,
     "aaren": Aaren,
 }
+INFO = ("iterations", "residual", "converged")
 WITH_HEADS = ("gru", "lstm", "aaren")
 
 
@@ -60,9 +61,9 @@ def equal_size(name: str, embed_dim: int, heads: int, num_params: int) -> int:
     return size
 
 
-def state_axes(state: PyTree) -> PyTree:
-    """Returns the logical axes of a cell's state: rows, then units or heads."""
-    return jax.tree.map(lambda h: ("batch", "mlp", *(None,) * (h.ndim - 2)), state)
+def unit_axes(ndim: int) -> tuple[str | None, ...]:
+    """Returns the logical axes of one array of a cell's state: rows, then units (or heads, and what each has)."""
+    return ("batch", "mlp", *(None,) * (ndim - 2))
 
 
 def starts(segments: Int[Array, "B T"]) -> Bool[Array, "T B"]:
@@ -80,7 +81,8 @@ def mixed(
     resets: Bool[Array, "T B"] | None = None,
     ends: Int[Array, " B"] | None = None,
     method: Any = None,
-) -> tuple[Float[Array, "T B n"], PyTree]:
+    with_info: bool = False,
+) -> Any:
     """Runs a cell's recurrence on each device's own rows and units, given its products with the input.
 
     Args:
@@ -91,9 +93,11 @@ def mixed(
       resets: True where the state starts anew.
       ends: Step of each row whose state is returned; by default the last. Rows of a padded prompt end at different ones.
       method: One of `jaxpar.solve`; None for the cell's own.
+      with_info: Whether to return how the worst of all devices fared, which costs them a collective of a few numbers.
 
     Returns:
-      Outputs in the dtype of the drive, and the state after step `ends`.
+      Outputs [T, B, n] in the dtype of the drive, and the state after step `ends`; then, if asked for, the scalars
+      iterations, residual and converged (0, 0 and 1 where nothing was iterated).
 
     Raises:
       UsageError: If the sequence is split over devices.
@@ -107,11 +111,12 @@ def mixed(
     h0 = first_state(cell, h0, lane.shape[1], drive)
     products = {letter + gate for gate in cell.gates for letter in "wb"}
     declared = {name: leaf for name, leaf in cell.leaves(1).items() if name not in products}
+    states = jax.tree.map(lambda h: unit_axes(h.ndim), h0)
     flat, tree = jax.tree.flatten((drive, {name: params[name] for name in declared}, h0, resets, ends))
     axes = (
         dict.fromkeys(drive, (None, "batch", "mlp")),
         {name: in_role(leaf.axes, "use") for name, leaf in declared.items()},
-        state_axes(h0),
+        states,
         None if resets is None else (None, "batch"),
         None if ends is None else ("batch",),
     )
@@ -120,11 +125,24 @@ def mixed(
 
     def block(*flat):
         drive, params, h0, resets, ends = tree.unflatten(flat)
-        states = unroll(here, params, drive, h0, method=method, resets=resets)
-        last = jax.tree.map(lambda h: h[-1] if ends is None else h[ends, jnp.arange(h.shape[1])], states)
-        return here.output(params, states).astype(lane.dtype), last
+        hs, stats = unroll(here, params, drive, h0, method=method, resets=resets)
+        last = jax.tree.map(lambda h: h[-1] if ends is None else h[ends, jnp.arange(h.shape[1])], hs)
+        out = here.output(params, hs).astype(lane.dtype), last
+        return (*out, _worst(stats)) if with_info else out
 
-    return local(block, jax.tree.leaves(axes, is_leaf=_is_axes), ((None, "batch", "mlp"), state_axes(h0)))(*flat)
+    out_axes = (None, "batch", "mlp"), states
+    out_axes = (*out_axes, dict.fromkeys(INFO, ())) if with_info else out_axes
+    return local(block, jax.tree.leaves(axes, is_leaf=_is_axes), out_axes)(*flat)
+
+
+def _worst(stats: Any) -> Info:
+    """Returns the scalars of `mixed`, the same on every device."""
+    if stats is None:
+        return {"iterations": jnp.float32(0), "residual": jnp.float32(0), "converged": jnp.float32(1)}
+    values = stats.iterations.max(), stats.residual.max(), -stats.converged.min()
+    axes = (*mesh_axes("batch"), *mesh_axes("mlp"))
+    worst = [jax.lax.pmax(jnp.float32(x), axes) if axes else jnp.float32(x) for x in values]
+    return {"iterations": worst[0], "residual": worst[1], "converged": -worst[2]}
 
 
 def _is_axes(value: Any) -> bool:

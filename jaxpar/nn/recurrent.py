@@ -24,7 +24,8 @@ def recurrent(
     *,
     method: Any = None,
     resets: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T n"], PyTree]:
+    with_stats: bool = False,
+) -> Any:
     """Runs a cell over sequences: ys[:, t] = output(h[t]), h[t] = step(h[t-1], xs[:, t]).
 
     Args:
@@ -35,9 +36,10 @@ def recurrent(
       method: How the recurrence is solved, one of `jaxpar.solve`. By default the closed form of a cell that has one
         (one scan, no iteration), Newton for a diagonal or block Jacobian, one step at a time for any other.
       resets: True where a sequence starts anew: the step sees the initial state instead of the last one.
+      with_stats: Whether to return `jaxpar.solve.Stats` as well; None in their place where nothing was iterated.
 
     Returns:
-      Outputs in the dtype of xs, and the last state.
+      Outputs [B, T, n] in the dtype of xs, and the last state; then the stats, if asked for.
 
     Raises:
       UsageError: If xs has not three axes or `resets` not the first two of them.
@@ -48,9 +50,10 @@ def recurrent(
         raise UsageError(f"resets of shape {resets.shape} do not fit xs of shape {xs.shape}; give [B, T].")
     drive = cell.drive(params, jnp.swapaxes(xs, 0, 1))
     h0 = first_state(cell, h0, xs.shape[0], drive)
-    states = unroll(cell, params, drive, h0, method=method, resets=None if resets is None else resets.T)
+    states, stats = unroll(cell, params, drive, h0, method=method, resets=None if resets is None else resets.T)
     last = jax.tree.map(lambda h: h[-1], states) if xs.shape[1] else h0
-    return jnp.swapaxes(cell.output(params, states), 0, 1).astype(xs.dtype), last
+    ys = jnp.swapaxes(cell.output(params, states), 0, 1).astype(xs.dtype)
+    return (ys, last, stats) if with_stats else (ys, last)
 
 
 def first_state(cell: SequenceCell, h0: PyTree | None, batch: int, drive: PyTree) -> PyTree:
@@ -67,15 +70,16 @@ def unroll(
     *,
     method: Any = None,
     resets: Bool[Array, "T B"] | None = None,
-) -> PyTree:
+) -> tuple[PyTree, Any]:
     """Computes every state from the drive, time first: leaves [T, B, ...] and h0 [B, ...] -> states [T, B, ...].
 
-    `method` and `resets` are those of `recurrent`, which makes the drive and calls this.
+    `method` and `resets` are those of `recurrent`, which makes the drive and calls this. Returns the states, and the
+    solver's stats or None.
     """
     if method is None:
         states = cell.closed_form(params, drive, h0, resets)
         if states is not None:
-            return states
+            return states, None
 
     def step(h, inputs):
         drive, reset = inputs
@@ -84,7 +88,7 @@ def unroll(
         h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, drive), h)
         return h, h
 
-    return jax.lax.scan(step, h0, (drive, resets))[1]
+    return jax.lax.scan(step, h0, (drive, resets))[1], None
 
 
 def _beside(flags: jax.Array, like: jax.Array) -> jax.Array:
