@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["DENSE", "LANES", "Ring", "cast", "put_first", "take"]
+__all__ = ["DENSE", "LANES", "Ring", "cast", "num_steps", "put_first", "take", "together"]
 
 
 class Ring(NamedTuple):
@@ -65,6 +65,26 @@ def take(tree, index, axis):
     """Returns what lies at one index of `axis` (which may be traced), without that axis."""
     index_in_dim = lax.index_in_dim if isinstance(index, int) else lax.dynamic_index_in_dim
     return jax.tree.map(lambda x: index_in_dim(x, index, axis, keepdims=False), tree)
+
+
+def num_steps(tree, axis):
+    """Returns the length of `axis`."""
+    return jax.tree.leaves(tree)[0].shape[axis]
+
+
+def together(tree):
+    """Returns arrays that all vary over the same axes of an enclosing `shard_map`, so that loops can carry them."""
+
+    def varying(x):
+        return jax.typeof(x).manual_axis_type.varying
+
+    axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
+
+    def spread(x):
+        missing = tuple(axes - varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(spread, tree)
 
 
 def put_first(tree, first, axis, *, last=False):

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.scan import _xla
-from jaxpar.scan._rings import DENSE, LANES, Ring, cast, put_first, take
+from jaxpar.scan import _xla, sharded
+from jaxpar.scan._rings import DENSE, LANES, Ring, cast, num_steps, put_first, take, together
 from jaxpar.types import Array, UsageError
 
 __all__ = ["IMPLS", "KINDS", "affine_lanes", "affine_scan"]
 
 KINDS = ("diag", "block", "dense")
-IMPLS = ("auto", "sequential", "associative")
+IMPLS = ("auto", "sequential", "associative", "chunked")
 
 Lanes = tuple[Array, ...]
 
@@ -131,12 +131,13 @@ def affine_lanes(
 def _solve(ring: Ring, a, b, h0, spec: _Spec):
     """Solves h - a shift(h) = b as a linear system in (h0, h), which is what makes derivatives exact and cheap."""
     axis, reverse = spec.axis, spec.reverse
-    if jax.tree.leaves(b)[0].shape[axis] == 0:
+    if num_steps(b, axis) == 0:
         return b
+    a, b, h0 = together((a, b, h0))
 
     def matvec(x):
         start, h = x
-        pushed = ring.apply(cast(a, spec.carry), cast(_shifted(h, start, axis, reverse), spec.carry))
+        pushed = ring.apply(cast(a, spec.carry), cast(_shifted(h, start, spec), spec.carry))
         return start, jax.tree.map(lambda y, z: y - z.astype(y.dtype), h, pushed)
 
     def solve(_, rhs):
@@ -145,28 +146,52 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
 
     def transpose_solve(_, cotangent):
         start, drive = cotangent
-        back = ring.transpose(_shifted(a, None, axis, not reverse))
-        g = _scan(ring, back, drive, None, spec._replace(reverse=not reverse))
+        back = spec._replace(reverse=not reverse)
+        g = _scan(ring, ring.transpose(_shifted(a, None, back)), drive, None, back)
         if start is None:
             return None, g
         first = -1 if reverse else 0
         out = ring.apply(*(cast(take(x, first, axis), spec.carry) for x in (ring.transpose(a), g)))
+        if spec.axis_name is not None:
+            here = sharded.is_first(spec.axis_name, reverse)
+            out = jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), out)
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), start, out), g
 
     return lax.custom_linear_solve(matvec, (h0, b), solve, transpose_solve)[1]
 
 
 def _scan(ring: Ring, a, b, h0, spec: _Spec):
-    run = {"sequential": _xla.sequential, "associative": _xla.associative, "auto": _xla.associative}[spec.impl]
-    return run(ring, a, b, h0, axis=spec.axis, reverse=spec.reverse, carry=spec.carry)
+    how = {"axis": spec.axis, "reverse": spec.reverse, "carry": spec.carry}
+    if spec.axis_name is not None:
+        p, h = _xla.summary(ring, a, b, **how)
+        start = jax.tree.map(jnp.zeros_like, h) if h0 is None else cast(h0, spec.carry)
+        h0 = sharded.incoming(
+            lambda x, piece: jax.tree.map(jnp.add, ring.apply(piece[0], x), piece[1]),
+            (p, h),
+            start,
+            spec.axis_name,
+            spec.reverse,
+        )
+    run = {
+        "sequential": _xla.sequential,
+        "associative": _xla.associative,
+        "chunked": _xla.chunked,
+        "auto": _xla.chunked,
+    }[spec.impl]
+    return run(ring, a, b, h0, **how)
 
 
-def _shifted(x, start, axis, reverse):
+def _shifted(x, start, spec: _Spec):
     """Returns x[t-1] at t (x[t+1] if `reverse`), and `start`, by default zeros, where there is none."""
-    kept = (slice(None),) * axis + (slice(1, None) if reverse else slice(0, -1),)
-    rest = jax.tree.map(lambda y: y[kept], x)
+    axis, reverse = spec.axis, spec.reverse
     start = jax.tree.map(jnp.zeros_like, take(x, 0, axis)) if start is None else start
-    return put_first(rest, jax.tree.map(lambda s, y: s.astype(y.dtype), start, rest), axis, last=reverse)
+    start = jax.tree.map(lambda y, z: y.astype(z.dtype), start, x)
+    if spec.axis_name is not None:
+        earlier = sharded.from_earlier(take(x, 0 if reverse else -1, axis), spec.axis_name, reverse)
+        here = sharded.is_first(spec.axis_name, reverse)
+        start = jax.tree.map(lambda y, z: jnp.where(here, y, z), start, earlier)
+    kept = (slice(None),) * axis + (slice(1, None) if reverse else slice(0, -1),)
+    return put_first(jax.tree.map(lambda y: y[kept], x), start, axis, last=reverse)
 
 
 def _unstack(x):
@@ -196,11 +221,11 @@ def _check_start(h0, b, axis):
 
 def _carry_dtype(a, b, *h0):
     """Returns the dtype of the carry: what a, b and h0 promote to, and at least float32."""
-    arrays = {"a": a, "b": b} | {"h0": x for x in h0 if x is not None}
-    for name, x in arrays.items():
+    arrays = [("a", a), ("b", b)] + [("h0", x) for x in h0 if x is not None]
+    for name, x in arrays:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise UsageError(f"{name} takes floating or complex numbers, but is of {x.dtype}.")
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values()), jnp.dtype("float32"))
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for _, x in arrays), jnp.dtype("float32"))
     if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(b.dtype, jnp.complexfloating):
         raise UsageError(f"b is of {b.dtype}, and so would be the result, but a or h0 is complex; make b complex.")
     return dtype
