@@ -1,0 +1,226 @@
+"""Which axes of a function's outputs follow which axes of its inputs, read off its jaxpr.
+
+A relation says of one value, for each input that it depends on, where each axis of that input is found in the value:
+at axis p, so that the value at an index depends only on the input at the same index along p, or lost. What is lost
+because a known primitive mixes entries (a product, a sum) is certain; what is lost in a primitive that has no rule here
+is not.
+
+`solve` applies this to the derivative of f, a linear program, so that the relations are exactly the pattern of the
+Jacobian: integers, comparisons and `stop_gradient` have no part in it, and custom derivatives are what they say.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+__all__ = ["Lost", "Relation", "relations"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """An axis along which entries are coupled.
+
+    Attributes:
+      by: The primitive that lost it.
+      certain: Whether that primitive is known to couple entries, whatever its operands hold.
+    """
+
+    by: str
+    certain: bool
+
+
+Relation = dict[int, tuple[int | Lost, ...]]
+"""Number of an input -> for each of its axes, the axis of the value that follows it."""
+
+_ELEMENTWISE = set(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj copy "
+    "convert_element_type copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag "
+    "integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier or "
+    "pow pvary pcast real reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor".split()
+)
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
+_CALLS |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_REDUCTIONS = set("reduce_sum reduce_max reduce_min reduce_prod argmax argmin reduce_and reduce_or".split())
+_RUNNING = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
+_RUNNING |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
+
+
+def relations(jaxpr: Any, inputs: Sequence[Relation]) -> list[Relation]:
+    """Returns the relation of each output of a jaxpr, given those of its inputs; constants have none."""
+    known: dict[Any, Relation] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom) -> Relation:
+        return {} if isinstance(atom, Literal) else known.get(atom, {})
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if any(operands):
+            known.update(zip(eqn.outvars, _after(eqn, operands), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def join(*parts: Relation) -> Relation:
+    """Returns the relation of a value whose every entry depends on the entries of `parts` at the same place."""
+    joined: Relation = {}
+    for part in parts:
+        for leaf, axes in part.items():
+            joined[leaf] = tuple(map(_meet, joined[leaf], axes)) if leaf in joined else axes
+    return joined
+
+
+def _meet(a: int | Lost, b: int | Lost) -> int | Lost:
+    if a == b:
+        return a
+    lost = [side for side in (a, b) if isinstance(side, Lost)]
+    return max(lost, key=lambda side: side.certain) if lost else Lost("a sum of different axes", True)
+
+
+def _moved(relation: Relation, where: Callable[[int], int | Lost]) -> Relation:
+    """Returns a relation whose axes have moved."""
+    return {
+        leaf: tuple(axis if isinstance(axis, Lost) else where(axis) for axis in axes) for leaf, axes in relation.items()
+    }
+
+
+def _after(eqn: Any, operands: list[Relation]) -> list[Relation]:
+    """Returns the relations of what one equation computes."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        inner = params[_CALLS[name]]
+        return relations(getattr(inner, "jaxpr", inner), operands)
+    if name in _LOOPS:
+        return _LOOPS[name](params, operands)
+    outs = len(eqn.outvars)
+    if name in _ELEMENTWISE:
+        return [join(*operands)] if outs == 1 else operands
+    if name == "dot_general":
+        return [join(*(_moved(part, _product(eqn, side)) for side, part in enumerate(operands)))]
+    if name in _RUNNING:
+        at, lost = params[_RUNNING[name]], Lost(name, True)
+        return [join(*(_moved(part, lambda p: lost if p == at else p) for part in operands))] * outs
+    if name in ("pad", "dynamic_update_slice", "select_and_scatter_add", "scatter", "scatter-add"):
+        return [join(*(_moved(part, _kept_axes(eqn, side)) for side, part in enumerate(operands)))]
+    where = _AXES[name](eqn) if name in _AXES else lambda p: Lost(name, False)
+    return [join(*(_moved(part, where) for part in operands))] * outs
+
+
+def _kept_axes(eqn: Any, side: int) -> Callable[[int], int | Lost]:
+    """Axes that keep their size and place; of a scatter none is sure to."""
+    name, shape = eqn.primitive.name, eqn.invars[side].aval.shape
+    if name == "pad":
+        plain = [config == (0, 0, 0) for config in eqn.params["padding_config"]]
+    elif name == "dynamic_update_slice":
+        plain = [a == b for a, b in zip(shape, eqn.outvars[0].aval.shape, strict=False)] if side < 2 else []
+        whole = [a == b for a, b in zip(eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape, strict=True)]
+        plain = whole if side == 1 else [True] * len(whole)
+    else:
+        plain = [False] * len(shape)
+    return lambda p: p if p < len(plain) and plain[p] else Lost(name, False)
+
+
+def _product(eqn: Any, side: int) -> Callable[[int], int | Lost]:
+    contract, batch = eqn.params["dimension_numbers"]
+    shapes = [var.aval.shape for var in eqn.invars]
+    free = [
+        [p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]] for s in range(2)
+    ]
+    first = len(batch[0]) + (len(free[0]) if side else 0)
+    place = {p: number for number, p in enumerate(batch[side])}
+    place |= {p: first + number for number, p in enumerate(free[side])}
+    return lambda p: place.get(p, Lost("dot_general", True))
+
+
+def _broadcast(eqn):
+    dims, before, after = eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return lambda p: dims[p] if before[p] == after[dims[p]] else Lost("broadcast_in_dim", True)
+
+
+def _reshape(eqn):
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+
+    def where(p):
+        ahead = math.prod(before[:p])
+        same = [q for q, size in enumerate(after) if size == before[p] and math.prod(after[:q]) == ahead]
+        return same[0] if same else Lost("reshape", before[p] > 1)
+
+    return where
+
+
+def _removed(axes, certain):
+    def rule(eqn):
+        gone = set(eqn.params[axes])
+        return lambda p: Lost(eqn.primitive.name, certain) if p in gone else p - sum(q < p for q in gone)
+
+    return rule
+
+
+def _sliced(eqn):
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return lambda p: p if before[p] == after[p] else Lost(eqn.primitive.name, True)
+
+
+def _gather(eqn):
+    """Axes of which every slice takes the whole, and which no index chooses."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [p for p in range(len(sizes)) if p not in gone]
+    place = dict(zip(window, numbers.offset_dims, strict=True))
+    whole = {p for p in window if sizes[p] == eqn.invars[0].aval.shape[p]}
+    return lambda p: place[p] if p in whole else Lost("gather", False)
+
+
+def _reversed(eqn):
+    return lambda p: Lost("rev", True) if p in eqn.params["dimensions"] else p
+
+
+_AXES: dict[str, Callable[[Any], Callable[[int], int | Lost]]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _removed("dimensions", False),
+    "transpose": lambda eqn: eqn.params["permutation"].index,
+    "slice": _sliced,
+    "dynamic_slice": _sliced,
+    "gather": _gather,
+    "rev": _reversed,
+    **{name: _removed("axes", True) for name in _REDUCTIONS},
+}
+
+
+def _fixed_point(body: Callable[[list[Relation]], list[Relation]], carry: list[Relation]) -> list[Relation]:
+    """Returns what the carry of a loop depends on after any number of rounds; axes only ever get lost."""
+    while True:
+        after = [join(a, b) for a, b in zip(carry, body(carry), strict=True)]
+        if after == carry:
+            return carry
+        carry = after
+
+
+def _while(params, operands):
+    first = params["cond_nconsts"]
+    consts, carry = operands[first : first + params["body_nconsts"]], operands[first + params["body_nconsts"] :]
+    return _fixed_point(lambda carry: relations(params["body_jaxpr"].jaxpr, [*consts, *carry]), carry)
+
+
+def _scan(params, operands):
+    lost = Lost("scan", True)
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
+    rows = [_moved(part, lambda p: p - 1 if p else lost) for part in xs]
+
+    def body(carry):
+        return relations(params["jaxpr"].jaxpr, [*consts, *carry, *rows])
+
+    carry = _fixed_point(lambda carry: body(carry)[:num_carry], operands[num_consts : num_consts + num_carry])
+    return [*carry, *(_moved(part, lambda p: p + 1) for part in body(carry)[num_carry:])]
+
+
+def _cond(params, operands):
+    results = [relations(branch.jaxpr, operands[1:]) for branch in params["branches"]]
+    return [join(*parts) for parts in zip(*results, strict=True)]
+
+
+_LOOPS = {"while": _while, "scan": _scan, "cond": _cond}

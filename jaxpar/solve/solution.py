@@ -1,0 +1,127 @@
+"""The states of a recurrence as a differentiable function of its parameters, start and inputs, whatever found them.
+
+Their tangent is the affine recurrence dh[t] = J[t] dh[t-1] + f_x dx[t] + f_theta dtheta with the true Jacobians J at the
+solution: one affine scan, forwards, and its transpose backwards. Both are made window by window, and recomputed for the
+transpose, so that the Jacobians of one window are alive at a time.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jaxpar.solve.problem import Method, Outcome, Problem
+from jaxpar.solve.program import Recurrence
+from jaxpar.solve.structure import Leaves, Structure, probe, probe_tolerance
+from jaxpar.solve.windows import auto_window, cut, joined
+from jaxpar.types import Array
+
+__all__ = ["Solve", "states"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Solve:
+    """What is fixed about one solution: all but arrays."""
+
+    recurrence: Recurrence
+    method: Method
+    structure: Structure
+    length: int
+    on_fail: str
+    axis_name: str | None
+    reverse: bool
+
+    def problem(self, consts: Leaves, start: Leaves, xs: Leaves) -> Problem:
+        """Returns the recurrence with its arrays."""
+        step = functools.partial(self.recurrence.step, consts)
+        return Problem(step, start, xs, self.length, self.structure, self.axis_name, self.reverse)
+
+    @property
+    def window(self) -> int:
+        """Steps whose true Jacobians are alive at a time."""
+        if self.axis_name is not None:
+            return self.length
+        chosen = getattr(self.method, "window", None) or self.length
+        return min(chosen, auto_window(self.structure, self.length))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def states(
+    solve: Solve, consts: Leaves, start: Leaves, xs: Leaves, guess: Leaves | None
+) -> tuple[Leaves, Outcome, Array]:
+    """Returns all states [T, ...], how they were found, and the error of a structure that is not proved (else 0)."""
+    problem = solve.problem(consts, start, xs)
+    h, outcome = solve.method.states(problem, guess, solve.on_fail)
+    if solve.structure.proved:
+        return h, outcome, jnp.zeros((), jnp.float32)
+    return h, outcome, _structure_error(solve, problem, h)
+
+
+@functools.partial(states.defjvp, symbolic_zeros=True)
+def _states_jvp(solve: Solve, primals, tangents):
+    h, outcome, error = out = states(solve, *primals)
+    consts, start, xs, _ = primals
+    d_consts, d_start, d_xs, _ = tangents
+    dh = _tangent(solve, (consts, start, xs), (d_consts, d_start, d_xs), h)
+    if not solve.structure.proved:  # a wrong structure gives wrong tangents: better none
+        faith = jnp.where(error <= probe_tolerance(h), 1.0, jnp.nan)
+        dh = tuple(leaf * faith.astype(leaf.dtype) for leaf in dh)
+    return out, (dh, *jax.tree.map(_no_tangent, (outcome, error)))
+
+
+def _no_tangent(leaf: Array) -> Any:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jnp.zeros_like(leaf) if is_float else np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves:
+    """Returns the tangent of the states: an affine recurrence, window by window."""
+    consts, start, xs = primals
+    d_consts, d_start, d_xs = (tuple(None if isinstance(d, SymbolicZero) else d for d in part) for part in tangents)
+    d_start = tuple(jnp.zeros_like(a) if d is None else d for a, d in zip(start, d_start, strict=True))
+
+    def window(d_before: Leaves, rows) -> tuple[Leaves, Leaves]:
+        before, x, d_x = rows
+        apply = jax.vmap(solve.recurrence.step, in_axes=(None, 0, 0))
+        live = [(d_consts, consts), (d_x, x)]
+        moved, directions = ([tuple(part[i] for i in range(len(d)) if d[i] is not None) for d, part in live],
+                             [tuple(each for each in d if each is not None) for d, _ in live])
+
+        def driven(moved_consts, moved_x):
+            return apply(_filled(consts, d_consts, moved_consts), before, _filled(x, d_x, moved_x))
+
+        drive = jax.jvp(driven, tuple(moved), tuple(directions))[1]
+        jacobian = solve.structure.jacobian(lambda before: apply(consts, before, x), before)
+        how = {"axis_name": solve.axis_name, "reverse": solve.reverse}
+        dh = solve.structure.solve(jacobian, drive, d_before, **how)
+        return tuple(leaf[-1] for leaf in dh), dh
+
+    rows = solve.problem(consts, start, xs).shift(h), xs, d_xs
+    window = jax.checkpoint(window, prevent_cse=solve.window == solve.length)
+    if solve.window == solve.length:
+        return window(d_start, rows)[1]
+    _, dh = jax.lax.scan(window, d_start, cut(rows, solve.length, solve.window))
+    return joined(dh, solve.length)
+
+
+def _filled(values: Leaves, tangents: tuple, moved: Leaves) -> Leaves:
+    """Returns `values` with those that have a tangent replaced, in order, by `moved`."""
+    rest = iter(moved)
+    return tuple(value if d is None else next(rest) for value, d in zip(values, tangents, strict=True))
+
+
+def _structure_error(solve: Solve, problem: Problem, h: Leaves) -> Array:
+    """Probes the structure at every step of the solution, window by window."""
+
+    def window(_, rows):
+        before, xs = rows
+        return None, probe(solve.structure, dataclasses.replace(problem, xs=xs, length=solve.window).apply, before)
+
+    rows = cut((problem.shift(h), problem.xs), solve.length, solve.window)
+    errors = jax.lax.scan(window, None, rows)[1]
+    error = jnp.where(jnp.isfinite(errors), errors, jnp.inf).max()
+    return error if solve.axis_name is None else jax.lax.pmax(error, solve.axis_name)

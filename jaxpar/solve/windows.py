@@ -1,0 +1,228 @@
+"""Windows in sequence, each started from the true state before it, and what follows where one fails.
+
+A window that fails is solved again in short windows, and what fails even there is walked step by step. A repair is a
+loop that makes no trip when there is nothing to repair: under `vmap` a `cond` would run both branches.
+
+Windows hide instability: each may converge while the error of the states before it grows from window to window. So a
+sequence of windows also carries an estimate of how large rounding errors have become, one more linear solve a window.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.solve.iterate import bounds, iterate, leading, scale, within
+from jaxpar.solve.problem import IterativeMethod, Outcome, Problem, varying_as
+from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.types import Array
+
+__all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "walk"]
+
+WINDOW_BYTES = 2**30
+"""What the Jacobians of one window and the scan over them may take, by `Structure.bytes_per_step`."""
+
+SHORT = 64
+"""Steps of the windows in which a failed window is solved again."""
+
+
+def auto_window(structure: Structure, length: int) -> int:
+    """Returns how many of `length` steps fit the budget: all, or an even part of them."""
+    most = max(1, WINDOW_BYTES // max(1, structure.bytes_per_step))
+    return max(1, math.ceil(length / math.ceil(length / most)))
+
+
+def by_windows(
+    method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str
+) -> tuple[Leaves, Outcome]:
+    """Returns the states of a problem by a method's updates, as `Method.states`."""
+    length = problem.length
+    window = min(length, method.window or auto_window(method.held(problem.structure), length))
+    if problem.axis_name is not None:
+        sizes: tuple[int, ...] = (length,)  # one window over all devices
+    else:
+        sizes = (window, SHORT) if window > 2 * SHORT else (window,)
+    calm = tuple(jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in problem.start)
+    first = _first_iterate(problem, guess)
+    h, _, outcome = _Solver(method, on_fail).windows(problem, sizes, first, jnp.int32(length), calm)
+    where = jnp.where(outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length)
+    first_bad = where + outcome.first_bad
+    if problem.axis_name is not None:
+        first_bad = jax.lax.pmin(first_bad, problem.axis_name)
+    return h, outcome._replace(first_bad=first_bad.astype(jnp.int32))
+
+
+def cut(tree: Any, length: int, size: int) -> Any:
+    """Returns arrays [T, ...] as windows [ceil(T / size), size, ...]; the last step fills up the last one."""
+    count = math.ceil(length / size)
+    rows = jnp.minimum(jnp.arange(count * size), length - 1)
+
+    def one(leaf):
+        whole = leaf if count * size == length else leaf[rows]
+        return whole.reshape(count, size, *leaf.shape[1:])
+
+    return jax.tree.map(one, tree)
+
+
+def joined(tree: Any, length: int) -> Any:
+    """Returns windows of arrays as arrays [T, ...], without what filled them up."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:length], tree)
+
+
+def walk(problem: Problem, h: Leaves, prefix: Array | int, unroll: int = 1) -> Leaves:
+    """Returns the states found step by step, keeping the first `prefix` steps of `h`.
+
+    With `axis_name` the devices take turns, each passing one state on.
+    """
+    is_kept = jnp.arange(problem.length) < prefix
+
+    def one(before, row):
+        x, known, keep = row
+        new = tuple(jnp.where(keep, a, b) for a, b in zip(known, problem.step(before, x), strict=True))
+        return new, new
+
+    def part(entry, h):
+        return jax.lax.scan(one, entry, (problem.xs, h, is_kept), problem.length, unroll=unroll)[1]
+
+    if problem.axis_name is None:
+        return part(problem.start, h)
+
+    def turn(hop, h):
+        entry = problem.entry(tuple(leaf[-1] for leaf in h))
+        return _once((problem.rank == hop) & ~is_kept.all(), lambda h: part(entry, h), h, entry)
+
+    return jax.lax.fori_loop(0, problem.parts, turn, varying_as(h, problem.start))
+
+
+class _State(NamedTuple):
+    """A window: its states, the errors of the last one, and how it came about."""
+
+    h: Leaves
+    error: Leaves
+    outcome: Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class _Solver:
+    """A method, and what stands where it fails."""
+
+    method: IterativeMethod
+    on_fail: str
+
+    def windows(
+        self, problem: Problem, sizes: tuple[int, ...], guess: Leaves, valid: Array, error: Leaves, chained: bool = False
+    ) -> _State:
+        """Solves windows of `sizes[0]` steps in sequence, each again in windows of `sizes[1:]` where it fails.
+
+        Args:
+          problem: The recurrence.
+          sizes: Of windows, at each level.
+          guess: States [T, ...].
+          valid: Steps that count; those behind them are padding.
+          error: Of the state before the first step, as `_errors` estimates it.
+          chained: Whether this sequence is a part of a longer one.
+        """
+        size, length = sizes[0], problem.length
+        count = math.ceil(length / size)
+        if count == 1:
+            return self.window(problem, sizes, guess, valid, error, chained)
+
+        def one(carry, row):
+            start, error = carry
+            xs, guess, valid = row
+            part = dataclasses.replace(problem, start=start, xs=xs, length=size)
+            state = self.window(part, sizes, guess, valid, error, True)
+            return (tuple(leaf[-1] for leaf in state.h), state.error), (state.h, state.outcome)
+
+        rows = (*cut((problem.xs, guess), length, size), jnp.clip(valid - size * jnp.arange(count), 0, size))
+        entry = varying_as((problem.start, error), problem.start)
+        (_, error), (h, outcomes) = jax.lax.scan(one, entry, rows)
+        return _State(joined(h, length), error, _merged(outcomes, size, length))
+
+    def window(self, problem, sizes, guess, valid, error, chained) -> _State:
+        """Solves one window, and again what fails of it."""
+        is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
+        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess))[0]
+        fit = iterate(self.method, problem, guess, valid, is_sound)
+        prefix, is_done = fit.prefix, fit.is_done
+        after = error
+        if chained and self._is_affordable(problem):
+            errors = _errors(problem, fit.h, error)
+            is_trusted = within(errors, _trusted(problem, fit.h)) | (jnp.arange(problem.length) >= valid)
+            prefix, is_done = leading(problem, is_trusted & (jnp.arange(problem.length) < prefix))
+            after = tuple(leaf[-1] for leaf in errors)
+        none = jnp.full_like(prefix, problem.length)
+        outcome = Outcome(fit.iterations, jnp.int32(1), fit.residual, fit.update, none)
+
+        def repair(state: _State) -> _State:
+            if sizes[1:]:
+                again = self.windows(problem, sizes[1:], state.h, valid, error, True)
+                made = again.outcome
+                total = made._replace(iterations=made.iterations + fit.iterations, windows=made.windows + 1)
+                return again._replace(outcome=total)
+            h = self._rest(problem, state.h, prefix)
+            is_known = chained and self._is_affordable(problem)
+            after = tuple(leaf[-1] for leaf in _errors(problem, h, error)) if is_known else error
+            return _State(h, after, outcome._replace(first_bad=prefix))
+
+        return _once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
+
+    def _is_affordable(self, problem) -> bool:
+        """Whether the true Jacobian takes no more memory than what an update holds anyway."""
+        return problem.structure.bytes_per_step <= self.method.held(problem.structure).bytes_per_step
+
+    def _rest(self, problem, h, prefix) -> Leaves:
+        """Returns the states with all but the first `prefix` walked, or NaN."""
+        if self.on_fail == "finish":
+            return walk(problem, h, prefix)
+        is_kept = jnp.arange(problem.length) < prefix
+        return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
+
+
+def _once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
+    """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed."""
+    entry = varying_as((is_needed, state), like)
+    return jax.lax.while_loop(lambda pair: pair[0], lambda pair: (jnp.zeros_like(pair[0]), repair(pair[1])), entry)[1]
+
+
+def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
+    """Returns `guess`, by default f(start, x[t]) at every t; the start where that is not finite."""
+    start = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in problem.start)
+    guess = problem.apply(start) if guess is None else guess
+    return tuple(jnp.where(jnp.isfinite(a), a, jnp.nan_to_num(b)) for a, b in zip(guess, start, strict=True))
+
+
+def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
+    """Estimates the error at each step: rounding in every step, of random sign, carried on by the Jacobians.
+
+    Cost: one set of Jacobians and one solve.
+    """
+    eps = bounds(scale(problem, h), h, power=1.0)
+    keys = jax.random.split(jax.random.key(0), len(h))
+    wide = (jnp.promote_types(leaf.dtype, jnp.float32) for leaf in h)
+    noise = tuple(
+        jax.random.rademacher(key, leaf.shape, dtype) * bound.astype(dtype)
+        for key, leaf, dtype, bound in zip(keys, h, wide, eps, strict=True)
+    )
+    return problem.solve(problem.jacobian(h), noise, error)
+
+
+def _trusted(problem: Problem, h: Leaves) -> Array:
+    """Returns the error of each leaf up to which a state counts as found: sqrt(eps) of its scale."""
+    return bounds(scale(problem, h), h, power=0.5)
+
+
+def _merged(outcomes: Outcome, size: int, length: int) -> Outcome:
+    """Returns the outcome of windows of one size in sequence from that of each."""
+    bad = outcomes.first_bad
+    at = jnp.where(bad < size, bad + size * jnp.arange(len(bad), dtype=bad.dtype), length)
+    return Outcome(
+        outcomes.iterations.sum(dtype=jnp.int32),
+        outcomes.windows.sum(dtype=jnp.int32),
+        outcomes.residual.max(),
+        outcomes.update.max(),
+        at.min(),
+    )
