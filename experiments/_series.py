@@ -1,7 +1,7 @@
 """Sequences to train on: digits read pixel by pixel, series from files, and the synthetic tests of memory.
 
-Every task gives batches {"inputs" float32 [B, T, D], "targets" [B, T], "weights" float32 [B, T]} as a pure function of a
-step; only places of weight over 0 are judged.
+Every task gives batches {"inputs" float32 [B, T, D], "targets" [B, T], "weights" float32 [B, T]} as a pure function of
+a step; only places of weight over 0 are judged.
 """
 
 import csv
@@ -28,7 +28,7 @@ class SeriesConfig:
       path: Of the file task: a .ts (aeon), .arff, .csv, .tsv or .npz file.
       validation_path: Its validation series; by default a share of those in `path`.
       validation: That share; of the digits too.
-      length: Of the synthetic tasks: steps between what is shown and what is asked (copy, selective_copy), or T (adding).
+      length: Of the synthetic tasks: T of adding; of the copy tasks the silent steps.
       symbols: Of the copy tasks: how many are to be remembered.
       batch_size: B.
     """
@@ -127,7 +127,7 @@ def _copy(config: SeriesConfig, seed: int) -> Task:
 
 
 def _selective_copy(config: SeriesConfig, seed: int) -> Task:
-    """Selective copy (Gu and Dao 2023, arXiv:2312.00752): symbols strewn over the silence, to be told in their order."""
+    """Selective copy (Gu and Dao 2023, arXiv:2312.00752): symbols strewn over the silence, to be told in order."""
 
     def make(rng: np.random.Generator, c: SeriesConfig) -> Batch:
         symbols = rng.integers(0, ALPHABET, (c.batch_size, c.symbols))
@@ -268,7 +268,9 @@ def _read_arff(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     if "relational" in text.lower():
         raise UsageError(f"{file} is a multivariate .arff file; give the same data as .ts.")
     rows = [line.rpartition(",") for line in _data_lines(text)]
-    return _stacked([[values.split(",")] for values, _, _ in rows], file), np.array([label.strip() for *_, label in rows])
+    return _stacked([[values.split(",")] for values, _, _ in rows], file), np.array(
+        [label.strip() for *_, label in rows]
+    )
 
 
 def _read_ts(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
@@ -291,7 +293,9 @@ def _stacked(rows: list[list[list[str]]], file: pathlib.Path) -> np.ndarray:
     """Returns [N, T, D] of rows of channels of numbers; "?" is missing."""
     lengths = {len(channel) for row in rows for channel in row}
     if len(lengths) > 1:
-        raise UsageError(f"{file} has series of {min(lengths)} to {max(lengths)} steps; cut or fill them to one length.")
+        raise UsageError(
+            f"{file} has series of {min(lengths)} to {max(lengths)} steps; cut or fill them to one length."
+        )
     numbers = [[[np.nan if x.strip() == "?" else float(x) for x in channel] for channel in row] for row in rows]
     return np.array(numbers, np.float64).swapaxes(1, 2)
 

@@ -27,7 +27,7 @@ from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import named_shardings, partition, place_rows
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.solvers import METHODS, solver
+from jaxpar.nn.solvers import solver
 from jaxpar.types import PyTree, UsageError
 
 
@@ -208,9 +208,7 @@ def make_evaluate(trainer: SequenceTrainer, task: Task):
         rows = [jax.device_get(metrics(params, _place(batch))) for batch in task.validation]
         counts = [batch["weights"].sum() for batch in task.validation]
         names = ("loss", "accuracy") if task.classes else ("loss",)
-        return {
-            f"validation/{name}": float(np.average([row[name] for row in rows], weights=counts)) for name in names
-        }
+        return {f"validation/{name}": float(np.average([row[name] for row in rows], weights=counts)) for name in names}
 
     return evaluate
 

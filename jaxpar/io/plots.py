@@ -63,7 +63,8 @@ def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[s
     }
     series = {label: found for label, found in series.items() if found}
     if not series:
-        raise UsageError(f"{metrics_jsonl} has none of {', '.join(name for names in panels.values() for name in names)}")
+        wanted = ", ".join(name for names in panels.values() for name in names)
+        raise UsageError(f"{metrics_jsonl} has none of {wanted}")
     figure = _figure(8, 1 + 2 * len(series))
     axes = figure.subplots(len(series), sharex=True, squeeze=False)[:, 0]
     for panel, (label, found) in zip(axes, series.items(), strict=True):

@@ -82,7 +82,8 @@ def muon_dimensions(model: LMConfig) -> PyTree:
     """Returns Muon's dimension numbers a leaf, None where AdamW shall do.
 
     Matrices of the layers map "embed" to the rest or back, so the logical axes say which dimensions
-    are contracted; "layers" is a batch of matrices. A recurrence's own weights go to AdamW. Without this, optax hands stacked leaves to Adam.
+    are contracted; "layers" is a batch of matrices. Without this, optax hands stacked leaves to Adam. A recurrence's
+    own weights map units to units, and go to Adam.
     """
 
     def numbers(path, leaf: declared.Leaf):

@@ -3,7 +3,7 @@
 | file | in -> out shapes | called by |
 |---|---|---|
 | `leaf` | tree of (shape, axes, init) -> parameters | all below, `lm` |
-| `cells`, `gated`, `aaren` | params, h [B, n], drive [B, n] -> h [B, n]: one step, and what is known of it | `recurrent` |
+| `cells`, `gated`, `aaren` | params, h [B, n], drive [B, n] -> h [B, n], and facts about it | `recurrent` |
 | `recurrent`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixer` |
 | `mixer` | the same on any mesh, after the block's own products [T, B, n] | `lm`, `network` |
 | `network` | params, xs [B, T, D] -> [B, T, C], and its trainer | experiments |

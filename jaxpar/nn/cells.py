@@ -71,8 +71,8 @@ class Cell:
       gates: Names g of the input products: drive[g] = x w<g> + b<g>. Without any, the drive is the input itself.
       weights: Declares the other parameters, given the cell.
       lanes: Lanes of the state; with one, the state is an array, else a tuple whose last lane is the output.
-      jacobian: Of one step, with the state's lanes as columns of a matrix [n, lanes]: "diag" (one lane, unit i depends on
-        unit i alone), "block" (a lanes x lanes block a unit), "dense", or "auto" to have the solver find out.
+      jacobian: Of one step: "diag" (one lane, of which unit i depends on unit i alone), "block" (a lanes x lanes block
+        a unit), "dense" (within a row), or "auto" to have the solver find out.
       affine: If the step is a h + b: `(params, drive) -> (a, b)`, which then needs no solver but one affine scan.
       heads: Blocks along the diagonal of dense recurrent weights.
     """

@@ -7,7 +7,8 @@
 | `ParaGRU`, `CfC` | h | diagonal | Newton, a few iterations |
 | `ParaLSTM`, `LEM` | (c, h); (z, y) | one 2 x 2 block a unit | Newton, a few iterations |
 
-The steps of all but the first row are elementwise functions of lanes [B, n] with recurrent weights [n].
+The steps of all but the first row are elementwise functions of lanes [B, n] with recurrent weights [n]. The biases of
+gates that keep or renew the state start so that the units' states last from 2 to 100 steps (`jaxpar.nn.leaf`).
 """
 
 import math
@@ -37,7 +38,7 @@ def GRU(size: int, heads: int = 1) -> Cell:
 
 
 def _gru_weights(cell: Cell) -> dict[str, Leaf]:
-    return _matrices(cell, 3) | {"bu": Leaf((cell.size,), ("mlp",), "zeros")}
+    return _matrices(cell, 3) | _bias(cell, "bu", "zeros") | _bias(cell, "bz", "keep")
 
 
 def _gru(params, h, u):
@@ -54,14 +55,14 @@ def LSTM(size: int, heads: int = 1) -> Cell:
         g = tanh(x wg + bg + h Ug)    o = s(x wo + bo + h Uo)
         c' = f * c + i * g    h' = o * tanh(c')
 
-    State (c, h). Forget gates start open, at bf = 1. With `heads` > 1 each U is block-diagonal. Of torch.nn.LSTM's
-    parameters: each bias is the sum of its two.
+    State (c, h). With `heads` > 1 each U is block-diagonal. Of torch.nn.LSTM's parameters: each bias is the sum of its
+    two.
     """
     return Cell(_lstm, size, ("i", "f", "g", "o"), _lstm_weights, lanes=2, jacobian="dense", heads=heads)
 
 
 def _lstm_weights(cell: Cell) -> dict[str, Leaf]:
-    return _matrices(cell, 4) | {"bf": Leaf((cell.size,), ("mlp",), "ones")}
+    return _matrices(cell, 4) | _bias(cell, "bf", "keep")
 
 
 def _lstm(params, state, u):
@@ -74,9 +75,13 @@ def _lstm(params, state, u):
 def MinGRU(size: int) -> Cell:
     """MinGRU (Feng et al. 2024, arXiv:2410.01201, section 3.1): the gate and the candidate see the input alone.
 
-        z = s(x wz + bz)    h' = (1 - z) * h + z * (x wh + bh)
+    z = s(x wz + bz)    h' = (1 - z) * h + z * (x wh + bh)
     """
-    return Cell(_min_gru, size, ("z", "h"), jacobian="diag", affine=_min_gru_affine)
+    return Cell(_min_gru, size, ("z", "h"), _min_gru_weights, jacobian="diag", affine=_min_gru_affine)
+
+
+def _min_gru_weights(cell: Cell) -> dict[str, Leaf]:
+    return _bias(cell, "bz", "renew")
 
 
 def _min_gru(params, h, u):
@@ -92,11 +97,14 @@ def _min_gru_affine(params, u):
 def MinLSTM(size: int) -> Cell:
     """MinLSTM (Feng et al. 2024, arXiv:2410.01201, section 3.2): a GRU's two gates apart, made to sum to one.
 
-        f = s(x wf + bf)    i = s(x wi + bi)    h' = f / (f + i) * h + i / (f + i) * (x wh + bh)
+    f = s(x wf + bf)    i = s(x wi + bi)    h' = f / (f + i) * h + i / (f + i) * (x wh + bh)
 
-    Forget gates start open, at bf = 1.
     """
-    return Cell(_min_lstm, size, ("f", "i", "h"), _forget_bias, jacobian="diag", affine=_min_lstm_affine)
+    return Cell(_min_lstm, size, ("f", "i", "h"), _min_lstm_weights, jacobian="diag", affine=_min_lstm_affine)
+
+
+def _min_lstm_weights(cell: Cell) -> dict[str, Leaf]:
+    return _bias(cell, "bf", "keep")
 
 
 def _min_lstm(params, h, u):
@@ -114,14 +122,14 @@ def _min_lstm_affine(params, u):
 def ParaGRU(size: int) -> Cell:
     """ParaGRU (arXiv:2510.21450, section 3): a GRU whose recurrent weights are vectors a, so its Jacobian is diagonal.
 
-        z = s(x wz + bz + az * h)    r = s(x wr + br + ar * h)
-        c = tanh(x wc + bc + ac * (r * h))    h' = (1 - z) * h + z * c
+    z = s(x wz + bz + az * h)    r = s(x wr + br + ar * h)
+    c = tanh(x wc + bc + ac * (r * h))    h' = (1 - z) * h + z * c
     """
     return Cell(_para_gru, size, ("z", "r", "c"), _para_gru_weights, jacobian="diag")
 
 
 def _para_gru_weights(cell: Cell) -> dict[str, Leaf]:
-    return _vectors(cell, ("az", "ar", "ac"))
+    return _vectors(cell, ("az", "ar", "ac")) | _bias(cell, "bz", "renew")
 
 
 def _para_gru(params, h, u):
@@ -139,13 +147,13 @@ def ParaLSTM(size: int) -> Cell:
         c' = f * c + (1 - f) * g
         o = s(x wo + bo + ao * h + po * c')    h' = o * tanh(c')
 
-    State (c, h); forget gates start open, at bf = 1.
+    State (c, h).
     """
     return Cell(_para_lstm, size, ("f", "g", "o"), _para_lstm_weights, lanes=2, jacobian="block")
 
 
 def _para_lstm_weights(cell: Cell) -> dict[str, Leaf]:
-    return _vectors(cell, ("af", "ag", "ao", "pf", "po")) | _forget_bias(cell)
+    return _vectors(cell, ("af", "ag", "ao", "pf", "po")) | _bias(cell, "bf", "keep")
 
 
 def _para_lstm(params, state, u):
@@ -170,7 +178,7 @@ def LEM(size: int) -> Cell:
 
 
 def _lem_weights(cell: Cell) -> dict[str, Leaf]:
-    return _vectors(cell, ("ad", "ae", "az", "ay"))
+    return _vectors(cell, ("ad", "ae", "az", "ay")) | _bias(cell, "bd", "renew") | _bias(cell, "be", "renew")
 
 
 def _lem(params, state, u):
@@ -213,5 +221,5 @@ def _matrices(cell: Cell, gates: int) -> dict[str, Leaf]:
     return {"u": Leaf((cell.heads, width, gates, width), ("heads", None, None, None), 1 / math.sqrt(width))}
 
 
-def _forget_bias(cell: Cell) -> dict[str, Leaf]:
-    return {"bf": Leaf((cell.size,), ("mlp",), "ones")}
+def _bias(cell: Cell, name: str, init: str) -> dict[str, Leaf]:
+    return {name: Leaf((cell.size,), ("mlp",), init)}

@@ -91,7 +91,7 @@ def mixed(
       drive: As from `cell.drive`, time first.
       h0: State before the first step.
       resets: True where the state starts anew.
-      ends: Step of each row whose state is returned; by default the last. Rows of a padded prompt end at different ones.
+      ends: Step of each row whose state is returned, by default the last; the rows of a padded prompt differ in it.
       method: One of `jaxpar.solve`; None for the cell's own.
       with_info: Whether to return how the worst of all devices fared, which costs them a collective of a few numbers.
 
@@ -139,7 +139,7 @@ def _worst(stats: Any) -> Info:
     """Returns the scalars of `mixed`, the same on every device."""
     if stats is None:
         return {"iterations": jnp.float32(0), "residual": jnp.float32(0), "converged": jnp.float32(1)}
-    values = stats.iterations.max(), stats.residual.max(), -stats.converged.min()
+    values = stats.iterations.max(), stats.residual.max(), -1.0 * stats.converged.min()
     axes = (*mesh_axes("batch"), *mesh_axes("mlp"))
     worst = [jax.lax.pmax(jnp.float32(x), axes) if axes else jnp.float32(x) for x in values]
     return {"iterations": worst[0], "residual": worst[1], "converged": -worst[2]}

@@ -93,7 +93,9 @@ class SequenceNetwork:
         cell, last, infos = self.unit(), {}, []
         for name, layer in params["layers"].items():
             drive = cell.drive(layer, _norm(x, layer["norm"]))
-            ys, last[name], info = mixed(cell, layer, drive, states and states[name], method=self.method, with_info=True)
+            ys, last[name], info = mixed(
+                cell, layer, drive, states and states[name], method=self.method, with_info=True
+            )
             x = constrain(x + ys @ layer["w_out"], None, "batch", None)
             infos.append(info)
         out = _norm(x, params["norm"]) @ params["head"] + params["b_head"][None, None]

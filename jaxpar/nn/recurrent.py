@@ -4,6 +4,7 @@ Both are one function: `recurrent(cell, params, xs, h0)` returns the state that 
 with T = 1 is a step of decoding. Inside, time is the leading axis: each step reads and writes contiguous rows.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxpar.nn.cells import SequenceCell
+from jaxpar.solve import Block, Dense, Newton, Sequential, parallel_scan
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["first_state", "recurrent", "unroll"]
+__all__ = ["chosen", "first_state", "recurrent", "unroll"]
 
 
 def recurrent(
@@ -76,6 +78,7 @@ def unroll(
     `method` and `resets` are those of `recurrent`, which makes the drive and calls this. Returns the states, and the
     solver's stats or None.
     """
+    length = len(jax.tree.leaves(drive)[0])
     if method is None:
         states = cell.closed_form(params, drive, h0, resets)
         if states is not None:
@@ -88,7 +91,23 @@ def unroll(
         h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, drive), h)
         return h, h
 
-    return jax.lax.scan(step, h0, (drive, resets))[1], None
+    _, states, stats = parallel_scan(step, h0, (drive, resets), method=chosen(cell, method, length), with_stats=True)
+    return states, stats
+
+
+def chosen(cell: SequenceCell, method: Any, length: int) -> Any:
+    """Returns the method to solve a cell's recurrence with, the structure of its Jacobian declared.
+
+    Without a method: `Newton` where the Jacobian is diagonal or of small blocks and there is more than a step to make,
+    else `Sequential`.
+    """
+    kind, lanes = getattr(cell, "jacobian", "auto"), getattr(cell, "lanes", 1)
+    if method is None:
+        method = Newton() if kind in ("diag", "block") and length > 1 else Sequential()
+    known = {"diag": "diag", "block": Block(lanes), "dense": Dense(1)}
+    if kind in known and getattr(method, "jac", None) == "auto":
+        method = dataclasses.replace(method, jac=known[kind])
+    return method
 
 
 def _beside(flags: jax.Array, like: jax.Array) -> jax.Array:
