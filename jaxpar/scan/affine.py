@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.scan import _xla, sharded
+from jaxpar.scan import _xla, rules, sharded
+from jaxpar.scan._kernels import kernel_for
 from jaxpar.scan._rings import DENSE, LANES, Ring, cast, num_steps, put_first, take, together
 from jaxpar.types import Array, UsageError
 
 __all__ = ["IMPLS", "KINDS", "affine_lanes", "affine_scan"]
 
 KINDS = ("diag", "block", "dense")
-IMPLS = ("auto", "sequential", "associative", "chunked")
+IMPLS = ("auto", "kernel", "sequential", "associative", "chunked")
+
+_PLAIN = {"sequential": _xla.sequential, "associative": _xla.associative, "chunked": _xla.chunked}
 
 Lanes = tuple[Array, ...]
 
@@ -53,7 +56,8 @@ def affine_scan(
       axis: Of time in b; not the last one of "block" and "dense".
       reverse: Computes h[t] = a[t] h[t+1] + b[t] instead.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`; shard i holds the i-th piece.
-      impl: "auto" picks by `jaxpar.scan.rules`; one of its names insists.
+      impl: "auto" picks by `jaxpar.scan.rules` for the platform compiled for; "sequential", "associative" and
+        "chunked" insist, and "kernel" does where the platform has one that takes these arrays (else it is "auto").
 
     Returns:
       h, of b's shape and dtype. The carry is at least float32, also where a and b are bfloat16 or float16.
@@ -161,24 +165,26 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
 
 
 def _scan(ring: Ring, a, b, h0, spec: _Spec):
-    how = {"axis": spec.axis, "reverse": spec.reverse, "carry": spec.carry}
+    """Computes the recurrence, of which a piece if time is split over devices."""
+    how = {"axis": spec.axis, "reverse": spec.reverse}
     if spec.axis_name is not None:
-        p, h = _xla.summary(ring, a, b, **how)
-        start = jax.tree.map(jnp.zeros_like, h) if h0 is None else cast(h0, spec.carry)
-        h0 = sharded.incoming(
-            lambda x, piece: jax.tree.map(jnp.add, ring.apply(piece[0], x), piece[1]),
-            (p, h),
-            start,
-            spec.axis_name,
-            spec.reverse,
-        )
-    run = {
-        "sequential": _xla.sequential,
-        "associative": _xla.associative,
-        "chunked": _xla.chunked,
-        "auto": _xla.chunked,
-    }[spec.impl]
-    return run(ring, a, b, h0, **how)
+        piece = _xla.summary(ring, a, b, carry=spec.carry, **how)
+        start = jax.tree.map(jnp.zeros_like, piece[1]) if h0 is None else cast(h0, spec.carry)
+        push = lambda h, piece: jax.tree.map(jnp.add, ring.apply(piece[0], h), piece[1])  # noqa: E731
+        h0 = sharded.incoming(push, piece, start, spec.axis_name, spec.reverse)
+    plain = {name: functools.partial(run, ring, carry=spec.carry, **how) for name, run in _PLAIN.items()}
+    if spec.impl in plain:
+        return plain[spec.impl](a, b, h0)
+    runs = {}
+    for platform in ("cpu", "cuda", "tpu", "other"):
+        kernel = kernel_for(platform, ring, a, b, h0, axis=spec.axis)
+        impl = rules.choose(platform, num_steps=num_steps(b, spec.axis), kernel=kernel is not None)
+        if kernel is not None and "kernel" in (impl, spec.impl):
+            runs[platform] = functools.partial(kernel, **how)
+        else:
+            runs[platform] = plain[impl]
+    other = runs.pop("other")
+    return lax.platform_dependent(a, b, h0, default=other, **{k: run for k, run in runs.items() if run is not other})
 
 
 def _shifted(x, start, spec: _Spec):
