@@ -10,12 +10,10 @@ from jaxtyping import Array, Float
 
 from jaxpar.nn.cells import gate_leaves, gate_products
 from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp, Monoid, scan_monoid
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["Aaren"]
-
-State = tuple[jax.Array, jax.Array, jax.Array]
-"""Maximum and denominator [..., H], numerator [..., H, K]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,50 +53,48 @@ class Aaren:
         """Computes the keys and values of all inputs."""
         return gate_products(self.gates, params, xs)
 
-    def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> State:
+    def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> LogSumExp:
         """Returns what nothing seen leaves: a maximum [*batch_shape, H] of -inf, and sums of zero."""
         sums = (*batch_shape, self.heads)
         maximum, denominator = jnp.full(sums, -jnp.inf, dtype), jnp.zeros(sums, dtype)
-        return maximum, denominator, jnp.zeros((*sums, self.size // self.heads), dtype)
+        return LogSumExp(maximum, denominator, jnp.zeros((*sums, self.size // self.heads), dtype))
 
-    def step(self, params: PyTree, h: State, drive: dict[str, jax.Array]) -> State:
+    def step(self, params: PyTree, h: LogSumExp, drive: dict[str, jax.Array]) -> LogSumExp:
         """Adds one key and value to the sums of each head: constant time and memory, however long the past."""
-        return _merge(h, self._element(params, drive, h[0].dtype))
+        return LOGSUMEXP.combine(h, self._element(params, drive, h.numerator.dtype))
 
-    def output(self, params: PyTree, h: State) -> Float[Array, "*L n"]:
-        """Returns numerator / denominator; 0 before anything was seen."""
+    def output(self, params: PyTree, h: LogSumExp) -> Float[Array, "*L n"]:
+        """Returns the weighted means of all heads; 0 before anything was seen."""
         del params
-        _, denominator, numerator = h
-        mean = numerator / jnp.where(denominator == 0, 1, denominator)[..., None]
-        return mean.reshape(*mean.shape[:-2], self.size)
+        return h.mean.reshape(*h.mean.shape[:-2], self.size)
 
-    def closed_form(self, params: PyTree, drive: dict[str, jax.Array], h0: State, resets: Any = None) -> State:
-        """Returns all states by one associative scan: O(T) work, O(log T) depth."""
-        elements = self._element(params, drive, h0[0].dtype)
-        flags = jnp.zeros(elements[0].shape[:2], bool) if resets is None else resets
-        one = jnp.zeros_like(flags[:1])
-        elements = jax.tree.map(lambda h, x: jnp.concatenate([h[None], x]), h0, elements)
+    def closed_form(
+        self, params: PyTree, drive: dict[str, jax.Array], h0: LogSumExp, resets: Any = None
+    ) -> LogSumExp:
+        """Returns all states by one scan: O(T) work, O(log T) depth. With resets through a tree, at more memory."""
+        elements = self._element(params, drive, h0.numerator.dtype)
+        front = jax.tree.map(lambda h: h[None], h0)
+        if resets is None:
+            return LOGSUMEXP.combine(front, scan_monoid(LOGSUMEXP, elements))
+        whole = jax.tree.map(lambda h, x: jnp.concatenate([h, x]), front, elements)
+        flags = jnp.pad(resets, ((1, 0), (0, 0)))
+        states = scan_monoid(SEGMENTED, (jnp.broadcast_to(flags[..., None], whole.max.shape), whole))[1]
+        return jax.tree.map(lambda x: x[1:], states)
 
-        def combine(earlier, later):
-            (f, a), (g, b) = earlier, later
-            joined = _merge(a, b)
-            keep = jax.tree.map(lambda x, y: jnp.where(g.reshape(g.shape + (1,) * (x.ndim - 2)), x, y), b, joined)
-            return f | g, keep
-
-        out = jax.lax.associative_scan(combine, (jnp.concatenate([one, flags]), elements))[1]
-        return jax.tree.map(lambda x: x[1:], out)
-
-    def _element(self, params: PyTree, drive: dict[str, jax.Array], dtype: Any) -> State:
+    def _element(self, params: PyTree, drive: dict[str, jax.Array], dtype: Any) -> LogSumExp:
         """Returns the sums over one place alone: (s, 1, v)."""
         heads = (self.heads, self.size // self.heads)
         k, v = (drive[gate].astype(dtype).reshape(*drive[gate].shape[:-1], *heads) for gate in self.gates)
         query = params["q"].astype(dtype).reshape((1,) * (k.ndim - 2) + heads)
         scores = (k * query).sum(-1) / math.sqrt(heads[1])
-        return scores, jnp.ones_like(scores), v
+        return LogSumExp(scores, jnp.ones_like(scores), v)
 
 
-def _merge(a: State, b: State) -> State:
-    top = jax.lax.stop_gradient(jnp.maximum(a[0], b[0]))
-    finite = jnp.where(jnp.isfinite(top), top, 0)
-    wa, wb = jnp.exp(a[0] - finite), jnp.exp(b[0] - finite)
-    return top, wa * a[1] + wb * b[1], wa[..., None] * a[2] + wb[..., None] * b[2]
+def _since_start(earlier: tuple, later: tuple) -> tuple:
+    """Combines (whether a sequence starts within, sums since the last start)."""
+    (began, a), (begins, b) = earlier, later
+    flags = LogSumExp(begins, begins, begins[..., None])
+    return began | begins, jax.tree.map(jnp.where, flags, b, LOGSUMEXP.combine(a, b))
+
+
+SEGMENTED = Monoid(_since_start, lambda element: (jnp.zeros_like(element[0]), LOGSUMEXP.identity(element[1])))

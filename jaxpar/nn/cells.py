@@ -130,7 +130,7 @@ class Cell:
         a, b = self.affine(params, jax.tree.map(lambda x: x.astype(h0.dtype), drive))
         if resets is not None:
             a = jnp.where(resets[..., None], 0, a)
-        return affine_scan(a, b.at[:1].add(a[:1] * h0[None]))
+        return affine_scan(a, b, h0)
 
 
 def gate_leaves(gates: tuple[str, ...], input_dim: int, size: int) -> dict[str, Leaf]:
