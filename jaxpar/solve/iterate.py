@@ -98,26 +98,37 @@ def leading(problem: Problem, passes: Array) -> tuple[Array, Array]:
 
 
 def scale(problem: Problem, h: Leaves) -> Array:
-    """Returns the largest finite |h| of each leaf, [leaves]; one maximum over the devices."""
-    finite = (jnp.where(jnp.isfinite(leaf), jnp.abs(leaf), 0) for leaf in h)
-    largest = jnp.stack([jnp.max(leaf, initial=0).astype(_wide(leaf)) for leaf in finite])
-    return largest if problem.axis_name is None else jax.lax.pmax(largest, problem.axis_name)
+    """Returns for each leaf and step the largest finite |h| up to it, [leaves, T]; one small gather over the devices.
+
+    Only up to it: what diverges further on must not make a residual look small.
+    """
+    sizes = (jnp.where(jnp.isfinite(leaf), jnp.abs(leaf), 0) for leaf in h)
+    steps = jnp.stack([size.reshape(len(size), -1).max(1).astype(_wide(size)) for size in sizes])
+    largest = jax.lax.cummax(steps, 1)
+    starts = jnp.stack([jnp.max(jnp.abs(leaf), initial=0).astype(steps.dtype) for leaf in problem.start])
+    if problem.axis_name is not None:
+        ends = jax.lax.all_gather(largest[:, -1], problem.axis_name)
+        ends = ends[::-1] if problem.reverse else ends
+        is_before = jnp.arange(problem.parts) < problem.rank
+        starts = jnp.maximum(starts, jnp.where(is_before[:, None], ends, 0).max(0))
+    return jnp.maximum(largest, starts[:, None])
 
 
 def bounds(scales: Array, h: Leaves, tol: float | None = None, power: float = 0.8) -> Array:
-    """Returns the bound of each leaf, [leaves]: its scale times the larger of eps^power and, if given, tol.
+    """Returns the bound of each leaf and step, [leaves, T]: its scale times the larger of eps^power and, if given, tol.
 
     At power 4/5, that of the residual, `tol` stands in place of eps^(4/5).
     """
     eps = [float(jnp.finfo(leaf.dtype).eps) for leaf in h]
     relative = [tol if tol and power == 0.8 else max(tol or 0.0, each**power) for each in eps]
-    return scales * jnp.array(relative, scales.dtype)
+    return scales * jnp.array(relative, scales.dtype)[:, None]
 
 
 def within(values: Leaves, bound: Array) -> Array:
     """Returns whether each step's every entry is within its leaf's bound, [T]; no NaN is."""
-    tests = [jnp.abs(leaf) <= bound[number] for number, leaf in enumerate(values)]
-    return jnp.all(jnp.stack([test.reshape(len(test), -1).all(1) for test in tests]), 0)
+    pairs = zip(values, bound, strict=True)
+    tests = [(jnp.abs(leaf) <= _column(limit, leaf)).reshape(len(leaf), -1).all(1) for leaf, limit in pairs]
+    return jnp.all(jnp.stack(tests), 0)
 
 
 def _wide(leaf: Any) -> Any:
@@ -144,6 +155,6 @@ def _largest(problem: Problem, values: Leaves, scales: Array) -> Array:
     """Returns the largest entry relative to its leaf's scale; infinite if one is not finite."""
     tiny = jnp.finfo(scales.dtype).tiny
     sizes = [jnp.where(jnp.isfinite(leaf), jnp.abs(leaf), jnp.inf) for leaf in values]
-    each = jnp.stack([jnp.max(size, initial=0).astype(scales.dtype) for size in sizes]) / jnp.maximum(scales, tiny)
-    largest = each.max().astype(jnp.float32)
+    each = jnp.stack([size.reshape(len(size), -1).max(1).astype(scales.dtype) for size in sizes])
+    largest = (each / jnp.maximum(scales, tiny)).max().astype(jnp.float32)
     return largest if problem.axis_name is None else jax.lax.pmax(largest, problem.axis_name)

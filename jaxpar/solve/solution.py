@@ -87,17 +87,15 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
     def window(d_before: Leaves, rows) -> tuple[Leaves, Leaves]:
         before, x, d_x = rows
         apply = jax.vmap(solve.recurrence.step, in_axes=(None, 0, 0))
-        live = [(d_consts, consts), (d_x, x)]
-        moved, directions = ([tuple(part[i] for i in range(len(d)) if d[i] is not None) for d, part in live],
-                             [tuple(each for each in d if each is not None) for d, _ in live])
 
         def driven(moved_consts, moved_x):
             return apply(_filled(consts, d_consts, moved_consts), before, _filled(x, d_x, moved_x))
 
-        drive = jax.jvp(driven, tuple(moved), tuple(directions))[1]
+        moved = _moved(consts, d_consts), _moved(x, d_x)
+        drive = jax.jvp(driven, moved, (_moved(d_consts, d_consts), _moved(d_x, d_x)))[1]
         jacobian = solve.structure.jacobian(lambda before: apply(consts, before, x), before)
         how = {"axis_name": solve.axis_name, "reverse": solve.reverse}
-        dh = solve.structure.solve(jacobian, drive, d_before, **how)
+        dh = solve.structure.solve(jacobian, *_tied(drive, d_before), **how)
         return tuple(leaf[-1] for leaf in dh), dh
 
     rows = solve.problem(consts, start, xs).shift(h), xs, d_xs
@@ -106,6 +104,18 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
         return window(d_start, rows)[1]
     _, dh = jax.lax.scan(window, d_start, cut(rows, solve.length, solve.window))
     return joined(dh, solve.length)
+
+
+def _moved(values: tuple, tangents: tuple) -> tuple:
+    """Returns those of `values` that have a tangent."""
+    return tuple(value for value, d in zip(values, tangents, strict=True) if d is not None)
+
+
+def _tied(drive: Leaves, start: Leaves) -> tuple[Leaves, Leaves]:
+    """Returns both as they are, each depending on the other: a linear solve is transposed in all of its right side."""
+    no = jnp.array(False)
+    pairs = list(zip(drive, start, strict=True))
+    return tuple(jnp.where(no, b[None], a) for a, b in pairs), tuple(jnp.where(no, a[0], b) for a, b in pairs)
 
 
 def _filled(values: Leaves, tangents: tuple, moved: Leaves) -> Leaves:

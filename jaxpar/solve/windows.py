@@ -145,7 +145,7 @@ class _Solver:
     def window(self, problem, sizes, guess, valid, error, chained) -> _State:
         """Solves one window, and again what fails of it."""
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
-        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess))[0]
+        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess)[:, -1:])[0]
         fit = iterate(self.method, problem, guess, valid, is_sound)
         prefix, is_done = fit.prefix, fit.is_done
         after = error
@@ -204,7 +204,7 @@ def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
     keys = jax.random.split(jax.random.key(0), len(h))
     wide = (jnp.promote_types(leaf.dtype, jnp.float32) for leaf in h)
     noise = tuple(
-        jax.random.rademacher(key, leaf.shape, dtype) * bound.astype(dtype)
+        jax.random.rademacher(key, leaf.shape, dtype) * bound.reshape(-1, *(1,) * (leaf.ndim - 1)).astype(dtype)
         for key, leaf, dtype, bound in zip(keys, h, wide, eps, strict=True)
     )
     return problem.solve(problem.jacobian(h), noise, error)
