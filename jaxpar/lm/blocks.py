@@ -13,6 +13,7 @@ from jaxpar.lm.attention import attention, dense, dropout
 from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import constrain, gather, in_role, mesh_axes, scatter
 from jaxpar.nn.mixer import mixed, starts
+from jaxpar.nn.solvers import solver
 from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["block", "norm", "rope_frequencies", "rotate"]
@@ -125,7 +126,7 @@ def _recur(x, layer, config: LMConfig, segments, state, ends):
     drive = {gate: _matmul("tbd,dn->tbn", x, layer, gate, config, ("embed", "mlp")) for gate in cell.gates}
     drive = {gate: checkpoint_name(lane, "qkv") for gate, lane in drive.items()}
     resets = None if segments is None else starts(segments)
-    out, state = mixed(cell, layer, drive, state, resets=resets, ends=ends)
+    out, state = mixed(cell, layer, drive, state, resets=resets, ends=ends, method=solver(config.solver))
     return _matmul("tbn,nd->btd", checkpoint_name(out, "attention"), layer, "_out", config, ("mlp", "embed")), state
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxpar.nn.mixer import MIXERS, equal_size, mixer_cell
+from jaxpar.nn.solvers import METHODS
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
@@ -16,6 +17,7 @@ CHOICES = {
     "remat": ("none", "dots", "names", "full", "offload"),
     "attention": ("auto", "cudnn", "splash", "xla"),
     "mixer": ("attention", *MIXERS),
+    "solver": tuple(METHODS),
 }
 
 
@@ -59,6 +61,7 @@ class LMConfig:
       remat: What the backward pass recomputes: "none" saves every matmul input, "dots" saves matmul outputs, "names"
         saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs.
       attention: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
+      solver: How a recurrent mixer is solved, by a name of `jaxpar.nn.solvers`; "auto" leaves it to the mixer.
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster
         on GPU, slower to compile).
       low_logits: Whether the loss stores logits in `dtype` instead of float32: half the traffic, rounding of
@@ -93,6 +96,7 @@ class LMConfig:
     low_logits: bool = False
     remat: str = _execution("none")
     attention: str = _execution("auto")
+    solver: str = _execution("auto")
     scan_layers: bool = _execution(True)
     loss_chunk: int = _execution(8192)
 

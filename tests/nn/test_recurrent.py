@@ -1,0 +1,196 @@
+"""A cell over a sequence: every method, chunks and single steps give the loop's numbers and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.nn import GRU, LEM, LSTM, Aaren, Cell, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM, recurrent
+from jaxpar.nn.recurrent import chosen
+from jaxpar.nn.solvers import METHODS, solver
+from jaxpar.solve import Block, Dense, Newton, Quasi, Sequential
+from jaxpar.types import UsageError
+
+B, T, D, N = 2, 12, 3, 4
+CELLS = {
+    "gru": GRU(N), "lstm": LSTM(N, heads=2), "min_gru": MinGRU(N), "min_lstm": MinLSTM(N), "para_gru": ParaGRU(N),
+    "para_lstm": ParaLSTM(N), "lem": LEM(N), "cfc": CfC(N), "aaren": Aaren(N, 2),
+}  # fmt: skip
+each_cell = pytest.mark.parametrize("name", CELLS)
+EXACT = EXACT_MATHS["float64"]
+VALUES, GRADIENTS = 1e-10, 1e-8  # of a method against the loop, in float64
+
+
+def noisy(cell, std=0.8):
+    rng = np.random.default_rng(0)
+    return {name: std * rng.standard_normal(leaf.shape) for name, leaf in cell.leaves(D).items()}
+
+
+def inputs(length=T):
+    return np.random.default_rng(1).standard_normal((B, length, D))
+
+
+@functools.cache
+def running(cell, method=None):
+    return jit(lambda params, xs, h0=None, resets=None: recurrent(cell, params, xs, h0, method=method, resets=resets))
+
+
+def loop(cell):
+    return running(cell, Sequential())
+
+
+@each_cell
+def test_chunks_and_single_steps_equal_the_whole(name, x64):
+    cell, params, xs = CELLS[name], noisy(CELLS[name]), inputs()
+    want, want_last = loop(cell)(params, xs)
+    whole, last = running(cell)(params, xs)
+    assert_close((whole, last), (want, want_last), VALUES)
+    first, state = running(cell)(params, xs[:, : T // 2])
+    second, state = running(cell)(params, xs[:, T // 2 :], state)
+    assert_close((np.concatenate([first, second], 1), state), (want, want_last), VALUES)
+    outputs, state = [], cell.initial((B,), jnp.float64)
+    for t in range(T):
+        y, state = running(cell)(params, xs[:, t : t + 1], state)
+        outputs.append(y)
+    assert_close((np.concatenate(outputs, 1), state), (want, want_last), VALUES)
+
+
+@each_cell
+def test_gradients_equal_those_of_the_loop(name, x64):
+    cell, params, xs = CELLS[name], noisy(CELLS[name]), inputs()
+    h0 = jax.tree.map(lambda h: h + 0.3, recurrent(cell, params, xs[:, :1], method=Sequential())[1])
+    resets = np.zeros((B, T), bool)
+    resets[0, 5] = True
+
+    def loss(method):
+        def value(params, xs, h0):
+            ys, last = recurrent(cell, params, xs, h0, method=method, resets=resets)
+            return (ys**2).sum() + jnp.sin(cell.output(params, last)).sum()
+
+        return jit(jax.grad(value, (0, 1, 2)))(params, xs, h0)
+
+    assert_close(loss(None), loss(Sequential()), GRADIENTS)
+
+
+@each_cell
+def test_a_reset_starts_a_row_anew(name, x64):
+    cell, params, xs = CELLS[name], noisy(CELLS[name]), inputs()
+    resets = np.zeros((B, T), bool)
+    resets[0, [4, 5]] = resets[1, 0] = True
+    ys, last = running(cell)(params, xs, None, resets)
+    pieces = [loop(cell)(params, xs[:1, a:b]) for a, b in ((0, 4), (4, 5), (5, T))]
+    assert_close(ys[:1], np.concatenate([piece for piece, _ in pieces], 1), VALUES)
+    assert_close(jax.tree.map(lambda h: h[:1], last), pieces[-1][1], VALUES)
+    assert_close(ys[1:], loop(cell)(params, xs[1:])[0], VALUES)
+
+
+METHOD_CASES = [
+    (cell, name) for cell in ("para_gru", "para_lstm", "gru", "min_gru") for name in METHODS if name != "sequential"
+]
+
+
+@pytest.mark.parametrize("cell, name", METHOD_CASES)
+def test_every_method_gives_the_loops_values_and_gradients(cell, name, x64):
+    cell = CELLS[cell]
+    params, xs, method = noisy(cell), inputs(), solver(name)
+
+    def value(method, params):
+        ys, last, stats = recurrent(cell, params, xs, method=method, with_stats=True)
+        return (ys**2).sum() + cell.output(params, last).sum(), (ys, stats)
+
+    (_, (ys, stats)), grads = jit(jax.value_and_grad(functools.partial(value, method), has_aux=True))(params)
+    (_, (want, _)), want_grads = jit(jax.value_and_grad(functools.partial(value, Sequential()), has_aux=True))(params)
+    assert_close(ys, want, VALUES)
+    assert_close(grads, want_grads, GRADIENTS)
+    assert (stats is None) == (cell.affine is not None and method is None)
+    if stats is not None:
+        assert bool(stats.converged) and float(stats.residual) < VALUES
+
+
+@each_cell
+def test_the_solver_is_told_the_cells_structure(name):
+    cell = CELLS[name]
+    want = {"gru": Dense(1), "lstm": Dense(1), "para_lstm": Block(2), "lem": Block(2), "aaren": "auto"}.get(
+        name, "diag"
+    )
+    assert chosen(cell, Newton(), T).jac == want
+    assert chosen(cell, Quasi(jac="dense"), T).jac == "dense"  # what the user says stands
+    assert isinstance(chosen(cell, None, 1), Sequential)
+
+
+def test_a_wrong_statement_about_the_jacobian_is_refused():
+    def mixes(params, h, x):
+        return jnp.tanh(h[:, ::-1] + x)
+
+    cell = Cell(mixes, N, jacobian="diag")
+    with pytest.raises(UsageError, match="diag"):
+        recurrent(cell, {}, np.zeros((B, T, N), np.float32), method=Newton())
+
+
+def test_a_cell_that_says_nothing_may_be_iterated_on(x64):
+    def leaky(params, h, x):
+        return jnp.tanh(params["a"][None] * h + x @ params["b"])
+
+    rng, cell = np.random.default_rng(0), Cell(leaky, N)
+    params = {"a": rng.standard_normal(N), "b": rng.standard_normal((D, N))}
+    assert_close(running(cell, Newton())(params, inputs()), loop(cell)(params, inputs()), VALUES)
+
+
+@pytest.mark.parametrize("name", ["min_gru", "para_gru", "aaren"])
+def test_the_state_is_wide_where_inputs_are_narrow(name):
+    """A bfloat16 state would lose a slow unit's steps: 1/512 of it is under half a unit in the last place."""
+    cell = CELLS[name]
+    params = {key: np.float32(x) for key, x in noisy(cell).items()}
+    xs = inputs(64).astype(jnp.bfloat16)
+    ys, last = running(cell)(params, xs)
+    assert ys.dtype == jnp.bfloat16 and {leaf.dtype for leaf in jax.tree.leaves(last)} == {jnp.dtype("float32")}
+    want, want_last = loop(cell)(params, xs.astype(np.float32))
+    assert_close(np.float32(ys), want, 0.02)  # products and outputs in bfloat16
+    narrow = {key: x.astype(jnp.bfloat16) for key, x in params.items()}
+    assert running(cell)(narrow, xs)[1] is not None  # weights may be narrow too
+    assert_close(cell.output(params, last), cell.output(params, want_last), 0.02)
+
+
+@each_cell
+def test_no_step_and_one_step(name):
+    cell = CELLS[name]
+    params = {key: np.float32(x) for key, x in noisy(cell).items()}
+    h0 = jax.tree.map(lambda h: h + 1, cell.initial((B,)))
+    ys, last = running(cell)(params, np.zeros((B, 0, D), np.float32), h0)
+    assert ys.shape == (B, 0, N)
+    jax.tree.map(np.testing.assert_array_equal, last, h0)
+    assert running(cell)(params, np.zeros((B, 1, D), np.float32))[0].shape == (B, 1, N)
+
+
+def test_wrong_shapes_are_told():
+    cell = MinGRU(N)
+    with pytest.raises(UsageError, match=r"takes xs \[B, T, D\] with three axes, not 2"):
+        recurrent(cell, {}, np.zeros((T, D)))
+    with pytest.raises(UsageError, match=r"resets of shape \(12, 2\) do not fit"):
+        recurrent(cell, {}, np.zeros((B, T, D)), resets=np.zeros((T, B), bool))
+
+
+@pytest.mark.parametrize(
+    "name, window, sentence",
+    [
+        ("newtn", 0, "method='newtn' is unknown; legal are auto, newton"),
+        ("sequential", 8, "windows over 0 are for newton"),
+        ("newton", -1, "window=-1 does not fit"),
+    ],
+)
+def test_unknown_methods_are_refused(name, window, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        solver(name, window)
+    assert solver("newton", 8) == Newton(window=8) and solver("auto") is None
+
+
+def test_float32_stays_within_rounding():
+    cell = ParaGRU(8)
+    rng = np.random.default_rng(0)
+    params = {name: np.float32(0.8 * rng.standard_normal(leaf.shape)) for name, leaf in cell.leaves(D).items()}
+    xs = np.float32(rng.standard_normal((B, 200, D)))
+    assert_close(running(cell)(params, xs), loop(cell)(params, xs), 10 * EXACT_MATHS["float32"])
