@@ -23,7 +23,15 @@ T, V, PROMPT, NEW = 7, 16, 4, 3
 SMALL = LMConfig(vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32")
 MODELS = {name: dataclasses.replace(SMALL, mixer=name) for name in MIXERS}
 each_mixer = pytest.mark.parametrize("name", MIXERS)
-few_mixers = pytest.mark.parametrize("name", ["para_lstm", "min_gru", "gru", "aaren"])
+
+
+def some(*names):
+    """These mixers in CI, the others in the long run: compiling a solver takes seconds."""
+    return pytest.mark.parametrize(
+        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in MIXERS]
+    )
+
+
 ROUNDING = 5 * EXACT_MATHS["float32"]
 
 
@@ -36,7 +44,7 @@ def logits_of(name):
     return jit(functools.partial(apply, config=MODELS[name]))
 
 
-@few_mixers
+@some("min_gru", "aaren")
 def test_a_place_sees_its_past_and_nothing_else(name):
     params, mix = noisy_params(MODELS[name]), np.random.default_rng(0).standard_normal(V).astype(np.float32)
     segments = np.array([[0, 0, 0, 1, 1, 2, 2]])
@@ -54,7 +62,7 @@ def test_a_place_sees_its_past_and_nothing_else(name):
     np.testing.assert_array_equal(influence(params, 0 * segments) != 0, np.tril(np.ones((T, T), bool)))
 
 
-@each_mixer
+@some("para_gru", "lstm")
 def test_streaming_equals_the_whole_sequence(name):
     config, params = MODELS[name], noisy_params(MODELS[name])
     run = jit(functools.partial(extend, config=config))
@@ -68,7 +76,7 @@ def test_streaming_equals_the_whole_sequence(name):
     assert sum(leaf.size for leaf in jax.tree.leaves(cache)) <= 2 * 2 * 3 * 64, "the state grows with the sequence"
 
 
-@few_mixers
+@some("min_lstm", "aaren")
 def test_generation_equals_asking_the_whole_model(name):
     """Prompts of different lengths: what lies beyond a row's must not enter its state."""
     config, params, lengths = MODELS[name], noisy_params(MODELS[name]), np.array([4, 1, 3])
@@ -85,8 +93,8 @@ def test_generation_equals_asking_the_whole_model(name):
     np.testing.assert_array_equal(out, want)
 
 
-@pytest.mark.parametrize("name", ["para_gru", "min_lstm", "lstm", "aaren"])
-def test_on_a_mesh_it_is_what_it_is_on_one_device(name, monkeypatch):
+@some("para_gru", "aaren")
+def test_on_a_mesh_it_is_what_it_is_on_one_device(name):
     """Loss, gradients and steps in double precision, and no collective between devices that is not declared."""
     flags = (
         "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8"

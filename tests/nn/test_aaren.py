@@ -1,5 +1,7 @@
 """Aaren is masked softmax attention with one query, in value and in gradient, and streams."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,13 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.nn import Aaren, recurrent
-from jaxpar.solve import Newton, Sequential
+from jaxpar.solve import Newton
 
 B, T, D, N, H = 2, 9, 5, 6, 3
 CELL = Aaren(N, H)
+
+
+whole = jit(functools.partial(recurrent, CELL))
 
 
 def noisy(std=1.0):
@@ -24,7 +29,7 @@ def inputs():
 
 def attention(params, xs, segments=None):
     """Dense attention with a mask, all heads with the same query at every place."""
-    k, v = (xs @ params[f"w{g}"] + params[f"b{g}"] for g in "kv")
+    k, v = (xs @ params[f"w{g}"] + params[f"b{g}"][None, None] for g in "kv")
     k, v, q = (x.reshape(*x.shape[:-1], H, N // H) for x in (k, v, params["q"]))
     scores = jnp.einsum("bshk,hk->bhs", k, q) / np.sqrt(N // H)
     seen = np.tril(np.ones((T, T), bool))[None]
@@ -39,7 +44,7 @@ def test_it_equals_masked_softmax_attention(x64):
     def value(run):
         return jit(jax.value_and_grad(lambda params, xs: (run(params, xs) ** 2).sum(), (0, 1)))(params, xs)
 
-    assert_close(recurrent(CELL, params, xs)[0], attention(params, xs), EXACT_MATHS["float64"])
+    assert_close(whole(params, xs)[0], attention(params, xs), EXACT_MATHS["float64"])
     assert_close(value(lambda p, x: recurrent(CELL, p, x)[0]), value(attention), 10 * EXACT_MATHS["float64"])
 
 
@@ -61,19 +66,17 @@ def test_documents_do_not_see_each_other(x64):
 def test_scores_of_any_size_neither_overflow_nor_vanish():
     params = {name: np.float32(x) for name, x in noisy(std=30.0).items()}
     xs = np.float32(inputs())
-    whole, last = jit(lambda p, x: recurrent(CELL, p, x))(params, xs)
-    assert np.isfinite(whole).all() and np.abs(np.asarray(last.max)).max() > 1000
+    ys, last = whole(params, xs)
+    assert np.isfinite(ys).all() and np.abs(np.asarray(last.max)).max() > 1000
     grads = jit(jax.grad(lambda p: recurrent(CELL, p, xs)[0].sum()))(params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
-    assert_close(whole, attention(params, xs), 10 * EXACT_MATHS["float32"])
+    assert_close(ys, attention(params, xs), 10 * EXACT_MATHS["float32"])
 
 
 def test_its_state_does_not_grow():
-    state = CELL.initial((B,))
+    state, params = CELL.initial((B,)), {name: np.float32(x) for name, x in noisy().items()}
     for t in range(3):
-        _, new = recurrent(
-            CELL, {k: np.float32(v) for k, v in noisy().items()}, np.float32(inputs()[:, t : t + 1]), state
-        )
+        _, new = whole(params, np.float32(inputs()[:, t : t + 1]), state)
         assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)
         state = new
 
@@ -81,4 +84,4 @@ def test_its_state_does_not_grow():
 def test_a_solver_may_run_it_too(x64):
     params, xs = noisy(), inputs()
     newton = jit(lambda p, x: recurrent(CELL, p, x, method=Newton())[0])(params, xs)
-    assert_close(newton, recurrent(CELL, params, xs, method=Sequential())[0], 1e-10)
+    assert_close(newton, whole(params, xs)[0], 1e-10)
