@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxpar.solve.problem import varying_axes, varying_over
 from jaxpar.solve.structure import Leaves
+from jaxpar.solve.varying import varying_axes, varying_over
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = ["Recurrence", "Traced", "leaf_names", "trace"]
@@ -43,11 +43,11 @@ class Recurrence:
     def outputs(self, consts: Leaves, before: Leaves, xs: Leaves, h: Leaves) -> Leaves:
         """Returns all outputs [T, ...]; those that are entries of the new state are not computed again."""
         carried = {var: number for number, var in enumerate(self.jaxpr.outvars[: self.num_carry])}
-        ys = [h[carried[var]] if var in carried else None for var in self.jaxpr.outvars[self.num_carry :]]
-        if any(y is None for y in ys):
-            made = jax.checkpoint(jax.vmap(functools.partial(self.output, consts)))(before, xs)
-            ys = [b if a is None else a for a, b in zip(ys, made, strict=True)]
-        return tuple(ys)
+        wanted = self.jaxpr.outvars[self.num_carry :]
+        if all(var in carried for var in wanted):
+            return tuple(h[carried[var]] for var in wanted)
+        made = jax.checkpoint(jax.vmap(functools.partial(self.output, consts)))(before, xs)
+        return tuple(h[carried[var]] if var in carried else y for var, y in zip(wanted, made, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def trace(f: Callable, init: PyTree, xs: PyTree, axis_name: str | None) -> Trace
     state, inputs = (tuple(map(jnp.asarray, jax.tree.leaves(tree))) for tree in (init, xs))
     axes = frozenset() if axis_name is None else frozenset({axis_name})
     axes = axes.union(*map(varying_axes, (*state, *inputs)))
-    precision = jax.config.jax_default_matmul_precision or "highest"
+    precision = getattr(jax.config, "jax_default_matmul_precision") or "highest"  # noqa: B009
     with jax.default_matmul_precision(precision):
         while True:
             state, inputs = varying_over((state, inputs), axes)
@@ -117,14 +117,7 @@ def _program(f, state: Leaves, inputs: Leaves, state_tree, inputs_tree):
         trees.append(tuple(map(jax.tree.structure, result)))
         return [jax.tree.leaves(part) for part in result]
 
-    def spec(leaf, shape):
-        kind = jax.typeof(leaf)
-        return jax.ShapeDtypeStruct(
-            shape, kind.dtype, weak_type=kind.weak_type, manual_axis_type=kind.manual_axis_type
-        )
-
-    step = [spec(leaf, leaf.shape) for leaf in state], [spec(leaf, leaf.shape[1:]) for leaf in inputs]
-    return jax.make_jaxpr(flat)(*step), trees[-1]
+    return jax.make_jaxpr(flat)(state, [leaf[0] for leaf in inputs]), trees[-1]
 
 
 def _check(names: list[str], state: Leaves, new: Any) -> None:

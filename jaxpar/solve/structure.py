@@ -18,6 +18,7 @@ from jax.tree_util import keystr
 
 from jaxpar.scan import affine_lanes, affine_scan
 from jaxpar.solve._dependence import Lost, Relation, relations
+from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array, UsageError
 
 __all__ = [
@@ -147,7 +148,7 @@ class Structure:
         for group in self.groups:
             row = chosen[: group.n].astype(jnp.result_type(*(before[number] for number in group.leaves)))
             group.put(seed, jnp.broadcast_to(row, (before[0].shape[0], *group.batch, group.n)))
-        return tuple(seed)
+        return varying_as(tuple(seed), before)
 
     def apply(self, jacobian: Jacobian, v: Leaves) -> Leaves:
         """Returns A[t] v[t]."""
@@ -155,7 +156,7 @@ class Structure:
         for group, a in zip(self.groups, jacobian, strict=True):
             if isinstance(a, tuple):
                 lanes = group.lanes(v)
-                group.put(out, tuple(sum(x * y for x, y in zip(row, lanes, strict=True)) for row in a))
+                group.put(out, tuple(sum((x * y for x, y in zip(row, lanes, strict=True)), jnp.zeros(())) for row in a))
             else:
                 exact = jax.lax.Precision.HIGHEST
                 group.put(out, jnp.einsum("...ij,...j->...i", a, group.flat(v), precision=exact))
@@ -199,9 +200,7 @@ class Structure:
 
     def dense(self, jacobian: Jacobian) -> tuple[Array, ...]:
         """Returns A of each group as an array [T, *batch, n, n]."""
-        return tuple(
-            jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a for a in jacobian
-        )
+        return tuple(jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a for a in jacobian)
 
 
 def _rows(columns: Sequence[Leaves]) -> tuple[Leaves, ...]:
@@ -389,6 +388,7 @@ def probe(structure: Structure, apply: Callable[[Leaves], Leaves], before: Leave
     """Returns the largest |J v - A v| over all steps for random v, relative to the largest |J v| of each leaf."""
     keys = jax.random.split(jax.random.key(1), len(before))
     v = tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, before, strict=True))
+    v = varying_as(v, before)
     exact = jax.jvp(apply, (before,), (v,))[1]
     ours = structure.apply(structure.jacobian(apply, before), v)
     errors = (jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(a)), 1) for a, b in zip(exact, ours, strict=True))

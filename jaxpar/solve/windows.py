@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.solve.iterate import bounds, iterate, leading, scale, within
-from jaxpar.solve.problem import IterativeMethod, Outcome, Problem, varying_as
+from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
 __all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "walk"]
@@ -35,9 +36,7 @@ def auto_window(structure: Structure, length: int) -> int:
     return max(1, math.ceil(length / math.ceil(length / most)))
 
 
-def by_windows(
-    method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str
-) -> tuple[Leaves, Outcome]:
+def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
     """Returns the states of a problem by a method's updates, as `Method.states`."""
     length = problem.length
     window = min(length, method.window or auto_window(method.held(problem.structure), length))
@@ -113,7 +112,13 @@ class _Solver:
     on_fail: str
 
     def windows(
-        self, problem: Problem, sizes: tuple[int, ...], guess: Leaves, valid: Array, error: Leaves, chained: bool = False
+        self,
+        problem: Problem,
+        sizes: tuple[int, ...],
+        guess: Leaves,
+        valid: Array,
+        error: Leaves,
+        chained: bool = False,
     ) -> _State:
         """Solves windows of `sizes[0]` steps in sequence, each again in windows of `sizes[1:]` where it fails.
 
@@ -184,8 +189,11 @@ class _Solver:
 
 def _once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
     """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed."""
-    entry = varying_as((is_needed, state), like)
-    return jax.lax.while_loop(lambda pair: pair[0], lambda pair: (jnp.zeros_like(pair[0]), repair(pair[1])), entry)[1]
+
+    def turn(pair):
+        return varying_as((jnp.zeros_like(pair[0]), repair(pair[1])), like)
+
+    return jax.lax.while_loop(lambda pair: pair[0], turn, varying_as((is_needed, state), like))[1]
 
 
 def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
