@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.scan import sharded
-from jaxpar.scan._rings import num_steps, put_first, take
+from jaxpar.scan._rings import num_steps, shifted, take
 from jaxpar.scan.affine import affine_scan
 from jaxpar.types import Array, PyTree, UsageError
 
@@ -56,8 +56,8 @@ class LogSumExp(NamedTuple):
     @property
     def mean(self) -> Array:
         """Mean of the values with weights softmax(scores), zeros of none."""
-        some = self.denominator > 0
-        return self.numerator / jnp.where(some, self.denominator, 1)[..., None]
+        some = (self.denominator > 0)[..., None]
+        return jnp.where(some, self.numerator / jnp.where(some, self.denominator[..., None], 1), 0)
 
 
 def scan_monoid(
@@ -99,7 +99,7 @@ def attention_scan(
     """Returns causal softmax attention of one constant query: out[t] = sum_{s<=t} softmax(scores[:t+1])[s] values[s].
 
     Equal to masked dense attention at O(T) work and memory, and `attention_step` streams it. Its gradient is one
-    reverse affine scan. "Attention as an RNN" (arXiv:2405.13956), section 3.
+    reverse affine scan of each sum. "Attention as an RNN" (arXiv:2405.13956), section 3.
 
     Args:
       scores: Query times keys, `[..., T, ...]`; minus infinity hides a step.
@@ -162,12 +162,11 @@ def _nothing(element):
 def _scan_log_sum_exp(elements, *, axis, reverse, axis_name):
     """Scans the maxima; in their units the sums are affine recurrences whose transitions are constants up to 1."""
     units = scan_monoid(_MAX, lax.stop_gradient(elements.max), axis=axis, reverse=reverse, axis_name=axis_name)
-    before = (slice(None),) * axis + (slice(1, None) if reverse else slice(0, -1),)
     first = take(units, -1 if reverse else 0, axis)
     if axis_name is not None:
         whole = take(units, 0 if reverse else -1, axis)
         first = jnp.where(sharded.is_first(axis_name, reverse), first, sharded.from_earlier(whole, axis_name, reverse))
-    keep = _relative(put_first(units[before], first, axis, last=reverse), units)
+    keep = _relative(shifted(units, first, axis, reverse=reverse), units)
     weight = _relative(elements.max, units)
     run = functools.partial(affine_scan, axis=axis, reverse=reverse, axis_name=axis_name)
     drive = weight[..., None] * elements.numerator
