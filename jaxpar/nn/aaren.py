@@ -68,9 +68,7 @@ class Aaren:
         del params
         return h.mean.reshape(*h.mean.shape[:-2], self.size)
 
-    def closed_form(
-        self, params: PyTree, drive: dict[str, jax.Array], h0: LogSumExp, resets: Any = None
-    ) -> LogSumExp:
+    def closed_form(self, params: PyTree, drive: dict[str, jax.Array], h0: LogSumExp, resets: Any = None) -> LogSumExp:
         """Returns all states by one scan: O(T) work, O(log T) depth. With resets through a tree, at more memory."""
         elements = self._element(params, drive, h0.numerator.dtype)
         front = jax.tree.map(lambda h: h[None], h0)

@@ -1,7 +1,7 @@
 """Recurrent cells: one step h[t] = step(params, h[t-1], drive[t]), and everything about it that is known beforehand.
 
 A cell is its step function with a few facts: the products with the input that it needs (computed for the whole
-sequence at once), its recurrent weights, and the structure of its Jacobian dh[t]/dh[t-1]. `jaxpar.nn.recurrent` runs
+sequence at once), its recurrent weights, and the structure of its Jacobian dh[t]/dh[t-1]. `jaxpar.nn.layer` runs
 any of them over a sequence, in parallel or one step at a time. Your own cell in five lines:
 
     def step(params, h, x):  # h [B, n], x [B, D]
@@ -30,7 +30,7 @@ JACOBIANS = ("diag", "block", "dense", "auto")
 
 
 class SequenceCell(Protocol):
-    """What `jaxpar.nn.recurrent` runs: `Cell` and `jaxpar.nn.aaren.Aaren` are two of them.
+    """What `jaxpar.nn.layer` runs: `Cell` and `jaxpar.nn.aaren.Aaren` are two of them.
 
     Time-free: every function takes any leading axes, so that `drive` serves a whole sequence and `step` one moment.
     """

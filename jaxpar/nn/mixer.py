@@ -16,8 +16,8 @@ from jaxpar.mesh import in_role, local, mesh_axes
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.cells import SequenceCell
 from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
+from jaxpar.nn.layer import first_state, unroll
 from jaxpar.nn.leaf import Leaf
-from jaxpar.nn.recurrent import first_state, unroll
 from jaxpar.types import Info, PyTree, UsageError
 
 __all__ = ["MIXERS", "equal_size", "mixed", "mixer_cell", "mixer_leaves", "starts", "unit_axes"]

@@ -12,7 +12,7 @@ from jaxpar.types import UsageError
 
 TINY = (
     "data.task=adding data.length=8 data.batch_size=16 model.size=8 model.layers=1 train.steps=6 train.eval_every=3 "
-    "train.save_every=3 hydra.run.dir=run"
+    "train.save_every=3 model.method=newton hydra.run.dir=run"
 ).split()
 
 

@@ -99,8 +99,11 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(name):
     flags = (
         "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8"
     )
+    solver = "model.solver=newton" if name == "para_gru" else "model.solver=auto"
     optimizer = "optimizer.name=muon" if name == "lstm" else "optimizer.name=adamw"
-    config = verify.compose(*flags.split(), f"model.mixer={name}", optimizer, "dtypes=[float64]", "topology=none")
+    config = verify.compose(
+        *flags.split(), f"model.mixer={name}", solver, optimizer, "dtypes=[float64]", "topology=none"
+    )
     rows = verify.verify_lm(config, [verify.parse_layout("data2.fsdp2.tensor2")])
     for row in rows:
         assert not row.refused and not row.breaches, row

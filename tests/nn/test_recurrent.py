@@ -10,7 +10,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.nn import GRU, LEM, LSTM, Aaren, Cell, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM, recurrent
-from jaxpar.nn.recurrent import chosen
+from jaxpar.nn.layer import chosen
 from jaxpar.nn.solvers import METHODS, solver
 from jaxpar.solve import Block, Dense, Newton, Quasi, Sequential
 from jaxpar.types import UsageError
@@ -85,7 +85,8 @@ def test_values_gradients_and_resets_equal_those_of_the_loop(name, x64):
         (_, ys), grads = jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(params, xs, h0)
         return ys, grads
 
-    (ys, grads), (want, want_grads) = loss(None), loss(Sequential())
+    parallel = None if name in ("min_gru", "min_lstm", "aaren") else Newton()  # what accelerators take
+    (ys, grads), (want, want_grads) = loss(parallel), loss(Sequential())
     assert_close(ys, want, VALUES)
     assert_close(grads, want_grads, GRADIENTS)
     starts = jax.tree.map(lambda h: h[:1], h0), empty(cell, 1), empty(cell, 1)
@@ -129,6 +130,13 @@ def test_the_solver_is_told_the_cells_structure(name):
     assert chosen(cell, Newton(), T).jac == want
     assert chosen(cell, Quasi(jac="dense"), T).jac == "dense"  # what the user says stands
     assert isinstance(chosen(cell, None, 1), Sequential)
+
+
+def test_accelerators_iterate_and_cpus_walk(monkeypatch):
+    assert isinstance(chosen(CELLS["para_gru"], None, T), Sequential)
+    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    assert chosen(CELLS["para_lstm"], None, T) == Newton(jac=Block(2))
+    assert isinstance(chosen(CELLS["gru"], None, T), Sequential)
 
 
 def test_a_wrong_statement_about_the_jacobian_is_refused():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxpar.mesh import platform
 from jaxpar.nn.cells import SequenceCell
 from jaxpar.solve import Block, Dense, Newton, Sequential, parallel_scan
 from jaxpar.types import PyTree, UsageError
@@ -36,7 +37,7 @@ def recurrent(
       xs: Inputs, of any floating dtype; matrix products with them are made in it, the state is float32 at least.
       h0: State before the first step, by default `cell.initial`; pass the last state of an earlier call to go on there.
       method: How the recurrence is solved, one of `jaxpar.solve`. By default the closed form of a cell that has one
-        (one scan, no iteration), Newton for a diagonal or block Jacobian, one step at a time for any other.
+        (one scan, no iteration), else what `chosen` says.
       resets: True where a sequence starts anew: the step sees the initial state instead of the last one.
       with_stats: Whether to return `jaxpar.solve.Stats` as well; None in their place where nothing was iterated.
 
@@ -99,11 +100,12 @@ def chosen(cell: SequenceCell, method: Any, length: int) -> Any:
     """Returns the method to solve a cell's recurrence with, the structure of its Jacobian declared.
 
     Without a method: `Newton` where the Jacobian is diagonal or of small blocks and there is more than a step to make,
-    else `Sequential`.
+    else `Sequential`; and that on CPUs, whose few cores gain nothing from iterating over all steps at once.
     """
     kind, lanes = getattr(cell, "jacobian", "auto"), getattr(cell, "lanes", 1)
     if method is None:
-        method = Newton() if kind in ("diag", "block") and length > 1 else Sequential()
+        iterates = kind in ("diag", "block") and length > 1 and platform() != "cpu"
+        method = Newton() if iterates else Sequential()
     known = {"diag": "diag", "block": Block(lanes), "dense": Dense(1)}
     if kind in known and getattr(method, "jac", None) == "auto":
         method = dataclasses.replace(method, jac=known[kind])
