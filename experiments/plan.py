@@ -27,7 +27,7 @@ from jaxpar import aot
 from jaxpar.lm import LMConfig, OptimizerConfig, config_from_hf, flops_per_token, loss
 from jaxpar.lm import params as declared
 from jaxpar.lm.data import DataConfig
-from jaxpar.lm.sample import CACHE, empty_cache, extend
+from jaxpar.lm.sample import cache_axes, empty_cache, extend
 from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
 from jaxpar.types import UsageError
@@ -204,9 +204,9 @@ def decode_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     return aot.Job(
         decode,
         (params, token, token, cache),
-        (declared.axes(model), row, row, (CACHE, CACHE)),
+        (declared.axes(model), row, row, cache_axes(model, cache)),
         mesh,
-        out_axes=(None, (CACHE, CACHE)),
+        out_axes=(None, cache_axes(model, cache)),
         rules=rules,
         donate=(3,),
         model_flops=rows * flops_per_token(model, length) / 3,  # the forward pass alone

@@ -1,6 +1,7 @@
 """Pictures: a run's losses, gradient norm and learning rate; what layouts cost and how exact they are; plans."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
 
-__all__ = ["plot_layouts", "plot_loss", "plot_memory"]
+__all__ = ["plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _BLUE, _VERMILION, _GREEN, _PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4499"
@@ -44,6 +45,43 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.align_ylabels(panels)
+    _save(figure, out)
+
+
+def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[str]]) -> None:
+    """Draws `metrics_jsonl` into the PNG `out`: a panel for each entry of `panels`, from its label to its metrics.
+
+    Metrics of every step are drawn with their running mean, seldom ones as points. Panels without any are left out.
+
+    Raises:
+      UsageError: The file is absent or holds none of the metrics, or matplotlib is missing.
+    """
+    rows = read_jsonl(metrics_jsonl)
+    series = {
+        label: {name: found for name in names if (found := [(row["step"], row[name]) for row in rows if name in row])}
+        for label, names in panels.items()
+    }
+    series = {label: found for label, found in series.items() if found}
+    if not series:
+        wanted = ", ".join(name for names in panels.values() for name in names)
+        raise UsageError(f"{metrics_jsonl} has none of {wanted}")
+    figure = _figure(8, 1 + 2 * len(series))
+    axes = figure.subplots(len(series), sharex=True, squeeze=False)[:, 0]
+    for panel, (label, found) in zip(axes, series.items(), strict=True):
+        for (name, points), color in zip(found.items(), (_BLUE, _VERMILION, _GREEN, _PURPLE), strict=False):
+            steps, values = np.array(points).T
+            if len(steps) > 50:
+                panel.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+                panel.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=name)
+            else:
+                panel.plot(steps, values, "o--", color=color, markersize=4.5, linewidth=1, label=name)
+        panel.set_ylabel(label)
+        panel.legend(frameon=False)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.margins(x=0.01)
+    axes[-1].set_xlabel("step")
+    figure.align_ylabels(axes)
     _save(figure, out)
 
 

@@ -1,4 +1,4 @@
-"""The pieces of one layer: norms, rotary positions, the attention and mlp branches."""
+"""The pieces of one layer: norms, rotary positions, the branches of the mixer (attention or recurrent) and the mlp."""
 
 import functools
 import math
@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Int
 from jaxpar.lm.attention import attention, dense, dropout
 from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import constrain, gather, in_role, mesh_axes, scatter
-from jaxpar.types import PRNGKey
+from jaxpar.nn.mixer import mixed, starts
+from jaxpar.nn.solvers import solver
+from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["block", "norm", "rope_frequencies", "rotate"]
 
@@ -104,6 +106,30 @@ def _qkv(x, layer, config: LMConfig, positions):
     return tuple(checkpoint_name(part, "qkv") for part in (q, k, v))
 
 
+def _attend(x, layer, config: LMConfig, positions, segments, key, cache):
+    """Attention of [B, T, D] over itself, or over the cache and itself; the new cache."""
+    q, k, v = _qkv(x, layer, config, positions)
+    if cache is None:
+        out = attention(q, k, v, segments=segments, impl=config.attention, dropout_rate=config.dropout, dropout_key=key)
+    else:
+        rows = jnp.arange(x.shape[0])[:, None]
+        cache = cache[0].at[rows, positions].set(k), cache[1].at[rows, positions].set(v)
+        slots = jnp.arange(cache[0].shape[1])
+        out = dense(q, *cache, seen=slots[None, None, :] <= positions[:, :, None])
+    out = checkpoint_name(out, "attention")
+    return _matmul("bthk,hkd->btd", out, layer, "o", config, ("heads", "head_dim", "embed")), cache
+
+
+def _recur(x, layer, config: LMConfig, segments, state, ends):
+    """A recurrence over [B, T, D] from `state`, time first inside; the state at `ends`."""
+    cell, x = config.cell(), jnp.swapaxes(x, 0, 1)
+    drive = {gate: _matmul("tbd,dn->tbn", x, layer, gate, config, ("embed", "mlp")) for gate in cell.gates}
+    drive = {gate: checkpoint_name(lane, "qkv") for gate, lane in drive.items()}
+    resets = None if segments is None else starts(segments)
+    out, state = mixed(cell, layer, drive, state, resets=resets, ends=ends, method=solver(config.solver))
+    return _matmul("tbn,nd->btd", checkpoint_name(out, "attention"), layer, "_out", config, ("mlp", "embed")), state
+
+
 def _mlp(x, layer, config: LMConfig):
     """[B, T, D] -> [B, T, F] -> [B, T, D]."""
     up = checkpoint_name(_matmul("btd,df->btf", x, layer, "_up", config, ("embed", "mlp")), "mlp")
@@ -160,9 +186,10 @@ def block(
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"] | None = None,
     key: PRNGKey | None = None,
-    cache: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Applies one pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
+    cache: PyTree | None = None,
+    ends: Int[Array, " B"] | None = None,
+) -> tuple[jax.Array, PyTree | None]:
+    """Applies one pre-norm layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 
     Args:
       x: Residual stream.
@@ -172,10 +199,11 @@ def block(
       segments: Document numbers, if documents share a row.
       key: Dropout key of this layer; None while not training.
       cache: Keys and values [B, S, G, K] of what came before; the new ones are written at `positions`, and a query
-        sees the slots up to its own position.
+        sees the slots up to its own position. Of a recurrent mixer: the state that came before.
+      ends: Place of each row's last token, whose state a recurrent mixer returns; by default the last place.
 
     Returns:
-      The residual stream, and the cache with the new keys and values (None without one).
+      The residual stream, and the cache with the new keys and values (None without one), or the new state.
     """
     keys = (None,) * 3 if key is None or config.dropout == 0.0 else tuple(jax.random.split(key, 3))
     outside, inside = (RESIDUAL, INSIDE) if cache is None else (SAMPLED, SAMPLED)
@@ -188,19 +216,11 @@ def block(
         return scatter(x, inside, outside)
 
     h = enter(norm(x, layer["attn_norm"], config))
-    q, k, v = _qkv(h, layer, config, positions)
-    if cache is None:
-        mixed = attention(
-            q, k, v, segments=segments, impl=config.attention, dropout_rate=config.dropout, dropout_key=keys[0]
-        )
+    if config.mixer == "attention":
+        out, cache = _attend(h, layer, config, positions, segments, keys[0], cache)
     else:
-        rows = jnp.arange(x.shape[0])[:, None]
-        cache = cache[0].at[rows, positions].set(k), cache[1].at[rows, positions].set(v)
-        slots = jnp.arange(cache[0].shape[1])
-        mixed = dense(q, *cache, seen=slots[None, None, :] <= positions[:, :, None])
-    mixed = checkpoint_name(mixed, "attention")
-    out = leave(_matmul("bthk,hkd->btd", mixed, layer, "o", config, ("heads", "head_dim", "embed")))
-    x = x + dropout(out, config.dropout, keys[1])
+        out, cache = _recur(h, layer["mixer"], config, segments, cache, ends)
+    x = x + dropout(leave(out), config.dropout, keys[1])
     out = leave(_mlp(enter(norm(x, layer["mlp_norm"], config)), layer, config))
     x = x + dropout(out, config.dropout, keys[2])
     return checkpoint_name(x, "residual"), cache

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from jaxpar.nn.mixer import MIXERS, equal_size, mixer_cell
+from jaxpar.nn.solvers import METHODS
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
@@ -14,6 +16,8 @@ CHOICES = {
     "dtype": ("bfloat16", "float16", "float32", "float64"),
     "remat": ("none", "dots", "names", "full", "offload"),
     "attention": ("auto", "cudnn", "splash", "xla"),
+    "mixer": ("attention", *MIXERS),
+    "solver": tuple(METHODS),
 }
 
 
@@ -36,6 +40,9 @@ class LMConfig:
         attention; 0 means H.
       head_dim: K; 0 means D / H.
       mlp_dim: F.
+      mixer: What mixes the tokens of a block: "attention", or a recurrent layer of `jaxpar.nn.mixer`.
+      mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones
+        and aaren have them in `num_heads` heads.
       norm: "rms" or "layer".
       norm_eps: Added to the variance.
       positions: "rope" or "learned".
@@ -54,6 +61,7 @@ class LMConfig:
       remat: What the backward pass recomputes: "none" saves every matmul input, "dots" saves matmul outputs, "names"
         saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs.
       attention: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
+      solver: How a recurrent mixer is solved, by a name of `jaxpar.nn.solvers`; "auto" leaves it to the mixer.
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster
         on GPU, slower to compile).
       low_logits: Whether the loss stores logits in `dtype` instead of float32: half the traffic, rounding of
@@ -69,6 +77,8 @@ class LMConfig:
     num_kv_heads: int = 0
     head_dim: int = 0
     mlp_dim: int = 384
+    mixer: str = "attention"
+    mixer_dim: int = 0
     norm: str = "rms"
     norm_eps: float = 1e-5
     positions: str = "rope"
@@ -86,6 +96,7 @@ class LMConfig:
     low_logits: bool = False
     remat: str = _execution("none")
     attention: str = _execution("auto")
+    solver: str = _execution("auto")
     scan_layers: bool = _execution(True)
     loss_chunk: int = _execution(8192)
 
@@ -127,6 +138,18 @@ class LMConfig:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
+        if self.mixer == "attention":
+            if self.mixer_dim:
+                raise UsageError(f"model.mixer_dim={self.mixer_dim} is the size of recurrent mixers, not of attention.")
+        elif not self.mixer_dim:
+            attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+            size = equal_size(self.mixer, self.embed_dim, self.num_heads, attention)
+            object.__setattr__(self, "mixer_dim", size)
+        self.cell()
+
+    def cell(self) -> Any:
+        """Returns the recurrent cell of the mixer, None for attention."""
+        return None if self.mixer == "attention" else mixer_cell(self.mixer, self.mixer_dim, self.num_heads)
 
 
 def gpt2(**changes) -> LMConfig:

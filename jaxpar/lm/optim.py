@@ -82,11 +82,12 @@ def muon_dimensions(model: LMConfig) -> PyTree:
     """Returns Muon's dimension numbers a leaf, None where AdamW shall do.
 
     Matrices of the layers map "embed" to the rest or back, so the logical axes say which dimensions
-    are contracted; "layers" is a batch of matrices. Without this, optax hands stacked leaves to Adam.
+    are contracted; "layers" is a batch of matrices. Without this, optax hands stacked leaves to Adam. A recurrence's
+    own weights map units to units, and go to Adam.
     """
 
     def numbers(path, leaf: declared.Leaf):
-        if isinstance(leaf.init, str) or leaf.axes[0] != "layers":
+        if isinstance(leaf.init, str) or leaf.axes[0] != "layers" or "embed" not in leaf.axes:
             return None
         embed = (leaf.axes.index("embed"),)
         rest = tuple(i for i in range(1, len(leaf.axes)) if i not in embed)

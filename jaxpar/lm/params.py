@@ -5,31 +5,17 @@ Muon's dimension numbers and the FLOP count are all read from it.
 """
 
 import math
-import zlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import gather, in_role
+from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.mixer import mixer_leaves
 from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["Leaf", "abstract", "axes", "flops_per_token", "hold", "init", "is_weight", "leaves", "num_params"]
-
-
-class Leaf(NamedTuple):
-    """One parameter: its shape, one logical axis name a dimension, and its initialiser.
-
-    Attributes:
-      shape: Static shape; a leading "layers" axis stacks the layers.
-      axes: Logical names, as in `jaxpar.mesh.RULES`, or None.
-      init: "ones", "zeros", or the standard deviation of a normal distribution.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    init: str | float
 
 
 def _norm(config: LMConfig, stack: tuple = (), names: tuple = ()) -> dict[str, Leaf]:
@@ -50,21 +36,26 @@ def leaves(c: LMConfig) -> dict:
     heads, kv = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
     layer = {
         "attn_norm": _norm(c, (c.num_layers,), ("layers",)),
-        "wq": stacked((c.embed_dim, *heads), ("embed", "heads", "head_dim"), std),
-        "wk": stacked((c.embed_dim, *kv), ("embed", "kv_heads", "head_dim"), std),
-        "wv": stacked((c.embed_dim, *kv), ("embed", "kv_heads", "head_dim"), std),
-        "wo": stacked((*heads, c.embed_dim), ("heads", "head_dim", "embed"), out_std),
         "mlp_norm": _norm(c, (c.num_layers,), ("layers",)),
         "w_up": stacked((c.embed_dim, c.mlp_dim), ("embed", "mlp"), std),
         "w_down": stacked((c.mlp_dim, c.embed_dim), ("mlp", "embed"), out_std),
     }
     if c.activation == "swiglu":
         layer["w_gate"] = stacked((c.embed_dim, c.mlp_dim), ("embed", "mlp"), std)
-    if c.bias:
+    if c.mixer != "attention":
+        recurrent = mixer_leaves(c.cell(), c.embed_dim, out_std)
+        layer["mixer"] = {name: stacked(*leaf) for name, leaf in recurrent.items()}
+    else:
+        layer["wq"] = stacked((c.embed_dim, *heads), ("embed", "heads", "head_dim"), std)
+        layer["wk"] = stacked((c.embed_dim, *kv), ("embed", "kv_heads", "head_dim"), std)
+        layer["wv"] = stacked((c.embed_dim, *kv), ("embed", "kv_heads", "head_dim"), std)
+        layer["wo"] = stacked((*heads, c.embed_dim), ("heads", "head_dim", "embed"), out_std)
+    if c.bias and c.mixer == "attention":
         layer["bq"] = stacked(heads, ("heads", "head_dim"), "zeros")
         layer["bk"] = stacked(kv, ("kv_heads", "head_dim"), "zeros")
         layer["bv"] = stacked(kv, ("kv_heads", "head_dim"), "zeros")
         layer["bo"] = stacked((c.embed_dim,), (None,), "zeros")
+    if c.bias:
         layer["b_up"] = stacked((c.mlp_dim,), ("mlp",), "zeros")
         layer["b_down"] = stacked((c.embed_dim,), (None,), "zeros")
         if c.activation == "swiglu":
@@ -95,14 +86,7 @@ def init(key: PRNGKey, config: LMConfig, dtype=jnp.float32) -> PyTree:
     Each leaf's key is `key` folded with the leaf's path, so adding a parameter changes no other. Jit it
     with `out_shardings` to have each device make only its share. Consumes `key`.
     """
-
-    def draw(path, leaf: Leaf):
-        if leaf.init in ("ones", "zeros"):
-            return jnp.full(leaf.shape, float(leaf.init == "ones"), dtype)
-        name = jax.tree_util.keystr(path)
-        return leaf.init * jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
-
-    return _map(draw, config)
+    return draw(key, leaves(config), dtype)
 
 
 def axes(config: LMConfig) -> PyTree:
@@ -146,7 +130,7 @@ def num_params(config: LMConfig) -> int:
 def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> float:
     """Returns the floating-point operations of one training step, per token.
 
-    6 for each multiplied weight (forward, and two products backward), and 12 L H K T for scores and
+    6 for each multiplied weight (forward, and two products backward), and 12 L H K T for attention's scores and
     mixing, the convention of PaLM's appendix B (arXiv:2204.02311), which nanoGPT and MaxText use.
 
     Args:
@@ -158,5 +142,5 @@ def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> flo
     multiplied = [leaf for leaf in jax.tree.leaves(tree["layers"], is_leaf=_is_leaf) if not isinstance(leaf.init, str)]
     multiplied.append(tree.get("head", tree["embedding"]))
     matmul = 6.0 * sum(math.prod(leaf.shape) for leaf in multiplied)
-    scores = 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    scores = 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len * (config.mixer == "attention")
     return matmul + scores / (2.0 if causal else 1.0)

@@ -1,4 +1,4 @@
-"""Sampling with a key-value cache: prefill once, then the whole loop in one `while_loop`."""
+"""Sampling with a key-value cache or a recurrent state: prefill once, then the whole loop in one `while_loop`."""
 
 import dataclasses
 from typing import Any
@@ -12,9 +12,10 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, head, place
 from jaxpar.lm.params import hold
 from jaxpar.mesh import constrain
+from jaxpar.nn.mixer import unit_axes
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["Sampling", "empty_cache", "extend", "generate"]
+__all__ = ["Sampling", "cache_axes", "empty_cache", "extend", "generate"]
 
 CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
 
@@ -46,20 +47,34 @@ class Sampling:
             )
 
 
-def empty_cache(config: LMConfig, batch: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Returns keys and values [L, B, S, G, K] of zeros, split over batch and kv_heads."""
-    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
-    zeros = constrain(jnp.zeros(shape, config.dtype), *CACHE, name="cache")
-    return zeros, zeros
+def empty_cache(config: LMConfig, batch: int, length: int) -> PyTree:
+    """Returns keys and values [L, B, S, G, K] of zeros, or a recurrent mixer's initial state [L, B, ...]."""
+    if config.mixer == "attention":
+        shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
+        zeros = jnp.zeros(shape, config.dtype)
+        return _split((zeros, zeros), config)
+    state = config.cell().initial((batch,), jnp.promote_types(config.dtype, jnp.float32))
+    return _split(jax.tree.map(lambda h: jnp.broadcast_to(h, (config.num_layers, *h.shape)), state), config)
+
+
+def cache_axes(config: LMConfig, cache: PyTree) -> PyTree:
+    """Returns the logical axes of a cache: layers, rows, and heads or units."""
+    attends = config.mixer == "attention"
+    return jax.tree.map(lambda x: CACHE if attends else ("layers", *unit_axes(x.ndim - 1)), cache)
+
+
+def _split(cache: PyTree, config: LMConfig) -> PyTree:
+    return jax.tree.map(lambda x, axes: constrain(x, *axes, name="cache"), cache, cache_axes(config, cache))
 
 
 def extend(
     params: PyTree,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
-    cache: tuple[jax.Array, jax.Array],
+    cache: PyTree,
     config: LMConfig,
-) -> tuple[Float[Array, "B T V"], tuple[jax.Array, jax.Array]]:
+    ends: Int[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T V"], PyTree]:
     """Runs T more tokens of each row through the model.
 
     Args:
@@ -68,9 +83,10 @@ def extend(
       positions: Their places, which are also their slots in the cache; rows may differ.
       cache: From `empty_cache` or an earlier call; slots up to each position must be filled.
       config: The model; static.
+      ends: Index of each row's last token that counts, where rows are padded; recurrent mixers must know.
 
     Returns:
-      Logits in float32 at least, and the cache with the new keys and values.
+      Logits in float32 at least, and the cache with the new keys and values, or the state after `ends`.
     """
     params = hold(params, config)
     x = embed(params["embedding"], tokens, SAMPLED)
@@ -80,14 +96,14 @@ def extend(
 
     def body(x, layer_and_cache) -> Any:
         layer, cache = layer_and_cache
-        return block(x, layer, config, positions, cache=cache)
+        return block(x, layer, config, positions, cache=cache, ends=ends)
 
-    x, (keys, values) = jax.lax.scan(body, x, (params["layers"], cache))
+    x, cache = jax.lax.scan(body, x, (params["layers"], cache))
     x = norm(x, params["final_norm"], config)
     weight = constrain(head(params).astype(x.dtype), "vocab", None)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
-    return logits, (constrain(keys, *CACHE, name="cache"), constrain(values, *CACHE, name="cache"))
+    return logits, _split(cache, config)
 
 
 def generate(
@@ -128,7 +144,7 @@ def generate(
     lengths = jnp.full((batch,), start) if prompt_lengths is None else jnp.asarray(prompt_lengths)
     rows = jnp.arange(batch)
     slots = jnp.broadcast_to(jnp.arange(start), (batch, start))
-    logits, cache = extend(params, prompt, slots, empty_cache(config, batch, total), config)
+    logits, cache = extend(params, prompt, slots, empty_cache(config, batch, total), config, lengths - 1)
     tokens = jnp.where(jnp.arange(total)[None, :] < lengths[:, None], jnp.pad(prompt, ((0, 0), (0, total - start))), 0)
 
     def draw(tokens, lengths, ended, logits):

@@ -80,8 +80,8 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
 def _exchanges(config: LMConfig, add) -> None:
     """Muon's matrices, made whole on one device each, and their updates back: one exchange a split dimension each."""
     layers, sides = leaves(config)["layers"], muon_dimensions(config)["layers"]
-    for name, leaf in layers.items():
-        if not isinstance(leaf, Leaf) or sides[name] is None:
+    for name, leaf in {**layers, **layers.get("mixer", {})}.items():
+        if not isinstance(leaf, Leaf) or {**sides, **sides.get("mixer", {})}[name] is None:
             continue
         over = [mesh_axes(axis) for axis in leaf.axes if axis and mesh_axes(axis)]
         share = -(-leaf.shape[0] // math.prod(map(_size, over))) * math.prod(leaf.shape[1:]) * _wide(config)
@@ -102,8 +102,9 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> None:
     tokens = rows * length / _size(mesh_axes("batch"))
     stream = tokens / _size(inside) * config.embed_dim * narrow
     again = 2 if config.remat in ("names", "offload", "full") else 1  # the first half of a layer is recomputed
-    projections = 3 + (2 if config.activation == "swiglu" else 1)
-    add("sum", tensor, layers * (1 + again), stream, "out of attention and of the mlp")
+    into = 3 if config.mixer == "attention" else len(config.cell().gates)
+    projections = into + (2 if config.activation == "swiglu" else 1)
+    add("sum", tensor, layers * (1 + again), stream, "out of the mixer and of the mlp")
     add("sum", tensor, layers * projections, stream, "into the projections, backward")
     times = 1 if config.remat == "none" else 2
     add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")

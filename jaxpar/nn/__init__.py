@@ -1,7 +1,35 @@
-"""What several pillars train with.
+"""Sequence layers that language models, learners and experiments share, and what several of them train with.
 
 | file | in -> out shapes | called by |
 |---|---|---|
+| `leaf` | tree of (shape, axes, init) -> parameters | all below, `lm` |
+| `cells`, `gated`, `aaren` | params, h [B, n], drive [B, n] -> h [B, n], and facts about it | `layer` |
+| `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixer` |
+| `mixer` | the same on any mesh, after the block's own products [T, B, n] | `lm`, `network` |
+| `network` | params, xs [B, T, D] -> [B, T, C], and its trainer | experiments |
 | `autoregressive`, `dense_depth` | params -> samples [num, N]; x [D] -> all layers [L, D]: by sweeps | users |
 | `muon` | gradients of stacks of matrices [L, ...] -> orthogonalised updates, on any mesh | `lm` |
 """
+
+from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.cells import Cell, SequenceCell
+from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
+from jaxpar.nn.layer import recurrent
+from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
+
+__all__ = [
+    "GRU",
+    "LEM",
+    "LSTM",
+    "Aaren",
+    "Cell",
+    "CfC",
+    "MinGRU",
+    "MinLSTM",
+    "ParaGRU",
+    "ParaLSTM",
+    "SequenceCell",
+    "SequenceNetwork",
+    "SequenceTrainer",
+    "recurrent",
+]

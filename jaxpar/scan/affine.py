@@ -139,6 +139,7 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
     if num_steps(b, axis) == 0:
         return b
     a, b, h0 = together((a, b, h0))
+    h0, b = _moving_with(h0, (a, b)), _moving_with(b, h0)
 
     def matvec(x):
         start, h = x
@@ -163,6 +164,13 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), start, out), g
 
     return lax.custom_linear_solve(matvec, (h0, b), solve, transpose_solve)[1]
+
+
+def _moving_with(tree, others):
+    """Returns `tree` with a tangent wherever `others` have one: `custom_linear_solve` transposes all sides or none."""
+    for x in jax.tree.leaves(others):
+        tree = jax.tree.map(lambda y, x=x: jnp.where(True, y, x.reshape(-1)[0].astype(y.dtype)), tree)
+    return tree
 
 
 def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):

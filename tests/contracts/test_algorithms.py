@@ -14,6 +14,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.nn import SequenceNetwork, SequenceTrainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,20 @@ def tokens():
     return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 
 
+def series():
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.standard_normal((4, 6, 2), np.float32), rng.integers(0, 3, (4, 6), dtype=np.int32)
+    return {"inputs": inputs, "targets": targets, "weights": np.ones((4, 6), np.float32)}
+
+
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(
         Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
     ),
+    "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
+    "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
 }
 each_row = pytest.mark.parametrize("name", ROWS)
 

@@ -1,0 +1,279 @@
+"""Trains a recurrent network on whole sequences in parallel, and runs it one step at a time.
+
+    python -m experiments.rnn                                                # digits pixel by pixel, about a minute
+    python -m experiments.rnn model.cell=gru model.method=sequential
+    python -m experiments.rnn data.task=file data.path=EigenWorms_TRAIN.ts data.validation_path=EigenWorms_TEST.ts
+    python -m experiments.rnn data.task=selective_copy data.length=200 model.cell=min_lstm
+    python -m experiments.rnn mode=eval run=runs/rnn/rnn-1a2b3c4d            # in parallel, and streamed
+
+A byte language model with the same cells is `python -m experiments.lm model.mixer=para_gru`, at attention's size.
+The same command resumes a run that was ended, on any mesh.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import _run
+from experiments._run import say
+from experiments._series import SeriesConfig, Task, open_task
+from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics
+from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.mesh import named_shardings, partition, place_rows
+from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.solvers import solver
+from jaxpar.types import PyTree, UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The network.
+
+    Attributes:
+      cell: A recurrent cell, or aaren: attention as a recurrence.
+      size: Units of a layer.
+      layers: Recurrent layers.
+      heads: Blocks of dense recurrent weights (gru, lstm), and heads of aaren.
+      method: How recurrences are solved: "auto" takes a cell's closed form, and what suits its Jacobian otherwise.
+      window: Steps that the method solves at once; 0 leaves that to it.
+    """
+
+    cell: str = "para_gru"
+    size: int = 64
+    layers: int = 2
+    heads: int = 1
+    method: str = dataclasses.field(default="auto", metadata={"identity": False})
+    window: int = dataclasses.field(default=0, metadata={"identity": False})
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW after clipping, warmed up, then a cosine to 0.
+
+    Attributes:
+      learning_rate: Highest.
+      warmup_steps: Of a linear rise.
+      weight_decay: On matrices.
+      clip_norm: Largest norm of a gradient.
+    """
+
+    learning_rate: float = 3e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Length of a run and what happens on the way.
+
+    Attributes:
+      steps: Optimizer steps.
+      eval_every: Steps between validations; 0 means at the end alone.
+      save_every: Steps between checkpoints; 0 means at the end alone.
+      keep: Newest checkpoints to keep; the best is kept as well.
+    """
+
+    steps: int = 500
+    eval_every: int = 100
+    save_every: int = 100
+    keep: int = 2
+
+    def __post_init__(self):
+        """Refuses counts that no run can have."""
+        for name, value in dict(steps=1, keep=1, eval_every=0, save_every=0).items():
+            if getattr(self, name) < value:
+                raise UsageError(f"train.{name}={getattr(self, name)} must be at least {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """The recurrent experiment.
+
+    Attributes:
+      model: The network.
+      data: The task.
+      optimizer: Update rule and schedule.
+      train: Length and events.
+      mode: "train" or "eval".
+      run: For eval: a run folder.
+    """
+
+    name: str = "rnn"
+    model: ModelConfig = ModelConfig()
+    data: SeriesConfig = SeriesConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    mode: str = "train"
+    run: str = ""
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("rnn", Config, list(flags))
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Does what `config.mode` says."""
+    modes = {"train": train, "eval": evaluate}
+    if config.mode not in modes:
+        raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
+    with _run.open_devices(config):
+        modes[config.mode](config, folder)
+
+
+def train(config: Config, folder: pathlib.Path) -> FitResult:
+    """Trains under the ambient mesh, in `folder`; resumes what is there."""
+    folder = _run.fresh_folder(folder, config.resume)
+    task = open_task(config.data, config.seed)
+    trainer = make_trainer(config, task)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep)
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        hooks = Hooks(axes=trainer.axes(), checkpoints=checkpoints, metadata=_run.identity(config))
+        start, state = resume(trainer, hooks) or (0, None)
+        _tell_start(config, folder, task, trainer, start)
+        plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every)
+        writer = open_writers(
+            folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config)
+        )
+        stack.callback(writer.close)
+        stack.enter_context(_run.ending_together())
+        steps = config.data.batch_size * task.length
+        hooks = dataclasses.replace(
+            hooks,
+            writer=writer,
+            progress=stack.enter_context(open_progress(config.train.steps, start, "training", tokens_per_step=steps)),
+            evaluate=make_evaluate(trainer, task),
+            check=_check,
+            report=lambda _: _run.write_start(folder, config),
+        )
+        result = fit(trainer, jax.random.key(config.seed), lambda s: _place(task.train(s)), plan, hooks, state=state,
+                     start=start)  # fmt: skip
+    _tell_end(config, folder, result, start)
+    return result
+
+
+def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
+    """Prints the validation metrics of a saved run, and those of its network run one step at a time."""
+    del folder
+    if not config.run:
+        raise UsageError("mode=eval needs run= to name a run folder.")
+    run = pathlib.Path(config.run)
+    saved = _run.load(run, Config)
+    task = open_task(saved.data, saved.seed)
+    trainer = make_trainer(saved, task)
+    checkpoints = Checkpoints(run / "checkpoints", read_only=True)
+    step = checkpoints.best()
+    step = checkpoints.newest() if step is None else step
+    if step is None:
+        raise UsageError(f"{run} has no checkpoint yet; train it first.")
+    shapes = jax.eval_shape(trainer.init, jax.random.key(0))
+    shardings = named_shardings(shapes, trainer.axes())
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    params = checkpoints.restore(step, abstract).params
+    checkpoints.close()
+    metrics = make_evaluate(trainer, task)(params)
+    say(f"checkpoint of step {step} of {_run.short(run)}")
+    say("in parallel  " + _text(metrics))
+    say(f"streamed     largest difference of an output {streaming_error(trainer, task, params):.1e}")
+    return metrics
+
+
+def make_trainer(config: Config, task: Task) -> SequenceTrainer:
+    """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
+    model, optimizer = config.model, config.optimizer
+    network = SequenceNetwork(
+        task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads, solver(model.method, model.window)
+    )
+    trainer = SequenceTrainer(network, num_steps=config.train.steps, classes=task.classes,
+                              **dataclasses.asdict(optimizer))  # fmt: skip
+    named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
+    partition(("batch",), (config.data.batch_size,), "the batch")
+    return trainer
+
+
+def make_evaluate(trainer: SequenceTrainer, task: Task):
+    """Returns a function `state or params -> {"validation/loss": ..., "validation/accuracy": ...}`."""
+    metrics = jax.jit(trainer.metrics)
+
+    def evaluate(state) -> Mapping[str, float]:
+        params = getattr(state, "params", state)
+        rows = [jax.device_get(metrics(params, _place(batch))) for batch in task.validation]
+        counts = [batch["weights"].sum() for batch in task.validation]
+        names = ("loss", "accuracy") if task.classes else ("loss",)
+        return {f"validation/{name}": float(np.average([row[name] for row in rows], weights=counts)) for name in names}
+
+    return evaluate
+
+
+def streaming_error(trainer: SequenceTrainer, task: Task, params: PyTree) -> float:
+    """Returns the largest difference between the outputs of whole sequences and those made step by step."""
+    network = trainer.network
+    inputs = _place(task.validation[0])["inputs"]
+    whole = jax.jit(network.apply)(params, inputs)[0]
+    one = jax.jit(lambda params, x, states: network.apply(params, x, states)[:2])
+    outputs, states = [], None
+    for t in range(task.length):
+        out, states = one(params, inputs[:, t : t + 1], states)
+        outputs.append(out)
+    return float(jnp.abs(jnp.concatenate(outputs, 1) - whole).max())
+
+
+def _place(batch: Mapping[str, np.ndarray]) -> PyTree:
+    return place_rows(lambda rows: {name: x[rows] for name, x in batch.items()}, len(batch["weights"]))
+
+
+def _check(step: int, metrics: Mapping[str, float]) -> None:
+    if not np.isfinite(metrics["train/loss"]):
+        raise UsageError(f"the loss is not finite after step {step}; lower optimizer.learning_rate.")
+
+
+def _text(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _tell_start(config: Config, folder: pathlib.Path, task: Task, trainer: SequenceTrainer, start: int) -> None:
+    shapes: Any = jax.eval_shape(trainer.init, jax.random.key(0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
+    say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
+    say(f"model      {count:,} parameters in {config.model.layers} layers of {config.model.size} {config.model.cell}")
+    say(f"task       {task.text}")
+    say(f"step       {config.data.batch_size} sequences of {task.length} steps, solved by {config.model.method}")
+
+
+def _tell_end(config: Config, folder: pathlib.Path, result: FitResult, start: int) -> None:
+    if result.interrupted:
+        say(f"interrupted after step {result.step}; its checkpoint is written, and the same command goes on from it.")
+        return
+    if start >= config.train.steps:
+        say(f"this run is finished; extend it with train.steps={2 * result.step} (which stretches its schedule).")
+    plot = folder / "plots" / "training.png"
+    if jax.process_index() == 0:
+        panels = {
+            "loss": ("train/loss", "validation/loss"),
+            "accuracy": ("train/accuracy", "validation/accuracy"),
+            "iterations of the solver": ("train/iterations",),
+        }
+        plot_metrics(folder / "metrics.jsonl", plot, panels)
+    chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}
+    say(f"after {result.step} steps: {_text(chosen)}")
+    if "train/iterations" in result.metrics:
+        names = ("iterations", "residual", "converged")
+        say("solver     " + "  ".join(f"{name} {result.metrics[f'train/{name}']:.3g}" for name in names))
+    for what, path in (
+        ("plot", plot),
+        ("metrics", folder / "metrics.jsonl"),
+        ("checkpoint", folder / "checkpoints"),
+    ):
+        say(f"{what:10} {_run.short(path)}")
+
+
+if __name__ == "__main__":
+    _run.launch("rnn", Config, execute)

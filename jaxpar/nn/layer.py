@@ -1,0 +1,117 @@
+"""Sequence layers: a cell over a whole sequence in parallel, or over its next tokens with a state of constant size.
+
+Both are one function: `recurrent(cell, params, xs, h0)` returns the state that the next call goes on from, and a call
+with T = 1 is a step of decoding. Inside, time is the leading axis: each step reads and writes contiguous rows.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxpar.mesh import platform
+from jaxpar.nn.cells import SequenceCell
+from jaxpar.solve import Block, Dense, Newton, Sequential, parallel_scan
+from jaxpar.types import PyTree, UsageError
+
+__all__ = ["chosen", "first_state", "recurrent", "unroll"]
+
+
+def recurrent(
+    cell: SequenceCell,
+    params: PyTree,
+    xs: Float[Array, "B T D"],
+    h0: PyTree | None = None,
+    *,
+    method: Any = None,
+    resets: Bool[Array, "B T"] | None = None,
+    with_stats: bool = False,
+) -> Any:
+    """Runs a cell over sequences: ys[:, t] = output(h[t]), h[t] = step(h[t-1], xs[:, t]).
+
+    Args:
+      cell: What is run; static.
+      params: As from `cell.init`.
+      xs: Inputs, of any floating dtype; matrix products with them are made in it, the state is float32 at least.
+      h0: State before the first step, by default `cell.initial`; pass the last state of an earlier call to go on there.
+      method: How the recurrence is solved, one of `jaxpar.solve`. By default the closed form of a cell that has one
+        (one scan, no iteration), else what `chosen` says.
+      resets: True where a sequence starts anew: the step sees the initial state instead of the last one.
+      with_stats: Whether to return `jaxpar.solve.Stats` as well; None in their place where nothing was iterated.
+
+    Returns:
+      Outputs [B, T, n] in the dtype of xs, and the last state; then the stats, if asked for.
+
+    Raises:
+      UsageError: If xs has not three axes or `resets` not the first two of them.
+    """
+    if xs.ndim != 3:
+        raise UsageError(f"a recurrent layer takes xs [B, T, D] with three axes, not {xs.ndim}: shape {xs.shape}.")
+    if resets is not None and resets.shape != xs.shape[:2]:
+        raise UsageError(f"resets of shape {resets.shape} do not fit xs of shape {xs.shape}; give [B, T].")
+    drive = cell.drive(params, jnp.swapaxes(xs, 0, 1))
+    h0 = first_state(cell, h0, xs.shape[0], drive)
+    states, stats = unroll(cell, params, drive, h0, method=method, resets=None if resets is None else resets.T)
+    last = jax.tree.map(lambda h: h[-1], states) if xs.shape[1] else h0
+    ys = jnp.swapaxes(cell.output(params, states), 0, 1).astype(xs.dtype)
+    return (ys, last, stats) if with_stats else (ys, last)
+
+
+def first_state(cell: SequenceCell, h0: PyTree | None, batch: int, drive: PyTree) -> PyTree:
+    """Returns the state before the first step, given or the cell's initial one, in float32 at least."""
+    wide = jnp.promote_types(jnp.result_type(*jax.tree.leaves(drive)), jnp.float32)
+    return cell.initial((batch,), wide) if h0 is None else jax.tree.map(lambda h: h.astype(wide), h0)
+
+
+def unroll(
+    cell: SequenceCell,
+    params: PyTree,
+    drive: PyTree,
+    h0: PyTree,
+    *,
+    method: Any = None,
+    resets: Bool[Array, "T B"] | None = None,
+) -> tuple[PyTree, Any]:
+    """Computes every state from the drive, time first: leaves [T, B, ...] and h0 [B, ...] -> states [T, B, ...].
+
+    `method` and `resets` are those of `recurrent`, which makes the drive and calls this. Returns the states, and the
+    solver's stats or None.
+    """
+    length = len(jax.tree.leaves(drive)[0])
+    if method is None:
+        states = cell.closed_form(params, drive, h0, resets)
+        if states is not None:
+            return states, None
+
+    def step(h, inputs):
+        drive, reset = inputs
+        if reset is not None:
+            h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old), new, old), cell.initial((1,)), h)
+        h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, drive), h)
+        return h, h
+
+    _, states, stats = parallel_scan(step, h0, (drive, resets), method=chosen(cell, method, length), with_stats=True)
+    return states, stats
+
+
+def chosen(cell: SequenceCell, method: Any, length: int) -> Any:
+    """Returns the method to solve a cell's recurrence with, the structure of its Jacobian declared.
+
+    Without a method: `Newton` where the Jacobian is diagonal or of small blocks and there is more than a step to make,
+    else `Sequential`; and that on CPUs, whose few cores gain nothing from iterating over all steps at once.
+    """
+    kind, lanes = getattr(cell, "jacobian", "auto"), getattr(cell, "lanes", 1)
+    if method is None:
+        iterates = kind in ("diag", "block") and length > 1 and platform() != "cpu"
+        method = Newton() if iterates else Sequential()
+    known = {"diag": "diag", "block": Block(lanes), "dense": Dense(1)}
+    if kind in known and getattr(method, "jac", None) == "auto":
+        method = dataclasses.replace(method, jac=known[kind])
+    return method
+
+
+def _beside(flags: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns flags [..., B] with trailing axes of size 1, to choose rows of an array [..., B, ...]."""
+    return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))

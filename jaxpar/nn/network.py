@@ -1,0 +1,196 @@
+"""Networks over sequences: recurrent layers between a linear map in and one out, and their trainer."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Float
+
+from jaxpar.mesh import axes_like, constrain
+from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.mixer import MIXERS, mixed, mixer_cell, mixer_leaves
+from jaxpar.types import Info, PRNGKey, PyTree, UsageError
+
+__all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer"]
+
+EPS = 1e-6  # of the norms
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceNetwork:
+    """Maps sequences [B, T, inputs] to outputs [B, T, outputs], each of which has seen its past alone.
+
+    A linear map to n features, then in each layer x + recurrent(norm(x)), a norm, and a linear map. Static, hashable.
+
+    Attributes:
+      inputs: Features of an input.
+      outputs: Features of an output: classes, or 1 for a number.
+      cell: One of `jaxpar.nn.mixer.MIXERS`.
+      size: n, units of a layer, and features between layers.
+      layers: Recurrent layers.
+      heads: Blocks of the dense cells' recurrent weights, and heads of aaren.
+      method: How the recurrences are solved, for a cell without a closed form.
+    """
+
+    inputs: int
+    outputs: int
+    cell: str = "para_gru"
+    size: int = 64
+    layers: int = 2
+    heads: int = 1
+    method: Any = None
+
+    def __post_init__(self):
+        """Refuses what no network can be."""
+        if self.cell not in MIXERS:
+            raise UsageError(f"cell={self.cell!r} is unknown; legal are {', '.join(MIXERS)}.")
+        for name in ("inputs", "outputs", "size", "layers"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        self.unit()
+
+    def unit(self) -> Any:
+        """Returns the cell of a layer."""
+        return mixer_cell(self.cell, self.size, self.heads)
+
+    def leaves(self) -> dict:
+        """Declares every parameter."""
+        n, out_std = self.size, 1 / math.sqrt(self.size * self.layers)
+        scale = Leaf((n,), (None,), "ones")
+        layer = mixer_leaves(self.unit(), n, out_std) | {"norm": scale}
+        return {
+            "w_in": Leaf((self.inputs, n), (None, "embed"), 1 / math.sqrt(self.inputs)),
+            "b_in": Leaf((n,), (None,), "zeros"),
+            "layers": {str(i): layer for i in range(self.layers)},
+            "norm": scale,
+            "head": Leaf((n, self.outputs), ("embed", None), 1 / math.sqrt(n)),
+            "b_head": Leaf((self.outputs,), (None,), "zeros"),
+        }
+
+    def init(self, key: PRNGKey, dtype: Any = jnp.float32) -> PyTree:
+        """Draws the parameters. Consumes `key`."""
+        return draw(key, self.leaves(), dtype)
+
+    def axes(self) -> PyTree:
+        """Returns the logical axes of every parameter."""
+        return jax.tree.map(lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
+
+    def apply(
+        self, params: PyTree, xs: Float[Array, "B T D"], states: PyTree | None = None
+    ) -> tuple[Float[Array, "B T C"], PyTree, Info]:
+        """Computes the outputs; with the states of an earlier call, of what follows there.
+
+        Returns:
+          Outputs; the layers' states after the last step, to go on from; and the worst of the layers' iterations,
+          residual and converged, all 0, 0 and 1 for a closed form or a sequential method.
+        """
+        x = jnp.swapaxes(xs, 0, 1)
+        x = x @ params["w_in"] + params["b_in"][None, None]
+        cell, last, infos = self.unit(), {}, []
+        for name, layer in params["layers"].items():
+            drive = cell.drive(layer, _norm(x, layer["norm"]))
+            ys, last[name], info = mixed(
+                cell, layer, drive, states and states[name], method=self.method, with_info=True
+            )
+            x = constrain(x + ys @ layer["w_out"], None, "batch", None)
+            infos.append(info)
+        out = _norm(x, params["norm"]) @ params["head"] + params["b_head"][None, None]
+        worst = {name: jnp.stack([info[name] for info in infos]) for name in infos[0]}
+        info = {name: jnp.min(x) if name == "converged" else jnp.max(x) for name, x in worst.items()}
+        return jnp.swapaxes(out, 0, 1), last, info
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPS) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+@struct.dataclass
+class SequenceState:
+    """Parameters, the optimizer's state, and int32 [] steps made."""
+
+    params: PyTree
+    opt_state: PyTree
+    step: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceTrainer:
+    """Trains a network with AdamW, gradients clipped by norm, and a warm-up into a cosine; an `Algorithm`.
+
+    Attributes:
+      network: What is trained.
+      learning_rate: Highest.
+      num_steps: Length of the run, for the schedule.
+      warmup_steps: Of a linear rise.
+      weight_decay: On matrices.
+      clip_norm: Largest norm of the gradient.
+      classes: Whether targets are classes (cross entropy) or numbers (squared error).
+    """
+
+    network: SequenceNetwork
+    learning_rate: float = 3e-3
+    num_steps: int = 1000
+    warmup_steps: int = 20
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    classes: bool = True
+
+    def init(self, key: PRNGKey, inputs: Any = None) -> SequenceState:
+        """Draws the parameters. Consumes `key`; ignores `inputs`."""
+        del inputs
+        params = self.network.init(key)
+        return SequenceState(params, self._optimizer().init(params), jnp.zeros((), jnp.int32))
+
+    def axes(self) -> SequenceState:
+        """Returns the logical axes of every leaf of the state."""
+        state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
+        return axes_like(state, state.params, self.network.axes())
+
+    def step(self, key: PRNGKey, state: SequenceState, inputs: dict[str, jax.Array]) -> tuple[SequenceState, Info]:
+        """Makes one optimizer step on a batch as `metrics` takes it. `key` is not needed.
+
+        Returns:
+          The new state, and scalars: those of `metrics`, grad_norm before clipping, learning_rate.
+        """
+        del key
+
+        def loss(params):
+            info = self.metrics(params, inputs)
+            return info["loss"], info
+
+        grads, info = jax.grad(loss, has_aux=True)(state.params)
+        updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
+        info |= {"grad_norm": optax.tree.norm(grads), "learning_rate": jnp.asarray(self._rate()(state.step))}
+        params = optax.apply_updates(state.params, updates)
+        return SequenceState(params, opt_state, state.step + 1), jax.tree.map(jnp.float32, info)
+
+    def metrics(self, params: PyTree, batch: dict[str, jax.Array]) -> Info:
+        """Computes loss, accuracy (of classes), iterations, residual and converged of a batch.
+
+        Args:
+          params: Of the network.
+          batch: "inputs" [B, T, D], "targets" [B, T] (int classes, or numbers) and "weights" [B, T], what each counts.
+        """
+        out, _, info = self.network.apply(params, batch["inputs"])
+        weights = batch["weights"] / batch["weights"].sum()
+        if not self.classes:
+            return info | {"loss": (weights * (out[..., 0] - batch["targets"]) ** 2).sum()}
+        losses = optax.softmax_cross_entropy_with_integer_labels(out, batch["targets"])
+        right = (out.argmax(-1) == batch["targets"]) * weights
+        return info | {"loss": (weights * losses).sum(), "accuracy": right.sum()}
+
+    def _rate(self) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, self.warmup_steps, max(self.num_steps, self.warmup_steps + 1), 0.0
+        )
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        def decays(params: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: x.ndim > 1, params)
+
+        adam = optax.adamw(self._rate(), weight_decay=self.weight_decay, mask=decays)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adam)

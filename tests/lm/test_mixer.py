@@ -1,0 +1,170 @@
+"""Recurrent mixers in attention's place: the same model but for what mixes tokens, on any mesh, and streamed."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+from tolerance import EXACT_MATHS, assert_close
+
+from experiments import verify
+from jaxpar.lm import LMConfig, Sampling, apply, flops_per_token, generate, loss, num_params, to_hf
+from jaxpar.lm.optim import muon_dimensions
+from jaxpar.lm.params import leaves
+from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.nn.mixer import MIXERS
+from jaxpar.types import UsageError
+
+T, V, PROMPT, NEW = 7, 16, 4, 3
+SMALL = LMConfig(vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32")
+MODELS = {name: dataclasses.replace(SMALL, mixer=name) for name in MIXERS}
+each_mixer = pytest.mark.parametrize("name", MIXERS)
+
+
+def some(*names):
+    """These mixers in CI, the others in the long run: compiling a solver takes seconds."""
+    return pytest.mark.parametrize(
+        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in MIXERS]
+    )
+
+
+ROUNDING = 5 * EXACT_MATHS["float32"]
+
+
+def tokens(rows=2, length=T):
+    return np.random.default_rng(1).integers(0, V, (rows, length))
+
+
+@functools.cache
+def logits_of(name):
+    return jit(functools.partial(apply, config=MODELS[name]))
+
+
+@some("min_gru", "aaren")
+def test_a_place_sees_its_past_and_nothing_else(name):
+    params, mix = noisy_params(MODELS[name]), np.random.default_rng(0).standard_normal(V).astype(np.float32)
+    segments = np.array([[0, 0, 0, 1, 1, 2, 2]])
+
+    @jit
+    def influence(params, segments):
+        def mixed(table):
+            params_ = params | {"embedding": table}
+            return apply(params_, np.arange(T)[None], MODELS[name], segments=segments)[0] @ mix
+
+        return jnp.linalg.norm(jax.jacrev(mixed)(params["embedding"])[:, :T], axis=-1)
+
+    want = np.tril(segments[0][:, None] == segments[0][None, :])
+    np.testing.assert_array_equal(influence(params, segments) != 0, want)
+    np.testing.assert_array_equal(influence(params, 0 * segments) != 0, np.tril(np.ones((T, T), bool)))
+
+
+@some("para_gru", "lstm")
+def test_streaming_equals_the_whole_sequence(name):
+    config, params = MODELS[name], noisy_params(MODELS[name])
+    run = jit(functools.partial(extend, config=config))
+    cache, parts, start = empty_cache(config, 2, T), [], 0
+    for size in (4, 1, 1, 1):
+        places = np.broadcast_to(np.arange(start, start + size), (2, size))
+        logits, cache = run(params, tokens()[:, start : start + size], places, cache)
+        parts.append(logits)
+        start += size
+    assert_close(np.concatenate(parts, 1), logits_of(name)(params, tokens()), ROUNDING)
+    assert sum(leaf.size for leaf in jax.tree.leaves(cache)) <= 2 * 2 * 3 * 64, "the state grows with the sequence"
+
+
+@some("min_lstm", "aaren")
+def test_generation_equals_asking_the_whole_model(name):
+    """Prompts of different lengths: what lies beyond a row's must not enter its state."""
+    config, params, lengths = MODELS[name], noisy_params(MODELS[name]), np.array([4, 1, 3])
+    draw = jit(generate, static_argnums=(3, 4))
+    prompt = tokens(3, PROMPT)
+    out, _ = draw(jax.random.key(0), params, prompt, config, Sampling(NEW, temperature=0), prompt_lengths=lengths)
+    want = np.zeros((3, PROMPT + NEW), int)
+    for row, length in enumerate(lengths):
+        line = list(prompt[row, :length])
+        for _ in range(NEW):
+            padded = np.pad(line, (0, PROMPT + NEW - len(line)))[None]
+            line.append(int(logits_of(name)(params, padded)[0, len(line) - 1].argmax()))
+        want[row, : len(line)] = line
+    np.testing.assert_array_equal(out, want)
+
+
+@some("para_gru", "aaren")
+def test_on_a_mesh_it_is_what_it_is_on_one_device(name):
+    """Loss, gradients and steps in double precision, and no collective between devices that is not declared."""
+    flags = (
+        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8"
+    )
+    solver = "model.solver=newton" if name == "para_gru" else "model.solver=auto"
+    optimizer = "optimizer.name=muon" if name == "lstm" else "optimizer.name=adamw"
+    config = verify.compose(
+        *flags.split(), f"model.mixer={name}", solver, optimizer, "dtypes=[float64]", "topology=none"
+    )
+    rows = verify.verify_lm(config, [verify.parse_layout("data2.fsdp2.tensor2")])
+    for row in rows:
+        assert not row.refused and not row.breaches, row
+
+
+@pytest.mark.parametrize("remat, scan_layers", [("none", False), ("names", True), ("full", True)])
+def test_remat_and_unrolled_layers_change_no_number(remat, scan_layers):
+    def gradient(config):
+        batch = {"tokens": tokens()[:, :-1], "targets": tokens()[:, 1:]}
+        return jit(jax.value_and_grad(lambda params: loss(params, batch, config)))(noisy_params(config))
+
+    config = MODELS["para_gru"]
+    assert_close(gradient(dataclasses.replace(config, remat=remat, scan_layers=scan_layers)), gradient(config), 1e-5)
+
+
+@each_mixer
+def test_it_is_as_large_as_attention_would_be(name):
+    big = LMConfig(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
+    ratio = num_params(dataclasses.replace(big, mixer=name)) / num_params(big)
+    assert abs(ratio - 1) < 0.02, ratio
+    given = dataclasses.replace(big, mixer=name, mixer_dim=64)
+    assert given.cell().size == 64 and num_params(given) < num_params(big)
+    assert flops_per_token(given, 4096) == flops_per_token(given, 16), "a recurrence costs no token more for its past"
+
+
+def test_bfloat16_keeps_a_wide_state():
+    config = dataclasses.replace(MODELS["min_gru"], dtype="bfloat16")
+    params = noisy_params(config)
+    logits, state = jit(functools.partial(extend, config=config))(
+        params, tokens(), np.tile(np.arange(T), (2, 1)), empty_cache(config, 2, T)
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+    assert_close(logits, logits_of("min_gru")(params, tokens()), 0.1)
+
+
+def test_muon_takes_the_products_and_leaves_the_recurrence():
+    sides = muon_dimensions(MODELS["gru"])["layers"]["mixer"]
+    assert {name for name, numbers in sides.items() if numbers is not None} == {"wr", "wz", "wn", "w_out"}
+    assert leaves(MODELS["gru"])["layers"]["mixer"]["u"].shape == (2, 4, 6, 3, 6)
+
+
+def test_a_split_sequence_is_refused():
+    with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
+        apply(noisy_params(MODELS["para_gru"]), tokens(4, 8), MODELS["para_gru"])
+
+
+def test_a_hugging_face_folder_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no folder can hold a model with mixer=para_gru"):
+        to_hf(noisy_params(MODELS["para_gru"]), MODELS["para_gru"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        (dict(mixer="rnn"), "model.mixer='rnn' is unknown; legal are attention, para_gru"),
+        (dict(mixer_dim=8), "model.mixer_dim=8 is the size of recurrent mixers, not of attention"),
+        (dict(mixer="gru", mixer_dim=10), "heads=4 of cell gru do not divide size=10"),
+        (dict(mixer="para_gru", mixer_dim=-1), "size=-1 of cell para_gru must be at least 1"),
+        (dict(mixer="para_gru", solver="newt"), "model.solver='newt' is unknown; legal are auto, newton"),
+    ],
+)
+def test_what_no_mixer_can_be_is_refused(fields, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        dataclasses.replace(SMALL, **fields)

@@ -1,0 +1,204 @@
+"""A cell over a sequence: every method, chunks and single steps give the loop's numbers and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.nn import GRU, LEM, LSTM, Aaren, Cell, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM, recurrent
+from jaxpar.nn.layer import chosen
+from jaxpar.nn.solvers import METHODS, solver
+from jaxpar.solve import Block, Dense, Newton, Quasi, Sequential
+from jaxpar.types import UsageError
+
+B, T, D, N = 2, 12, 3, 4
+CELLS = {
+    "gru": GRU(N), "lstm": LSTM(N, heads=2), "min_gru": MinGRU(N), "min_lstm": MinLSTM(N), "para_gru": ParaGRU(N),
+    "para_lstm": ParaLSTM(N), "lem": LEM(N), "cfc": CfC(N), "aaren": Aaren(N, 2),
+}  # fmt: skip
+each_cell = pytest.mark.parametrize("name", CELLS)
+
+
+def some(*names):
+    """These cells in CI, the others in the long run: compiling a solver takes seconds."""
+    return pytest.mark.parametrize(
+        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in CELLS]
+    )
+
+
+EXACT = EXACT_MATHS["float64"]
+VALUES, GRADIENTS = 1e-10, 1e-8  # of a method against the loop, in float64
+
+
+def noisy(cell, std=0.8):
+    rng = np.random.default_rng(0)
+    return {name: std * rng.standard_normal(leaf.shape) for name, leaf in cell.leaves(D).items()}
+
+
+def inputs(length=T):
+    return np.random.default_rng(1).standard_normal((B, length, D))
+
+
+@functools.cache
+def running(cell, method=None):
+    return jit(lambda params, xs, h0: recurrent(cell, params, xs, h0, method=method))
+
+
+def loop(cell):
+    return running(cell, Sequential())
+
+
+def empty(cell, rows=B):
+    return cell.initial((rows,), jnp.float64)
+
+
+@some("para_gru", "aaren", "lstm")
+def test_chunks_and_single_steps_equal_the_whole(name, x64):
+    cell, params, xs = CELLS[name], noisy(CELLS[name]), inputs()
+    want, want_last = loop(cell)(params, xs, empty(cell))
+    first, state = running(cell)(params, xs[:, : T // 2], empty(cell))
+    second, state = running(cell)(params, xs[:, T // 2 :], state)
+    assert_close((np.concatenate([first, second], 1), state), (want, want_last), VALUES)
+    outputs, state = [], empty(cell)
+    for t in range(T):
+        y, state = running(cell)(params, xs[:, t : t + 1], state)
+        outputs.append(y)
+    assert_close((np.concatenate(outputs, 1), state), (want, want_last), VALUES)
+
+
+@some("para_lstm", "min_gru", "aaren")
+def test_values_gradients_and_resets_equal_those_of_the_loop(name, x64):
+    cell, params, xs = CELLS[name], noisy(CELLS[name]), inputs()
+    h0 = jax.tree.map(lambda h: h + 0.3, loop(cell)(params, xs[:, :1], empty(cell))[1])
+    resets = np.zeros((B, T), bool)
+    resets[0, [4, 5]] = True
+
+    def loss(method):
+        def value(params, xs, h0):
+            ys, last = recurrent(cell, params, xs, h0, method=method, resets=resets)
+            return (ys**2).sum() + jnp.sin(cell.output(params, last)).sum(), ys
+
+        (_, ys), grads = jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(params, xs, h0)
+        return ys, grads
+
+    parallel = None if name in ("min_gru", "min_lstm", "aaren") else Newton()  # what accelerators take
+    (ys, grads), (want, want_grads) = loss(parallel), loss(Sequential())
+    assert_close(ys, want, VALUES)
+    assert_close(grads, want_grads, GRADIENTS)
+    starts = jax.tree.map(lambda h: h[:1], h0), empty(cell, 1), empty(cell, 1)
+    for (a, b), start in zip(((0, 4), (4, 5), (5, T)), starts, strict=True):
+        assert_close(ys[:1, a:b], loop(cell)(params, xs[:1, a:b], start)[0], VALUES)
+
+
+IN_CI = [("gru", "parallel_backward"), ("min_gru", "jacobi")]
+METHOD_CASES = [
+    (cell, name) if (cell, name) in IN_CI else pytest.param(cell, name, marks=pytest.mark.slow)
+    for cell in ("para_gru", "para_lstm", "gru", "min_gru")
+    for name in METHODS
+    if name != "sequential"
+]
+
+
+@pytest.mark.parametrize("cell, name", METHOD_CASES)
+def test_every_method_gives_the_loops_values_and_gradients(cell, name, x64):
+    cell = CELLS[cell]
+    params, xs, method = noisy(cell), inputs(), solver(name)
+
+    def value(method, params):
+        ys, last, stats = recurrent(cell, params, xs, method=method, with_stats=True)
+        return (ys**2).sum() + cell.output(params, last).sum(), (ys, stats)
+
+    (_, (ys, stats)), grads = jit(jax.value_and_grad(functools.partial(value, method), has_aux=True))(params)
+    (_, (want, _)), want_grads = jit(jax.value_and_grad(functools.partial(value, Sequential()), has_aux=True))(params)
+    assert_close(ys, want, VALUES)
+    assert_close(grads, want_grads, GRADIENTS)
+    assert (stats is None) == (cell.affine is not None and method is None)
+    if stats is not None:
+        assert bool(stats.converged) and float(stats.residual) < VALUES
+
+
+@each_cell
+def test_the_solver_is_told_the_cells_structure(name):
+    cell = CELLS[name]
+    want = {"gru": Dense(1), "lstm": Dense(1), "para_lstm": Block(2), "lem": Block(2), "aaren": "auto"}.get(
+        name, "diag"
+    )
+    assert chosen(cell, Newton(), T).jac == want
+    assert chosen(cell, Quasi(jac="dense"), T).jac == "dense"  # what the user says stands
+    assert isinstance(chosen(cell, None, 1), Sequential)
+
+
+def test_accelerators_iterate_and_cpus_walk(monkeypatch):
+    assert isinstance(chosen(CELLS["para_gru"], None, T), Sequential)
+    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    assert chosen(CELLS["para_lstm"], None, T) == Newton(jac=Block(2))
+    assert isinstance(chosen(CELLS["gru"], None, T), Sequential)
+
+
+def test_a_wrong_statement_about_the_jacobian_is_refused():
+    def mixes(params, h, x):
+        return jnp.tanh(h[:, ::-1] + x)
+
+    cell = Cell(mixes, N, jacobian="diag")
+    with pytest.raises(UsageError, match="diag"):
+        recurrent(cell, {}, np.zeros((B, T, N), np.float32), method=Newton())
+
+
+def test_a_cell_that_says_nothing_may_be_iterated_on(x64):
+    def leaky(params, h, x):
+        return jnp.tanh(params["a"][None] * h + x @ params["b"])
+
+    rng, cell = np.random.default_rng(0), Cell(leaky, N)
+    params = {"a": rng.standard_normal(N), "b": rng.standard_normal((D, N))}
+    h0 = empty(cell)
+    assert_close(running(cell, Newton())(params, inputs(), h0), loop(cell)(params, inputs(), h0), VALUES)
+
+
+@pytest.mark.parametrize("name", ["min_gru", "para_gru"])
+def test_the_state_is_wide_where_inputs_are_narrow(name):
+    """A bfloat16 state would lose a slow unit's steps: 1/512 of it is under half a unit in the last place."""
+    cell = CELLS[name]
+    params = {key: np.float32(x) for key, x in noisy(cell).items()}
+    xs, h0 = inputs(64).astype(jnp.bfloat16), cell.initial((B,))
+    narrow = {key: x.astype(jnp.bfloat16) for key, x in params.items()}
+    ys, last = running(cell)(narrow, xs, h0)
+    assert ys.dtype == jnp.bfloat16 and {leaf.dtype for leaf in jax.tree.leaves(last)} == {jnp.dtype("float32")}
+    want, _ = loop(cell)(params, xs.astype(np.float32), h0)
+    assert_close(np.float32(ys), want, 0.02)  # products and outputs in bfloat16
+
+
+@some("para_lstm", "aaren")
+def test_no_step_and_one_step(name):
+    cell = CELLS[name]
+    params = {key: np.float32(x) for key, x in noisy(cell).items()}
+    h0 = jax.tree.map(lambda h: h + 1, cell.initial((B,)))
+    ys, last = running(cell)(params, np.zeros((B, 0, D), np.float32), h0)
+    assert ys.shape == (B, 0, N)
+    jax.tree.map(np.testing.assert_array_equal, last, h0)
+    assert running(cell)(params, np.zeros((B, 1, D), np.float32), h0)[0].shape == (B, 1, N)
+
+
+def test_wrong_shapes_are_told():
+    cell = MinGRU(N)
+    with pytest.raises(UsageError, match=r"takes xs \[B, T, D\] with three axes, not 2"):
+        recurrent(cell, {}, np.zeros((T, D)))
+    with pytest.raises(UsageError, match=r"resets of shape \(12, 2\) do not fit"):
+        recurrent(cell, {}, np.zeros((B, T, D)), resets=np.zeros((T, B), bool))
+
+
+@pytest.mark.parametrize(
+    "name, window, sentence",
+    [
+        ("newtn", 0, "method='newtn' is unknown; legal are auto, newton"),
+        ("sequential", 8, "windows over 0 are for newton"),
+        ("newton", -1, "window=-1 does not fit"),
+    ],
+)
+def test_unknown_methods_are_refused(name, window, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        solver(name, window)
+    assert solver("newton", 8) == Newton(window=8) and solver("auto") is None
