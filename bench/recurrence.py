@@ -10,16 +10,15 @@ float32 state. Times are medians as in bench/scan.py, inputs rotated so that the
 float32 products in float32 (TF32 only where a row says so). Iterations and residual are of the forward pass; errors
 are against a float64 sequential run (ys, or the gradient by the inputs), relative to the largest entry; the limit is
 one read of all inputs and one write of all outputs (of dense cells up to 64 wide also of one Jacobian an iteration) at
-the copy rate of the same process. Methods of ours that take three times the best of ours forward are not timed with the
-way back, which is the same for all. A loop that calls the step from Python is timed over 256 steps and scaled. Last, a
-table of what `Auto` picked beside the best method. Prints as it goes, writes JSON.
+the copy rate of the same process. The way back is the same for all our methods that iterate, so few of them are timed
+with it. A loop that calls the step from Python is timed over 256 steps and scaled. Last, a table of what `Auto` picked
+beside the best method. Prints as it goes, writes JSON.
 """
 
 import argparse
 import math
 import pathlib
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -134,6 +133,7 @@ class JaxWorker:
         """Takes solver(request, notes) -> solve(w, xs) -> (ys, what it says of itself)."""
         self.solver = solver
         self.key, self.data, self.expected = None, None, None
+        self.programs, self.notes = harness.Programs(self.program), {}
 
     def load(self, request: dict) -> None:
         """Draws the case, and solves a part of it in float64."""
@@ -145,7 +145,7 @@ class JaxWorker:
         key = (cell, *shape, request["dtype"], request["scale"])
         if key == self.key:
             return
-        self.data, self.expected, self.key = None, None, None
+        self.data, self.expected, self.key, self.programs.ready = None, None, None, {}
         wide = cell in problems.GATES and shape[2] > 64  # there a float64 reference takes an accelerator
         w, xs = problems.weights(cell, shape[2], request["scale"]), problems.inputs(cell, *shape)
         g = problems.inputs("tanh", *shape, seed=2)
@@ -156,6 +156,19 @@ class JaxWorker:
         ys, _, dxs = problems.reference(cell, *problems.part(cell, w, xs, g), on_accelerator=wide)
         self.expected, self.key = (ys, jax.tree.leaves(dxs)), key
 
+    def program(self, request: dict) -> tuple:
+        """Returns the function of a row and its arguments."""
+        import jax
+
+        assert self.data
+        w, copies, g = self.data
+        solve = self.solver(request, self.notes.setdefault(request["row"], {}))
+
+        def both(w, xs, g):
+            return jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
+
+        return (both, (w, copies[0], g)) if request["direction"] == "fwd+bwd" else (solve, (w, copies[0]))
+
     def __call__(self, request: dict) -> dict:
         """Compiles, checks and times a row."""
         import jax
@@ -164,31 +177,28 @@ class JaxWorker:
 
         if request["row"] == "copy":
             return copy_rate(request)
+        if request["row"] == "prepare":
+            self.load(request["rows"][0])
+            return self.programs.prepare(request["rows"], request["jobs"])
         self.load(request)
         assert self.data and self.expected
-        (w, copies, g), notes = self.data, {}
-        solve, backward = self.solver(request, notes), request["direction"] == "fwd+bwd"
-
-        def both(w, xs, g):
-            return jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
-
-        function, last = (both, (g,)) if backward else (solve, ())
-        start = time.perf_counter()
-        compiled = jax.jit(function).lower(w, copies[0], *last).compile()
-        notes["compile_s"] = time.perf_counter() - start
-        out = compiled(w, copies[0], *last)
+        backward = request["direction"] == "fwd+bwd"
+        compiled, args, compile_s = self.programs(request)
+        out = compiled(*args)
         found = jax.tree.leaves(out[1]) if backward else [out[0]]
         expected = self.expected[1] if backward else [self.expected[0]]
-        notes["error"] = harness.error_of(
-            [problems.part_of(request["cell"], x).astype("float32") for x in found], expected
-        )
+        parts = [problems.part_of(request["cell"], x).astype("float32") for x in found]
+        answer = self.notes.get(request["row"], {}) | {
+            "error": harness.error_of(parts, expected),
+            "compile_s": compile_s,
+        }
         if not backward:
             said = jax.device_get(out[1])
-            notes |= {name: float(said[name].max()) for name in ("iterations", "residual") if name in said}
-            notes |= {"converged": bool(said["converged"].all())} if "converged" in said else {}
-        del out, found
-        inputs = [(w, xs, *last) for xs in copies]
-        return harness.time_jax(compiled, inputs, request["spend_s"]) | notes
+            answer |= {name: float(said[name].max()) for name in ("iterations", "residual") if name in said}
+            answer |= {"converged": bool(said["converged"].all())} if "converged" in said else {}
+        del out, found, parts
+        inputs = [(args[0], xs, *args[2:]) for xs in self.data[1]]
+        return harness.time_jax(compiled, inputs, request["spend_s"]) | answer
 
 
 COLUMNS = {
@@ -233,6 +243,18 @@ def dispatch(rows: list[dict]) -> None:
         )
 
 
+def plan(name: str, shape: dict, sides, args: argparse.Namespace) -> list:
+    """Returns the requests of a case; the way back is the same for all methods of ours, so a few stand for it."""
+    both = harness.plan(rows_of(name, shape), shape, sides, args)
+    forward_only = [f"jaxpar {method}" for method in ("Quasi", "GaussSeidel", "Elk", "Elk quasi")]
+    return [
+        (side, request)
+        for side, request in both
+        if (request["direction"], request["row"]) != ("fwd", "jaxpar ParallelBackward")  # is Sequential
+        and (request["direction"] == "fwd" or request["row"] not in forward_only or name[0] == "D")
+    ]
+
+
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases and prints them."""
     quiet = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -251,25 +273,13 @@ def measure(args: argparse.Namespace) -> None:
             continue
         shape = tiny(CASES[name]) if args.tiny else CASES[name]
         table.head("{0}: {cell}, B = {batch}, T = {length}, n = {n}, {dtype}, weights {scale}".format(name, **shape))
-        best, best_forward = {"fwd": math.inf, "fwd+bwd": math.inf}, math.inf
-        for side, row in rows_of(name, shape):
-            if side not in sides or (args.only and not any(word in row for word in args.only.split(","))):
-                continue
-            forward = 0.0
-            for direction in best:
-                if direction == "fwd" and row == "jaxpar ParallelBackward":
-                    continue  # is Sequential
-                if direction == "fwd+bwd" and row != "jaxpar Auto" and forward > 3 * best_forward:
-                    continue  # the way back is the same for all, so this one is out of the running
-                request = shape | {"row": row, "direction": direction, "spend_s": args.spend_s}
-                answer = bench.ask(side, request)
-                if not row.startswith("jaxpar"):
-                    best[direction] = min(best[direction], answer.get("ms", math.inf))
-                limit = limit_bytes(shape, direction) / rate.get("rate", math.nan) * 1e3
-                table.add({"case": name} | request | answer | {"best_peer_ms": best[direction], "limit_ms": limit})
-                if direction == "fwd" and row.startswith("jaxpar"):
-                    forward = answer.get("ms", 0.0)
-                    best_forward = min(best_forward, answer.get("ms", math.inf))
+        best = {"fwd": math.inf, "fwd+bwd": math.inf}
+        for _, request, answer in bench.answers(plan(name, shape, sides, args), args.jobs):
+            direction = request["direction"]
+            if not request["row"].startswith("jaxpar"):
+                best[direction] = min(best[direction], answer.get("ms", math.inf))
+            limit = limit_bytes(shape, direction) / rate.get("rate", math.nan) * 1e3
+            table.add({"case": name} | request | answer | {"best_peer_ms": best[direction], "limit_ms": limit})
     bench.close()
     dispatch(table.rows)
 

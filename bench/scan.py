@@ -138,24 +138,31 @@ class JaxWorker:
 
     def __init__(self):
         """Starts without a case."""
-        self.key, self.case = None, None
+        self.key, self.case, self.programs = None, None, harness.Programs(self.program)
 
     def __call__(self, request: dict) -> dict:
         """Compiles, checks and times a row."""
         if request["row"] == "copy":
             return copy_rate(request)
-        key = (request["kind"], tuple(request["shape"]), request["dtype"])
-        if key != self.key:
-            self.case, self.key = None, None  # frees before it draws
-            self.case, self.key = Affine(*key), key
+        if request["row"] == "prepare":
+            self.load(request["rows"][0])
+            return self.programs.prepare(request["rows"], request["jobs"])
+        self.load(request)
         return self.measure(self.case, request)
 
-    def measure(self, case: Affine, request: dict) -> dict:
-        """Times one row on the arrays of the case."""
+    def load(self, request: dict) -> None:
+        """Draws the arrays of a case."""
+        key = (request["kind"], tuple(request["shape"]), request["dtype"])
+        if key != self.key:
+            self.case, self.key, self.programs.ready = None, None, {}  # frees before it draws
+            self.case, self.key = Affine(*key), key
+
+    def program(self, request: dict) -> tuple:
+        """Returns the function of a row and its arguments."""
         import jax
         import jax.numpy as jnp
 
-        row, backward = request["row"], request["direction"] == "fwd+bwd"
+        case, row = self.case, request["row"]
         solve, axis = solver(row, case.kind), 0 if row.startswith("lax.scan") else 1
         args = [jnp.moveaxis(x, 1, axis) for x in (case.a, case.b, case.g)]
         if row == "jaxpar lanes":
@@ -169,10 +176,14 @@ class JaxWorker:
         def both(a, b, g):
             return jax.vjp(solve, a, b)[1](g)
 
-        function, args = (both, args) if backward else (solve, args[:2])
-        start = time.perf_counter()
-        compiled = jax.jit(function).lower(*args).compile()
-        compile_s = time.perf_counter() - start
+        return (both, args) if request["direction"] == "fwd+bwd" else (solve, args[:2])
+
+    def measure(self, case: Affine, request: dict) -> dict:
+        """Times one row on the arrays of the case."""
+        import jax.numpy as jnp
+
+        backward, axis = request["direction"] == "fwd+bwd", 0 if request["row"].startswith("lax.scan") else 1
+        compiled, args, compile_s = self.programs(request)
         out = compiled(*args) if backward else (compiled(*args),)
         expected = case.expected[1:] if backward else case.expected[:1]
         error = harness.error_of([case.lanes(jnp.moveaxis(joined(x), axis, 1)) for x in out], expected)
@@ -289,22 +300,15 @@ def measure(args: argparse.Namespace) -> None:
         case = tiny(CASES[name]) if args.tiny else CASES[name]
         table.head(f"{name}: {case['kind']}, (B, T, C) = {case['shape']}, {case['dtype']}")
         size = math.prod(case["shape"]) * (2 if case["dtype"] == "bfloat16" else 4)
-        best, last = {"fwd": math.inf, "fwd+bwd": math.inf}, None
-        for side, row in rows_of(name, case):
-            if side not in sides or (args.only and not any(word in row for word in args.only.split(","))):
-                continue
-            if size > 1e9 and last not in (None, side):
-                bench.close(last)  # the card has no room for two pools of such arrays
-            last = side
-            for direction in best:
-                request = case | {"row": row, "direction": direction, "spend_s": args.spend_s}
-                answer = bench.ask(side, request)
-                if not row.startswith("jaxpar"):
-                    best[direction] = min(best[direction], answer.get("ms", math.inf))
-                figures = {"bytes": PASSES[case["kind"], direction] * size, "rate": rates[side].get("rate")}
-                table.add({"case": name} | request | answer | figures | {"best_peer_ms": best[direction]})
+        best = {"fwd": math.inf, "fwd+bwd": math.inf}
+        for side, request, answer in bench.answers(harness.plan(rows_of(name, case), case, sides, args), args.jobs):
+            if not request["row"].startswith("jaxpar"):
+                best[request["direction"]] = min(best[request["direction"]], answer.get("ms", math.inf))
+            moved = PASSES[case["kind"], request["direction"]] * size
+            figures = {"bytes": moved, "rate": rates[side].get("rate"), "best_peer_ms": best[request["direction"]]}
+            table.add({"case": name} | request | answer | figures)
         if size > 1e9:
-            bench.close()
+            bench.close()  # the pools of two frameworks with such arrays fill a card
     bench.close()
 
 
