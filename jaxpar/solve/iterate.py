@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.solve.problem import IterativeMethod, Problem, varying_as
+from jaxpar.solve.problem import IterativeMethod, Problem
 from jaxpar.solve.structure import Leaves
+from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
 __all__ = ["Fit", "bounds", "iterate", "leading", "most_iterations", "within"]
@@ -59,7 +60,7 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
       valid: Steps that count; those behind them are padding.
       is_sound: False makes no iteration.
     """
-    limit = method.max_iters or most_iterations(problem.length)
+    limit = method.max_iters or most_iterations(problem.parts * problem.length)
     index = jnp.arange(problem.length)
 
     def advance(fit: Fit) -> Fit:
@@ -70,7 +71,7 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
         scales = scale(problem, h)
         passes = within(residual, bounds(scales, h, method.tol)) & within(delta, bounds(scales, h, method.tol, 0.5))
         prefix, is_done = leading(problem, passes | is_fixed | (index >= valid))
-        return Fit(
+        after = Fit(
             _reset(h, guess),
             prefix,
             is_done,
@@ -78,11 +79,12 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
             _largest(problem, _cleared(index >= valid, residual), scales),
             _largest(problem, _cleared(index >= valid, delta), scales),
         )
+        return varying_as(after, problem.start)
 
     prefix, is_done = leading(problem, index >= valid)
     nothing = jnp.zeros((), jnp.float32)
     first = Fit(guess, prefix, is_done, jnp.int32(0), nothing, nothing)
-    first = varying_as(first, (first, problem.xs, problem.start, valid, is_sound))
+    first = varying_as(first, problem.start)
     return jax.lax.while_loop(lambda fit: is_sound & ~fit.is_done & (fit.iterations < limit), advance, first)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.solve.problem import Outcome, Problem, varying_as
+from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Block, Dense, Jacobian, Leaves, Structure, elementwise
+from jaxpar.solve.varying import varying_as
 from jaxpar.solve.windows import by_windows
 from jaxpar.types import Array, UsageError
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxpar.solve.structure import Jacobian, Leaves, Structure
 from jaxpar.types import Array
 
-__all__ = ["IterativeMethod", "Method", "Outcome", "Problem", "varying_as", "varying_axes", "varying_over"]
+__all__ = ["IterativeMethod", "Method", "Outcome", "Problem"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,26 +166,3 @@ class IterativeMethod(Method, Protocol):
         delta[t-1] = 0: that is what fixes one more step at least in every iteration.
         """
         ...
-
-
-def varying_as(tree: Any, like: Any) -> Any:
-    """Returns `tree`, typed inside `jax.shard_map` as varying over every mesh axis that anything in `like` varies over.
-
-    What a loop carries must enter it with the type with which it leaves.
-    """
-    return varying_over(tree, frozenset().union(*map(varying_axes, jax.tree.leaves(like))))
-
-
-def varying_over(tree: Any, axes: frozenset[str]) -> Any:
-    """Returns `tree`, typed as varying over `axes` at least."""
-
-    def cast(leaf):
-        missing = tuple(sorted(axes - varying_axes(leaf)))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast, tree)
-
-
-def varying_axes(leaf: Any) -> frozenset[str]:
-    """Returns the mesh axes that an array varies over by its type."""
-    return jax.typeof(leaf).manual_axis_type.varying

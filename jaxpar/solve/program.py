@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxpar.solve.problem import varying_axes, varying_over
 from jaxpar.solve.structure import Leaves
+from jaxpar.solve.varying import varying_axes, varying_over
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = ["Recurrence", "Traced", "leaf_names", "trace"]
@@ -117,14 +117,7 @@ def _program(f, state: Leaves, inputs: Leaves, state_tree, inputs_tree):
         trees.append(tuple(map(jax.tree.structure, result)))
         return [jax.tree.leaves(part) for part in result]
 
-    def spec(leaf, shape):
-        kind = jax.typeof(leaf)
-        return jax.ShapeDtypeStruct(
-            shape, kind.dtype, weak_type=kind.weak_type, manual_axis_type=kind.manual_axis_type
-        )
-
-    step = [spec(leaf, leaf.shape) for leaf in state], [spec(leaf, leaf.shape[1:]) for leaf in inputs]
-    return jax.make_jaxpr(flat)(*step), trees[-1]
+    return jax.make_jaxpr(flat)(state, [leaf[0] for leaf in inputs]), trees[-1]
 
 
 def _check(names: list[str], state: Leaves, new: Any) -> None:

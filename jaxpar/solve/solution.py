@@ -7,12 +7,10 @@ transpose, so that the Jacobians of one window are alive at a time.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jaxpar.solve.problem import Method, Outcome, Problem
 from jaxpar.solve.program import Recurrence
@@ -70,12 +68,8 @@ def _states_jvp(solve: Solve, primals, tangents):
     if not solve.structure.proved:  # a wrong structure gives wrong tangents: better none
         faith = jnp.where(error <= probe_tolerance(h), 1.0, jnp.nan)
         dh = tuple(leaf * faith.astype(leaf.dtype) for leaf in dh)
-    return out, (dh, *jax.tree.map(_no_tangent, (outcome, error)))
-
-
-def _no_tangent(leaf: Array) -> Any:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return jnp.zeros_like(leaf) if is_float else np.zeros(leaf.shape, jax.dtypes.float0)
+    still = jax.tree.map(lambda leaf: zero_from_primal(leaf, symbolic_zeros=True), (outcome, error))
+    return out, (dh, *still)
 
 
 def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves:

@@ -18,6 +18,7 @@ from jax.tree_util import keystr
 
 from jaxpar.scan import affine_lanes, affine_scan
 from jaxpar.solve._dependence import Lost, Relation, relations
+from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array, UsageError
 
 __all__ = [
@@ -147,7 +148,7 @@ class Structure:
         for group in self.groups:
             row = chosen[: group.n].astype(jnp.result_type(*(before[number] for number in group.leaves)))
             group.put(seed, jnp.broadcast_to(row, (before[0].shape[0], *group.batch, group.n)))
-        return tuple(seed)
+        return varying_as(tuple(seed), before)
 
     def apply(self, jacobian: Jacobian, v: Leaves) -> Leaves:
         """Returns A[t] v[t]."""
@@ -389,6 +390,7 @@ def probe(structure: Structure, apply: Callable[[Leaves], Leaves], before: Leave
     """Returns the largest |J v - A v| over all steps for random v, relative to the largest |J v| of each leaf."""
     keys = jax.random.split(jax.random.key(1), len(before))
     v = tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, before, strict=True))
+    v = varying_as(v, before)
     exact = jax.jvp(apply, (before,), (v,))[1]
     ours = structure.apply(structure.jacobian(apply, before), v)
     errors = (jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(a)), 1) for a, b in zip(exact, ours, strict=True))

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.solve.iterate import bounds, iterate, leading, scale, within
-from jaxpar.solve.problem import IterativeMethod, Outcome, Problem, varying_as
+from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
 __all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "walk"]
@@ -184,8 +185,11 @@ class _Solver:
 
 def _once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
     """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed."""
-    entry = varying_as((is_needed, state), like)
-    return jax.lax.while_loop(lambda pair: pair[0], lambda pair: (jnp.zeros_like(pair[0]), repair(pair[1])), entry)[1]
+
+    def turn(pair):
+        return varying_as((jnp.zeros_like(pair[0]), repair(pair[1])), like)
+
+    return jax.lax.while_loop(lambda pair: pair[0], turn, varying_as((is_needed, state), like))[1]
 
 
 def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
