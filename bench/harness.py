@@ -224,12 +224,14 @@ def plan(rows: list[tuple[str, str]], request: dict, sides: Iterable[str], args:
 
 
 def chosen(names: str | None, known: Iterable[str]) -> list[str]:
-    """Returns the cases that a flag names."""
-    known = list(known)
-    wanted = names.split(",") if names else known
-    if unknown := set(wanted) - set(known):
-        raise SystemExit(f"--cases knows no {', '.join(sorted(unknown))}; legal are {', '.join(known)}")
-    return [name for name in known if name in wanted]
+    """Returns the cases that a flag names, in its order; "C2" stands for all that begin with "C2."."""
+    known, found = list(known), []
+    for name in names.split(",") if names else known:
+        fits = [other for other in known if other == name or other.startswith(f"{name}.")]
+        if not fits:
+            raise SystemExit(f"--cases knows no {name}; legal are {', '.join(known)}")
+        found += [other for other in fits if other not in found]
+    return found
 
 
 def plan_timing(once_s: float, spend_s: float) -> tuple[int, int]:
