@@ -257,7 +257,7 @@ def plan(name: str, shape: dict, sides, args: argparse.Namespace) -> list:
 
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases and prints them."""
-    quiet = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    names, quiet = harness.chosen(args.cases, CASES), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     sides = {"jax": ([__file__, "--worker", "jax"], quiet)}
     if not args.no_peer:
         sides["torch"] = ([str(HERE / "peers" / "torch_rnn.py")], {"JAX_PLATFORMS": "cpu"})
@@ -268,7 +268,7 @@ def measure(args: argparse.Namespace) -> None:
     print(
         rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s, an empty call {empty_ms:.4f} ms".format(**rate)
     )
-    for name in harness.chosen(args.cases, CASES):
+    for name in names:
         if name in LONG and not args.cases:
             continue
         shape = tiny(CASES[name]) if args.tiny else CASES[name]

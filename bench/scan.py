@@ -229,8 +229,7 @@ def shard_row(request: dict) -> dict:
     from problems import para_gru, weights
 
     mesh = make_mesh(MeshSpec(data=1, context=request["devices"]), jax.devices()[: request["devices"]])
-    split, batch, (_, length, width) = PartitionSpec("context"), request["shape"][0], request["shape"]
-    lanes = batch * width
+    split, (batch, length, width) = PartitionSpec("context"), request["shape"]
     if request["kind"] == "diag":
         from jaxpar.scan import affine_scan
 
@@ -248,13 +247,13 @@ def shard_row(request: dict) -> dict:
                 h = para_gru(w, h, x)
                 return h, h
 
-            return parallel_scan(step, jnp.zeros(lanes), xs, method=Newton("diag"), axis_name="context")[1]
+            return parallel_scan(step, jnp.zeros((batch, width)), xs, method=Newton("diag"), axis_name="context")[1]
 
         arrays = 3
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, split))
     def draw(key):
-        drawn = [jax.random.normal(k, (length, lanes)) for k in jax.random.split(key, arrays + 1)]
+        drawn = [jax.random.normal(k, (length, batch, width)) for k in jax.random.split(key, arrays + 1)]
         return [jax.nn.sigmoid(drawn[0] + 3), *drawn[1:]] if request["kind"] == "diag" else drawn
 
     *args, g = draw(jax.random.key(0))
@@ -288,7 +287,7 @@ SHARD_COLUMNS = {
 
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases and prints them."""
-    torch = [str(HERE / "peers" / "torch_rnn.py")]
+    names, torch = harness.chosen(args.cases, CASES), [str(HERE / "peers" / "torch_rnn.py")]
     sides = {"jax": ([__file__, "--worker", "jax"], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})}
     sides |= {} if args.no_peer else {"torch": (torch, {"JAX_PLATFORMS": "cpu"})}
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table(COLUMNS, args.out)
@@ -296,7 +295,7 @@ def measure(args: argparse.Namespace) -> None:
     for side, rate in rates.items():
         print(f"{side}: " + (rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s".format(**rate)))
     print(f"an empty call of JAX: {rates['jax'].get('empty_ms', math.nan):.4f} ms", flush=True)
-    for name in harness.chosen(args.cases, CASES):
+    for name in names:
         case = tiny(CASES[name]) if args.tiny else CASES[name]
         table.head(f"{name}: {case['kind']}, (B, T, C) = {case['shape']}, {case['dtype']}")
         size = math.prod(case["shape"]) * (2 if case["dtype"] == "bfloat16" else 4)
