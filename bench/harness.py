@@ -168,12 +168,12 @@ class Bench:
 
     def answers(self, plan: list[tuple[str, dict]], jobs: int) -> Iterator[tuple[str, dict, dict]]:
         """Yields (side, request, answer) of a case; with several jobs, what JAX compiles is compiled at once."""
-        seen = set()
+        if jobs > 1:
+            rows = {side: [request for other, request in plan if other == side] for side, _ in plan}
+            with concurrent.futures.ThreadPoolExecutor() as pool:  # all sides at once: nothing is timed yet
+                for side in rows:
+                    pool.submit(self.ask, side, {"row": "prepare", "rows": rows[side], "jobs": jobs}, 3 * self.row_s)
         for side, request in plan:
-            if side not in seen and jobs > 1:
-                rows = [request for other, request in plan if other == side]
-                self.ask(side, {"row": "prepare", "rows": rows, "jobs": jobs}, 3 * self.row_s)
-            seen.add(side)
             yield side, request, self.ask(side, request)
 
     def ask(self, side: str, request: dict, row_s: float | None = None) -> dict:
@@ -227,7 +227,7 @@ def chosen(names: str | None, known: Iterable[str]) -> list[str]:
     """Returns the cases that a flag names, in its order; "C2" stands for all that begin with "C2."."""
     known, found = list(known), []
     for name in names.split(",") if names else known:
-        fits = [other for other in known if other == name or other.startswith(f"{name}.")]
+        fits = [name] if name in known else [other for other in known if other.startswith(f"{name}.")]
         if not fits:
             raise SystemExit(f"--cases knows no {name}; legal are {', '.join(known)}")
         found += [other for other in fits if other not in found]
