@@ -1,8 +1,15 @@
-"""Nonlinear recurrences in parallel over time.
+"""Nonlinear recurrences in parallel over time: the states of all steps are the root of one system of equations.
 
-| file | in -> out | called by |
+| file | in -> out shapes | called by |
 |---|---|---|
-| `parallel` | f, init, xs [T, ...] -> carry, ys [T, ...], `Stats`: `parallel_scan` | users |
+| `parallel` | f, init, xs [T, ...] -> last state, outputs [T, ...], `Stats` | users |
+| `program`, `structure` | f -> its program on leaves; which entries of a state are coupled: [*batch, n] | `parallel` |
+| `solution` | parameters, start, xs -> states [T, ...], with their derivatives | `parallel` |
+| `newton`, `fixed_point`, `sequential` | `Problem` -> states [T, ...]: the methods | `solution` |
+| `windows`, `iterate` | a method's update [W, ...] -> states [W, ...] of each window in turn | iterative methods |
+
+A method is a frozen dataclass with `jac` and `states` (`problem.Method`); one that iterates has `update` and `held`,
+and its `states` is `windows.by_windows`. Nothing else has to know of a new one.
 """
 
 from jaxpar.solve.fixed_point import Jacobi, Picard

@@ -36,10 +36,10 @@ Relation = dict[int, tuple[int | Lost, ...]]
 """Number of an input -> for each of its axes, the axis of the value that follows it."""
 
 _ELEMENTWISE = set(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj copy "
-    "convert_element_type copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag "
-    "integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier or "
-    "pow pvary pcast real reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square "
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj "
+    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag "
+    "integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier "
+    "or pcast pow pvary real reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square "
     "stop_gradient sub tan tanh xor".split()
 )
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
@@ -114,9 +114,7 @@ def _kept_axes(eqn: Any, side: int) -> Callable[[int], int | Lost]:
     if name == "pad":
         plain = [config == (0, 0, 0) for config in eqn.params["padding_config"]]
     elif name == "dynamic_update_slice":
-        plain = [a == b for a, b in zip(shape, eqn.outvars[0].aval.shape, strict=False)] if side < 2 else []
-        whole = [a == b for a, b in zip(eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape, strict=True)]
-        plain = whole if side == 1 else [True] * len(whole)
+        plain = [a == b for a, b in zip(shape, eqn.outvars[0].aval.shape, strict=True)]
     else:
         plain = [False] * len(shape)
     return lambda p: p if p < len(plain) and plain[p] else Lost(name, False)
@@ -125,9 +123,7 @@ def _kept_axes(eqn: Any, side: int) -> Callable[[int], int | Lost]:
 def _product(eqn: Any, side: int) -> Callable[[int], int | Lost]:
     contract, batch = eqn.params["dimension_numbers"]
     shapes = [var.aval.shape for var in eqn.invars]
-    free = [
-        [p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]] for s in range(2)
-    ]
+    free = [[p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]] for s in range(2)]
     first = len(batch[0]) + (len(free[0]) if side else 0)
     place = {p: number for number, p in enumerate(batch[side])}
     place |= {p: first + number for number, p in enumerate(free[side])}

@@ -116,8 +116,9 @@ class Quasi:
         else:
             diagonal = _hutchinson(problem, before, self.samples, self.seed)
         structure = self.held(problem.structure)
-        rows = ((leaf.reshape(len(leaf), *group.batch),) for leaf, group in zip(diagonal, structure.groups, strict=True))
-        jacobian = _tamed(tuple((row,) for row in rows), self.damping, self.clip)
+        pairs = zip(diagonal, structure.groups, strict=True)
+        jacobian = tuple(((leaf.reshape(len(leaf), *group.batch),),) for leaf, group in pairs)
+        jacobian = _tamed(jacobian, self.damping, self.clip)
         return problem.solve(jacobian, residual, structure=structure)
 
 
@@ -151,6 +152,7 @@ def _tamed(jacobian: Jacobian, damping: float, clip: float | None) -> Jacobian:
 
 
 def diagonal_structure(structure: Structure) -> Structure:
+    """Returns the structure of the diagonal of a Jacobian."""
     shapes: dict[int, tuple[int, ...]] = {}
     for group in structure.groups:
         shapes |= {leaf: (*group.batch, size) for leaf, size in zip(group.leaves, group.sizes, strict=True)}

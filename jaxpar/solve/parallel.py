@@ -8,9 +8,10 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxpar.solve.newton import Newton
-from jaxpar.solve.problem import Method
+from jaxpar.solve.problem import Method, Outcome
 from jaxpar.solve.program import Traced, leaf_names, trace
 from jaxpar.solve.sequential import Sequential
 from jaxpar.solve.solution import Solve, states
@@ -51,7 +52,7 @@ class Stats:
 
     def __str__(self):
         name = type(self.method).__name__
-        if jnp.ndim(self.converged) or isinstance(self.converged, jax.core.Tracer):
+        if jnp.ndim(self.converged) or isinstance(self.converged, Tracer):
             return f"{name}: {self.converged} of {self.iterations} iterations"
         verdict = "converged" if self.converged else f"not converged from step {int(self.first_bad)} on"
         return (
@@ -120,7 +121,7 @@ def parallel_scan(
     solve = Solve(traced.recurrence, method, structure, length, on_fail, axis_name, reverse)
     states_guess = None if guess is None else _guess_leaves(guess, traced, length)
     carry, ys, stats = jax.jit(functools.partial(_run, solve))(traced.consts, traced.init, traced.xs, states_guess)
-    if on_fail == "raise" and not isinstance(stats.converged, jax.core.Tracer) and not stats.converged.all():
+    if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
         raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
     result = traced.state_tree.unflatten(carry), traced.output_tree.unflatten(ys)
     return (*result, stats) if with_stats else result
@@ -138,7 +139,7 @@ def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves |
         carry = tuple(jax.lax.psum(jnp.where(is_last, leaf, 0), solve.axis_name) for leaf in carry)
         outcome, error = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, solve.axis_name), (outcome, error))
     found = (outcome.first_bad == problem.parts * solve.length) & (error <= probe_tolerance(h))
-    stats = Stats(*outcome[:4], found, outcome.first_bad, error, solve.method)
+    stats = Stats(**outcome._asdict(), converged=found, structure_error=error, method=solve.method)
     return carry, _in_time(solve, ys), stats
 
 
@@ -166,9 +167,7 @@ def _length(xs: PyTree, length: int | None) -> int:
 def _guess_leaves(guess: PyTree, traced: Traced, length: int) -> Leaves:
     """Returns the leaves of a guess, checked."""
     if jax.tree.structure(guess) != traced.state_tree:
-        raise UsageError(
-            f"guess must have the carry's structure {traced.state_tree}, not {jax.tree.structure(guess)}."
-        )
+        raise UsageError(f"guess must have the carry's structure {traced.state_tree}, not {jax.tree.structure(guess)}.")
     leaves = tuple(map(jnp.asarray, jax.tree.leaves(guess)))
     for name, leaf, state in zip(leaf_names(guess), leaves, traced.init, strict=True):
         if leaf.shape != (length, *state.shape):
@@ -180,4 +179,5 @@ def _guess_leaves(guess: PyTree, traced: Traced, length: int) -> Leaves:
 def _untroubled(method: Method, length: int) -> Stats:
     """Returns the stats of a plain loop."""
     zero = jnp.zeros((), jnp.float32)
-    return Stats(jnp.int32(0), jnp.int32(0), zero, zero, jnp.array(True), jnp.int32(length), zero, method)
+    outcome = Outcome(jnp.int32(0), jnp.int32(0), zero, zero, jnp.int32(length))
+    return Stats(**outcome._asdict(), converged=jnp.array(True), structure_error=zero, method=method)

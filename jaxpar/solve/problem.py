@@ -1,8 +1,8 @@
 """One nonlinear recurrence as a system of equations over its whole length, and what a method makes of it.
 
-The states h[0], ..., h[T-1] of h[t] = f(h[t-1], x[t]), h[-1] = start, are the root of residual(h) = f(S h, x) - h, S the
-shift by one step. Newton's update solves (I - A S) delta = residual(h) with A[t] the Jacobian of f at h[t-1]: one affine
-scan. Other methods replace A.
+The states h[0], ..., h[T-1] of h[t] = f(h[t-1], x[t]), h[-1] = start, are the root of residual(h) = f(S h, x) - h, with
+S the shift by one step. Newton's update solves (I - A S) delta = residual(h), A[t] being the Jacobian of f at h[t-1]:
+one affine scan. Other methods replace A.
 """
 
 import dataclasses
@@ -116,14 +116,12 @@ class Outcome(NamedTuple):
 
 
 class Method(Protocol):
-    """How states are found: a frozen, hashable dataclass without arrays.
-
-    Attributes:
-      jac: Declared structure of the Jacobian: "auto", "diag", `Block(k)`, "dense" or `Dense(batch_dims)`.
-    """
+    """How states are found: a frozen, hashable dataclass without arrays."""
 
     @property
-    def jac(self) -> Any: ...
+    def jac(self) -> Any:
+        """Declared structure of the Jacobian: "auto", "diag", `Block(k)`, "dense" or `Dense(batch_dims)`."""
+        ...
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Returns all states [T, ...].
@@ -137,22 +135,22 @@ class Method(Protocol):
 
 
 class IterativeMethod(Method, Protocol):
-    """A method whose `states` is `jaxpar.solve.iterate.by_windows(self, problem, guess, on_fail)`.
-
-    Attributes:
-      window: Steps solved at once; None for what a budget of memory allows.
-      tol: Bound on the residual, relative to the largest |h| of a leaf; None for that of the dtype.
-      max_iters: Bound on the iterations of a window; None for one that depends on its length.
-    """
+    """A method whose `states` is `jaxpar.solve.windows.by_windows(self, problem, guess, on_fail)`."""
 
     @property
-    def window(self) -> int | None: ...
+    def window(self) -> int | None:
+        """Steps solved at once; None for what a budget of memory allows."""
+        ...
 
     @property
-    def tol(self) -> float | None: ...
+    def tol(self) -> float | None:
+        """Bound on the residual, relative to the largest |h| of a leaf; None for that of the dtype."""
+        ...
 
     @property
-    def max_iters(self) -> int | None: ...
+    def max_iters(self) -> int | None:
+        """Bound on the iterations of a window; None for one that depends on its length."""
+        ...
 
     def held(self, structure: Structure) -> Structure:
         """Returns the structure of the A that an update holds, given that of the problem: it says the memory."""

@@ -43,11 +43,11 @@ class Recurrence:
     def outputs(self, consts: Leaves, before: Leaves, xs: Leaves, h: Leaves) -> Leaves:
         """Returns all outputs [T, ...]; those that are entries of the new state are not computed again."""
         carried = {var: number for number, var in enumerate(self.jaxpr.outvars[: self.num_carry])}
-        ys = [h[carried[var]] if var in carried else None for var in self.jaxpr.outvars[self.num_carry :]]
-        if any(y is None for y in ys):
-            made = jax.checkpoint(jax.vmap(functools.partial(self.output, consts)))(before, xs)
-            ys = [b if a is None else a for a, b in zip(ys, made, strict=True)]
-        return tuple(ys)
+        wanted = self.jaxpr.outvars[self.num_carry :]
+        if all(var in carried for var in wanted):
+            return tuple(h[carried[var]] for var in wanted)
+        made = jax.checkpoint(jax.vmap(functools.partial(self.output, consts)))(before, xs)
+        return tuple(h[carried[var]] if var in carried else y for var, y in zip(wanted, made, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def trace(f: Callable, init: PyTree, xs: PyTree, axis_name: str | None) -> Trace
     state, inputs = (tuple(map(jnp.asarray, jax.tree.leaves(tree))) for tree in (init, xs))
     axes = frozenset() if axis_name is None else frozenset({axis_name})
     axes = axes.union(*map(varying_axes, (*state, *inputs)))
-    precision = jax.config.jax_default_matmul_precision or "highest"
+    precision = getattr(jax.config, "jax_default_matmul_precision") or "highest"  # noqa: B009
     with jax.default_matmul_precision(precision):
         while True:
             state, inputs = varying_over((state, inputs), axes)

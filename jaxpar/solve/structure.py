@@ -156,7 +156,7 @@ class Structure:
         for group, a in zip(self.groups, jacobian, strict=True):
             if isinstance(a, tuple):
                 lanes = group.lanes(v)
-                group.put(out, tuple(sum(x * y for x, y in zip(row, lanes, strict=True)) for row in a))
+                group.put(out, tuple(sum((x * y for x, y in zip(row, lanes, strict=True)), jnp.zeros(())) for row in a))
             else:
                 exact = jax.lax.Precision.HIGHEST
                 group.put(out, jnp.einsum("...ij,...j->...i", a, group.flat(v), precision=exact))
@@ -200,9 +200,7 @@ class Structure:
 
     def dense(self, jacobian: Jacobian) -> tuple[Array, ...]:
         """Returns A of each group as an array [T, *batch, n, n]."""
-        return tuple(
-            jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a for a in jacobian
-        )
+        return tuple(jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a for a in jacobian)
 
 
 def _rows(columns: Sequence[Leaves]) -> tuple[Leaves, ...]:

@@ -36,9 +36,7 @@ def auto_window(structure: Structure, length: int) -> int:
     return max(1, math.ceil(length / math.ceil(length / most)))
 
 
-def by_windows(
-    method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str
-) -> tuple[Leaves, Outcome]:
+def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
     """Returns the states of a problem by a method's updates, as `Method.states`."""
     length = problem.length
     window = min(length, method.window or auto_window(method.held(problem.structure), length))
@@ -114,7 +112,13 @@ class _Solver:
     on_fail: str
 
     def windows(
-        self, problem: Problem, sizes: tuple[int, ...], guess: Leaves, valid: Array, error: Leaves, chained: bool = False
+        self,
+        problem: Problem,
+        sizes: tuple[int, ...],
+        guess: Leaves,
+        valid: Array,
+        error: Leaves,
+        chained: bool = False,
     ) -> _State:
         """Solves windows of `sizes[0]` steps in sequence, each again in windows of `sizes[1:]` where it fails.
 
