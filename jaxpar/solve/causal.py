@@ -10,8 +10,8 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.sequential import Sequential
 from jaxpar.types import PyTree, UsageError
 

@@ -110,6 +110,8 @@ def parallel_scan(
     if on_fail not in ON_FAIL:
         raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
     length = _length(xs, length)
+    if hasattr(method, "choice"):  # `Auto`, which the choice itself solves with this function
+        method = method.choice(f, init, xs, length, reverse).method
     is_plain = isinstance(method, Sequential) and axis_name is None
     if is_plain or length == 0 or not jax.tree.leaves(init):
         unroll = getattr(method, "unroll", 1)

@@ -90,7 +90,7 @@ def langevin_step(log_density: Callable[[PyTree], Array], dt: float | Array) -> 
 
 
 def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: float | Array, num_steps: int = 1) -> Step:
-    """Returns a step of Hamiltonian Monte Carlo, which for one leapfrog step is the Metropolis-adjusted Langevin method.
+    """Returns a step of Hamiltonian Monte Carlo; with one leapfrog step it is the Metropolis-adjusted Langevin method.
 
     Accepting is a jump: the chain is a discontinuous function of its states, and the Jacobian is that of the branch
     taken. Newton's iterates may therefore flip a decision, so that its speed is that of no theory; what holds is that

@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.solve.causal import check_causal
-from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.sequential import Sequential
 from jaxpar.types import UsageError
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.nn.dense_depth import DenseDepth
-from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.types import UsageError
 from tests.tolerance import assert_close
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxpar.solve.causal import causal_fixed_point, check_causal
-from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.sequential import Sequential
 from jaxpar.types import UsageError
 from tests.tolerance import assert_close

@@ -1,0 +1,263 @@
+"""Which method to take for a recurrence, on what grounds, and what each would cost."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.aot.flops import count_flops
+from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.lyapunov import lyapunov
+from jaxpar.solve.newton import Newton, Quasi, diagonal_structure
+from jaxpar.solve.parallel import parallel_scan
+from jaxpar.solve.problem import Method
+from jaxpar.solve.program import trace
+from jaxpar.solve.sequential import ParallelBackward, Sequential
+from jaxpar.solve.structure import LANES, Structure, structure_of
+from jaxpar.solve.windows import auto_window
+from jaxpar.types import PyTree, UsageError
+
+__all__ = ["COSTS", "PREFIX", "Auto", "Candidate", "Choice", "Costs", "choose"]
+
+
+class Costs(NamedTuple):
+    """What a platform takes, in seconds and per second.
+
+    Attributes:
+      step: One step of `lax.scan`, whatever it computes.
+      step_back: One step of its transpose, with what it stores.
+      iteration: Fixed part of one parallel iteration: its kernels' launches.
+      bandwidth: Bytes of Jacobians and residuals a second, through an affine scan.
+      flops: Multiplications and additions a second.
+      source: Where the numbers are from.
+    """
+
+    step: float
+    step_back: float
+    iteration: float
+    bandwidth: float
+    flops: float
+    source: str
+
+
+COSTS = {
+    "gpu": Costs(
+        12.3e-6, 25e-6, 1.1e-4, 0.83e12, 3e13,
+        "H100: lax.scan 803 ms for 65536 steps, associative_scan 0.83 TB/s of least bytes; V100 (logs of DEER's "
+        "benchmark, n = 1): gradient of a step 25 us more, 0.557 ms for 5 iterations at T = 1000; flops: half of "
+        "the H100's float32 peak, not timed",
+    ),
+    "cpu": Costs(
+        2e-8, 2e-8, 1e-5, 2.7e9, 2e10,
+        "two busy cores, least of 60 runs, T = 4096: lax.scan 0.02 us a step for 3 elementwise lanes and 0.06 for a "
+        "dense 8, its gradient 0.03 and 0.07 in all; Newton 0.06 and 0.46 a step and iteration; flops not timed",
+    ),
+    "tpu": Costs(12.3e-6, 25e-6, 1.1e-4, 0.4e12, 3e13, "not timed: a GPU's, with half of its bandwidth"),
+}  # fmt: skip
+"""All constants of the cost model, by `jax.default_backend()`."""
+
+PREFIX = 256
+"""Steps on which exponent and iterations are measured."""
+
+ASSUMED_ITERATIONS = 6
+"""Of Newton's method where nothing can be measured: a network at exponents below -0.2 takes 4 or 5."""
+
+
+class Candidate(NamedTuple):
+    """A row of the table: a method, its iterations, and the seconds that the model expects, infinite if ruled out.
+
+    Attributes:
+      method: The method.
+      iterations: Measured, or assumed; of a window.
+      seconds: Forward, and backward where gradients are wanted.
+      note: Why it is ruled out, or what the iterations are.
+    """
+
+    method: Method
+    iterations: int
+    seconds: float
+    note: str
+
+
+class Choice(NamedTuple):
+    """What `choose` found; `print` it.
+
+    Attributes:
+      method: To be passed to `parallel_scan`.
+      reason: One sentence.
+      exponent: Largest Lyapunov exponent of the first steps, nats a step; None where values were not known.
+      table: All candidates, the cheapest first.
+    """
+
+    method: Method
+    reason: str
+    exponent: float | None
+    table: tuple[Candidate, ...]
+
+    def __str__(self):
+        rows = [
+            f"  {row.seconds:9.2e} s  {row.iterations:4d} iterations  {type(row.method).__name__}: {row.note}"
+            for row in self.table
+        ]
+        return "\n".join([self.reason, *rows])
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """Lets `parallel_scan` take the method that `choose` chooses; `Stats.method` says which.
+
+    Outside of jit it measures, which compiles some short solves. Inside, values are not known, so that only the
+    structure, the length and the platform decide, and the recurrence is taken to be predictable: where it is not,
+    the failed iterations come on top of the walk that finishes them. So call `choose` once and pass what it returns.
+
+    Attributes:
+      gradient: Whether the cost of a gradient counts.
+      jac: Structure of the Jacobian, as in `Newton`.
+    """
+
+    gradient: bool = True
+    jac: Any = "auto"
+
+    def choice(self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Choice:
+        """Returns what `choose` does."""
+        return choose(f, init, xs, length, reverse, gradient=self.gradient, jac=self.jac)
+
+
+def choose(
+    f: Callable,
+    init: PyTree,
+    xs: PyTree,
+    length: int | None = None,
+    reverse: bool = False,
+    *,
+    gradient: bool = True,
+    jac: Any = "auto",
+    platform: str | None = None,
+) -> Choice:
+    """Chooses a method for `parallel_scan(f, init, xs, length, reverse)`: predictability, then cost.
+
+    The exponent of the first `PREFIX` steps rules iterative methods out if errors would grow by more than
+    eps^(-1/2) over the whole length. Those that could be cheaper than a walk are then tried on the same steps, for
+    their iterations. The model is coarse, within a factor of two or three at best: time both if it matters.
+
+    Args:
+      f: As for `parallel_scan`, and so are init, xs, length and reverse. Traced values are not looked at.
+      init: A state.
+      xs: Inputs.
+      length: T.
+      reverse: Whether time runs backwards.
+      gradient: Whether the time of a gradient counts.
+      jac: Structure of the Jacobian, as in `Newton`.
+      platform: Row of `COSTS`; `jax.default_backend()` by default. Batches that `vmap` adds are not seen.
+
+    Returns:
+      A `Choice`: `method`, `reason`, and the table of all candidates.
+    """
+    platform = platform or jax.default_backend()
+    if platform not in COSTS:
+        raise UsageError(f"platform={platform!r} has no costs; legal are {', '.join(map(repr, COSTS))}.")
+    num = length if length is not None else len(jax.tree.leaves(xs)[0])
+    traced = trace(f, init, xs, None)
+    first = tuple(leaf[0] for leaf in traced.xs)
+    structure = structure_of(traced.step, traced.init, first, jac)
+    model = _Model(COSTS[platform], structure, num, count_flops(traced.step, traced.init, first).total, gradient)
+
+    is_known = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts)))
+    exponent = None
+    if is_known:
+        ahead = _prefix(jax.tree.map(lambda x: jnp.flip(x, 0), xs) if reverse else xs, False)
+        exponent = float(jax.jit(lambda init, xs: lyapunov(f, init, xs, min(num, PREFIX)))(init, ahead))
+    eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in traced.init)
+    is_chaotic = exponent is not None and not exponent * num <= -math.log(eps) / 2
+    table = [
+        Candidate(Sequential(jac=jac), 0, model.walk() + (model.walk_back() if gradient else 0), "lax.scan"),
+        Candidate(ParallelBackward(jac=jac), 0, model.walk() + model.back(), "lax.scan, with a parallel gradient"),
+    ]
+    limit = min(row.seconds for row in table)
+    for method in _iterative(structure, jac):
+        table.append(_candidate(method, model, limit, is_chaotic, (f, init, xs, reverse) if is_known else None))
+    table.sort(key=lambda row: row.seconds)
+    return Choice(table[0].method, _reason(table, exponent, is_chaotic, num, platform), exponent, tuple(table))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """Seconds of the parts of a solve."""
+
+    costs: Costs
+    structure: Structure
+    length: int
+    step_flops: float
+    gradient: bool
+
+    def walk(self) -> float:
+        return self.length * (self.costs.step + self.step_flops / self.costs.flops)
+
+    def walk_back(self) -> float:
+        return self.length * (self.costs.step_back + 2 * self.step_flops / self.costs.flops)
+
+    def iteration(self, method: Method) -> float:
+        """One iteration over the whole length, all windows together."""
+        held = diagonal_structure(self.structure) if isinstance(method, Quasi) else self.structure
+        products = 0 if isinstance(method, Jacobi) else max(group.n for group in self.structure.groups)
+        size = 4 * sum(math.prod(group.batch) * group.n for group in held.groups)
+        bytes_per_step = 4 * size if isinstance(method, Jacobi) else held.bytes_per_step
+        dense = sum(math.prod(g.batch) * g.n**3 for g in held.groups if g.n > LANES)
+        flops = self.step_flops * (1 + 2 * products) + (0 if isinstance(method, Jacobi) else 4 * dense)
+        windows = math.ceil(self.length / auto_window(held, self.length))
+        return windows * self.costs.iteration + self.length * (
+            bytes_per_step / self.costs.bandwidth + flops / self.costs.flops
+        )
+
+    def back(self) -> float:
+        """The exact gradient by one affine scan with the true Jacobian, where gradients are wanted."""
+        return self.iteration(Newton()) if self.gradient else 0.0
+
+    def solve(self, method: Method, iterations: int) -> float:
+        return iterations * self.iteration(method) + self.back()
+
+
+def _iterative(structure: Structure, jac: Any) -> list[Method]:
+    """Returns the methods worth a trial: quasi-Newton is Newton's where nothing is coupled."""
+    coupled = max(group.n for group in structure.groups) > 1
+    return [Newton(jac=jac), Jacobi(jac=jac), *([Quasi(jac=jac)] if coupled else [])]
+
+
+def _candidate(method: Method, model: _Model, limit: float, is_chaotic: bool, problem: tuple | None) -> Candidate:
+    """Tries a method on the first steps, unless it is ruled out before or values are not known."""
+    if is_chaotic:
+        return Candidate(method, 0, math.inf, "ruled out: errors grow along the sequence")
+    if model.solve(method, 2) >= limit:
+        return Candidate(method, 2, model.solve(method, 2), "not tried: dearer than a walk with two iterations already")
+    if problem is None:
+        if not isinstance(method, Newton):
+            return Candidate(method, 0, math.inf, "not tried: its iterations can only be measured")
+        seconds = model.solve(method, ASSUMED_ITERATIONS)
+        return Candidate(method, ASSUMED_ITERATIONS, seconds, "iterations assumed: values are traced")
+    f, init, xs, reverse = problem
+    num = min(model.length, PREFIX)
+    stats = parallel_scan(f, init, _prefix(xs, reverse), num, reverse, method=method, with_stats=True)[2]
+    if not stats.converged:
+        return Candidate(method, int(stats.iterations), math.inf, f"ruled out: it fails within {num} steps")
+    count = math.ceil(int(stats.iterations) / int(stats.windows))
+    return Candidate(method, count, model.solve(method, count), f"iterations measured on {num} steps")
+
+
+def _prefix(xs: PyTree, reverse: bool) -> PyTree:
+    """Returns the inputs of the first `PREFIX` steps in time."""
+    return jax.tree.map(lambda x: x[-PREFIX:] if reverse else x[:PREFIX], xs)
+
+
+def _reason(table: list[Candidate], exponent: float | None, is_chaotic: bool, num: int, platform: str) -> str:
+    best, name = table[0], type(table[0].method).__name__
+    if is_chaotic:
+        why = f"errors grow by {exponent:+.3f} nats a step, too much over {num} steps for any iteration"
+    else:
+        other = next(row for row in table if isinstance(row.method, Sequential) != isinstance(best.method, Sequential))
+        why = f"{best.seconds:.1e} s expected against {other.seconds:.1e} s for {type(other.method).__name__}"
+        forgets = "predictability assumed" if exponent is None else f"exponent {exponent:+.3f} nats a step"
+        why = f"{why}; {forgets}"
+    return f"{name} for {num} steps on {platform}: {why}."

@@ -1,0 +1,141 @@
+"""Trajectories and chains: one parallel solve each, against `lax.scan` in value and gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.solve import Newton, parallel_scan
+from jaxpar.solve.gauss_seidel import GaussSeidel
+from jaxpar.solve.systems import langevin_step, leapfrog, leapfrog_step, ode_step, sde_step
+from tests.tolerance import assert_close
+
+NUM = 48
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def agrees(make, params, init, xs, length=None, method=None):
+    """Asserts that states and gradients (of params and the start) are those of the loop; returns the stats."""
+
+    def loss(scan):
+        def value(params, init):
+            last, states, *stats = scan(make(params), init, xs, length)
+            leaves = jax.tree.leaves((last, states))
+            return sum((jnp.cos(leaf) * leaf).sum() for leaf in leaves), (states, stats)
+
+        return jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+
+    def parallel(*args):
+        return parallel_scan(*args, method=method or Newton(), with_stats=True)
+
+    (_, (got, (stats,))), got_grad = loss(parallel)(params, init)
+    (_, (want, _)), want_grad = loss(jax.lax.scan)(params, init)
+    assert_close(got, want, 1e-10)
+    assert_close(got_grad, want_grad, 1e-8)
+    return stats
+
+
+def test_a_neural_ode(x64):
+    params = {"w": 0.7 * normal(0, 5, 3), "v": 0.7 * normal(1, 3, 5)}
+
+    def make(params):
+        return ode_step(lambda h, x: params["v"] @ jnp.tanh(params["w"] @ h) - h + x, 0.2)
+
+    stats = agrees(make, params, jnp.ones(3), normal(2, NUM, 3))
+    assert stats.converged and stats.iterations < 12
+
+
+def test_a_stochastic_differential_equation(x64):
+    def make(params):
+        pull, noise = params
+        drift = lambda h: {"x": -pull * h["x"] ** 3 + h["x"]}  # noqa: E731
+        return sde_step(drift, lambda h: {"x": noise * jnp.cos(h["x"])}, 0.05)
+
+    stats = agrees(make, (jnp.array(1.0), jnp.array(0.5)), {"x": jnp.zeros(2)}, {"x": normal(3, NUM, 2)})
+    assert stats.converged and stats.iterations < 12
+
+
+def pendulum(frequency):
+    """A pendulum in angle and angular velocity; each step gives its state as output."""
+
+    def step(h, _):
+        h = leapfrog(lambda angle: -(frequency**2) * jnp.sin(angle), *h, 0.1)
+        return h, h
+
+    return step
+
+
+@pytest.mark.parametrize("method", [Newton(), GaussSeidel(block=7, correction=True)], ids=["newton", "shooting"])
+def test_a_pendulum(method, x64):
+    """It neither forgets nor amplifies: an exponent of zero."""
+    init = (jnp.array(2.5), jnp.array(0.0))
+    stats = agrees(pendulum, jnp.array(1.0), init, None, NUM, method)
+    assert stats.converged and stats.iterations < 12
+
+
+def double_well(x):
+    return -jnp.sum((x**2 - 1) ** 2) - 0.5 * x[0] * x[1]
+
+
+def test_langevin_samples(x64):
+    def make(strength):
+        return langevin_step(lambda x: strength * double_well(x), 0.05)
+
+    stats = agrees(make, jnp.array(1.0), jnp.ones(2), normal(4, NUM, 2))
+    assert stats.converged
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_chain_that_accepts_and_rejects(num_steps, x64):
+    uniforms = jnp.log(jax.random.uniform(jax.random.key(6), (NUM,)))
+
+    def make(strength):
+        return leapfrog_step(lambda x: strength * double_well(x), 0.45, num_steps)
+
+    xs = normal(5, NUM, 2), uniforms
+    agrees(make, jnp.array(1.0), jnp.ones(2), xs)
+    states = jax.lax.scan(make(1.0), jnp.ones(2), xs)[1]
+    stays = np.asarray((states[1:] == states[:-1]).all(1))
+    assert 0 < stays.sum() < len(stays), "both decisions must occur"
+
+
+def test_the_chain_samples_its_density():
+    """Of a standard normal: mean 0, variance 1; a wrong acceptance rule would show."""
+    f = leapfrog_step(lambda x: -jnp.sum(x * x) / 2, 1.2, 2)
+    num = 20_000
+    uniforms = jnp.log(jax.random.uniform(jax.random.key(8), (num,)))
+    states = jax.lax.scan(f, jnp.zeros(2), (normal(7, num, 2), uniforms))[1]
+    np.testing.assert_allclose(states.mean(0), 0, atol=0.05)
+    np.testing.assert_allclose(states.var(0), 1, atol=0.05)
+
+
+def lorenz(h):
+    x, y, z = h
+    return jnp.stack([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z])
+
+
+def test_a_stabilised_observer_of_a_chaotic_system(x64):
+    """Lorenz's system is chaotic; a copy that is pulled towards what is seen of it forgets its own start."""
+    step = ode_step(lambda h, _: lorenz(h), 0.02)
+    truth = jax.lax.scan(step, jnp.array([1.0, 1.0, 20.0]), None, 300)[1]
+
+    def observer(gain):
+        return ode_step(lambda h, seen: lorenz(h) + gain * jnp.array([0.0, 1.0, 0.0]) * (seen - h[0]), 0.02)
+
+    seen = truth[:, 0]
+    stats = agrees(observer, jnp.array(30.0), jnp.array([-5.0, 5.0, 15.0]), seen)
+    assert stats.converged and stats.iterations < 20
+
+
+def test_an_unstable_system_is_walked_and_reported():
+    step = ode_step(lambda h, _: lorenz(h), 0.02)
+    init = jnp.array([1.0, 1.0, 20.0])
+    want = jax.jit(lambda init: jax.lax.scan(step, init, None, 600)[1])(init)
+    _, got, stats = jax.jit(lambda init: parallel_scan(step, init, None, 600, with_stats=True))(init)
+    assert not stats.converged and 0 < stats.first_bad < 600
+    # The part that was iterated on is as close as rounding lets any two evaluations be.
+    assert jnp.isfinite(got).all()
+    assert_close(got[:100], want[:100], 1e-3)

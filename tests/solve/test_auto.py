@@ -1,0 +1,106 @@
+"""The choice of method: ruled out where it must be, tried where it may pay, and said."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.solve import Newton, ParallelBackward, Sequential, parallel_scan
+from jaxpar.solve.auto import COSTS, Auto, choose
+from jaxpar.solve.lyapunov import lyapunov
+from jaxpar.types import UsageError
+from tests.tolerance import assert_close
+
+TIME = 4096
+
+
+def gated(a):
+    """An elementwise cell that forgets."""
+
+    def f(h, x):
+        h = jnp.tanh(a * h + x)
+        return h, h
+
+    return f
+
+
+INIT, XS = jnp.zeros(3), jax.random.normal(jax.random.key(0), (TIME, 3))
+
+
+def logistic(h, _):
+    h = 4 * h * (1 - h)
+    return h, h
+
+
+def test_a_predictable_elementwise_cell_is_iterated_on_a_gpu():
+    f = gated(0.5)
+    choice = choose(f, INIT, XS, platform="gpu")
+    assert isinstance(choice.method, Newton)
+    assert choice.exponent == pytest.approx(float(jax.jit(lambda: lyapunov(f, INIT, XS[:256]))()), rel=1e-5)
+    seconds = [row.seconds for row in choice.table]
+    assert seconds == sorted(seconds) and len(seconds) == 4
+    newton = choice.table[0]
+    assert 2 <= newton.iterations <= 8 and "measured" in newton.note
+    assert "Newton for 4096 steps on gpu" in str(choice) and "exponent -" in choice.reason
+
+
+def test_a_chaotic_one_is_not():
+    choice = choose(logistic, jnp.array(0.3), None, TIME, platform="gpu")
+    assert choice.exponent == pytest.approx(0.69, abs=0.1)
+    assert isinstance(choice.method, ParallelBackward) and "errors grow" in choice.reason
+    without = choose(logistic, jnp.array(0.3), None, TIME, platform="gpu", gradient=False)
+    assert isinstance(without.method, Sequential | ParallelBackward)
+
+
+def test_a_wide_dense_cell_is_walked():
+    """Its Jacobians alone take longer than the loop: what a fused or cuDNN loop is for."""
+    w = jnp.eye(512) * 0.5
+
+    def f(h, x):
+        h = jnp.tanh(w @ h + x)
+        return h, h
+
+    xs = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    seen = []
+
+    def inside(xs):
+        seen.append(choose(f, jnp.zeros(512), xs, platform="gpu", gradient=False))
+        return xs
+
+    jax.eval_shape(inside, xs)
+    newton = next(row for row in seen[0].table if isinstance(row.method, Newton))
+    assert isinstance(seen[0].method, Sequential) and newton.seconds > seen[0].table[0].seconds
+
+
+def test_short_sequences_and_cpus_are_walked():
+    for length, platform in ((16, "gpu"), (TIME, "cpu")):
+        choice = choose(gated(0.5), INIT, XS[:length], platform=platform, gradient=False)
+        assert isinstance(choice.method, Sequential | ParallelBackward), choice
+
+
+def test_parallel_scan_takes_the_choice_and_says_so():
+    f = gated(0.5)
+    want = jax.lax.scan(f, INIT, XS[:50])[1]
+    eager = parallel_scan(f, INIT, XS[:50], method=Auto(), with_stats=True)
+    assert_close(eager[1], want, 1e-5)
+    assert eager[2].method == choose(f, INIT, XS[:50]).method
+    traced = jax.jit(lambda xs: parallel_scan(f, INIT, xs, reverse=True, method=Auto(gradient=False), with_stats=True))
+    assert_close(traced(XS[:50])[1], jax.lax.scan(f, INIT, XS[:50], reverse=True)[1], 1e-5)
+    assert isinstance(traced(XS[:50])[2].method, Sequential | ParallelBackward)
+
+
+def test_traced_values_are_not_looked_at():
+    seen = []
+
+    def inside(xs):
+        seen.append(choose(gated(0.5), INIT, xs, platform="gpu"))
+        return xs
+
+    jax.eval_shape(inside, XS)
+    assert seen[0].exponent is None and isinstance(seen[0].method, Newton)
+    assert "assumed" in seen[0].reason and "assumed" in seen[0].table[0].note
+
+
+def test_every_constant_has_a_source_and_platforms_are_known():
+    assert all(costs.source and min(costs[:-1]) > 0 for costs in COSTS.values())
+    with pytest.raises(UsageError, match="no costs"):
+        choose(gated(0.5), INIT, XS, platform="abacus")
