@@ -11,14 +11,16 @@ float32 products in float32 (TF32 only where a row says so). Iterations and resi
 are against a float64 sequential run (ys, or the gradient by the inputs), relative to the largest entry; the limit is
 one read of all inputs and one write of all outputs (of dense cells up to 64 wide also of one Jacobian an iteration) at
 the copy rate of the same process. The way back is the same for all our methods that iterate, so few of them are timed
-with it. A loop that calls the step from Python is timed over 256 steps and scaled. Last, a table of what `Auto` picked
-beside the best method. Prints as it goes, writes JSON.
+with it. A loop that calls the step from Python is timed over 256 steps and scaled. Last, a table of what `Auto` (inside
+jit, where it cannot measure) and `choose` (outside, where it does) picked, beside the best method. Prints as it goes,
+writes JSON.
 """
 
 import argparse
 import math
 import pathlib
 import sys
+import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -69,7 +71,8 @@ def rows_of(name: str, request: dict) -> list[tuple[str, str]]:
         ours = ["Sequential"] + (["Newton", "ParallelBackward"] if is_narrow else []) + ["Quasi", "Jacobi"]
         ours += ["GaussSeidel", "Elk", "Elk quasi"] if name in ("C2.8", "C3") else []
     rows += [("jax", f"lax.scan unroll={k}") for k in ((1, 8, 32) if is_main else (8,))]
-    return rows + [("jax", f"jaxpar {method}") for method in (*ours, "Auto")]
+    ours += ["Auto"] + (["choose"] if name in ("C1.10k", "C2.16", "C3", "C4", "D2") else [])
+    return rows + [("jax", f"jaxpar {method}") for method in ours]
 
 
 def tiny(request: dict) -> dict:
@@ -86,17 +89,23 @@ def limit_bytes(request: dict, direction: str) -> float:
     return once if direction == "fwd" else 2 * once + array * (gates + 1)
 
 
-def method_of(name: str):
-    """Returns a method of `jaxpar.solve` by the name of its row."""
+def method_of(row: str, backward: bool, problem: tuple):
+    """Returns the method of a row of ours; "choose" measures on the problem, (f, init, xs), whose values are known."""
     from jaxpar import solve
 
-    if name == "Elk quasi":
-        return solve.Elk(quasi=True)
-    return getattr(solve, name)()
+    name = row.removeprefix("jaxpar ")
+    if name == "choose":
+        return solve.choose(*problem, gradient=backward).method
+    if name == "Auto":
+        return solve.Auto(gradient=backward)
+    return solve.Elk(quasi=True) if name == "Elk quasi" else getattr(solve, name)()
 
 
-def solver(request: dict, notes: dict):
-    """Returns solve(w, xs) -> (ys, what it says of itself) for a row; `notes` gets the method when it is traced."""
+def solver(request: dict, notes: dict, w, xs):
+    """Returns solve(w, xs) -> (ys, what it says of itself) for a row; `notes` gets what is known while it is traced.
+
+    Batches are a leading axis of the state, as `lax.scan` has them.
+    """
     import jax
     import problems
 
@@ -106,22 +115,20 @@ def solver(request: dict, notes: dict):
         return lambda w, xs: (problems.sequential(cell, w, xs, unroll), {})
     from jaxpar.solve import parallel_scan
 
-    method = method_of(row.removeprefix("jaxpar "))
+    def problem(w, xs):
+        leaf = jax.tree.leaves(xs)[0]
+        start = problems.initial(cell, leaf.shape[1:], leaf.dtype)
+        return problems.step_of(cell, w, leaf.dtype), start, problems.drive(cell, w, xs)
 
-    elementwise = cell in problems.NAMES  # there a batch is more lanes, elsewhere one more solve
+    begin = time.perf_counter()
+    method = method_of(row, request["direction"] == "fwd+bwd", problem(w, xs) if row == "jaxpar choose" else ())
+    if row == "jaxpar choose":
+        notes["choose_s"] = time.perf_counter() - begin
 
     def solve(w, xs):
-        dtype = jax.tree.leaves(xs)[0].dtype
-        shape = ((request["batch"],) if elementwise else ()) + (request["n"],)
-
-        def one(x):
-            start, step = problems.initial(cell, shape, dtype), problems.step_of(cell, w, dtype)
-            _, ys, stats = parallel_scan(step, start, x, method=method, with_stats=True)
-            notes["picked"] = str(stats.method)
-            return ys, {name: getattr(stats, name) for name in ("iterations", "residual", "converged")}
-
-        x = problems.drive(cell, w, xs)
-        return one(x) if elementwise else jax.vmap(one, in_axes=1, out_axes=(1, 0))(x)
+        _, ys, stats = parallel_scan(*problem(w, xs), method=method, with_stats=True)
+        notes["picked"] = type(stats.method).__name__
+        return ys, {name: getattr(stats, name) for name in ("iterations", "residual", "converged")}
 
     return solve
 
@@ -130,7 +137,7 @@ class JaxWorker:
     """Answers rows of JAX; keeps the arrays and the float64 solution of the case in hand."""
 
     def __init__(self, solver):
-        """Takes solver(request, notes) -> solve(w, xs) -> (ys, what it says of itself)."""
+        """Takes solver(request, notes, w, xs) -> solve(w, xs) -> (ys, what it says of itself)."""
         self.solver = solver
         self.key, self.data, self.expected = None, None, None
         self.programs, self.notes = harness.Programs(self.program), {}
@@ -162,7 +169,8 @@ class JaxWorker:
 
         assert self.data
         w, copies, g = self.data
-        solve = self.solver(request, self.notes.setdefault(request["row"], {}))
+        notes = self.notes.setdefault((request["row"], request["direction"]), {})
+        solve = self.solver(request, notes, w, copies[0])
 
         def both(w, xs, g):
             return jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
@@ -188,7 +196,7 @@ class JaxWorker:
         found = jax.tree.leaves(out[1]) if backward else [out[0]]
         expected = self.expected[1] if backward else [self.expected[0]]
         parts = [problems.part_of(request["cell"], x).astype("float32") for x in found]
-        answer = self.notes.get(request["row"], {}) | {
+        answer = self.notes[request["row"], request["direction"]] | {
             "error": harness.error_of(parts, expected),
             "compile_s": compile_s,
         }
@@ -217,30 +225,27 @@ COLUMNS = {
 
 def said(row: dict) -> str:
     """Returns what a row of ours says about itself."""
-    picked = f"picked {row['picked']}" if row["row"] == "jaxpar Auto" and "picked" in row else ""
+    picked = f"picked {row['picked']}" if row["row"] in ("jaxpar Auto", "jaxpar choose") and "picked" in row else ""
+    picked += f" in {row['choose_s']:.1f} s" if "choose_s" in row else ""
     return " ".join(filter(None, (picked, "" if row.get("converged", True) else "finished sequentially")))
 
 
 def dispatch(rows: list[dict]) -> None:
-    """Prints, for every case and pass, what `Auto` took beside the best of our methods."""
-    print("\n### What Auto picks\n\n| case | pass | picked | ms | best | ms | picked / best |")
-    print("|---|---|---|---|---|---|---|")
-    for key in dict.fromkeys((r["case"], r["direction"]) for r in rows):
+    """Prints, for every case and pass, what `Auto` and `choose` took beside the best of our methods."""
+    print("\n### What Auto picks\n\n| case | pass | by | picked | ms | best | ms | picked / best |\n|" + "---|" * 8)
+    for case, direction in dict.fromkeys((row["case"], row["direction"]) for row in rows):
         ours = {
-            r["row"].removeprefix("jaxpar "): r
-            for r in rows
-            if (r["case"], r["direction"]) == key and r["row"].startswith("jaxpar") and "ms" in r
+            row["row"].removeprefix("jaxpar "): row
+            for row in rows
+            if (row["case"], row["direction"]) == (case, direction) and row["row"].startswith("jaxpar") and "ms" in row
         }
-        auto = ours.pop("Auto", None)
-        if not auto or not ours:
-            continue
-        best = min(ours, key=lambda name: ours[name]["ms"])
-        ratio = auto["ms"] / ours[best]["ms"]
-        print(
-            f"| {key[0]} | {key[1]} | {auto.get('picked', '')} | {auto['ms']:.3f} | {best} | {ours[best]['ms']:.3f} | "
-            f"{ratio:.2f}{'' if ratio <= 1.5 else ' MISSED'} |",
-            flush=True,
-        )
+        pickers = {name: ours.pop(name) for name in ("Auto", "choose") if name in ours}
+        for name, picker in pickers.items() if ours else ():
+            best = min(ours, key=lambda name: ours[name]["ms"])
+            ratio = picker["ms"] / ours[best]["ms"]
+            cells = [case, direction, name, picker.get("picked", ""), f"{picker['ms']:.3f}", best]
+            cells += [f"{ours[best]['ms']:.3f}", f"{ratio:.2f}{'' if ratio <= 1.5 else ' MISSED'}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def plan(name: str, shape: dict, sides, args: argparse.Namespace) -> list:

@@ -28,7 +28,7 @@ def load(path: str) -> None:
         sys.modules["optimistix"] = types.ModuleType("optimistix")
 
 
-def solver(request: dict, _: dict):
+def solver(request: dict, *_):
     """Returns solve(w, xs) -> (ys, what DEER says of itself)."""
     from deer.fseq1d import seq1d
 
