@@ -6,6 +6,7 @@ started again for the next one), and both sides of a case are measured minutes a
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 HERE = pathlib.Path(__file__).resolve().parent
 CACHE = 128e6  # bytes that push everything else out of the second-level cache of today's cards
@@ -94,6 +95,36 @@ def serve(answer: Callable[[dict], dict]) -> None:
         print(json.dumps(reply), file=channel, flush=True)
 
 
+class Programs:
+    """JAX programs of rows, compiled one at a time or, to save a lease's minutes, several side by side."""
+
+    def __init__(self, program: Callable[[dict], tuple[Callable, tuple]]):
+        """Takes what returns the function of a row and its arguments."""
+        self.program, self.ready = program, {}
+
+    def prepare(self, requests: list[dict], jobs: int) -> dict:
+        """Compiles the rows of a case with so many threads; what fails will fail its row."""
+        self.ready = {}
+        if jobs > 1:
+            with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+                self.ready = {json.dumps(row): pool.submit(self.compile, row) for row in requests}
+        return {}
+
+    def compile(self, request: dict) -> tuple:
+        """Returns the compiled function, its arguments and the seconds that it took."""
+        import jax
+
+        function, args = self.program(request)
+        lowered, start = jax.jit(function), time.perf_counter()
+        compiled = lowered.lower(*args).compile()
+        return compiled, args, time.perf_counter() - start
+
+    def __call__(self, request: dict) -> tuple:
+        """Returns the same, from those that are ready if it is there."""
+        ready = self.ready.pop(json.dumps(request), None)
+        return ready.result() if ready else self.compile(request)
+
+
 class Table:
     """Rows that are printed as they come and kept in a JSON file."""
 
@@ -135,7 +166,17 @@ class Bench:
         self.sides, self.row_s, self.workers = sides, row_s, {}
         self.end = time.monotonic() + budget_s
 
-    def ask(self, side: str, request: dict) -> dict:
+    def answers(self, plan: list[tuple[str, dict]], jobs: int) -> Iterator[tuple[str, dict, dict]]:
+        """Yields (side, request, answer) of a case; with several jobs, what JAX compiles is compiled at once."""
+        if jobs > 1:
+            rows = {side: [request for other, request in plan if other == side] for side, _ in plan}
+            with concurrent.futures.ThreadPoolExecutor() as pool:  # all sides at once: nothing is timed yet
+                for side in rows:
+                    pool.submit(self.ask, side, {"row": "prepare", "rows": rows[side], "jobs": jobs}, 3 * self.row_s)
+        for side, request in plan:
+            yield side, request, self.ask(side, request)
+
+    def ask(self, side: str, request: dict, row_s: float | None = None) -> dict:
         """Returns the side's answer; {"failed": ...} if it has none, also when the budget is spent."""
         left = self.end - time.monotonic()
         if left < 5:
@@ -143,7 +184,7 @@ class Bench:
         if side not in self.workers or not self.workers[side].alive:
             self.workers[side] = Worker(*self.sides[side])
         began = time.monotonic()
-        answer = self.workers[side].ask(request, min(self.row_s, left))
+        answer = self.workers[side].ask(request, min(row_s or self.row_s, left))
         return answer | {"took_s": round(time.monotonic() - began, 2)}
 
     def close(self, side: str | None = None) -> None:
@@ -160,6 +201,9 @@ def arguments(doc: str, cases: Iterable[str], out: str, budget_s: float) -> argp
     parser.add_argument("--budget-s", type=float, default=budget_s, help="no row starts after these seconds")
     parser.add_argument("--row-s", type=float, default=90, help="a row without an answer by then has failed")
     parser.add_argument("--spend-s", type=float, default=0.8, help="seconds of measuring for a row, compiling apart")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="programs compiled side by side; more spoil the compile time"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for any machine: checks that the script runs")
     parser.add_argument("--only", help="only rows whose name contains one of these words, separated by commas")
     parser.add_argument("--no-peer", action="store_true", help="only jaxpar and lax")
@@ -168,13 +212,26 @@ def arguments(doc: str, cases: Iterable[str], out: str, budget_s: float) -> argp
     return parser
 
 
+def plan(rows: list[tuple[str, str]], request: dict, sides: Iterable[str], args: argparse.Namespace) -> list:
+    """Returns (side, request) of every wanted row of a case, forward and forward + backward."""
+    words = args.only.split(",") if args.only else [""]
+    return [
+        (side, request | {"row": row, "direction": direction, "spend_s": args.spend_s})
+        for side, row in rows
+        if side in sides and any(word in row for word in words)
+        for direction in ("fwd", "fwd+bwd")
+    ]
+
+
 def chosen(names: str | None, known: Iterable[str]) -> list[str]:
-    """Returns the cases that a flag names."""
-    known = list(known)
-    wanted = names.split(",") if names else known
-    if unknown := set(wanted) - set(known):
-        raise SystemExit(f"--cases knows no {', '.join(sorted(unknown))}; legal are {', '.join(known)}")
-    return [name for name in known if name in wanted]
+    """Returns the cases that a flag names, in its order; "C2" stands for all that begin with "C2."."""
+    known, found = list(known), []
+    for name in names.split(",") if names else known:
+        fits = [name] if name in known else [other for other in known if other.startswith(f"{name}.")]
+        if not fits:
+            raise SystemExit(f"--cases knows no {name}; legal are {', '.join(known)}")
+        found += [other for other in fits if other not in found]
+    return found
 
 
 def plan_timing(once_s: float, spend_s: float) -> tuple[int, int]:

@@ -10,9 +10,10 @@ float32 state. Times are medians as in bench/scan.py, inputs rotated so that the
 float32 products in float32 (TF32 only where a row says so). Iterations and residual are of the forward pass; errors
 are against a float64 sequential run (ys, or the gradient by the inputs), relative to the largest entry; the limit is
 one read of all inputs and one write of all outputs (of dense cells up to 64 wide also of one Jacobian an iteration) at
-the copy rate of the same process. Methods of ours that take three times the best of ours forward are not timed with the
-way back, which is the same for all. A loop that calls the step from Python is timed over 256 steps and scaled. Last, a
-table of what `Auto` picked beside the best method. Prints as it goes, writes JSON.
+the copy rate of the same process. The way back is the same for all our methods that iterate, so few of them are timed
+with it. A loop that calls the step from Python is timed over 256 steps and scaled. Last, a table of what `Auto` (inside
+jit, where it cannot measure) and `choose` (outside, where it does) picked, beside the best method. Prints as it goes,
+writes JSON.
 """
 
 import argparse
@@ -70,7 +71,8 @@ def rows_of(name: str, request: dict) -> list[tuple[str, str]]:
         ours = ["Sequential"] + (["Newton", "ParallelBackward"] if is_narrow else []) + ["Quasi", "Jacobi"]
         ours += ["GaussSeidel", "Elk", "Elk quasi"] if name in ("C2.8", "C3") else []
     rows += [("jax", f"lax.scan unroll={k}") for k in ((1, 8, 32) if is_main else (8,))]
-    return rows + [("jax", f"jaxpar {method}") for method in (*ours, "Auto")]
+    ours += ["Auto"] + (["choose"] if name in ("C1.10k", "C2.16", "C3", "C4", "D2") else [])
+    return rows + [("jax", f"jaxpar {method}") for method in ours]
 
 
 def tiny(request: dict) -> dict:
@@ -87,17 +89,23 @@ def limit_bytes(request: dict, direction: str) -> float:
     return once if direction == "fwd" else 2 * once + array * (gates + 1)
 
 
-def method_of(name: str):
-    """Returns a method of `jaxpar.solve` by the name of its row."""
+def method_of(row: str, backward: bool, problem: tuple):
+    """Returns the method of a row of ours; "choose" measures on the problem, (f, init, xs), whose values are known."""
     from jaxpar import solve
 
-    if name == "Elk quasi":
-        return solve.Elk(quasi=True)
-    return getattr(solve, name)()
+    name = row.removeprefix("jaxpar ")
+    if name == "choose":
+        return solve.choose(*problem, gradient=backward).method
+    if name == "Auto":
+        return solve.Auto(gradient=backward)
+    return solve.Elk(quasi=True) if name == "Elk quasi" else getattr(solve, name)()
 
 
-def solver(request: dict, notes: dict):
-    """Returns solve(w, xs) -> (ys, what it says of itself) for a row; `notes` gets the method when it is traced."""
+def solver(request: dict, notes: dict, w, xs):
+    """Returns solve(w, xs) -> (ys, what it says of itself) for a row; `notes` gets what is known while it is traced.
+
+    Batches are a leading axis of the state, as `lax.scan` has them.
+    """
     import jax
     import problems
 
@@ -107,22 +115,20 @@ def solver(request: dict, notes: dict):
         return lambda w, xs: (problems.sequential(cell, w, xs, unroll), {})
     from jaxpar.solve import parallel_scan
 
-    method = method_of(row.removeprefix("jaxpar "))
+    def problem(w, xs):
+        leaf = jax.tree.leaves(xs)[0]
+        start = problems.initial(cell, leaf.shape[1:], leaf.dtype)
+        return problems.step_of(cell, w, leaf.dtype), start, problems.drive(cell, w, xs)
 
-    elementwise = cell in problems.NAMES  # there a batch is more lanes, elsewhere one more solve
+    begin = time.perf_counter()
+    method = method_of(row, request["direction"] == "fwd+bwd", problem(w, xs) if row == "jaxpar choose" else ())
+    if row == "jaxpar choose":
+        notes["choose_s"] = time.perf_counter() - begin
 
     def solve(w, xs):
-        dtype = jax.tree.leaves(xs)[0].dtype
-        shape = ((request["batch"],) if elementwise else ()) + (request["n"],)
-
-        def one(x):
-            start, step = problems.initial(cell, shape, dtype), problems.step_of(cell, w, dtype)
-            _, ys, stats = parallel_scan(step, start, x, method=method, with_stats=True)
-            notes["picked"] = str(stats.method)
-            return ys, {name: getattr(stats, name) for name in ("iterations", "residual", "converged")}
-
-        x = problems.drive(cell, w, xs)
-        return one(x) if elementwise else jax.vmap(one, in_axes=1, out_axes=(1, 0))(x)
+        _, ys, stats = parallel_scan(*problem(w, xs), method=method, with_stats=True)
+        notes["picked"] = type(stats.method).__name__
+        return ys, {name: getattr(stats, name) for name in ("iterations", "residual", "converged")}
 
     return solve
 
@@ -131,9 +137,10 @@ class JaxWorker:
     """Answers rows of JAX; keeps the arrays and the float64 solution of the case in hand."""
 
     def __init__(self, solver):
-        """Takes solver(request, notes) -> solve(w, xs) -> (ys, what it says of itself)."""
+        """Takes solver(request, notes, w, xs) -> solve(w, xs) -> (ys, what it says of itself)."""
         self.solver = solver
         self.key, self.data, self.expected = None, None, None
+        self.programs, self.notes = harness.Programs(self.program), {}
 
     def load(self, request: dict) -> None:
         """Draws the case, and solves a part of it in float64."""
@@ -145,7 +152,7 @@ class JaxWorker:
         key = (cell, *shape, request["dtype"], request["scale"])
         if key == self.key:
             return
-        self.data, self.expected, self.key = None, None, None
+        self.data, self.expected, self.key, self.programs.ready = None, None, None, {}
         wide = cell in problems.GATES and shape[2] > 64  # there a float64 reference takes an accelerator
         w, xs = problems.weights(cell, shape[2], request["scale"]), problems.inputs(cell, *shape)
         g = problems.inputs("tanh", *shape, seed=2)
@@ -156,6 +163,20 @@ class JaxWorker:
         ys, _, dxs = problems.reference(cell, *problems.part(cell, w, xs, g), on_accelerator=wide)
         self.expected, self.key = (ys, jax.tree.leaves(dxs)), key
 
+    def program(self, request: dict) -> tuple:
+        """Returns the function of a row and its arguments."""
+        import jax
+
+        assert self.data
+        w, copies, g = self.data
+        notes = self.notes.setdefault((request["row"], request["direction"]), {})
+        solve = self.solver(request, notes, w, copies[0])
+
+        def both(w, xs, g):
+            return jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
+
+        return (both, (w, copies[0], g)) if request["direction"] == "fwd+bwd" else (solve, (w, copies[0]))
+
     def __call__(self, request: dict) -> dict:
         """Compiles, checks and times a row."""
         import jax
@@ -164,31 +185,28 @@ class JaxWorker:
 
         if request["row"] == "copy":
             return copy_rate(request)
+        if request["row"] == "prepare":
+            self.load(request["rows"][0])
+            return self.programs.prepare(request["rows"], request["jobs"])
         self.load(request)
         assert self.data and self.expected
-        (w, copies, g), notes = self.data, {}
-        solve, backward = self.solver(request, notes), request["direction"] == "fwd+bwd"
-
-        def both(w, xs, g):
-            return jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
-
-        function, last = (both, (g,)) if backward else (solve, ())
-        start = time.perf_counter()
-        compiled = jax.jit(function).lower(w, copies[0], *last).compile()
-        notes["compile_s"] = time.perf_counter() - start
-        out = compiled(w, copies[0], *last)
+        backward = request["direction"] == "fwd+bwd"
+        compiled, args, compile_s = self.programs(request)
+        out = compiled(*args)
         found = jax.tree.leaves(out[1]) if backward else [out[0]]
         expected = self.expected[1] if backward else [self.expected[0]]
-        notes["error"] = harness.error_of(
-            [problems.part_of(request["cell"], x).astype("float32") for x in found], expected
-        )
+        parts = [problems.part_of(request["cell"], x).astype("float32") for x in found]
+        answer = self.notes[request["row"], request["direction"]] | {
+            "error": harness.error_of(parts, expected),
+            "compile_s": compile_s,
+        }
         if not backward:
             said = jax.device_get(out[1])
-            notes |= {name: float(said[name].max()) for name in ("iterations", "residual") if name in said}
-            notes |= {"converged": bool(said["converged"].all())} if "converged" in said else {}
-        del out, found
-        inputs = [(w, xs, *last) for xs in copies]
-        return harness.time_jax(compiled, inputs, request["spend_s"]) | notes
+            answer |= {name: float(said[name].max()) for name in ("iterations", "residual") if name in said}
+            answer |= {"converged": bool(said["converged"].all())} if "converged" in said else {}
+        del out, found, parts
+        inputs = [(args[0], xs, *args[2:]) for xs in self.data[1]]
+        return harness.time_jax(compiled, inputs, request["spend_s"]) | answer
 
 
 COLUMNS = {
@@ -207,35 +225,44 @@ COLUMNS = {
 
 def said(row: dict) -> str:
     """Returns what a row of ours says about itself."""
-    picked = f"picked {row['picked']}" if row["row"] == "jaxpar Auto" and "picked" in row else ""
+    picked = f"picked {row['picked']}" if row["row"] in ("jaxpar Auto", "jaxpar choose") and "picked" in row else ""
+    picked += f" in {row['choose_s']:.1f} s" if "choose_s" in row else ""
     return " ".join(filter(None, (picked, "" if row.get("converged", True) else "finished sequentially")))
 
 
 def dispatch(rows: list[dict]) -> None:
-    """Prints, for every case and pass, what `Auto` took beside the best of our methods."""
-    print("\n### What Auto picks\n\n| case | pass | picked | ms | best | ms | picked / best |")
-    print("|---|---|---|---|---|---|---|")
-    for key in dict.fromkeys((r["case"], r["direction"]) for r in rows):
+    """Prints, for every case and pass, what `Auto` and `choose` took beside the best of our methods."""
+    print("\n### What Auto picks\n\n| case | pass | by | picked | ms | best | ms | picked / best |\n|" + "---|" * 8)
+    for case, direction in dict.fromkeys((row["case"], row["direction"]) for row in rows):
         ours = {
-            r["row"].removeprefix("jaxpar "): r
-            for r in rows
-            if (r["case"], r["direction"]) == key and r["row"].startswith("jaxpar") and "ms" in r
+            row["row"].removeprefix("jaxpar "): row
+            for row in rows
+            if (row["case"], row["direction"]) == (case, direction) and row["row"].startswith("jaxpar") and "ms" in row
         }
-        auto = ours.pop("Auto", None)
-        if not auto or not ours:
-            continue
-        best = min(ours, key=lambda name: ours[name]["ms"])
-        ratio = auto["ms"] / ours[best]["ms"]
-        print(
-            f"| {key[0]} | {key[1]} | {auto.get('picked', '')} | {auto['ms']:.3f} | {best} | {ours[best]['ms']:.3f} | "
-            f"{ratio:.2f}{'' if ratio <= 1.5 else ' MISSED'} |",
-            flush=True,
-        )
+        pickers = {name: ours.pop(name) for name in ("Auto", "choose") if name in ours}
+        for name, picker in pickers.items() if ours else ():
+            best = min(ours, key=lambda name: ours[name]["ms"])
+            ratio = picker["ms"] / ours[best]["ms"]
+            cells = [case, direction, name, picker.get("picked", ""), f"{picker['ms']:.3f}", best]
+            cells += [f"{ours[best]['ms']:.3f}", f"{ratio:.2f}{'' if ratio <= 1.5 else ' MISSED'}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def plan(name: str, shape: dict, sides, args: argparse.Namespace) -> list:
+    """Returns the requests of a case; the way back is the same for all methods of ours, so a few stand for it."""
+    both = harness.plan(rows_of(name, shape), shape, sides, args)
+    forward_only = [f"jaxpar {method}" for method in ("Quasi", "GaussSeidel", "Elk", "Elk quasi")]
+    return [
+        (side, request)
+        for side, request in both
+        if (request["direction"], request["row"]) != ("fwd", "jaxpar ParallelBackward")  # is Sequential
+        and (request["direction"] == "fwd" or request["row"] not in forward_only or name[0] == "D")
+    ]
 
 
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases and prints them."""
-    quiet = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    names, quiet = harness.chosen(args.cases, CASES), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     sides = {"jax": ([__file__, "--worker", "jax"], quiet)}
     if not args.no_peer:
         sides["torch"] = ([str(HERE / "peers" / "torch_rnn.py")], {"JAX_PLATFORMS": "cpu"})
@@ -246,30 +273,18 @@ def measure(args: argparse.Namespace) -> None:
     print(
         rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s, an empty call {empty_ms:.4f} ms".format(**rate)
     )
-    for name in harness.chosen(args.cases, CASES):
+    for name in names:
         if name in LONG and not args.cases:
             continue
         shape = tiny(CASES[name]) if args.tiny else CASES[name]
         table.head("{0}: {cell}, B = {batch}, T = {length}, n = {n}, {dtype}, weights {scale}".format(name, **shape))
-        best, best_forward = {"fwd": math.inf, "fwd+bwd": math.inf}, math.inf
-        for side, row in rows_of(name, shape):
-            if side not in sides or (args.only and not any(word in row for word in args.only.split(","))):
-                continue
-            forward = 0.0
-            for direction in best:
-                if direction == "fwd" and row == "jaxpar ParallelBackward":
-                    continue  # is Sequential
-                if direction == "fwd+bwd" and row != "jaxpar Auto" and forward > 3 * best_forward:
-                    continue  # the way back is the same for all, so this one is out of the running
-                request = shape | {"row": row, "direction": direction, "spend_s": args.spend_s}
-                answer = bench.ask(side, request)
-                if not row.startswith("jaxpar"):
-                    best[direction] = min(best[direction], answer.get("ms", math.inf))
-                limit = limit_bytes(shape, direction) / rate.get("rate", math.nan) * 1e3
-                table.add({"case": name} | request | answer | {"best_peer_ms": best[direction], "limit_ms": limit})
-                if direction == "fwd" and row.startswith("jaxpar"):
-                    forward = answer.get("ms", 0.0)
-                    best_forward = min(best_forward, answer.get("ms", math.inf))
+        best = {"fwd": math.inf, "fwd+bwd": math.inf}
+        for _, request, answer in bench.answers(plan(name, shape, sides, args), args.jobs):
+            direction = request["direction"]
+            if not request["row"].startswith("jaxpar"):
+                best[direction] = min(best[direction], answer.get("ms", math.inf))
+            limit = limit_bytes(shape, direction) / rate.get("rate", math.nan) * 1e3
+            table.add({"case": name} | request | answer | {"best_peer_ms": best[direction], "limit_ms": limit})
     bench.close()
     dispatch(table.rows)
 

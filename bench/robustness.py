@@ -37,7 +37,7 @@ BAR = 1e-5  # of gradients
 TOLERANCE = 1e-4  # of states
 
 
-def fixed_three(request: dict, _: dict):
+def fixed_three(request: dict, *_):
     """Returns solve(w, xs): three Newton iterations from f(0, x), in ParaRNN's style, and no test."""
     import jax
     import jax.numpy as jnp
@@ -72,7 +72,7 @@ def fixed_three(request: dict, _: dict):
     return solve
 
 
-def diagonal_adjoint(request: dict, _: dict):
+def diagonal_adjoint(request: dict, *_):
     """Returns solve(w, xs) with the right states, and gradients through the diagonal of the Jacobian only, as ELK's."""
     import jax
     import jax.numpy as jnp
@@ -114,16 +114,16 @@ class Judge:
         """Takes the path of DEER's source, if it is here."""
         self.deer, self.key, self.programs, self.known = deer, None, (), {}
 
-    def solver(self, request: dict, notes: dict):
+    def solver(self, request: dict, w, xs):
         """Returns solve(w, xs) -> (ys, what it says of itself) of a row."""
         import recurrence
         from peers import deer_rnn
 
         if request["row"] == "DEER":
             deer_rnn.load(self.deer)
-            return deer_rnn.solver(request, notes)
+            return deer_rnn.solver(request)
         own = {"fixed K=3": fixed_three, "diagonal adjoint": diagonal_adjoint}
-        return own.get(request["row"], recurrence.solver)(request, notes)
+        return own.get(request["row"], recurrence.solver)(request, {}, w, xs)
 
     def __call__(self, request: dict) -> dict:
         """Answers a row of R1 or G1."""
@@ -137,7 +137,8 @@ class Judge:
         xs, g = jax.tree.map(jnp.asarray, (problems.inputs(cell, *shape), problems.inputs("tanh", *shape, seed=2)))
         key = {name: value for name, value in request.items() if name != "scale"}
         if key != self.key:
-            self.programs, self.key = (jax.jit(self.solver(request, {})), jax.jit(self.graded(request))), key
+            solve = self.solver(request | {"direction": "fwd+bwd"}, w, xs)
+            self.programs, self.key = (jax.jit(solve), jax.jit(graded(solve))), key
         name = (cell, *shape, request["scale"])
         if name not in self.known:
             plain = jax.jit(problems.sequential, static_argnums=0)(cell, w, xs)
@@ -160,12 +161,12 @@ class Judge:
         is_right = answer["error"] <= max(TOLERANCE, 10 * plain) and answer["defect"] <= TOLERANCE
         return answer | {"right": bool(is_right)}
 
-    def graded(self, request: dict):
-        """Returns the gradient of sum(ys g) by (w, xs)."""
-        import jax
 
-        solve = self.solver(request, {})
-        return lambda w, xs, g: jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
+def graded(solve):
+    """Returns the gradient of sum(ys g) by (w, xs)."""
+    import jax
+
+    return lambda w, xs, g: jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
 
 
 def defect(cell: str, w, xs, ys) -> float:

@@ -138,24 +138,31 @@ class JaxWorker:
 
     def __init__(self):
         """Starts without a case."""
-        self.key, self.case = None, None
+        self.key, self.case, self.programs = None, None, harness.Programs(self.program)
 
     def __call__(self, request: dict) -> dict:
         """Compiles, checks and times a row."""
         if request["row"] == "copy":
             return copy_rate(request)
-        key = (request["kind"], tuple(request["shape"]), request["dtype"])
-        if key != self.key:
-            self.case, self.key = None, None  # frees before it draws
-            self.case, self.key = Affine(*key), key
+        if request["row"] == "prepare":
+            self.load(request["rows"][0])
+            return self.programs.prepare(request["rows"], request["jobs"])
+        self.load(request)
         return self.measure(self.case, request)
 
-    def measure(self, case: Affine, request: dict) -> dict:
-        """Times one row on the arrays of the case."""
+    def load(self, request: dict) -> None:
+        """Draws the arrays of a case."""
+        key = (request["kind"], tuple(request["shape"]), request["dtype"])
+        if key != self.key:
+            self.case, self.key, self.programs.ready = None, None, {}  # frees before it draws
+            self.case, self.key = Affine(*key), key
+
+    def program(self, request: dict) -> tuple:
+        """Returns the function of a row and its arguments."""
         import jax
         import jax.numpy as jnp
 
-        row, backward = request["row"], request["direction"] == "fwd+bwd"
+        case, row = self.case, request["row"]
         solve, axis = solver(row, case.kind), 0 if row.startswith("lax.scan") else 1
         args = [jnp.moveaxis(x, 1, axis) for x in (case.a, case.b, case.g)]
         if row == "jaxpar lanes":
@@ -169,10 +176,14 @@ class JaxWorker:
         def both(a, b, g):
             return jax.vjp(solve, a, b)[1](g)
 
-        function, args = (both, args) if backward else (solve, args[:2])
-        start = time.perf_counter()
-        compiled = jax.jit(function).lower(*args).compile()
-        compile_s = time.perf_counter() - start
+        return (both, args) if request["direction"] == "fwd+bwd" else (solve, args[:2])
+
+    def measure(self, case: Affine, request: dict) -> dict:
+        """Times one row on the arrays of the case."""
+        import jax.numpy as jnp
+
+        backward, axis = request["direction"] == "fwd+bwd", 0 if request["row"].startswith("lax.scan") else 1
+        compiled, args, compile_s = self.programs(request)
         out = compiled(*args) if backward else (compiled(*args),)
         expected = case.expected[1:] if backward else case.expected[:1]
         error = harness.error_of([case.lanes(jnp.moveaxis(joined(x), axis, 1)) for x in out], expected)
@@ -218,8 +229,7 @@ def shard_row(request: dict) -> dict:
     from problems import para_gru, weights
 
     mesh = make_mesh(MeshSpec(data=1, context=request["devices"]), jax.devices()[: request["devices"]])
-    split, batch, (_, length, width) = PartitionSpec("context"), request["shape"][0], request["shape"]
-    lanes = batch * width
+    split, (batch, length, width) = PartitionSpec("context"), request["shape"]
     if request["kind"] == "diag":
         from jaxpar.scan import affine_scan
 
@@ -237,13 +247,13 @@ def shard_row(request: dict) -> dict:
                 h = para_gru(w, h, x)
                 return h, h
 
-            return parallel_scan(step, jnp.zeros(lanes), xs, method=Newton("diag"), axis_name="context")[1]
+            return parallel_scan(step, jnp.zeros((batch, width)), xs, method=Newton("diag"), axis_name="context")[1]
 
         arrays = 3
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, split))
     def draw(key):
-        drawn = [jax.random.normal(k, (length, lanes)) for k in jax.random.split(key, arrays + 1)]
+        drawn = [jax.random.normal(k, (length, batch, width)) for k in jax.random.split(key, arrays + 1)]
         return [jax.nn.sigmoid(drawn[0] + 3), *drawn[1:]] if request["kind"] == "diag" else drawn
 
     *args, g = draw(jax.random.key(0))
@@ -277,7 +287,7 @@ SHARD_COLUMNS = {
 
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases and prints them."""
-    torch = [str(HERE / "peers" / "torch_rnn.py")]
+    names, torch = harness.chosen(args.cases, CASES), [str(HERE / "peers" / "torch_rnn.py")]
     sides = {"jax": ([__file__, "--worker", "jax"], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})}
     sides |= {} if args.no_peer else {"torch": (torch, {"JAX_PLATFORMS": "cpu"})}
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table(COLUMNS, args.out)
@@ -285,26 +295,19 @@ def measure(args: argparse.Namespace) -> None:
     for side, rate in rates.items():
         print(f"{side}: " + (rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s".format(**rate)))
     print(f"an empty call of JAX: {rates['jax'].get('empty_ms', math.nan):.4f} ms", flush=True)
-    for name in harness.chosen(args.cases, CASES):
+    for name in names:
         case = tiny(CASES[name]) if args.tiny else CASES[name]
         table.head(f"{name}: {case['kind']}, (B, T, C) = {case['shape']}, {case['dtype']}")
         size = math.prod(case["shape"]) * (2 if case["dtype"] == "bfloat16" else 4)
-        best, last = {"fwd": math.inf, "fwd+bwd": math.inf}, None
-        for side, row in rows_of(name, case):
-            if side not in sides or (args.only and not any(word in row for word in args.only.split(","))):
-                continue
-            if size > 1e9 and last not in (None, side):
-                bench.close(last)  # the card has no room for two pools of such arrays
-            last = side
-            for direction in best:
-                request = case | {"row": row, "direction": direction, "spend_s": args.spend_s}
-                answer = bench.ask(side, request)
-                if not row.startswith("jaxpar"):
-                    best[direction] = min(best[direction], answer.get("ms", math.inf))
-                figures = {"bytes": PASSES[case["kind"], direction] * size, "rate": rates[side].get("rate")}
-                table.add({"case": name} | request | answer | figures | {"best_peer_ms": best[direction]})
+        best = {"fwd": math.inf, "fwd+bwd": math.inf}
+        for side, request, answer in bench.answers(harness.plan(rows_of(name, case), case, sides, args), args.jobs):
+            if not request["row"].startswith("jaxpar"):
+                best[request["direction"]] = min(best[request["direction"]], answer.get("ms", math.inf))
+            moved = PASSES[case["kind"], request["direction"]] * size
+            figures = {"bytes": moved, "rate": rates[side].get("rate"), "best_peer_ms": best[request["direction"]]}
+            table.add({"case": name} | request | answer | figures)
         if size > 1e9:
-            bench.close()
+            bench.close()  # the pools of two frameworks with such arrays fill a card
     bench.close()
 
 

@@ -28,7 +28,7 @@ def load(path: str) -> None:
         sys.modules["optimistix"] = types.ModuleType("optimistix")
 
 
-def solver(request: dict, _: dict):
+def solver(request: dict, *_):
     """Returns solve(w, xs) -> (ys, what DEER says of itself)."""
     from deer.fseq1d import seq1d
 
@@ -42,20 +42,12 @@ def solver(request: dict, _: dict):
             result = seq1d(func, problems.initial(cell, (request["n"],)), x, w, method=method)
             return result.value, {"converged": result.success.all()}
 
-        return jax.vmap(one, in_axes=1, out_axes=(1, 0))(problems.drive(cell, w, xs))
+        with jax.default_matmul_precision("highest" if "highest" in request["row"] else "default"):
+            return jax.vmap(one, in_axes=1, out_axes=(1, 0))(problems.drive(cell, w, xs))
 
     return solve
 
 
-class DeerWorker(recurrence.JaxWorker):
-    """Rows of DEER, compiled, checked and timed as ours are."""
-
-    def __call__(self, request: dict) -> dict:
-        """Answers a row at the precision that it names."""
-        with jax.default_matmul_precision("highest" if "highest" in request["row"] else "default"):
-            return super().__call__(request)
-
-
 if __name__ == "__main__":
     load(sys.argv[1])
-    harness.serve(DeerWorker(solver))
+    harness.serve(recurrence.JaxWorker(solver))

@@ -311,6 +311,8 @@ def answer(request: dict) -> dict:
     """Answers one row."""
     if request["row"] == "copy":
         return copy_rate(request)
+    if request["row"] == "prepare":
+        return {}  # nothing to compile ahead
     try:
         if "kind" in request:
             return affine_row(request)
