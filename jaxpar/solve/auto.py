@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxpar.aot.flops import count_flops
 from jaxpar.solve.fixed_point import Jacobi
@@ -165,7 +166,8 @@ def choose(
     structure = structure_of(traced.step, traced.init, first, jac)
     model = _Model(COSTS[platform], structure, num, count_flops(traced.step, traced.init, first).total, gradient)
 
-    is_known = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts)))
+    now = jnp.zeros(())  # a tracer wherever a program is traced, even one whose inputs are all known
+    is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts, now)))
     exponent = None
     if is_known:
         ahead = _prefix(jax.tree.map(lambda x: jnp.flip(x, 0), xs) if reverse else xs, False)

@@ -14,7 +14,7 @@ from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.sequential import Sequential
 from jaxpar.types import UsageError
 
-METHODS = [Jacobi(), GaussSeidel(block=7)]
+METHODS = [Jacobi(), pytest.param(GaussSeidel(block=7), marks=pytest.mark.slow)]
 
 
 def grown(params, factor):
@@ -42,6 +42,7 @@ def test_made_is_a_distribution_and_samples_follow_it():
     assert ((counts - 20_000 * p) ** 2 / (20_000 * p)).sum() < 120
 
 
+@pytest.mark.slow
 def test_pixel_cnn_is_a_distribution_and_samples_follow_it():
     params = grown(jax.jit(SMALL.init)(jax.random.key(0)), 1.5)
     x = everything(3, 4).reshape(-1, 2, 2)
@@ -54,7 +55,7 @@ def test_pixel_cnn_is_a_distribution_and_samples_follow_it():
     assert chi < 150  # 80 degrees of freedom: 1e-6
 
 
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", [Made(num_dims=40, hidden=(32,)), CNN], ids=["made", "pixel_cnn"])
 def test_samples_are_those_of_the_plain_order(model, method):
     params = grown(jax.jit(model.init)(jax.random.key(2)), 1.5)

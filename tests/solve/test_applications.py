@@ -68,7 +68,10 @@ def pendulum(frequency):
     return step
 
 
-@pytest.mark.parametrize("method", [Newton(), GaussSeidel(block=7, correction=True)], ids=["newton", "shooting"])
+SHOOTING = pytest.param(GaussSeidel(block=7, correction=True), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("method", [Newton(), SHOOTING])
 def test_a_pendulum(method, x64):
     """It neither forgets nor amplifies: an exponent of zero."""
     init = (jnp.array(2.5), jnp.array(0.0))
@@ -80,6 +83,7 @@ def double_well(x):
     return -jnp.sum((x**2 - 1) ** 2) - 0.5 * x[0] * x[1]
 
 
+@pytest.mark.slow
 def test_langevin_samples(x64):
     def make(strength):
         return langevin_step(lambda x: strength * double_well(x), 0.05)
@@ -88,7 +92,7 @@ def test_langevin_samples(x64):
     assert stats.converged
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("num_steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_chain_that_accepts_and_rejects(num_steps, x64):
     uniforms = jnp.log(jax.random.uniform(jax.random.key(6), (NUM,)))
 

@@ -70,13 +70,13 @@ def network(params, h, x):
 
 METHODS = [
     Elk(),
-    Elk(quasi=True, lam=0.3, adaptive=False),
-    GaussSeidel(block=5, window=10),
+    pytest.param(Elk(quasi=True, lam=0.3, adaptive=False), marks=pytest.mark.slow),
+    pytest.param(GaussSeidel(block=5, window=10), marks=pytest.mark.slow),
     GaussSeidel(block=4, correction=True),
 ]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{type(m).__name__}{METHODS.index(m)}")
+@pytest.mark.parametrize("method", METHODS)
 def test_values_and_gradients_are_those_of_the_loop(method, x64):
     params = jax.random.normal(jax.random.key(1), (3, 3))
     xs = 0.3 * jax.random.normal(jax.random.key(2), (22, 3))
