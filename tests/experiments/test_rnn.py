@@ -12,7 +12,7 @@ from jaxpar.types import UsageError
 
 TINY = (
     "data.task=adding data.length=8 data.batch_size=16 model.size=8 model.layers=1 train.steps=6 train.eval_every=3 "
-    "train.save_every=3 model.method=newton hydra.run.dir=run"
+    "train.save_every=3 model.method=newton hydra.run.dir=run cpu_devices=8"
 ).split()
 
 
@@ -35,7 +35,7 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
     assert last["train/converged"] == 1 and last["train/iterations"] >= 1 and last["train/residual"] < 1e-4
     again = main(*TINY, of="rnn")  # compiles nothing: the run is finished
     assert again.code == 0 and "this run is finished; extend it with train.steps=12" in again.out
-    streamed = main("mode=eval", "run=run", of="rnn")
+    streamed = main("mode=eval", "run=run", "cpu_devices=8", of="rnn")
     assert streamed.code == 0 and "validation/loss" in streamed.out, streamed
     assert float(streamed.out.split("difference of an output")[1]) < 1e-4
 
@@ -53,7 +53,7 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
         ("model.method=sequential model.window=4", "window=4 does not fit method='sequential'"),
         ("model.sise=3", "unknown flag 'model.sise'; did you mean model.size"),
         ("train.steps=0", "train.steps=0 must be at least 1"),
-        ("cpu_devices=8 mesh.data=8 data.batch_size=12", "the batch: dimension 0 .batch. of size 12"),
+        ("mesh.data=8 data.batch_size=12", "the batch: dimension 0 .batch. of size 12"),
         ("mode=test", "mode='test' is unknown; legal are train, eval"),
         ("mode=eval", "mode=eval needs run= to name a run folder"),
         ("mode=eval run=nowhere", "nowhere is no run folder"),
@@ -75,7 +75,7 @@ def test_how_a_recurrence_is_solved_is_no_part_of_a_runs_identity():
 @pytest.mark.slow
 def test_digits_are_learned(main):
     pytest.importorskip("sklearn")
-    said = main("hydra.run.dir=run", of="rnn", compiles=True)
+    said = main("hydra.run.dir=run", "cpu_devices=8", of="rnn", compiles=True)
     accuracy = float(said.out.split("validation/accuracy")[-1].split()[0])
     assert accuracy > 0.75, said.out
 
