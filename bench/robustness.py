@@ -15,8 +15,8 @@ G1: gradients of every method by weights and inputs against float64 backpropagat
 its largest entry; the bar is 1e-5. Beside them the defect of a quasi-Newton method that differentiates through the
 diagonal it iterated with, as ELK does (our own few lines).
 
-Exits with 1 after a silent error, a result that is wrong though finished, a gradient of ours beyond the bar, or a row of
-ours that failed (not one that the budget left out).
+Exits with 1 after a silent error, a result that is wrong though finished, a gradient of ours beyond the bar, or a row
+of ours that failed (not one that the budget left out).
 """
 
 import argparse
