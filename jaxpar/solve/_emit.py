@@ -6,8 +6,8 @@ A lane is one element of the carry's shape. Arrays of that shape, of a suffix of
 
 import math
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 __all__ = ["NotElementwise", "statements", "trimmed"]
@@ -163,7 +163,7 @@ def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _number(value) -> str:
-    if isinstance(value, jax.core.Tracer) or jnp.ndim(value):
+    if isinstance(value, Tracer) or jnp.ndim(value):
         raise NotElementwise("it holds an array constant")
     if jnp.issubdtype(jnp.result_type(value), jnp.floating):
         number = float(value)

@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxpar.scan import _walk as scan_walk
 from jaxpar.scan._lookback import Source
@@ -73,7 +74,7 @@ def lane_cell(step, carry, x) -> tuple[LaneCell, list[jax.Array]]:
     def cell(carry, x, constants):
         rest = iter(constants)
         consts = [next(rest) if array else const for array, const in zip(held, value.consts, strict=True)]
-        return jax.core.eval_jaxpr(value.jaxpr, consts, *carry, *x)
+        return jaxpr_as_fun(ClosedJaxpr(value.jaxpr, consts))(*carry, *x)
 
     def linear(carry, x, constants):
         seeds = [[jnp.full_like(leaf, i == j) for i, leaf in enumerate(carry)] for j in range(k)]

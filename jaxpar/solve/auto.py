@@ -11,10 +11,11 @@ from jax.core import Tracer
 
 from jaxpar.aot.flops import count_flops
 from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.fused import Fused, takes
 from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.solve.newton import Newton, Quasi, diagonal_structure
 from jaxpar.solve.parallel import parallel_scan
-from jaxpar.solve.problem import Method
+from jaxpar.solve.problem import Method, Problem
 from jaxpar.solve.program import trace
 from jaxpar.solve.sequential import ParallelBackward, Sequential
 from jaxpar.solve.structure import LANES, Structure, structure_of
@@ -29,34 +30,41 @@ class Costs(NamedTuple):
 
     Attributes:
       step: One step of `lax.scan`, whatever it computes.
+      step_unrolled: One step of a walk, as `windows.walk` unrolls it.
       step_back: One step of its transpose, with what it stores.
       iteration: Fixed part of one parallel iteration: its kernels' launches.
       bandwidth: Bytes of Jacobians and residuals a second, through an affine scan.
       flops: Multiplications and additions a second.
+      kernel: Of the kernels for elementwise cells: seconds of a step of the walk, fixed seconds of a Newton iteration,
+        and its bytes a second; None without kernels.
       source: Where the numbers are from.
     """
 
     step: float
+    step_unrolled: float
     step_back: float
     iteration: float
     bandwidth: float
     flops: float
+    kernel: tuple[float, float, float] | None
     source: str
 
 
 COSTS = {
     "gpu": Costs(
-        12.3e-6, 25e-6, 1.1e-4, 0.83e12, 3e13,
-        "H100: lax.scan 803 ms for 65536 steps, associative_scan 0.83 TB/s of least bytes; V100 (logs of DEER's "
-        "benchmark, n = 1): gradient of a step 25 us more, 0.557 ms for 5 iterations at T = 1000; flops: half of "
-        "the H100's float32 peak, not timed",
+        5.6e-6, 1.5e-6, 1.3e-5, 1.3e-4, 0.83e12, 3e13, (1.5e-7, 8e-5, 1.1e12),
+        "one H100, bench/recurrence.py: GRU of 1 and 16, B = 16, T = 10,000: lax.scan 56 ms, unrolled by 8 8.7 and "
+        "24 ms, with its gradient 180 to 218 ms; Newton 0.15 and 0.9 ms an iteration; ParaGRU, 2048 lanes: walk 0.14 "
+        "us a step, Newton step 0.11 ms at T = 2048, 0.6 ms for 33 million states; flops: half of the float32 peak",
     ),
     "cpu": Costs(
-        2e-8, 2e-8, 1e-5, 2.7e9, 2e10,
+        2e-8, 2e-8, 2e-8, 1e-5, 2.7e9, 2e10, None,
         "two busy cores, least of 60 runs, T = 4096: lax.scan 0.02 us a step for 3 elementwise lanes and 0.06 for a "
         "dense 8, its gradient 0.03 and 0.07 in all; Newton 0.06 and 0.46 a step and iteration; flops not timed",
     ),
-    "tpu": Costs(12.3e-6, 25e-6, 1.1e-4, 0.4e12, 3e13, "not timed: a GPU's, with half of its bandwidth"),
+    "tpu": Costs(
+        5.6e-6, 5.6e-6, 1.3e-5, 1.1e-4, 0.4e12, 3e13, None, "not timed: a GPU's, with half of its bandwidth"
+    ),
 }  # fmt: skip
 """All constants of the cost model, by `jax.default_backend()`."""
 
@@ -164,7 +172,10 @@ def choose(
     traced = trace(f, init, xs, None)
     first = tuple(leaf[0] for leaf in traced.xs)
     structure = structure_of(traced.step, traced.init, first, jac)
-    model = _Model(COSTS[platform], structure, num, count_flops(traced.step, traced.init, first).total, gradient)
+    flops = count_flops(traced.step, traced.init, first).total
+    problem = Problem(traced.step, traced.init, traced.xs, num, structure)
+    has_kernels = COSTS[platform].kernel is not None and num > 0 and takes(problem)
+    model = _Model(COSTS[platform], structure, num, flops, gradient, has_kernels)
 
     now = jnp.zeros(())  # a tracer wherever a program is traced, even one whose inputs are all known
     is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts, now)))
@@ -176,8 +187,13 @@ def choose(
     is_chaotic = exponent is not None and not exponent * num <= -math.log(eps) / 2
     table = [
         Candidate(Sequential(jac=jac), 0, model.walk() + (model.walk_back() if gradient else 0), "lax.scan"),
-        Candidate(ParallelBackward(jac=jac), 0, model.walk() + model.back(), "lax.scan, with a parallel gradient"),
+        Candidate(
+            ParallelBackward(jac=jac), 0, model.walk_unrolled() + model.back(), "lax.scan, with a parallel gradient"
+        ),
     ]
+    if model.has_kernels:
+        seconds = num * model.costs.kernel[0] + model.back()
+        table.append(Candidate(Fused(jac=jac), 0, seconds, "one kernel, with a parallel gradient"))
     limit = min(row.seconds for row in table)
     for method in _iterative(structure, jac):
         table.append(_candidate(method, model, limit, is_chaotic, (f, init, xs, reverse) if is_known else None))
@@ -194,15 +210,22 @@ class _Model:
     length: int
     step_flops: float
     gradient: bool
+    has_kernels: bool
 
     def walk(self) -> float:
         return self.length * (self.costs.step + self.step_flops / self.costs.flops)
+
+    def walk_unrolled(self) -> float:
+        return self.length * (self.costs.step_unrolled + self.step_flops / self.costs.flops)
 
     def walk_back(self) -> float:
         return self.length * (self.costs.step_back + 2 * self.step_flops / self.costs.flops)
 
     def iteration(self, method: Method) -> float:
         """One iteration over the whole length, all windows together."""
+        if self.has_kernels and isinstance(method, Newton):
+            states = self.length * sum(math.prod(group.batch) * group.n for group in self.structure.groups)
+            return self.costs.kernel[1] + 4 * 5 * states / self.costs.kernel[2]
         held = diagonal_structure(self.structure) if isinstance(method, Quasi) else self.structure
         products = 0 if isinstance(method, Jacobi) else max(group.n for group in self.structure.groups)
         size = 4 * sum(math.prod(group.batch) * group.n for group in held.groups)
@@ -260,7 +283,8 @@ def _reason(table: list[Candidate], exponent: float | None, is_chaotic: bool, nu
     if is_chaotic:
         why = f"errors grow by {exponent:+.3f} nats a step, too much over {num} steps for any iteration"
     else:
-        other = next(row for row in table if isinstance(row.method, Sequential) != isinstance(best.method, Sequential))
+        walks = Sequential | ParallelBackward | Fused
+        other = next(row for row in table if isinstance(row.method, walks) != isinstance(best.method, walks))
         why = f"{best.seconds:.1e} s expected against {other.seconds:.1e} s for {type(other.method).__name__}"
         forgets = "predictability assumed" if exponent is None else f"exponent {exponent:+.3f} nats a step"
         why = f"{why}; {forgets}"
