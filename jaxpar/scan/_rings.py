@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["DENSE", "LANES", "Ring", "cast", "num_steps", "put_first", "take", "together"]
+__all__ = ["DENSE", "LANES", "Ring", "cast", "num_steps", "put_first", "shifted", "span", "take", "together"]
 
 
 class Ring(NamedTuple):
@@ -87,11 +87,23 @@ def together(tree):
     return jax.tree.map(spread, tree)
 
 
-def put_first(tree, first, axis, *, last=False):
-    """Returns the arrays with `first` (without the axis) in front of them; at their end if `last`."""
+def span(tree, start, stop, axis):
+    """Returns what lies from `start` to before `stop` of `axis`."""
+    return jax.tree.map(lambda x: lax.slice_in_dim(x, start, stop, axis=axis), tree)
+
+
+def put_first(tree, first, axis, *, reverse):
+    """Returns the arrays with `first` (without the axis) before them in time: in front, or at the end if `reverse`."""
 
     def put(x, one):
         parts = [jnp.expand_dims(one, axis), x]
-        return lax.concatenate(parts[::-1] if last else parts, axis)
+        return lax.concatenate(parts[::-1] if reverse else parts, axis)
 
     return jax.tree.map(put, tree, first)
+
+
+def shifted(tree, first, axis, *, reverse):
+    """Returns x[t-1] at t (x[t+1] if `reverse`), and `first` where there is none."""
+    length = num_steps(tree, axis)
+    rest = span(tree, 1, length, axis) if reverse else span(tree, 0, length - 1, axis)
+    return put_first(rest, first, axis, reverse=reverse)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.scan._rings import Ring, cast, num_steps, put_first, take
+from jaxpar.scan._rings import Ring, cast, num_steps, put_first, shifted, span, take
 
 __all__ = ["CHUNK", "associative", "chunked", "sequential", "summary"]
 
@@ -68,9 +68,8 @@ def chunked(ring: Ring, a, b, h0, *, axis: int, reverse: bool, carry):
         p, h = _reduce(ring, a, b, axis, reverse, carry)
         level = chunked if num_steps(h, axis) > CHUNK**3 else associative
         ends = level(ring, p, h, start, axis=axis, reverse=reverse, carry=carry)
-        kept = (slice(None),) * axis + (slice(1, None) if reverse else slice(0, -1),)
         first = jax.tree.map(jnp.zeros_like, take(ends, 0, axis)) if start is None else start
-        starts = put_first(jax.tree.map(lambda x: x[kept], ends), first, axis, last=reverse)
+        starts = shifted(ends, first, axis, reverse=reverse)
     h = _walk(ring, a, b, starts, axis, reverse, carry, h0 is None)
     return jax.tree.map(lambda x: _unfold(x, axis, length, reverse), h)
 
@@ -80,10 +79,10 @@ def summary(ring: Ring, a, b, *, axis: int, reverse: bool, carry):
     while (length := num_steps(b, axis)) > 1:
         chunk = min(CHUNK, length)
         whole = length - length % chunk
-        part = lambda start, stop: jax.tree.map(lambda x: lax.slice_in_dim(x, start, stop, axis=axis), (a, b))  # noqa: B023, E731
-        reduced = _reduce(ring, *_fold(part(0, whole), axis, chunk, reverse), axis, reverse, carry)
-        rest = cast(part(whole, length), carry)
-        a, b = jax.tree.map(lambda x, y: lax.concatenate([x, y], axis), reduced, rest)
+        folded = _fold(span((a, b), 0, whole, axis), axis, chunk, reverse)
+        rest = cast(span((a, b), whole, length, axis), carry)
+        pieces = _reduce(ring, *folded, axis, reverse, carry), rest
+        a, b = jax.tree.map(lambda *x: lax.concatenate(x, axis), *pieces)
     return cast((take(a, 0, axis), take(b, 0, axis)), carry)
 
 
@@ -134,11 +133,12 @@ def _fold(tree, axis, chunk, reverse):
     """Splits time into (chunks, steps); what fills the last chunk up comes after all steps, and is cut off again."""
 
     def fold(x):
-        if missing := -x.shape[axis] % chunk:
+        missing = -x.shape[axis] % chunk
+        if missing:
             widths = [(0, 0, 0)] * x.ndim
             widths[axis] = (missing, 0, 0) if reverse else (0, missing, 0)
             x = lax.pad(x, jnp.zeros((), x.dtype), widths)
-        return x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
+        return x.reshape(*x.shape[:axis], x.shape[axis] // chunk, chunk, *x.shape[axis + 1 :])
 
     return jax.tree.map(fold, tree)
 
@@ -151,7 +151,8 @@ def _unfold(x, axis, length, reverse):
 
 def _enter(ring, a, b, h0, axis, reverse):
     """Adds a[first] h0 to b[first]."""
+    length = num_steps(b, axis)
+    rest = span(b, 0, length - 1, axis) if reverse else span(b, 1, length, axis)
     first = -1 if reverse else 0
-    rest = (slice(None),) * axis + (slice(0, -1) if reverse else slice(1, None),)
     entered = _step(ring, take(a, first, axis), h0, take(b, first, axis))
-    return put_first(jax.tree.map(lambda x: x[rest], b), entered, axis, last=reverse)
+    return put_first(rest, entered, axis, reverse=reverse)

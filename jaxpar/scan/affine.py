@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxpar.scan import _xla, rules, sharded
 from jaxpar.scan._kernels import kernel_for
-from jaxpar.scan._rings import DENSE, LANES, Ring, cast, num_steps, put_first, take, together
+from jaxpar.scan._rings import DENSE, LANES, Ring, cast, num_steps, shifted, take, together
 from jaxpar.types import Array, UsageError
 
 __all__ = ["IMPLS", "KINDS", "affine_lanes", "affine_scan"]
@@ -49,7 +49,8 @@ def affine_scan(
     Args:
       a: Transitions. "diag": of b's shape. "block" and "dense": b's shape and another k at the end, so that
         `a[..., t, ..., :, :] @ h`.
-      b: Drives, `[..., T, ...]` with time at `axis`; "block" and "dense" end in the k entries of the state.
+      b: Drives, `[..., T, ...]` with time at `axis`; "block" and "dense" end in the k entries of the state. Floating,
+        or complex; a and h0 may differ in dtype, but cannot be complex alone.
       h0: State before the first step (after the last if `reverse`), b's shape without time; zeros by default.
       kind: "diag"; "block", whose k x k products are written out elementwise (k up to 8 or so); "dense", which
         multiplies matrices, at full precision.
@@ -141,7 +142,7 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
 
     def matvec(x):
         start, h = x
-        pushed = ring.apply(cast(a, spec.carry), cast(_shifted(h, start, spec), spec.carry))
+        pushed = ring.apply(cast(a, spec.carry), cast(_before(h, start, spec), spec.carry))
         return start, jax.tree.map(lambda y, z: y - z.astype(y.dtype), h, pushed)
 
     def solve(_, rhs):
@@ -151,7 +152,7 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
     def transpose_solve(_, cotangent):
         start, drive = cotangent
         back = spec._replace(reverse=not reverse)
-        g = _scan(ring, ring.transpose(_shifted(a, None, back)), drive, None, back)
+        g = _scan(ring, ring.transpose(_before(a, None, back)), drive, None, back)
         if start is None:
             return None, g
         first = -1 if reverse else 0
@@ -187,7 +188,7 @@ def _scan(ring: Ring, a, b, h0, spec: _Spec):
     return lax.platform_dependent(a, b, h0, default=other, **{k: run for k, run in runs.items() if run is not other})
 
 
-def _shifted(x, start, spec: _Spec):
+def _before(x, start, spec: _Spec):
     """Returns x[t-1] at t (x[t+1] if `reverse`), and `start`, by default zeros, where there is none."""
     axis, reverse = spec.axis, spec.reverse
     start = jax.tree.map(jnp.zeros_like, take(x, 0, axis)) if start is None else start
@@ -196,8 +197,7 @@ def _shifted(x, start, spec: _Spec):
         earlier = sharded.from_earlier(take(x, 0 if reverse else -1, axis), spec.axis_name, reverse)
         here = sharded.is_first(spec.axis_name, reverse)
         start = jax.tree.map(lambda y, z: jnp.where(here, y, z), start, earlier)
-    kept = (slice(None),) * axis + (slice(1, None) if reverse else slice(0, -1),)
-    return put_first(jax.tree.map(lambda y: y[kept], x), start, axis, last=reverse)
+    return shifted(x, start, axis, reverse=reverse)
 
 
 def _unstack(x):
