@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from cells_to_solve import CELLS, distance, inputs, once_each, start, weights
 from fast import jit
-from recurrences import CELLS, distance, inputs, once_each, start, weights
 
 from jaxpar.solve import Jacobi, Newton, ParallelBackward, Quasi, parallel_scan
 

@@ -6,8 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from cells_to_solve import CELLS, SCALES, distance, inputs, start, weights
 from fast import jit
-from recurrences import CELLS, SCALES, distance, inputs, start, weights
 
 from jaxpar.solve import Jacobi, Newton, Picard, Quasi, parallel_scan
 from jaxpar.solve.windows import SHORT

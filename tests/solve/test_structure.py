@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from cells_to_solve import CELLS, distance, inputs, start, weights
 from fast import jit
-from recurrences import CELLS, distance, inputs, start, weights
 
 from jaxpar.solve import Block, Dense, Newton, ParallelBackward, Quasi, check_structure, parallel_scan
 from jaxpar.solve.structure import LANES, elementwise, probe, structure_of
