@@ -36,7 +36,7 @@ __all__ = [
     "structure_of",
 ]
 
-LANES = 4
+LANES = 2
 """Groups of at most so many coupled entries are solved with each entry as an array of its own."""
 
 Jacobian = tuple[Any, ...]

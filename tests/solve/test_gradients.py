@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from cells_to_solve import CELLS, distance, inputs, once_each, start, weights
 from fast import jit
-from recurrences import CELLS, distance, inputs, start, weights
 
 from jaxpar.solve import Jacobi, Newton, ParallelBackward, Quasi, parallel_scan
 
@@ -31,8 +31,7 @@ def arguments(cell, length=40):
     return weights(), start(cell), inputs(length)
 
 
-@pytest.mark.parametrize("cell", ["lstm", "rnn"])
-@pytest.mark.parametrize("name", METHODS)
+@once_each(METHODS)
 def test_gradients_to_everything_are_those_of_the_loop(name, cell, x64):
     scan = functools.partial(parallel_scan, method=METHODS[name])
     got = jit(jax.grad(functools.partial(loss, cell, scan), (0, 1, 2)))(*arguments(cell))
@@ -84,7 +83,7 @@ def test_only_what_has_a_tangent_is_differentiated(x64):
         assert distance(got, jax.grad(functools.partial(value, jax.lax.scan), argnums)(jnp.ones(2), table)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["newton", "quasi", "jacobi"])
+@pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi"])
 def test_single_precision(name):
     cell = "rnn"
     scan = functools.partial(parallel_scan, method=METHODS[name])

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells_to_solve import CELLS, D, distance, inputs, once_each, start, weights
 from fast import jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrences import CELLS, D, distance, inputs, start, weights
 
 from jaxpar.solve import Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential, parallel_scan
 from jaxpar.types import UsageError
@@ -27,14 +27,13 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("cell", ["lstm", "rnn"])
-@pytest.mark.parametrize("name", METHODS)
+@once_each(METHODS)
 def test_every_method_gives_the_states_of_the_loop(name, cell, x64):
     step, params, xs = functools.partial(CELLS[cell], weights()), start(cell), inputs(40)
     got = jit(lambda h, xs: parallel_scan(step, h, xs, method=METHODS[name], with_stats=True))(params, xs)
     carry, ys, stats = got
     assert distance((carry, ys), jax.lax.scan(step, params, xs)) < 1e-10
-    if name not in ("picard", "damped", "hutchinson"):  # those may have to be walked
+    if name in ("newton", "windows", "backward", "sequential"):  # the others may have to be walked
         assert stats.converged and stats.first_bad == 40 and stats.residual < 1e-12
     assert (stats.iterations == 0) == (name in ("backward", "sequential"))
 
@@ -55,8 +54,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, reverse", [*((name, False) for name in CASES), ("nested", True), ("no step", True)])
 def test_whatever_a_loop_takes(name, reverse):
     f, init, xs, length = CASES[name]
     want = jax.lax.scan(f, init(), xs, length, reverse)
@@ -76,7 +74,7 @@ def test_random_keys_are_inputs():
     assert distance(got, jax.lax.scan(f, jnp.zeros(2), keys)) < 1e-6
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 3), max_size=2).map(tuple), min_size=1, max_size=3),
     length=st.integers(1, 7),

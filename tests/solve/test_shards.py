@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from cells_to_solve import CELLS, distance, inputs, start, weights
 from fast import jit
 from jax.sharding import PartitionSpec as P
-from recurrences import CELLS, distance, inputs, start, weights
 
 from jaxpar.aot.hlo import collectives
 from jaxpar.mesh import MeshSpec, make_mesh

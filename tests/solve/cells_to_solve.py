@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 D = 4
 
@@ -32,6 +33,15 @@ def rnn(params, h, x):
 
 CELLS = {"gru": gru, "lstm": lstm, "rnn": rnn}
 SCALES = ("init", "uniform", "normal", "twice")
+
+
+def once_each(methods):
+    """Every method with one cell, in turn; with the other one it is slow."""
+    pairs = []
+    for number, name in enumerate(methods):
+        cells = ("rnn", "lstm")[:: 1 if number % 2 else -1]
+        pairs += [pytest.param(name, cells[0]), pytest.param(name, cells[1], marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("name, cell", pairs)
 
 
 def weights(scale="uniform", seed=0):
