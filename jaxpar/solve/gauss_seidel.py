@@ -80,6 +80,6 @@ class GaussSeidel:
             rest = tuple(leaf[count * block :] for leaf in problem.xs)
             tail = walk(tuple(leaf[-1] for leaf in inside), rest, length - count * block)
             inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
-        is_bad = outcome.first_bad < problem.parts * count
-        first_bad = jnp.where(is_bad, outcome.first_bad * block, problem.parts * length)
-        return inside, outcome._replace(first_bad=first_bad)
+        found = outcome.first_bad + 1  # blocks: the first whose end was not found is walked from one that was
+        everything = problem.parts * length
+        return inside, outcome._replace(first_bad=jnp.where(found < problem.parts * count, found * block, everything))
