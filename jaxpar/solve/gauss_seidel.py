@@ -62,7 +62,12 @@ class GaussSeidel:
 
         def walk(before: Leaves, xs: Leaves, steps: int = block) -> Leaves:
             entry = varying_as(before, (before, xs, problem.start))
-            return jax.lax.scan(lambda h, x: (problem.step(h, x),) * 2, entry, xs, steps)[1]
+
+            def one(h, x):
+                h = problem.step(h, x)
+                return h, h
+
+            return jax.lax.scan(one, entry, xs, steps)[1]
 
         def last(before: Leaves, xs: Leaves) -> Leaves:
             return tuple(leaf[-1] for leaf in walk(before, xs))
