@@ -62,7 +62,12 @@ class GaussSeidel:
 
         def walk(before: Leaves, xs: Leaves, steps: int = block) -> Leaves:
             entry = varying_as(before, (before, xs, problem.start))
-            return jax.lax.scan(lambda h, x: (problem.step(h, x),) * 2, entry, xs, steps)[1]
+
+            def one(h, x):
+                h = problem.step(h, x)
+                return h, h
+
+            return jax.lax.scan(one, entry, xs, steps)[1]
 
         def last(before: Leaves, xs: Leaves) -> Leaves:
             return tuple(leaf[-1] for leaf in walk(before, xs))
@@ -80,6 +85,6 @@ class GaussSeidel:
             rest = tuple(leaf[count * block :] for leaf in problem.xs)
             tail = walk(tuple(leaf[-1] for leaf in inside), rest, length - count * block)
             inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
-        is_bad = outcome.first_bad < problem.parts * count
-        first_bad = jnp.where(is_bad, outcome.first_bad * block, problem.parts * length)
-        return inside, outcome._replace(first_bad=first_bad)
+        found = outcome.first_bad + 1  # blocks: the first whose end was not found is walked from one that was
+        everything = problem.parts * length
+        return inside, outcome._replace(first_bad=jnp.where(found < problem.parts * count, found * block, everything))
