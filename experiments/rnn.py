@@ -63,7 +63,7 @@ class OptimizerConfig:
       clip_norm: Largest norm of a gradient.
     """
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-2
     warmup_steps: int = 20
     weight_decay: float = 0.01
     clip_norm: float = 1.0
@@ -80,7 +80,7 @@ class TrainConfig:
       keep: Newest checkpoints to keep; the best is kept as well.
     """
 
-    steps: int = 500
+    steps: int = 300
     eval_every: int = 100
     save_every: int = 100
     keep: int = 2

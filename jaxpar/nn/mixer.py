@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import in_role, local, mesh_axes
 from jaxpar.nn.aaren import Aaren
-from jaxpar.nn.cells import SequenceCell
+from jaxpar.nn.cells import Cell
 from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
 from jaxpar.nn.layer import first_state, unroll
 from jaxpar.nn.leaf import Leaf
@@ -73,7 +73,7 @@ def starts(segments: Int[Array, "B T"]) -> Bool[Array, "T B"]:
 
 
 def mixed(
-    cell: SequenceCell,
+    cell: Cell | Aaren,
     params: dict[str, jax.Array],
     drive: dict[str, Float[Array, "T B n"]],
     h0: PyTree | None = None,
