@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxpar.aot.flops import count_flops
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.fused import Fused, takes
+from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.solve.newton import Newton, Quasi, diagonal_structure
 from jaxpar.solve.parallel import parallel_scan
@@ -197,6 +198,7 @@ def choose(
     limit = min(row.seconds for row in table)
     for method in _iterative(structure, jac):
         table.append(_candidate(method, model, limit, is_chaotic, (f, init, xs, reverse) if is_known else None))
+    table.append(_shooting(model, jac, exponent, is_chaotic, eps))
     table.sort(key=lambda row: row.seconds)
     return Choice(table[0].method, _reason(table, exponent, is_chaotic, num, platform), exponent, tuple(table))
 
@@ -237,6 +239,12 @@ class _Model:
             bytes_per_step / self.costs.bandwidth + flops / self.costs.flops
         )
 
+    def shot(self, method: GaussSeidel) -> float:
+        """One pass over all blocks at once."""
+        states = sum(math.prod(group.batch) * group.n for group in self.structure.groups)
+        work = 10 * 4 * states / self.costs.bandwidth + self.step_flops / self.costs.flops
+        return self.costs.iteration + min(method.block, self.length) * self.costs.step_unrolled + self.length * work
+
     def back(self) -> float:
         """The exact gradient by one affine scan with the true Jacobian, where gradients are wanted."""
         return self.iteration(Newton()) if self.gradient else 0.0
@@ -271,6 +279,16 @@ def _candidate(method: Method, model: _Model, limit: float, is_chaotic: bool, pr
         return Candidate(method, int(stats.iterations), math.inf, f"ruled out: it fails within {num} steps")
     count = math.ceil(int(stats.iterations) / int(stats.windows))
     return Candidate(method, count, model.solve(method, count), f"iterations measured on {num} steps")
+
+
+def _shooting(model: _Model, jac: Any, exponent: float | None, is_chaotic: bool, eps: float) -> Candidate:
+    """Multiple shooting: a pass for each block until a wrong start is forgotten, one to see it, one for the insides."""
+    method = GaussSeidel(jac=jac)
+    if is_chaotic or (exponent is not None and exponent >= 0):
+        return Candidate(method, 0, math.inf, "ruled out: a wrong start is never forgotten")
+    count = 1 if exponent is None else math.ceil(math.log(eps) / (exponent * method.block))
+    source = "assumed: values are traced" if exponent is None else "from the exponent"
+    return Candidate(method, count, (count + 2) * model.shot(method) + model.back(), f"iterations {source}")
 
 
 def _prefix(xs: PyTree, reverse: bool) -> PyTree:

@@ -11,7 +11,7 @@ from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Leaves
 from jaxpar.solve.varying import varying_as
-from jaxpar.solve.windows import by_windows
+from jaxpar.solve.windows import by_windows, scanned
 from jaxpar.types import UsageError
 
 __all__ = ["GaussSeidel"]
@@ -67,7 +67,7 @@ class GaussSeidel:
                 h = problem.step(h, x)
                 return h, h
 
-            return jax.lax.scan(one, entry, xs, steps)[1]
+            return scanned(one, entry, xs, steps)
 
         def last(before: Leaves, xs: Leaves) -> Leaves:
             return tuple(leaf[-1] for leaf in walk(before, xs))

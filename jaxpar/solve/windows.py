@@ -22,7 +22,7 @@ from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
-__all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "walk"]
+__all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "scanned", "walk"]
 
 WINDOW_BYTES = 2**30
 """What the Jacobians of one window and the scan over them may take, by `Structure.bytes_per_step`."""
@@ -71,6 +71,14 @@ def joined(tree: Any, length: int) -> Any:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:length], tree)
 
 
+def scanned(f: Callable, start: Leaves, xs: Any, length: int, unroll: int | None = None) -> Leaves:
+    """Returns the outputs of `lax.scan`, whose loop is unrolled as `walk` says."""
+    run = functools.partial(jax.lax.scan, f, start, xs, length)
+    if unroll is not None:
+        return run(unroll=unroll)[1]
+    return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
+
+
 def walk(problem: Problem, h: Leaves, prefix: Array | int, unroll: int | None = None) -> Leaves:
     """Returns the states found step by step, keeping the first `prefix` steps of `h`.
 
@@ -85,10 +93,7 @@ def walk(problem: Problem, h: Leaves, prefix: Array | int, unroll: int | None = 
         return new, new
 
     def part(entry, h):
-        run = functools.partial(jax.lax.scan, one, entry, (problem.xs, h, is_kept), problem.length)
-        if unroll is not None:
-            return run(unroll=unroll)[1]
-        return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=8)[1])
+        return scanned(one, entry, (problem.xs, h, is_kept), problem.length, unroll)
 
     if problem.axis_name is None:
         return part(problem.start, h)
