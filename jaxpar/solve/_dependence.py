@@ -16,6 +16,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxpar.types import UsageError
+
 __all__ = ["Lost", "Relation", "relations"]
 
 
@@ -94,6 +96,11 @@ def _after(eqn: Any, operands: list[Relation]) -> list[Relation]:
         return relations(getattr(inner, "jaxpr", inner), operands)
     if name in _LOOPS:
         return _LOOPS[name](params, operands)
+    if name == "custom_lin":
+        raise UsageError(
+            "f calls a function with a custom_vjp, which has no forward derivative; "
+            "define it with custom_jvp, or use method=Sequential()."
+        )
     outs = len(eqn.outvars)
     if name in _ELEMENTWISE:
         return [join(*operands)] if outs == 1 else operands

@@ -12,7 +12,7 @@ from jaxpar.solve.varying import varying_as
 from jaxpar.solve.windows import by_windows
 from jaxpar.types import Array, UsageError
 
-__all__ = ["Newton", "Quasi", "check_iterative", "diagonal_structure"]
+__all__ = ["Newton", "Quasi", "check_iterative", "diagonal_structure", "exact_diagonal"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Quasi:
         """Returns L(diag A)^-1 residual."""
         before = problem.shift(h)
         if self.diagonal == "exact":
-            diagonal = _exact_diagonal(problem, before)
+            diagonal = exact_diagonal(problem, before)
         else:
             diagonal = _hutchinson(problem, before, self.samples, self.seed)
         structure = self.held(problem.structure)
@@ -159,7 +159,7 @@ def diagonal_structure(structure: Structure) -> Structure:
     return elementwise([shapes[leaf] for leaf in range(len(shapes))])
 
 
-def _exact_diagonal(problem: Problem, before: Leaves) -> Leaves:
+def exact_diagonal(problem: Problem, before: Leaves) -> Leaves:
     """Returns diag A [T, ...]: column by column, each of which gives one entry of every group."""
     n = max(group.n for group in problem.structure.groups)
 

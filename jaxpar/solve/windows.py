@@ -45,8 +45,7 @@ def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, 
     else:
         sizes = (window, SHORT) if window > 2 * SHORT else (window,)
     calm = tuple(jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in problem.start)
-    first = _first_iterate(problem, guess)
-    h, _, outcome = _Solver(method, on_fail).windows(problem, sizes, first, jnp.int32(length), calm)
+    h, _, outcome = _Solver(method, on_fail).windows(problem, sizes, guess, jnp.int32(length), calm)
     where = jnp.where(outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length)
     first_bad = where + outcome.first_bad
     if problem.axis_name is not None:
@@ -115,7 +114,7 @@ class _Solver:
         self,
         problem: Problem,
         sizes: tuple[int, ...],
-        guess: Leaves,
+        guess: Leaves | None,
         valid: Array,
         error: Leaves,
         chained: bool = False,
@@ -125,7 +124,7 @@ class _Solver:
         Args:
           problem: The recurrence.
           sizes: Of windows, at each level.
-          guess: States [T, ...].
+          guess: States [T, ...], or None.
           valid: Steps that count; those behind them are padding.
           error: Of the state before the first step, as `_errors` estimates it.
           chained: Whether this sequence is a part of a longer one.
@@ -149,6 +148,7 @@ class _Solver:
 
     def window(self, problem, sizes, guess, valid, error, chained) -> _State:
         """Solves one window, and again what fails of it."""
+        guess = _first_iterate(problem, guess)
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
         is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess)[:, -1:])[0]
         fit = iterate(self.method, problem, guess, valid, is_sound)
@@ -168,10 +168,8 @@ class _Solver:
                 made = again.outcome
                 total = made._replace(iterations=made.iterations + fit.iterations, windows=made.windows + 1)
                 return again._replace(outcome=total)
-            h = self._rest(problem, state.h, prefix)
-            is_known = chained and self._is_affordable(problem)
-            after = tuple(leaf[-1] for leaf in _errors(problem, h, error)) if is_known else error
-            return _State(h, after, outcome._replace(first_bad=prefix))
+            # What is walked is what the loop gives; the estimate starts again from what it was.
+            return _State(self._rest(problem, state.h, prefix), error, outcome._replace(first_bad=prefix))
 
         return _once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
 

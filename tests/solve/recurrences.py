@@ -1,0 +1,79 @@
+"""Recurrences that the tests of `jaxpar.solve` share, and weights at several scales."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+D = 4
+
+
+def gru(params, h, x):
+    """Elementwise; x is [3, D]."""
+    a = params["a"]
+    z = jax.nn.sigmoid(a[0] * h + x[0])
+    r = jax.nn.sigmoid(a[1] * h + x[1])
+    h = (1 - z) * h + z * jnp.tanh(a[2] * (r * h) + x[2])
+    return h, h
+
+
+def lstm(params, state, x):
+    """Two states coupled elementwise; x is [3, D]."""
+    a, (c, h) = params["a"], (state["c"], state["h"])
+    f = jax.nn.sigmoid(a[0] * h + x[0])
+    c = f * c + (1 - f) * jnp.tanh(a[1] * h + x[1])
+    h = jnp.tanh(c) * jax.nn.sigmoid(a[2] * c + x[2])
+    return {"c": c, "h": h}, {"out": h * c}
+
+
+def rnn(params, h, x):
+    """Dense; x is [3, D]."""
+    h = jnp.tanh(h @ params["w"] + x[0])
+    return h, (h, (h**2).sum())
+
+
+CELLS = {"gru": gru, "lstm": lstm, "rnn": rnn}
+SCALES = ("init", "uniform", "normal", "twice")
+
+
+def once_each(methods):
+    """Every method with one cell, in turn; with the other one it is slow."""
+    pairs = []
+    for number, name in enumerate(methods):
+        cells = ("rnn", "lstm")[:: 1 if number % 2 else -1]
+        pairs += [pytest.param(name, cells[0]), pytest.param(name, cells[1], marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("name, cell", pairs)
+
+
+def weights(scale="uniform", seed=0):
+    """Recurrent weights as at the start of training, U(-0.9, 0.9), N(0, 1) or 2 N(0, 1)."""
+    keys = jax.random.split(jax.random.key(seed))
+    shapes = {"a": (3, D), "w": (D, D)}
+
+    def draw(key, shape):
+        if scale == "uniform":
+            return jax.random.uniform(key, shape, minval=-0.9, maxval=0.9)
+        return {"init": 0.4, "normal": 1.0, "twice": 2.0}[scale] * jax.random.normal(key, shape)
+
+    return {name: draw(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def inputs(length, seed=1):
+    return jax.random.normal(jax.random.key(seed), (length, 3, D))
+
+
+def start(cell):
+    h = jnp.linspace(-0.5, 0.5, D)
+    return {"c": h, "h": -h} if cell == "lstm" else h
+
+
+def largest(tree):
+    return max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
+
+
+def distance(got, want):
+    """The largest difference of any leaf relative to its largest entry; infinite if one is not finite."""
+    errors = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        error = jnp.abs(a - b).max() / jnp.maximum(jnp.abs(b).max(), 1e-30)
+        errors.append(float(error) if bool(jnp.isfinite(a).all()) else float("inf"))
+    return max(errors)

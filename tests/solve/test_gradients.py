@@ -1,0 +1,114 @@
+"""Derivatives are those of the loop, whatever found the states, and need the memory of one window."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from fast import jit
+from recurrences import CELLS, distance, inputs, once_each, start, weights
+
+from jaxpar.solve import Jacobi, Newton, ParallelBackward, Quasi, parallel_scan
+
+METHODS = {
+    "newton": Newton(),
+    "windows": Newton(window=16),
+    "damped": Newton(damping=0.3),
+    "quasi": Quasi(),
+    "hutchinson": Quasi("hutchinson"),
+    "jacobi": Jacobi(),
+    "backward": ParallelBackward(window=16),
+    "walked": Newton(max_iters=1),
+}
+
+
+def loss(cell, scan, params, h, xs):
+    carry, ys = scan(functools.partial(CELLS[cell], params), h, xs)
+    return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves((carry, ys)))
+
+
+def arguments(cell, length=40):
+    return weights(), start(cell), inputs(length)
+
+
+@once_each(METHODS)
+def test_gradients_to_everything_are_those_of_the_loop(name, cell, x64):
+    scan = functools.partial(parallel_scan, method=METHODS[name])
+    got = jit(jax.grad(functools.partial(loss, cell, scan), (0, 1, 2)))(*arguments(cell))
+    want = jit(jax.grad(functools.partial(loss, cell, jax.lax.scan), (0, 1, 2)))(*arguments(cell))
+    assert distance(got[0]["a" if cell == "lstm" else "w"], want[0]["a" if cell == "lstm" else "w"]) < 1e-10
+    assert distance(got[1:], want[1:]) < 1e-10
+
+
+@pytest.mark.parametrize("method", [Newton(window=16), ParallelBackward()], ids=["windows", "backward"])
+def test_forward_and_second_derivatives(method, x64):
+    params, h, xs = arguments("rnn")
+
+    def twice(scan):
+        value = lambda w: loss("rnn", scan, {"w": w}, h, xs)  # noqa: E731
+        return jit(lambda w, v: (jax.jvp(value, (w,), (v,)), jax.jvp(jax.grad(value), (w,), (v,))))
+
+    args = params["w"], jnp.cos(params["w"])
+    assert distance(twice(functools.partial(parallel_scan, method=method))(*args), twice(jax.lax.scan)(*args)) < 1e-10
+
+
+def test_reverse_over_reverse_inside_a_loop_and_under_vmap(x64):
+    params, h, xs = arguments("gru", 12)
+
+    def outer(scan, w):
+        """Two sequences, each solved twice, the second time from the end of the first."""
+
+        def one(xs):
+            step = functools.partial(CELLS["gru"], {"a": w})
+            return jax.lax.scan(lambda h, part: (scan(step, h, part)[0], None), h, xs.reshape(2, 6, 3, -1))[0].sum()
+
+        return jax.vmap(one)(jnp.stack([xs, -xs])).sum()
+
+    def curvature(scan):
+        return jit(jax.grad(lambda w: (jax.grad(functools.partial(outer, scan))(w) ** 2).sum()))(params["a"])
+
+    assert distance(curvature(parallel_scan), curvature(jax.lax.scan)) < 1e-10
+
+
+def test_only_what_has_a_tangent_is_differentiated(x64):
+    """Integer inputs and closed-over integers stay as they are; a gradient to the start alone is exact too."""
+    table, xs = jnp.arange(6.0) / 6, jnp.arange(20) % 6
+
+    def value(scan, h, table):
+        f = lambda h, n: (jnp.tanh(h * table[n] + 0.1 * n), h)  # noqa: E731
+        return scan(f, h, xs)[1].sum()
+
+    for argnums in (0, 1):
+        got = jit(jax.grad(functools.partial(value, parallel_scan), argnums))(jnp.ones(2), table)
+        assert distance(got, jax.grad(functools.partial(value, jax.lax.scan), argnums)(jnp.ones(2), table)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi"])
+def test_single_precision(name):
+    cell = "rnn"
+    scan = functools.partial(parallel_scan, method=METHODS[name])
+    got = jit(jax.grad(functools.partial(loss, cell, scan), (0, 2)))(*arguments(cell, 200))
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), arguments(cell, 200))
+        want = jit(jax.grad(functools.partial(loss, cell, jax.lax.scan), (0, 2)))(*exact)
+        assert distance(got[0]["w"], want[0]["w"]) < 1e-5 and distance(got[1], want[1]) < 1e-5
+
+
+def test_memory_grows_with_the_window_and_not_with_the_length():
+    n, window = 16, 128
+    method = Newton(window=window)
+
+    def value(w, xs):
+        return parallel_scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, jnp.zeros(n), xs, method=method)[1].sum()
+
+    def temporary(length):
+        shapes = jax.ShapeDtypeStruct((n, n), jnp.float32), jax.ShapeDtypeStruct((length, n), jnp.float32)
+        memory = jit(jax.value_and_grad(value, (0, 1))).lower(*shapes).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    short, middle, long = map(temporary, (1024, 16384, 262144))
+    jacobians = 4 * n * n * window
+    per_step = (long - middle) / (262144 - 16384)
+    assert short > jacobians  # one window's are alive
+    assert per_step < 6 * 4 * n  # what still grows are states [T, n], never Jacobians [T, n, n]
+    assert middle - 16384 * per_step < 2 * (short - 1024 * per_step) + 2**16
