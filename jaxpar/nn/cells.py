@@ -47,7 +47,7 @@ class SequenceCell(Protocol):
         """Returns the state before the first step."""
         ...
 
-    def step(self, params: PyTree, h: PyTree, drive: PyTree) -> PyTree:
+    def step(self, params: PyTree, h: PyTree, drive: PyTree, /) -> PyTree:
         """Returns the next state."""
         ...
 
