@@ -79,10 +79,11 @@ def parallel_scan(
 
     The states are the root of f(h[t-1], x[t]) - h[t] = 0 over all t; the method iterates on all of them at once until
     residual and update are as small as rounding allows, so the result is that of the loop up to rounding and not an
-    approximation. Derivatives of any order are exact whatever the method: they are those of the root. Under `jit`,
-    `vmap` (each sequence with its own convergence), `grad`, `jvp`, `shard_map` and inside loops; f may close over
-    traced arrays. Products in f are made at full precision (no TF32) unless they or `jax.default_matmul_precision` say
-    otherwise. Call it under `jit`: outside, every call compiles anew.
+    approximation. Derivatives of any order are exact whatever the method: they are those of the root. Works under
+    `jit`, `vmap` (each sequence with its own convergence), `grad`, `jvp`, `shard_map` and inside loops (there `jvp` of
+    `grad`, but no `grad` of `grad`, which JAX refuses); f may close over traced arrays. Products in f are made at full
+    precision (no TF32) unless they or `jax.default_matmul_precision` say otherwise. Call it under `jit`: outside, every
+    call compiles anew.
 
     Args:
       f: (state, input) -> (state, output), as for `lax.scan`; differentiable forwards. State leaves are floating.
