@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from tolerance import assert_close
 
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.types import UsageError
-from tests.tolerance import assert_close
 
 NET = DenseDepth(input_dim=3, num_layers=9, width=4)
 

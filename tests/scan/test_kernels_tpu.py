@@ -69,7 +69,7 @@ def test_a_batch_is_one_kernel(axes):
     kernel = functools.partial(_pallas.affine, interpret=True)
 
     def run(a, b, h0):
-        return _kernels.batched(kernel, 1, True)(((a,),), (b,), (h0,))[0]
+        return _kernels.batched(kernel, 1, reverse=True)(((a,),), (b,), (h0,))[0]
 
     f = jax.vmap(run, axes)
     assert str(jax.make_jaxpr(f)(a, b, h0)).count("pallas_call[") == 1

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerance import assert_close
 
 from jaxpar.solve import Newton, parallel_scan
 from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.systems import langevin_step, leapfrog, leapfrog_step, ode_step, sde_step
-from tests.tolerance import assert_close
 
 NUM = 48
 

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from tolerance import assert_close
 
-from jaxpar.solve import Newton, ParallelBackward, Sequential, parallel_scan
+from jaxpar.solve import GaussSeidel, Newton, ParallelBackward, Sequential, parallel_scan
 from jaxpar.solve.auto import COSTS, Auto, choose
 from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.types import UsageError
-from tests.tolerance import assert_close
 
 TIME = 4096
 
@@ -34,13 +34,24 @@ def logistic(h, _):
 def test_a_predictable_elementwise_cell_is_iterated_on_a_gpu():
     f = gated(0.5)
     choice = choose(f, INIT, XS, platform="gpu")
-    assert isinstance(choice.method, Newton)
+    assert isinstance(choice.method, Newton | GaussSeidel)
     assert choice.exponent == pytest.approx(float(jax.jit(lambda: lyapunov(f, INIT, XS[:128]))()), rel=1e-5)
     seconds = [row.seconds for row in choice.table]
-    assert seconds == sorted(seconds) and len(seconds) == 4
-    newton = choice.table[0]
+    assert seconds == sorted(seconds) and len(seconds) == 5
+    newton = next(row for row in choice.table if isinstance(row.method, Newton))
     assert 2 <= newton.iterations <= 8 and "measured" in newton.note
-    assert "Newton for 4096 steps on gpu" in str(choice) and "exponent -" in choice.reason
+    assert f"{type(choice.method).__name__} for 4096 steps on gpu" in str(choice) and "exponent -" in choice.reason
+
+
+def test_shooting_takes_as_many_passes_as_blocks_until_a_start_is_forgotten():
+    passes = []
+    for a in (0.1, 0.9):
+        choice = choose(gated(a), INIT, 0 * XS, platform="gpu")
+        row = next(row for row in choice.table if isinstance(row.method, GaussSeidel))
+        passes.append(row.iterations)
+        _, _, stats = parallel_scan(gated(a), INIT + 0.5, 0 * XS[:2048], method=row.method, with_stats=True)
+        assert stats.converged and int(stats.iterations) <= row.iterations + 2
+    assert passes == [1, 3]
 
 
 def test_a_chaotic_one_is_not():
@@ -68,7 +79,7 @@ def test_a_wide_dense_cell_is_walked():
 
     jax.eval_shape(inside, xs)
     newton = next(row for row in seen[0].table if isinstance(row.method, Newton))
-    assert isinstance(seen[0].method, Sequential) and newton.seconds > seen[0].table[0].seconds
+    assert isinstance(seen[0].method, Sequential | ParallelBackward) and newton.seconds > seen[0].table[0].seconds
 
 
 def test_short_sequences_and_cpus_are_walked():
@@ -96,13 +107,13 @@ def test_traced_values_are_not_looked_at():
         return xs
 
     jax.eval_shape(inside, XS)
-    assert seen[0].exponent is None and isinstance(seen[0].method, Newton)
+    assert seen[0].exponent is None and isinstance(seen[0].method, Newton | GaussSeidel)
     assert "assumed" in seen[0].reason and "assumed" in seen[0].table[0].note
     jax.eval_shape(lambda: inside(XS))  # known inputs, but nothing can be run here
     assert seen[1].exponent is None
 
 
 def test_every_constant_has_a_source_and_platforms_are_known():
-    assert all(costs.source and min(costs[:-1]) > 0 for costs in COSTS.values())
+    assert all(costs.source and min(costs[:-2]) > 0 for costs in COSTS.values())
     with pytest.raises(UsageError, match="no costs"):
         choose(gated(0.5), INIT, XS, platform="abacus")

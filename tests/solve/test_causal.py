@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerance import assert_close
 
 from jaxpar.solve.causal import causal_fixed_point, check_causal
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.sequential import Sequential
 from jaxpar.types import UsageError
-from tests.tolerance import assert_close
 
 METHODS = [Jacobi(), GaussSeidel(block=5), Sequential()]
 NUM = 12

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerance import assert_close
 
 from jaxpar.solve import Newton, parallel_scan
 from jaxpar.solve.elk import Elk, trusted
 from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.types import UsageError
-from tests.tolerance import assert_close
 
 TIME, N = 9, 3
 
