@@ -92,10 +92,9 @@ def _after(eqn: Any, operands: list[Relation]) -> list[Relation]:
     """Returns the relations of what one equation computes."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
-        inner = params[_CALLS[name]]
-        return relations(getattr(inner, "jaxpr", inner), operands)
+        return relations(_open(params[_CALLS[name]]), operands)
     if name in _LOOPS:
-        return _LOOPS[name](params, operands)
+        return _LOOPS[name](eqn, operands)
     if name == "custom_lin":
         raise UsageError(
             "f calls a function with a custom_vjp, which has no forward derivative; "
@@ -202,27 +201,35 @@ def _fixed_point(body: Callable[[list[Relation]], list[Relation]], carry: list[R
         carry = after
 
 
-def _while(params, operands):
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _while(eqn, operands):
+    params = eqn.params
     first = params["cond_nconsts"]
     consts, carry = operands[first : first + params["body_nconsts"]], operands[first + params["body_nconsts"] :]
-    return _fixed_point(lambda carry: relations(params["body_jaxpr"].jaxpr, [*consts, *carry]), carry)
+    return _fixed_point(lambda carry: relations(_open(params["body_jaxpr"]), [*consts, *carry]), carry)
 
 
-def _scan(params, operands):
-    lost = Lost("scan", True)
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+def _scan(eqn, operands):
+    body, lost = _open(eqn.params["jaxpr"]), Lost("scan", True)
+    # What is scanned over, or stacked, has an axis more than the body sees; the names of the counts depend on JAX.
+    num_xs = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
+    num_carry = sum(a.aval.ndim == b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
+    num_consts = len(operands) - num_carry - num_xs
     consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
     rows = [_moved(part, lambda p: p - 1 if p else lost) for part in xs]
 
-    def body(carry):
-        return relations(params["jaxpr"].jaxpr, [*consts, *carry, *rows])
+    def after(carry):
+        return relations(body, [*consts, *carry, *rows])
 
-    carry = _fixed_point(lambda carry: body(carry)[:num_carry], operands[num_consts : num_consts + num_carry])
-    return [*carry, *(_moved(part, lambda p: p + 1) for part in body(carry)[num_carry:])]
+    carry = _fixed_point(lambda carry: after(carry)[:num_carry], operands[num_consts : num_consts + num_carry])
+    return [*carry, *(_moved(part, lambda p: p + 1) for part in after(carry)[num_carry:])]
 
 
-def _cond(params, operands):
-    results = [relations(branch.jaxpr, operands[1:]) for branch in params["branches"]]
+def _cond(eqn, operands):
+    results = [relations(_open(branch), operands[1:]) for branch in eqn.params["branches"]]
     return [join(*parts) for parts in zip(*results, strict=True)]
 
 
