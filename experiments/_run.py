@@ -168,14 +168,16 @@ def identity(config: Any) -> dict[str, Any]:
     """Returns what makes two runs the same run: seed, model, data and optimizer, by flag name.
 
     Mesh, remat, steps and logging are left out, so that they may change when a run resumes: fields whose
-    metadata say `identity=False` say how, not what.
+    metadata say `identity=False` say how, not what, and those of `identity="changed"`, which came after the first runs,
+    count where they are not the default.
     """
     flat = {"seed": config.seed}
     for part in ("model", "data", "optimizer"):
         value = getattr(config, part, None)
         for field in dataclasses.fields(value) if value is not None else ():
-            if field.metadata.get("identity", True):
-                flat[f"{part}.{field.name}"] = getattr(value, field.name)
+            chosen, counts = getattr(value, field.name), field.metadata.get("identity", True)
+            if counts is True or (counts == "changed" and chosen != field.default):
+                flat[f"{part}.{field.name}"] = chosen
     return flat
 
 

@@ -26,6 +26,11 @@ def _execution(default):
     return dataclasses.field(default=default, metadata={"identity": False})
 
 
+def _later(default):
+    """A field that runs made before it was there lack: part of a run's identity where it is not the default."""
+    return dataclasses.field(default=default, metadata={"identity": "changed"})
+
+
 @dataclasses.dataclass(frozen=True)
 class LMConfig:
     """A decoder-only transformer. Defaults are a small Llama over bytes.
@@ -77,8 +82,8 @@ class LMConfig:
     num_kv_heads: int = 0
     head_dim: int = 0
     mlp_dim: int = 384
-    mixer: str = "attention"
-    mixer_dim: int = 0
+    mixer: str = _later("attention")
+    mixer_dim: int = _later(0)
     norm: str = "rms"
     norm_eps: float = 1e-5
     positions: str = "rope"

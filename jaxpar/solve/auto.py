@@ -175,8 +175,8 @@ def choose(
     structure = structure_of(traced.step, traced.init, first, jac)
     flops = count_flops(traced.step, traced.init, first).total
     problem = Problem(traced.step, traced.init, traced.xs, num, structure)
-    has_kernels = COSTS[platform].kernel is not None and num > 0 and takes(problem)
-    model = _Model(COSTS[platform], structure, num, flops, gradient, has_kernels)
+    kernel = COSTS[platform].kernel if num > 0 and takes(problem) else None
+    model = _Model(COSTS[platform], structure, num, flops, gradient, kernel)
 
     now = jnp.zeros(())  # a tracer wherever a program is traced, even one whose inputs are all known
     is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts, now)))
@@ -192,8 +192,8 @@ def choose(
             ParallelBackward(jac=jac), 0, model.walk_unrolled() + model.back(), "lax.scan, with a parallel gradient"
         ),
     ]
-    if model.has_kernels:
-        seconds = num * model.costs.kernel[0] + model.back()
+    if kernel is not None:
+        seconds = num * kernel[0] + model.back()
         table.append(Candidate(Fused(jac=jac), 0, seconds, "one kernel, with a parallel gradient"))
     limit = min(row.seconds for row in table)
     for method in _iterative(structure, jac):
@@ -212,7 +212,7 @@ class _Model:
     length: int
     step_flops: float
     gradient: bool
-    has_kernels: bool
+    kernel: tuple[float, float, float] | None
 
     def walk(self) -> float:
         return self.length * (self.costs.step + self.step_flops / self.costs.flops)
@@ -225,9 +225,9 @@ class _Model:
 
     def iteration(self, method: Method) -> float:
         """One iteration over the whole length, all windows together."""
-        if self.has_kernels and isinstance(method, Newton):
+        if self.kernel is not None and isinstance(method, Newton):
             states = self.length * sum(math.prod(group.batch) * group.n for group in self.structure.groups)
-            return self.costs.kernel[1] + 4 * 5 * states / self.costs.kernel[2]
+            return self.kernel[1] + 4 * 5 * states / self.kernel[2]
         held = diagonal_structure(self.structure) if isinstance(method, Quasi) else self.structure
         products = 0 if isinstance(method, Jacobi) else max(group.n for group in self.structure.groups)
         size = 4 * sum(math.prod(group.batch) * group.n for group in held.groups)

@@ -107,12 +107,10 @@ def parallel_scan(
         structure, shape or dtype than it took, and a Jacobian structure that the program of f contradicts.
       ArithmeticError: See `on_fail`.
     """
-    method = Newton() if method is None else method
     if on_fail not in ON_FAIL:
         raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
     length = _length(xs, length)
-    if hasattr(method, "choice") and length > 0:  # `Auto`, which tries methods with this function
-        method = method.choice(f, init, xs, length, reverse).method
+    method = _chosen(method, f, init, xs, length, reverse)
     is_plain = isinstance(method, Sequential) and axis_name is None
     if is_plain or length == 0 or not jax.tree.leaves(init):
         unroll = getattr(method, "unroll", 1)
@@ -128,6 +126,15 @@ def parallel_scan(
         raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
     result = traced.state_tree.unflatten(carry), traced.output_tree.unflatten(ys)
     return (*result, stats) if with_stats else result
+
+
+def _chosen(method: Any, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Method:
+    """Returns the method itself, `Newton` for None, and the choice of an `Auto`, which tries methods with this f."""
+    if method is None:
+        return Newton()
+    if hasattr(method, "choice"):
+        return method.choice(f, init, xs, length, reverse).method if length > 0 else Sequential()
+    return method
 
 
 def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves | None) -> tuple[Leaves, Leaves, Stats]:
