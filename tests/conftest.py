@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is installed, is first imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
