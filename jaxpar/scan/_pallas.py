@@ -27,7 +27,7 @@ def available() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def affine(a, b, h0, *, axis: int, reverse: bool, adjoint: bool = False, interpret: bool = False):
+def affine(a, b, h0, *, axis: int, reverse: bool, interpret: bool = False):
     """Returns h[t] = a[t] h[t-1] + b[t] in b's dtype, carried in float32; without `h0` the first a is not used.
 
     Args:
@@ -36,7 +36,6 @@ def affine(a, b, h0, *, axis: int, reverse: bool, adjoint: bool = False, interpr
       h0: `(h0,)`, `[..., D]`, or None.
       axis: Of time: the last but one.
       reverse: From the last step to the first.
-      adjoint: Takes at each step the transition of the step before it, in the order of the scan.
       interpret: Runs on any platform, slowly.
     """
     ((a,),), (b,) = a, b

@@ -102,6 +102,7 @@ def _walk(jaxpr, consts, inputs, prefix, lanes, lines):
     for equation in reversed(live):
         for var in equation.outvars:
             _check_shape(equation.primitive.name, var.aval.shape, lanes)
+            _check_dtype(equation.primitive.name, var.aval.dtype)
         name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
         if name in NESTED:
             inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
@@ -119,9 +120,12 @@ def _expression(name: str, values: list[str], equation) -> str:
     if name in ("broadcast_in_dim", "reshape"):
         _check_move(name, equation.invars[0].aval.shape, into.shape, equation.params)
     if name == "convert_element_type":
-        # Among floats nothing is rounded: tiles are float32.
-        before, after = (jnp.issubdtype(aval.dtype, jnp.floating) for aval in (equation.invars[0].aval, into))
-        return values[0] if before == after else f"({values[0]}).to(tl.{'float32' if after else 'int32'})"
+        was_bool, is_bool = (aval.dtype == jnp.bool_ for aval in (equation.invars[0].aval, into))
+        if was_bool == is_bool:  # among floats nothing is rounded: tiles are float32
+            return values[0]
+        return f"({values[0]} != 0)" if is_bool else f"({values[0]}).to(tl.float32)"
+    if name == "select_n" and len(values) != 3:
+        raise NotElementwise("it selects among more than two values")
     if name == "integer_pow":
         power = equation.params["y"]
         product = " * ".join([values[0]] * abs(power)) or "1.0"
@@ -154,6 +158,12 @@ def _check_shape(name: str, shape: tuple[int, ...], lanes: tuple[int, ...]):
         raise NotElementwise(
             f"{name} makes shape {shape}, which is neither that of the carry {lanes} nor of its last axes"
         )
+
+
+def _check_dtype(name: str, dtype):
+    """Refuses integers, whose division and width differ, and what is wider than a tile."""
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.bool_):
+        raise NotElementwise(f"{name} makes {dtype}, and kernels compute with float32")
 
 
 def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ def parallel_scan(
     method = _chosen(method, f, init, xs, length, reverse)
     is_plain = isinstance(method, Sequential) and axis_name is None
     if is_plain or length == 0 or not jax.tree.leaves(init):
-        unroll = getattr(method, "unroll", 1)
+        unroll = getattr(method, "unroll", None) or 1
         carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll=unroll)
         return (carry, ys, _untroubled(method, length)) if with_stats else (carry, ys)
     traced = trace(f, init, xs, axis_name)

@@ -36,6 +36,7 @@ def odds_and_ends(h, x):
     (h,), (a, b, c) = h, x
     h = jnp.where(a > 0, jnp.maximum(h, b), jnp.minimum(-h, 0.5)) + jnp.abs(c) ** 3 / (1 + jnp.exp(-h))
     h = jnp.clip(h, -2.0, 2.0) * jnp.float32(a < b) - jnp.sqrt(jnp.square(c) + 1) + jax.lax.rsqrt(1 + h * h)
+    h = h + h.astype(bool) * (h > 0)
     return (jnp.cos(h) * jax.nn.relu(h) + jnp.sin(b) + jnp.log(2 + h * h) + jnp.sign(c) * (1 + h * h) ** -2,)
 
 
@@ -124,6 +125,8 @@ def test_the_fast_functions_are_as_exact_as_float32_allows():
 
 
 REFUSED = {
+    "integers": (lambda h, x: (h[0] + (h[0].astype(jnp.int32) // 2).astype(jnp.float32),), "int32"),
+    "three cases": (lambda h, x: (jax.lax.select_n((h[0] > 0).astype(jnp.int32), h[0], x[0], x[1]),), "int32|two"),
     "a product": (lambda h, x: (h[0] @ jnp.eye(5),), "dot_general|shape"),
     "a sum over lanes": (lambda h, x: (h[0] + h[0].sum(-1, keepdims=True),), "reduce_sum|shape"),
     "a turn": (lambda h, x: (jnp.roll(h[0], 1, -1),), "slice|shape|concatenate"),
