@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxpar.solve import Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential
+from jaxpar.solve import Elk, Fused, GaussSeidel, Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential
 from jaxpar.types import UsageError
 
 __all__ = ["METHODS", "solver"]
@@ -14,6 +14,9 @@ METHODS = {
     "quasi": Quasi,
     "jacobi": Jacobi,
     "picard": Picard,
+    "gauss_seidel": GaussSeidel,
+    "elk": Elk,
+    "fused": Fused,
     "parallel_backward": ParallelBackward,
     "sequential": Sequential,
 }

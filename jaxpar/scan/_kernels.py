@@ -18,14 +18,13 @@ from jaxpar.scan._rings import LANES, Ring, num_steps, together
 __all__ = ["kernel_for"]
 
 _MODULES = {"cuda": "jaxpar.scan._triton", "tpu": "jaxpar.scan._pallas"}
-_MAX_LANES = {"cuda": 2, "tpu": 1}
 _DTYPES = {jnp.dtype("float32"), jnp.dtype("bfloat16")}
 
 
 def kernel_for(platform: str, ring: Ring, a, b, h0, *, axis: int) -> Callable | None:
     """Returns the platform's kernel as `(a, b, h0, *, axis, reverse) -> h` if it takes these arrays."""
     module = _module(platform)
-    if module is None or ring is not LANES or len(b) > _MAX_LANES[platform]:
+    if module is None or ring is not LANES or len(b) > module.LARGEST_BLOCK:
         return None
     if {x.dtype for x in jax.tree.leaves((a, b, h0))} - _DTYPES:
         return None

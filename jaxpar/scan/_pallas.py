@@ -14,7 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["affine", "available"]
+__all__ = ["LARGEST_BLOCK", "affine", "available"]
+
+LARGEST_BLOCK = 1
+"""Diagonal recurrences only."""
 
 STEPS = 128
 """Steps of a block: with `LANES` lanes in float32, three arrays twice are 3 MiB of the 16 that a kernel may have."""

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.scan.varying import varying_as
+
 __all__ = ["DENSE", "LANES", "Ring", "cast", "num_steps", "put_first", "shifted", "span", "take", "together"]
 
 
@@ -74,17 +76,7 @@ def num_steps(tree, axis):
 
 def together(tree):
     """Returns arrays that all vary over the same axes of an enclosing `shard_map`, so that loops can carry them."""
-
-    def varying(x):
-        return jax.typeof(x).manual_axis_type.varying
-
-    axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
-
-    def spread(x):
-        missing = tuple(axes - varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(spread, tree)
+    return varying_as(tree, tree)
 
 
 def span(tree, start, stop, axis):

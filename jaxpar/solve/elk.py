@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpar.solve.newton import check_iterative, diagonal_structure, exact_diagonal
-from jaxpar.solve.problem import Outcome, Problem
+from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.solve.windows import by_windows
 from jaxpar.types import UsageError
@@ -63,9 +63,7 @@ class Elk:
         """Returns the structure of the part of the Jacobian that an update uses."""
         return diagonal_structure(structure) if self.quasi else structure
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Solves window by window."""
-        return by_windows(self, problem, guess, on_fail)
+    states = by_windows
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns L(M A)^-1 residual. Over devices each part's filter starts anew, which changes M and no solution."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpar.solve.newton import check_iterative, diagonal_structure
-from jaxpar.solve.problem import Outcome, Problem
+from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.solve.windows import by_windows
 
@@ -40,9 +40,7 @@ class Jacobi:
         """Returns the structure of a diagonal, more than is held."""
         return diagonal_structure(structure)
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Solves window by window."""
-        return by_windows(self, problem, guess, on_fail)
+    states = by_windows
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns the residual: the next iterate is f(S h, x)."""
@@ -72,9 +70,7 @@ class Picard:
         """Returns the structure of a diagonal, more than is held."""
         return diagonal_structure(structure)
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Solves window by window."""
-        return by_windows(self, problem, guess, on_fail)
+    states = by_windows
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns delta[t] = delta[t-1] + residual[t]."""

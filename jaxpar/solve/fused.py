@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import custom_batching, lax
 
 from jaxpar.scan import _triton
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
 from jaxpar.solve.iterate import bounds, leading, scale, within
 from jaxpar.solve.problem import Outcome, Problem
+from jaxpar.solve.sequential import check_unroll, untroubled
 from jaxpar.solve.structure import Leaves
-from jaxpar.solve.varying import varying_as
 from jaxpar.solve.windows import walk
-from jaxpar.types import UsageError
 
 __all__ = ["Fused", "newton_states", "takes", "walked"]
 
@@ -49,14 +49,11 @@ class Fused:
     unroll: int | None = None
 
     def __post_init__(self):
-        if self.unroll is not None and self.unroll < 1:
-            raise UsageError(f"unroll={self.unroll} must be 1 at least.")
+        check_unroll(self.unroll)
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""
-        zero = jnp.zeros((), jnp.float32)
-        outcome = Outcome(jnp.int32(0), jnp.int32(1), zero, zero, jnp.int32(problem.parts * problem.length))
-        return walked(problem, self.unroll), outcome
+        return walked(problem, self.unroll), untroubled(problem)
 
 
 def takes(problem: Problem) -> bool:
@@ -67,8 +64,7 @@ def takes(problem: Problem) -> bool:
 def walked(problem: Problem, unroll: int | None = None) -> Leaves:
     """Returns the states found step by step."""
     lanes = _lanes(problem)
-    empty = tuple(jnp.zeros((problem.length, *leaf.shape), leaf.dtype) for leaf in problem.start)
-    plain = functools.partial(walk, problem, empty, 0, unroll)
+    plain = functools.partial(walk, problem, unroll=unroll)
     if lanes is None:
         return plain()
     cell, constants = lanes

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Leaves
-from jaxpar.solve.varying import varying_as
 from jaxpar.solve.windows import by_windows, scanned
 from jaxpar.types import UsageError
 

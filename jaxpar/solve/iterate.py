@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import IterativeMethod, Problem
 from jaxpar.solve.structure import Leaves
-from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
 __all__ = ["Fit", "bounds", "iterate", "leading", "most_iterations", "within"]

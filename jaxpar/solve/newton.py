@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve.fused import newton_states, takes
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Block, Dense, Jacobian, Leaves, Structure, elementwise
-from jaxpar.solve.varying import varying_as
 from jaxpar.solve.windows import by_windows
 from jaxpar.types import Array, UsageError
 
@@ -111,9 +111,7 @@ class Quasi:
         """Returns the structure of the diagonal."""
         return diagonal_structure(structure)
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Solves window by window."""
-        return by_windows(self, problem, guess, on_fail)
+    states = by_windows
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns L(diag A)^-1 residual."""

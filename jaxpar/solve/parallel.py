@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve.newton import Newton
 from jaxpar.solve.problem import Method, Outcome
 from jaxpar.solve.program import Traced, leaf_names, trace
 from jaxpar.solve.sequential import Sequential
 from jaxpar.solve.solution import Solve, states
 from jaxpar.solve.structure import Leaves, probe_tolerance, structure_of
-from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = ["ON_FAIL", "Stats", "parallel_scan"]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jaxpar.scan.varying import varying_axes, varying_over
 from jaxpar.solve.structure import Leaves
-from jaxpar.solve.varying import varying_axes, varying_over
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = ["Recurrence", "Traced", "leaf_names", "trace"]

@@ -10,7 +10,7 @@ from jaxpar.solve.structure import Leaves
 from jaxpar.solve.windows import walk
 from jaxpar.types import UsageError
 
-__all__ = ["ParallelBackward", "Sequential"]
+__all__ = ["ParallelBackward", "Sequential", "check_unroll", "untroubled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Sequential:
     jac: Any = "auto"
 
     def __post_init__(self):
-        _check_unroll(self.unroll)
+        check_unroll(self.unroll)
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""
-        return _walked(problem, self.unroll)
+        return walk(problem, unroll=self.unroll), untroubled(problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,20 +48,20 @@ class ParallelBackward:
     unroll: int | None = None
 
     def __post_init__(self):
-        _check_unroll(self.unroll)
+        check_unroll(self.unroll)
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""
-        return _walked(problem, self.unroll)
+        return walk(problem, unroll=self.unroll), untroubled(problem)
 
 
-def _check_unroll(unroll: int | None) -> None:
+def check_unroll(unroll: int | None) -> None:
+    """Checks the field that all walks share."""
     if unroll is not None and unroll < 1:
         raise UsageError(f"unroll={unroll} must be 1 at least.")
 
 
-def _walked(problem: Problem, unroll: int | None) -> tuple[Leaves, Outcome]:
-    empty = tuple(jnp.zeros((problem.length, *leaf.shape), leaf.dtype) for leaf in problem.start)
-    h = walk(problem, empty, 0, unroll)
+def untroubled(problem: Problem) -> Outcome:
+    """Returns the outcome of a walk: nothing is guessed, and nothing fails."""
     zero = jnp.zeros((), jnp.float32)
-    return h, Outcome(jnp.int32(0), jnp.int32(1), zero, zero, jnp.int32(problem.parts * problem.length))
+    return Outcome(jnp.int32(0), jnp.int32(1), zero, zero, jnp.int32(problem.parts * problem.length))

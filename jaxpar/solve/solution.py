@@ -89,7 +89,7 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
         drive = jax.jvp(driven, moved, (_moved(d_consts, d_consts), _moved(d_x, d_x)))[1]
         jacobian = solve.structure.jacobian(lambda before: apply(consts, before, x), before)
         how = {"axis_name": solve.axis_name, "reverse": solve.reverse}
-        dh = solve.structure.solve(jacobian, *_tied(drive, d_before), **how)
+        dh = solve.structure.solve(jacobian, drive, d_before, **how)
         return tuple(leaf[-1] for leaf in dh), dh
 
     rows = solve.problem(consts, start, xs).shift(h), xs, d_xs
@@ -103,13 +103,6 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
 def _moved(values: tuple, tangents: tuple) -> tuple:
     """Returns those of `values` that have a tangent."""
     return tuple(value for value, d in zip(values, tangents, strict=True) if d is not None)
-
-
-def _tied(drive: Leaves, start: Leaves) -> tuple[Leaves, Leaves]:
-    """Returns both as they are, each depending on the other: a linear solve is transposed in all of its right side."""
-    no = jnp.array(False)
-    pairs = list(zip(drive, start, strict=True))
-    return tuple(jnp.where(no, b[None], a) for a, b in pairs), tuple(jnp.where(no, a[0], b) for a, b in pairs)
 
 
 def _filled(values: Leaves, tangents: tuple, moved: Leaves) -> Leaves:

@@ -17,8 +17,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jaxpar.scan import affine_lanes, affine_scan
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve._dependence import Lost, Relation, relations
-from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array, UsageError
 
 __all__ = [

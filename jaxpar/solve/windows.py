@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve.iterate import bounds, iterate, leading, scale, within
 from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.structure import Leaves, Structure
-from jaxpar.solve.varying import varying_as
 from jaxpar.types import Array
 
 __all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "scanned", "walk"]
@@ -79,12 +79,14 @@ def scanned(f: Callable, start: Leaves, xs: Any, length: int, unroll: int | None
     return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
 
 
-def walk(problem: Problem, h: Leaves, prefix: Array | int, unroll: int | None = None) -> Leaves:
-    """Returns the states found step by step, keeping the first `prefix` steps of `h`.
+def walk(problem: Problem, h: Leaves | None = None, prefix: Array | int = 0, unroll: int | None = None) -> Leaves:
+    """Returns the states found step by step, keeping the first `prefix` steps of `h`, none by default.
 
     With `axis_name` the devices take turns, each passing one state on. `unroll` is `lax.scan`'s; None for 8 on CUDA,
     where the step of an XLA loop costs 20 microseconds whatever is in it, and 1 elsewhere.
     """
+    if h is None:
+        h = tuple(jnp.zeros((problem.length, *leaf.shape), leaf.dtype) for leaf in problem.start)
     is_kept = jnp.arange(problem.length) < prefix
 
     def one(before, row):

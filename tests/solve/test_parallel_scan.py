@@ -11,7 +11,19 @@ from fast import jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.solve import Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential, parallel_scan
+from jaxpar.solve import (
+    Auto,
+    Elk,
+    Fused,
+    GaussSeidel,
+    Jacobi,
+    Newton,
+    ParallelBackward,
+    Picard,
+    Quasi,
+    Sequential,
+    parallel_scan,
+)
 from jaxpar.types import UsageError
 
 METHODS = {
@@ -179,6 +191,27 @@ def test_a_mistake_is_told_in_one_sentence(sentence):
 def test_integer_states_can_be_walked():
     got = parallel_scan(lambda h, x: (h + x, h), jnp.int32(1), jnp.arange(4), method=Sequential())
     assert got[0] == 7 and D == 4
+
+
+@pytest.mark.parametrize("length", [0, 1])
+@pytest.mark.parametrize(
+    "method", [Newton(), Sequential(), ParallelBackward(), Fused(), GaussSeidel(), Elk(), Auto()], ids=repr
+)
+def test_no_step_and_one_step_are_sequences(method, length):
+    def f(h, x):
+        return jnp.tanh(0.5 * h + x), h
+
+    def loss(init, xs, scan):
+        carry, ys = scan(f, init, xs)
+        return (carry**2).sum() + ys.sum(), (carry, ys)
+
+    args = jnp.array([0.3, -0.2]), jnp.ones((length, 2))
+    run = functools.partial(parallel_scan, method=method)
+    got = jax.value_and_grad(loss, (0, 1), has_aux=True)(*args, run)
+    want = jax.value_and_grad(loss, (0, 1), has_aux=True)(*args, jax.lax.scan)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    stats = parallel_scan(f, *args, method=method, with_stats=True)[2]
+    assert stats.converged and int(stats.first_bad) == length
 
 
 def test_statistics_print():
