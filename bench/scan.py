@@ -89,7 +89,8 @@ class Affine:
         import numpy as np
 
         batch, channels = min(2, array.shape[0]), array.shape[2]
-        picked = array[:batch, :, :: max(1, channels // 4)][:, :, :4].astype(jnp.float32)
+        stride = max(1, channels // 4)
+        picked = array[:batch, :, : 4 * stride : stride].astype(jnp.float32)
         return np.moveaxis(np.asarray(picked), 1, 0)
 
     @functools.cached_property
@@ -164,7 +165,7 @@ class JaxWorker:
 
         case, row = self.case, request["row"]
         solve, axis = solver(row, case.kind), 0 if row.startswith("lax.scan") else 1
-        args = [jnp.moveaxis(x, 1, axis) for x in (case.a, case.b, case.g)]
+        args = [x if axis == 1 else jnp.moveaxis(x, 1, 0) for x in (case.a, case.b, case.g)]  # moving copies
         if row == "jaxpar lanes":
             a, b, g = args
             args = [

@@ -10,6 +10,7 @@ from jax import lax
 from jaxpar.scan import _xla, rules, sharded
 from jaxpar.scan._kernels import kernel_for
 from jaxpar.scan._rings import DENSE, LANES, Ring, cast, num_steps, shifted, take, together
+from jaxpar.scan.varying import moving_with
 from jaxpar.types import Array, UsageError
 
 __all__ = ["IMPLS", "KINDS", "affine_lanes", "affine_scan"]
@@ -139,7 +140,7 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
     if num_steps(b, axis) == 0:
         return b
     a, b, h0 = together((a, b, h0))
-    h0, b = _moving_with(h0, (a, b)), _moving_with(b, h0)
+    h0, b = moving_with(h0, (a, b)), moving_with(b, h0)
 
     def matvec(x):
         start, h = x
@@ -164,13 +165,6 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), start, out), g
 
     return lax.custom_linear_solve(matvec, (h0, b), solve, transpose_solve)[1]
-
-
-def _moving_with(tree, others):
-    """Returns `tree` with a tangent wherever `others` have one: `custom_linear_solve` transposes all sides or none."""
-    for x in (leaf for leaf in jax.tree.leaves(others) if leaf.size):
-        tree = jax.tree.map(lambda y, x=x: jnp.where(True, y, x.reshape(-1)[0].astype(y.dtype)), tree)
-    return tree
 
 
 def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):

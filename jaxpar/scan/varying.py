@@ -1,10 +1,11 @@
-"""Types of arrays inside `jax.shard_map`: over which mesh axes their values vary."""
+"""What arrays are to a transformation: over which mesh axes they vary inside `jax.shard_map`, and which move."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-__all__ = ["varying_as", "varying_axes", "varying_over"]
+__all__ = ["moving_with", "varying_as", "varying_axes", "varying_over"]
 
 
 def varying_as(tree: Any, like: Any) -> Any:
@@ -28,3 +29,10 @@ def varying_over(tree: Any, axes: frozenset[str]) -> Any:
 def varying_axes(leaf: Any) -> frozenset[str]:
     """Returns the mesh axes that an array varies over by its type."""
     return jax.typeof(leaf).manual_axis_type.varying
+
+
+def moving_with(tree, others):
+    """Returns `tree` with a tangent wherever `others` have one: `custom_linear_solve` transposes all sides or none."""
+    for x in (leaf for leaf in jax.tree.leaves(others) if leaf.size):
+        tree = jax.tree.map(lambda y, x=x: jnp.where(True, y, x.reshape(-1)[0].astype(y.dtype)), tree)
+    return tree

@@ -2,7 +2,7 @@
 
 Their tangent is the affine recurrence dh[t] = J[t] dh[t-1] + f_x dx[t] + f_theta dtheta with the true Jacobians J at
 the solution: one affine scan, forwards, and its transpose backwards. Both are made window by window, and recomputed for
-the transpose, so that the Jacobians of one window are alive at a time.
+the transpose, so that the Jacobians of one window are alive at a time. Multiple shooting shoots for it instead.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
+from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.problem import Method, Outcome, Problem
 from jaxpar.solve.program import Recurrence
 from jaxpar.solve.structure import Leaves, Structure, probe, probe_tolerance
@@ -78,21 +79,26 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
     d_consts, d_start, d_xs = (tuple(None if isinstance(d, SymbolicZero) else d for d in part) for part in tangents)
     d_start = tuple(jnp.zeros_like(a) if d is None else d for a, d in zip(start, d_start, strict=True))
 
-    def window(d_before: Leaves, rows) -> tuple[Leaves, Leaves]:
-        before, x, d_x = rows
-        apply = jax.vmap(solve.recurrence.step, in_axes=(None, 0, 0))
+    apply = jax.vmap(solve.recurrence.step, in_axes=(None, 0, 0))
 
+    def drive(before: Leaves, x: Leaves, d_x: tuple) -> Leaves:
         def driven(moved_consts, moved_x):
             return apply(_filled(consts, d_consts, moved_consts), before, _filled(x, d_x, moved_x))
 
         moved = _moved(consts, d_consts), _moved(x, d_x)
-        drive = jax.jvp(driven, moved, (_moved(d_consts, d_consts), _moved(d_x, d_x)))[1]
+        return jax.jvp(driven, moved, (_moved(d_consts, d_consts), _moved(d_x, d_x)))[1]
+
+    def window(d_before: Leaves, rows) -> tuple[Leaves, Leaves]:
+        before, x, _ = rows
         jacobian = solve.structure.jacobian(lambda before: apply(consts, before, x), before)
         how = {"axis_name": solve.axis_name, "reverse": solve.reverse}
-        dh = solve.structure.solve(jacobian, drive, d_before, **how)
+        dh = solve.structure.solve(jacobian, drive(*rows), d_before, **how)
         return tuple(leaf[-1] for leaf in dh), dh
 
-    rows = solve.problem(consts, start, xs).shift(h), xs, d_xs
+    problem = solve.problem(consts, start, xs)
+    rows = problem.shift(h), xs, d_xs
+    if isinstance(solve.method, GaussSeidel) and not solve.method.correction and solve.axis_name is None:
+        return solve.method.tangent(problem, h, jax.checkpoint(drive)(*rows), d_start)
     window = jax.checkpoint(window, prevent_cse=solve.window == solve.length)
     if solve.window == solve.length:
         return window(d_start, rows)[1]

@@ -8,7 +8,7 @@ import pytest
 from cells_to_solve import CELLS, distance, inputs, once_each, start, weights
 from fast import jit
 
-from jaxpar.solve import Jacobi, Newton, ParallelBackward, Quasi, parallel_scan
+from jaxpar.solve import Elk, Fused, GaussSeidel, Jacobi, Newton, ParallelBackward, Quasi, parallel_scan
 
 METHODS = {
     "newton": Newton(),
@@ -19,6 +19,11 @@ METHODS = {
     "jacobi": Jacobi(),
     "backward": ParallelBackward(window=16),
     "walked": Newton(max_iters=1),
+    "gauss_seidel": GaussSeidel(block=7),
+    "shot_in_vain": GaussSeidel(block=4, window=8, max_iters=1),
+    "corrected": GaussSeidel(block=7, correction=True),
+    "elk": Elk(),
+    "fused": Fused(),
 }
 
 
@@ -40,7 +45,10 @@ def test_gradients_to_everything_are_those_of_the_loop(name, cell, x64):
     assert distance(got[1:], want[1:]) < 1e-10
 
 
-@pytest.mark.parametrize("method", [Newton(window=16), ParallelBackward()], ids=["windows", "backward"])
+TWICE = {"windows": Newton(window=16), "backward": ParallelBackward(), "gauss_seidel": GaussSeidel(block=7)}
+
+
+@pytest.mark.parametrize("method", TWICE.values(), ids=TWICE)
 def test_forward_and_second_derivatives(method, x64):
     params, h, xs = arguments("rnn")
 
@@ -84,7 +92,7 @@ def test_only_what_has_a_tangent_is_differentiated(x64):
         assert distance(got, jax.grad(functools.partial(value, jax.lax.scan), argnums)(jnp.ones(2), table)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi"])
+@pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi", "gauss_seidel"])
 def test_single_precision(name):
     cell = "rnn"
     scan, args = functools.partial(parallel_scan, method=METHODS[name]), arguments(cell, 200)
