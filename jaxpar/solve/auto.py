@@ -288,8 +288,10 @@ def _shooting(model: _Model, jac: Any, exponent: float | None, is_chaotic: bool,
         return Candidate(method, 0, math.inf, "ruled out: a wrong start is never forgotten")
     count = 1 if exponent is None else math.ceil(math.log(eps) / (exponent * method.block))
     source = "assumed: values are traced" if exponent is None else "from the exponent"
-    passes = (count + 2) * (1 + 3 * model.gradient)  # the gradient shoots too, each step three times as dear
-    return Candidate(method, count, passes * model.shot(method), f"iterations {source}")
+    seconds = (count + 2) * model.shot(method)
+    # The gradient of a wide cell shoots too, each step three times as dear.
+    seconds += 3 * seconds * model.gradient if method.shoots(model.structure) else model.back()
+    return Candidate(method, count, seconds, f"iterations {source}")
 
 
 def _prefix(xs: PyTree, reverse: bool) -> PyTree:

@@ -2,7 +2,7 @@
 
 Their tangent is the affine recurrence dh[t] = J[t] dh[t-1] + f_x dx[t] + f_theta dtheta with the true Jacobians J at
 the solution: one affine scan, forwards, and its transpose backwards. Both are made window by window, and recomputed for
-the transpose, so that the Jacobians of one window are alive at a time. Multiple shooting shoots for it instead.
+the transpose, so that the Jacobians of one window are alive at a time. Multiple shooting of wide cells shoots instead.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
 
     problem = solve.problem(consts, start, xs)
     rows = problem.shift(h), xs, d_xs
-    if isinstance(solve.method, GaussSeidel) and not solve.method.correction and solve.axis_name is None:
+    if isinstance(solve.method, GaussSeidel) and solve.axis_name is None and solve.method.shoots(solve.structure):
         return solve.method.tangent(problem, h, jax.checkpoint(drive)(*rows), d_start)
     window = jax.checkpoint(window, prevent_cse=solve.window == solve.length)
     if solve.window == solve.length:

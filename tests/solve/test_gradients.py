@@ -20,7 +20,8 @@ METHODS = {
     "backward": ParallelBackward(window=16),
     "walked": Newton(max_iters=1),
     "gauss_seidel": GaussSeidel(block=7),
-    "shot_in_vain": GaussSeidel(block=4, window=8, max_iters=1),
+    "shot": GaussSeidel(block=7, shot_above=0),
+    "shot_in_vain": GaussSeidel(block=4, window=8, max_iters=1, shot_above=0),
     "corrected": GaussSeidel(block=7, correction=True),
     "elk": Elk(),
     "fused": Fused(),
@@ -45,7 +46,7 @@ def test_gradients_to_everything_are_those_of_the_loop(name, cell, x64):
     assert distance(got[1:], want[1:]) < 1e-10
 
 
-TWICE = {"windows": Newton(window=16), "backward": ParallelBackward(), "gauss_seidel": GaussSeidel(block=7)}
+TWICE = {"windows": Newton(window=16), "backward": ParallelBackward(), "shot": GaussSeidel(block=7, shot_above=0)}
 
 
 @pytest.mark.parametrize("method", TWICE.values(), ids=TWICE)
@@ -92,7 +93,7 @@ def test_only_what_has_a_tangent_is_differentiated(x64):
         assert distance(got, jax.grad(functools.partial(value, jax.lax.scan), argnums)(jnp.ones(2), table)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi", "gauss_seidel"])
+@pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi", "shot"])
 def test_single_precision(name):
     cell = "rnn"
     scan, args = functools.partial(parallel_scan, method=METHODS[name]), arguments(cell, 200)
