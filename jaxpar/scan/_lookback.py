@@ -4,9 +4,6 @@ A program takes a ticket, which names a tile of L steps x W lanes, earlier tiles
 its steps, scans them, publishes the tile's sum h -> P h + s, and looks back over what earlier tiles published until it
 meets one that already knows its last state. Then it publishes its own last state and writes its L steps: every array
 is read once and written once (Merrill and Garland 2016, "Single-pass parallel prefix scan with decoupled look-back").
-Inside a tile a thread composes a run of R steps by itself, only the sums of runs are scanned across threads, and each
-run is walked from the state before it: a scan of all steps across threads costs more instructions than the memory's
-time leaves.
 
 What is published is a pair (status, float32) in one 64-bit word, so that no fence is needed: a word is seen whole or
 not at all. Status 1 is part of a tile's sum, status 2 of its last state.
@@ -23,7 +20,7 @@ __all__ = ["Source", "arrays", "compiled", "indented", "kernel_text"]
 
 
 CONSTANTS = (
-    *("T", "L", "R", "W", "SPAN", "LANES", "COLUMNS", "PER_BATCH", "BLOCKS"),
+    *("T", "L", "W", "SPAN", "LANES", "COLUMNS", "PER_BATCH", "BLOCKS"),
     *("BATCH_STRIDE", "TIME_STRIDE", "COLUMN_STRIDE", "REVERSE", "SHIFT", "BACK"),
 )
 """What is known when the kernel is compiled: sizes, strides in elements, and directions."""
@@ -37,13 +34,11 @@ class Source:
       k: Components of the state of a lane.
       inputs: Names of the input pointers.
       outputs: Names of the output pointers.
-      body: Defines the tiles `a<i><j>` and `b<i>` [L / R, W] of one step of every run from `at` (64-bit offset of each
-        element), `mask`, `step` [L / R] (in the order of the scan), `lane` and `live` [W]. What they are out of `mask`
-        does not matter.
+      body: Defines the tiles `a<i><j>` and `b<i>` [L, W] from `at` (64-bit offset of each element), `mask`, `step` [L]
+        (in the order of the scan), `lane` and `live` [W]. What they are out of `mask` does not matter.
       start: Expression of component {i} of the state before the first step, [W].
-      finish: Writes the states, the tiles `h<i>`, of the same step of every run.
+      finish: Writes the states, the tiles `h<i>`.
       functions: Definitions that `body` calls.
-      kept: Names that `body` defines and `finish` reads.
     """
 
     k: int
@@ -53,7 +48,6 @@ class Source:
     finish: str
     start: str = "tl.zeros([W], tl.float32)"
     functions: str = ""
-    kept: tuple[str, ...] = ()
 
 
 def arrays(k: int, has_start: bool) -> Source:
@@ -152,17 +146,23 @@ def _publish(values: list[str], first: int, status: int) -> str:
     return "\n".join(lines)
 
 
-def kernel_text(source: Source, run: int = 1) -> str:
-    """Returns the Triton source of the kernel `lookback` whose threads walk runs of `run` steps."""
+def kernel_text(source: Source) -> str:
+    """Returns the Triton source of the kernel `lookback`."""
     k = source.k
     matrix = [f"{i}{j}" for i in range(k) for j in range(k)]
     vector = [f"{i}" for i in range(k)]
     parts = matrix + vector
-    named = [f"a{name}" for name in matrix] + [f"b{name}" for name in vector]
-    sums = [f"p{name}" for name in matrix] + [f"s{name}" for name in vector]
-    pairs = zip(parts, sums, strict=True)
-    totals = "\n".join(f"total{name} = tl.sum(tl.where(end, {up_to}, 0.0), 0)" for name, up_to in pairs)
-    last = "\n".join(f"after{i} = {_row(i, k, 'total{}{}', 'carry{}')} + total{i}" for i in range(k))
+    scanned = ", ".join([f"a{name}" for name in matrix] + [f"b{name}" for name in vector])
+    sums = ", ".join([f"p{name}" for name in matrix] + [f"s{name}" for name in vector])
+    totals = "\n".join(
+        f"total{name} = tl.sum(tl.where(end, {'p' if name in matrix else 's'}{name}, 0.0), 0)" for name in parts
+    )
+    last = "\n".join(
+        f"after{i} = " + " + ".join(f"total{i}{m} * carry{m}" for m in range(k)) + f" + total{i}" for i in range(k)
+    )
+    states = "\n".join(
+        f"h{i} = " + " + ".join(f"p{i}{m} * carry{m}[None, :]" for m in range(k)) + f" + s{i}" for i in range(k)
+    )
     starts = "\n".join(f"carry{i} = " + source.start.format(i=i) for i in range(k))
     pointers = ", ".join((*source.inputs, *source.outputs))
     body = f"""
@@ -173,16 +173,19 @@ batch = block // PER_BATCH
 column = (block % PER_BATCH) * W + tl.arange(0, W)
 live = column < COLUMNS
 lane = batch * COLUMNS + column
+step = chunk * L + tl.arange(0, L)
+time = (T - 1 - step) if REVERSE else step
 base = batch.to(tl.int64) * BATCH_STRIDE
+at = base + time[:, None].to(tl.int64) * TIME_STRIDE + column[None, :] * COLUMN_STRIDE
+mask = (step < T)[:, None] & live[None, :]
 words = words_ptr.to(tl.pointer_type(tl.uint64))
 own = (chunk.to(tl.int64) * LANES + lane) * {len(parts) + k}
 STATUS1 = tl.full([W], 4294967296, tl.uint64)
 STATUS2 = tl.full([W], 8589934592, tl.uint64)
 UNKNOWN = tl.full([SPAN, W], 8589934592, tl.uint64)
-place = tl.arange(0, L // R)
-{_composed(source, run, named, sums)}
-{", ".join(sums)} = tl.associative_scan(({", ".join(sums)}), 0, compose)
-end = (place == L // R - 1)[:, None]
+{source.body}
+{sums} = tl.associative_scan(({scanned}), 0, compose)
+end = (tl.arange(0, L) == L - 1)[:, None]
 {totals}
 if chunk == 0:
 {indented(starts)}
@@ -191,56 +194,13 @@ else:
 {indented(_look_back(k, parts))}
 {last}
 {_publish([f"after{name}" for name in vector], len(parts), 2)}
-{_walked(source, run, named, sums)}
+{states}
+{source.finish}
 """
     constants = ", ".join(f"{name}: tl.constexpr" for name in CONSTANTS)
     compositions = _composition(k, "compose", False) + "\n\n" + _composition(k, "compose_cut", True)
     head = f"@triton.jit\ndef lookback({pointers}, words_ptr, ticket_ptr, {constants}):\n"
     return "\n\n".join(part for part in (source.functions, compositions, head + indented(body.strip())) if part) + "\n"
-
-
-def _row(i: int, k: int, matrix: str, vector: str) -> str:
-    """Row i of a product of a matrix and a vector, given as patterns of their entries' names."""
-    return " + ".join(f"{matrix.format(i, m)} * {vector.format(m)}" for m in range(k))
-
-
-def _at(number: int) -> str:
-    """Lines that define where step `number` of every run lies."""
-    return f"""
-step = chunk * L + place * R + {number}
-time = (T - 1 - step) if REVERSE else step
-at = base + time[:, None].to(tl.int64) * TIME_STRIDE + column[None, :] * COLUMN_STRIDE
-mask = (step < T)[:, None] & live[None, :]""".strip()
-
-
-def _composed(source: Source, run: int, named: list[str], sums: list[str]) -> str:
-    """Lines that make the coefficients of every step, and the sum of each run."""
-    lines = []
-    for number in range(run):
-        lines += [_at(number), source.body]
-        lines += [f"{name}_{number} = {name}" for name in (*named, *source.kept)]
-        new = ", ".join(named)
-        lines.append(f"{', '.join(sums)} = " + (f"compose({', '.join(sums)}, {new})" if number else new))
-    return "\n".join(lines)
-
-
-def _walked(source: Source, run: int, named: list[str], sums: list[str]) -> str:
-    """Lines that walk every run from the state before it, and write."""
-    k, lines = source.k, []
-    if run == 1:  # the sums are those up to each step
-        lines += [f"h{i} = {_row(i, k, 'p{}{}', 'carry{}[None, :]')} + s{i}" for i in range(k)]
-        return "\n".join([*lines, source.finish])
-    lines.append("earlier = tl.broadcast_to(tl.maximum(place - 1, 0)[:, None], [L // R, W])")
-    for name in sums:
-        none = float(name in [f"p{i}{i}" for i in range(k)])
-        lines.append(f"{name} = tl.where((place > 0)[:, None], tl.gather({name}, earlier, 0), {none})")
-    lines += [f"h{i} = {_row(i, k, 'p{}{}', 'carry{}[None, :]')} + s{i}" for i in range(k)]
-    for number in range(run):
-        lines += [f"next{i} = {_row(i, k, f'a{{}}{{}}_{number}', 'h{}')} + b{i}_{number}" for i in range(k)]
-        lines += [f"h{i} = next{i}" for i in range(k)]
-        lines += [f"{name} = {name}_{number}" for name in source.kept]
-        lines += [_at(number), source.finish]
-    return "\n".join(lines)
 
 
 def indented(text: str) -> str:

@@ -18,21 +18,12 @@ LARGEST_BLOCK = 2
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the work is cut.
-
-    Attributes:
-      steps: Of a tile, the work of one program.
-      lanes: Of a tile.
-      span: Tiles that it looks back at a time.
-      warps: Of a program.
-      run: Steps that a thread walks by itself.
-    """
+    """How the work is cut: `steps` x `lanes` a program of `warps` warps, which looks back `span` tiles at a time."""
 
     steps: int
     lanes: int
     span: int
     warps: int
-    run: int = 1
 
 
 @functools.cache
@@ -100,14 +91,13 @@ def launch(
     scratch = [jax.ShapeDtypeStruct((2 * words,), jnp.uint32), jax.ShapeDtypeStruct((1,), jnp.int32)]
     outputs = jax_triton.triton_call(
         *buffers,
-        kernel=compiled(kernel_text(source, tile.run), "lookback"),
+        kernel=compiled(kernel_text(source), "lookback"),
         out_shape=[*out_shape, *scratch],
         zeroed_outputs=(*zeroed, len(out_shape), len(out_shape) + 1),
         grid=(chunks * blocks,),
         num_warps=tile.warps,
         T=steps,
         L=tile.steps,
-        R=tile.run,
         W=tile.lanes,
         SPAN=tile.span,
         LANES=lanes,

@@ -143,7 +143,7 @@ def newton_source(cell: LaneCell) -> Source:
     for i in range(k):
         body += [f"a{i}{j} = j{i}{j}" for j in range(k)]
         body.append(f"b{i} = f{i} - old{i}")
-    finish, kept = [], tuple(f"old{i}" for i in range(k))
+    finish = []
     for i in range(k):
         finish.append(f"new{i} = old{i} + h{i}")
         finish.append(f"tl.store(new{i}_ptr + at, new{i}, mask=mask)")
@@ -151,9 +151,7 @@ def newton_source(cell: LaneCell) -> Source:
             # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
             finish.append(f"bits = tl.where(mask, tl.abs({value}), 0.0).to(tl.int32, bitcast=True)")
             finish.append(f"tl.atomic_max({name}{i}_ptr + lane, tl.max(bits, 0), mask=live)")
-    return Source(
-        k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear, kept=kept
-    )
+    return Source(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear)
 
 
 def newton_step(cell: LaneCell, states, start, xs, constants, *, reverse: bool = False) -> tuple[tuple, tuple, tuple]:

@@ -10,7 +10,6 @@ from jaxpar.scan import _triton
 
 pytestmark = triton_interpreter.NEEDED
 SMALL = _triton.Tile(8, 4, 4, 4)
-RUNS = _triton.Tile(16, 4, 4, 4, run=4)
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +46,17 @@ def draw(k, shape, axis, dtype="float32"):
 @pytest.mark.parametrize(
     ("shape", "axis"), [((37, 5), 0), ((2, 37, 5), 1), ((3, 37), 1), ((9, 2, 3), 0), ((1, 1, 2), 1)]
 )
-@pytest.mark.parametrize("tile", [SMALL, RUNS], ids=["scanned", "runs"])
-def test_states(k, shape, axis, reverse, tile):
+def test_states(k, shape, axis, reverse):
     a, b, start = draw(k, shape, axis)
-    got = _triton.affine(a, b, start, axis=axis, reverse=reverse, tile=tile)
+    got = _triton.affine(a, b, start, axis=axis, reverse=reverse, tile=SMALL)
     np.testing.assert_allclose(got, loop(a, b, start, axis, reverse, False), rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("tile", [SMALL, RUNS], ids=["scanned", "runs"])
-def test_the_adjoint_form_takes_coefficients_of_the_step_before(k, reverse, tile):
+def test_the_adjoint_form_takes_coefficients_of_the_step_before(k, reverse):
     a, b, _ = draw(k, (2, 37, 5), 1)
-    got = _triton.affine(a, b, axis=1, reverse=reverse, adjoint=True, tile=tile)
+    got = _triton.affine(a, b, axis=1, reverse=reverse, adjoint=True, tile=SMALL)
     np.testing.assert_allclose(got, loop(a, b, None, 1, reverse, True), rtol=1e-5, atol=3e-6)
 
 
