@@ -249,7 +249,7 @@ def dispatch(rows: list[dict]) -> None:
 
 
 def plan(name: str, shape: dict, sides, args: argparse.Namespace) -> list:
-    """Returns the requests of a case; the way back is the same for all our methods that iterate over steps, so a few stand for it."""
+    """Returns the requests of a case; the way back is the same for most methods of ours, so a few stand for it."""
     both = harness.plan(rows_of(name, shape), shape, sides, args)
     forward_only = [f"jaxpar {method}" for method in ("Quasi", "Elk", "Elk quasi")]
     return [

@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.extend.core import Var
 
-from jaxpar.aot.flops import count_flops
+from jaxpar.aot.flops import count_flops, inner_jaxprs
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.fused import Fused, takes
 from jaxpar.solve.gauss_seidel import GaussSeidel
@@ -30,8 +31,8 @@ class Costs(NamedTuple):
     """What a platform takes, in seconds and per second.
 
     Attributes:
-      step: One step of `lax.scan`, whatever it computes.
-      step_unrolled: One step of a walk, as `windows.walk` unrolls it.
+      unroll: Of the loop of a walk.
+      step: One step of a walk so unrolled, whatever it computes.
       step_back: One step of its transpose, with what it stores.
       iteration: Fixed part of one parallel iteration: its kernels' launches.
       bandwidth: Bytes of Jacobians and residuals a second, through an affine scan.
@@ -41,8 +42,8 @@ class Costs(NamedTuple):
       source: Where the numbers are from.
     """
 
+    unroll: int
     step: float
-    step_unrolled: float
     step_back: float
     iteration: float
     bandwidth: float
@@ -53,18 +54,19 @@ class Costs(NamedTuple):
 
 COSTS = {
     "gpu": Costs(
-        5.6e-6, 1.5e-6, 1.3e-5, 1.3e-4, 0.83e12, 3e13, (1.5e-7, 8e-5, 1.1e12),
+        8, 1.5e-6, 4e-6, 1.3e-4, 0.83e12, 3e13, (1.5e-7, 8e-5, 1.1e12),
         "one H100, bench/recurrence.py: GRU of 1 and 16, B = 16, T = 10,000: lax.scan 56 ms, unrolled by 8 8.7 and "
-        "24 ms, with its gradient 180 to 218 ms; Newton 0.15 and 0.9 ms an iteration; ParaGRU, 2048 lanes: walk 0.14 "
-        "us a step, Newton step 0.11 ms at T = 2048, 0.6 ms for 33 million states; flops: half of the float32 peak",
+        "24 ms, with its gradient 41 and 81 (not unrolled 180 and 217); Newton 0.15 and 0.9 ms an iteration; ParaGRU, "
+        "2048 lanes: walk 0.14 us a step, Newton step 0.11 ms at T = 2048, 0.6 ms for 33 million states; flops: half of "
+        "the float32 peak",
     ),
     "cpu": Costs(
-        2e-8, 2e-8, 2e-8, 1e-5, 2.7e9, 2e10, None,
+        1, 2e-8, 2e-8, 1e-5, 2.7e9, 2e10, None,
         "two busy cores, least of 60 runs, T = 4096: lax.scan 0.02 us a step for 3 elementwise lanes and 0.06 for a "
         "dense 8, its gradient 0.03 and 0.07 in all; Newton 0.06 and 0.46 a step and iteration; flops not timed",
     ),
     "tpu": Costs(
-        5.6e-6, 5.6e-6, 1.3e-5, 1.1e-4, 0.4e12, 3e13, None, "not timed: a GPU's, with half of its bandwidth"
+        1, 5.6e-6, 1.3e-5, 1.1e-4, 0.4e12, 3e13, None, "not timed: a GPU's, with half of its bandwidth"
     ),
 }  # fmt: skip
 """All constants of the cost model, by `jax.default_backend()`."""
@@ -172,7 +174,7 @@ def choose(
     num = length if length is not None else len(jax.tree.leaves(xs)[0])
     traced = trace(f, init, xs, None)
     first = tuple(leaf[0] for leaf in traced.xs)
-    structure = structure_of(traced.step, traced.init, first, jac)
+    structure, program = structure_of(traced.step, traced.init, first, jac), traced.recurrence
     flops = count_flops(traced.step, traced.init, first).total
     problem = Problem(traced.step, traced.init, traced.xs, num, structure)
     kernel = COSTS[platform].kernel if num > 0 and takes(problem) else None
@@ -186,19 +188,23 @@ def choose(
         exponent = float(jax.jit(lambda init, xs: lyapunov(f, init, xs, min(num, PREFIX)))(init, ahead))
     eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in traced.init)
     is_chaotic = exponent is not None and not exponent * num <= -math.log(eps) / 2
+    if is_chaotic:
+        obstacle = "errors grow along the sequence"
+    elif _is_rounded(program.jaxpr, program.jaxpr.outvars[: program.num_carry], eps):
+        obstacle = "f rounds to a narrower type than the state's, and iterates do not settle below that"
+    else:
+        obstacle = ""
     table = [
-        Candidate(Sequential(jac=jac), 0, model.walk() + (model.walk_back() if gradient else 0), "lax.scan"),
-        Candidate(
-            ParallelBackward(jac=jac), 0, model.walk_unrolled() + model.back(), "lax.scan, with a parallel gradient"
-        ),
+        Candidate(Sequential(model.costs.unroll, jac=jac), 0, model.walk() + gradient * model.walk_back(), "lax.scan"),
+        Candidate(ParallelBackward(jac=jac), 0, model.walk() + model.back(), "lax.scan, with a parallel gradient"),
     ]
     if kernel is not None:
         seconds = num * kernel[0] + model.back()
         table.append(Candidate(Fused(jac=jac), 0, seconds, "one kernel, with a parallel gradient"))
     limit = min(row.seconds for row in table)
     for method in _iterative(structure, jac):
-        table.append(_candidate(method, model, limit, is_chaotic, (f, init, xs, reverse) if is_known else None))
-    table.append(_shooting(model, jac, exponent, is_chaotic, eps))
+        table.append(_candidate(method, model, limit, obstacle, (f, init, xs, reverse) if is_known else None))
+    table.append(_shooting(model, jac, exponent, obstacle, eps))
     table.sort(key=lambda row: row.seconds)
     return Choice(table[0].method, _reason(table, exponent, is_chaotic, num, platform), exponent, tuple(table))
 
@@ -216,9 +222,6 @@ class _Model:
 
     def walk(self) -> float:
         return self.length * (self.costs.step + self.step_flops / self.costs.flops)
-
-    def walk_unrolled(self) -> float:
-        return self.length * (self.costs.step_unrolled + self.step_flops / self.costs.flops)
 
     def walk_back(self) -> float:
         return self.length * (self.costs.step_back + 2 * self.step_flops / self.costs.flops)
@@ -243,7 +246,7 @@ class _Model:
         """One pass over all blocks at once."""
         states = sum(math.prod(group.batch) * group.n for group in self.structure.groups)
         work = 10 * 4 * states / self.costs.bandwidth + self.step_flops / self.costs.flops
-        return self.costs.iteration + min(method.block, self.length) * self.costs.step_unrolled + self.length * work
+        return self.costs.iteration + min(method.block, self.length) * self.costs.step + self.length * work
 
     def back(self) -> float:
         """The exact gradient by one affine scan with the true Jacobian, where gradients are wanted."""
@@ -259,10 +262,25 @@ def _iterative(structure: Structure, jac: Any) -> list[Method]:
     return [Newton(jac=jac), Jacobi(jac=jac), *([Quasi(jac=jac)] if coupled else [])]
 
 
-def _candidate(method: Method, model: _Model, limit: float, is_chaotic: bool, problem: tuple | None) -> Candidate:
+def _is_rounded(jaxpr: Any, wanted: Sequence[Any], eps: float) -> bool:
+    """Returns whether what makes the `wanted` of its results passes through a type coarser than `eps`."""
+    used = {atom for atom in wanted if isinstance(atom, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        places = [place for place, var in enumerate(eqn.outvars) if var in used]
+        kinds = [eqn.outvars[place].aval.dtype for place in places]
+        if any(jnp.issubdtype(kind, jnp.floating) and float(jnp.finfo(kind).eps) > eps for kind in kinds):
+            return True
+        if any(_is_rounded(inner, [inner.outvars[place] for place in places], eps) for inner in inner_jaxprs(eqn)):
+            return True
+        if places:
+            used.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return False
+
+
+def _candidate(method: Method, model: _Model, limit: float, obstacle: str, problem: tuple | None) -> Candidate:
     """Tries a method on the first steps, unless it is ruled out before or values are not known."""
-    if is_chaotic:
-        return Candidate(method, 0, math.inf, "ruled out: errors grow along the sequence")
+    if obstacle:
+        return Candidate(method, 0, math.inf, f"ruled out: {obstacle}")
     if model.solve(method, 2) >= limit:
         return Candidate(method, 2, model.solve(method, 2), "not tried: dearer than a walk with two iterations already")
     if problem is None:
@@ -281,11 +299,11 @@ def _candidate(method: Method, model: _Model, limit: float, is_chaotic: bool, pr
     return Candidate(method, count, model.solve(method, count), f"iterations measured on {num} steps")
 
 
-def _shooting(model: _Model, jac: Any, exponent: float | None, is_chaotic: bool, eps: float) -> Candidate:
+def _shooting(model: _Model, jac: Any, exponent: float | None, obstacle: str, eps: float) -> Candidate:
     """Multiple shooting: a pass for each block until a wrong start is forgotten, one to see it, one for the insides."""
     method = GaussSeidel(jac=jac)
-    if is_chaotic or (exponent is not None and exponent >= 0):
-        return Candidate(method, 0, math.inf, "ruled out: a wrong start is never forgotten")
+    if obstacle or (exponent is not None and exponent >= 0):
+        return Candidate(method, 0, math.inf, f"ruled out: {obstacle or 'a wrong start is never forgotten'}")
     count = 1 if exponent is None else math.ceil(math.log(eps) / (exponent * method.block))
     source = "assumed: values are traced" if exponent is None else "from the exponent"
     seconds = (count + 2) * model.shot(method)

@@ -62,6 +62,20 @@ def test_a_chaotic_one_is_not():
     assert isinstance(without.method, Sequential | ParallelBackward)
 
 
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_state_that_is_rounded_inside_is_walked(rounds):
+    """Iterates of a float32 state that passes through bfloat16 differ by its rounding for ever; outputs may be."""
+
+    def f(h, x):
+        new = jnp.tanh(0.5 * (h.astype(jnp.bfloat16).astype(jnp.float32) if rounds else h) + x)
+        return new, new.astype(jnp.bfloat16)
+
+    choice = choose(jax.jit(f), INIT, XS, platform="gpu")
+    row = next(row for row in choice.table if isinstance(row.method, GaussSeidel))
+    assert ("narrower type" in row.note) == rounds
+    assert isinstance(choice.method, Sequential | ParallelBackward) == rounds
+
+
 def test_a_wide_dense_cell_is_walked():
     """Its Jacobians alone take longer than the loop: what a fused or cuDNN loop is for."""
     w = jnp.eye(512) * 0.5
