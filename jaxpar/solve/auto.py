@@ -57,8 +57,8 @@ COSTS = {
         8, 1.5e-6, 4e-6, 1.3e-4, 0.83e12, 3e13, (1.5e-7, 8e-5, 1.1e12),
         "one H100, bench/recurrence.py: GRU of 1 and 16, B = 16, T = 10,000: lax.scan 56 ms, unrolled by 8 8.7 and "
         "24 ms, with its gradient 41 and 81 (not unrolled 180 and 217); Newton 0.15 and 0.9 ms an iteration; ParaGRU, "
-        "2048 lanes: walk 0.14 us a step, Newton step 0.11 ms at T = 2048, 0.6 ms for 33 million states; flops: half of "
-        "the float32 peak",
+        "2048 lanes: walk 0.14 us a step, Newton step 0.11 ms at T = 2048, 0.6 ms for 33 million states; half of "
+        "the peak of float32 in flops",
     ),
     "cpu": Costs(
         1, 2e-8, 2e-8, 1e-5, 2.7e9, 2e10, None,
