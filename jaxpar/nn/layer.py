@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.mesh import platform
 from jaxpar.nn.cells import SequenceCell
-from jaxpar.solve import Block, Dense, Newton, Sequential, parallel_scan
+from jaxpar.solve import Auto, Block, Dense, Newton, Sequential, parallel_scan
 from jaxpar.types import PyTree, UsageError
 
 __all__ = ["chosen", "first_state", "recurrent", "unroll"]
@@ -79,16 +79,20 @@ def unroll(
     `method` and `resets` are those of `recurrent`, which makes the drive and calls this. Returns the states, and the
     solver's stats or None.
     """
-    length = len(jax.tree.leaves(drive)[0])
+    lane: Any = jax.tree.leaves(drive)[0]
+    length = len(lane)
     if method is None:
         states = cell.closed_form(params, drive, h0, resets)
         if states is not None:
             return states, None
 
+    if resets is not None and platform() == "gpu" and lane.ndim == 3:  # the kernels take inputs like the state
+        resets = jnp.broadcast_to(resets[..., None], lane.shape).astype(lane.dtype)
+
     def step(h, inputs):
         drive, reset = inputs
         if reset is not None:
-            h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old), new, old), cell.initial((1,)), h)
+            h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old) > 0, new, old), cell.initial((1,)), h)
         h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, drive), h)
         return h, h
 
@@ -99,13 +103,15 @@ def unroll(
 def chosen(cell: SequenceCell, method: Any, length: int) -> Any:
     """Returns the method to solve a cell's recurrence with, the structure of its Jacobian declared.
 
-    Without a method: `Newton` where the Jacobian is diagonal or of small blocks and there is more than a step to make,
-    else `Sequential`; and that on CPUs, whose few cores gain nothing from iterating over all steps at once.
+    Without a method: on CPUs `Sequential`, since few cores gain nothing from iterating over all steps at once; on GPUs
+    what `Auto` picks by the costs measured there, the fused loop for cells of units that do not see each other,
+    multiple shooting for dense ones; elsewhere `Newton` for the former.
     """
     kind, lanes = getattr(cell, "jacobian", "auto"), getattr(cell, "lanes", 1)
-    if method is None:
-        iterates = kind in ("diag", "block") and length > 1 and platform() != "cpu"
-        method = Newton() if iterates else Sequential()
+    if method is None and length > 1:
+        apart = Newton() if kind in ("diag", "block") else None
+        method = {"cpu": None, "gpu": Auto()}.get(platform(), apart)
+    method = method or Sequential()
     known = {"diag": "diag", "block": Block(lanes), "dense": Dense(1)}
     if kind in known and getattr(method, "jac", None) == "auto":
         method = dataclasses.replace(method, jac=known[kind])

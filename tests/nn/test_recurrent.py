@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_interpreter
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.nn import GRU, LEM, LSTM, Aaren, Cell, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM, recurrent
 from jaxpar.nn.layer import chosen
 from jaxpar.nn.solvers import METHODS, solver
-from jaxpar.solve import Block, Dense, Newton, Quasi, Sequential
+from jaxpar.solve import Auto, Block, Dense, Fused, Newton, Quasi, Sequential
 from jaxpar.types import UsageError
 
 B, T, D, N = 2, 12, 3, 4
@@ -132,11 +133,34 @@ def test_the_solver_is_told_the_cells_structure(name):
     assert isinstance(chosen(cell, None, 1), Sequential)
 
 
-def test_accelerators_iterate_and_cpus_walk(monkeypatch):
+def test_cpus_walk_tpus_iterate_and_gpus_weigh_costs(monkeypatch):
     assert isinstance(chosen(CELLS["para_gru"], None, T), Sequential)
-    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "tpu")
     assert chosen(CELLS["para_lstm"], None, T) == Newton(jac=Block(2))
     assert isinstance(chosen(CELLS["gru"], None, T), Sequential)
+    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    assert chosen(CELLS["para_lstm"], None, T) == Auto(jac=Block(2))
+
+
+@triton_interpreter.NEEDED
+@some("para_gru", "para_lstm")
+@pytest.mark.parametrize("resets", [False, True])
+def test_the_kernels_take_the_units_that_do_not_see_each_other(name, resets, monkeypatch):
+    """A drive in bfloat16 and documents that end included: `Auto` finds the fused loop the cheapest on a GPU."""
+    if jax.default_backend() != "gpu":
+        triton_interpreter.install(monkeypatch)
+        monkeypatch.setattr("jaxpar.scan._triton.available", lambda: True)
+    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    monkeypatch.setattr("jaxpar.solve.auto.jax.default_backend", lambda: "gpu")
+    cell = CELLS[name]
+    params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in noisy(cell).items()}
+    xs = jnp.asarray(inputs(64), jnp.bfloat16)
+    flags = jnp.broadcast_to(jnp.arange(64) % 5 == 3, (B, 64)) if resets else None
+    run = lambda xs: recurrent(cell, params, xs, resets=flags, with_stats=True)  # noqa: E731
+    assert isinstance(jax.eval_shape(run, xs)[2].method, Fused)
+    monkeypatch.undo()
+    want = recurrent(cell, params, xs, resets=flags)[0]
+    assert_close(jit(run)(xs)[0], want, 1e-2)
 
 
 def test_a_wrong_statement_about_the_jacobian_is_refused():
