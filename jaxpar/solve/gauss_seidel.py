@@ -14,10 +14,11 @@ from jax import lax
 
 from jaxpar.scan.varying import moving_with, varying_as
 from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.iterate import bounds, leading, scale, within
 from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Leaves, Structure
-from jaxpar.solve.windows import by_windows, scanned
+from jaxpar.solve.windows import by_windows, finished, once, scanned
 from jaxpar.types import UsageError
 
 __all__ = ["GaussSeidel"]
@@ -87,17 +88,25 @@ class GaussSeidel:
         start = None if guess is None else tuple(leaf[block - 1 :: block][:count] for leaf in guess)
         options = {"jac": self.jac, "tol": self.tol, "max_iters": self.max_iters}
         method = (Newton if self.correction else Jacobi)(window=self.window and self.window // block, **options)
-        h, outcome = by_windows(method, ends, start, on_fail)
+        h, outcome = by_windows(method, ends, start, "nan")
 
         inside = jax.vmap(walk, axis_size=count)(ends.shift(h), rows)
+        # Where errors grow, a block that is walked by another program may end elsewhere: then it was not found.
+        gap = tuple(a[:, -1] - b for a, b in zip(inside, h, strict=True))
+        is_found = (problem.rank * count + jnp.arange(count) < outcome.first_bad) & within(
+            gap, bounds(scale(ends, h), h, self.tol)
+        )
+        prefix, is_done = leading(ends, is_found)
         inside = tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in inside)
         if count * block < length:
             rest = tuple(leaf[count * block :] for leaf in problem.xs)
             tail = walk(tuple(leaf[-1] for leaf in inside), rest, length - count * block)
             inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
-        found = outcome.first_bad + 1  # blocks: the first whose end was not found is walked from one that was
-        everything = problem.parts * length
-        return inside, outcome._replace(first_bad=jnp.where(found < problem.parts * count, found * block, everything))
+        h = once(~is_done, lambda h: finished(problem, h, prefix * block, on_fail), inside, problem.start)
+        first_bad = jnp.where(prefix < count, problem.rank * length + prefix * block, problem.parts * length)
+        if problem.axis_name is not None:
+            first_bad = lax.pmin(first_bad, problem.axis_name)
+        return h, outcome._replace(first_bad=first_bad.astype(jnp.int32))
 
     def shoots(self, structure: Structure) -> bool:
         """Whether the tangent is shot too, not solved for by an affine scan with all Jacobians."""

@@ -22,7 +22,7 @@ from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.types import Array
 
-__all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "joined", "scanned", "walk"]
+__all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "finished", "joined", "once", "scanned", "walk"]
 
 WINDOW_BYTES = 2**30
 """What the Jacobians of one window and the scan over them may take, by `Structure.bytes_per_step`."""
@@ -102,7 +102,7 @@ def walk(problem: Problem, h: Leaves | None = None, prefix: Array | int = 0, unr
 
     def turn(hop, h):
         entry = problem.entry(tuple(leaf[-1] for leaf in h))
-        return _once((problem.rank == hop) & ~is_kept.all(), lambda h: part(entry, h), h, entry)
+        return once((problem.rank == hop) & ~is_kept.all(), lambda h: part(entry, h), h, entry)
 
     return jax.lax.fori_loop(0, problem.parts, turn, varying_as(h, problem.start))
 
@@ -181,23 +181,25 @@ class _Solver:
                 total = made._replace(iterations=made.iterations + fit.iterations, windows=made.windows + 1)
                 return again._replace(outcome=total)
             # What is walked is what the loop gives; the estimate starts again from what it was.
-            return _State(self._rest(problem, state.h, prefix), error, outcome._replace(first_bad=prefix))
+            rest = finished(problem, state.h, prefix, self.on_fail)
+            return _State(rest, error, outcome._replace(first_bad=prefix))
 
-        return _once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
+        return once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
 
     def _is_affordable(self, problem) -> bool:
         """Whether the true Jacobian takes no more memory than what an update holds anyway."""
         return problem.structure.bytes_per_step <= self.method.held(problem.structure).bytes_per_step
 
-    def _rest(self, problem, h, prefix) -> Leaves:
-        """Returns the states with all but the first `prefix` walked, or NaN."""
-        if self.on_fail == "finish":
-            return walk(problem, h, prefix)
-        is_kept = jnp.arange(problem.length) < prefix
-        return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
+
+def finished(problem: Problem, h: Leaves, prefix: Array, on_fail: str) -> Leaves:
+    """Returns the states with all but the first `prefix` steps walked, or NaN; see `Method.states`."""
+    if on_fail == "finish":
+        return walk(problem, h, prefix)
+    is_kept = jnp.arange(problem.length) < prefix
+    return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
 
 
-def _once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
+def once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
     """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed."""
 
     def turn(pair):

@@ -9,7 +9,7 @@ import pytest
 from cells_to_solve import CELLS, SCALES, distance, inputs, start, weights
 from fast import jit
 
-from jaxpar.solve import Jacobi, Newton, Picard, Quasi, parallel_scan
+from jaxpar.solve import GaussSeidel, Jacobi, Newton, Picard, Quasi, parallel_scan
 from jaxpar.solve.windows import SHORT
 
 METHODS = {
@@ -80,6 +80,19 @@ def test_chaos_is_not_called_converged(window, x64):
     assert distance(ys[:50], want[:50]) < 1e-10  # before it has grown
     residual = jnp.abs(jax.vmap(chaotic)(ys[:-1], xs[1:])[0] - ys[1:])
     assert float(residual.max()) < 1e-10  # what stands there is a trajectory all the same
+
+
+@pytest.mark.parametrize("on_fail", ["finish", "nan"])
+def test_blocks_that_were_not_found_leave_no_jump(on_fail):
+    """In float32 a block walked again ends elsewhere after 64 steps of chaos: what follows has to start from there."""
+    xs = jax.random.normal(jax.random.key(1), (2, 4096, 16)).swapaxes(0, 1)
+    solve = functools.partial(parallel_scan, method=GaussSeidel(), with_stats=True, on_fail=on_fail)
+    _, ys, stats = jit(lambda xs: solve(chaotic, jnp.ones((2, 16)), xs))(xs)
+    bad = int(stats.first_bad)
+    assert not stats.converged and 0 < bad < 4096 and bad % 64 == 0
+    residual = jnp.abs(jax.vmap(chaotic)(ys[:-1], xs[1:])[0] - ys[1:])
+    assert float(residual[: bad - 1].max()) < 1e-5
+    assert float(residual.max()) < 1e-5 if on_fail == "finish" else bool(jnp.isnan(ys[bad:]).all())
 
 
 def test_an_observer_of_a_chaotic_system_converges_fast(x64):
