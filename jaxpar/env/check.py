@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxpar.env.kernel import reset, step
-from jaxpar.env.spaces import Box, Discrete, MultiDiscrete, legal_sample
+from jaxpar.env.spaces import Box, Discrete, MultiDiscrete, legal_sample, mask_shape
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
@@ -100,7 +100,7 @@ def check_environment(
     check_params(env, params)
     check_types(env, params)
     check_parts(env, params)
-    steps = jax.jit(lambda key, params: walk(key, env, params, num_lanes, num_steps))(walk_key, params)
+    steps = jax.jit(lambda key: walk(key, env, params, num_lanes, num_steps))(walk_key)
     check_walk(env, steps)
     checks = ["identity", "params", "types", "parts", "walk"]
     if check_likelihood(likelihood_key, env, params, steps, num_samples=num_samples):
@@ -196,12 +196,10 @@ def check_parts(env: Any, params: PyTree) -> None:
             raise UsageError(f"{env.name}: render gives {_type(image)} but must give uint8 [H, W, 3]")
     if hasattr(env, "action_mask"):
         space, mask = env.action_space(params), jax.eval_shape(env.action_mask, state, params)
-        choices = {Discrete: lambda: space.n, MultiDiscrete: lambda: max(space.ns)}.get(type(space))
-        if choices is None:
+        if (expected := mask_shape(space)) is None:
             raise UsageError(f"{env.name} has an action mask, but its actions are not discrete: {space}")
-        if mask.dtype != bool or mask.shape != (*space.shape, choices()):
-            expected = [*space.shape, choices()]
-            raise UsageError(f"{env.name}: the action mask is {_type(mask)} but must be bool {expected}")
+        if mask.dtype != bool or mask.shape != expected:
+            raise UsageError(f"{env.name}: the action mask is {_type(mask)} but must be bool {list(expected)}")
     for part, dtype, arguments in (("heuristic", jnp.float32, (state,)), ("obs_key", jnp.int32, (obs,))):
         if hasattr(env, part):
             value = jax.eval_shape(getattr(env, part), *arguments, params)
