@@ -13,7 +13,7 @@ import numpy as np
 from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["fingerprint", "foreign_space", "with_names"]
+__all__ = ["fingerprint", "foreign_space", "nested", "with_names"]
 
 
 def with_names(obs: PyTree) -> PyTree:
@@ -121,10 +121,11 @@ def _bound(end: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     elif jnp.issubdtype(dtype, jnp.integer):
         end = np.clip(end, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(int)
     else:
-        end = end.astype(dtype)
+        end = np.where(np.abs(end) >= jnp.finfo(dtype).max, np.sign(end) * np.inf, end).astype(dtype)
     first = end.flat[0].item() if end.size else 0
-    return first if (end == first).all() else _nested(end.tolist())
+    return first if (end == first).all() else nested(end.tolist())
 
 
-def _nested(values: Any) -> Any:
-    return tuple(_nested(value) for value in values) if isinstance(values, list) else values
+def nested(values: Any) -> Any:
+    """Nested lists as nested tuples."""
+    return tuple(nested(value) for value in values) if isinstance(values, list) else values
