@@ -73,7 +73,8 @@ class CartPole:
 
     def init(self, key: PRNGKey, params: CartPoleParams) -> CartPoleState:
         """All four uniform in ±0.05."""
-        return CartPoleState(*jax.random.uniform(key, (4,), jnp.float32, -0.05, 0.05), jnp.zeros((), jnp.int32))
+        x, x_dot, theta, theta_dot = jax.random.uniform(key, (4,), jnp.float32, -0.05, 0.05)
+        return CartPoleState(x, x_dot, theta, theta_dot, jnp.zeros((), jnp.int32))
 
     def transition(self, key: PRNGKey, state: CartPoleState, action: Array, params: CartPoleParams) -> CartPoleState:
         """One Euler step."""
@@ -256,7 +257,8 @@ class Acrobot:
 
     def init(self, key: PRNGKey, params: AcrobotParams) -> AcrobotState:
         """All four uniform in ±0.1."""
-        return AcrobotState(*jax.random.uniform(key, (4,), jnp.float32, -0.1, 0.1), jnp.zeros((), jnp.int32))
+        theta1, theta2, speed1, speed2 = jax.random.uniform(key, (4,), jnp.float32, -0.1, 0.1)
+        return AcrobotState(theta1, theta2, speed1, speed2, jnp.zeros((), jnp.int32))
 
     def transition(self, key: PRNGKey, state: AcrobotState, action: Array, params: AcrobotParams) -> AcrobotState:
         """One fourth-order Runge-Kutta step, angles wrapped to ±pi, velocities clipped."""
@@ -405,22 +407,21 @@ class MountainCar:
             height = jnp.sin(3 * position) * 0.45 + 0.55
             return picture.to_pixels(jnp.stack([position, height], axis=-1), low, high, 80, 144)
 
-        track, goal = (
-            at(jnp.linspace(*(jnp.asarray(x) for x in (params.min_position, params.max_position)), 144)),
-            at(jnp.asarray(params.goal)),
-        )
+        share = jnp.arange(144) / 143
+        track = at(params.min_position + share * (params.max_position - params.min_position))
+        goal = at(jnp.asarray(params.goal, jnp.float32))
         depth = track[:, 1][None] - (jnp.arange(80.0) + 0.5)[:, None]
         ground = jnp.clip(0.5 - depth, 0, 1)[..., None]
         image = (
             picture.canvas(80, 144) * (1 - ground) + jnp.asarray(picture.GRAY, jnp.float32).reshape(1, 1, 3) * ground
         )
         image = picture.line(image, goal, goal - jnp.asarray([0.0, 16.0]), 1.5, picture.BLACK)
-        flag = goal + jnp.asarray([[0.0, -16.0], [9.0, -12.5], [0.0, -9.0]])
+        flag = jnp.stack([goal + jnp.asarray(corner) for corner in ((0.0, -16.0), (9.0, -12.5), (0.0, -9.0))])
         image = picture.polygon(image, flag, picture.YELLOW)
         return picture.finish(picture.disc(image, at(state.position) - jnp.asarray([0.0, 4.0]), 4, picture.RED))
 
     def _push(self, action: Array) -> Array:
-        return (action - 1).astype(jnp.float32)
+        return action - 1
 
 
 @dataclasses.dataclass(frozen=True)
