@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +101,7 @@ def check_environment(
     check_params(env, params)
     check_types(env, params)
     check_parts(env, params)
-    steps = jax.jit(lambda key: walk(key, env, params, num_lanes, num_steps))(walk_key)
+    steps = _once(lambda key: walk(key, env, params, num_lanes, num_steps))(walk_key)
     check_walk(env, steps)
     checks = ["identity", "params", "types", "parts", "walk"]
     if check_likelihood(likelihood_key, env, params, steps, num_samples=num_samples):
@@ -260,7 +261,7 @@ def check_absorbing(key: PRNGKey, env: Any, params: PyTree, steps: Walk) -> bool
     states = jax.tree.map(lambda x: x[ended], steps.next_state)
     actions = jax.tree.map(lambda x: x[ended], steps.action)
     keys = jax.random.split(key, int(ended.sum()))
-    after = jax.jit(jax.vmap(lambda key, state, action: step(key, env, state, action, params)))(keys, states, actions)
+    after = _once(jax.vmap(lambda key, state, action: step(key, env, state, action, params)))(keys, states, actions)
     if np.any(np.asarray(after.reward) != 0) or not np.all(after.terminated):
         raise UsageError(
             f"{env.name} claims that terminal states absorb, but a step from one earns something or goes on"
@@ -288,7 +289,7 @@ def check_likelihood(
         jax.tree.map(lambda x: x[places, 0], tree) for tree in (steps.state, steps.action, steps.next_state)
     )
 
-    @jax.jit
+    @_once
     @jax.vmap
     def one(key, state, action, following):
         draws = jax.vmap(lambda key: env.observe(key, following, action, params))(jax.random.split(key, num_samples))
@@ -309,6 +310,12 @@ def check_likelihood(
             f"in {n} draws, but its likelihood is {p[row, which]:.4g}"
         )
     return True
+
+
+def _once(f: Callable) -> Callable:
+    """`f` compiled with little optimisation where that is most of the cost: a check runs its programs once."""
+    lazily = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(f, compiler_options=lazily if jax.default_backend() == "cpu" else None)
 
 
 def _mask(env: Any, state: PyTree, params: PyTree) -> Array | None:
