@@ -121,7 +121,7 @@ def _bound(end: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     elif jnp.issubdtype(dtype, jnp.integer):
         end = np.clip(end, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(int)
     else:
-        end = np.where(np.abs(end) >= jnp.finfo(dtype).max, np.sign(end) * np.inf, end).astype(dtype)
+        end = np.where(np.abs(end) >= jnp.finfo(dtype).max, np.copysign(np.inf, end), end).astype(dtype)
     first = end.flat[0].item() if end.size else 0
     return first if (end == first).all() else nested(end.tolist())
 

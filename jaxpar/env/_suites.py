@@ -61,11 +61,11 @@ def gymnax(env: Any, params: PyTree) -> Parts:
 
     def step(key, state, action, params):
         obs, state, reward, done, info = env.step_env(key, state, action, params)
-        if has_six:
-            ends = done, env.is_truncated(state, params)
+        if "truncated" in info:
+            cut = info["truncated"]
         else:
-            cut = done & (info["truncated"] if "truncated" in info else _past_limit(state, params, env))
-            ends = done & ~cut, cut
+            cut = env.is_truncated(state, params) if has_six else _past_limit(state, params, env)
+        ends = (done, cut) if has_six else (done & ~cut, done & cut)
         return with_names(obs), state, reward, *ends, info
 
     return Parts(
