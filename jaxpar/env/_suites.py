@@ -229,8 +229,9 @@ def pgx(env: Any, params: PyTree) -> Parts:
     Each player sees the board with its own eyes; the choices of those who wait are all legal and ignored. The suite
     itself never truncates.
     """
-    num_players, num_actions = env.num_players, env.num_actions
+    num_players = env.num_players
     players = jnp.arange(num_players)
+    num_actions = jax.eval_shape(env.init, jax.random.key(0)).legal_action_mask.shape[-1]
 
     def seen(state):
         return state.observation if num_players == 1 else jax.vmap(lambda player: env._observe(state, player))(players)
