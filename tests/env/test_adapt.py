@@ -118,10 +118,10 @@ class OldGymnax:
         self.goal = goal
 
     def reset_env(self, key, params):
-        return jnp.zeros(1), OldState(0, 0)
+        return jnp.zeros(1), OldState(0.0, 0)
 
     def step_env(self, key, state, action, params):
-        state = OldState(state.place + action, state.time + 1)
+        state = OldState(jnp.asarray(state.place + action, jnp.int32), state.time + 1)
         done = (state.place >= self.goal) | (state.time >= params.max_steps_in_episode)
         return jnp.asarray([state.place], jnp.float32), state, state.place * 1.0, done, {"discount": 1.0 - done}
 
@@ -146,7 +146,7 @@ def test_five_values_are_told_apart_at_the_limit():
         state = made.state
         ends.append((bool(made.terminated), bool(made.truncated)))
     assert ends == [(False, False), (False, False), (True, False)]
-    late = step(jax.random.key(1), env, state.replace(place=jnp.int32(0), time=jnp.int32(5)), jnp.int32(0), params)
+    late = step(jax.random.key(1), env, state.replace(place=jnp.float32(0), time=jnp.int32(5)), jnp.int32(0), params)
     assert (bool(late.terminated), bool(late.truncated)) == (False, True)
     steps = checked(env)
     assert steps.terminated.any() and steps.truncated.any()
