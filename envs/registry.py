@@ -1,0 +1,67 @@
+"""Environments by name."""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.env import adapt
+from jaxpar.types import UsageError
+
+MODULES: tuple[str, ...] = ("classic",)
+"""The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
+
+
+@functools.cache
+def _variants() -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {}
+    for module in MODULES:
+        new = importlib.import_module(f".{module}", __package__).VARIANTS
+        if twice := sorted(set(new) & set(found)):
+            raise ValueError(f"envs/{module}.py gives {twice[0]} a second time")
+        found |= new
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """The names of our own environments; `make` also knows gymnax's."""
+    return tuple(_variants())
+
+
+def make(name: str, **fields: Any) -> tuple[Any, Any]:
+    """The environment of that name, with some of its fields changed, and its default parameters.
+
+    Names that are gymnax's alone give its environment, adapted; `fields` are then what its constructor takes.
+
+    Raises:
+        UsageError: no environment has that name, or this one has no such field.
+    """
+    if name not in _variants():
+        return _of_gymnax(name, fields)
+    env = _variants()[name]()
+    legal = [field.name for field in dataclasses.fields(env)]
+    for field in fields:
+        if field not in legal:
+            raise UsageError(f"{name} has no field {field!r}; {_nearest(field, legal)}")
+    env = dataclasses.replace(env, **fields)
+    return env, env.default_params
+
+
+def _of_gymnax(name: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    import gymnax  # takes a second, and most runs need none of it
+
+    if name not in gymnax.registered_envs:
+        raise UsageError(f"there is no environment {name!r}; {_nearest(name, {*names(), *gymnax.registered_envs})}")
+    try:
+        env, params = gymnax.make(name, **fields)
+    except TypeError as error:
+        raise UsageError(f"{name}, which is gymnax's, cannot be made with these fields: {error}") from None
+    env = adapt(env, params)
+    return env, env.default_params
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"the nearest are {', '.join(close)}" if close else f"it has {', '.join(known) or 'none'}"
