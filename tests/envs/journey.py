@@ -57,25 +57,34 @@ def abstract(tree):
     return structure, [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves]
 
 
-def assert_sound(env, seed=0, num_steps=64):
-    """Stable and strong types from reset to step, jit or not; spaces true; finite; hashable by value; vmappable."""
-    params = env.default_params
-    key = jax.random.key(seed)
-    assert hash(env) == hash(type(env)(**env.__dict__)) and env == type(env)(**env.__dict__)
-    action = env.action_space(params).sample(key)
-    assert bool(env.action_space(params).contains(action))
-    seen, state = jax.eval_shape(lambda key: reset(key, env, params), key)
-    after = jax.eval_shape(lambda key: step(key, env, reset(key, env, params)[1], action, params), key)
+def assert_sound(env, seed=0, num_steps=1000):
+    """Stable and strong types from reset to step; spaces true; finite; hashable by value; a picture that vmaps."""
+    params, key = env.default_params, jax.random.key(seed)
+    twin = type(env)(**env.__dict__)
+    assert env == twin and hash(env) == hash(twin)
+
+    def parts(key):
+        seen, state = reset(key, env, params)
+        action = env.action_space(params).sample(key)
+        assert env.action_space(params).contains(action).shape == ()
+        return seen, state, step(key, env, state, action, params)
+
+    seen, state, after = jax.eval_shape(parts, key)
     assert abstract(state) == abstract(after.state) and abstract(seen) == abstract(after.obs)
     assert not any(leaf.weak_type for leaf in jax.tree.leaves((state, seen, after)))
     assert after.reward.dtype == jnp.float32 and after.reward.shape == ()
     record = travel(key, env, params, num_steps)
-    space = env.observation_space(params)
-    assert bool(jnp.all(jax.vmap(space.contains)(record["seen"])))
-    assert bool(jnp.all(jax.vmap(space.contains)(record["after"].obs)))
-    assert all(
-        bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves((record["after"].obs, record["after"].reward))
-    )
-    frames = jax.vmap(lambda state: env.render(state, params))(jax.tree.map(lambda leaf: leaf[:8], record["before"]))
+
+    @jax.jit
+    def judged(record):
+        views, actions = [record["seen"], record["after"].obs], env.action_space(params)
+        inside = [jax.vmap(env.observation_space(params).contains)(view) for view in views]
+        inside.append(jax.vmap(actions.contains)(record["action"]))
+        finite = [jnp.isfinite(leaf) for leaf in jax.tree.leaves((views, record["after"].reward))]
+        few = jax.tree.map(lambda leaf: leaf[:8], record["before"])
+        return [jnp.all(x) for x in (*inside, *finite)], jax.vmap(lambda state: env.render(state, params))(few)
+
+    verdicts, frames = judged(record)
+    assert all(bool(verdict) for verdict in verdicts)
     assert frames.dtype == jnp.uint8 and frames.ndim == 4 and frames.shape[-1] == 3
     assert len(np.unique(np.asarray(frames[0]).reshape(-1, 3), axis=0)) > 1, "an empty picture"

@@ -55,7 +55,7 @@ def lqr_gains():
     return k[0]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["DoublePole", "DoublePole-Discrete"])
 def test_sound(name):
     assert_sound(VARIANTS[name]())
     assert envs.make(name)[0] == VARIANTS[name]()
@@ -123,7 +123,7 @@ def test_frictionless_cart_conserves_energy():
 def test_velocities_change_the_view_only():
     for discrete in (False, True):
         full, partial = DoublePole(discrete=discrete), DoublePole(velocities=False, discrete=discrete)
-        a, b = (travel(jax.random.key(3), env, env.default_params, 200) for env in (full, partial))
+        a, b = (travel(jax.random.key(3), env, env.default_params, 1000) for env in (full, partial))
         jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
         np.testing.assert_array_equal(a["after"].reward, b["after"].reward)
         np.testing.assert_array_equal(a["seen"][:, ::2], b["seen"])
@@ -148,7 +148,8 @@ def test_generalisation_starts():
     env = DoublePole()
     states = jax.vmap(lambda level: env.init_level(jax.random.key(0), level, env.default_params))(starts)
     assert not bool(jnp.any(jax.vmap(lambda state: env.terminal(state, env.default_params))(states)))
-    level = jax.vmap(lambda key: env.sample_level(key, env.default_params))(jax.random.split(jax.random.key(1), 512))
+    draw = jax.jit(jax.vmap(lambda key: env.sample_level(key, env.default_params)))
+    level = draw(jax.random.split(jax.random.key(1), 512))
     np.testing.assert_allclose([jnp.abs(axis).max() for axis in level[:4]], [2.16, 1.35, 0.0628, 0.150], rtol=0.02)
 
 
