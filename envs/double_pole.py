@@ -140,7 +140,8 @@ class DoublePole:
     @property
     def name(self) -> str:
         """As in `VARIANTS`."""
-        return "DoublePole" + "-NoVelocities" * (not self.velocities) + "-Discrete" * self.discrete
+        parts = {"NoVelocities": not self.velocities, "Discrete": self.discrete, "Damping": self.damping}
+        return "-".join(["DoublePole", *(part for part, is_so in parts.items() if is_so)])
 
     @property
     def default_params(self) -> Params:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpar.types import UsageError
 
-MODULES: tuple[str, ...] = ("double_pole", "swing_up", "memory")
+MODULES: tuple[str, ...] = ("double_pole", "swing_up", "memory", "masked_cart_pole", "mine_sweeper", "brick_breaker")
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
 

@@ -31,7 +31,7 @@ SUITS = {
 }
 """7 x 7 pixels each."""
 
-MINE = "#..#..# .#####. .#####. ####### .#####. .#####. #..#..#"
+MINE = "..#.. .###. ##### .###. ..#.."
 
 
 def stamp(bitmap: str, color: Any, ground: Any, side: int, scale: int = 1) -> np.ndarray:

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import reset, step
+from jaxpar.env.check import check_environment
+from jaxpar.env.spaces import legal_sample
 
 
 def legal_action(key, env, state, params):
     """A uniform draw among the legal actions."""
-    if not hasattr(env, "action_mask"):
-        return env.action_space(params).sample(key)
-    return jax.random.categorical(key, jnp.where(env.action_mask(state, params), 0.0, -jnp.inf)).astype(jnp.int32)
+    mask = env.action_mask(state, params) if hasattr(env, "action_mask") else None
+    return legal_sample(key, env.action_space(params), mask)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4))
@@ -51,40 +52,10 @@ def steps_of(env, params, num_steps, seed=0, act=legal_action, leg=1000):
             yield jax.tree.unflatten(tree, [leaf[t] for leaf in leaves])
 
 
-def abstract(tree):
-    """Shapes, dtypes and weak types, with the structure."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves]
-
-
-def assert_sound(env, seed=0, num_steps=1000):
-    """Stable and strong types from reset to step; spaces true; finite; hashable by value; a picture that vmaps."""
-    params, key = env.default_params, jax.random.key(seed)
-    twin = type(env)(**env.__dict__)
-    assert env == twin and hash(env) == hash(twin)
-
-    def parts(key):
-        seen, state = reset(key, env, params)
-        action = env.action_space(params).sample(key)
-        assert env.action_space(params).contains(action).shape == ()
-        return seen, state, step(key, env, state, action, params)
-
-    seen, state, after = jax.eval_shape(parts, key)
-    assert abstract(state) == abstract(after.state) and abstract(seen) == abstract(after.obs)
-    assert not any(leaf.weak_type for leaf in jax.tree.leaves((state, seen, after)))
-    assert after.reward.dtype == jnp.float32 and after.reward.shape == ()
-    record = travel(key, env, params, num_steps)
-
-    @jax.jit
-    def judged(record):
-        views, actions = [record["seen"], record["after"].obs], env.action_space(params)
-        inside = [jax.vmap(env.observation_space(params).contains)(view) for view in views]
-        inside.append(jax.vmap(actions.contains)(record["action"]))
-        finite = [jnp.isfinite(leaf) for leaf in jax.tree.leaves((views, record["after"].reward))]
-        few = jax.tree.map(lambda leaf: leaf[:8], record["before"])
-        return [jnp.all(x) for x in (*inside, *finite)], jax.vmap(lambda state: env.render(state, params))(few)
-
-    verdicts, frames = judged(record)
-    assert all(bool(verdict) for verdict in verdicts)
-    assert frames.dtype == jnp.uint8 and frames.ndim == 4 and frames.shape[-1] == 3
-    assert len(np.unique(np.asarray(frames[0]).reshape(-1, 3), axis=0)) > 1, "an empty picture"
+def assert_sound(env):
+    """It keeps the promises of every environment, and its pictures show something, lane by lane."""
+    check_environment(env)
+    states = jax.tree.map(lambda leaf: leaf[:4], travel(jax.random.key(0), env, env.default_params, 1000)["before"])
+    frames = np.asarray(jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states))
+    assert frames.dtype == np.uint8
+    assert all(len(np.unique(frame.reshape(-1, 3), axis=0)) > 1 for frame in frames)

@@ -55,10 +55,8 @@ def lqr_gains():
     return k[0]
 
 
-@pytest.mark.parametrize("name", ["DoublePole", "DoublePole-Discrete"])
-def test_sound(name):
-    assert_sound(VARIANTS[name]())
-    assert envs.make(name)[0] == VARIANTS[name]()
+def test_sound():
+    assert_sound(DoublePole())
 
 
 @pytest.mark.parametrize("discrete", [False, True])
@@ -75,7 +73,9 @@ def test_twin_with_damping_over_long_episodes():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_twin_for_long(name):
-    env = VARIANTS[name]()
+    env, _ = envs.make(name)
+    assert env == VARIANTS[name]() and env.name == name
+    assert_sound(env)
     assert follow(env, env.default_params, 100_000, gentle if env.damping else None) > 50
 
 
@@ -121,12 +121,11 @@ def test_frictionless_cart_conserves_energy():
 
 
 def test_velocities_change_the_view_only():
-    for discrete in (False, True):
-        full, partial = DoublePole(discrete=discrete), DoublePole(velocities=False, discrete=discrete)
-        a, b = (travel(jax.random.key(3), env, env.default_params, 1000) for env in (full, partial))
-        jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
-        np.testing.assert_array_equal(a["after"].reward, b["after"].reward)
-        np.testing.assert_array_equal(a["seen"][:, ::2], b["seen"])
+    full, partial = DoublePole(), DoublePole(velocities=False)
+    a, b = (travel(jax.random.key(3), env, env.default_params, 1000) for env in (full, partial))
+    jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
+    np.testing.assert_array_equal(a["after"].reward, b["after"].reward)
+    np.testing.assert_array_equal(a["seen"][:, ::2], b["seen"])
 
 
 def test_bang_bang_is_full_force():
@@ -141,16 +140,21 @@ def test_bang_bang_is_full_force():
 
 def test_generalisation_starts():
     starts = generalisation_starts()
-    assert starts.x.shape == (625,) and len({tuple(float(v) for v in row) for row in zip(*starts, strict=True)}) == 625
+    assert starts.x.shape == (625,) and len(np.unique(np.stack(starts), axis=1).T) == 625
     corner = [0.05 * w - w / 2 for w in (4.32, 2.70, 0.12566304, 0.30019504)]
     np.testing.assert_allclose([axis[0] for axis in starts], [*corner, 0, 0], rtol=1e-6)
     np.testing.assert_allclose([axis[312] for axis in starts], np.zeros(6), atol=1e-9)
     env = DoublePole()
-    states = jax.vmap(lambda level: env.init_level(jax.random.key(0), level, env.default_params))(starts)
-    assert not bool(jnp.any(jax.vmap(lambda state: env.terminal(state, env.default_params))(states)))
+
+    @jax.jit
+    @jax.vmap
+    def failed(level):
+        return env.terminal(env.init_level(jax.random.key(0), level, env.default_params), env.default_params)
+
+    assert not np.any(failed(starts))
     draw = jax.jit(jax.vmap(lambda key: env.sample_level(key, env.default_params)))
     level = draw(jax.random.split(jax.random.key(1), 512))
-    np.testing.assert_allclose([jnp.abs(axis).max() for axis in level[:4]], [2.16, 1.35, 0.0628, 0.150], rtol=0.02)
+    np.testing.assert_allclose([np.abs(axis).max() for axis in level[:4]], [2.16, 1.35, 0.0628, 0.150], rtol=0.02)
 
 
 def test_a_regulator_balances_and_its_return_is_the_damping_fitness():

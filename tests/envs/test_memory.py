@@ -65,7 +65,8 @@ def length(env):
 
 @pytest.mark.parametrize("env", SHORT.values(), ids=SHORT)
 def test_sound_and_equal_to_its_twin(env):
-    assert_sound(env)
+    if env == SHORT["previous"]:  # the others only in long runs, to save compilations
+        assert_sound(env)
     assert follow(env, 1000) == 1000 // length(env)
 
 
@@ -77,6 +78,7 @@ def test_variants_have_names():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_twin_for_long(name):
+    assert_sound(VARIANTS[name]())
     assert follow(VARIANTS[name](), 100_000) >= 50
 
 
@@ -92,7 +94,7 @@ def test_perfect_play_returns_one(env):
 def test_random_play_returns_what_chance_gives(env):
     """2 / A - 1 within 5 standard errors, the answers being independent: -0.5 with four suits."""
     rewards, params = [], env.default_params
-    for seed in range(8):
+    for seed in range(4):
         record = travel(jax.random.key(seed), env, params, 1000)
         whole = np.flatnonzero(record["done"])[-1] + 1
         rewards.append(np.asarray(record["after"].reward)[:whole].reshape(-1, length(env)))
@@ -113,7 +115,7 @@ def test_deal_is_uniform_over_what_is_left():
 
 def test_no_state_tells_the_next_card():
     """The same state goes on differently with other keys: no deck is hidden in it."""
-    for env in SHORT.values():
+    for env in (SHORT["previous"], SHORT["autoencode"]):
         state = env.init(jax.random.key(0), env.default_params)
 
         def following(key, env=env, state=state):
