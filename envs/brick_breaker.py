@@ -30,6 +30,8 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import sprites
 
+__all__ = ["VARIANTS", "BrickBreaker"]
+
 HEIGHT, WIDTH, TILE = 11, 10, 4
 TOP, ROWS = 1, 3
 CURTAIN = slice(6, 9)

@@ -44,6 +44,8 @@ from jaxpar.types import Array, PRNGKey
 
 from .integrator import rk4
 
+__all__ = ["VARIANTS", "DoublePole", "Motion", "Params", "State", "damping_fitness", "generalisation_starts", "wobble"]
+
 SCALES = (4.8, 2.0, 0.52, 2.0, 0.52, 2.0)
 """What an observation divides x, x', theta_1, theta_1', theta_2, theta_2' by, as in NEAT 1.2.1."""
 

@@ -32,6 +32,8 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import sprites
 
+__all__ = ["VARIANTS", "Autoencode", "CountRecall", "RepeatFirst", "RepeatPrevious"]
+
 CARD = 16
 RANKS = "A23456789TJQK"
 

@@ -30,6 +30,8 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import sprites
 
+__all__ = ["VARIANTS", "MineSweeper"]
+
 TILE = 8
 CLOSED, MINE, BLOWN, NUMBER = 0, 1, 2, 3
 """Sprites; that of number i is `NUMBER + i`."""

@@ -31,6 +31,8 @@ from jaxpar.types import Array, PRNGKey
 
 from .integrator import rk4
 
+__all__ = ["VARIANTS", "PendulumSwingUp", "PointMass"]
+
 SIDE = 96
 
 

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxpar.env.kernel import reset, step
-from jaxpar.env.spaces import Box, Discrete, MultiDiscrete, legal_sample
+from jaxpar.env.spaces import Box, Discrete, MultiDiscrete, legal_sample, mask_shape
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
@@ -100,7 +101,7 @@ def check_environment(
     check_params(env, params)
     check_types(env, params)
     check_parts(env, params)
-    steps = jax.jit(lambda key, params: walk(key, env, params, num_lanes, num_steps))(walk_key, params)
+    steps = _once(lambda key: walk(key, env, params, num_lanes, num_steps))(walk_key)
     check_walk(env, steps)
     checks = ["identity", "params", "types", "parts", "walk"]
     if check_likelihood(likelihood_key, env, params, steps, num_samples=num_samples):
@@ -196,12 +197,10 @@ def check_parts(env: Any, params: PyTree) -> None:
             raise UsageError(f"{env.name}: render gives {_type(image)} but must give uint8 [H, W, 3]")
     if hasattr(env, "action_mask"):
         space, mask = env.action_space(params), jax.eval_shape(env.action_mask, state, params)
-        choices = {Discrete: lambda: space.n, MultiDiscrete: lambda: max(space.ns)}.get(type(space))
-        if choices is None:
+        if (expected := mask_shape(space)) is None:
             raise UsageError(f"{env.name} has an action mask, but its actions are not discrete: {space}")
-        if mask.dtype != bool or mask.shape != (*space.shape, choices()):
-            expected = [*space.shape, choices()]
-            raise UsageError(f"{env.name}: the action mask is {_type(mask)} but must be bool {expected}")
+        if mask.dtype != bool or mask.shape != expected:
+            raise UsageError(f"{env.name}: the action mask is {_type(mask)} but must be bool {list(expected)}")
     for part, dtype, arguments in (("heuristic", jnp.float32, (state,)), ("obs_key", jnp.int32, (obs,))):
         if hasattr(env, part):
             value = jax.eval_shape(getattr(env, part), *arguments, params)
@@ -262,7 +261,7 @@ def check_absorbing(key: PRNGKey, env: Any, params: PyTree, steps: Walk) -> bool
     states = jax.tree.map(lambda x: x[ended], steps.next_state)
     actions = jax.tree.map(lambda x: x[ended], steps.action)
     keys = jax.random.split(key, int(ended.sum()))
-    after = jax.jit(jax.vmap(lambda key, state, action: step(key, env, state, action, params)))(keys, states, actions)
+    after = _once(jax.vmap(lambda key, state, action: step(key, env, state, action, params)))(keys, states, actions)
     if np.any(np.asarray(after.reward) != 0) or not np.all(after.terminated):
         raise UsageError(
             f"{env.name} claims that terminal states absorb, but a step from one earns something or goes on"
@@ -290,7 +289,7 @@ def check_likelihood(
         jax.tree.map(lambda x: x[places, 0], tree) for tree in (steps.state, steps.action, steps.next_state)
     )
 
-    @jax.jit
+    @_once
     @jax.vmap
     def one(key, state, action, following):
         draws = jax.vmap(lambda key: env.observe(key, following, action, params))(jax.random.split(key, num_samples))
@@ -311,6 +310,12 @@ def check_likelihood(
             f"in {n} draws, but its likelihood is {p[row, which]:.4g}"
         )
     return True
+
+
+def _once(f: Callable) -> Callable:
+    """`f` compiled with little optimisation where that is most of the cost: a check runs its programs once."""
+    lazily = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(f, compiler_options=lazily if jax.default_backend() == "cpu" else None)
 
 
 def _mask(env: Any, state: PyTree, params: PyTree) -> Array | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Box", "Discrete", "Fields", "MultiDiscrete", "Space", "legal_sample", "size"]
+__all__ = ["Box", "Discrete", "Fields", "MultiDiscrete", "Space", "legal_sample", "mask_shape", "size"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +122,23 @@ class Fields:
 Space = Discrete | MultiDiscrete | Box | Fields
 
 
+def mask_shape(space: Space) -> tuple[int, ...] | None:
+    """The shape of a mask over the choices of discrete actions, `[*space.shape, choices]`; None for other actions."""
+    match space:
+        case Discrete():
+            return *space.shape, space.n
+        case MultiDiscrete():
+            return *space.shape, max(space.ns)
+    return None
+
+
 def legal_sample(key: PRNGKey, space: Space, mask: Array | None = None) -> PyTree:
     """A uniform draw among the actions that `mask` allows; consumes `key`.
 
     Args:
         key: consumed.
         space: `Discrete` or `MultiDiscrete` where there is a mask.
-        mask: bool `[*space.shape, choices]`, padded with False where an entry has fewer choices; None allows all.
+        mask: bool of `mask_shape(space)`, padded with False where an entry has fewer choices; None allows all.
     """
     if mask is None:
         return space.sample(key)

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import reset, step
-from jaxpar.env.check import check_environment
-from jaxpar.env.spaces import legal_sample
+from jaxpar.env import legal_sample, reset, step
 
 
 def legal_action(key, env, state, params):
@@ -52,10 +50,9 @@ def steps_of(env, params, num_steps, seed=0, act=legal_action, leg=1000):
             yield jax.tree.unflatten(tree, [leaf[t] for leaf in leaves])
 
 
-def assert_sound(env):
-    """It keeps the promises of every environment, and its pictures show something, lane by lane."""
-    check_environment(env)
-    states = jax.tree.map(lambda leaf: leaf[:4], travel(jax.random.key(0), env, env.default_params, 1000)["before"])
+def assert_pictures(env):
+    """Pictures show something, lane by lane, and change with the state."""
+    states = jax.tree.map(lambda leaf: leaf[::10], travel(jax.random.key(0), env, env.default_params, 1000)["before"])
     frames = np.asarray(jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states))
-    assert frames.dtype == np.uint8
     assert all(len(np.unique(frame.reshape(-1, 3), axis=0)) > 1 for frame in frames)
+    assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 5

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from journey import assert_sound, legal_action, steps_of, travel
+from journey import assert_pictures, legal_action, steps_of, travel
 from twin_brick_breaker import BrickBreakerTwin
 
 import envs
@@ -62,7 +62,7 @@ def test_twin_in_long_games():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_twin_for_long(name, act):
     assert envs.make(name)[0] == VARIANTS[name]()
-    assert_sound(VARIANTS[name]())
+    assert_pictures(VARIANTS[name]())
     assert follow(VARIANTS[name](), 100_000, act) > 100
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from journey import assert_sound, steps_of, travel
+from journey import assert_pictures, steps_of, travel
 from twin_double_pole import DoublePoleTwin, slope
 
 import envs
@@ -55,10 +55,6 @@ def lqr_gains():
     return k[0]
 
 
-def test_sound():
-    assert_sound(DoublePole())
-
-
 @pytest.mark.parametrize("discrete", [False, True])
 def test_twin(discrete):
     env = DoublePole(discrete=discrete)
@@ -75,7 +71,7 @@ def test_twin_with_damping_over_long_episodes():
 def test_twin_for_long(name):
     env, _ = envs.make(name)
     assert env == VARIANTS[name]() and env.name == name
-    assert_sound(env)
+    assert_pictures(env)
     assert follow(env, env.default_params, 100_000, gentle if env.damping else None) > 50
 
 

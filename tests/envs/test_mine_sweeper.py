@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from journey import assert_sound, legal_action, steps_of, travel
+from journey import assert_pictures, legal_action, steps_of, travel
 from twin_mine_sweeper import MineSweeperTwin
 
 import envs
@@ -47,10 +47,8 @@ def follow(env, num_steps, act=legal_action):
 
 
 @pytest.mark.parametrize("observed", ["full", "partial"])
-def test_sound_and_equal_to_its_twin(observed):
+def test_twin(observed):
     env = MineSweeper(4, 2, observed)
-    if observed == "partial":  # the other only in long runs, to save compilations
-        assert_sound(env)
     assert follow(env, 1000) > 50
 
 
@@ -62,7 +60,7 @@ def test_twin_with_illegal_actions():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_twin_for_long(name):
     assert envs.make(name)[0] == VARIANTS[name]()
-    assert_sound(VARIANTS[name]())
+    assert_pictures(VARIANTS[name]())
     assert follow(VARIANTS[name](), 100_000) > 5000
 
 
