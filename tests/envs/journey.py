@@ -55,4 +55,4 @@ def assert_pictures(env):
     states = jax.tree.map(lambda leaf: leaf[::10], travel(jax.random.key(0), env, env.default_params, 1000)["before"])
     frames = np.asarray(jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states))
     assert all(len(np.unique(frame.reshape(-1, 3), axis=0)) > 1 for frame in frames)
-    assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 5
+    assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 3
