@@ -10,7 +10,15 @@ from typing import Any
 from jaxpar.env import adapt
 from jaxpar.types import UsageError
 
-MODULES: tuple[str, ...] = ("classic",)
+MODULES: tuple[str, ...] = (
+    "classic",
+    "double_pole",
+    "swing_up",
+    "memory",
+    "masked_cart_pole",
+    "mine_sweeper",
+    "brick_breaker",
+)
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
 

@@ -1,0 +1,58 @@
+"""Random walks through an environment, recorded whole, for twins that follow them on the host."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.env import legal_sample, reset, step
+
+
+def legal_action(key, env, state, params):
+    """A uniform draw among the legal actions."""
+    mask = env.action_mask(state, params) if hasattr(env, "action_mask") else None
+    return legal_sample(key, env.action_space(params), mask)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3, 4))
+def travel(key, env, params, num_steps, act=legal_action):
+    """`num_steps` steps with a reset where one ends: everything about each, `[T, ...]`.
+
+    Returns:
+        A dictionary: `before` (state), `seen` (its observation), `start` (whether an episode began there), `action`,
+        `after` (a `Transition`), `done`.
+    """
+
+    def one(carry, key):
+        state, seen, start = carry
+        act_key, step_key, reset_key = jax.random.split(key, 3)
+        action = act(act_key, env, state, params)
+        after = step(step_key, env, state, action, params)
+        done = after.terminated | after.truncated
+        fresh_seen, fresh = reset(reset_key, env, params)
+        following = jax.tree.map(lambda a, b: jnp.where(done, a, b), (fresh, fresh_seen), (after.state, after.obs))
+        record = {"before": state, "seen": seen, "start": start, "action": action, "after": after, "done": done}
+        return (*following, done), record
+
+    first_key, key = jax.random.split(key)
+    seen, state = reset(first_key, env, params)
+    return jax.lax.scan(one, (state, seen, jnp.ones((), bool)), jax.random.split(key, num_steps))[1]
+
+
+def steps_of(env, params, num_steps, seed=0, act=legal_action, leg=1000):
+    """The steps of journeys of `leg` steps each, one by one, as NumPy pytrees."""
+    for place in range(num_steps // leg):
+        record = jax.device_get(travel(jax.random.key(seed + 1000 * place), env, params, leg, act))
+        leaves, tree = jax.tree.flatten(record)
+        leaves = [np.asarray(leaf) for leaf in leaves]
+        for t in range(leg):
+            yield jax.tree.unflatten(tree, [leaf[t] for leaf in leaves])
+
+
+def assert_pictures(env):
+    """Pictures show something, lane by lane, and change with the state."""
+    states = jax.tree.map(lambda leaf: leaf[::10], travel(jax.random.key(0), env, env.default_params, 1000)["before"])
+    frames = np.asarray(jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states))
+    assert all(len(np.unique(frame.reshape(-1, 3), axis=0)) > 1 for frame in frames)
+    assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 3
