@@ -465,8 +465,8 @@ def scripted(env: Spread | Tag | SpeakerListener, state: Any, params: Any) -> Ar
     prey's next place, prey for the corner of the arena that is farthest from the nearest chaser. SpeakerListener: the
     speaker names the goal, the listener goes there.
 
-    Mean returns per agent, uniform play in brackets: Spread-3 -8.8 (-26.5), Spread-5 -12.7 (-35.4), SpeakerListener -7.5
-    (-40.2), chasers of Tag-3v1 55 against uniform prey (4.5), its prey -4.3 against uniform chasers (-15.5).
+    Mean returns per agent, uniform play in brackets: Spread-3 -8.8 (-26.5), Spread-5 -12.7 (-35.4), SpeakerListener
+    -7.5 (-40.2), chasers of Tag-3v1 55 against uniform prey (4.5), its prey -4.3 against uniform chasers (-15.5).
     """
     if isinstance(env, Spread):
         if env.num_landmarks != env.num_agents:
