@@ -295,8 +295,11 @@ def scripted(env: Combat, state: State, params: Params) -> Array:
 
     A unit acts on the weakest target that it may act on. Else it goes where the distance to its goal is nearest to its
     reach, so that ranged units keep away: the goal is the nearest opponent, or for a healer the weakest hurt fellow and
-    else the nearest. Of two fellows who choose one cell the later rests. Ties: the first. Mean of the first team's
-    returns and share of its wins: MEASURED
+    else the nearest. Of two fellows who choose one cell the later rests. Ties: the first.
+
+    Mean return of the first team and share of its wins where both play so: Combat-3v3 0.0 and 0.34 (as much for the
+    second, the rest are draws at the limit, mostly of healers), Combat-5v5 0.0 and 0.44, Combat-5v6 -1.4 and 0.02.
+    Uniform legal play of the first team: -1.9 and 0 in each. The script against it: 1.9 and 1.
     """
     mask, targets, alive = env.unit_mask(state, params), env.targets, state.health > 0
     able = mask[:, len(MOVES) :]
@@ -324,6 +327,8 @@ def scripted(env: Combat, state: State, params: Params) -> Array:
 VARIANTS = {
     "Combat-3v3": Combat,
     "Combat-5v5": lambda: Combat(*[("melee", "melee", "ranged", "ranged", "healer")] * 2),
-    "Combat-3v5": lambda: Combat(second=("melee", "melee", "melee", "ranged", "ranged")),
+    "Combat-5v6": lambda: Combat(
+        ("melee", "melee", "ranged", "ranged", "healer"), ("melee", "melee", "melee", "ranged", "ranged", "ranged")
+    ),
     "Combat-3v3-both": lambda: Combat(both=True),
 }

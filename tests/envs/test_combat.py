@@ -11,7 +11,7 @@ from jaxpar.env.kernel import reset, step
 from jaxpar.types import UsageError
 
 UNEVEN = Combat(first=("ranged", "healer"), second=("melee", "healer", "ranged", "melee"), size=6, both=True)
-CASES = [Combat(), UNEVEN, VARIANTS["Combat-3v5"]()]
+CASES = [Combat(), UNEVEN, VARIANTS["Combat-5v6"]()]
 
 
 def draw(key, env, state, params):
