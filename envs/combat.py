@@ -91,6 +91,7 @@ class Combat:
     second: tuple[str, ...] = ("melee", "ranged", "healer")
     size: int = 8
     both: bool = False
+    absorbing = True  # nobody earns anything once a team is dead
 
     def __post_init__(self) -> None:
         """Refuses what cannot be built."""
@@ -158,12 +159,12 @@ class Combat:
         return jnp.stack([jnp.asarray(values[kind], jnp.int32) for kind in self.kind])
 
     def observation_space(self, params: Params) -> Box:
-        """Of one agent."""
-        return Box(-float(self.size), float(self.size), (7 + 8 * (2 * self.width - 1),))
+        """Of all agents, `[N, ...]`."""
+        return Box(-float(self.size), float(self.size), (self.num_agents, 7 + 8 * (2 * self.width - 1)))
 
     def action_space(self, params: Params) -> Discrete:
-        """Of one agent."""
-        return Discrete(len(MOVES) + self.width)
+        """Of all agents, `[N]`."""
+        return Discrete(len(MOVES) + self.width, (self.num_agents,))
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """Both teams whole, each unit anywhere in the two columns of its side; consumes `key`."""

@@ -88,6 +88,7 @@ class Foraging:
     max_strength: int = 2
     together: bool = False
     view: str = "vector"
+    absorbing = True  # nothing can be earned where nothing is left
 
     def __post_init__(self) -> None:
         """Refuses what cannot be built."""
@@ -116,15 +117,15 @@ class Foraging:
         return self.sight or self.size
 
     def observation_space(self, params: Params) -> Box:
-        """Of one agent."""
+        """Of all agents, `[N, ...]`."""
         top = max(self.size - 1, self.max_strength * min(self.num_agents, 3))
         if self.view == "grid":
-            return Box(0, top, (3, 2 * self.reach + 1, 2 * self.reach + 1), jnp.int32)
-        return Box(-1.0, float(top), (3 * (self.num_food + self.num_agents),))
+            return Box(0, top, (self.num_agents, 3, 2 * self.reach + 1, 2 * self.reach + 1), jnp.int32)
+        return Box(-1.0, float(top), (self.num_agents, 3 * (self.num_food + self.num_agents)))
 
     def action_space(self, params: Params) -> Discrete:
-        """Of one agent: rest, up, down, left, right, load."""
-        return Discrete(len(MOVES))
+        """Of all agents, `[N]`: rest, up, down, left, right, load."""
+        return Discrete(len(MOVES), (self.num_agents,))
 
     def sample_level(self, key: PRNGKey, params: Params) -> Level:
         """Agents anywhere, then food off the walls and well apart, each uniform over what is left; consumes `key`.
@@ -223,7 +224,9 @@ class Foraging:
         """Shares of what was lifted, by strength and by weight, minus the penalty of who loaded in vain."""
         action = self.legal(state, action, params)
         lifted, share = lift(state, action)
-        earned = jnp.sum(jnp.where(lifted, state.weight, 0)[None] * share, axis=1) / jnp.sum(state.weight)
+        earned = jnp.sum(jnp.where(lifted, state.weight, 0)[None] * share, axis=1) / jnp.maximum(
+            jnp.sum(state.weight), 1
+        )
         vain = (action == LOAD) & ~jnp.any(beside_food(state) & lifted[None], axis=1)
         return earned - params.penalty * vain
 

@@ -12,6 +12,7 @@ place exert no force on each other, where the original divides zero by zero.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -154,9 +155,9 @@ def paint(position: Array, size: Array, colour: Array) -> Array:
     return picture.finish(image)
 
 
-def action_space(continuous: bool) -> Box | Discrete:
-    """The space of the actions of one agent."""
-    return Box(0.0, 1.0, (5,)) if continuous else Discrete(5)
+def action_space(env: Any) -> Box | Discrete:
+    """The space of the joint actions: five strengths or one of five choices an agent."""
+    return Box(0.0, 1.0, (env.num_agents, 5)) if env.continuous else Discrete(5, (env.num_agents,))
 
 
 def require_counts(env: Any, **least: int) -> None:
@@ -199,12 +200,12 @@ class Spread:
         return SpreadParams()
 
     def observation_space(self, params: SpreadParams) -> Box:
-        """Of one agent."""
-        return Box(-np.inf, np.inf, (2 * self.num_landmarks + 4 * self.num_agents,))
+        """Of all agents, `[N, ...]`."""
+        return Box(-np.inf, np.inf, (self.num_agents, 2 * self.num_landmarks + 4 * self.num_agents))
 
     def action_space(self, params: SpreadParams) -> Box | Discrete:
-        """Of one agent."""
-        return action_space(self.continuous)
+        """Strengths `[N, 5]` or choices `[N]`."""
+        return action_space(self)
 
     def init(self, key: PRNGKey, params: SpreadParams) -> State:
         """Everything at rest, uniform on the square from -1 to 1; consumes `key`."""
@@ -291,12 +292,13 @@ class Tag:
         return TagParams()
 
     def observation_space(self, params: TagParams) -> Box:
-        """Of one agent."""
-        return Box(-np.inf, np.inf, (2 + 2 * self.num_obstacles + 2 * self.num_agents + 2 * self.num_prey,))
+        """Of all agents, `[N, ...]`."""
+        width = 2 + 2 * self.num_obstacles + 2 * self.num_agents + 2 * self.num_prey
+        return Box(-np.inf, np.inf, (self.num_agents, width))
 
     def action_space(self, params: TagParams) -> Box | Discrete:
-        """Of one agent."""
-        return action_space(self.continuous)
+        """Strengths `[N, 5]` or choices `[N]`."""
+        return action_space(self)
 
     def init(self, key: PRNGKey, params: TagParams) -> State:
         """At rest; agents uniform on the square from -1 to 1, obstacles to 0.9; consumes `key`."""
@@ -389,12 +391,12 @@ class SpeakerListener:
         return TalkParams()
 
     def observation_space(self, params: TalkParams) -> Box:
-        """Of one agent."""
-        return Box(-np.inf, np.inf, (11,))
+        """Of all agents, `[N, ...]`."""
+        return Box(-np.inf, np.inf, (2, 11))
 
     def action_space(self, params: TalkParams) -> Box | Discrete:
-        """Of one agent."""
-        return action_space(self.continuous)
+        """Strengths `[N, 5]` or choices `[N]`."""
+        return action_space(self)
 
     def init(self, key: PRNGKey, params: TalkParams) -> TalkState:
         """At rest and uniform on the square from -1 to 1, any landmark the goal, nothing said; consumes `key`."""
@@ -430,9 +432,12 @@ class SpeakerListener:
         """After `params.max_steps`."""
         return jnp.full(2, state.time >= params.max_steps)
 
-    def action_mask(self, state: TalkState, params: TalkParams) -> Array:
-        """Bool `[2, 5]`: three words, five pushes. Strengths have no mask: all five, of which two say nothing."""
-        return jnp.asarray(np.array([[True] * 3 + [self.continuous] * 2, [True] * 5]))
+    @property
+    def action_mask(self) -> Callable[[TalkState, TalkParams], Array]:
+        """`(state, params) -> bool [2, 5]`: three words, five pushes; missing where actions are continuous."""
+        if self.continuous:
+            raise AttributeError("continuous actions have no mask")
+        return lambda state, params: jnp.asarray(np.array([[True, True, True, False, False], [True] * 5]))
 
     def render(self, state: TalkState, params: TalkParams) -> Array:
         """Landmarks red, green, blue; the listener in the goal's pale colour, the speaker in its word's."""

@@ -7,9 +7,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar.env import adapt
 from jaxpar.types import UsageError
 
-MODULES: tuple[str, ...] = ("combat", "foraging", "particles")
+MODULES: tuple[str, ...] = ("classic", "combat", "foraging", "particles")
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
 
@@ -32,11 +33,13 @@ def names() -> tuple[str, ...]:
 def make(name: str, **fields: Any) -> tuple[Any, Any]:
     """The environment of that name, with some of its fields changed, and its default parameters.
 
+    Names that are gymnax's alone give its environment, adapted; `fields` are then what its constructor takes.
+
     Raises:
         UsageError: no environment has that name, or this one has no such field.
     """
     if name not in _variants():
-        raise UsageError(f"there is no environment {name!r}; {_nearest(name, names())}")
+        return _of_gymnax(name, fields)
     env = _variants()[name]()
     legal = [field.name for field in dataclasses.fields(env)]
     for field in fields:
@@ -46,6 +49,19 @@ def make(name: str, **fields: Any) -> tuple[Any, Any]:
     return env, env.default_params
 
 
+def _of_gymnax(name: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    import gymnax  # takes a second, and most runs need none of it
+
+    if name not in gymnax.registered_envs:
+        raise UsageError(f"there is no environment {name!r}; {_nearest(name, {*names(), *gymnax.registered_envs})}")
+    try:
+        env, params = gymnax.make(name, **fields)
+    except TypeError as error:
+        raise UsageError(f"{name}, which is gymnax's, cannot be made with these fields: {error}") from None
+    env = adapt(env, params)
+    return env, env.default_params
+
+
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     return f"the nearest are {', '.join(close)}" if close else f"it has {', '.join(known) or 'none'}"

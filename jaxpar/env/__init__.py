@@ -1,12 +1,66 @@
-"""Environments: the protocol, its spaces, its proof.
+"""Environments: the protocol, its spaces, its proof, its pictures, and the ways in and out.
 
 | file | in -> out | called by |
 | --- | --- | --- |
 | `kernel.py` | parts -> `reset`, `step` (six values, no reset inside) | everybody |
-| `spaces.py` | shapes and bounds -> draws, membership | environments, learners |
+| `spaces.py` | shapes and bounds -> draws, membership, masks | environments, learners |
+| `picture.py` | coordinates, tiles -> uint8 `[H, W, 3]`; frames -> GIF | renderers, experiments |
+| `check.py` | an environment -> a report, or what it breaks | tests, whoever writes an environment |
+| `adapt.py`, `_suites.py`, `_convert.py` | another suite's environment -> `reset`, `step` | rollouts, `envs.make` |
+| `facade.py` | ours -> gymnax's class; dictionaries over agents | tools of gymnax and JaxMARL |
+| `gymnasium.py` | ours -> `gymnasium.Env`, `VectorEnv` | learners outside JAX |
+
+The last two import gymnax and Gymnasium, which takes a second, and are loaded when first asked for.
 """
 
-from jaxpar.env.kernel import Environment, Transition, reset, step
-from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Box", "Discrete", "Environment", "Fields", "MultiDiscrete", "Space", "Transition", "reset", "step"]
+from jaxpar.env.adapt import Adapted, adapt
+from jaxpar.env.check import check_action, check_environment, check_params
+from jaxpar.env.kernel import Environment, Transition, reset, step
+from jaxpar.env.picture import Animation, gif, grid_of
+from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, legal_sample, mask_shape
+
+if TYPE_CHECKING:
+    from jaxpar.env.facade import agents_view, to_gymnax
+    from jaxpar.env.gymnasium import to_gymnasium, to_gymnasium_vector
+
+__all__ = [
+    "Adapted",
+    "Animation",
+    "Box",
+    "Discrete",
+    "Environment",
+    "Fields",
+    "MultiDiscrete",
+    "Space",
+    "Transition",
+    "adapt",
+    "agents_view",
+    "check_action",
+    "check_environment",
+    "check_params",
+    "gif",
+    "grid_of",
+    "legal_sample",
+    "mask_shape",
+    "reset",
+    "step",
+    "to_gymnasium",
+    "to_gymnasium_vector",
+    "to_gymnax",
+]
+
+_LATER = {
+    "agents_view": "facade",
+    "to_gymnax": "facade",
+    "to_gymnasium": "gymnasium",
+    "to_gymnasium_vector": "gymnasium",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"jaxpar.env.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ import pytest
 from twin_foraging import ForagingTwin
 
 from envs.foraging import VARIANTS, Foraging, Level, scripted
+from jaxpar.env.check import check_environment
 from jaxpar.env.kernel import reset, step
 from jaxpar.types import UsageError
 
@@ -89,16 +90,15 @@ def test_equals_loops_over_many_steps(env):
     compare(env, 5000)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_spaces_are_true(name):
+FIRST = "Foraging-8x8-2p-2f"
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != FIRST]
+
+
+@pytest.mark.parametrize("name", [FIRST, *REST])
+def test_promises_are_kept(name):
     env = VARIANTS[name]()
-    params = env.default_params
-    obs, state = jax.jit(lambda key: reset(key, env, params))(jax.random.key(0))
-    after = jax.jit(lambda key: step(key, env, state, jnp.zeros(env.num_agents, jnp.int32), params))(jax.random.key(1))
-    space = env.observation_space(params)
     assert env.name == name and VARIANTS[name]() == env
-    assert all(space.contains(row) for row in obs) and all(space.contains(row) for row in after.obs)
-    assert [x.aval for x in jax.tree.leaves(after.state)] == [x.aval for x in jax.tree.leaves(state)]
+    assert check_environment(env, num_lanes=4, num_steps=70).episodes >= 4
 
 
 def test_levels_are_uniform_over_what_the_rules_allow():

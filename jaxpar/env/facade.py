@@ -1,0 +1,203 @@
+"""Our environments in the shapes that JAX's other tools expect: gymnax's, and dictionaries over agents."""
+
+import dataclasses
+from typing import Any
+
+import gymnax.environments.spaces as gymnax_spaces
+import jax
+import jax.numpy as jnp
+from gymnax.environments.environment import Environment as GymnaxEnvironment
+
+from jaxpar.env._convert import fingerprint, nested
+from jaxpar.env.kernel import reset, step
+from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, mask_shape
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+__all__ = ["AgentsView", "Gymnax", "agents_view", "to_gymnax"]
+
+
+def to_gymnax(env: Any, params: PyTree = None) -> "Gymnax":
+    """`env` as a gymnax environment, with gymnax's six values and its reset in the same step.
+
+    Runs in gymnax's `LogWrapper`, `RolloutWrapper` and the like, and compiles once for equal environments.
+
+    Args:
+        env: an environment for one agent, ours or adapted.
+        params: what `default_params` shall be; those of `env` if None.
+
+    Raises:
+        UsageError: the environment has several agents.
+    """
+    if hasattr(env, "num_agents"):
+        raise UsageError(f"gymnax knows no agents, and {env.name} has {env.num_agents}; see `agents_view`")
+    return Gymnax(env, env.default_params if params is None else params)
+
+
+class Gymnax(GymnaxEnvironment):
+    """A gymnax environment over one of ours; made by `to_gymnax`."""
+
+    def __init__(self, env: Any, params: PyTree):
+        self.env, self._params = env, params
+        self._value = (env, fingerprint(params))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Gymnax) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    @property
+    def name(self) -> str:
+        """The environment's name."""
+        return self.env.name
+
+    @property
+    def default_params(self) -> Any:
+        """The parameters that `to_gymnax` was given."""
+        return self._params
+
+    @property
+    def num_actions(self) -> int:
+        """How many discrete actions there are."""
+        return self.env.action_space(self._params).n
+
+    def action_space(self, params: PyTree = None) -> gymnax_spaces.Space:
+        """Gymnax's space of the actions."""
+        return _gymnax_space(self.env.action_space(self._params if params is None else params))
+
+    def observation_space(self, params: PyTree = None) -> gymnax_spaces.Space:
+        """Gymnax's space of the observations."""
+        return _gymnax_space(self.env.observation_space(self._params if params is None else params))
+
+    def reset_env(self, key: PRNGKey, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Begins an episode; consumes `key`."""
+        return reset(key, self.env, params)
+
+    def step_env(self, key: PRNGKey, state: PyTree, action: PyTree, params: PyTree) -> tuple:
+        """One step without a reset, `(obs, state, reward, terminated, info)`; `info["truncated"]` is the other end."""
+        made = step(key, self.env, state, action, params)
+        return made.obs, made.state, made.reward, made.terminated, {**made.info, "truncated": made.truncated}
+
+    def step(self, key: PRNGKey, state: PyTree, action: PyTree, params: PyTree = None) -> tuple:
+        """One step, and where it ends the episode the first of the next; `info["final_observation"]` is the last.
+
+        Gymnax's own way, a reset at every step, of which nearly all are thrown away: our rollouts do better.
+        """
+        params = self._params if params is None else params
+        step_key, reset_key = jax.random.split(key)
+        obs, next_state, reward, terminated, info = self.step_env(step_key, state, action, params)
+        over = terminated | info["truncated"]
+        fresh = reset(reset_key, self.env, params)
+        kept_obs, kept_state = jax.tree.map(lambda new, old: jnp.where(over, new, old), fresh, (obs, next_state))
+        info = {**info, "terminated": terminated, "final_observation": obs}
+        return kept_obs, kept_state, reward, terminated, info["truncated"], info
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentsView:
+    """An environment of several agents, with dictionaries over `agent_0`, `agent_1`, ... as in JaxMARL.
+
+    Nothing resets by itself. `terminated` and `truncated` tell each agent's end apart, and under `__all__` whether all
+    of them have ended so: the episode is over where every agent has one or the other, `over(terminated, truncated)`.
+    """
+
+    env: Any
+
+    @property
+    def num_agents(self) -> int:
+        """How many agents there are."""
+        return self.env.num_agents
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Their names, in the order of the stacked arrays."""
+        return tuple(f"agent_{i}" for i in range(self.env.num_agents))
+
+    @property
+    def default_params(self) -> PyTree:
+        """The environment's parameters."""
+        return self.env.default_params
+
+    def observation_space(self, agent: str, params: PyTree = None) -> Space:
+        """What one agent sees."""
+        return _of_one(self.env.observation_space(self._params(params)), self._place(agent))
+
+    def action_space(self, agent: str, params: PyTree = None) -> Space:
+        """What one agent may do."""
+        return _of_one(self.env.action_space(self._params(params)), self._place(agent))
+
+    def reset(self, key: PRNGKey, params: PyTree = None) -> tuple[dict[str, PyTree], PyTree]:
+        """Begins an episode: observations by agent, and the state; consumes `key`."""
+        obs, state = reset(key, self.env, self._params(params))
+        return self._split(obs), state
+
+    def step(self, key: PRNGKey, state: PyTree, actions: dict[str, PyTree], params: PyTree = None) -> tuple:
+        """`(obs, state, reward, terminated, truncated, info)`, all by agent but `state` and `info`; consumes `key`."""
+        if set(actions) != set(self.agents):
+            raise UsageError(f"an action for each of {', '.join(self.agents)} is needed, not for {sorted(actions)}")
+        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *(actions[agent] for agent in self.agents))
+        made = step(key, self.env, state, stacked, self._params(params))
+        terminated, truncated = (
+            {**self._split(flags), "__all__": jnp.all(flags)} for flags in (made.terminated, made.truncated)
+        )
+        return self._split(made.obs), made.state, self._split(made.reward), terminated, truncated, made.info
+
+    def over(self, terminated: dict[str, Array], truncated: dict[str, Array]) -> Array:
+        """Whether the episode has ended: every agent terminated or was truncated."""
+        return jnp.all(jnp.stack([terminated[agent] | truncated[agent] for agent in self.agents]))
+
+    def action_masks(self, state: PyTree, params: PyTree = None) -> dict[str, Array]:
+        """The legal actions of each agent; all, where the environment has no masks."""
+        if hasattr(self.env, "action_mask"):
+            return self._split(self.env.action_mask(state, self._params(params)))
+        return {agent: jnp.ones(mask_shape(self.action_space(agent, params)), bool) for agent in self.agents}
+
+    def _params(self, params: PyTree) -> PyTree:
+        return self.env.default_params if params is None else params
+
+    def _place(self, agent: str) -> int:
+        if agent not in self.agents:
+            raise UsageError(f"there is no agent {agent!r}; there are {', '.join(self.agents)}")
+        return self.agents.index(agent)
+
+    def _split(self, stacked: PyTree) -> dict[str, PyTree]:
+        return {agent: jax.tree.map(lambda x, i=i: x[i], stacked) for i, agent in enumerate(self.agents)}
+
+
+def agents_view(env: Any) -> AgentsView:
+    """The dictionary view of an environment with `num_agents`.
+
+    Raises:
+        UsageError: it has one agent only.
+    """
+    if not hasattr(env, "num_agents"):
+        raise UsageError(f"{env.name} has one agent and no `num_agents`; it needs no dictionaries")
+    return AgentsView(env)
+
+
+def _of_one(space: Space, place: int) -> Space:
+    """The space of one agent out of the stacked space of all."""
+    match space:
+        case Discrete():
+            return Discrete(space.n, space.shape[1:], space.dtype)
+        case MultiDiscrete():
+            return Discrete(space.ns[place], (), space.dtype)
+        case Box():
+            low, high = (nested(end[place].tolist()) for end in space.bounds())
+            return Box(low, high, space.shape[1:], space.dtype)
+        case Fields():
+            return Fields(tuple((name, _of_one(inner, place)) for name, inner in space.items))
+
+
+def _gymnax_space(space: Space) -> gymnax_spaces.Space:
+    match space:
+        case Discrete() if not space.shape:
+            return gymnax_spaces.Discrete(space.n)
+        case Discrete() | MultiDiscrete():
+            high = jnp.asarray(space.ns if isinstance(space, MultiDiscrete) else space.n) - 1
+            return gymnax_spaces.Box(0, high, space.shape, space.dtype)
+        case Box():
+            low, high = space.bounds()
+            return gymnax_spaces.Box(jnp.asarray(low), jnp.asarray(high), space.shape, space.dtype)
+        case Fields():
+            return gymnax_spaces.Dict({name: _gymnax_space(inner) for name, inner in space.items})
