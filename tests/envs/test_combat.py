@@ -155,6 +155,7 @@ def uniform(key, env, state, params):
     return jax.random.categorical(key, jnp.where(mask, 0.0, -jnp.inf), axis=-1).astype(jnp.int32)
 
 
+@pytest.mark.slow
 def test_script_beats_chance():
     played, wins = outcomes(Combat(), lambda key, *args: scripted(*args)[:3])
     lost, none = outcomes(Combat(), uniform)

@@ -158,6 +158,7 @@ def uniform(key, env, state, params):
     return jax.random.randint(key, (env.num_agents,), 0, 6)
 
 
+@pytest.mark.slow
 def test_script_lifts_nearly_everything_and_chance_little():
     env = Foraging(together=True)
     assert returns(env, lambda key, *args: scripted(*args)) > 0.95
