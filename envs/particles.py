@@ -354,8 +354,8 @@ class Tag:
         """Chasers red, prey green, obstacles dark, uint8 `[112, 112, 3]`."""
         size = self.by_role(params.chaser_size, params.prey_size)
         size = jnp.concatenate([jnp.full(self.num_obstacles, params.obstacle_size, jnp.float32), size])
-        colour = [[60, 60, 60]] * self.num_obstacles + [[220, 90, 90]] * self.num_chasers + [[80, 190, 80]]
-        colour = np.array(colour + [[80, 190, 80]] * (self.num_prey - 1))
+        kinds = [0] * self.num_obstacles + [1] * self.num_chasers + [2] * self.num_prey
+        colour = np.array([[60, 60, 60], [220, 90, 90], [80, 190, 80]])[kinds]
         return paint(jnp.concatenate([state.landmarks, state.position]), size, colour)
 
 
@@ -379,11 +379,7 @@ class SpeakerListener:
 
     continuous: bool = False
     num_agents = 2
-
-    @property
-    def name(self) -> str:
-        """`SpeakerListener`."""
-        return "SpeakerListener"
+    name = "SpeakerListener"
 
     @property
     def default_params(self) -> TalkParams:
@@ -483,9 +479,7 @@ def scripted(env: Spread | Tag | SpeakerListener, state: Any, params: Any) -> Ar
     if isinstance(env, SpeakerListener):
         target = jnp.broadcast_to(state.landmarks[state.goal], (2, 2))
         listener = towards(target, state, params.push, env.continuous, params)[1]
-        words = jnp.arange(5) == state.goal
-        speaker = words.astype(jnp.float32) if env.continuous else state.goal
-        return jnp.stack([speaker, listener])
+        return jnp.stack([jax.nn.one_hot(state.goal, 5) if env.continuous else state.goal, listener])
     chasers, prey = state.position[: env.num_chasers], state.position[env.num_chasers :]
     ahead = prey + 2 * params.dt * state.velocity[env.num_chasers :]
     apart = jnp.sum(jnp.square(chasers[:, None] - prey[None]), axis=-1)
