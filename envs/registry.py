@@ -18,6 +18,9 @@ MODULES: tuple[str, ...] = (
     "masked_cart_pole",
     "mine_sweeper",
     "brick_breaker",
+    "particles",
+    "foraging",
+    "combat",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
