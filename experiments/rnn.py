@@ -259,8 +259,9 @@ def _tell_end(config: Config, folder: pathlib.Path, result: FitResult, start: in
         panels = {
             "loss": ("train/loss", "validation/loss"),
             "accuracy": ("train/accuracy", "validation/accuracy"),
-            "iterations of the solver": ("train/iterations",),
         }
+        if result.metrics.get("train/iterations"):  # a walk and a closed form make none
+            panels["iterations of the solver"] = ("train/iterations",)
         plot_metrics(folder / "metrics.jsonl", plot, panels)
     chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}
     say(f"after {result.step} steps: {_text(chosen)}")
