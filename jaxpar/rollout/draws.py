@@ -19,6 +19,7 @@ import jax
 import jax.extend.random
 import jax.numpy as jnp
 
+from jaxpar.mesh import platform
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["DRAWS", "LANE_KEYS", "first_key", "lane_keys", "step_keys"]
@@ -105,7 +106,9 @@ def _bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
         words = (high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64)
     else:
         words = (high ^ low).astype(f"uint{width}")
-    return words.reshape(shape)
+    words = words.reshape(shape)
+    # On CPU every loop that reads the words would hash them anew.
+    return jax.lax.optimization_barrier(words) if platform() == "cpu" else words
 
 
 def _seed(seed: Array) -> Array:

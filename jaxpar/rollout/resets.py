@@ -5,12 +5,17 @@ All but `Pool` and `GivenLevel` draw from the environment's own start distributi
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.env import step
+from jaxpar.mesh import platform
+from jaxpar.rollout.costs import operations
 from jaxpar.rollout.draws import first_key, lane_keys
 from jaxpar.rollout.lanes import cast_like, per_lane, per_lane_levels, vmapped_start, where
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
@@ -44,7 +49,8 @@ class Chunked:
     new states as constants.
 
     Attributes:
-        size: lanes a trip; by default so many that a trip costs about a quarter of a step of all lanes.
+        size: lanes a trip; by default so many that a trip costs about a sixteenth of a step of all lanes, by the operations of
+            both (`jaxpar.rollout.costs`); on accelerators, cheap resets take no loop but all lanes at once.
     """
 
     size: int | None = flax.struct.field(pytree_node=False, default=None)
@@ -149,11 +155,17 @@ def restarted(
     """
     policy = policy.by if isinstance(policy, NextStep) else policy
     if isinstance(policy, SameStep):
-        fresh = vmapped_start(env, params, lane_keys(base, index), None)
-        return where(finished, cast_like(fresh, now, "reset"), now)
-    size = policy.size if isinstance(policy, Chunked) else None
-    size = min(size or 64, len(finished))
+        return where(finished, cast_like(vmapped_start(env, params, lane_keys(base, index), None), now, "reset"), now)
     levels = policy.level if isinstance(policy, GivenLevel) else None
+    asked = policy.size if isinstance(policy, Chunked) else None
+    if asked is None and pool is None:
+        asked = _chunk_size(env, params, base, levels, now)
+    elif asked is None:
+        asked = max(64, len(finished) // 16)
+    if asked is None:
+        fresh = jax.lax.stop_gradient(vmapped_start(env, params, lane_keys(base, index), levels))
+        return where(finished, cast_like(fresh, now, "reset"), now)
+    size = min(asked, len(finished))
 
     fill = jax.custom_jvp(functools.partial(_filled, env, size))
 
@@ -170,12 +182,11 @@ def restarted(
 
 def _filled(env, size, finished, base, index, params, levels, pool, now):
     """Resets the finished lanes, `size` a trip; no trip where none finished."""
-    num_lanes = len(finished)
-    (order,) = jnp.nonzero(finished, size=num_lanes + -num_lanes % size, fill_value=num_lanes)
+    num_finished, lane_of_rank = _ranked(finished)
 
     def body(trip_and_now):
         trip, now = trip_and_now
-        lanes = jax.lax.dynamic_slice(order, (trip * size,), (size,))
+        lanes = lane_of_rank(trip * size + jnp.arange(size))
         keys = lane_keys(base, jnp.take(index, lanes, mode="clip"))
         if pool is None:
             mine = jax.tree.map(lambda x: jnp.take(x, lanes, axis=0, mode="clip"), levels)
@@ -185,8 +196,57 @@ def _filled(env, size, finished, base, index, params, levels, pool, now):
             fresh = jax.tree.map(lambda x: x[chosen], pool)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), now)
         fresh = cast_like(fresh, like, "reset")
-        # The last trip is filled up with a lane beyond the last, which is dropped.
+        # The last trip is filled up with lanes beyond the last, which are dropped.
         return trip + 1, jax.tree.map(lambda x, f: x.at[lanes].set(f, mode="drop"), now, fresh)
 
-    trips = (jnp.sum(finished, dtype=jnp.int32) + size - 1) // size
+    trips = (num_finished + size - 1) // size
     return jax.lax.while_loop(lambda c: c[0] < trips, body, (jnp.int32(0), now))[1]
+
+
+def _ranked(flags: Array) -> tuple[Array, Callable[[Array], Array]]:
+    """The number of set flags, and the function from ranks to their places in `flags [B]`: B or more beyond the last.
+
+    Flags are packed into words of 32 bits: `jnp.nonzero`, which sums and scatters over all flags, took ten times as
+    long on CPU, more than a step of a small environment.
+    """
+    bits = jnp.pad(flags, (0, -len(flags) % 32)).reshape(-1, 32).astype(jnp.uint32)
+    words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32)[None], 1, dtype=jnp.uint32)
+    counts = jax.lax.population_count(words).astype(jnp.int32)
+    up_to = jnp.cumsum(counts)
+
+    def place(ranks):
+        at = jnp.searchsorted(up_to, ranks, side="right", method="scan_unrolled")
+        word, rank = jnp.take(words, at, mode="clip"), ranks - jnp.take(up_to - counts, at, mode="clip")
+        bit = jnp.zeros_like(rank)
+        for half in (16, 8, 4, 2, 1):
+            below = jax.lax.population_count(word & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
+            is_above = rank >= below
+            rank, bit = jnp.where(is_above, rank - below, rank), jnp.where(is_above, bit + half, bit)
+            word = jnp.where(is_above, word >> half, word)
+        return jnp.where(ranks < up_to[-1], at * 32 + bit, len(flags))
+
+    return up_to[-1], place
+
+
+def _chunk_size(env, params, base, levels, now) -> int | None:
+    """The lanes of a trip, so that it costs about a sixteenth of a step of all; None to reset all, without a loop.
+
+    On an accelerator every trip waits for the host, and small ones leave the device idle: so there cheap resets need no
+    loop, and no trip is small.
+    """
+    num_lanes = len(jax.tree.leaves(now)[0])
+    key, level, (_, state) = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (base[None], levels, now)
+    )
+    action = jax.eval_shape(lambda key: env.action_space(params).sample(key), key)
+
+    def start(key, level):
+        return vmapped_start(env, params, key[None], jax.tree.map(lambda x: x[None], level))
+
+    ratio = operations(start, key, level) / operations(
+        lambda key, state, action: step(key, env, state, action, params), key, state, action
+    )
+    size = math.ceil(num_lanes / (16 * max(1, ratio)))
+    if platform() == "cpu":
+        return size
+    return None if ratio < 16 else max(64, size)

@@ -17,7 +17,7 @@ from jaxpar.rollout.lanes import Lanes, cast_like, check_lanes, check_params, na
 from jaxpar.rollout.resets import Chunked, NextStep, NoReset, pool_of, prepared, restarted
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Policy", "RandomPolicy", "Steps", "random_policy", "unroll"]
+__all__ = ["Policy", "Steps", "unroll"]
 
 
 class Policy(Protocol):
@@ -66,7 +66,7 @@ class Steps:
     info: PyTree
 
 
-@functools.partial(jax.jit, static_argnames=("env", "policy", "num_steps", "draw", "value"))
+@functools.partial(jax.jit, static_argnames=("env", "policy", "num_steps", "draw", "value", "keep"))
 def unroll(
     key: PRNGKey,
     lanes: Lanes,
@@ -79,7 +79,8 @@ def unroll(
     reset: Any = None,
     draw: str = "lane",
     value: Any = None,
-) -> tuple[Lanes, Steps]:
+    keep: Any = None,
+) -> tuple[Lanes, Any]:
     """Walks every lane `num_steps` steps on: a `lax.scan` over steps of a `vmap` over lanes.
 
     On the ambient mesh (`jaxpar.mesh.use_mesh`) lanes are split by the rule of "envs", and each device walks its own
@@ -98,6 +99,11 @@ def unroll(
         draw: "lane", the reference, or "batch", faster; equal in distribution (`jaxpar.rollout.draws`).
         value: `(policy_params, obs, carry) -> float32` (`[N]` agents), for one lane: what truncation bootstraps. It is
             evaluated on the last observation, only in steps in which some lane of the device was truncated; static.
+        keep: `Steps [B] -> pytree`, what to keep of a step, by default all of it; whatever it keeps must have a leading
+            axis B. For long walks over large observations of which only statistics are wanted; static.
+
+    Returns:
+        The lanes after the last step, and `Steps [T, B]`, or what `keep` makes of each step, stacked.
 
     Raises:
         UsageError: for a number of lanes that the devices do not divide, another environment's parameters, an unknown
@@ -106,7 +112,7 @@ def unroll(
     num_lanes = len(lanes.start)
     check_lanes(num_lanes)
     check_params(env, params)
-    walk = _Walk(env, policy, value)
+    walk = _Walk(env, policy, value, keep)
     reset = prepared(Chunked() if reset is None else reset, env, params, num_lanes)
     keys = step_keys(key, lanes.step + jnp.arange(num_steps), 3, draw)
     pool = pool_of(reset, jax.random.fold_in(key, lanes.step), draw, env, params)
@@ -124,11 +130,16 @@ def unroll(
             check_vma=False,
         )
     lanes, steps = walked(lanes, keys, params, policy_params, reset, pool)
-    if steps.bootstrap is None:  # what is constant is made here, so that no step writes it
+    return lanes, steps if keep else _whole(steps)
+
+
+def _whole(steps: Steps) -> Steps:
+    """Adds what is constant: made here, no step writes it."""
+    if steps.bootstrap is None:
         steps = steps.replace(bootstrap=jnp.zeros(steps.reward.shape, jnp.float32))
     if steps.valid is None:
         steps = steps.replace(valid=jnp.ones(steps.start.shape, bool))
-    return lanes, steps
+    return steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +149,7 @@ class _Walk:
     env: Any
     policy: Any
     value: Any
+    keep: Any
 
     def __call__(self, lanes, keys, params, policy_params, reset, pool):
         policy_key, step_key, reset_key = keys[0], keys[1], keys[2]
@@ -176,7 +188,7 @@ class _Walk:
             state, obs, start, waiting, carry, episode_return, episode_length, lanes.index, lanes.first_carry,
             lanes.step + 1,
         )  # fmt: skip
-        return lanes, row
+        return lanes, self.keep(_whole(row)) if self.keep else row
 
     def act(self, keys, params, policy_params, lanes, carry):
         """Actions, memories and extras of all lanes."""
@@ -211,26 +223,3 @@ class _Walk:
             return jnp.where(cut, found, 0).astype(jnp.float32)
 
         return jax.lax.cond(jnp.any(cut), values, lambda: jnp.zeros(cut.shape, jnp.float32))
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomPolicy:
-    """Draws uniformly among the legal actions, without memory; its params are the environment's (`random_policy`)."""
-
-    env: Any
-
-    def __call__(self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask=None) -> tuple:
-        """Returns `(action, carry)`; consumes `key`."""
-        if action_mask is None:
-            return self.env.action_space(params).sample(key), carry
-        chosen = jax.random.randint(key, action_mask.shape[:-1], 0, jnp.sum(action_mask, -1, dtype=jnp.int32))
-        # The first action with more legal ones up to it than were to be passed over.
-        return jnp.argmax(jnp.cumsum(action_mask, -1) > chosen[..., None], -1).astype(jnp.int32), carry
-
-
-def random_policy(env: Any) -> RandomPolicy:
-    """A policy that draws uniformly among the legal actions; its parameters are the environment's.
-
-    `unroll(key, lanes, env, params, random_policy(env), params, num_steps)`.
-    """
-    return RandomPolicy(env)
