@@ -72,7 +72,7 @@ def _mixed(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def _child(key: Array, number: Array) -> Array:
+def _child(key: Array, number: Any) -> Array:
     """The child of a key: three Feistel rounds over its two words, so children of one key never coincide."""
     left, right, lane = key[0], key[1], key[2]
     left = left ^ _mixed(right + jnp.uint32(0x9E3779B9) * (number.astype(jnp.uint32) + jnp.uint32(1)))

@@ -49,8 +49,8 @@ class Chunked:
     new states as constants.
 
     Attributes:
-        size: lanes a trip; by default so many that a trip costs about a sixteenth of a step of all lanes, by the operations of
-            both (`jaxpar.rollout.costs`); on accelerators, cheap resets take no loop but all lanes at once.
+        size: lanes a trip; by default so many that a trip costs about a sixteenth of a step of all lanes, by the
+            operations of both (`jaxpar.rollout.costs`); on accelerators, cheap resets go without a loop, all at once.
     """
 
     size: int | None = flax.struct.field(pytree_node=False, default=None)
@@ -154,20 +154,14 @@ def restarted(
         (observations, states) `[B, ...]`.
     """
     policy = policy.by if isinstance(policy, NextStep) else policy
-    if isinstance(policy, SameStep):
-        return where(finished, cast_like(vmapped_start(env, params, lane_keys(base, index), None), now, "reset"), now)
     levels = policy.level if isinstance(policy, GivenLevel) else None
-    asked = policy.size if isinstance(policy, Chunked) else None
-    if asked is None and pool is None:
-        asked = _chunk_size(env, params, base, levels, now)
-    elif asked is None:
-        asked = max(64, len(finished) // 16)
-    if asked is None:
-        fresh = jax.lax.stop_gradient(vmapped_start(env, params, lane_keys(base, index), levels))
-        return where(finished, cast_like(fresh, now, "reset"), now)
-    size = min(asked, len(finished))
-
-    fill = jax.custom_jvp(functools.partial(_filled, env, size))
+    size = _chunk_size(policy, env, params, base, levels, now)
+    if size is None:
+        fresh = cast_like(vmapped_start(env, params, lane_keys(base, index), levels), now, "reset")
+        if not isinstance(policy, SameStep):
+            fresh = jax.lax.stop_gradient(fresh)
+        return where(finished, fresh, now)
+    fill = jax.custom_jvp(functools.partial(_filled, env, min(size, len(finished))))
 
     @fill.defjvp
     def _fill_jvp(primals, tangents):
@@ -228,25 +222,34 @@ def _ranked(flags: Array) -> tuple[Array, Callable[[Array], Array]]:
     return up_to[-1], place
 
 
-def _chunk_size(env, params, base, levels, now) -> int | None:
-    """The lanes of a trip, so that it costs about a sixteenth of a step of all; None to reset all, without a loop.
+def _chunk_size(policy, env, params, base, levels, now) -> int | None:
+    """The lanes of a trip; None to reset all lanes without a loop.
 
-    On an accelerator every trip waits for the host, and small ones leave the device idle: so there cheap resets need no
-    loop, and no trip is small.
+    By default a trip costs about a sixteenth of a step of all lanes. On an accelerator every trip waits for the host,
+    and a small one leaves the device idle: there cheap resets need no loop, and no trip is small.
     """
     num_lanes = len(jax.tree.leaves(now)[0])
-    key, level, (_, state) = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (base[None], levels, now)
-    )
-    action = jax.eval_shape(lambda key: env.action_space(params).sample(key), key)
+    if isinstance(policy, SameStep):
+        return None
+    if isinstance(policy, Chunked) and policy.size is not None:
+        return policy.size
+    if isinstance(policy, Pool):
+        return max(64, num_lanes // 16)
+    ratio = _reset_per_step(env, params, base, levels, now[1])
+    size = math.ceil(num_lanes / (16 * max(1.0, ratio)))
+    if platform() == "cpu":
+        return size
+    return None if ratio < 16 else max(64, size)
+
+
+def _reset_per_step(env, params, base, levels, states) -> float:
+    """How many times a step's operations a reset takes."""
 
     def start(key, level):
         return vmapped_start(env, params, key[None], jax.tree.map(lambda x: x[None], level))
 
-    ratio = operations(start, key, level) / operations(
-        lambda key, state, action: step(key, env, state, action, params), key, state, action
-    )
-    size = math.ceil(num_lanes / (16 * max(1, ratio)))
-    if platform() == "cpu":
-        return size
-    return None if ratio < 16 else max(64, size)
+    def walk(key, state):
+        return step(key, env, state, env.action_space(params).sample(key), params)
+
+    key, level, state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (base[None], levels, states))
+    return operations(start, key, level) / operations(walk, key, state)

@@ -115,7 +115,7 @@ def check_steps(steps: Steps, env: Any = None, params: PyTree = None) -> None:
         UsageError: naming the first such step and lane, and how many there are.
     """
     agents = tuple(range(2, steps.reward.ndim))
-    wrong = ~np.isfinite(np.asarray(steps.reward)).all(agents)
+    wrong = np.asarray(~jnp.isfinite(steps.reward).all(agents))
     if wrong.any():
         raise UsageError(f"{_place(wrong)} the reward is {np.asarray(steps.reward)[_first(wrong)]}; legal are numbers.")
     if env is not None:

@@ -122,7 +122,7 @@ def unroll(
 
     over = mesh_axes("envs")
     if over:
-        split = Lanes(*[P(over)] * 8, first_carry=P(), step=P())
+        split: Any = Lanes(*[P(over)] * 8, first_carry=P(), step=P())  # type: ignore[arg-type]
         walked = jax.shard_map(
             walked,
             in_specs=(split, P(), P(), P(), P(over), P()),
@@ -158,36 +158,49 @@ class _Walk:
         made = jax.vmap(lambda key, state, action: step(key, self.env, state, action, params))(
             lane_keys(step_key, lanes.index), lanes.state, action
         )
-        obs, state = cast_like((made.obs, made.state), (lanes.obs, lanes.state), "step")
-        reward = jnp.asarray(made.reward, jnp.float32)
-        terminated, truncated = made.terminated, made.truncated
-        valid = None
+        now = cast_like((made.obs, made.state), (lanes.obs, lanes.state), "step")
+        reward, terminated, truncated = made.reward.astype(jnp.float32), made.terminated, made.truncated
+        valid: Any = None  # stands for "all"
         if isinstance(reset, NoReset | NextStep):
             valid = ~lanes.ended
             mask = per_lane(valid, reward)
             reward, terminated, truncated = jnp.where(mask, reward, 0), terminated & mask, truncated & mask
-            obs, state = where(valid, (obs, state), (lanes.obs, lanes.state))
-        over = terminated | truncated
-        ended = jnp.all(over.reshape(len(over), -1), 1)
-        bootstrap = self.bootstrap(policy_params, obs, carry, truncated & ~terminated)
-        episode_return = jnp.where(per_lane(lanes.start, reward), 0, lanes.episode_return) + reward
-        episode_length = jnp.where(lanes.start, 0, lanes.episode_length) + (1 if valid is None else valid)
+            now = where(valid, now, (lanes.obs, lanes.state))
+        ended = jnp.all((terminated | truncated).reshape(len(terminated), -1), 1)
         row = Steps(
-            lanes.obs, action, reward, terminated, truncated, lanes.start, valid, ended, bootstrap, episode_return,
-            episode_length, extras, made.info,
-        )  # fmt: skip
-        waiting, start = jnp.zeros_like(ended), ended
-        if isinstance(reset, NoReset):
-            waiting, start = lanes.ended | ended, jnp.zeros_like(ended)
-        elif isinstance(reset, NextStep):
-            waiting, start = ended, lanes.ended
+            obs=lanes.obs,
+            action=action,
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            start=lanes.start,
+            valid=valid,
+            ended=ended,
+            bootstrap=self.bootstrap(policy_params, now[0], carry, truncated & ~terminated),
+            episode_return=jnp.where(per_lane(lanes.start, reward), 0, lanes.episode_return) + reward,
+            episode_length=jnp.where(lanes.start, 0, lanes.episode_length) + (1 if valid is None else valid),
+            extras=extras,
+            info=made.info,
+        )
+        match reset:
+            case NoReset():
+                start, waiting = jnp.zeros_like(ended), lanes.ended | ended
+            case NextStep():
+                start, waiting = lanes.ended, ended
+            case _:
+                start, waiting = ended, jnp.zeros_like(ended)
         if not isinstance(reset, NoReset):
-            obs, state = restarted(reset, self.env, params, reset_key, lanes.index, start, pool, (obs, state))
-        carry = cast_like(carry, lanes.carry, "carry")
-        lanes = Lanes(
-            state, obs, start, waiting, carry, episode_return, episode_length, lanes.index, lanes.first_carry,
-            lanes.step + 1,
-        )  # fmt: skip
+            now = restarted(reset, self.env, params, reset_key, lanes.index, start, pool, now)
+        lanes = lanes.replace(
+            state=now[1],
+            obs=now[0],
+            start=start,
+            ended=waiting,
+            carry=cast_like(carry, lanes.carry, "carry"),
+            episode_return=row.episode_return,
+            episode_length=row.episode_length,
+            step=lanes.step + 1,
+        )
         return lanes, self.keep(_whole(row)) if self.keep else row
 
     def act(self, keys, params, policy_params, lanes, carry):
@@ -211,7 +224,7 @@ class _Walk:
         if shapes != wanted:
             raise UsageError(f"the policy's action has shape {shapes}; {name_of(self.env)} takes {wanted}.")
 
-    def bootstrap(self, policy_params, obs, carry, cut):
+    def bootstrap(self, policy_params, obs, carry, cut) -> Any:
         """The values of the last observations of lanes that were cut, 0 elsewhere; None without a value function."""
         if self.value is None:
             return None
