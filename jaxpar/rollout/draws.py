@@ -22,12 +22,18 @@ import jax.numpy as jnp
 from jaxpar.mesh import platform
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["DRAWS", "LANE_KEYS", "first_key", "lane_keys", "step_keys"]
+__all__ = ["DRAWS", "LANE_KEYS", "check_draw", "first_key", "lane_keys", "step_keys"]
 
 DRAWS = ("lane", "batch")
 
 # Steps count from 0, so these two numbers are free.
 _BEGIN, _POOL = 2**32 - 1, 2**32 - 2
+
+
+def check_draw(draw: str) -> None:
+    """Refuses an unknown family of keys."""
+    if draw not in DRAWS:
+        raise UsageError(f"draw={draw!r} is unknown; legal are {' and '.join(DRAWS)}.")
 
 
 def step_keys(key: PRNGKey, steps: Array, num_uses: int, draw: str) -> Array:
@@ -38,12 +44,7 @@ def step_keys(key: PRNGKey, steps: Array, num_uses: int, draw: str) -> Array:
         steps: int32 `[T]`.
         num_uses: keys a step, one for each use.
         draw: "lane" or "batch".
-
-    Raises:
-        UsageError: for another `draw`.
     """
-    if draw not in DRAWS:
-        raise UsageError(f"draw={draw!r} is unknown; legal are {' and '.join(DRAWS)}.")
     if draw == "lane":
         return jax.vmap(lambda s: jax.random.split(jax.random.fold_in(key, s), num_uses))(steps)
     words = jax.vmap(lambda s: jax.random.bits(jax.random.fold_in(key, s), (num_uses, 2), jnp.uint32))(steps)

@@ -1,5 +1,6 @@
 """Lanes: copies of an environment that walk side by side."""
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.env import reset, step
 from jaxpar.mesh import mesh_axes
-from jaxpar.rollout.draws import first_key, lane_keys
+from jaxpar.rollout.draws import check_draw, first_key, lane_keys
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Lanes", "begin", "per_lane", "where"]
@@ -64,9 +65,14 @@ def begin(
     """
     check_params(env, params)
     check_lanes(num_lanes)
+    check_draw(draw)
     carry = jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), carry)
     levels = None if level is None else per_lane_levels(env, params, level, num_lanes)
+    return _begun(env, num_lanes, draw, key, params, carry, levels)
 
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _begun(env, num_lanes, draw, key, params, carry, levels):
     def started(base, params, index, levels):
         obs, state = vmapped_start(env, params, lane_keys(base, index), levels)
         return _settled(env, params, base, obs, state)

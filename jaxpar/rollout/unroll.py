@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.env import step
 from jaxpar.mesh import mesh_axes
-from jaxpar.rollout.draws import lane_keys, step_keys
+from jaxpar.rollout.draws import check_draw, lane_keys, step_keys
 from jaxpar.rollout.lanes import Lanes, cast_like, check_lanes, check_params, name_of, per_lane, where
 from jaxpar.rollout.resets import Chunked, NextStep, NoReset, pool_of, prepared, restarted
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
@@ -66,7 +66,6 @@ class Steps:
     info: PyTree
 
 
-@functools.partial(jax.jit, static_argnames=("env", "policy", "num_steps", "draw", "value", "keep"))
 def unroll(
     key: PRNGKey,
     lanes: Lanes,
@@ -109,13 +108,17 @@ def unroll(
         UsageError: for a number of lanes that the devices do not divide, another environment's parameters, an unknown
             reset policy or `draw`, actions of another shape than the space's, or an environment that changes shapes.
     """
-    num_lanes = len(lanes.start)
-    check_lanes(num_lanes)
+    check_lanes(len(lanes.start))
     check_params(env, params)
-    walk = _Walk(env, policy, value, keep)
-    reset = prepared(Chunked() if reset is None else reset, env, params, num_lanes)
+    check_draw(draw)
+    reset = prepared(Chunked() if reset is None else reset, env, params, len(lanes.start))
+    return _unrolled(_Walk(env, policy, value, keep), num_steps, draw, key, lanes, params, policy_params, reset)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _unrolled(walk, num_steps, draw, key, lanes, params, policy_params, reset):
     keys = step_keys(key, lanes.step + jnp.arange(num_steps), 3, draw)
-    pool = pool_of(reset, jax.random.fold_in(key, lanes.step), draw, env, params)
+    pool = pool_of(reset, jax.random.fold_in(key, lanes.step), draw, walk.env, params)
 
     def walked(lanes, keys, params, policy_params, reset, pool):
         return jax.lax.scan(lambda lanes, keys: walk(lanes, keys, params, policy_params, reset, pool), lanes, keys)
@@ -130,7 +133,7 @@ def unroll(
             check_vma=False,
         )
     lanes, steps = walked(lanes, keys, params, policy_params, reset, pool)
-    return lanes, steps if keep else _whole(steps)
+    return lanes, steps if walk.keep else _whole(steps)
 
 
 def _whole(steps: Steps) -> Steps:

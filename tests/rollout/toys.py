@@ -46,16 +46,14 @@ class Walk:
         return self.init_level(key, self.sample_level(level_key, params), params)
 
     def init_level(self, key, level, params):
-        x = 0.1 * jax.random.normal(key) + 0.05 * level
-        return WalkState(x, jnp.asarray(level, jnp.int32), jnp.int32(0))
+        return WalkState(jax.random.uniform(key) - 0.5, jnp.asarray(level, jnp.int32), jnp.int32(0))
 
     def transition(self, key, state, action, params):
-        x = state.x + 0.5 * jnp.tanh(action) + params.noise * jax.random.normal(key)
+        x = state.x + 0.5 * jnp.tanh(action) + params.noise * (4 * jax.random.uniform(key) - 2)
         return WalkState(x, state.level, state.time + 1)
 
     def observe(self, key, state, action, params):
-        seen = state.x + 0.1 * jax.random.uniform(key)
-        return jnp.stack([seen, state.x**2, state.level.astype(jnp.float32)])
+        return jnp.stack([state.x + jax.random.uniform(key) - 0.5, state.x**2, state.level.astype(jnp.float32)])
 
     def reward(self, state, action, next_state, params):
         return -(next_state.x**2) - 0.1 * action**2
@@ -167,5 +165,5 @@ class Gymnax:
 
 def linear(key, params, obs, carry):
     """A noisy linear policy that counts its steps in the episode."""
-    action = obs @ params["w"] + params["b"] + 0.1 * jax.random.normal(key)
+    action = obs @ params["w"] + params["b"] + 0.1 * jax.random.uniform(key)
     return action, carry + 1, {"count": carry}
