@@ -7,7 +7,7 @@ import pytest
 from toys import Walk, linear
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.rollout import Chunked, GivenLevel, NextStep, Pool, SameStep, begin, unroll
+from jaxpar.rollout import Chunked, GivenLevel, NextStep, Pool, begin, unroll
 from jaxpar.types import UsageError
 
 KEY = jax.random.key(2)
@@ -25,34 +25,31 @@ def walked(**options):
     return unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 15, value=value, **options)
 
 
-RESETS = {
-    "chunked": Chunked(3),
-    "same": SameStep(),
-    "next": NextStep(),
-    "pool": Pool(5),
-    "level": GivenLevel(jnp.arange(32) % 5),
+CASES = {
+    "chunked": (Chunked(3), "lane"),
+    "next": (NextStep(Pool(5)), "batch"),
+    "level": (GivenLevel(jnp.arange(32) % 5), "batch"),
 }
 
 
-@pytest.mark.parametrize(
-    ("reset", "draw"), [("chunked", "lane"), *((name, "batch") for name in RESETS)], ids=lambda name: name
-)
+@pytest.mark.parametrize(("reset", "draw"), CASES.values(), ids=CASES)
 def test_same_bits_on_one_and_on_eight_devices(reset, draw):
-    one = walked(reset=RESETS[reset], draw=draw)
+    one = walked(reset=reset, draw=draw)
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=4))):
-        eight = walked(reset=RESETS[reset], draw=draw)
+        eight = walked(reset=reset, draw=draw)
     assert len(eight[1].reward.sharding.device_set) == 8
     assert one[1].start[1:].any()
     chex.assert_trees_all_equal(jax.device_get(eight), jax.device_get(one))
 
 
 @pytest.mark.parametrize("draw", ["lane", "batch"])
-def test_no_collective_in_the_compiled_program(draw):
+def test_devices_do_not_talk(draw):
     with use_mesh(make_mesh()):
         lanes = begin(KEY, ENV, PARAMS, 32, 0)
-        text = unroll.lower(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 15, value=value, draw=draw).compile().as_text()
+        go = jax.jit(lambda key, lanes: unroll(key, lanes, ENV, PARAMS, linear, WEIGHTS, 15, value=value, draw=draw))
+        text = go.lower(KEY, lanes).compile().as_text()
     assert "while" in text
-    for kind in ("all-reduce", "all-gather", "reduce-scatter", "collective", "all-to-all", "send(", "recv("):
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "send(", "recv("):
         assert kind not in text
 
 
@@ -60,9 +57,9 @@ def test_gradient_on_the_mesh():
     def total(weights):
         return unroll(KEY, begin(KEY, ENV, PARAMS, 8, 0), ENV, PARAMS, linear, weights, 6)[1].reward.sum()
 
-    one = jax.grad(total)(WEIGHTS)
+    one = jax.jit(jax.grad(total))(WEIGHTS)
     with use_mesh(make_mesh()):
-        eight = jax.grad(total)(WEIGHTS)
+        eight = jax.jit(jax.grad(total))(WEIGHTS)
     chex.assert_trees_all_close(jax.device_get(eight), one, rtol=1e-5)
 
 

@@ -57,7 +57,7 @@ def test_gradient_of_the_return_equals_the_plain_loops(reset):
     def by_loop(weights):
         return column(walk(KEY, ENV, PARAMS, linear, weights, 2, 9, jnp.int32(0)), "reward").sum()
 
-    got, want = jax.grad(by_unroll)(WEIGHTS), jax.grad(by_loop)(WEIGHTS)
+    got, want = jax.jit(jax.grad(by_unroll))(WEIGHTS), jax.grad(by_loop)(WEIGHTS)
     chex.assert_trees_all_close(got, want, rtol=1e-4)
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(got))
 
@@ -157,7 +157,8 @@ def test_parameters_can_be_mapped():
         params = PARAMS.replace(noise=noise)
         return unroll(KEY, begin(KEY, ENV, params, 4, 0), ENV, params, linear, WEIGHTS, 15)[1].reward.sum()
 
-    np.testing.assert_allclose(jax.vmap(total)(noises), jnp.stack([total(noise) for noise in noises]), 1e-5)
+    alone = jnp.stack([total(noise) for noise in noises])
+    np.testing.assert_allclose(jax.jit(jax.vmap(total))(noises), alone, 1e-5)
 
 
 def wide(key, params, obs, carry):
