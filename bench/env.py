@@ -13,8 +13,8 @@ Every observation, reward and flag is summed as it comes, or XLA would drop what
 | none | no reset at all: what the others strive for |
 | numpy | Gymnasium's vector environment in NumPy, where it has one |
 
-`--envs` takes gymnax's names, those of `envs`, and Craftax's where it is installed; `bare` is for gymnax's alone: others
-are compared with the first side named. Random policies. Done rates are shown, for they decide what resets cost.
+`--envs` takes gymnax's names, those of `envs`, and Craftax's where it is installed; `bare` is for gymnax's alone:
+others are compared with the first side named. Random policies. Done rates are shown, for they decide what resets cost.
 
     python bench/env.py --envs CartPole-v1 --lanes 64,1024,4096,16384          # CPU
     python bench/env.py --envs CartPole-v1,Breakout-MinAtar --lanes 2048,65536,1048576 --steps 100

@@ -54,6 +54,7 @@ def test_bits_are_even_and_unrelated(draw):
         assert abs(correlation) < 4.5 / np.sqrt(a.size), name
 
 
+@pytest.mark.slow
 @each_draw
 def test_families_have_the_distributions_of_jax(draw):
     steps, lanes = 10, 1000
@@ -92,6 +93,7 @@ def test_loops_that_run_on_for_other_lanes_repeat_nothing(draw):
     assert stats.kstest(np.asarray(last) / 0.2, "uniform").pvalue > 1e-4
 
 
+@pytest.mark.slow
 @each_draw
 def test_words_of_every_width(draw, x64):
     for width in (8, 16, 32, 64):

@@ -32,8 +32,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("reset", "draw"), CASES.values(), ids=CASES)
-def test_same_bits_on_one_and_on_eight_devices(reset, draw):
+@pytest.mark.parametrize(
+    "case", ["chunked", pytest.param("next", marks=pytest.mark.slow), pytest.param("level", marks=pytest.mark.slow)]
+)
+def test_same_bits_on_one_and_on_eight_devices(case):
+    reset, draw = CASES[case]
     one = walked(reset=reset, draw=draw)
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=4))):
         eight = walked(reset=reset, draw=draw)
@@ -42,7 +45,7 @@ def test_same_bits_on_one_and_on_eight_devices(reset, draw):
     chex.assert_trees_all_equal(jax.device_get(eight), jax.device_get(one))
 
 
-@pytest.mark.parametrize("draw", ["lane", "batch"])
+@pytest.mark.parametrize("draw", ["batch", pytest.param("lane", marks=pytest.mark.slow)])
 def test_devices_do_not_talk(draw):
     with use_mesh(make_mesh()):
         lanes = begin(KEY, ENV, PARAMS, 32, 0)
@@ -53,6 +56,7 @@ def test_devices_do_not_talk(draw):
         assert kind not in text
 
 
+@pytest.mark.slow
 def test_gradient_on_the_mesh():
     def total(weights):
         return unroll(KEY, begin(KEY, ENV, PARAMS, 8, 0), ENV, PARAMS, linear, weights, 6)[1].reward.sum()

@@ -31,8 +31,8 @@ def walked(num_lanes=3, num_steps=12, env=ENV, params=PARAMS, policy=linear, wei
 
 @pytest.mark.parametrize(
     ("when", "reset"),
-    [("same", Chunked(2)), ("same", SameStep()), ("next", NextStep(Chunked(1))), ("never", NoReset())],
-    ids=["chunked", "same", "next", "never"],
+    [("same", Chunked(2)), ("next", NextStep(SameStep())), ("never", NoReset())],
+    ids=["chunked", "next", "never"],
 )
 def test_equals_a_plain_loop(when, reset):
     steps = walked(reset=reset, value=value)[1]
@@ -49,7 +49,9 @@ def test_equals_a_plain_loop(when, reset):
     np.testing.assert_array_equal(jnp.where(valid, steps.extras["count"], 0), jnp.where(valid, np.array(counts).T, 0))
 
 
-@pytest.mark.parametrize("reset", [Chunked(2), SameStep()], ids=["chunked", "same"])
+@pytest.mark.parametrize(
+    "reset", [Chunked(2), pytest.param(SameStep(), marks=pytest.mark.slow)], ids=["chunked", "same"]
+)
 def test_gradient_of_the_return_equals_the_plain_loops(reset):
     def by_unroll(weights):
         return walked(2, 9, weights=weights, reset=reset)[1].reward.sum()
@@ -62,7 +64,7 @@ def test_gradient_of_the_return_equals_the_plain_loops(reset):
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize("draw", ["lane", "batch"])
+@pytest.mark.parametrize("draw", ["batch", pytest.param("lane", marks=pytest.mark.slow)])
 def test_two_unrolls_of_one_key_are_one_long_one(draw):
     lanes = begin(KEY, ENV, PARAMS, 4, 0)
     options = {"draw": draw, "value": value}
@@ -124,7 +126,7 @@ def test_keep_says_what_is_stacked():
     chex.assert_trees_all_equal(kept, (steps.reward, steps.valid))
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Catch-bsuite"])
+@pytest.mark.parametrize("name", ["Pendulum-v1", pytest.param("Catch-bsuite", marks=pytest.mark.slow)])
 def test_gymnax_environments_run_and_keep_their_types(name):
     env, params = gymnax.make(name)
     env = Gymnax(env)
