@@ -1,0 +1,239 @@
+"""Steps of environments a second: gymnax's own loop, our rollout of the same environment, Gymnasium's NumPy vectors.
+
+All sides of a case run in this one process in turn, round after round; a row shows the median of its rounds and the
+median and quartiles of the ratio to the first side's in the same round, so what else the machine does falls on all.
+Every observation, reward and flag is summed as it comes, or XLA would drop what makes it.
+
+| side | what it is |
+| --- | --- |
+| bare | gymnax's `reset` and `step` under `vmap` in a `scan`, keys split lane by lane; it resets in every step |
+| lane, batch | `jaxpar.rollout.unroll` of the same environment, its own resets taken out, with either family of keys |
+| lane-same, batch-same | the same with `SameStep()` |
+| batch-loop, batch-pool | the same with `Chunked(lanes / 32)`, which always loops, and with `Pool(256)` |
+| none | no reset at all: what the others strive for |
+| numpy | Gymnasium's vector environment in NumPy, where it has one |
+
+`--envs` takes gymnax's names, those of `envs`, and Craftax's where it is installed; `bare` is for gymnax's alone:
+others are compared with the first side named. Random policies. Done rates are shown, for they decide what resets cost.
+
+    python bench/env.py --envs CartPole-v1 --lanes 64,1024,4096,16384          # CPU
+    python bench/env.py --envs CartPole-v1,Breakout-MinAtar --lanes 2048,65536,1048576 --steps 100
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+from harness import HERE, Table
+
+from jaxpar.env import Transition
+from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, begin, random_policy, unroll
+
+SIDES = ("bare", "lane-same", "lane", "batch-same", "batch", "batch-loop", "batch-pool", "none", "numpy")
+
+
+class WithoutReset:
+    """A gymnax-like environment as an object with `reset` and `step`, its auto-reset taken out."""
+
+    def __init__(self, env: Any, params: Any):
+        """Takes the environment and its parameters."""
+        self.env, self.name, self.default_params = env, env.name, params
+
+    def action_space(self, params):
+        """The environment's."""
+        return self.env.action_space(params)
+
+    def reset(self, key, params):
+        """The environment's `reset_env`."""
+        return self.env.reset_env(key, params)
+
+    def step(self, key, state, action, params):
+        """The environment's `step_env`."""
+        obs, state, reward, terminated, _ = self.env.step_env(key, state, action, params)
+        cut = self.env.is_truncated(state, params) if hasattr(self.env, "is_truncated") else jnp.zeros_like(terminated)
+        return Transition(obs, state, reward, terminated, cut, {})
+
+
+def made(name: str) -> tuple[Any, Any, Any]:
+    """Returns the environment for our rollout, its parameters, and gymnax's own object or None."""
+    if name.startswith("Craftax"):
+        from craftax.craftax_env import make_craftax_env_from_name
+
+        env = make_craftax_env_from_name(name, auto_reset=False)
+        return WithoutReset(env, env.default_params), env.default_params, None
+    import gymnax
+
+    if name in gymnax.registered_envs:
+        env, params = gymnax.make(name)
+        return WithoutReset(env, params), params, env
+    import envs
+
+    env, params = envs.make(name)
+    return env, params, None
+
+
+def checksum(*trees: Any) -> jax.Array:
+    """Returns the sum of everything, one number a lane."""
+    leaves = jax.tree.leaves(trees)
+    return sum(leaf.astype(jnp.float32).reshape(len(leaf), -1).sum(1) for leaf in leaves)  # type: ignore[return-value]
+
+
+def bare_side(env, params, num_lanes, num_steps):
+    """Returns gymnax's loop, `(key, carry) -> (carry, sum, episodes)`, and its first carry."""
+    act, step = jax.vmap(env.action_space(params).sample), jax.vmap(env.step, (0, 0, 0, None))
+
+    def go(key, carry):
+        def body(carry, key):
+            act_key, step_key = jax.random.split(key)
+            action = act(jax.random.split(act_key, num_lanes))
+            seen = carry[0]
+            *carry, reward, terminated, truncated, _ = step(
+                jax.random.split(step_key, num_lanes), carry[1], action, params
+            )
+            return tuple(carry), (checksum(seen, reward, terminated, truncated).sum(), (terminated | truncated).sum())
+
+        carry, (total, ended) = jax.lax.scan(body, carry, jax.random.split(key, num_steps))
+        return carry, total.sum(), ended.sum()
+
+    first = jax.vmap(env.reset, (0, None))(jax.random.split(jax.random.key(1), num_lanes), params)
+    # Some environments begin with other types than they go on with: a scan carries those of a step.
+    action = act(jax.random.split(jax.random.key(2), num_lanes))
+    return go, step(jax.random.split(jax.random.key(3), num_lanes), first[1], action, params)[:2]
+
+
+def our_side(env, params, num_lanes, num_steps, side):
+    """Returns our loop and its first lanes."""
+    draw, _, how = side.partition("-")
+    reset = {"same": SameStep(), "loop": Chunked(max(1, num_lanes // 32)), "pool": Pool(256)}.get(how)
+    if side == "none":
+        draw, reset = "batch", NoReset()
+
+    def keep(row):
+        return checksum(row.obs, row.reward, row.terminated, row.truncated).sum()[None], row.ended.sum()[None]
+
+    def go(key, lanes):
+        lanes, (total, ended) = unroll(
+            key, lanes, env, params, random_policy(env), params, num_steps, reset=reset, draw=draw, keep=keep
+        )
+        return lanes, total.sum(), ended.sum()
+
+    return go, begin(jax.random.key(1), env, params, num_lanes, draw=draw)
+
+
+def numpy_side(name, num_lanes, num_steps):
+    """Returns Gymnasium's loop; it has a NumPy vector environment for a few names only."""
+    import gymnasium
+
+    env = gymnasium.make_vec(name, num_lanes, vectorization_mode="vector_entry_point")
+    env.reset(seed=0)
+
+    def go(key, carry):
+        total, ended = 0.0, 0
+        for _ in range(num_steps):
+            obs, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total += obs.sum() + reward.sum() + terminated.sum() + truncated.sum()
+            ended += int((terminated | truncated).sum())
+        return None, total, ended
+
+    return go, None
+
+
+def programs(name: str, num_lanes: int, num_steps: int, sides: list[str]) -> dict[str, dict]:
+    """Returns what runs of each side that exists here, its first carry and the seconds of compilation."""
+    env, params, theirs = made(name)
+    found = {}
+    for side in sides:
+        if side == "numpy":
+            try:
+                go, carry = numpy_side(name, num_lanes, num_steps)
+            except Exception:  # no such environment, or none in NumPy: this side has no row
+                continue
+            found[side] = {"go": go, "carry": carry, "compile_s": 0.0}
+            continue
+        if side == "bare":
+            if theirs is None:
+                continue
+            go, carry = bare_side(theirs, params, num_lanes, num_steps)
+        else:
+            go, carry = our_side(env, params, num_lanes, num_steps, side)
+        began = time.perf_counter()
+        compiled = jax.jit(go).lower(jax.random.key(0), carry).compile()
+        found[side] = {"go": compiled, "carry": carry, "compile_s": time.perf_counter() - began}
+    return found
+
+
+def measured(sides: dict[str, dict], rounds: int, num_lanes: int, num_steps: int) -> list[dict]:
+    """Runs all sides in turn for `rounds` rounds after two of warm-up; one row a side."""
+    taken = {side: [] for side in sides}
+    ended = dict.fromkeys(sides, 0)
+    for i in range(rounds + 2):
+        for side, program in sides.items():
+            began = time.perf_counter()
+            program["carry"], total, ends = program["go"](jax.random.key(i), program["carry"])
+            float(total)
+            if i >= 2:
+                taken[side].append(time.perf_counter() - began)
+                ended[side] += int(ends)
+    first = taken[next(iter(sides))]
+    rows = []
+    for side, seconds in taken.items():
+        ratios = [a / b for a, b in zip(first, seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append({
+            "side": side, "msps": num_lanes * num_steps / statistics.median(seconds) / 1e6, "ratio": middle,
+            "low": low, "high": high, "done": ended[side] / (rounds * num_lanes * num_steps),
+            "compile_s": sides[side]["compile_s"],
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Measures every environment at every number of lanes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--envs", default="CartPole-v1,Pendulum-v1,MountainCar-v0,Breakout-MinAtar,Asterix-MinAtar")
+    parser.add_argument("--lanes", default="64,1024,4096,16384")
+    parser.add_argument("--steps", type=int, default=64, help="steps of a program")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sides", default="bare,lane,batch,numpy", help=f"of {','.join(SIDES)}")
+    parser.add_argument("--budget-s", type=float, default=1200, help="no case starts after these seconds")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "env.json")
+    args = parser.parse_args()
+    columns = {
+        "env": lambda row: row["env"],
+        "lanes": lambda row: str(row["lanes"]),
+        "side": lambda row: row["side"],
+        "M steps/s": lambda row: f"{row['msps']:.4g}",
+        "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
+        "done %": lambda row: f"{100 * row['done']:.2f}",
+        "compile s": lambda row: f"{row['compile_s']:.1f}",
+    }
+    table, began = Table(columns, args.out), time.monotonic()
+    load = os.getloadavg()[0]
+    table.head(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before")
+    for name in args.envs.split(","):
+        for num_lanes in map(int, args.lanes.split(",")):
+            case = {"env": name, "lanes": num_lanes, "steps": args.steps, "device": jax.devices()[0].device_kind}
+            if time.monotonic() - began > args.budget_s:
+                table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
+                continue
+            try:
+                sides = programs(name, num_lanes, args.steps, args.sides.split(","))
+                rows = measured(sides, args.rounds, num_lanes, args.steps)
+            except Exception as error:  # a case may fail, and is a row then
+                rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]
+            for row in rows:
+                table.add(case | row)
+    print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))
+
+
+if __name__ == "__main__":
+    main()
