@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Box", "Discrete", "Fields", "MultiDiscrete", "Space"]
+__all__ = ["Box", "Discrete", "Fields", "MultiDiscrete", "Space", "legal_sample", "size"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Box:
     def sample(self, key: PRNGKey) -> Array:
         """A uniform draw between finite bounds, exponential beyond one, normal without any; consumes `key`."""
         low, high = self.bounds()
-        if jnp.issubdtype(self.dtype, jnp.integer):
+        if not jnp.issubdtype(self.dtype, jnp.floating):
             return jax.random.randint(key, self.shape, low.astype(np.int32), high.astype(np.int32) + 1).astype(
                 self.dtype
             )
@@ -120,6 +120,21 @@ class Fields:
 
 
 Space = Discrete | MultiDiscrete | Box | Fields
+
+
+def legal_sample(key: PRNGKey, space: Space, mask: Array | None = None) -> PyTree:
+    """A uniform draw among the actions that `mask` allows; consumes `key`.
+
+    Args:
+        key: consumed.
+        space: `Discrete` or `MultiDiscrete` where there is a mask.
+        mask: bool `[*space.shape, choices]`, padded with False where an entry has fewer choices; None allows all.
+    """
+    if mask is None:
+        return space.sample(key)
+    if not isinstance(space, Discrete | MultiDiscrete):
+        raise UsageError(f"only discrete actions can be masked, not those of {space}")
+    return jax.random.categorical(key, jnp.where(mask, 0.0, -jnp.inf)).astype(space.dtype)
 
 
 def size(space: Space) -> int:
