@@ -10,6 +10,7 @@ episode, as do, for nothing, the cell `lose` and lava.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from envs import scene, tiles
 from jaxpar.env import Box, Discrete
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["VARIANTS", "DoorKey", "Empty", "FourRooms", "GridWorld", "Level", "Memory", "Params", "State"]
+__all__ = ["VARIANTS", "DoorKey", "Empty", "FourRooms", "GridWorld", "Level", "Memory", "Params", "State", "level_of"]
 
 _FLOOR, _WALL = tiles.code(tiles.FLOOR), tiles.code(tiles.WALL, tiles.GREY)
 _GOAL = tiles.code(tiles.GOAL, tiles.GREEN)
@@ -51,8 +52,8 @@ class Params:
     max_steps: Any
 
 
-def _begin(grid: Array, cell: Array, direction: Array, win: Array, lose: Any = -1) -> Level:
-    """A level with an empty pocket."""
+def level_of(grid: Array, cell: Array, direction: Array, win: Array, lose: Any = -1) -> Level:
+    """A level with an empty pocket, from a map of `envs.tiles` bytes and cells `row * W + column`."""
     body = scene.Scene(
         grid=jnp.asarray(grid, jnp.uint8),
         cell=jnp.asarray(cell, jnp.int32),
@@ -91,10 +92,10 @@ class Empty:
         grid[-2, -2] = _GOAL
         win = self.size * (self.size - 1) - 2
         if not self.random_start:
-            return _begin(jnp.asarray(grid), jnp.int32(self.size + 1), jnp.int32(0), jnp.int32(win))
+            return level_of(jnp.asarray(grid), jnp.int32(self.size + 1), jnp.int32(0), jnp.int32(win))
         cell_key, direction_key = jax.random.split(key)
         cell = scene.free_cells(cell_key, jnp.asarray(grid), 1)[0]
-        return _begin(jnp.asarray(grid), cell, jax.random.randint(direction_key, (), 0, 4), jnp.int32(win))
+        return level_of(jnp.asarray(grid), cell, jax.random.randint(direction_key, (), 0, 4), jnp.int32(win))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class DoorKey:
         grid = jnp.where(place % size == wall, jnp.uint8(_WALL), grid)
         grid = jnp.where(place == (1 + door) * size + wall, jnp.uint8(tiles.code(tiles.LOCKED, tiles.YELLOW)), grid)
         grid = jnp.where(place == cell(thing), jnp.uint8(tiles.code(tiles.KEY, tiles.YELLOW)), grid)
-        return _begin(grid, cell(agent), direction, jnp.int32(size * (size - 1) - 2))
+        return level_of(grid, cell(agent), direction, jnp.int32(size * (size - 1) - 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +166,7 @@ class FourRooms:
         grid = jnp.where(open_row | open_column, jnp.uint8(_FLOOR), grid)
         agent, goal = scene.free_cells(cell_key, grid, 2)
         grid = jnp.where(place == goal, jnp.uint8(_GOAL), grid)
-        return _begin(grid, agent, jax.random.randint(direction_key, (), 0, 4), goal)
+        return level_of(grid, agent, jax.random.randint(direction_key, (), 0, 4), goal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Memory:
         grid = jnp.where((row == middle + 2) & (column == end + 1), things[1 - upper], grid)
         above, below = (middle - 1) * size + end + 1, (middle + 1) * size + end + 1
         same = first == upper
-        return _begin(
+        return level_of(
             grid, middle * size + 1 + start, jnp.int32(0), jnp.where(same, above, below), jnp.where(same, below, above)
         )
 
@@ -308,15 +309,18 @@ class GridWorld:
         return tiles.picture(scene.whole(state.level.scene), jnp.asarray(tiles.SPRITES))
 
 
-def _variant(layout: Callable[..., Any], **fields: Any) -> Callable[..., GridWorld]:
-    return lambda **kw: GridWorld(layout(**fields), **kw)
+def _variants() -> dict[str, Callable[..., GridWorld]]:
+    layouts: dict[str, Any] = {f"Empty-{size}x{size}": Empty(size) for size in (5, 6, 8, 16)}
+    layouts |= {f"Empty-Random-{size}x{size}": Empty(size, random_start=True) for size in (5, 6, 8, 16)}
+    layouts |= {f"DoorKey-{size}x{size}": DoorKey(size) for size in (5, 6, 8, 16)}
+    layouts |= {f"Memory-S{size}": Memory(size) for size in (7, 9, 11, 13)}
+    layouts |= {f"Memory-S{size}Random": Memory(size, random_length=True) for size in (13, 17)}
+    layouts["FourRooms"] = FourRooms()
+    # MiniGrid's choice: where there is nothing to hide, looking through walls is cheaper.
+    return {
+        name: functools.partial(GridWorld, layout, see_through=isinstance(layout, Empty))
+        for name, layout in layouts.items()
+    }
 
 
-VARIANTS: dict[str, Callable[..., GridWorld]] = {
-    **{f"Empty-{size}x{size}": _variant(Empty, size=size) for size in (5, 6, 8, 16)},
-    **{f"Empty-Random-{size}x{size}": _variant(Empty, size=size, random_start=True) for size in (5, 6, 8, 16)},
-    **{f"DoorKey-{size}x{size}": _variant(DoorKey, size=size) for size in (5, 6, 8, 16)},
-    "FourRooms": _variant(FourRooms),
-    **{f"Memory-S{size}": _variant(Memory, size=size) for size in (7, 9, 11, 13)},
-    **{f"Memory-S{size}Random": _variant(Memory, size=size, random_length=True) for size in (13, 17)},
-}
+VARIANTS: dict[str, Callable[..., GridWorld]] = _variants()
