@@ -8,7 +8,10 @@ is room to put things down; distractors fire only on things that nobody needs (N
 
 import dataclasses
 import functools
+import io
 import pathlib
+import zipfile
+import zlib
 from typing import Any
 
 import flax.struct
@@ -197,12 +200,10 @@ def load_benchmark(path: str | pathlib.Path) -> Ruleset:
         UsageError: there is no such file, or it holds something else (`check`).
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError) as error:
-        raise UsageError(f"{path} is not a benchmark of rulesets, a .npz of {', '.join(_RANKS)}: {error}") from None
-    except Exception as error:  # a damaged archive raises zipfile's and zlib's own errors
-        raise UsageError(f"the benchmark {path} is damaged: {error}") from None
+        file = np.load(io.BytesIO(pathlib.Path(path).read_bytes()), allow_pickle=False)
+        arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(f"{path} is not a benchmark, a .npz of {', '.join(_RANKS)}: {error}") from None
     check(arrays, str(path))
     return Ruleset(**{name: jnp.asarray(array) for name, array in arrays.items()})
 

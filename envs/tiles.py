@@ -75,7 +75,7 @@ _ARROW = "........ .##..... .####... .######. .######. .####... .##..... .......
 
 
 def _sprites() -> np.ndarray:
-    """`[256, 8, 8, 3]`: every tile in every colour on a dark floor with a faint lattice."""
+    """`[256, 8, 8, 3]`: every tile in every colour on a dark floor with a faint lattice; the agent on light."""
     floor = np.full((8, 8, 3), 24, np.uint8)
     floor[0], floor[:, 0] = 40, 40
     table = np.zeros((256, 8, 8, 3), np.uint8)
@@ -84,7 +84,7 @@ def _sprites() -> np.ndarray:
         for colour in range(NUM_COLOURS):
             table[code(tile, colour)][bitmap(shape)] = _PAINT[colour]
     for direction in range(4):
-        table[code(AGENT, direction)] = floor
+        table[code(AGENT, direction)] = 210
         table[code(AGENT, direction)][np.rot90(bitmap(_ARROW), -direction)] = _PAINT[RED]
     return table
 
