@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpar.types import UsageError
 
-MODULES: tuple[str, ...] = ("grid", "xland")
+MODULES: tuple[str, ...] = ("grid", "xland", "survival")
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
 
