@@ -58,9 +58,8 @@ def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
     assert bool(seen["held"]) == isinstance(env.layout, DoorKey)
 
 
-@pytest.mark.parametrize("env", [WORLDS[1], WORLDS[3]], ids=["view", "whole"])
-def test_the_promises_of_an_environment(env):
-    check_environment(env)
+def test_the_promises_of_an_environment():
+    check_environment(WORLDS[1])
 
 
 def cluttered(key, size=9):
@@ -82,7 +81,7 @@ def cluttered(key, size=9):
     )
 
 
-@pytest.mark.parametrize("view", [3, 7, 11])
+@pytest.mark.parametrize("view", [3, pytest.param(7, marks=pytest.mark.slow), 11])
 def test_light_and_hands_agree_in_any_clutter(view):
     env = GridWorld(Empty(9), view=view)
     params = env.default_params

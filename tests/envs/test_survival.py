@@ -67,6 +67,7 @@ def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
         assert set(survival.ACHIEVEMENTS) - {"diamond"} <= set(seen), seen
 
 
+@pytest.mark.slow
 def test_the_promises_of_an_environment():
     check_environment(SMALL)
 
@@ -86,7 +87,7 @@ def flood(ground, start):
     return reached, beside
 
 
-@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("size", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_every_island_can_be_lived_on(size):
     grounds, starts = jax.jit(jax.vmap(lambda key: terrain.draw(key, size)))(jax.random.split(jax.random.key(0), 100))
     grounds, areas = np.asarray(grounds), []

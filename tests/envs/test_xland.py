@@ -90,6 +90,7 @@ def test_every_kind_of_rule_and_goal_agrees_in_clutter():
     assert seen["fired"] > 100 and set(range(1, 12)) <= set(seen), seen
 
 
+@pytest.mark.slow
 def test_the_promises_of_an_environment():
     check_environment(CROWDED, CROWDED.default_params.replace(trials=2, trial_steps=8))
 
