@@ -15,10 +15,10 @@ lava are left out, needs fall at fixed intervals, and darkness narrows the view 
 | 13-15 wooden, stone, iron sword | the same | hits with 2, 3, 5 instead of 1 |
 
 A wooden tool costs 1 wood, a stone one 1 stone more, an iron one 1 wood, 1 coal and 1 iron, and a furnace near, too.
-Free ground is grass, sand or a path without a creature; near is one of the eight cells around. A tree gives wood and
-stays; stone and coal want a wooden pickaxe, iron a stone and diamond an iron one, and leave a path; nobody holds more
-than 9 of anything. A cow has 3 points of health and feeds with 6, a zombie has 5; zombies come at night, chase and hit
-with 2 every fifth step, a sleeper with 7.
+Free ground is grass, sand or a path without a creature; the sea at the edge of the map cannot be filled; near is one
+of the eight cells around. A tree gives wood and stays; stone and coal want a wooden pickaxe, iron a stone and diamond
+an iron one, and leave a path; nobody holds more than 9 of anything. A cow has 3 points of health and feeds with 6, a
+zombie has 5; zombies come at night, chase and hit with 2 every fifth step, a sleeper with 7.
 
 A step: action, creatures in their order, needs, clock. Each of the 17 achievements earns 1 once, a point of health
 0.1. The episode terminates when health is 0 and is cut after `max_steps`. `envs.terrain` draws the island.
@@ -205,7 +205,9 @@ class Survival:
         empty = ~jnp.any(_at(state, (state.cell + steps)[:, None]), axis=1)
         ground = tiles.member(sides, terrain.WALKABLE) & empty
         walks = ground | (np.arange(4) != state.facing)
-        faced, free = flat[self._ahead(state, state.facing)], ground[state.facing]
+        front, free = self._ahead(state, state.facing), ground[state.facing]
+        faced, row, column = flat[front], front // self.size, front % self.size
+        shallow = (faced == WATER) & (jnp.minimum(row, column) > 0) & (jnp.maximum(row, column) < self.size - 1)
         creature = ~empty[state.facing]
         goods, tools = state.inventory[:5], state.inventory[5:]
         needed = jnp.stack([jnp.ones((), bool), *(tools[np.array([0, 0, 1, 2])] > 0)])
@@ -214,7 +216,7 @@ class Survival:
         around = flat[state.cell + np.array([down * self.size + right for down in (-1, 0, 1) for right in (-1, 0, 1)])]
         table, furnace = jnp.any(around == TABLE), jnp.any(around == FURNACE)
         paid = jnp.all(goods[None, :4] >= COSTS, axis=1)
-        place = jnp.stack([free | ((faced == WATER) & ~creature), free, free])
+        place = jnp.stack([free | (shallow & ~creature), free, free])
         make = jnp.tile(jnp.stack([table, table, table & furnace]), 2) & (tools == 0)
         awake = jnp.concatenate(
             [

@@ -25,11 +25,11 @@ WORLDS = [
 ]
 
 
-def replay(env, num_steps, seed=0):
+def replay(env, num_steps, seed=0, max_steps=60):
     """Steps the twin beside the record, and counts what happened."""
-    params = Params(max_steps=60)
+    params = Params(max_steps=max_steps)
     (obs, state), _, record = play(env, params, num_steps, seed)
-    twin, seen = GridTwin(state, env, 60), collections.Counter()
+    twin, seen = GridTwin(state, env, max_steps), collections.Counter()
     np.testing.assert_array_equal(obs, twin.observe())
     for index in range(num_steps):
         now = at(record, index)
@@ -40,7 +40,7 @@ def replay(env, num_steps, seed=0):
         assert (bool(now["made"].terminated), bool(now["made"].truncated)) == (terminated, truncated)
         seen.update(ended=terminated, cut=truncated, won=reward > 0, held=twin.scene.held is not None)
         if terminated or truncated:
-            twin = GridTwin(now["state"], env, 60)
+            twin = GridTwin(now["state"], env, max_steps)
     return seen
 
 
@@ -53,8 +53,8 @@ def test_the_twin_agrees_step_by_step(env):
 @pytest.mark.slow
 @pytest.mark.parametrize("env", WORLDS, ids=lambda env: env.name)
 def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
-    seen = replay(env, 100_000, seed=1)
-    assert seen["cut"] and seen["ended"] and (seen["won"] or isinstance(env.layout, Memory))
+    seen = replay(env, 100_000, seed=1, max_steps=400)
+    assert seen["cut"] and (env.layout.size > 6 or seen["won"] and seen["ended"])  # luck does not solve the larger
     assert bool(seen["held"]) == isinstance(env.layout, DoorKey)
 
 

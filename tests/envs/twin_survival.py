@@ -72,7 +72,8 @@ class SurvivalTwin:
         if action == 6:
             return self.energy < 9
         if action <= 9:
-            over_water = action == 7 and kind == WATER and self.being(front) is None
+            edge = 0 in front or self.size - 1 in front
+            over_water = action == 7 and kind == WATER and self.being(front) is None and not edge
             return (self.free(front) or over_water) and self.affords(PLACES[action][2])
         tool = TOOLS[action - 10]
         material = tool.split("_")[0]
