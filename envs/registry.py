@@ -21,6 +21,9 @@ MODULES: tuple[str, ...] = (
     "particles",
     "foraging",
     "combat",
+    "grid",
+    "xland",
+    "survival",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
