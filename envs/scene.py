@@ -138,12 +138,11 @@ def _visible(clear: Array) -> Array:
     size = clear.shape[0]
     bits = np.arange(size, dtype=np.uint32)
     rows = jnp.sum(clear.astype(jnp.uint32) << bits[None, :], axis=1, dtype=jnp.uint32)
-    full = np.uint32(2**size - 1)
 
     def upwards(lit: Array, row: Array) -> tuple[Array, Array]:
-        rightward = _walk(lit, row, size, jnp.left_shift) & (full >> 1)
+        rightward = _walk(lit, row, size, jnp.left_shift)
         lit = lit | (rightward << 1)
-        leftward = _walk(lit, row, size, jnp.right_shift) & (full - 1)
+        leftward = _walk(lit, row, size, jnp.right_shift)
         return rightward | (rightward << 1) | leftward | (leftward >> 1), lit | (leftward >> 1)
 
     # Not unrolled: XLA's CPU compiler would compute every row again for each cell above it, at twice the time.

@@ -69,10 +69,10 @@ def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
 
 def test_stone_fills_water_but_not_the_edge_of_the_map():
     state = SMALL.init(jax.random.key(0), SMALL.default_params)
-    sea = jnp.full((16, 16), terrain.WATER, jnp.uint8).at[5, 14].set(terrain.GRASS)
-    state = state.replace(terrain=sea, cell=jnp.int32(5 * 16 + 14), inventory=state.inventory.at[1].set(1))
-    legal = [bool(SMALL.action_mask(state.replace(facing=jnp.int32(side)), None)[7]) for side in range(4)]
-    assert legal == [False, True, True, True]
+    state = state.replace(terrain=jnp.full((16, 16), terrain.WATER, jnp.uint8), inventory=state.inventory.at[1].set(1))
+    for cell, legal in ((5 * 16 + 14, [False, True, True, True]), (16 + 1, [True, True, False, False])):
+        facing = [state.replace(cell=jnp.int32(cell), facing=jnp.int32(side)) for side in range(4)]
+        assert [bool(SMALL.action_mask(turned, None)[7]) for turned in facing] == legal
 
 
 @pytest.mark.slow
