@@ -110,8 +110,8 @@ def bare_side(env, params, num_lanes, num_steps):
     return go, step(jax.random.split(jax.random.key(3), num_lanes), first[1], action, params)[:2]
 
 
-def our_side(env, params, num_lanes, num_steps, side):
-    """Returns our loop and its first lanes."""
+def our_side(env, params, num_lanes, num_steps, side, warm):
+    """Returns our loop and its first lanes, walked `warm` steps so that episodes end as often as they will."""
     draw, _, how = side.partition("-")
     reset = {"same": SameStep(), "loop": Chunked(max(1, num_lanes // 32)), "pool": Pool(256)}.get(how)
     if side == "none":
@@ -126,7 +126,11 @@ def our_side(env, params, num_lanes, num_steps, side):
         )
         return lanes, total.sum(), ended.sum()
 
-    return go, begin(jax.random.key(1), env, params, num_lanes, draw=draw)
+    lanes = begin(jax.random.key(1), env, params, num_lanes, draw=draw)
+    if warm:
+        options = {"draw": draw, "keep": lambda row: row.ended}
+        lanes, _ = unroll(jax.random.key(1), lanes, env, params, random_policy(env), params, warm, **options)
+    return go, lanes
 
 
 def numpy_side(name, num_lanes, num_steps):
@@ -147,7 +151,7 @@ def numpy_side(name, num_lanes, num_steps):
     return go, None
 
 
-def programs(name: str, num_lanes: int, num_steps: int, sides: list[str]) -> dict[str, dict]:
+def programs(name: str, num_lanes: int, num_steps: int, sides: list[str], warm: int) -> dict[str, dict]:
     """Returns what runs of each side that exists here, its first carry and the seconds of compilation."""
     env, params, theirs = made(name)
     found = {}
@@ -164,7 +168,7 @@ def programs(name: str, num_lanes: int, num_steps: int, sides: list[str]) -> dic
                 continue
             go, carry = bare_side(theirs, params, num_lanes, num_steps)
         else:
-            go, carry = our_side(env, params, num_lanes, num_steps, side)
+            go, carry = our_side(env, params, num_lanes, num_steps, side, warm)
         began = time.perf_counter()
         compiled = jax.jit(go).lower(jax.random.key(0), carry).compile()
         found[side] = {"go": compiled, "carry": carry, "compile_s": time.perf_counter() - began}
@@ -204,6 +208,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="steps of a program")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sides", default="bare,lane,batch,numpy", help=f"of {','.join(SIDES)}")
+    parser.add_argument("--warm", type=int, default=0, help="steps that our sides walk before, for long episodes")
     parser.add_argument("--budget-s", type=float, default=1200, help="no case starts after these seconds")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "env.json")
     args = parser.parse_args()
@@ -226,7 +231,7 @@ def main() -> None:
                 table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
                 continue
             try:
-                sides = programs(name, num_lanes, args.steps, args.sides.split(","))
+                sides = programs(name, num_lanes, args.steps, args.sides.split(","), args.warm)
                 rows = measured(sides, args.rounds, num_lanes, args.steps)
             except Exception as error:  # a case may fail, and is a row then
                 rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]

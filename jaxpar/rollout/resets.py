@@ -235,15 +235,15 @@ def _chunk_size(policy, env, params, base, levels, now) -> int | None:
         return policy.size
     if isinstance(policy, Pool):
         return max(64, num_lanes // 16)
-    ratio = _reset_per_step(env, params, base, levels, now[1])
-    size = math.ceil(num_lanes / (16 * max(1.0, ratio)))
+    of_reset, of_step = _operations(env, params, base, levels, now[1])
+    size = math.ceil(num_lanes / 16 * min(1.0, of_step / of_reset))
     if platform() == "cpu":
         return size
-    return None if ratio < 16 else max(64, size)
+    return None if of_reset < max(20_000, 2 * of_step) else max(64, size)
 
 
-def _reset_per_step(env, params, base, levels, states) -> float:
-    """How many times a step's operations a reset takes."""
+def _operations(env, params, base, levels, states) -> tuple[float, float]:
+    """What a reset and a step of one lane cost."""
 
     def start(key, level):
         return vmapped_start(env, params, key[None], jax.tree.map(lambda x: x[None], level))
@@ -252,4 +252,4 @@ def _reset_per_step(env, params, base, levels, states) -> float:
         return step(key, env, state, env.action_space(params).sample(key), params)
 
     key, level, state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (base[None], levels, states))
-    return operations(start, key, level) / operations(walk, key, state)
+    return operations(start, key, level), operations(walk, key, state)
