@@ -35,32 +35,10 @@ import jax
 import jax.numpy as jnp
 from harness import HERE, Table
 
-from jaxpar.env import Transition
+from jaxpar.env import adapt
 from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, begin, random_policy, unroll
 
 SIDES = ("bare", "lane-same", "lane", "batch-same", "batch", "batch-loop", "batch-pool", "none", "numpy")
-
-
-class WithoutReset:
-    """A gymnax-like environment as an object with `reset` and `step`, its auto-reset taken out."""
-
-    def __init__(self, env: Any, params: Any):
-        """Takes the environment and its parameters."""
-        self.env, self.name, self.default_params = env, env.name, params
-
-    def action_space(self, params):
-        """The environment's."""
-        return self.env.action_space(params)
-
-    def reset(self, key, params):
-        """The environment's `reset_env`."""
-        return self.env.reset_env(key, params)
-
-    def step(self, key, state, action, params):
-        """The environment's `step_env`."""
-        obs, state, reward, terminated, _ = self.env.step_env(key, state, action, params)
-        cut = self.env.is_truncated(state, params) if hasattr(self.env, "is_truncated") else jnp.zeros_like(terminated)
-        return Transition(obs, state, reward, terminated, cut, {})
 
 
 def made(name: str) -> tuple[Any, Any, Any]:
@@ -69,12 +47,12 @@ def made(name: str) -> tuple[Any, Any, Any]:
         from craftax.craftax_env import make_craftax_env_from_name
 
         env = make_craftax_env_from_name(name, auto_reset=False)
-        return WithoutReset(env, env.default_params), env.default_params, None
+        return adapt(env), env.default_params, None
     import gymnax
 
     if name in gymnax.registered_envs:
         env, params = gymnax.make(name)
-        return WithoutReset(env, params), params, env
+        return adapt(env, params), params, env
     import envs
 
     env, params = envs.make(name)
