@@ -184,7 +184,7 @@ def _consumed(row: Steps) -> Steps:
     read = (row.obs, row.action, row.reward, row.terminated, row.truncated, row.info)
     leaves = [leaf for leaf in jax.tree.leaves(read) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     total: Any = sum(leaf.astype(jnp.float32).reshape(len(leaf), -1).sum(1) for leaf in leaves)
-    return row.replace(obs=total, action=None, bootstrap=None, extras=None, info=None)
+    return dataclasses.replace(row, obs=total, action=None, bootstrap=None, extras=None, info=None)
 
 
 def film(key: PRNGKey, walk: Walk, num_lanes: int, num_frames: int) -> np.ndarray:

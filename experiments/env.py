@@ -194,13 +194,13 @@ def _changes(flag: str, env: str, usual: dict[str, Any], asked: dict[str, Any]) 
             near = difflib.get_close_matches(name, list(usual), n=3, cutoff=0.5) or list(usual)
             which = f"the nearest are {', '.join(near)}" if near else "it has none"
             raise UsageError(f"{env} has no {flag}.{name}; {which}.")
-        value = tuple(value) if isinstance(value, list) else value
-        if not _fits(value, usual[name]):
+        new: Any = tuple(value) if isinstance(value, list) else value
+        if not _fits(new, usual[name]):
             text = f"{flag}.{name}={value!r} does not fit {env}"
             if isinstance(usual[name], bool | int | float | str | tuple):
                 raise UsageError(f"{text}, where it is {usual[name]!r}; give {_kind(usual[name])}.")
             raise UsageError(f"{text}: no flag can give a {type(usual[name]).__name__}.")
-        made[name] = value
+        made[name] = float(new) if isinstance(usual[name], float) else new
     return made
 
 
@@ -217,7 +217,7 @@ def _kind(usual: Any) -> str:
 
 def _tell_start(config: Config, folder: pathlib.Path, walk: Walk) -> None:
     space, params = str(walk.env.action_space(walk.params)), walk.params
-    space = re.sub(r", (dtype=<[^>]*>|shape=\(\))", "", space)
+    space = re.sub(r", (dtype=(<[^>]*>|dtype\('\w+'\))|shape=\(\))", "", space)
     count = f", {walk.env.num_agents} agents" if hasattr(walk.env, "num_agents") else ""
     numbers = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} if params else {}
     plain = [f"{k}={v:.4g}" for k, v in numbers.items() if isinstance(v, int | float)]
@@ -226,7 +226,7 @@ def _tell_start(config: Config, folder: pathlib.Path, walk: Walk) -> None:
     say(f"env        {config.env}{count}: {'  '.join(plain) or 'no parameters'}")
     say(f"actions    {space}, policy={config.policy}")
     say(f"walk       {config.num_envs:,} lanes, {num_calls * num_steps:,} steps each, over "
-        f"{jax.sharding.get_abstract_mesh().size} {jax.devices()[0].device_kind} devices, reset={config.reset} "
+        f"{jax.sharding.get_abstract_mesh().size} {jax.devices()[0].device_kind} device(s), reset={config.reset} "
         f"draw={config.draw}")  # fmt: skip
 
 
@@ -237,10 +237,11 @@ def _tell_end(config: Config, folder: pathlib.Path, calls: Sequence[Call]) -> No
     say(f"speed      {rate:,.0f} steps/s: {found['num_steps']:,.0f} in {found['seconds']:.2f} s, every observation, "
         f"action, reward and flag in a checksum ({found['checksum']:.6g})")  # fmt: skip
     if found["num_steps"] < made:
-        say(f"           {1 - found['num_steps'] / made:.1%} more steps were waits of finished lanes, not counted")
+        say(f"           {1 - found['num_steps'] / made:.1%} of the lanes' steps were waits after the end, not counted")
+    leaning = " (short ones come more often)" if found["num_episodes"] > config.num_envs else ""
     say(f"ended      {found['num_episodes']:,.0f} episodes, at {found['done_rate']:.3%} of the steps; "
         f"{found['truncated']:.1%} were cut, mean return {found['return_mean']:.4g}, mean length "
-        f"{found['length_mean']:.4g} (leans to short ones)")  # fmt: skip
+        f"{found['length_mean']:.4g}{leaning}")  # fmt: skip
     plot = _tell_first(config, folder, first, calls[-1].num_steps)
     if jax.process_index() == 0:
         shot = shoot(config, folder) if config.gif else None
@@ -251,14 +252,14 @@ def _tell_end(config: Config, folder: pathlib.Path, calls: Sequence[Call]) -> No
 
 def _tell_first(config: Config, folder: pathlib.Path, first: Episodes, num_steps: int) -> pathlib.Path | None:
     """Tells the first episode of each lane, and returns its plot, if any is finished."""
-    done = first.finished
+    done, mean = first.finished, " (mean of agents)" if first.returns.ndim > 1 else ""
     if not done.any():
         say(f"first      no lane finished its first episode within {num_steps:,} steps; raise num_steps.")
         return None
     returns, lengths = first.returns.reshape(len(done), -1).mean(1)[done], first.lengths[done]
     parts = [
         f"{name} {x.mean():.4g} ± {x.std():.4g} ({x.min():.4g} to {x.max():.4g})"
-        for name, x in (("return", returns), ("length", lengths))
+        for name, x in ((f"return{mean}", returns), ("length", lengths))
     ]
     say(f"first      one episode a lane: {', '.join(parts)}, {first.truncated[done].mean():.1%} cut")
     title = f"{config.env}, policy={config.policy}: the first episode of {done.sum():,} lanes"
@@ -268,7 +269,6 @@ def _tell_first(config: Config, folder: pathlib.Path, first: Episodes, num_steps
             "raise num_steps")  # fmt: skip
     plot = folder / "plots" / "episodes.png"
     if jax.process_index() == 0:
-        mean = " (mean of agents)" if first.returns.ndim > 1 else ""
         plot_histograms({f"return{mean}": returns, "length in steps": lengths}, plot, title=title)
     return plot
 
