@@ -224,7 +224,7 @@ def plot_histograms(panels: Mapping[str, Any], out: Path, *, title: str = "") ->
     """Draws into the PNG `out`, side by side, how often each value occurs, and the mean as a line.
 
     Args:
-      panels: Label of an axis -> finite numbers `[N]`, N > 0. A few different integers get a bar each.
+      panels: Label of an axis -> finite numbers `[N]`, N > 0. Bars of integers hold equally many.
       out: A path.
       title: What stands above all panels.
 
@@ -236,9 +236,11 @@ def plot_histograms(panels: Mapping[str, Any], out: Path, *, title: str = "") ->
     for panel, (label, values) in zip(axes, panels.items(), strict=True):
         values = np.asarray(values, float)
         low, high = values.min(), values.max()
-        bins: Any = np.linspace(low, high, 41) if high > low else np.array([low - 0.5, low + 0.5])
-        if high - low <= 40 and np.array_equal(values, np.round(values)):
-            bins = np.arange(low - 0.5, high + 1)
+        varies = high - low > 1e-6 * max(abs(low), abs(high))  # more than by rounding
+        bins: Any = np.linspace(low, high, 41) if varies else np.array([low - 0.5, high + 0.5])
+        if np.array_equal(values, np.round(values)):  # as many integers in each bar
+            width = np.ceil((high - low + 1) / 40)
+            bins = np.arange(low - 0.5, high + width, width)
         count, _, _ = panel.hist(values, bins, color=_BLUE, edgecolor="white", linewidth=0.4)
         if count.max() > 50 * np.median(count[count > 0]):  # the others would be invisible
             panel.set(yscale="log", ylim=(0.5, 2 * count.max()))
