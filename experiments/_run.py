@@ -167,11 +167,13 @@ def load(folder: pathlib.Path, schema: type) -> Any:
 def identity(config: Any) -> dict[str, Any]:
     """Returns what makes two runs the same run: seed, model, data and optimizer, by flag name.
 
-    Mesh, remat, steps and logging are left out, so that they may change when a run resumes: fields whose
-    metadata say `identity=False` say how, not what, and those of `identity="changed"`, which came after the first runs,
-    count where they are not the default.
+    So do flags of the experiment itself whose metadata say `identity=True`. Mesh, remat, steps and logging are left
+    out, so that they may change when a run resumes: fields whose metadata say `identity=False` say how, not what, and
+    those of `identity="changed"`, which came after the first runs, count where they are not the default.
     """
     flat = {"seed": config.seed}
+    own = [field.name for field in dataclasses.fields(config) if field.metadata.get("identity") is True]
+    flat |= {name: getattr(config, name) for name in own}
     for part in ("model", "data", "optimizer"):
         value = getattr(config, part, None)
         for field in dataclasses.fields(value) if value is not None else ():

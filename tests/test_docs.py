@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run, plan, verify
+from experiments import _run, env, plan, verify
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
@@ -111,9 +111,9 @@ def test_flags_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_of_verify_and_plan_exist(page):
-    for name, flags in re.findall(r"python -m experiments\.(verify|plan)\b([^\n`)]*)", page.read_text()):
-        {"verify": verify, "plan": plan}[name].compose(*shlex.split(flags.split("#")[0]))
+def test_flags_of_other_experiments_exist(page):
+    for name, flags in re.findall(r"python -m experiments\.(env|verify|plan)\b([^\n`)]*)", page.read_text()):
+        {"env": env, "verify": verify, "plan": plan}[name].compose(*shlex.split(flags.split("#")[0]))
 
 
 def test_an_unknown_flag_would_be_noticed(tmp_path):

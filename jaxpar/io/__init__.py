@@ -17,7 +17,7 @@ file            | in -> out                                            | called 
 from jaxpar.io.checkpoint import Checkpoints, Damaged, OtherRun, SaveError
 from jaxpar.io.export import write_arrays
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
-from jaxpar.io.plots import plot_layouts, plot_loss, plot_memory, plot_metrics
+from jaxpar.io.plots import plot_histograms, plot_layouts, plot_loss, plot_memory, plot_metrics
 from jaxpar.io.progress import Progress, open_progress
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Writer",
     "open_progress",
     "open_writers",
+    "plot_histograms",
     "plot_layouts",
     "plot_loss",
     "plot_memory",

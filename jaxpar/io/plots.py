@@ -1,4 +1,4 @@
-"""Pictures: a run's losses, gradient norm and learning rate; what layouts cost and how exact they are; plans."""
+"""Pictures: a run's losses, gradient norm and learning rate; distributions; what layouts cost and how exact; plans."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
 
-__all__ = ["plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
+__all__ = ["plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _BLUE, _VERMILION, _GREEN, _PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4499"
@@ -218,3 +218,35 @@ def plot_memory(plans: dict[str, dict[str, float]], capacity: float | None, out:
         panel.spines[side].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
+
+
+def plot_histograms(panels: Mapping[str, Any], out: Path, *, title: str = "") -> None:
+    """Draws into the PNG `out`, side by side, how often each value occurs, and the mean as a line.
+
+    Args:
+      panels: Label of an axis -> finite numbers `[N]`, N > 0. Bars of integers hold equally many.
+      out: A path.
+      title: What stands above all panels.
+
+    Raises:
+      UsageError: matplotlib is missing.
+    """
+    figure = _figure(4 * len(panels), 3.2)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for panel, (label, values) in zip(axes, panels.items(), strict=True):
+        values = np.asarray(values, float)
+        low, high = values.min(), values.max()
+        varies = high - low > 1e-6 * max(abs(low), abs(high))  # more than by rounding
+        bins: Any = np.linspace(low, high, 41) if varies else np.array([low - 0.5, high + 0.5])
+        if np.array_equal(values, np.round(values)):  # as many integers in each bar
+            width = np.ceil((high - low + 1) / 40)
+            bins = np.arange(low - 0.5, high + width, width)
+        count, _, _ = panel.hist(values, bins, color=_BLUE, edgecolor="white", linewidth=0.4)
+        if count.max() > 50 * np.median(count[count > 0]):  # the others would be invisible
+            panel.set(yscale="log", ylim=(0.5, 2 * count.max()))
+        panel.axvline(values.mean(), color=_VERMILION, linewidth=1.5, label=f"mean {values.mean():.4g}")
+        panel.set(xlabel=label, ylabel="count")
+        panel.legend(frameon=False)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, out)

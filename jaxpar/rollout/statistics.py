@@ -108,8 +108,14 @@ def evaluate(
     return first_episodes(steps)
 
 
-def check_steps(steps: Steps, env: Any = None, params: PyTree = None) -> None:
+def check_steps(steps: Steps, env: Any = None, params: PyTree = None, *, first_step: int = 0) -> None:
     """Refuses rewards that are not finite and, given the environment, actions outside its space; not under jit.
+
+    Args:
+        steps: of `unroll`.
+        env: the environment, to judge actions.
+        params: its parameters.
+        first_step: how many steps were made before these, to be told the right number.
 
     Raises:
         UsageError: naming the first such step and lane, and how many there are.
@@ -117,19 +123,21 @@ def check_steps(steps: Steps, env: Any = None, params: PyTree = None) -> None:
     agents = tuple(range(2, steps.reward.ndim))
     wrong = np.asarray(~jnp.isfinite(steps.reward).all(agents))
     if wrong.any():
-        raise UsageError(f"{_place(wrong)} the reward is {np.asarray(steps.reward)[_first(wrong)]}; legal are numbers.")
+        raise UsageError(
+            f"{_place(wrong, first_step)} the reward is {np.asarray(steps.reward)[_first(wrong)]}; legal are numbers."
+        )
     if env is not None:
         inside = jax.vmap(jax.vmap(env.action_space(params).contains))(steps.action)
         wrong = np.asarray(~inside & steps.valid)
         if wrong.any():
             action = jax.tree.map(lambda x: np.asarray(x)[_first(wrong)], steps.action)
-            raise UsageError(f"{_place(wrong)} the action {action} is not in {env.action_space(params)}.")
+            raise UsageError(f"{_place(wrong, first_step)} the action {action} is not in {env.action_space(params)}.")
 
 
 def _first(wrong: np.ndarray) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(wrong)[0])
 
 
-def _place(wrong: np.ndarray) -> str:
+def _place(wrong: np.ndarray, first_step: int) -> str:
     step, lane = _first(wrong)
-    return f"at step {step} of lane {lane} (the first of {int(wrong.sum())} such steps)"
+    return f"at step {first_step + step} of lane {lane} (the first of {int(wrong.sum())} such steps)"

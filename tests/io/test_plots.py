@@ -70,6 +70,19 @@ def test_what_is_absent_is_left_out(tmp_path, drawn, row, num_axes):
     assert len(drawn[0].axes) == num_axes
 
 
+def test_histograms_count_all_and_bars_of_integers_hold_equally_many(tmp_path, drawn):
+    rows = {"few": np.array([3, 3, 4, 6]), "many": np.arange(500), "one": np.full(7, 0.1) + [0, 0, 0, 0, 0, 0, 1e-9]}
+    rows |= {"any": np.linspace(0, 1, 99), "rare": np.repeat(np.arange(9), [900, *[1] * 8])}
+    plots.plot_histograms(rows, tmp_path / "new" / "h.png", title="all")
+    panels = dict(zip(rows, drawn[0].axes, strict=True))
+    for name, panel in panels.items():
+        assert sum(bar.get_height() for bar in panel.patches) == len(rows[name])
+        assert panel.get_xlabel() == name and panel.lines[0].get_xdata()[0] == rows[name].mean()
+    assert [bar.get_height() for bar in panels["few"].patches] == [2, 1, 0, 1]
+    assert {bar.get_height() for bar in panels["many"].patches[:-1]} == {13} and len(panels["one"].patches) == 1
+    assert [panel.get_yscale() for panel in panels.values()] == ["linear"] * 4 + ["log"]
+
+
 def test_smoothing_keeps_lines_and_skips_gaps():
     line = np.arange(500.0)
     np.testing.assert_allclose(plots._smoothed(line)[10:-10], line[10:-10])

@@ -87,6 +87,8 @@ def test_faults_are_told_with_step_and_lane(steps):
     check_steps(steps)
     with pytest.raises(UsageError, match=r"at step 2 of lane 7 \(the first of 2 such steps\) the reward is nan"):
         check_steps(steps.replace(reward=steps.reward.at[2, 7].set(jnp.nan).at[5, 1].set(jnp.inf)))
+    with pytest.raises(UsageError, match="at step 33 of lane 7"):
+        check_steps(steps.replace(reward=steps.reward.at[3, 7].set(jnp.nan)), first_step=30)
     env = Clock()
     params = env.default_params
     clock = unroll(KEY, begin(KEY, env, params, 3), env, params, random_policy(env), params, 4)[1]

@@ -1,0 +1,157 @@
+"""`python -m experiments.env`: what it measures is what happened; changes by flags; sentences and exit codes."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import _run, env
+from experiments._walk import FirstAction
+from jaxpar.env import Box, Fields
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.rollout import begin, first_episodes, summary, unroll
+from jaxpar.types import UsageError
+
+TINY = "env=CartPole-v1 num_envs=8 num_steps=12 frames=7 hydra.run.dir=run cpu_devices=8".split()
+
+
+def walk_of(*flags):
+    return env.make_walk(env.compose(*flags))
+
+
+def walked(walk, num_calls, num_steps):
+    with use_mesh(make_mesh(MeshSpec(data=8))):
+        key = jax.random.key(0)
+        return list(walk.calls(key, *walk.compiled(key, num_steps), num_calls))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_it_counts_what_happened(main, tmp_path, monkeypatch):
+    """No pole falls within five steps, so all is known beforehand."""
+    image, image_sequence = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageSequence")
+    monkeypatch.setattr(env, "divided", lambda num_steps, num_envs: (3, 4))
+    said = main(*TINY, "params.max_steps=5", of="env")
+    assert said.code == 0, said
+    folder = tmp_path / "run"
+    assert {"config.yaml", "env.json", "metrics.jsonl", "plots"} == {path.name for path in folder.iterdir()}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4, 8, 12]
+    assert [row["rollout/num_episodes"] for row in rows] == [0, 8, 8]
+    assert [row["rollout/first_finished"] for row in rows] == [0, 1, 1]
+    assert rows[-1]["rollout/first_length"] == rows[-1]["rollout/first_return"] == 5
+    assert all(row["rollout/steps_per_s"] > 0 for row in rows)
+    assert "96 in " in said.out and "ended      16 episodes, at 16.667% of the steps; 100.0% were cut" in said.out
+    assert "return 5 ± 0 (5 to 5), length 5 ± 0 (5 to 5), 100.0% cut" in said.out and "favoured" not in said.out
+    assert (folder / "plots" / "episodes.png").stat().st_size > 1000
+    with image.open(folder / "plots" / "lanes.gif") as gif:
+        shown = [
+            np.asarray(frame.convert("RGB"))
+            for frame in image_sequence.Iterator(gif)
+            for _ in range(frame.info["duration"] // 100)  # equal frames became one that lasts longer
+        ]
+    assert [frame.min() >= 120 for frame in shown] == [False] * 5 + [True, False]  # the end is faded
+
+
+def test_what_did_not_finish_is_told(main):
+    said = main(*TINY, "gif=false", "num_steps=4", of="env")
+    assert said.code == 0 and "no lane finished its first episode within 4 steps; raise num_steps" in said.out, said
+    assert "plot " not in said.out and "film" not in said.out
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("env=CartPole-v2", "there is no environment 'CartPole-v2'; the nearest are CartPole-v1"),
+        ("num_envs=0", "num_envs=0 must be at least 1"),
+        ("num_envs=-8", "num_envs=-8 must be at least 1"),
+        ("num_envs=9", "num_envs: .* of size 9 does not divide over .*; the nearest legal sizes are 8 or 12"),
+        ("num_steps=0", "num_steps=0 must be at least 1"),
+        ("frames=0", "frames=0 must be at least 1"),
+        ("policy=clever", "policy='clever' is unknown; legal are random, scripted, noop"),
+        ("policy=scripted", "CartPole-v1 comes with no scripted play; legal are random and noop"),
+        ("reset=sometimes", "reset='sometimes' is unknown; legal are chunked, same_step"),
+        ("draw=twice", "draw='twice' is unknown; legal are lane and batch"),
+        ("params.gravty=5", "CartPole-v1 has no params.gravty; the nearest are gravity"),
+        ("params.gravity=strong", "params.gravity='strong' does not fit CartPole-v1, where it is 9.8; give a number"),
+        ("params.max_steps=2.5", "params.max_steps=2.5 does not fit CartPole-v1, where it is 500; give an integer"),
+        ("env_fields.size=3", "CartPole-v1 has no env_fields.size; it has none"),
+        ("env=Combat-3v3 params.reach=[1,2]", r"give a list of 3, each an integer"),
+        ("env=DoorKey-8x8 env_fields.layout=3", "env_fields.layout=3 does not fit DoorKey-8x8: no flag can give a"),
+        ("polcy=random", "unknown flag 'polcy'; did you mean policy"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(main, flags, sentence):
+    assert re.search(sentence, main(*TINY, *flags.split(), of="env").sentence())
+
+
+def test_how_long_and_how_shown_is_no_part_of_a_runs_identity():
+    usual = env.compose()
+    for flag in ("num_steps=5", "gif=false", "frames=3", "mesh.data=8"):
+        assert _run.folder_name(env.compose(flag)) == _run.folder_name(usual)
+    for flag in ("params.max_steps=9", "policy=noop", "num_envs=8", "reset=none", "draw=batch", "seed=2"):
+        assert _run.folder_name(env.compose(flag)) != _run.folder_name(usual)
+    assert _run.folder_name(usual).startswith("DoorKey-8x8-")
+
+
+# ---------------------------------------------------------------- the walk
+
+
+def test_calls_together_are_one_walk():
+    walk = walk_of("env=CartPole-v1", "num_envs=8", "reset=same_step")
+    calls, key = walked(walk, 3, 20), jax.random.key(0)
+    lanes = begin(key, walk.env, walk.params, 8)
+    _, steps = unroll(key, lanes, walk.env, walk.params, walk.policy, walk.params, 60, reset=walk.reset)
+    assert 0 < summary(steps)["num_episodes"]
+    jax.tree.map(np.testing.assert_array_equal, calls[-1].first, first_episodes(steps))
+    found, wanted = env.totals(calls), jax.device_get(summary(steps))
+    for name in ("num_steps", "num_episodes", "return_mean", "length_mean"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6)
+    assert found["done_rate"] == wanted["num_episodes"] / (8 * 60)
+    everything = (steps.obs, steps.action, steps.reward, steps.terminated, steps.truncated)
+    total = sum(np.asarray(leaf, np.float64).sum() for leaf in jax.tree.leaves(everything))
+    np.testing.assert_allclose(found["checksum"], total, rtol=1e-5)
+
+
+def test_scripted_play_knows_the_state_and_faults_are_told():
+    walk, key = walk_of("env=SpeakerListener", "num_envs=16", "policy=scripted"), jax.random.key(0)
+    with use_mesh(make_mesh(MeshSpec(data=8))):
+        program, lanes = walk.compiled(key, 25)
+        (call,) = walk.calls(key, program, lanes, 1)
+        assert call.first.finished.all() and call.values["first_return"] > -15  # at random: -40
+        broken = dataclasses.replace(walk, params=walk.params.replace(push=float("nan")))
+        with pytest.raises(
+            UsageError, match=r"at step \d of lane 0 \(the first of \d+ such steps\) the reward is \[nan"
+        ):
+            list(broken.calls(key, program, lanes, 1))
+
+
+def test_noop_takes_the_first_legal_action():
+    walk = walk_of("env=CartPole-v1", "policy=noop")
+    mask = jnp.array([[False, True, True], [True, False, False]])
+    assert FirstAction(None)(None, None, None, (), action_mask=mask)[0].tolist() == [1, 0]
+    assert walk.policy(None, walk.params, None, ())[0] == 0
+
+    class Continuous:
+        def action_space(self, params):
+            return Fields.of(a=Box(1.0, 2.0, (2,)), b=Box(-1.0, 1.0))
+
+    action = FirstAction(Continuous())(None, None, None, ())[0]
+    assert action["a"].tolist() == [1, 1] and action["b"] == 0
+
+
+def test_an_environment_without_a_picture_is_not_filmed(tmp_path, capsys):
+    assert env.shoot(env.compose("env=Breakout-MinAtar"), tmp_path) is None
+    assert "Breakout-MinAtar has no render" in capsys.readouterr().out
+
+
+def test_fields_and_parameters_are_changed():
+    walk = walk_of("env=Foraging-8x8-2p-2f", "env_fields.size=6", "params.max_steps=9", "params.penalty=1")
+    assert walk.env.size == 6 and walk.params.max_steps == 9
+    assert walk.params.penalty == 1.0 and type(walk.params.penalty) is float
+    assert walk_of("env=Combat-3v3", "params.reach=[1,2,3]").params.reach == (1, 2, 3)
