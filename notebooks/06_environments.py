@@ -14,10 +14,10 @@
 # %% [markdown]
 # # A thousand worlds at once
 #
-# **The question.** An environment is usually an object that one steps in a Python loop. Here it is a few pure functions,
-# and a thousand of them walk in one compiled program. Is that program still the loop, to the bit? What happens at the
-# end of an episode, where most suites lose the last observation? And does it matter that only the lanes that finished
-# are begun anew?
+# **The question.** An environment is usually an object that one steps in a Python loop. Here it is a few pure
+# functions, and a thousand of them walk in one compiled program. Is that program still the loop, to the bit? What
+# happens at the end of an episode, where most suites lose the last observation? And does it matter that only the lanes
+# that finished are begun anew?
 #
 # We write a moon lander in 40 lines and have it checked, look at what stands where when an episode ends, walk through a
 # thousand drawn mazes, and land on some hundred moons. The last cell asserts the answers.
@@ -158,7 +158,7 @@ print(check_environment(lander))
 # **truncation**: the process would have gone on, so what it is worth from there, the value of the last observation,
 # belongs to the return.
 #
-# What becomes of a finished lane is an argument. All lanes get the same keys, so each row below shows the same flights.
+# What becomes of a finished lane is an argument. Keys are the same, so each row below shows the same first flights.
 
 
 # %%
@@ -199,7 +199,7 @@ for row, (name, steps) in zip(axes, flown.items(), strict=True):
             axis.plot(marked, height[marked], ls="none", ms=8, label=flag, **look)
         for t in np.flatnonzero(steps.bootstrap[:, lane]):
             axis.text(
-                t - 3, height[t] - 0.4, f"V = {steps.bootstrap[t, lane]:.2f}", color="tab:orange", ha="right", va="top"
+                t - 3, height[t] - 1.8, f"V = {steps.bootstrap[t, lane]:.2f}", color="tab:orange", ha="right", va="top"
             )
     row[0].set_ylabel(f"{name}\nheight seen")
 axes[0, 0].set_title("this one crashes: terminated")
