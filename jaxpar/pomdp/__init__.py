@@ -2,10 +2,10 @@
 
 | file | in -> out | called by |
 | --- | --- | --- |
-| `tabular.py` | arrays or an environment's `tabular` -> `TabularPomdp` `[A,S,S] [A,S,O] [A,S]`, its environment, Bayes | all |
+| `tabular.py` | arrays or an environment's `tabular` -> `TabularPomdp`, its environment; Bayes | all |
 | `cassandra.py` | a `.POMDP` file <-> `TabularPomdp` | experiments, users |
 | `bounds.py` | `TabularPomdp` -> QMDP, FIB and blind values `[A, S]` | exact solvers, planners |
-| `exact.py`, `_alpha.py`, `_points.py` | `TabularPomdp` -> `Exact`: value, bounds, alpha vectors `[N, S]` | tests, users |
+| `exact.py`, `_alpha.py`, `_points.py` | `TabularPomdp` -> value, bounds, alpha vectors `[N, S]` | tests, users |
 | `check.py` | an environment or model -> a report, or what it breaks | whoever writes a model |
 """
 
