@@ -1,9 +1,10 @@
-"""Values that every planner can lean on: what seeing all would earn (above), and what one fixed action earns (below)."""
+"""Values that every planner can lean on: what seeing all would earn above, what one action for ever earns below."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxpar.pomdp.tabular import TabularPomdp
 from jaxpar.types import Array, UsageError
@@ -43,9 +44,8 @@ def fib(model: TabularPomdp, *, tol: float = 1e-6) -> Array:
             joint = observation[None, :, :] * q[:, :, None]  # [B, S', O]
             return jnp.einsum("st,bto->bso", transition, joint).max(0).sum(-1)
 
-        return reward + model.discount * jax.lax.map(
-            lambda pair: of_action(*pair), (model.transition, model.observation)
-        )
+        ahead = jax.lax.map(lambda pair: of_action(*pair), (model.transition, model.observation))
+        return reward + model.discount * ahead
 
     return _settled(sweep, qmdp(model, tol=tol), model.discount, tol)
 
@@ -74,5 +74,5 @@ def _settled(sweep: Callable[[Array], Array], first: Array, discount: Array, tol
 
 
 def _discounted(model: TabularPomdp) -> None:
-    if not isinstance(model.discount, jax.core.Tracer) and float(model.discount) >= 1:
+    if not isinstance(model.discount, Tracer) and float(model.discount) >= 1:
         raise UsageError("an infinite horizon needs a discount below one; give a horizon, or a smaller discount")

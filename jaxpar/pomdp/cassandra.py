@@ -49,7 +49,7 @@ def save_pomdp(model: TabularPomdp, path: str | os.PathLike) -> None:
     for kind, names in counts.items():
         if not _numbered(names) and (bad := [name for name in names if _illegal(name)]):
             raise UsageError(
-                f"{kind} cannot be written with the name {bad[0]!r}: a letter first, then no space, : or #"
+                f"{kind} cannot be written with the name {bad[0]!r}: it needs a letter first, and no : or #"
             )
     lines = [f"discount: {_decimal(model.discount)}", "values: reward"]
     lines += [f"{kind}: {len(names) if _numbered(names) else ' '.join(names)}" for kind, names in counts.items()]
@@ -71,7 +71,9 @@ def _illegal(name: str) -> bool:
 
 
 def _decimal(value: Any) -> str:
-    return np.format_float_positional(np.asarray(value)[()], unique=True, trim="0")
+    """The fewest digits that give the same float of the same precision again."""
+    scalar: Any = np.asarray(value)[()]
+    return np.format_float_positional(scalar, unique=True, trim="0")
 
 
 class _Parser:

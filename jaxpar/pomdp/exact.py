@@ -1,8 +1,6 @@
-"""Oracles for small models: exact values, bounds that meet, and the iterated scheme swept over all reachable beliefs."""
+"""Oracles for small models: exact values, bounds that meet, the iterated scheme swept over all beliefs."""
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import flax.struct
@@ -95,7 +93,9 @@ def solve_exact(
 
 
 def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vectors: int) -> Exact:
-    arrays = [np.asarray(x, np.float64) for x in (model.transition, model.observation, model.expected_reward)]
+    transition, observation, reward = (
+        np.asarray(x, np.float64) for x in (model.transition, model.observation, model.expected_reward)
+    )
     discount, start = float(model.discount), np.asarray(model.start, np.float64)
     if horizon is None:
         alphas = np.asarray(blind(model), np.float64)
@@ -106,11 +106,11 @@ def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vector
         alphas, gap, steps = np.zeros((1, len(start))), 0.0, horizon
     actions = np.zeros(len(alphas), np.int32)
     for _ in range(steps):
-        alphas, actions = _alpha.backup(*arrays, discount, alphas, max_vectors)
+        alphas, actions = _alpha.backup(transition, observation, reward, discount, alphas, max_vectors)
     value = (alphas @ start).max()
     left = discount**steps * max(gap, 0.0)
-    floats = (jnp.asarray(x, model.start.dtype) for x in (value, value, value + left, alphas))
-    return Exact(*floats, jnp.asarray(actions), bool(left <= tol), steps)
+    lower, upper, alphas = (jnp.asarray(x, model.start.dtype) for x in (value, value + left, alphas))
+    return Exact(lower, lower, upper, alphas, jnp.asarray(actions), bool(left <= tol), steps)
 
 
 def _by_trials(model: TabularPomdp, tol: float, max_iterations: int, num_lanes: int, depth: int, key: PRNGKey) -> Exact:

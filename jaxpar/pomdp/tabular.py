@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxpar.env import Discrete, picture
 from jaxpar.types import Array, PRNGKey, UsageError
@@ -95,9 +96,18 @@ class TabularPomdp:
         transition = normalised("transition", transition, named[1], named[0])
         observation = normalised("observation", observation, named[1], named[0])
         start = normalised("start", start[None, None], ("",), ("",))[0, 0]
-        floats = (jnp.asarray(x, jnp.result_type(float)) for x in (transition, observation, reward, start))
-        terminal = jnp.asarray(_absorbing(transition, reward))
-        return cls(*floats, terminal, jnp.asarray(float(discount), jnp.result_type(float)), *named)
+        dtype = jnp.result_type(float)
+        return cls(
+            transition=jnp.asarray(transition, dtype),
+            observation=jnp.asarray(observation, dtype),
+            reward=jnp.asarray(reward, dtype),
+            start=jnp.asarray(start, dtype),
+            terminal=jnp.asarray(_absorbing(transition, reward)),
+            discount=jnp.asarray(float(discount), dtype),
+            states=named[0],
+            actions=named[1],
+            observations=named[2],
+        )
 
     @property
     def environment(self) -> "TabularEnvironment":
@@ -141,7 +151,7 @@ def tabular_update(model: TabularPomdp, belief: Array, action: Array, obs: Array
     Raises:
         UsageError: outside a trace, an observation of probability zero or an index out of range.
     """
-    known = not any(isinstance(x, jax.core.Tracer) for x in (belief, action, obs, model.transition))
+    known = not any(isinstance(x, Tracer) for x in (belief, action, obs, model.transition))
     if known:
         _check_index("action", action, model.actions)
         _check_index("observation", obs, model.observations)
