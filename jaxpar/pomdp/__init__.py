@@ -11,6 +11,7 @@
 
 from jaxpar.pomdp.bounds import blind, fib, qmdp
 from jaxpar.pomdp.cassandra import load_pomdp, save_pomdp
+from jaxpar.pomdp.check import check_model, check_tabular
 from jaxpar.pomdp.exact import Exact, iterated_values, reachable_beliefs, solve_exact
 from jaxpar.pomdp.tabular import TabularEnvironment, TabularPomdp, from_environment, tabular_update
 
@@ -19,6 +20,8 @@ __all__ = [
     "TabularEnvironment",
     "TabularPomdp",
     "blind",
+    "check_model",
+    "check_tabular",
     "fib",
     "from_environment",
     "iterated_values",
