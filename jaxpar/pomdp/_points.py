@@ -150,14 +150,14 @@ def trial(
     def one(bounds, beliefs):
         vectors, actions, uppers = _backed_up(model, bounds, beliefs)
         at, here = bounds.num_alphas, bounds.num_points
-        at_corner = jnp.where(beliefs >= 1 - 1e-6, uppers[:, None], jnp.inf).min(0)
-        place = jax.lax.dynamic_update_slice
+        at_corner = jnp.where(beliefs == 1, uppers[:, None], jnp.inf).min(0)
+        place, zero = jax.lax.dynamic_update_slice, jnp.zeros((), jnp.int32)
         bounds = bounds._replace(
-            alphas=place(bounds.alphas, vectors, (at, 0)),
+            alphas=place(bounds.alphas, vectors, (at, zero)),
             actions=place(bounds.actions, actions, (at,)),
             num_alphas=at + num_lanes,
             corners=jnp.minimum(bounds.corners, at_corner),
-            points=place(bounds.points, beliefs, (here, 0)),
+            points=place(bounds.points, beliefs, (here, zero)),
             values=place(bounds.values, uppers, (here,)),
             num_points=here + num_lanes,
         )
