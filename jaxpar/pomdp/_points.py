@@ -88,7 +88,8 @@ def upper_at(bounds: Bounds, measures: Array) -> Array:
 def _shares(points: Array, measure: Array) -> Array:
     """The largest multiple of each point `[M, S]` that fits under a measure `[S]`."""
     held = points > 0
-    return jnp.where(held, measure[None] / jnp.where(held, points, 1), jnp.inf).min(-1)
+    inverse = 1 / jnp.where(held, points, 1)  # outside the loop over measures: products there are cheaper
+    return jnp.where(held, measure[None] * inverse, jnp.inf).min(-1)
 
 
 def successors(model: TabularPomdp, beliefs: Array) -> Array:

@@ -21,7 +21,8 @@ __all__ = ["load_pomdp", "save_pomdp"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _PREAMBLE = ("discount", "values", "states", "actions", "observations")
-_RESERVED = {*_PREAMBLE, "start", "include", "exclude", "T", "O", "R", "uniform", "identity", "reset", "*"}
+_STATEMENTS = {*_PREAMBLE, "start", "T", "O", "R"}
+_RESERVED = {*_STATEMENTS, "include", "exclude", "uniform", "identity", "reset"}
 
 
 def load_pomdp(source: str | os.PathLike) -> TabularPomdp:
@@ -55,7 +56,7 @@ def save_pomdp(model: TabularPomdp, path: str | os.PathLike) -> None:
     lines += [f"{kind}: {len(names) if _numbered(names) else ' '.join(names)}" for kind, names in counts.items()]
     lines += ["start: " + " ".join(map(_decimal, np.asarray(model.start))), ""]
     for head, array in (("T", model.transition), ("O", model.observation), ("R", model.reward)):
-        rest = {"T": "", "O": "", "R": " : *" * (5 - np.ndim(array))}[head]
+        rest = {"T": "", "O": "", "R": " : *" * (4 - np.ndim(array))}[head]
         array = np.asarray(array)
         for place in np.argwhere(array):
             lines.append(f"{head}: {' : '.join(map(str, place))}{rest} {_decimal(array[tuple(place)])}")
@@ -123,9 +124,8 @@ class _Parser:
     def refuse(self, line: int, why: str) -> NoReturn:
         raise UsageError(f"{self.name}, line {line}: {why}")
 
-    def peek(self, ahead: int = 0) -> str | None:
-        place = self.at + ahead
-        return self.tokens[place][0] if place < len(self.tokens) else None
+    def peek(self) -> str | None:
+        return self.tokens[self.at][0] if self.at < len(self.tokens) else None
 
     def next(self) -> tuple[str, int]:
         if self.at == len(self.tokens):
@@ -141,12 +141,7 @@ class _Parser:
     def body(self) -> list[tuple[str, int]]:
         """The words up to the next statement."""
         words = []
-        while self.at < len(self.tokens):
-            word, follows = self.peek(), self.peek(1)
-            if follows == ":" and (word in _PREAMBLE or word in ("T", "O", "R")):
-                break
-            if word == "start" and follows in (":", "include", "exclude"):
-                break
+        while self.at < len(self.tokens) and self.peek() not in _STATEMENTS:
             words.append(self.next())
         return words
 

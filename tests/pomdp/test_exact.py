@@ -111,12 +111,12 @@ def test_pruning_keeps_what_is_best_somewhere_and_nothing_else():
 @pytest.mark.parametrize("model", [tiger, baby, maze1d, lambda: random_model(1)])
 def test_bounds_enclose_and_are_ordered(model):
     model = model()
-    solved = solve_exact(model, tol=1e-3)
+    solved = solve_exact(model, tol=1e-2)
     rng = np.random.default_rng(0)
     beliefs = jnp.asarray(rng.dirichlet(np.ones(len(model.states)), 50), jnp.float32)
     low, value = (beliefs @ blind(model).T).max(1), solved.values(beliefs)
     informed, seeing = (beliefs @ fib(model).T).max(1), (beliefs @ qmdp(model).T).max(1)
-    assert (low <= value + 1e-3).all() and (value <= informed + 1e-3).all() and (informed <= seeing + 1e-3).all()
+    assert (low <= value + 1e-2).all() and (value <= informed + 1e-3).all() and (informed <= seeing + 1e-3).all()
 
 
 def test_fast_informed_bound_of_tiger_in_closed_form():
