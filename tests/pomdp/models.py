@@ -61,3 +61,28 @@ def random_model(seed=0, states=3, actions=2, observations=2, discount=0.9):
         rng.dirichlet(np.ones(states)),
         discount,
     )
+
+
+def maze4x3():
+    """Russell's 4 x 3 maze as Parr and Russell (1995) made a POMDP of it: one sees walls to the left and right.
+
+    A move slips to either side with 0.1; after + or - one starts anew. The benchmark moves one slip, that of going east
+    from the cell south of the wall's right neighbour, to the west in place of against the wall; its published value
+    needs that.
+    """
+    cells = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
+    moves, sides = [(-1, 0), (1, 0), (0, 1), (0, -1)], [(2, 3), (2, 3), (0, 1), (0, 1)]
+    anew = np.full(11, 1 / 9)
+    anew[[3, 6]] = 0
+    transition = np.zeros((4, 11, 11))
+    for action in range(4):
+        for state, (row, column) in enumerate(cells):
+            for made, chance in ((action, 0.8), *((side, 0.1) for side in sides[action])):
+                to = row + moves[made][0], column + moves[made][1]
+                transition[action, state, cells.index(to) if to in cells else state] += chance
+    transition[:, [3, 6]] = anew
+    transition[2, 9, [8, 9]] = 0.1, 0
+    seen = np.eye(6)[[0, 2, 2, 4, 3, 0, 5, 0, 2, 2, 1]]  # left, right, neither, both, good, bad
+    reward = np.full((4, 11), -0.04)
+    reward[:, [3, 6]] = 1, -1
+    return TabularPomdp.of(transition, np.stack([seen] * 4), reward, anew)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import baby, maze1d, random_model, shuttle, tiger
+from models import baby, maze1d, maze4x3, random_model, shuttle, tiger
 
 from jaxpar.pomdp import blind, fib, iterated_values, qmdp, reachable_beliefs, solve_exact
 from jaxpar.types import UsageError
@@ -57,9 +57,10 @@ def test_tiger_over_a_long_horizon(horizon, value):
         (lambda: tiger(0.75), 1.933439),
         (baby, -16.3055),
         (maze1d, 1.26034),
-        pytest.param(shuttle, 32.8897, marks=pytest.mark.slow),
+        (shuttle, 32.8897),
+        (maze4x3, 1.88988),
     ],
-    ids=["tiger", "tiger.aaai", "baby", "1d", "shuttle"],
+    ids=["tiger", "tiger.aaai", "baby", "1d", "shuttle", "4x3"],
 )
 def test_published_values_between_the_bounds(model, value):
     solved = solve_exact(model())
@@ -70,7 +71,7 @@ def test_published_values_between_the_bounds(model, value):
 
 
 def test_two_methods_and_precisions_agree(x64):
-    both = [solve_exact(tiger(), method=method, tol=1e-4) for method in ("alpha", "points")]
+    both = [solve_exact(tiger(), method=method, tol=1e-3) for method in ("alpha", "points")]
     for solved in both:
         assert solved.value.dtype == jnp.float64 and solved.converged
         assert float(solved.lower) - 1e-6 <= 19.371368 <= float(solved.upper) + 1e-6
