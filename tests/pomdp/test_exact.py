@@ -7,6 +7,7 @@ import pytest
 from models import baby, maze1d, maze4x3, random_model, shuttle, tiger
 
 from jaxpar.pomdp import blind, fib, iterated_values, qmdp, reachable_beliefs, solve_exact
+from jaxpar.pomdp._alpha import prune
 from jaxpar.types import UsageError
 
 FINITE = [-1, -1.95, 2.3098, 1.79554, 2.7631, 4.42853, 4.58427, 5.32402, 6.42365, 6.69337]
@@ -92,8 +93,6 @@ def test_vectors_equal_an_enumeration_of_futures(states, horizon):
 
 
 def test_pruning_keeps_what_is_best_somewhere_and_nothing_else():
-    from jaxpar.pomdp._alpha import prune
-
     rng = np.random.default_rng(0)
     for states in (2, 3):
         alphas = rng.normal(size=(60, states))
@@ -107,6 +106,14 @@ def test_pruning_keeps_what_is_best_somewhere_and_nothing_else():
             fine = np.concatenate([fine, np.eye(states)])
             gains = (fine @ kept.T).max(1) - (fine @ without.T).max(1)
             assert gains.max() > 0, "a vector that adds nothing stayed"
+
+
+def test_pruning_keeps_all_tangents_of_a_bowl():
+    """Each is best around its own point alone, where few samples fall: programs must find the rest."""
+    points = np.random.default_rng(0).dirichlet(np.ones(3), 120)
+    tangents = 2 * points - (points**2).sum(1, keepdims=True)
+    below = tangents[:20] - 0.2
+    assert len(prune(np.concatenate([below, tangents]))) == len(tangents)
 
 
 @pytest.mark.parametrize("model", [tiger, baby, maze1d, lambda: random_model(1)])
