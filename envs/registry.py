@@ -24,6 +24,8 @@ MODULES: tuple[str, ...] = (
     "grid",
     "xland",
     "survival",
+    "tiger",
+    "baby",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 

@@ -54,7 +54,7 @@ class Aaren:
         return gate_products(self.gates, params, xs)
 
     def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> LogSumExp:
-        """Returns what nothing seen leaves: a maximum [*batch_shape, H] of -inf, and sums of zero."""
+        """Returns what nothing seen leaves: a maximum `[*batch_shape, H]` of -inf, and sums of zero."""
         sums = (*batch_shape, self.heads)
         maximum, denominator = jnp.full(sums, -jnp.inf, dtype), jnp.zeros(sums, dtype)
         return LogSumExp(maximum, denominator, jnp.zeros((*sums, self.size // self.heads), dtype))

@@ -113,7 +113,7 @@ class Cell:
         return gate_products(self.gates, params, xs) if self.gates else xs
 
     def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
-        """Returns zeros: [*batch_shape, n] a lane."""
+        """Returns zeros: `[*batch_shape, n]` a lane."""
         lane = jnp.zeros((*batch_shape, self.size), dtype)
         return lane if self.lanes == 1 else (lane,) * self.lanes
 
@@ -153,7 +153,7 @@ def along(vector: Float[Array, " n"], like: jax.Array) -> jax.Array:
 
 
 def heads_product(h: Float[Array, "*L n"], weight: Float[Array, "H K G K"]) -> tuple[jax.Array, ...]:
-    """Multiplies each head's K = n / H units by its own matrices, one a gate: G arrays [*L, n].
+    """Multiplies each head's K = n / H units by its own matrices, one a gate: G arrays `[*L, n]`.
 
     In the weight's dtype with sums in the state's, and without TF32: a recurrence compounds its rounding over T steps.
     Cost: 2 n K G operations a row.

@@ -149,7 +149,7 @@ def _solve_tangent(linear: Update, y: PyTree, num: int) -> PyTree:
 def check_causal(update: Update, example: PyTree, *, axis: int = 0, tol: float = 0.0) -> None:
     """Asserts by trial that element i of update(x) depends on the elements of x before i only.
 
-    For each i the elements from i on are altered (floats moved by 1 + |x|, integers by 1, booleans flipped), and the
+    For each i the elements from i on are altered (floats moved by `1 + |x|`, integers by 1, booleans flipped), and the
     elements up to i of the output must stay: N + 1 evaluations, eager only. A trial at one point can miss a dependence
     that shows elsewhere; it reports none that is not there if `tol` covers the rounding of `update`.
 

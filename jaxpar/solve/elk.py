@@ -21,7 +21,7 @@ __all__ = ["Elk", "trusted"]
 class Elk:
     """Newton's update with Jacobians attenuated where a long step would leave the region in which they hold.
 
-    A Levenberg-Marquardt step minimises sum_t |delta[t] - A[t] delta[t-1] - r[t]|^2 + lambda[t] |delta[t]|^2, r the
+    A Levenberg-Marquardt step minimises `sum_t |delta[t] - A[t] delta[t-1] - r[t]|^2 + lambda[t] |delta[t]|^2`, r the
     residual: the estimate of a linear system that is driven by unit noise and seen at zero with variance 1 / lambda.
     ELK takes the filter's estimate, delta[t] = M[t] (A[t] delta[t-1] + r[t]) with M[t] = (I + lambda[t] P[t])^-1 and P
     the predicted covariance. Here r enters whole: delta[t] = M[t] A[t] delta[t-1] + r[t]. M A is stable as a filter is,

@@ -29,7 +29,7 @@ class Newton:
       jac: Structure of the Jacobian: "auto" reads it off the program of f; "diag", `Block(k)`, "dense" and
         `Dense(batch_dims)` declare it, and a declaration that the program contradicts is refused.
       window: Steps solved at once; None for as many as `jaxpar.solve.windows.WINDOW_BYTES` allows.
-      tol: Bound on the residual, relative to the largest |h| of a leaf; None for eps^(4/5) of its dtype.
+      tol: Bound on the residual, relative to the largest `|h|` of a leaf; None for eps^(4/5) of its dtype.
       max_iters: Bound on the iterations of a window; None for half its length, but 32 to 128.
       damping: A is multiplied by 1 - damping, which trades speed for stability.
       clip: Entries of A are clipped to [-clip, clip].

@@ -31,12 +31,12 @@ class Stats:
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many windows were solved, those that a failure called for included, int32.
-      residual: Largest |f(h[t-1], x[t]) - h[t]| of the last iterations, relative to the largest |h| of the leaf.
+      residual: Largest `|f(h[t-1], x[t]) - h[t]|` of the last iterations, relative to the largest `|h|` of the leaf.
       update: Largest change of a state in the last iterations, in the same measure.
       converged: Whether iteration found every state, and the Jacobian has the structure that was declared.
       first_bad: First step that iteration did not find, int32; T if there is none. What stands from there on, up to
         the end of its window at least, is what `on_fail` says.
-      structure_error: Largest |J v - A v| for random v, relative, where the declared structure A of J could not be
+      structure_error: Largest `|J v - A v|` for random v, relative, where the declared structure A of J could not be
         decided from the program of f; zero where it could. Too large a one makes every gradient NaN.
       method: The method.
     """

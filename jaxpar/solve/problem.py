@@ -103,7 +103,7 @@ class Outcome(NamedTuple):
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many were solved, int32.
-      residual: Largest |f(S h, x) - h| when iteration ended, relative to the largest |h| of its leaf.
+      residual: Largest `|f(S h, x) - h|` when iteration ended, relative to the largest `|h|` of its leaf.
       update: Largest last update, in the same measure.
       first_bad: First step whose state was not found by iteration, int32; T if there is none.
     """
@@ -144,7 +144,7 @@ class IterativeMethod(Method, Protocol):
 
     @property
     def tol(self) -> float | None:
-        """Bound on the residual, relative to the largest |h| of a leaf; None for that of the dtype."""
+        """Bound on the residual, relative to the largest `|h|` of a leaf; None for that of the dtype."""
         ...
 
     @property
