@@ -1,9 +1,10 @@
 """Which entries of a new state depend on which of the old: what makes the Jacobian of a step cheap.
 
 A state is cut into groups of leaves that do not depend on each other, and each group, with its leading axes as batch,
-into `[*batch, n]`: batch elements are independent, the n entries of one are coupled. An elementwise cell has one group a
-leaf with all axes as batch and n = 1; k leaves coupled elementwise are n = k; a dense cell on [B, D] has batch [B] and
-n = D. The Jacobian of a group then costs n Jacobian-vector products, each with the same entry of all batch elements.
+into `[*batch, n]`: batch elements are independent, the n entries of one are coupled. An elementwise cell has one group
+a leaf with all axes as batch and n = 1; k leaves coupled elementwise are n = k; a dense cell on [B, D] has batch [B]
+and n = D. The Jacobian of a group then costs n Jacobian-vector products, each with the same entry of all batch
+elements.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""docs/environments.md: its snippets print what it shows, its table names every environment, its contract every part."""
+"""docs/environments.md: snippets print what it shows, tables name every environment and every part."""
 
 import contextlib
 import io
