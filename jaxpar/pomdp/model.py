@@ -56,9 +56,7 @@ def num_actions(env: Any, params: PyTree) -> int:
 def num_observations(env: Any, params: PyTree) -> int | None:
     """The number of different observation keys where they are known to be `0 .. O - 1`, else None."""
     space = env.observation_space(params)
-    if hasattr(env, "num_obs_keys"):
-        return env.num_obs_keys
-    return space.n if isinstance(space, Discrete) and not space.shape and not hasattr(env, "obs_key") else None
+    return space.n if isinstance(space, Discrete) and not space.shape else None
 
 
 def discount_of(params: PyTree, discount: Any = None) -> Any:

@@ -152,7 +152,7 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Hashed:
-    """The nodes below edges in one hash table with verified keys: 3 int32 a slot, 4 to 8 slots a node. For any int32 key.
+    """The nodes below edges in one hash table with verified keys: 3 int32 a slot, 4 to 8 slots a node; any int32 key.
 
     Double hashing in `probes` rounds; since at most a quarter of the slots is ever full, a simulation that has then
     found none is a rarity (below 1e-8), and is counted as overflow.
