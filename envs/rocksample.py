@@ -35,7 +35,7 @@ NOTHING, BAD, GOOD = 0, 1, 2
 
 @flax.struct.dataclass
 class RockSampleState:
-    """Where the rover is, int32 (x eastwards, y northwards), x = n once it has left; which rocks are good, bool `[k]`."""
+    """The rover, int32 (x eastwards, y northwards), x = n once it has left; which rocks are good, bool `[k]`."""
 
     place: Array
     good: Array

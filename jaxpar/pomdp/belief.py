@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.pomdp.model import is_traced
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
@@ -50,7 +51,7 @@ class Particles:
         Raises:
             UsageError: no particle has any weight (seen outside transformations only).
         """
-        if not is_traced(self.log_weights) and not bool(jnp.isfinite(self.log_weights).any()):
+        if not is_traced(self.log_weights) and not np.isfinite(np.asarray(self.log_weights)).any():
             raise UsageError("the belief has no particle left with any weight; give it a rejuvenation hook")
         chosen = systematic(key, self.log_weights, num)
         return jax.tree.map(lambda x: x[chosen], self.states)

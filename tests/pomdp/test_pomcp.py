@@ -47,10 +47,10 @@ def test_short_horizons_of_tiger_and_an_early_end():
     assert int(action) == 0 and int(info.overflow) == 0 and int(info.visits.sum()) == 16 * 600
     np.testing.assert_allclose(float(info.value), 2.3098, atol=0.6)
     belief = ParticleBelief(8).init(jax.random.key(0), Leaving(), params)
-    planner = Pomcp(16, 100, max_depth=3, exploration=10.0, leaf="zero")
+    planner = Pomcp(16, 200, max_depth=3, exploration=60.0, leaf="zero")
     action, info = jax.jit(planner.plan, static_argnums=1)(jax.random.key(0), Leaving(), params, belief)
     assert int(action) == 1
-    np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.35)
+    np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.5)
 
 
 def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
