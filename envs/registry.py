@@ -10,7 +10,7 @@ from typing import Any
 from jaxpar.env import adapt
 from jaxpar.types import UsageError
 
-MODULES: tuple[str, ...] = ("baby", "classic", "rocksample", "tiger")
+MODULES: tuple[str, ...] = ("baby", "classic", "rocksample", "tag", "tiger")
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
 

@@ -281,6 +281,7 @@ def improve_until(
         raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
     search = begin(planner, env, params, planner.iterations)
     search = search.replace(legal=jnp.all(legal_actions(env, params, states), axis=0))
+    search = jax.tree.map(jnp.copy, search)  # leaves that share a buffer cannot be donated
     longest = 0.0
     for _ in range(planner.iterations):
         began = clock()

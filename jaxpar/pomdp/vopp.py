@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.pomdp.model import is_traced
 from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, begin, grow, improve_until, report
@@ -145,8 +146,19 @@ class Vopp:
             weights = weights / jnp.maximum(weights.sum(1, keepdims=True), 1e-30) * (1 - share)
             weights = jnp.where(untried, share / jnp.maximum(unknown, 1), weights)
         total = _sums_before(weights)
-        drawn = jax.random.uniform(key, (legal.shape[0], 1)) * total[:, -1:]
+        drawn = self._uniform(key, lanes)[:, None] * total[:, -1:]
         return jnp.argmax((total > drawn) & legal, axis=1).astype(jnp.int32)
+
+    def _uniform(self, key: PRNGKey, lanes: Lanes) -> Array:
+        """Numbers in [0, 1), independent but at the root: there evenly spread (by multiples of the golden ratio).
+
+        Root states come sorted (systematic draws), so every action then sees its fair share of each: most of the
+        variance of rare actions goes away, and each simulation's own number is still uniform.
+        """
+        count = lanes.node.shape[0]
+        golden = np.arange(count) * 0.6180339887498949 % 1.0
+        draws = jax.random.uniform(key, (count,))
+        return jnp.where(lanes.node == 0, (jnp.asarray(golden, jnp.float32) + draws[0]) % 1.0, draws)
 
     def back_up(self, tree: Tree, children: Any, path: Path, depth: Array, discount: Any) -> Tree:
         """Learns from one batch, deepest level first."""

@@ -180,17 +180,12 @@ def test_bad_discounts_and_missing_heuristics_are_refused():
         Vopp(8, 2).plan(jax.random.key(0), Leaving(), PARAMS, Known(0.5))
 
 
-def closed_loop(episodes, num_steps=70):
-    planner = Vopp(48, 8, max_depth=3, eta=0.1)
-    run = jax.jit(
-        lambda key: simulate_many(key, TIGER, PARAMS.replace(leaf=19.371368), planner, Bayes(), num_steps, episodes)
-    )
-    return run(jax.random.key(0))
-
-
 def test_closed_loop_on_tiger():
-    got = summarize(closed_loop(600))
-    assert abs(float(got.mean) - 19.371368 * (1 - 0.95**70)) < 3 * float(got.error) + 0.5
+    """Sixty steps, of which the optimum is worth 18.4065; one episode's return has a deviation of about 25."""
+    planner, params = Vopp(96, 16, max_depth=3, eta=0.05), PARAMS.replace(leaf=19.371368)
+    run = jax.jit(lambda key: simulate_many(key, TIGER, params, planner, Bayes(), 60, 400))
+    got = summarize(run(jax.random.key(0)))
+    assert abs(float(got.mean) - 18.4065) < 3 * float(got.error)
     assert float(got.error) < 1.5 and int(got.invalid) == 0 and int(got.illegal) == 0
 
 
