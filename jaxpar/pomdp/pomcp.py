@@ -130,7 +130,7 @@ class Pomcp:
             sums = tree.future_sum.at[edges].add(future, mode="drop")
             total = tree.reward_sum.at[edges].get(mode="clip") + discount * sums.at[edges].get(mode="clip")
             mean = total / jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
-            tree = tree.replace(future_sum=sums, value=tree.value.at[edges].set(mean, mode="drop"))
+            tree = dataclasses.replace(tree, future_sum=sums, value=tree.value.at[edges].set(mean, mode="drop"))
             return tree, jnp.where(edges != EMPTY, path.rewards[d] + discount * future, future)
 
         return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]

@@ -4,6 +4,7 @@ A planner of this family is a frozen dataclass with sizes, `select` (which actio
 (what one level of the tree learns); `grow` runs batches of n simulations, one level at a time, all of them together.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -130,14 +131,15 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
     states = belief.draw(draw_key, count)
     ended = jax.vmap(lambda state: env.terminal(state, params))(states)
     legal = legal_actions(env, params, states)
-    search = search.replace(
+    search = dataclasses.replace(
+        search,
         legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
         ended=search.ended + jnp.sum(ended, dtype=jnp.int32),
         drawn=search.drawn + count,
     )
     tree = search.tree
     depth = planner.depth_of(tree.iteration)
-    tree = tree.replace(node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32)))
+    tree = dataclasses.replace(tree, node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32)))
     nowhere = jnp.full((planner.max_depth + 1, count), EMPTY, jnp.int32)
     node = jnp.where(ended, EMPTY, 0)
     path = Path(nowhere.at[0].set(node), nowhere, jnp.zeros(nowhere.shape), jnp.zeros((count,)))
@@ -154,12 +156,15 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
     tree = add_leaves(tree, lanes.node, lanes.stuck, values, discount)
     beyond = (path.edges == lanes.stuck[None]) & (path.edges != EMPTY)
     path = path._replace(rewards=path.rewards + jnp.where(beyond, discount * values[None], 0.0), leaf=values)
-    tree = tree.replace(
+    tree = dataclasses.replace(
+        tree,
         invalid=tree.invalid + jnp.sum(wrong, dtype=jnp.int32),
         iteration=tree.iteration + 1,
         depth=jnp.maximum(tree.depth, depth),
     )
-    return search.replace(tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount))
+    return dataclasses.replace(
+        search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
+    )
 
 
 class Lanes(NamedTuple):
@@ -190,7 +195,8 @@ def _descend(
     on = moved & ~result.terminated
     before = tree.num_nodes
     tree, node = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
-    tree = tree.replace(
+    tree = dataclasses.replace(
+        tree,
         reward_sum=tree.reward_sum.at[edges].add(result.reward, mode="drop"),
         invalid=tree.invalid + jnp.sum(moved & result.invalid, dtype=jnp.int32),
     )
@@ -280,7 +286,7 @@ def improve_until(
     if bool(jax.vmap(lambda state: env.terminal(state, params))(states).all()):
         raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
     search = begin(planner, env, params, planner.iterations)
-    search = search.replace(legal=jnp.all(legal_actions(env, params, states), axis=0))
+    search = dataclasses.replace(search, legal=jnp.all(legal_actions(env, params, states), axis=0))
     search = jax.tree.map(jnp.copy, search)  # leaves that share a buffer cannot be donated
     longest = 0.0
     for _ in range(planner.iterations):

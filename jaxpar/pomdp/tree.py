@@ -204,7 +204,8 @@ def take(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, A
     slots = jnp.where(live, nodes * num_actions + actions, 0)
     flat, edges, count, _ = insert(tree.edges.reshape(-1), slots, live, tree.num_edges, capacity)
     lost = jnp.sum(live & (edges == EMPTY), dtype=jnp.int32)
-    return tree.replace(
+    return dataclasses.replace(
+        tree,
         edges=flat.reshape(tree.edges.shape),
         num_edges=count,
         edge_visits=tree.edge_visits.at[edges].add(1, mode="drop"),
@@ -216,7 +217,8 @@ def take(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, A
 def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) -> tuple[Tree, Array]:
     """The nodes of the observations `keys` below `edges`, made where missing: `(tree, int32 [n])`, as `take`."""
     table, nodes, count = children.find(tree.children, edges, keys, live, tree.num_nodes, tree.node_visits.shape[0])
-    return tree.replace(
+    return dataclasses.replace(
+        tree,
         children=table,
         num_nodes=count,
         node_visits=tree.node_visits.at[nodes].add(1, mode="drop"),
@@ -229,7 +231,8 @@ def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: 
 
     The latter count, discounted, as rewards of their edges, whose means stay those of all their visits.
     """
-    return tree.replace(
+    return dataclasses.replace(
+        tree,
         leaf_sum=tree.leaf_sum.at[nodes].add(values, mode="drop"),
         leaf_visits=tree.leaf_visits.at[nodes].add(1, mode="drop"),
         reward_sum=tree.reward_sum.at[edges].add(discount * values, mode="drop"),
@@ -250,7 +253,8 @@ def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tre
     mine = stamp.at[nodes].get(mode="clip") == lanes
     mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
     change = mass - tree.weighted.at[nodes].get(mode="clip")
-    return tree.replace(
+    return dataclasses.replace(
+        tree,
         stamp=stamp,
         weighted=tree.weighted.at[nodes].set(mass, mode="drop"),
         future_sum=tree.future_sum.at[jnp.where(mine, parents, EMPTY)].add(change, mode="drop"),

@@ -194,7 +194,7 @@ class Vopp:
     def _back_up_nodes(self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Any) -> Tree:
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
         total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[edges].get(mode="clip")
-        tree = tree.replace(value=tree.value.at[edges].set(total / visits, mode="drop"))
+        tree = dataclasses.replace(tree, value=tree.value.at[edges].set(total / visits, mode="drop"))
         here = nodes != EMPTY
         row = jnp.where(here[:, None], tree.edges.at[nodes].get(mode="clip"), EMPTY)
         tried = row != EMPTY
@@ -205,7 +205,7 @@ class Vopp:
             psi = values - jnp.log(jnp.maximum(jnp.sum(tried, axis=1, keepdims=True), 1)) / self.eta
             best = soft_value(psi, tried, self.eta)
         leaf = tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(tree.leaf_visits.at[nodes].get(mode="clip"), 1)
-        tree = tree.replace(psi=tree.psi.at[row].set(psi, mode="drop"))
+        tree = dataclasses.replace(tree, psi=tree.psi.at[row].set(psi, mode="drop"))
         return tell_parents(tree, nodes, parents, jnp.where(jnp.any(tried, axis=1), best, leaf))
 
     def plan(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
