@@ -26,6 +26,8 @@ MODULES: tuple[str, ...] = (
     "survival",
     "tiger",
     "baby",
+    "rocksample",
+    "tag",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 

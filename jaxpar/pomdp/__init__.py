@@ -6,19 +6,44 @@
 | `cassandra.py` | a `.POMDP` file <-> `TabularPomdp` | experiments, users |
 | `bounds.py` | `TabularPomdp` -> QMDP, FIB and blind values `[A, S]` | exact solvers, planners |
 | `exact.py`, `_alpha.py`, `_points.py` | `TabularPomdp` -> value, bounds, alpha vectors `[N, S]` | tests, users |
+| `model.py` | an environment -> sizes, legal actions, steps and leaf values of n simulations | planners |
+| `belief.py` | belief, action, observation -> belief, evidence | planners, `simulate.py` |
+| `tree.py` | (node, action), (edge, observation) of n simulations -> int32 ids, statistics | planners |
+| `search.py` | belief -> a grown tree `[N]` nodes, `[E]` edges; the clock | planners |
+| `vopp.py`, `pomcp.py` | belief -> action, report | users, `simulate.py` |
+| `simulate.py` | planner, belief, environment -> episodes `[T]` | experiments, users |
 | `check.py` | an environment or model -> a report, or what it breaks | whoever writes a model |
 """
 
+from jaxpar.pomdp.belief import Evidence, Gaussian, KalmanBelief, ParticleBelief, Particles
 from jaxpar.pomdp.bounds import blind, fib, qmdp
 from jaxpar.pomdp.cassandra import load_pomdp, save_pomdp
 from jaxpar.pomdp.check import check_model, check_tabular
 from jaxpar.pomdp.exact import Exact, iterated_values, reachable_beliefs, solve_exact
+from jaxpar.pomdp.pomcp import Pomcp
+from jaxpar.pomdp.search import PlanInfo
+from jaxpar.pomdp.simulate import Episode, Summary, simulate, simulate_many, summarize
 from jaxpar.pomdp.tabular import TabularEnvironment, TabularPomdp, from_environment, tabular_update
+from jaxpar.pomdp.tree import Dense, Hashed
+from jaxpar.pomdp.vopp import FixedReference, Vopp
 
 __all__ = [
+    "Dense",
+    "Episode",
+    "Evidence",
     "Exact",
+    "FixedReference",
+    "Gaussian",
+    "Hashed",
+    "KalmanBelief",
+    "ParticleBelief",
+    "Particles",
+    "PlanInfo",
+    "Pomcp",
+    "Summary",
     "TabularEnvironment",
     "TabularPomdp",
+    "Vopp",
     "blind",
     "check_model",
     "check_tabular",
@@ -29,6 +54,9 @@ __all__ = [
     "qmdp",
     "reachable_beliefs",
     "save_pomdp",
+    "simulate",
+    "simulate_many",
     "solve_exact",
+    "summarize",
     "tabular_update",
 ]

@@ -1,0 +1,145 @@
+"""What planners ask of an environment: sizes, discount, legal actions, keys of observations, values of leaves."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.env import Discrete, Transition, step
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+__all__ = [
+    "Simulated",
+    "discount_of",
+    "is_traced",
+    "leaf_values",
+    "legal_actions",
+    "num_actions",
+    "num_observations",
+    "rollout_values",
+    "simulate_steps",
+]
+
+
+class Simulated(NamedTuple):
+    """One step of n simulations.
+
+    Attributes:
+        state: next states `[n, ...]`.
+        obs_key: int32 `[n]`.
+        reward: float32 `[n]`, 0 where it was not finite.
+        terminated: bool `[n]`.
+        invalid: bool `[n]`, the reward was not finite.
+    """
+
+    state: PyTree
+    obs_key: Array
+    reward: Array
+    terminated: Array
+    invalid: Array
+
+
+def is_traced(tree: PyTree) -> bool:
+    """Whether values cannot be looked at here, since a transformation is tracing them."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def num_actions(env: Any, params: PyTree) -> int:
+    """The number of actions A; `UsageError` where they are not the integers `0 .. A - 1`."""
+    space = env.action_space(params)
+    if not isinstance(space, Discrete) or space.shape:
+        raise UsageError(f"planners need a single Discrete action, and {env.name} has {space}")
+    return space.n
+
+
+def num_observations(env: Any, params: PyTree) -> int | None:
+    """The number of different observation keys where they are known to be `0 .. O - 1`, else None."""
+    space = env.observation_space(params)
+    return space.n if isinstance(space, Discrete) and not space.shape else None
+
+
+def discount_of(params: PyTree, discount: Any = None) -> Any:
+    """`discount`, or else `params.discount`; `UsageError` outside (0, 1] where its value can be seen."""
+    discount = getattr(params, "discount", None) if discount is None else discount
+    if discount is None:
+        raise UsageError("the environment's parameters have no discount; give the planner one, as discount=0.95")
+    if not is_traced(discount) and not (np.all(np.asarray(discount) > 0) and np.all(np.asarray(discount) <= 1)):
+        raise UsageError(f"a discount lies in (0, 1], not at {discount}")
+    return discount
+
+
+def legal_actions(env: Any, params: PyTree, states: PyTree) -> Array:
+    """Which actions are legal in each of n states, bool `[n, A]`."""
+    count = jax.tree.leaves(states)[0].shape[0]
+    if hasattr(env, "action_mask"):
+        return jax.vmap(lambda state: env.action_mask(state, params))(states)
+    return jnp.ones((count, num_actions(env, params)), bool)
+
+
+def _step_keyed(key: PRNGKey, env: Any, params: PyTree, state: PyTree, action: Array) -> tuple[Transition, Array]:
+    following = step(key, env, state, action, params)
+    name = env.obs_key(following.obs, params) if hasattr(env, "obs_key") else following.obs
+    if jnp.shape(name) or not jnp.issubdtype(jnp.asarray(name).dtype, jnp.integer):
+        raise UsageError(f"{env.name} needs obs_key(obs, params) -> int32: its observations are not integers")
+    return following, jnp.asarray(name, jnp.int32)
+
+
+def simulate_steps(key: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+    """One step of n simulations, each with a key of its own; consumes `key`."""
+    keys = jax.random.split(key, actions.shape[0])
+    following, names = jax.vmap(lambda *row: _step_keyed(row[0], env, params, *row[1:]))(keys, states, actions)
+    finite = jnp.isfinite(following.reward)
+    reward = jnp.where(finite, following.reward, 0.0)
+    return Simulated(following.state, names, reward, following.terminated, ~finite)
+
+
+def rollout_values(
+    key: PRNGKey, env: Any, params: PyTree, states: PyTree, discount: Any, length: int, live: Array
+) -> Array:
+    """Discounted returns of `length` uniformly random legal steps from each state, float32 `[n]`; consumes `key`.
+
+    Lanes that are not `live` (bool `[n]`) return 0.
+    """
+
+    def advance(carry: tuple, key: PRNGKey) -> tuple:
+        states, live, total, weight = carry
+        pick, move = jax.random.split(key)
+        mask = legal_actions(env, params, states)
+        order = jnp.cumsum(mask, axis=1)
+        drawn = jax.random.uniform(pick, (mask.shape[0], 1)) * order[:, -1:]
+        action = jnp.argmax(mask & (order > drawn), axis=1).astype(jnp.int32)
+        result = simulate_steps(move, env, params, states, action)
+        total = total + jnp.where(live, weight * result.reward, 0.0)
+        return (result.state, live & ~result.terminated, total, weight * discount), None
+
+    first = (states, live, jnp.zeros(live.shape, jnp.float32), jnp.ones((), jnp.float32))
+    return jax.lax.scan(advance, first, jax.random.split(key, length))[0][2]
+
+
+def leaf_values(
+    key: PRNGKey, env: Any, params: PyTree, states: PyTree, discount: Any, leaf: str, length: int, live: Array
+) -> tuple[Array, Array]:
+    """Guesses of the values of n states, float32 `[n]`, and which were not finite (those count as 0).
+
+    Args:
+        key: consumed.
+        env: the environment.
+        params: its parameters.
+        states: `[n, ...]`.
+        discount: of one step.
+        leaf: "heuristic", "rollout" or "zero".
+        length: steps of a rollout.
+        live: bool `[n]`; the value of the others, which have ended, is 0.
+    """
+    if leaf == "heuristic":
+        if not hasattr(env, "heuristic"):
+            raise UsageError(f'{env.name} has no heuristic(state, params); use leaf="rollout" or leaf="zero"')
+        values = jax.vmap(lambda state: env.heuristic(state, params))(states)
+    elif leaf == "rollout":
+        values = rollout_values(key, env, params, states, discount, length, live)
+    else:
+        values = jnp.zeros(live.shape)
+    values = jnp.asarray(values, jnp.float32)
+    finite = jnp.isfinite(values)
+    return jnp.where(live & finite, values, 0.0), live & ~finite

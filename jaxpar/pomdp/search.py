@@ -1,0 +1,298 @@
+"""What every tree planner shares: batches of simulations down the tree, what a plan reports, and the clock.
+
+A planner of this family is a frozen dataclass with sizes, `select` (which action each simulation takes) and `back_up`
+(what one level of the tree learns); `grow` runs batches of n simulations, one level at a time, all of them together.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpar.pomdp.model import (
+    discount_of,
+    leaf_values,
+    legal_actions,
+    num_actions,
+    num_observations,
+    simulate_steps,
+)
+from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, add_leaves, arrive, empty_tree, take
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+__all__ = ["LEAVES", "Path", "PlanInfo", "Lanes", "Search", "begin", "children_of", "grow", "improve_until", "report"]
+
+LEAVES = ("heuristic", "rollout", "zero")
+"""How a simulation is valued where it stops: the environment's `heuristic`, a random rollout, or 0."""
+
+
+class Path(NamedTuple):
+    """Where the simulations of one batch went, `[D + 1, n]`; ids are `EMPTY` where one was no longer in the tree.
+
+    Attributes:
+        nodes: int32, the node of each level.
+        edges: int32, the edge taken there.
+        rewards: float32, what it earned, with the discounted guess of a simulation that found no room below.
+        leaf: float32 `[n]`, the guess where the simulation stopped at a node.
+    """
+
+    nodes: Array
+    edges: Array
+    rewards: Array
+    leaf: Array
+
+
+@flax.struct.dataclass
+class PlanInfo:
+    """What a plan says of itself.
+
+    Attributes:
+        value: float32, the value of the root belief.
+        values: float32 `[A]`, Q of each action at the root; -inf where it was not tried.
+        preferences: float32 `[A]`, Psi (Vopp) or the visits' share (Pomcp); -inf where not tried.
+        policy: float32 `[A]`, how the root would act at random.
+        entropy: float32, of `policy`, in nats.
+        visits: int32 `[A]`.
+        nodes: int32, observation nodes with the root.
+        edges: int32.
+        depth: int32, levels of the deepest batch.
+        iterations: int32, batches of simulations.
+        steps: int32, simulated steps on the tree (rollouts not counted).
+        overflow: int32, steps that found no room in the tree; raise max_nodes or max_edges where it is not small.
+        invalid: int32, rewards or leaf values that were not finite, counted as 0.
+        ended: float32, the share of root draws that were terminal states: 1 means that there was nothing to plan.
+        legal: bool `[A]`, actions that are legal in every state drawn for the root.
+    """
+
+    value: Array
+    values: Array
+    preferences: Array
+    policy: Array
+    entropy: Array
+    visits: Array
+    nodes: Array
+    edges: Array
+    depth: Array
+    iterations: Array
+    steps: Array
+    overflow: Array
+    invalid: Array
+    ended: Array
+    legal: Array
+
+
+@flax.struct.dataclass
+class Search:
+    """A tree, the iteration-independent facts of its root, and how often a root draw had ended."""
+
+    tree: Tree
+    legal: Array
+    ended: Array
+    drawn: Array
+
+
+def children_of(planner: Any, env: Any, params: PyTree) -> Dense | Hashed:
+    """The back end for the nodes below an edge: the planner's own choice, else dense for up to 64 observations."""
+    if planner.children is not None:
+        return planner.children
+    known = num_observations(env, params)
+    return Dense(known) if known is not None and known <= 64 else Hashed()
+
+
+def begin(planner: Any, env: Any, params: PyTree, iterations: int) -> Search:
+    """An empty search with room for `iterations` batches, within the planner's capacities."""
+    discount_of(params, planner.discount)
+    most = 1 + sum(planner.num_simulations * planner.depth_of(k) for k in range(iterations))
+    max_nodes = min(most, planner.max_nodes)
+    max_edges = min(most, planner.max_nodes if planner.max_edges is None else planner.max_edges)
+    actions = num_actions(env, params)
+    tree = empty_tree(actions, max_nodes, max_edges, children_of(planner, env, params))
+    zero = jnp.zeros((), jnp.int32)
+    return Search(tree, jnp.ones((actions,), bool), zero, zero)
+
+
+def grow(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int) -> Search:
+    """Runs `iterations` batches more; pure, for jit, vmap and scan. The key of a batch is folded with its number."""
+
+    def batch(_: Array, search: Search) -> Search:
+        return _batch(jax.random.fold_in(key, search.tree.iteration), planner, env, params, belief, search)
+
+    return jax.lax.fori_loop(0, iterations, batch, search)
+
+
+def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search) -> Search:
+    draw_key, level_key, leaf_key = jax.random.split(key, 3)
+    discount, count = discount_of(params, planner.discount), planner.num_simulations
+    states = belief.draw(draw_key, count)
+    ended = jax.vmap(lambda state: env.terminal(state, params))(states)
+    legal = legal_actions(env, params, states)
+    search = dataclasses.replace(
+        search,
+        legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
+        ended=search.ended + jnp.sum(ended, dtype=jnp.int32),
+        drawn=search.drawn + count,
+    )
+    tree = search.tree
+    depth = planner.depth_of(tree.iteration)
+    tree = dataclasses.replace(tree, node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32)))
+    nowhere = jnp.full((planner.max_depth + 1, count), EMPTY, jnp.int32)
+    node = jnp.where(ended, EMPTY, 0)
+    path = Path(nowhere.at[0].set(node), nowhere, jnp.zeros(nowhere.shape), jnp.zeros((count,)))
+    lanes = Lanes(states, node, jnp.full((count,), EMPTY, jnp.int32), ~ended)
+
+    def level(d: Array, carry: tuple) -> tuple:
+        return _descend(jax.random.fold_in(level_key, d), planner, env, params, *carry, d)
+
+    tree, path, lanes = jax.lax.fori_loop(0, depth, level, (tree, path, lanes))
+    waiting = (lanes.stuck != EMPTY) | (lanes.node != EMPTY)
+    values, wrong = leaf_values(
+        leaf_key, env, params, lanes.states, discount, planner.leaf, planner.rollout_depth, waiting
+    )
+    tree = add_leaves(tree, lanes.node, lanes.stuck, values, discount)
+    beyond = (path.edges == lanes.stuck[None]) & (path.edges != EMPTY)
+    path = path._replace(rewards=path.rewards + jnp.where(beyond, discount * values[None], 0.0), leaf=values)
+    tree = dataclasses.replace(
+        tree,
+        invalid=tree.invalid + jnp.sum(wrong, dtype=jnp.int32),
+        iteration=tree.iteration + 1,
+        depth=jnp.maximum(tree.depth, depth),
+    )
+    return dataclasses.replace(
+        search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
+    )
+
+
+class Lanes(NamedTuple):
+    """The simulations of a batch, on their way.
+
+    Attributes:
+        states: `[n, ...]`.
+        node: int32 `[n]`, where it is; `EMPTY` once it ended or found no room below an edge.
+        stuck: int32 `[n]`, that edge, else `EMPTY`.
+        live: bool `[n]`, it goes on.
+    """
+
+    states: PyTree
+    node: Array
+    stuck: Array
+    live: Array
+
+
+def _descend(
+    key: PRNGKey, planner: Any, env: Any, params: PyTree, tree: Tree, path: Path, lanes: Lanes, d: Array
+) -> tuple[Tree, Path, Lanes]:
+    """One level down for every live simulation."""
+    select_key, step_key = jax.random.split(key)
+    actions = planner.select(select_key, tree, lanes, legal_actions(env, params, lanes.states))
+    tree, edges = take(tree, lanes.node, actions, lanes.live)
+    moved = edges != EMPTY
+    result = simulate_steps(step_key, env, params, lanes.states, actions)
+    on = moved & ~result.terminated
+    before = tree.num_nodes
+    tree, node = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
+    tree = dataclasses.replace(
+        tree,
+        reward_sum=tree.reward_sum.at[edges].add(result.reward, mode="drop"),
+        invalid=tree.invalid + jnp.sum(moved & result.invalid, dtype=jnp.int32),
+    )
+    # Who found no edge stays where it is; who never went on keeps its place, too.
+    lanes = Lanes(
+        states=jax.tree.map(lambda new, old: _where(moved, new, old), result.state, lanes.states),
+        node=jnp.where(moved, node, lanes.node),
+        stuck=jnp.where(on & (node == EMPTY), edges, lanes.stuck),
+        live=on & (node != EMPTY) & ~(planner.stops_at_new & (node >= before)),
+    )
+    path = path._replace(
+        nodes=path.nodes.at[d + 1].set(jnp.where(moved, node, EMPTY)),
+        edges=path.edges.at[d].set(edges),
+        rewards=path.rewards.at[d].set(jnp.where(moved, result.reward, 0.0)),
+    )
+    return tree, path, lanes
+
+
+def _where(chosen: Array, new: Array, old: Array) -> Array:
+    return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 1)), new, old)
+
+
+def report(
+    search: Search, value: Array, preferences: Array, policy: Array, *, order: Array | None = None
+) -> tuple[Array, PlanInfo]:
+    """The action of the highest `order` (`preferences`, if None) that is legal and was tried, and the report.
+
+    Where no legal action was tried the lowest legal one is taken, and where the states drawn agree on none, action 0;
+    `visits`, `iterations`, `ended` and `legal` tell.
+    """
+    tree = search.tree
+    row = tree.edges[0]
+    tried = row != EMPTY
+    order = preferences if order is None else order
+    best = jnp.where(tried & search.legal, order, -jnp.inf)
+    action = jnp.where(jnp.any(tried & search.legal), jnp.argmax(best), jnp.argmax(search.legal)).astype(jnp.int32)
+    return action, PlanInfo(
+        value=value,
+        values=jnp.where(tried, tree.value.at[row].get(mode="clip"), -jnp.inf),
+        preferences=preferences,
+        policy=policy,
+        entropy=-jnp.sum(jnp.where(policy > 0, policy * jnp.log(jnp.where(policy > 0, policy, 1.0)), 0.0)),
+        visits=jnp.where(tried, tree.edge_visits.at[row].get(mode="clip"), 0),
+        nodes=tree.num_nodes,
+        edges=tree.num_edges,
+        depth=tree.depth,
+        iterations=tree.iteration,
+        steps=tree.steps,
+        overflow=tree.overflow,
+        invalid=tree.invalid,
+        ended=search.ended / jnp.maximum(search.drawn, 1),
+        legal=search.legal,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("planner", "env", "iterations"), donate_argnames=("search",))
+def _grown(
+    key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int
+) -> Search:
+    return grow(key, planner, env, params, belief, search, iterations)
+
+
+def improve_until(
+    key: PRNGKey,
+    planner: Any,
+    env: Any,
+    params: PyTree,
+    belief: Any,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Search:
+    """Runs batches until the next one would probably end after `deadline`, at most `planner.iterations`.
+
+    Args:
+        key: consumed.
+        planner: its `iterations` bound the work and, with the capacities, the memory.
+        env: hashable.
+        params: its parameters.
+        belief: with `draw`.
+        deadline: when to be done, on `clock`, in seconds.
+        clock: for tests.
+
+    Raises:
+        UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
+    """
+    states = belief.draw(key, planner.num_simulations)
+    if bool(jax.vmap(lambda state: env.terminal(state, params))(states).all()):
+        raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
+    search = begin(planner, env, params, planner.iterations)
+    search = dataclasses.replace(search, legal=jnp.all(legal_actions(env, params, states), axis=0))
+    search = jax.tree.map(jnp.copy, search)  # leaves that share a buffer cannot be donated
+    longest = 0.0
+    for _ in range(planner.iterations):
+        began = clock()
+        if began + longest >= deadline:
+            break
+        search = jax.block_until_ready(_grown(key, planner, env, params, belief, search, 1))
+        longest = max(longest, clock() - began)
+    return search

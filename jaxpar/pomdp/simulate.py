@@ -1,0 +1,166 @@
+"""Whole episodes of belief, planner and environment in one scan, and many of them at once."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.env import reset, step
+from jaxpar.pomdp.model import discount_of
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+__all__ = ["Episode", "Summary", "simulate", "simulate_many", "summarize"]
+
+
+class Episode(NamedTuple):
+    """One episode of at most T steps; entries `[T]` after its end are 0 and not `live`.
+
+    Attributes:
+        discounted_return: float32, from discount^0.
+        length: int32, steps made.
+        states: the state before each step, `[T, ...]`.
+        obs: the observation after it, `[T, ...]`.
+        action: int32 `[T]`.
+        reward: float32 `[T]`.
+        live: bool `[T]`, the step was made.
+        illegal: bool `[T]`, the environment's mask did not allow the action.
+        log_evidence: float32 `[T]`, of the observation under the belief.
+        ess: float32 `[T]`, effective sample size.
+        depleted: bool `[T]`, no particle explained the observation.
+        value: float32 `[T]`, the planner's value of the belief.
+        entropy: float32 `[T]`, of the root policy.
+        nodes: int32 `[T]`, of the tree.
+        overflow: int32 `[T]`, steps that found no room in the tree.
+        invalid: int32 `[T]`, rewards or leaf values that were not finite while planning.
+    """
+
+    discounted_return: Array
+    length: Array
+    states: PyTree
+    obs: PyTree
+    action: Array
+    reward: Array
+    live: Array
+    illegal: Array
+    log_evidence: Array
+    ess: Array
+    depleted: Array
+    value: Array
+    entropy: Array
+    nodes: Array
+    overflow: Array
+    invalid: Array
+
+
+class Summary(NamedTuple):
+    """Statistics over E episodes, scalars.
+
+    Attributes:
+        mean: of the discounted returns.
+        error: its standard error.
+        length: mean number of steps.
+        depleted: share of steps whose observation no particle explained.
+        overflow: mean over steps of simulation steps without room.
+        invalid: rewards or leaf values that were not finite, in all.
+        illegal: illegal actions, in all.
+    """
+
+    mean: Array
+    error: Array
+    length: Array
+    depleted: Array
+    overflow: Array
+    invalid: Array
+    illegal: Array
+
+
+def simulate(
+    key: PRNGKey, env: Any, params: PyTree, planner: Any, belief_model: Any, num_steps: int, *, discount: Any = None
+) -> Episode:
+    """One episode, planned at every step: a pure function, one `lax.scan`.
+
+    Args:
+        key: consumed; split for the start, the belief, and for each step's plan, move and update.
+        env: the environment.
+        params: its parameters; `params.discount` is used unless `discount` is given.
+        planner: with `plan(key, env, params, belief) -> (action, info)`.
+        belief_model: with `init` and `update`, as `ParticleBelief`.
+        num_steps: T.
+        discount: of the return that is reported; None takes the planner's, then the parameters'.
+    """
+    if num_steps < 1:
+        raise UsageError(f"an episode needs num_steps >= 1, not {num_steps}")
+    discount = discount_of(params, getattr(planner, "discount", None) if discount is None else discount)
+    start_key, belief_key, walk_key = jax.random.split(key, 3)
+    _, state = reset(start_key, env, params)
+    belief = belief_model.init(belief_key, env, params)
+
+    def advance(carry: tuple, key: PRNGKey) -> tuple:
+        state, belief, live = carry
+        plan_key, step_key, update_key = jax.random.split(key, 3)
+        action, info = planner.plan(plan_key, env, params, belief)
+        legal = env.action_mask(state, params)[action] if hasattr(env, "action_mask") else jnp.ones((), bool)
+        following = step(step_key, env, state, action, params)
+        updated, evidence = belief_model.update(update_key, belief, action, following.obs, env, params)
+        on = live & ~following.terminated & ~following.truncated
+        row = {
+            "states": state,
+            "obs": following.obs,
+            "action": action,
+            "reward": following.reward,
+            "illegal": ~legal,
+            "log_evidence": jnp.where(on, evidence.log_evidence, 0.0),
+            "ess": jnp.where(on, evidence.ess, 0.0),
+            "depleted": on & evidence.depleted,
+            "value": info.value,
+            "entropy": info.entropy,
+            "nodes": info.nodes,
+            "overflow": info.overflow,
+            "invalid": info.invalid,
+        }
+        row = jax.tree.map(lambda x: jnp.where(live, x, jnp.zeros_like(x)), row)
+        belief = jax.tree.map(lambda new, old: jnp.where(on, new, old), updated, belief)
+        return (following.state, belief, on), (live, row)
+
+    alive = ~jnp.asarray(env.terminal(state, params), bool)
+    _, (live, rows) = jax.lax.scan(advance, (state, belief, alive), jax.random.split(walk_key, num_steps))
+    total = jnp.sum(rows["reward"] * jnp.asarray(discount, jnp.float32) ** jnp.arange(num_steps))
+    return Episode(discounted_return=total, length=jnp.sum(live, dtype=jnp.int32), live=live, **rows)
+
+
+def simulate_many(
+    key: PRNGKey,
+    env: Any,
+    params: PyTree,
+    planner: Any,
+    belief_model: Any,
+    num_steps: int,
+    num_episodes: int,
+    *,
+    batch: int | None = None,
+    discount: Any = None,
+) -> Episode:
+    """`num_episodes` independent episodes: `simulate` under `vmap`, in turns of `batch` where memory asks for it.
+
+    Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`, whatever `batch`.
+    """
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_episodes))
+
+    def one(key: PRNGKey) -> Episode:
+        return simulate(key, env, params, planner, belief_model, num_steps, discount=discount)
+
+    return jax.vmap(one)(keys) if batch is None else jax.lax.map(one, keys, batch_size=batch)
+
+
+def summarize(episodes: Episode) -> Summary:
+    """The mean return with its standard error, and what went wrong, over the leading axis of `episodes`."""
+    returns, steps = episodes.discounted_return, jnp.maximum(jnp.sum(episodes.length), 1)
+    return Summary(
+        mean=jnp.mean(returns),
+        error=jnp.std(returns, ddof=1) / jnp.sqrt(returns.shape[0]),
+        length=jnp.mean(episodes.length),
+        depleted=jnp.sum(episodes.depleted) / steps,
+        overflow=jnp.sum(episodes.overflow) / steps,
+        invalid=jnp.sum(episodes.invalid),
+        illegal=jnp.sum(episodes.illegal),
+    )

@@ -1,0 +1,302 @@
+"""The search tree as tensors of fixed capacity, grown by many simulations at once.
+
+Two kinds of rows: *nodes* b (histories that end with an observation; the root is node 0) and *edges* ba (an action
+taken at a node). Ids are int32, given in the order of the simulations that first need them, and valid below a count.
+The edges of a node are a dense row `[A]`; the nodes below an edge are found in a dense row `[O]` where observations
+are few (`Dense`), and in a hash table with verified keys otherwise (`Hashed`). What finds no room is counted.
+
+Terminated simulations end on an edge and reach no node: the edge's visits count them, so that the mean over its
+visits gives their future the value 0.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpar.types import Array, UsageError
+
+__all__ = [
+    "EMPTY",
+    "Dense",
+    "Hashed",
+    "Slots",
+    "Tree",
+    "add_leaves",
+    "arrive",
+    "empty_tree",
+    "insert",
+    "lineage",
+    "take",
+    "tell_parents",
+]
+
+EMPTY = 2**31 - 1
+"""What a child table holds where there is no child."""
+
+
+@flax.struct.dataclass
+class Tree:
+    """N nodes, E edges; every row beyond `num_nodes` or `num_edges` is unused.
+
+    Attributes:
+        edges: int32 `[N, A]`, the edge of each action, or `EMPTY`.
+        children: the table of nodes below edges, of `Dense` or `Hashed`.
+        node_visits: int32 `[N]`, simulations that arrived.
+        leaf_sum: float32 `[N]`, values of the simulations that stopped here.
+        leaf_visits: int32 `[N]`, how many those are.
+        weighted: float32 `[N]`, visits times value, as last added to the edge above.
+        stamp: int32 `[N]`, scratch: names one of several simulations at a node.
+        edge_visits: int32 `[E]`.
+        reward_sum: float32 `[E]`.
+        future_sum: float32 `[E]`, the sum of `weighted` over the nodes below.
+        value: float32 `[E]`, Q(b, a) as of the last visit.
+        psi: float32 `[E]`, the preference; infinite before its first backup.
+        num_nodes: int32.
+        num_edges: int32.
+        overflow: int32, simulation steps that found no room for an edge or a node.
+        invalid: int32, rewards and leaf values that were not finite.
+        iteration: int32, batches of simulations so far.
+        steps: int32, simulated steps on the tree.
+        depth: int32, the deepest node's level.
+    """
+
+    edges: Array
+    children: Any
+    node_visits: Array
+    leaf_sum: Array
+    leaf_visits: Array
+    weighted: Array
+    stamp: Array
+    edge_visits: Array
+    reward_sum: Array
+    future_sum: Array
+    value: Array
+    psi: Array
+    num_nodes: Array
+    num_edges: Array
+    overflow: Array
+    invalid: Array
+    iteration: Array
+    steps: Array
+    depth: Array
+
+
+def insert(table: Array, slots: Array, wanted: Array, count: Array, capacity: int) -> tuple[Array, Array, Array, Array]:
+    """Finds or makes the children at `slots` of a flat child table, for n simulations at once.
+
+    Simulations that want the same new child get the same id. All claim the slot with their number and the lowest
+    wins; new ids follow the order of the winners. Costs 2 scatters and 3 gathers of n, and no sort.
+
+    Args:
+        table: int32 `[M]`, ids below `capacity` or `EMPTY`.
+        slots: int32 `[n]`.
+        wanted: bool `[n]`; the others are left alone.
+        count: int32, ids in use.
+        capacity: where ids end.
+
+    Returns:
+        The table, ids `[n]` (`EMPTY` where not wanted or where there is no room), the new count, and bool `[n]`: which
+        simulation made each new child.
+    """
+    size, lanes = table.shape[0], capacity + jnp.arange(slots.shape[0], dtype=jnp.int32)
+    missing = wanted & (table[slots] == EMPTY)
+    claimed = table.at[jnp.where(missing, slots, size)].min(lanes, mode="drop")
+    first = missing & (claimed[slots] == lanes)
+    new = count + jnp.cumsum(first, dtype=jnp.int32) - 1
+    fits = first & (new < capacity)
+    table = claimed.at[jnp.where(first, slots, size)].set(jnp.where(fits, new, EMPTY), mode="drop")
+    ids = jnp.where(wanted, table[slots], EMPTY)
+    return table, ids, count + jnp.sum(fits, dtype=jnp.int32), fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """The nodes below an edge in a row `[O]`: no search, E x O int32 of memory. For few observations."""
+
+    num_observations: int
+
+    def empty(self, num_nodes: int, num_edges: int) -> Array:
+        """int32 `[E * O]`."""
+        if num_edges * self.num_observations >= EMPTY:
+            raise UsageError(
+                f"a dense table of {num_edges} edges x {self.num_observations} observations is too large; "
+                "lower max_edges, or use observations=None for a hash table"
+            )
+        return jnp.full((num_edges * self.num_observations,), EMPTY, jnp.int32)
+
+    def find(
+        self, table: Array, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
+    ) -> tuple[Array, Array, Array]:
+        """As `insert`, for pairs of an edge and an observation key; a key outside `0 .. O - 1` finds no room."""
+        wanted = wanted & (keys >= 0) & (keys < self.num_observations)
+        slots = jnp.where(wanted, edges * self.num_observations + keys, 0)
+        return insert(table, slots, wanted, count, capacity)[:3]
+
+    def links(self, table: Array) -> tuple[Array, Array, Array]:
+        """The edge, observation key and node of every slot, int32 `[M]`; `EMPTY` nodes are unused slots."""
+        slot = jnp.arange(table.shape[0], dtype=jnp.int32)
+        return slot // self.num_observations, slot % self.num_observations, table
+
+
+@flax.struct.dataclass
+class Slots:
+    """A hash table of M slots: the edge, the observation key and the node id of each, int32 `[M]`."""
+
+    edge: Array
+    key: Array
+    node: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Hashed:
+    """The nodes below edges in one hash table with verified keys: 3 int32 a slot, 4 to 8 slots a node; any int32 key.
+
+    Double hashing in `probes` rounds; since at most a quarter of the slots is ever full, a simulation that has then
+    found none is a rarity (below 1e-8), and is counted as overflow.
+    """
+
+    probes: int = 16
+
+    def empty(self, num_nodes: int, num_edges: int) -> Slots:
+        """A table for `num_nodes` nodes."""
+        none = jnp.full((1 << (4 * num_nodes - 1).bit_length(),), EMPTY, jnp.int32)
+        return Slots(none, none, none)
+
+    def find(
+        self, table: Slots, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
+    ) -> tuple[Slots, Array, Array]:
+        """As `insert`, for pairs of an edge and an observation key."""
+        mixed = _mix(edges.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ _mix(keys.astype(jnp.uint32)))
+        stride = _mix(mixed + jnp.uint32(0x7F4A7C15)) | jnp.uint32(1)
+        size = table.node.shape[0]
+
+        def probe(_: int, carry: tuple) -> tuple:
+            table, place, ids, pending, count = carry
+            slot = (place & jnp.uint32(size - 1)).astype(jnp.int32)
+            nodes, found, count, made = insert(table.node, slot, pending, count, capacity)
+            own = jnp.where(made, slot, size)
+            table = Slots(table.edge.at[own].set(edges, mode="drop"), table.key.at[own].set(keys, mode="drop"), nodes)
+            match = pending & (found != EMPTY) & (table.edge[slot] == edges) & (table.key[slot] == keys)
+            return table, place + stride, jnp.where(match, found, ids), pending & ~match, count
+
+        first = (table, mixed, jnp.full(keys.shape, EMPTY, jnp.int32), wanted, count)
+        table, _, ids, _, count = jax.lax.fori_loop(0, self.probes, probe, first)
+        return table, ids, count
+
+    def links(self, table: Slots) -> tuple[Array, Array, Array]:
+        """As `Dense.links`."""
+        return table.edge, table.key, table.node
+
+
+def _mix(x: Array) -> Array:
+    """A bijection of uint32 that spreads every bit (the finaliser of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def take(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, Array]:
+    """The edges of `actions` at `nodes`, made where missing: `(tree, int32 [n])`, `EMPTY` where not live or no room."""
+    capacity, num_actions = tree.edge_visits.shape[0], tree.edges.shape[1]
+    slots = jnp.where(live, nodes * num_actions + actions, 0)
+    flat, edges, count, _ = insert(tree.edges.reshape(-1), slots, live, tree.num_edges, capacity)
+    lost = jnp.sum(live & (edges == EMPTY), dtype=jnp.int32)
+    return dataclasses.replace(
+        tree,
+        edges=flat.reshape(tree.edges.shape),
+        num_edges=count,
+        edge_visits=tree.edge_visits.at[edges].add(1, mode="drop"),
+        overflow=tree.overflow + lost,
+        steps=tree.steps + jnp.sum(live, dtype=jnp.int32) - lost,
+    ), edges
+
+
+def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) -> tuple[Tree, Array]:
+    """The nodes of the observations `keys` below `edges`, made where missing: `(tree, int32 [n])`, as `take`."""
+    table, nodes, count = children.find(tree.children, edges, keys, live, tree.num_nodes, tree.node_visits.shape[0])
+    return dataclasses.replace(
+        tree,
+        children=table,
+        num_nodes=count,
+        node_visits=tree.node_visits.at[nodes].add(1, mode="drop"),
+        overflow=tree.overflow + jnp.sum(live & (nodes == EMPTY), dtype=jnp.int32),
+    ), nodes
+
+
+def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: Any) -> Tree:
+    """Adds values of simulations that stopped at `nodes`, or, for want of room, below `edges` (`EMPTY`: not there).
+
+    The latter count, discounted, as rewards of their edges, whose means stay those of all their visits.
+    """
+    return dataclasses.replace(
+        tree,
+        leaf_sum=tree.leaf_sum.at[nodes].add(values, mode="drop"),
+        leaf_visits=tree.leaf_visits.at[nodes].add(1, mode="drop"),
+        reward_sum=tree.reward_sum.at[edges].add(discount * values, mode="drop"),
+    )
+
+
+def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tree:
+    """Replaces what the visited `nodes` count for in `future_sum` of their `parents`, once for each distinct node.
+
+    Args:
+        tree: the tree.
+        nodes: int32 `[n]`, repeated or `EMPTY`.
+        parents: int32 `[n]`, the edges above; `EMPTY` for the root.
+        values: float32 `[n]`, equal for equal nodes.
+    """
+    lanes = jnp.arange(nodes.shape[0], dtype=jnp.int32)
+    stamp = tree.stamp.at[nodes].set(lanes, mode="drop")
+    mine = stamp.at[nodes].get(mode="clip") == lanes
+    mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
+    change = mass - tree.weighted.at[nodes].get(mode="clip")
+    return dataclasses.replace(
+        tree,
+        stamp=stamp,
+        weighted=tree.weighted.at[nodes].set(mass, mode="drop"),
+        future_sum=tree.future_sum.at[jnp.where(mine, parents, EMPTY)].add(change, mode="drop"),
+    )
+
+
+def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Any) -> Tree:
+    """A tree that holds its root only."""
+    if max_nodes < 1 or max_edges < 1 or max_nodes * num_actions >= EMPTY:
+        raise UsageError(
+            f"a tree of {max_nodes} nodes x {num_actions} actions and {max_edges} edges cannot be indexed by int32; "
+            "capacities lie between 1 and 2^31 entries"
+        )
+    node, edge, zero = (max_nodes,), (max_edges,), jnp.zeros((), jnp.int32)
+    return Tree(
+        edges=jnp.full((max_nodes, num_actions), EMPTY, jnp.int32),
+        children=children.empty(max_nodes, max_edges),
+        node_visits=jnp.zeros(node, jnp.int32),
+        leaf_sum=jnp.zeros(node, jnp.float32),
+        leaf_visits=jnp.zeros(node, jnp.int32),
+        weighted=jnp.zeros(node, jnp.float32),
+        stamp=jnp.full(node, -1, jnp.int32),
+        edge_visits=jnp.zeros(edge, jnp.int32),
+        reward_sum=jnp.zeros(edge, jnp.float32),
+        future_sum=jnp.zeros(edge, jnp.float32),
+        value=jnp.zeros(edge, jnp.float32),
+        psi=jnp.full(edge, jnp.inf, jnp.float32),
+        num_nodes=zero + 1,
+        num_edges=zero,
+        overflow=zero,
+        invalid=zero,
+        iteration=zero,
+        steps=zero,
+        depth=zero,
+    )
+
+
+def lineage(tree: Tree, children: Any) -> tuple[Array, Array]:
+    """The edge above each node, int32 `[N]`, and the node above each edge, int32 `[E]`; `EMPTY` where there is none."""
+    max_nodes, num_actions = tree.edges.shape
+    edge, _, node = children.links(tree.children)
+    above = jnp.full((max_nodes,), EMPTY, jnp.int32).at[node].set(edge, mode="drop")
+    slots = jnp.arange(max_nodes * num_actions, dtype=jnp.int32)
+    owner = jnp.full(tree.edge_visits.shape, EMPTY, jnp.int32)
+    return above, owner.at[tree.edges.reshape(-1)].set(slots // num_actions, mode="drop")

@@ -1,0 +1,117 @@
+"""Particle and Kalman beliefs against enumeration."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from worlds import Tiger
+
+from envs.rocksample import RockSample
+from jaxpar.pomdp import Gaussian, KalmanBelief, ParticleBelief, Particles
+from jaxpar.pomdp.belief import systematic
+from jaxpar.types import UsageError
+
+TIGER, PARAMS = Tiger(), Tiger().default_params
+
+
+def posterior(heard):
+    weights = [np.prod([0.85 if h == s else 0.15 for h in heard]) for s in (0, 1)]
+    return weights[1] / sum(weights), sum(weights) / 2
+
+
+@pytest.mark.parametrize("below", [0.0, 0.5, 1.0])
+def test_particles_follow_the_exact_belief_of_tiger(below):
+    model, heard, total = ParticleBelief(4000, resample_below=below), [1, 0, 1, 1], 0.0
+    belief = model.init(jax.random.key(0), TIGER, PARAMS)
+    update = jax.jit(lambda *args: model.update(*args, TIGER, PARAMS))
+    for i, obs in enumerate(heard):
+        belief, evidence = update(jax.random.key(i + 1), belief, jnp.asarray(0), jnp.asarray(obs))
+        total += float(evidence.log_evidence)
+        want, chance = posterior(heard[: i + 1])
+        np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states), want, atol=0.03)
+        np.testing.assert_allclose(total, np.log(chance), atol=0.05)
+        assert not bool(evidence.depleted) and bool(evidence.resampled) == (float(evidence.ess) < below * 4000)
+        np.testing.assert_allclose(float(jax.nn.logsumexp(belief.log_weights)), 0, atol=1e-4)
+
+
+def test_rejection_without_a_likelihood_agrees():
+    class Blind(Tiger):
+        log_likelihood = property()
+
+    belief = ParticleBelief(8000).init(jax.random.key(0), Blind(), PARAMS)
+    belief, evidence = ParticleBelief(8000).update(
+        jax.random.key(1), belief, jnp.asarray(0), jnp.asarray(1), Blind(), PARAMS
+    )
+    np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states), 0.85, atol=0.02)
+    np.testing.assert_allclose(float(evidence.log_evidence), np.log(0.5), atol=0.05)
+
+
+def test_particles_on_rocks_match_enumeration():
+    env = RockSample(3, 2)
+    params, model = env.default_params, ParticleBelief(4000)
+    belief = model.init(jax.random.key(0), env, params)
+    for i, obs in enumerate((2, 2, 1)):
+        belief, _ = model.update(jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(obs), env, params)
+    distance = np.linalg.norm(env.map[0] - np.asarray([0, 1]))
+    right = 0.5 * (1 + 2 ** (-distance / 20))
+    good = right**2 * (1 - right) / (right**2 * (1 - right) + (1 - right) ** 2 * right)
+    np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states.good[:, 0]), good, atol=0.03)
+    np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states.good[:, 1]), 0.5, atol=0.03)
+
+
+def redraw(key, prior, action, obs, posterior, depleted, env, params):
+    states = jnp.full_like(posterior.states, obs)
+    equal = jnp.full_like(prior.log_weights, -jnp.log(prior.log_weights.shape[0]))
+    return Particles(jnp.where(depleted, states, posterior.states), jnp.where(depleted, equal, posterior.log_weights))
+
+
+def test_depletion_is_told_and_recovered_by_the_hook():
+    perfect, action, obs = PARAMS.replace(accuracy=1.0), jnp.asarray(0), jnp.asarray(1)
+    wrong = Particles(jnp.zeros(10, jnp.int32), jnp.log(jnp.arange(1.0, 11.0) / 55))
+    kept, evidence = ParticleBelief(10, 0.0).update(jax.random.key(0), wrong, action, obs, TIGER, perfect)
+    assert bool(evidence.depleted) and float(evidence.log_evidence) == -np.inf
+    np.testing.assert_allclose(kept.log_weights, wrong.log_weights, rtol=1e-6)  # the prediction, not uniform
+    mended, evidence = ParticleBelief(10, 0.0, redraw).update(jax.random.key(0), wrong, action, obs, TIGER, perfect)
+    assert bool(evidence.depleted) and mended.states.tolist() == [1] * 10
+    with pytest.raises(UsageError, match="no particle left"):
+        Particles(jnp.zeros(2), jnp.full(2, -jnp.inf)).draw(jax.random.key(0), 3)
+
+
+def test_systematic_counts_are_within_one_and_zero_weights_are_never_drawn():
+    weights = jnp.asarray([0.0, 0.2, 0.5, 0.0, 0.3, 0.0])
+    for seed in range(20):
+        counts = np.bincount(systematic(jax.random.key(seed), jnp.log(weights), 11), minlength=6)
+        assert (np.abs(counts - 11 * np.asarray(weights)) < 1).all() and counts[[0, 3, 5]].sum() == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    name = "Line"
+
+    def gaussian_start(self, params):
+        return jnp.asarray([0.0, 1.0]), jnp.diag(jnp.asarray([2.0, 1.0]))
+
+    def linear_gaussian(self, action, params):
+        forward, seen = jnp.asarray([[1.0, 0.1], [0.0, 0.9]]), jnp.asarray([[1.0, 0.5]])
+        return forward, action * jnp.asarray([0.0, 1.0]), 0.1 * jnp.eye(2), seen, 0.3 * jnp.eye(1)
+
+
+def test_kalman_conditions_the_joint_normal():
+    env, model = Line(), KalmanBelief()
+    belief = model.init(jax.random.key(0), env, None)
+    after, evidence = model.update(jax.random.key(0), belief, 2.0, jnp.asarray([1.7]), env, None)
+    forward, drift, noise, seen, blur = (np.asarray(x) for x in env.linear_gaussian(2.0, None))
+    mean = forward @ [0, 1] + drift
+    cov = forward @ np.diag([2.0, 1.0]) @ forward.T + noise
+    spread = seen @ cov @ seen.T + blur
+    gain = cov @ seen.T / spread
+    np.testing.assert_allclose(after.mean, mean + gain[:, 0] * (1.7 - (seen @ mean)[0]), rtol=1e-5)
+    np.testing.assert_allclose(after.covariance, cov - gain @ seen @ cov, rtol=1e-4, atol=1e-6)
+    want = -0.5 * ((1.7 - (seen @ mean)[0]) ** 2 / spread[0, 0] + np.log(2 * np.pi * spread[0, 0]))
+    np.testing.assert_allclose(float(evidence.log_evidence), want, rtol=1e-5)
+    draws = Gaussian(after.mean, after.covariance).draw(jax.random.key(0), 20000)
+    np.testing.assert_allclose(np.cov(draws.T), after.covariance, atol=0.03)
+    with pytest.raises(UsageError, match="gaussian_start"):
+        model.init(jax.random.key(0), TIGER, PARAMS)

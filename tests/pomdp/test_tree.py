@@ -1,0 +1,103 @@
+"""The tensor tree against a tree of dictionaries, and its parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plain_tree import PlainTree, Recorded, RecordedVopp, recorded
+from worlds import Known, Leaving, Tiger
+
+from envs.rocksample import RockSample
+from jaxpar.pomdp import ParticleBelief
+from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, empty_tree, insert
+from jaxpar.types import UsageError
+
+
+def named(tree, children):
+    """Rows of a tensor tree by history."""
+    edge, key, node = (np.asarray(x) for x in children.links(tree.children))
+    parents = {int(n): (int(e), int(k)) for e, k, n in zip(edge, key, node, strict=True) if n != EMPTY}
+    owners = {int(tree.edges[v, a]): (int(v), int(a)) for v, a in np.argwhere(np.asarray(tree.edges) != EMPTY)}
+    assert sorted(owners) == list(range(int(tree.num_edges)))
+    assert sorted(parents) == list(range(1, int(tree.num_nodes)))
+
+    def of_node(n):
+        return () if n == 0 else of_edge(parents[n][0]) + (parents[n][1],)
+
+    def of_edge(e):
+        return of_node(owners[e][0]) + (owners[e][1],)
+
+    return {of_node(n): n for n in range(int(tree.num_nodes))}, {of_edge(e): e for e in range(int(tree.num_edges))}
+
+
+WORLDS = {
+    "tiger": (Tiger(), Tiger().default_params.replace(leaf=3.0), Known(0.5), 2),
+    "leaving": (Leaving(), Leaving().default_params, None, 1),
+    "rocks": (RockSample(3, 2), RockSample(3, 2).default_params, None, 3),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("back_end", ["dense", "hashed"])
+def test_equals_a_plain_tree_node_for_node(world, back_end):
+    env, params, belief, num_observations = WORLDS[world]
+    belief = ParticleBelief(32).init(jax.random.key(1), env, params) if belief is None else belief
+    inner = Dense(num_observations) if back_end == "dense" else Hashed()
+    leaf = "zero" if world == "leaving" else "heuristic"
+    planner = RecordedVopp(32, 8, max_depth=5, eta=0.3, leaf=leaf, children=Recorded(inner))
+    tree, log = recorded(planner, env, params, belief, jax.random.key(0))
+    plain = PlainTree(0.3, 0.95, 32)
+    plain.replay(log)
+    nodes, edges = named(tree, inner)
+    assert set(nodes) == set(plain.nodes) and set(edges) == set(plain.edges)
+    assert int(tree.overflow) == 0 and len(plain.nodes) > 10
+    for history, (visits, leaf_sum, leaf_visits, value) in plain.nodes.items():
+        row = nodes[history]
+        assert (int(tree.node_visits[row]), int(tree.leaf_visits[row])) == (visits, leaf_visits)
+        np.testing.assert_allclose(float(tree.leaf_sum[row]), leaf_sum, rtol=1e-5, atol=1e-4)
+        if history:
+            np.testing.assert_allclose(float(tree.weighted[row]), visits * value, rtol=1e-4, atol=1e-3)
+    for history, (visits, rewards, psi, value) in plain.edges.items():
+        row = edges[history]
+        assert int(tree.edge_visits[row]) == visits
+        got = [float(x[row]) for x in (tree.reward_sum, tree.psi, tree.value)]
+        np.testing.assert_allclose(got, [rewards, psi, value], rtol=1e-4, atol=1e-3)
+
+
+def test_insertion_gives_equal_slots_one_id_and_counts_what_has_no_room():
+    table = jnp.full((8,), EMPTY, jnp.int32).at[5].set(0)
+    slots, wanted = jnp.asarray([5, 2, 2, 7, 1, 1, 3]), jnp.asarray([True, True, True, True, True, True, False])
+    table, ids, count, made = insert(table, slots, wanted, jnp.asarray(1), 3)
+    assert ids.tolist() == [0, 1, 1, 2, EMPTY, EMPTY, EMPTY]
+    assert int(count) == 3 and made.tolist() == [False, True, False, True, False, False, False]
+    assert table.tolist() == [EMPTY, EMPTY, 1, EMPTY, EMPTY, 0, EMPTY, 2]
+
+
+def test_hashed_and_dense_name_the_same_children():
+    rng = np.random.default_rng(0)
+    dense, hashed, count = Dense(50), Hashed(), [jnp.asarray(1)] * 2
+    tables, names = [dense.empty(5000, 100), hashed.empty(5000, 100)], [{}, {}]
+    for _ in range(20):
+        edges, keys = (jnp.asarray(rng.integers(0, high, 200), jnp.int32) for high in (100, 50))
+        wanted = jnp.asarray(rng.random(200) < 0.8)
+        for i, back_end in enumerate((dense, hashed)):
+            tables[i], ids, count[i] = back_end.find(tables[i], edges, keys, wanted, count[i], 5000)
+            for e, k, w, got in zip(*(x.tolist() for x in (edges, keys, wanted, ids)), strict=True):
+                assert (got != EMPTY) == w
+                assert not w or names[i].setdefault((e, k), got) == got
+    assert set(names[0]) == set(names[1]) and int(count[0]) == int(count[1]) == len(names[0]) + 1
+    assert all(len(set(n.values())) == len(n) for n in names)
+
+
+def test_keys_outside_a_dense_row_find_no_room():
+    table, ids, count = Dense(2).find(
+        Dense(2).empty(4, 4), jnp.zeros(3, jnp.int32), jnp.asarray([0, 2, -1]), jnp.ones(3, bool), jnp.asarray(1), 4
+    )
+    assert ids.tolist() == [1, EMPTY, EMPTY] and int(count) == 2
+
+
+def test_capacities_that_int32_cannot_index_are_refused():
+    with pytest.raises(UsageError, match="int32"):
+        empty_tree(3000, 2**20, 2**20, Dense(2))
+    with pytest.raises(UsageError, match="hash table"):
+        empty_tree(3, 4, 2**20, Dense(2**12))

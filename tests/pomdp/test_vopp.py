@@ -1,0 +1,200 @@
+"""The iterated reference scheme: its step against exact sweeps, its values, its reports, and closed loops."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from worlds import Bayes, Known, Leaving, Tiger
+
+from envs.rocksample import RockSample
+from jaxpar.pomdp import FixedReference, ParticleBelief, Particles, Vopp, simulate_many, summarize
+from jaxpar.pomdp.vopp import preference_step
+from jaxpar.types import UsageError
+
+TIGER, PARAMS = Tiger(), Tiger().default_params
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def planned(planner, key, env, params, belief):
+    return planner.plan(key, env, params, belief)
+
+
+@pytest.mark.parametrize("eta", [0.2, 2.0])
+def test_the_step_follows_the_exact_trajectory_on_tiger(eta):
+    """All beliefs of Tiger (differences of readings, -14..14) swept at once; published to four digits."""
+    difference = np.arange(-14, 15)
+    right = 1 / (1 + (0.15 / 0.85) ** difference)
+    heard_right = right * 0.85 + (1 - right) * 0.15
+    rewards = np.stack([-np.ones(29), 10 - 110 * (1 - right), 10 - 110 * right], axis=1).astype(np.float32)
+    psi, value = jnp.full((29, 3), jnp.inf), jnp.zeros(29)
+    # Psi_0 = 0: one step with Q = 0 from there subtracts log(3)/eta, which is added back.
+    psi, seen = jnp.zeros((29, 3)), {}
+    value = jnp.full((29,), np.log(3) / eta)
+    for k in range(1, 301):
+        up, down = value[np.minimum(difference + 15, 28)], value[np.maximum(difference + 13, 0)]
+        listen = heard_right * up + (1 - heard_right) * down
+        future = jnp.stack([listen, jnp.full(29, value[14]), jnp.full(29, value[14])], axis=1)
+        psi, value = preference_step(psi, rewards + 0.95 * future, jnp.ones((29, 3), bool), eta)
+        seen[k] = float(value[14])
+    want = {0.2: [-1.2731, 6.1974, 14.6085, 19.2397, 19.3714], 2.0: [-1.0275, 6.0893, 14.7086, 19.2429, 19.3714]}
+    np.testing.assert_allclose([seen[k] for k in (1, 10, 30, 100, 300)], want[eta], atol=1e-3)
+
+
+def test_a_new_action_enters_without_advantage():
+    psi, values = jnp.asarray([[5.0, jnp.inf, jnp.inf]]), jnp.asarray([[5.0, 9.0, 0.0]])
+    psi, value = preference_step(psi, values, jnp.asarray([[True, True, False]]), 10.0)
+    np.testing.assert_allclose(psi[0], [5 - np.log(2) / 10, 9 - np.log(2) / 10, -np.inf], rtol=1e-6)
+    psi, _ = preference_step(jnp.full((1, 2), jnp.inf), jnp.asarray([[-7.0, 0.0]]), jnp.asarray([[True, False]]), 10.0)
+    assert psi[0, 0] == -7.0
+
+
+SHORT = Vopp(512, 60, max_depth=3, eta=0.1, leaf="zero")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"unvisited": "optimistic"}, {"unvisited": "paper"}, {"sweep": "tree"}], ids=str
+)
+def test_reaches_the_exact_value_of_three_steps_of_tiger(changes):
+    planner = dataclasses.replace(SHORT, max_nodes=4096, **changes)
+    action, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    assert int(action) == 0 and int(info.overflow) == 0
+    np.testing.assert_allclose(float(info.value), 2.3098, atol=0.25)
+    np.testing.assert_allclose(float(info.values[0]), 2.3098, atol=0.25)
+
+
+def test_root_value_with_the_optimum_as_leaf_is_near_the_optimum():
+    """Four exact steps and then 19.3714 give 17.573: the optimum, less what the leaves' knowledge is worth."""
+    planner = Vopp(512, 60, max_depth=4, eta=0.1)
+    _, info = planned(planner, jax.random.key(1), TIGER, PARAMS.replace(leaf=19.371368), Known(0.5))
+    np.testing.assert_allclose(float(info.value), 1.79554 + 0.95**4 * 19.371368, atol=0.3)
+    assert abs(float(info.value) - 19.371368) < 2.2
+
+
+def test_the_fixed_reference_solves_another_problem():
+    """Exactly: the soft value of rewards -1, -45, -45 under a uniform reference."""
+    planner = FixedReference(4096, 4, max_depth=1, eta=0.05, leaf="zero")
+    _, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    want = np.log(np.mean(np.exp(0.05 * np.asarray(info.values)))) / 0.05
+    np.testing.assert_allclose(float(info.value), want, rtol=1e-5)
+    assert want < -10
+    _, iterated = planned(
+        Vopp(4096, 100, max_depth=1, eta=0.05, leaf="zero"), *(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    )
+    np.testing.assert_allclose(float(iterated.value), -1.0, atol=0.01)
+
+
+def test_simulations_that_end_early_have_no_future():
+    env = Leaving()
+    belief = ParticleBelief(8).init(jax.random.key(0), env, PARAMS)
+    planner = Vopp(512, 8, max_depth=3, eta=0.05, leaf="zero")
+    _, info = planned(planner, jax.random.key(0), env, PARAMS, belief)
+    np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.4)
+
+
+def test_same_key_same_plan_to_the_bit_and_another_key_another():
+    env = RockSample(3, 2)
+    belief = ParticleBelief(32).init(jax.random.key(1), env, env.default_params)
+    planner = Vopp(64, 10, max_depth=6)
+    first, again, other = (planned(planner, jax.random.key(k), env, env.default_params, belief) for k in (0, 0, 1))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, again))
+    assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, other))
+
+
+def test_vmapped_plans_are_those_of_a_loop():
+    keys = jax.random.split(jax.random.key(0), 3)
+    batch = jax.jit(jax.vmap(lambda key: Vopp(32, 6, max_depth=4).plan(key, TIGER, PARAMS, Known(0.5))))(keys)
+    for i, key in enumerate(keys):
+        one = planned(Vopp(32, 6, max_depth=4), key, TIGER, PARAMS, Known(0.5))
+        for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(one), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
+
+
+def test_masked_actions_are_never_taken():
+    env = Tiger(mask=(False, True, False))
+    action, info = planned(SHORT, jax.random.key(0), env, PARAMS, Known(0.5))
+    assert int(action) == 1 and info.visits.tolist() == [0, 512 * 60, 0] and info.legal.tolist() == [False, True, False]
+
+
+def test_small_capacities_are_counted_and_still_plan():
+    full, tight = (dataclasses.replace(SHORT, max_depth=5, max_nodes=m) for m in (4096, 20))
+    _, want = planned(full, jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    action, info = planned(tight, jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    assert int(info.overflow) > 0 and int(info.nodes) == 20 and int(info.edges) <= 20 and int(want.overflow) == 0
+    assert int(action) == 0 and np.isfinite(float(info.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Tiger):
+    def reward(self, state, action, next_state, params):
+        return jnp.where(action == 1, jnp.nan, -1.0)
+
+
+def test_rewards_that_are_not_finite_are_counted():
+    _, info = planned(SHORT, jax.random.key(0), Broken(), PARAMS, Known(0.5))
+    assert int(info.invalid) >= int(info.visits[1]) > 0 and np.isfinite(np.asarray(info.values)).all()
+
+
+def test_a_terminal_root_is_told():
+    env = Leaving()
+    ended = Particles(jnp.full((4,), 9, jnp.int32), jnp.full((4,), -np.log(4), jnp.float32))
+    action, info = planned(Vopp(8, 2, leaf="zero"), jax.random.key(0), env, PARAMS, ended)
+    assert float(info.ended) == 1 and int(info.steps) == 0 and int(action) == 0
+    with pytest.raises(UsageError, match="terminal"):
+        Vopp(8, 2, leaf="zero").plan_until(jax.random.key(0), env, PARAMS, ended, 1e9)
+
+
+def test_deadlines():
+    ticks = iter(range(1000))
+    planner = Vopp(16, 50, max_depth=3)
+    run = functools.partial(planner.plan_until, jax.random.key(0), Tiger(mask=(False, True, True)), PARAMS, Known(0.5))
+    action, info = run(-1.0)
+    assert int(action) == 1 and int(info.iterations) == 0
+    _, info = run(10.5, clock=lambda: float(next(ticks)))  # each batch takes one tick, and looking another
+    assert int(info.iterations) == 5
+    action, whole = run(1e12)
+    assert int(whole.iterations) == 50
+
+
+@pytest.mark.parametrize(
+    "fields, match",
+    [
+        ({"num_simulations": 0}, "num_simulations"),
+        ({"eta": 0.0}, "eta"),
+        ({"leaf": "guess"}, "leaf is one of"),
+        ({"unvisited": "no"}, "unvisited is one of"),
+        ({"sweep": "no"}, "sweep is one of"),
+    ],
+)
+def test_bad_fields_are_refused(fields, match):
+    with pytest.raises(UsageError, match=match):
+        Vopp(**fields)
+
+
+def test_bad_discounts_and_missing_heuristics_are_refused():
+    with pytest.raises(UsageError, match="discount"):
+        Vopp(8, 2, discount=1.5).plan(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    with pytest.raises(UsageError, match="no heuristic"):
+        Vopp(8, 2).plan(jax.random.key(0), Leaving(), PARAMS, Known(0.5))
+
+
+def test_closed_loop_on_tiger():
+    """Sixty steps, of which the optimum is worth 18.4065; one episode's return has a deviation of about 25."""
+    planner, params = Vopp(96, 16, max_depth=3, eta=0.05), PARAMS.replace(leaf=19.371368)
+    run = jax.jit(lambda key: simulate_many(key, TIGER, params, planner, Bayes(), 60, 400))
+    got = summarize(run(jax.random.key(0)))
+    assert abs(float(got.mean) - 18.4065) < 3 * float(got.error)
+    assert float(got.error) < 1.5 and int(got.invalid) == 0 and int(got.illegal) == 0
+
+
+@pytest.mark.slow
+def test_closed_loop_on_tiger_over_many_episodes():
+    planner = Vopp(128, 12, max_depth=4, eta=0.1)
+    params = PARAMS.replace(leaf=19.371368)
+    run = jax.jit(
+        lambda key: simulate_many(key, TIGER, params, planner, Bayes(), 120, 200_000, batch=2000).discounted_return
+    )
+    returns = np.asarray(run(jax.random.key(0)))
+    assert abs(returns.mean() - 19.371368) < 0.2 + 19.4 * 0.95**120
