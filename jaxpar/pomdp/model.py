@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxpar.env import Discrete, Transition, step
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
@@ -42,7 +43,7 @@ class Simulated(NamedTuple):
 
 def is_traced(tree: PyTree) -> bool:
     """Whether values cannot be looked at here, since a transformation is tracing them."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def num_actions(env: Any, params: PyTree) -> int:

@@ -146,7 +146,8 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
     lanes = Lanes(states, node, jnp.full((count,), EMPTY, jnp.int32), ~ended)
 
     def level(d: Array, carry: tuple) -> tuple:
-        return _descend(jax.random.fold_in(level_key, d), planner, env, params, *carry, d)
+        tree, path, lanes = carry
+        return _descend(jax.random.fold_in(level_key, d), planner, env, params, tree, path, lanes, d)
 
     tree, path, lanes = jax.lax.fori_loop(0, depth, level, (tree, path, lanes))
     waiting = (lanes.stuck != EMPTY) | (lanes.node != EMPTY)
