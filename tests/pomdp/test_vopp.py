@@ -180,6 +180,7 @@ def test_bad_discounts_and_missing_heuristics_are_refused():
         Vopp(8, 2).plan(jax.random.key(0), Leaving(), PARAMS, Known(0.5))
 
 
+@pytest.mark.slow
 def test_closed_loop_on_tiger():
     """Sixty steps, of which the optimum is worth 18.4065; one episode's return has a deviation of about 25."""
     planner, params = Vopp(96, 16, max_depth=3, eta=0.05), PARAMS.replace(leaf=19.371368)
