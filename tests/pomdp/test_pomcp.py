@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from worlds import Known, Leaving, Tiger
+from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief, Pomcp

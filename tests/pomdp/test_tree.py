@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_tree import PlainTree, Recorded, RecordedVopp, recorded
-from worlds import Known, Leaving, Tiger
+from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from worlds import Bayes, Known, Leaving, Tiger
+from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
 from jaxpar.pomdp import FixedReference, ParticleBelief, Particles, Vopp, simulate_many, summarize
