@@ -58,6 +58,7 @@ def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
     assert bool(seen["held"]) == isinstance(env.layout, DoorKey)
 
 
+@pytest.mark.slow  # the table of contracts checks one of each class in CI
 def test_the_promises_of_an_environment():
     check_environment(WORLDS[1])
 

@@ -67,6 +67,7 @@ def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
         assert set(survival.ACHIEVEMENTS) - {"wooden_pickaxe", "diamond"} <= set(seen), seen
 
 
+@pytest.mark.slow
 def test_stone_fills_water_but_not_the_edge_of_the_map():
     state = SMALL.init(jax.random.key(0), SMALL.default_params)
     state = state.replace(terrain=jnp.full((16, 16), terrain.WATER, jnp.uint8), inventory=state.inventory.at[1].set(1))
