@@ -8,15 +8,14 @@ Source: Silver and Veness (2010), "Monte-Carlo planning in large POMDPs".
 """
 
 import dataclasses
-import time
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, begin, grow, improve_until, report
+from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, plan, plan_until, report, search
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["Pomcp", "ranks", "virtual_choice"]
 
@@ -135,26 +134,7 @@ class Pomcp:
 
         return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
 
-    def plan(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
-        """An action for `belief`, int32, with its report; pure, with a fixed budget, for jit, vmap and scan.
-
-        Args:
-            key: consumed.
-            env: an environment with one Discrete action.
-            params: its parameters.
-            belief: a pytree with `draw(key, num) -> states`.
-        """
-        return self.decide(self.search(key, env, params, belief))
-
-    def search(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> Search:
-        """The search that `plan` decides by, with the whole tree."""
-        return grow(key, self, env, params, belief, begin(self, env, params, self.iterations), self.iterations)
-
-    def plan_until(
-        self, key: PRNGKey, env: Any, params: PyTree, belief: Any, deadline: float, clock: Any = time.monotonic
-    ) -> tuple[Array, PlanInfo]:
-        """As `Vopp.plan_until`."""
-        return self.decide(improve_until(key, self, env, params, belief, deadline, clock))
+    plan, search, plan_until = plan, search, plan_until
 
     def decide(self, search: Search) -> tuple[Array, PlanInfo]:
         """The action of the highest mean return, and the report; the policy is the visits' share."""

@@ -25,7 +25,21 @@ from jaxpar.pomdp.model import (
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, add_leaves, arrive, empty_tree, take
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["LEAVES", "Path", "PlanInfo", "Lanes", "Search", "begin", "children_of", "grow", "improve_until", "report"]
+__all__ = [
+    "LEAVES",
+    "Path",
+    "PlanInfo",
+    "Lanes",
+    "Search",
+    "begin",
+    "children_of",
+    "grow",
+    "improve_until",
+    "plan",
+    "plan_until",
+    "report",
+    "search",
+]
 
 LEAVES = ("heuristic", "rollout", "zero")
 """How a simulation is valued where it stops: the environment's `heuristic`, a random rollout, or 0."""
@@ -297,3 +311,40 @@ def improve_until(
         search = jax.block_until_ready(_grown(key, planner, env, params, belief, search, 1))
         longest = max(longest, clock() - began)
     return search
+
+
+def plan(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
+    """An action for `belief`, int32, with its report; pure, with a fixed budget, for jit, vmap and scan.
+
+    Args:
+        planner: the planner, whose method this is.
+        key: consumed.
+        env: an environment with one Discrete action.
+        params: its parameters.
+        belief: a pytree with `draw(key, num) -> states`.
+    """
+    return planner.decide(planner.search(key, env, params, belief))
+
+
+def search(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> Search:
+    """The search that `plan` decides by, with the whole tree; a planner's method, too."""
+    return grow(key, planner, env, params, belief, begin(planner, env, params, planner.iterations), planner.iterations)
+
+
+def plan_until(
+    planner: Any,
+    key: PRNGKey,
+    env: Any,
+    params: PyTree,
+    belief: Any,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Array, PlanInfo]:
+    """As `plan`, with as many of the batches as end before `deadline` on `clock` (s); runs on the host.
+
+    A deadline that is too short for one batch still gives a legal action, with `iterations` 0.
+
+    Raises:
+        UsageError: every state drawn from the belief has ended.
+    """
+    return planner.decide(improve_until(key, planner, env, params, belief, deadline, clock))

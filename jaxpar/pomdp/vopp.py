@@ -14,7 +14,6 @@ code: simulations that end early count in N(ba); actions that were never tried a
 """
 
 import dataclasses
-import time
 from typing import Any, ClassVar
 
 import jax
@@ -22,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.pomdp.model import is_traced
-from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, begin, grow, improve_until, report
+from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, plan, plan_until, report, search
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, lineage, tell_parents
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
 
@@ -208,29 +207,7 @@ class Vopp:
         tree = dataclasses.replace(tree, psi=tree.psi.at[row].set(psi, mode="drop"))
         return tell_parents(tree, nodes, parents, jnp.where(jnp.any(tried, axis=1), best, leaf))
 
-    def plan(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
-        """An action for `belief`, int32, with its report; pure, with a fixed budget, for jit, vmap and scan.
-
-        Args:
-            key: consumed.
-            env: an environment with one Discrete action.
-            params: its parameters.
-            belief: a pytree with `draw(key, num) -> states`.
-        """
-        return self.decide(self.search(key, env, params, belief))
-
-    def search(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> Search:
-        """The search that `plan` decides by, with the whole tree."""
-        return grow(key, self, env, params, belief, begin(self, env, params, self.iterations), self.iterations)
-
-    def plan_until(
-        self, key: PRNGKey, env: Any, params: PyTree, belief: Any, deadline: float, clock: Any = time.monotonic
-    ) -> tuple[Array, PlanInfo]:
-        """As `plan`, with as many of the batches as end before `deadline` on `clock` (s); runs on the host.
-
-        A deadline that is too short for one batch still gives a legal action, with `iterations` 0.
-        """
-        return self.decide(improve_until(key, self, env, params, belief, deadline, clock))
+    plan, search, plan_until = plan, search, plan_until
 
     def decide(self, search: Search) -> tuple[Array, PlanInfo]:
         """The action of the highest preference, and the report."""
