@@ -28,6 +28,7 @@ MODULES: tuple[str, ...] = (
     "baby",
     "rocksample",
     "tag",
+    "mars",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
