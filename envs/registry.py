@@ -29,6 +29,8 @@ MODULES: tuple[str, ...] = (
     "rocksample",
     "tag",
     "mars",
+    "navigation",
+    "light_dark",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
