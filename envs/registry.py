@@ -31,6 +31,7 @@ MODULES: tuple[str, ...] = (
     "mars",
     "navigation",
     "light_dark",
+    "laser_tag",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
