@@ -32,6 +32,8 @@ MODULES: tuple[str, ...] = (
     "navigation",
     "light_dark",
     "laser_tag",
+    "sub_hunt",
+    "crowd",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 
