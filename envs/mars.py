@@ -116,6 +116,11 @@ class Mars:
         """The rocks' places, int32 `[k, 2]`."""
         return _layout(self)
 
+    def with_rocks(self, state: MarsState, good: Array) -> MarsState:
+        """The same rovers among other rocks, bool `[k]`: for beliefs that treat each rock by itself."""
+        words = jnp.where(good[:, None], self._bit(jnp.arange(self.num_rocks)), jnp.uint32(0))
+        return state.replace(good=words.sum(0, dtype=jnp.uint32))
+
     def observation_space(self, params: MarsParams) -> Discrete:
         """Pairs of nothing, bad, good."""
         return Discrete(9)

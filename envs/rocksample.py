@@ -100,6 +100,10 @@ class RockSample:
         cells = np.random.default_rng(self.layout).choice(self.size**2, self.num_rocks, replace=False)
         return np.stack([cells % self.size, cells // self.size], axis=1).astype(np.int32)
 
+    def with_rocks(self, state: RockSampleState, good: Array) -> RockSampleState:
+        """The same rover among other rocks, bool `[k]`: for beliefs that treat each rock by itself."""
+        return state.replace(good=good)
+
     def observation_space(self, params: RockSampleParams) -> Discrete:
         """Nothing, bad, good."""
         return Discrete(3)
