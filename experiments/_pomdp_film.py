@@ -34,21 +34,22 @@ class Move(NamedTuple):
 
 
 def moves(
-    key: PRNGKey, env: Any, params: PyTree, planner: Any, belief_model: Any, num_steps: int, plan: Any
-) -> Iterator[Move]:
+    key: PRNGKey, env: Any, params: PyTree, belief_model: Any, num_steps: int, plan: Any, *,
+    start: PyTree | None = None,
+) -> Iterator[Move]:  # fmt: skip
     """Yields an episode of at most `num_steps` steps, one by one.
 
     Args:
       key: Consumed, as by `jaxpar.pomdp.simulate`.
       env: The environment.
       params: Its parameters.
-      planner: The planner.
       belief_model: The belief's.
       num_steps: Most steps.
       plan: `(key, belief) -> (action, info, tree or None, seconds)`.
+      start: The first state, instead of one that is drawn.
     """
     start_key, belief_key, walk_key = jax.random.split(key, 3)
-    _, state = jax.jit(lambda key: reset(key, env, params))(start_key)
+    state = jax.jit(lambda key: reset(key, env, params)[1])(start_key) if start is None else start
     belief = jax.jit(lambda key: belief_model.init(key, env, params))(belief_key)
     go = jax.jit(lambda key, state, action: step(key, env, state, action, params))
     learn = jax.jit(lambda key, belief, action, obs: belief_model.update(key, belief, action, obs, env, params))

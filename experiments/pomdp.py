@@ -202,7 +202,7 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
     spent = []
     for i in range(config.episodes):
         key = jax.random.fold_in(jax.random.key(config.seed), i)
-        walked = list(moves(key, env, params, planner, setting.belief, config.steps, plan))
+        walked = list(moves(key, env, params, setting.belief, config.steps, plan))
         spent += [move.seconds for move in walked]
         rows["returns"].append(sum(move.reward * discount**t for t, move in enumerate(walked)))
         rows["lengths"].append(len(walked))
@@ -233,7 +233,7 @@ def shoot(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib.Pat
         return None
     env, params, planner = setting.env, setting.params, setting.planner
     key, draw_key = jax.random.fold_in(jax.random.key(config.seed), 0), jax.random.key(config.seed)
-    walked = list(moves(key, env, params, planner, setting.belief, config.steps, planned(planner, env, params)))
+    walked = list(moves(key, env, params, setting.belief, config.steps, planned(planner, env, params)))
     path = folder / "plots" / "episode.gif"
     path.parent.mkdir(exist_ok=True)
     frames = film(walked, env, params, draw_key, f"{config.env}, {config.planner['kind']}")

@@ -33,7 +33,7 @@ def test_batches_report_what_a_loop_of_single_steps_gives(main, tmp_path):
     returns = []
     for i in range(3):
         key = jax.random.fold_in(jax.random.key(0), i)
-        walk = list(moves(key, env, params, setting.planner, setting.belief, 4, plan))
+        walk = list(moves(key, env, params, setting.belief, 4, plan))
         assert all(move.tree.visits == 48 and not move.terminated for move in walk) and len(walk) == 4
         returns.append(sum(move.reward * 0.95**t for t, move in enumerate(walk)))
     mean, error = pomdp.mean_and_error(np.asarray(returns))
