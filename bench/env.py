@@ -10,6 +10,7 @@ Every observation, reward and flag is summed as it comes, or XLA would drop what
 | lane, batch | `jaxpar.rollout.unroll` of the same environment, its own resets taken out, with either family of keys |
 | lane-same, batch-same | the same with `SameStep()` |
 | batch-loop, batch-pool | the same with `Chunked(lanes / 32)`, which always loops, and with `Pool(256)` |
+| lane-trip8, batch-trip8 | the same with eight steps a trip of the compiled loop, or any other number |
 | none | no reset at all: what the others strive for |
 | numpy | Gymnasium's vector environment in NumPy, where it has one |
 
@@ -38,7 +39,7 @@ from harness import HERE, Table
 from jaxpar.env import adapt
 from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, begin, random_policy, unroll
 
-SIDES = ("bare", "lane-same", "lane", "batch-same", "batch", "batch-loop", "batch-pool", "none", "numpy")
+SIDES = ("bare", "lane-same", "lane", "batch-same", "batch", "batch-trip8", "batch-loop", "batch-pool", "none", "numpy")
 
 
 def made(name: str) -> tuple[Any, Any, Any]:
@@ -92,6 +93,7 @@ def our_side(env, params, num_lanes, num_steps, side, warm):
     """Returns our loop and its first lanes, walked `warm` steps so that episodes end as often as they will."""
     draw, _, how = side.partition("-")
     reset = {"same": SameStep(), "loop": Chunked(max(1, num_lanes // 32)), "pool": Pool(256)}.get(how)
+    trip = int(how.removeprefix("trip")) if how.startswith("trip") else 1
     if side == "none":
         draw, reset = "batch", NoReset()
 
@@ -100,7 +102,7 @@ def our_side(env, params, num_lanes, num_steps, side, warm):
 
     def go(key, lanes):
         lanes, (total, ended) = unroll(
-            key, lanes, env, params, random_policy(env), params, num_steps, reset=reset, draw=draw, keep=keep
+            key, lanes, env, params, random_policy(env), params, num_steps, reset=reset, draw=draw, keep=keep, trip=trip
         )
         return lanes, total.sum(), ended.sum()
 

@@ -7,6 +7,7 @@ reward and flag is summed. "no ends" is `Chunked()` where nothing ends: what the
 
     python bench/resets.py                                              # CPU, some minutes
     python bench/resets.py --env Survival --lanes 4096 --steps 64
+    python bench/resets.py --env Craftax-Classic-Symbolic-v1             # where Craftax is installed
 """
 
 import argparse
@@ -23,10 +24,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import flax.struct
 import jax
 import jax.numpy as jnp
-from env import checksum, measured
+from env import checksum, made, measured
 from harness import HERE, Table
 
-import envs
 from jaxpar.env import reset, step
 from jaxpar.rollout import Chunked, Pool, SameStep, begin, random_policy, unroll
 
@@ -63,7 +63,7 @@ class EndsByChance:
 
 def program(name: str, num_lanes: int, num_steps: int, policy: Any) -> dict:
     """Returns what runs, `(key, (lanes, params)) -> ...`, its lanes and the seconds of compilation."""
-    inner, params = envs.make(name)
+    inner, params, _ = made(name)
     env = EndsByChance(inner)
 
     def keep(row):

@@ -145,8 +145,13 @@ def _visible(clear: Array) -> Array:
         leftward = _walk(lit, row, size, jnp.right_shift)
         return rightward | (rightward << 1) | leftward | (leftward >> 1), lit | (leftward >> 1)
 
-    # Not unrolled: XLA's CPU compiler would compute every row again for each cell above it, at twice the time.
-    _, words = jax.lax.scan(upwards, jnp.uint32(1 << (size // 2)), rows, reverse=True)
+    def words_of(rows: Array, unroll: int) -> Array:
+        return jax.lax.scan(upwards, jnp.uint32(1 << (size // 2)), rows, reverse=True, unroll=unroll)[1]
+
+    # On CPUs unrolled rows would be computed again for each cell above them; on others a loop is a launch a row.
+    words = jax.lax.platform_dependent(
+        rows, cpu=lambda rows: words_of(rows, 1), default=lambda rows: words_of(rows, size)
+    )
     return (words[:, None] >> bits[None, :] & 1) == 1
 
 

@@ -93,16 +93,19 @@ def components(open_cells: Array) -> Array:
     """
     index = jnp.arange(open_cells.size, dtype=jnp.int32).reshape(open_cells.shape)
 
-    def sweep(labels: tuple[Array, Array]) -> tuple[Array, Array]:
-        _, label = labels
+    def sweep(_: Array, label: Array) -> Array:
         padded = jnp.pad(label, 1, constant_values=-1)
         around = jnp.maximum(
             jnp.maximum(padded[2:, 1:-1], padded[:-2, 1:-1]), jnp.maximum(padded[1:-1, 2:], padded[1:-1, :-2])
         )
-        return label, jnp.where(open_cells, jnp.maximum(label, around), -1)
+        return jnp.where(open_cells, jnp.maximum(label, around), -1)
+
+    def sweeps(labels: tuple[Array, Array]) -> tuple[Array, Array]:
+        # Several a look: on an accelerator every look at the outcome waits for the host.
+        return labels[1], jax.lax.fori_loop(0, 8, sweep, labels[1])
 
     first = jnp.where(open_cells, index, -1)
-    return jax.lax.while_loop(lambda labels: jnp.any(labels[0] != labels[1]), sweep, sweep((first, first)))[1]
+    return jax.lax.while_loop(lambda labels: jnp.any(labels[0] != labels[1]), sweeps, sweeps((first, first)))[1]
 
 
 def _with_start(kinds: Array) -> tuple[Array, Array, Array]:

@@ -203,7 +203,12 @@ def _descend(
 ) -> tuple[Tree, Path, Lanes]:
     """One level down for every live simulation."""
     select_key, step_key = jax.random.split(key)
-    actions = planner.select(select_key, tree, lanes, legal_actions(env, params, lanes.states))
+    legal = legal_actions(env, params, lanes.states)
+    if hasattr(env, "action_mask"):
+        at = jnp.where(lanes.live, lanes.node, EMPTY)
+        counts = jnp.sum(legal, axis=1, dtype=jnp.int32)
+        tree = dataclasses.replace(tree, node_legal=tree.node_legal.at[at].set(counts, mode="drop"))
+    actions = planner.select(select_key, tree, lanes, legal)
     tree, edges = take(tree, lanes.node, actions, lanes.live)
     moved = edges != EMPTY
     result = simulate_steps(step_key, env, params, lanes.states, actions)

@@ -45,6 +45,7 @@ class Tree:
         edges: int32 `[N, A]`, the edge of each action, or `EMPTY`.
         children: the table of nodes below edges, of `Dense` or `Hashed`.
         node_visits: int32 `[N]`, simulations that arrived.
+        node_legal: int32 `[N]`, how many actions are legal, as last seen where one was taken.
         leaf_sum: float32 `[N]`, values of the simulations that stopped here.
         leaf_visits: int32 `[N]`, how many those are.
         weighted: float32 `[N]`, visits times value, as last added to the edge above.
@@ -66,6 +67,7 @@ class Tree:
     edges: Array
     children: Any
     node_visits: Array
+    node_legal: Array
     leaf_sum: Array
     leaf_visits: Array
     weighted: Array
@@ -273,6 +275,7 @@ def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Any) 
         edges=jnp.full((max_nodes, num_actions), EMPTY, jnp.int32),
         children=children.empty(max_nodes, max_edges),
         node_visits=jnp.zeros(node, jnp.int32),
+        node_legal=jnp.full(node, num_actions, jnp.int32),
         leaf_sum=jnp.zeros(node, jnp.float32),
         leaf_visits=jnp.zeros(node, jnp.int32),
         weighted=jnp.zeros(node, jnp.float32),

@@ -8,9 +8,14 @@ With the previous policy as reference, the value under a relative-entropy penalt
 and the policy is softmax(eta Psi). No maximum over samples is taken anywhere: sampling errors average out, and the
 preference of the best action tends to the optimal value while the others fall at the rate of their advantage gaps.
 
-Sources: PORPP (IJCAI 2025, eqs. 3-12 and 19), VOPP (arXiv 2510.27191). What this one does otherwise than the official
-code: simulations that end early count in N(ba); actions that were never tried at b enter [L Psi](b) only with
-`unvisited="paper"`; only visited nodes are backed up unless `sweep="tree"`.
+The scheme may start at any preferences. Here it starts at Psi_0(b, a) = v(b) - log(A)/eta, v being the guess made where
+the tree ended (`leaf`), and an action keeps that until it is tried: so a node that has seen one bad action is worth
+its guess and not that action, and values do not fall where the tree is thin. Preferences move only when their action
+is tried, as in the asynchronous rule of PORPP, so that none starves for a bad first sample.
+
+Sources: PORPP (IJCAI 2025, eqs. 3-12, 19 and algorithm 2), VOPP (arXiv 2510.27191). What this one does otherwise than
+the official code: simulations that end early count in N(ba); a simulation stops at the first node that it makes; the
+start above and the asynchronous rule. `unvisited="paper"` with `sweep="tree"` is the rule of that code.
 """
 
 import dataclasses
@@ -27,7 +32,7 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
 
-UNVISITED = ("mask", "optimistic", "paper")
+UNVISITED = ("leaf", "mask", "paper")
 
 
 def soft_value(psi: Array, tried: Array, eta: Any) -> Array:
@@ -35,35 +40,30 @@ def soft_value(psi: Array, tried: Array, eta: Any) -> Array:
     return jax.nn.logsumexp(jnp.where(tried, eta * psi, -jnp.inf), axis=-1) / eta
 
 
-def preference_step(psi: Array, values: Array, tried: Array, eta: Any, unvisited: str = "mask") -> tuple[Array, Array]:
+def preference_step(
+    psi: Array, values: Array, tried: Array, eta: Any, first: Array, untried: Array, moves: Array | None = None
+) -> tuple[Array, Array]:
     """One step of the iterated scheme at n beliefs: the new Psi `[n, A]` and the new [L Psi] `[n]`.
 
-    An action that is tried for the first time (`psi` infinite) starts at what the others' preferences say of the
-    belief, with its uniform share: as if it had had no advantage so far. The choice changes how fast the scheme
-    settles, not where.
-
     Args:
-        psi: float32 `[n, A]`, infinite where new.
+        psi: float32 `[n, A]`, infinite where an action is new: it starts at `first`.
         values: float32 `[n, A]`, Q.
         tried: bool `[n, A]`.
         eta: > 0; large is greedy.
-        unvisited: "paper" counts untried actions in L at their first preference, -log(A)/eta; else they do not count.
+        first: float32 `[n]`, the preference that an action starts with.
+        untried: int32 `[n]`, how many actions that were never tried count in L, each with `first`.
+        moves: bool `[n, A]`, whose preferences move: those tried just now; None is all that were ever tried.
     """
-    fresh = tried & jnp.isinf(psi)
-    old = tried & ~fresh
-    if unvisited == "paper":
-        first = jnp.full(psi.shape[:-1] + (1,), -jnp.log(psi.shape[-1]) / eta)
-        psi = jnp.where(old, psi, first)
-        moved = psi + values - soft_value(psi, jnp.ones_like(tried), eta)[..., None]
-        psi = jnp.where(tried, moved, psi)
-        return psi, soft_value(psi, jnp.ones_like(tried), eta)
-    # New actions enter at an equal share of what is known, so that L over all of them needs no second sum.
-    known, all_tried = jnp.sum(old, axis=-1), jnp.maximum(jnp.sum(tried, axis=-1), 1)
-    share = jnp.where(known > 0, soft_value(psi, old, eta) - jnp.log(jnp.maximum(known, 1)) / eta, 0.0)
-    level = share + jnp.log(all_tried) / eta
-    psi = jnp.where(fresh, share[..., None], jnp.where(tried, psi, 0.0))
-    psi = jnp.where(tried, psi + values - level[..., None], -jnp.inf)
-    return psi, soft_value(psi, tried, eta)
+    others = jnp.where(untried > 0, first + jnp.log(jnp.maximum(untried, 1)) / eta, -jnp.inf)
+
+    def level(psi: Array) -> Array:
+        return jnp.logaddexp(eta * soft_value(psi, tried, eta), eta * others) / eta
+
+    psi = jnp.where(tried, jnp.where(jnp.isinf(psi), first[..., None], psi), 0.0)
+    base = jnp.where(jnp.isneginf(others) & ~jnp.any(tried, axis=-1), 0.0, level(psi))
+    moved = psi + values - base[..., None]
+    psi = jnp.where(tried, moved if moves is None else jnp.where(moves, moved, psi), -jnp.inf)
+    return psi, level(psi)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,9 @@ class Vopp:
 
     A plan makes `iterations` batches of `num_simulations` simulations; batch k goes `floor(depth_scale k^depth_power)
     + 1` steps deep, at most `max_depth`. Costs O(n A) a level and batch, whatever the size of the tree.
+
+    Where actions are many, a node considers `widen N^widen_power` of them after N visits: those it has tried, and as
+    many more that it has not.
 
     Legal actions are those of a simulation's own state; states that share a history are taken to agree on them.
 
@@ -85,9 +88,11 @@ class Vopp:
         depth_power: alpha of it; 0 with `depth_scale=max_depth` is full depth at once.
         leaf: value of a state where a simulation stops: "heuristic" (the environment's), "rollout" or "zero".
         rollout_depth: steps of a rollout.
-        unvisited: what untried actions are worth: "mask" (as much as the belief: tried with their prior share, in no
-            sum), "optimistic" (tried before all others) or "paper" (their first preference stays, also in L).
-        sweep: "visited" backs up the nodes of the batch; "tree" all of them, level by level.
+        unvisited: what untried actions count for in [L Psi](b): "leaf" (the guess v(b); simulations stop at new nodes),
+            "mask" (nothing) or "paper" (-log(A)/eta, and so are they drawn; else each has its uniform share of draws).
+        sweep: "visited" moves what the batch tried; "tree" every action ever tried, level by level.
+        widen: how many actions a node considers at its first visit.
+        widen_power: how that number grows with its visits.
         max_nodes: capacity in observation nodes.
         max_edges: capacity in action nodes; None is `max_nodes`.
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
@@ -102,14 +107,20 @@ class Vopp:
     depth_power: float = 1.0
     leaf: str = "heuristic"
     rollout_depth: int = 20
-    unvisited: str = "mask"
+    unvisited: str = "leaf"
     sweep: str = "visited"
+    widen: Any = 8.0
+    widen_power: Any = 0.5
     max_nodes: int = 1 << 20
     max_edges: int | None = None
     children: Dense | Hashed | None = None
 
     iterated: ClassVar[bool] = True
-    stops_at_new: ClassVar[bool] = False
+
+    @property
+    def stops_at_new(self) -> bool:
+        """Whether a simulation stops at the first node that it makes: there the guess is made that "leaf" needs."""
+        return self.unvisited == "leaf"
 
     def __post_init__(self) -> None:
         for name in ("num_simulations", "iterations", "max_depth", "max_nodes"):
@@ -128,20 +139,25 @@ class Vopp:
         depth = jnp.floor(self.depth_scale * jnp.asarray(k, jnp.float32) ** self.depth_power + 1e-4)
         return jnp.minimum(depth.astype(jnp.int32) + 1, self.max_depth)
 
+    def considered(self, visits: Array, legal: Array) -> Array:
+        """How many of a node's `legal` actions count after `visits`, int32."""
+        most = jnp.ceil(self.widen * jnp.maximum(visits, 1).astype(jnp.float32) ** self.widen_power)
+        return jnp.minimum(legal.astype(jnp.float32), most).astype(jnp.int32)
+
     def select(self, key: PRNGKey, tree: Tree, lanes: Lanes, legal: Array) -> Array:
         """Actions drawn from softmax(eta Psi) over the tried and the prior share of the untried; int32 `[n]`."""
         row = tree.edges.at[lanes.node].get(mode="clip")
         tried = legal & (row != EMPTY)
-        untried = legal & ~tried
         psi = tree.psi.at[row].get(mode="clip")
-        known, unknown, all_legal = (jnp.sum(mask, axis=1, keepdims=True) for mask in (tried, untried, legal))
         if self.unvisited == "paper":
-            psi = jnp.where(tried, psi, -jnp.log(psi.shape[1]) / self.eta)
-            weights = _weights(psi, legal, self.eta)
+            weights = _weights(jnp.where(tried, psi, -jnp.log(psi.shape[1]) / self.eta), legal, self.eta)
         else:
+            untried = legal & ~tried
+            known, unknown = (jnp.sum(mask, axis=1, keepdims=True) for mask in (tried, untried))
+            visits = tree.node_visits.at[lanes.node].get(mode="clip")[:, None]
+            most = self.considered(visits, known + unknown)
+            share = jnp.where(known > 0, jnp.maximum(most - known, 0) / jnp.maximum(most, 1), 1.0)
             weights = _weights(psi, tried, self.eta)
-            share = unknown / jnp.maximum(all_legal, 1) if self.unvisited == "mask" else jnp.minimum(unknown, 1.0)
-            share = jnp.where(known > 0, share, 1.0)
             weights = weights / jnp.maximum(weights.sum(1, keepdims=True), 1e-30) * (1 - share)
             weights = jnp.where(untried, share / jnp.maximum(unknown, 1), weights)
         total = _sums_before(weights)
@@ -164,10 +180,12 @@ class Vopp:
         if self.sweep == "tree":
             return self._sweep(tree, children, depth, discount)
 
+        moves = jnp.zeros(tree.psi.shape, bool).at[path.edges.reshape(-1)].set(True, mode="drop")
+
         def level(i: Array, tree: Tree) -> Tree:
             d = depth - i
             parents = jnp.where(d > 0, path.edges[jnp.maximum(d - 1, 0)], EMPTY)
-            return self._back_up_nodes(tree, path.nodes[d], path.edges[d], parents, discount)
+            return self._back_up_nodes(tree, path.nodes[d], path.edges[d], parents, discount, moves)
 
         return jax.lax.fori_loop(0, depth + 1, level, tree)
 
@@ -186,26 +204,48 @@ class Vopp:
         def back_up_level(i: Array, tree: Tree) -> Tree:
             nodes = jnp.where(levels == depth - i, ids, EMPTY)
             edges = jnp.where(edge_levels == depth - i, edge_ids, EMPTY)
-            return self._back_up_nodes(tree, nodes, edges, above, discount)
+            return self._back_up_nodes(tree, nodes, edges, above, discount, None)
 
         return jax.lax.fori_loop(0, depth + 1, back_up_level, tree)
 
-    def _back_up_nodes(self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Any) -> Tree:
+    def _back_up_nodes(
+        self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Any, moves: Array | None
+    ) -> Tree:
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
         total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[edges].get(mode="clip")
         tree = dataclasses.replace(tree, value=tree.value.at[edges].set(total / visits, mode="drop"))
-        here = nodes != EMPTY
-        row = jnp.where(here[:, None], tree.edges.at[nodes].get(mode="clip"), EMPTY)
+        row = jnp.where((nodes != EMPTY)[:, None], tree.edges.at[nodes].get(mode="clip"), EMPTY)
         tried = row != EMPTY
         values, psi = tree.value.at[row].get(mode="clip"), tree.psi.at[row].get(mode="clip")
+        guesses = tree.leaf_visits.at[nodes].get(mode="clip")
+        leaf = tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(guesses, 1)
         if self.iterated:
-            psi, best = preference_step(psi, values, tried, self.eta, self.unvisited)
+            first, untried = self._start(tree, nodes, psi, tried, leaf, guesses)
+            now = None if moves is None else moves.at[row].get(mode="clip") & tried
+            psi, best = preference_step(psi, values, tried, self.eta, first, untried, now)
         else:
             psi = values - jnp.log(jnp.maximum(jnp.sum(tried, axis=1, keepdims=True), 1)) / self.eta
             best = soft_value(psi, tried, self.eta)
-        leaf = tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(tree.leaf_visits.at[nodes].get(mode="clip"), 1)
         tree = dataclasses.replace(tree, psi=tree.psi.at[row].set(psi, mode="drop"))
         return tell_parents(tree, nodes, parents, jnp.where(jnp.any(tried, axis=1), best, leaf))
+
+    def _start(
+        self, tree: Tree, nodes: Array, psi: Array, tried: Array, leaf: Array, guesses: Array
+    ) -> tuple[Array, Array]:
+        """The preference with which actions of each node start, and how many untried ones count with it."""
+        count = jnp.sum(tried, axis=1)
+        if self.unvisited == "paper":
+            return jnp.full(nodes.shape, -jnp.log(psi.shape[1]) / self.eta), psi.shape[1] - count
+        old = tried & ~jnp.isinf(psi)
+        known = jnp.sum(old, axis=1)
+        # Without a guess an action starts with an equal share of what the others say of the belief.
+        share = jnp.where(known > 0, soft_value(psi, old, self.eta) - jnp.log(jnp.maximum(known, 1)) / self.eta, 0.0)
+        if self.unvisited == "mask":
+            return share, jnp.zeros_like(count)
+        visits, legal = (x.at[nodes].get(mode="clip") for x in (tree.node_visits, tree.node_legal))
+        guessed = guesses > 0  # the root has no guess
+        most = jnp.where(guessed, jnp.maximum(self.considered(visits, legal), count), count)
+        return jnp.where(guessed, leaf - jnp.log(jnp.maximum(most, 1)) / self.eta, share), most - count
 
     plan, search, plan_until = plan, search, plan_until
 

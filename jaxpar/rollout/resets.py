@@ -226,7 +226,8 @@ def _chunk_size(policy, env, params, base, levels, now) -> int | None:
     """The lanes of a trip; None to reset all lanes without a loop.
 
     By default a trip costs about a sixteenth of a step of all lanes. On an accelerator every trip waits for the host,
-    and a small one leaves the device idle: there cheap resets need no loop, and no trip is small.
+    and a small one leaves the device idle: there resets that are cheap or few (1e8 operations take about 0.1 ms on an
+    H100, as two trips do) need no loop, and no trip is small.
     """
     num_lanes = len(jax.tree.leaves(now)[0])
     if isinstance(policy, SameStep):
@@ -239,7 +240,7 @@ def _chunk_size(policy, env, params, base, levels, now) -> int | None:
     size = math.ceil(num_lanes / 16 * min(1.0, of_step / of_reset))
     if platform() == "cpu":
         return size
-    return None if of_reset < max(20_000, 2 * of_step) else max(64, size)
+    return None if of_reset < 2 * of_step or of_reset * num_lanes < 1e8 else max(256, size)
 
 
 def _operations(env, params, base, levels, states) -> tuple[float, float]:

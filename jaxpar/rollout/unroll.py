@@ -79,6 +79,7 @@ def unroll(
     draw: str = "lane",
     value: Any = None,
     keep: Any = None,
+    trip: int = 1,
 ) -> tuple[Lanes, Any]:
     """Walks every lane `num_steps` steps on: a `lax.scan` over steps of a `vmap` over lanes.
 
@@ -100,6 +101,7 @@ def unroll(
             evaluated on the last observation, only in steps in which some lane of the device was truncated; static.
         keep: `Steps [B] -> pytree`, what to keep of a step, by default all of it; whatever it keeps must have a leading
             axis B. For long walks over large observations of which only statistics are wanted; static.
+        trip: steps that the compiled loop makes at once; more save launches on accelerators and cost compile time.
 
     Returns:
         The lanes after the last step, and `Steps [T, B]`, or what `keep` makes of each step, stacked.
@@ -111,17 +113,24 @@ def unroll(
     check_lanes(len(lanes.start))
     check_params(env, params)
     check_draw(draw)
+    if trip < 1:
+        raise UsageError(f"trip={trip} is no number of steps; give 1 or more.")
     reset = prepared(Chunked() if reset is None else reset, env, params, len(lanes.start))
-    return _unrolled(_Walk(env, policy, value, keep), num_steps, draw, key, lanes, params, policy_params, reset)
+    walk = _Walk(env, policy, value, keep)
+    return _unrolled(walk, (num_steps, trip), draw, key, lanes, params, policy_params, reset)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _unrolled(walk, num_steps, draw, key, lanes, params, policy_params, reset):
+def _unrolled(walk, length, draw, key, lanes, params, policy_params, reset):
+    num_steps, trip = length
     keys = step_keys(key, lanes.step + jnp.arange(num_steps), 3, draw)
     pool = pool_of(reset, jax.random.fold_in(key, lanes.step), draw, walk.env, params)
 
     def walked(lanes, keys, params, policy_params, reset, pool):
-        return jax.lax.scan(lambda lanes, keys: walk(lanes, keys, params, policy_params, reset, pool), lanes, keys)
+        def body(lanes, keys):
+            return walk(lanes, keys, params, policy_params, reset, pool)
+
+        return jax.lax.scan(body, lanes, keys, unroll=trip)
 
     over = mesh_axes("envs")
     if over:

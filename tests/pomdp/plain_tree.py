@@ -41,7 +41,7 @@ class RecordedVopp(Vopp):
 
     def select(self, key, tree, lanes, legal):
         actions = super().select(key, tree, lanes, legal)
-        note("select", actions=actions, live=lanes.live)
+        note("select", actions=actions, live=lanes.live, legal=legal)
         return actions
 
     def back_up(self, tree, children, path, depth, discount):
@@ -60,8 +60,9 @@ def recorded(planner, env, params, belief, key):
 class PlainTree:
     """Nodes by history, a tuple (a, o, a, o, ...); edges by history + action."""
 
-    def __init__(self, eta, discount, num_simulations):
-        self.eta, self.discount, self.n = eta, discount, num_simulations
+    def __init__(self, planner, discount):
+        self.planner, self.eta, self.discount, self.n = planner, planner.eta, discount, planner.num_simulations
+        self.legal, self.moved = {}, set()
         self.nodes, self.edges = {(): [0, 0.0, 0, 0.0]}, {}  # visits, leaf sum, leaf visits, V; visits, R, psi, Q
 
     def replay(self, log):
@@ -77,7 +78,9 @@ class PlainTree:
             elif name == "find":
                 seen.append(set())
                 for i in np.flatnonzero(self.choice["live"]):
+                    self.legal[histories[i]] = int(self.choice["legal"][i].sum())
                     edge = histories[i] + (int(self.choice["actions"][i]),)
+                    self.moved.add(edge)
                     self.edges.setdefault(edge, [0, 0.0, math.inf, 0.0])[0] += 1
                     levels[-1][i] = edge
                     histories[i] = None
@@ -87,7 +90,7 @@ class PlainTree:
                         seen[-1].add(histories[i])
             else:
                 self.finish(row, histories, levels, seen)
-                histories, levels, seen = [()] * self.n, [], []
+                histories, levels, seen, self.moved = [()] * self.n, [], [], set()
 
     def finish(self, row, histories, levels, seen):
         for d, edges in enumerate(levels):
@@ -111,14 +114,24 @@ class PlainTree:
         for a, edge in edges.items():
             below = [n for h, n in self.nodes.items() if len(h) == len(history) + 2 and h[:-1] == history + (a,)]
             edge[3] = (edge[1] + self.discount * sum(n[0] * n[3] for n in below)) / edge[0]
-        old = [e for e in edges.values() if e[2] != math.inf]
-        share = self.soft([e[2] for e in old]) - math.log(len(old)) / self.eta if old else 0.0
+        first, others = self.start(history, node, edges)
         for edge in edges.values():
-            edge[2] = share if edge[2] == math.inf else edge[2]
-        level = self.soft([e[2] for e in edges.values()])
-        for edge in edges.values():
-            edge[2] += edge[3] - level
-        node[3] = self.soft([e[2] for e in edges.values()])
+            edge[2] = first if edge[2] == math.inf else edge[2]
+        level = self.soft([e[2] for e in edges.values()] + [first] * others)
+        for a, edge in edges.items():
+            if history + (a,) in self.moved:
+                edge[2] += edge[3] - level
+        node[3] = self.soft([e[2] for e in edges.values()] + [first] * others)
+
+    def start(self, history, node, edges):
+        """The first preference of an action, and how many untried actions count with it."""
+        old = [e[2] for e in edges.values() if e[2] != math.inf]
+        share = self.soft(old) - math.log(len(old)) / self.eta if old else 0.0
+        if self.planner.unvisited == "mask" or not node[2]:
+            return share, 0
+        most = min(self.legal[history], math.ceil(self.planner.widen * max(node[0], 1) ** self.planner.widen_power))
+        most = max(most, len(edges))
+        return node[1] / node[2] - math.log(most) / self.eta, most - len(edges)
 
     def soft(self, psi):
         top = max(psi)

@@ -38,15 +38,16 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("back_end", ["dense", "hashed"])
-def test_equals_a_plain_tree_node_for_node(world, back_end):
+@pytest.mark.parametrize(("back_end", "unvisited", "widen"), [("dense", "leaf", 2.0), ("hashed", "mask", 8.0)])
+def test_equals_a_plain_tree_node_for_node(world, back_end, unvisited, widen):
     env, params, belief, num_observations = WORLDS[world]
     belief = ParticleBelief(32).init(jax.random.key(1), env, params) if belief is None else belief
     inner = Dense(num_observations) if back_end == "dense" else Hashed()
     leaf = "zero" if world == "leaving" else "heuristic"
-    planner = RecordedVopp(32, 8, max_depth=5, eta=0.3, leaf=leaf, children=Recorded(inner))
+    options = {"leaf": leaf, "unvisited": unvisited, "widen": widen}
+    planner = RecordedVopp(32, 8, max_depth=5, eta=0.3, children=Recorded(inner), **options)
     tree, log = recorded(planner, env, params, belief, jax.random.key(0))
-    plain = PlainTree(0.3, 0.95, 32)
+    plain = PlainTree(planner, 0.95)
     plain.replay(log)
     nodes, edges = named(tree, inner)
     assert set(nodes) == set(plain.nodes) and set(edges) == set(plain.edges)
