@@ -28,6 +28,12 @@ MODULES: tuple[str, ...] = (
     "baby",
     "rocksample",
     "tag",
+    "mars",
+    "navigation",
+    "light_dark",
+    "laser_tag",
+    "sub_hunt",
+    "crowd",
 )
 """The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
 

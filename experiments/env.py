@@ -10,7 +10,6 @@ There are no checkpoints: the same command writes its folder anew, resume=false 
 """
 
 import dataclasses
-import difflib
 import math
 import pathlib
 import re
@@ -22,10 +21,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-import envs
 from experiments import _run
 from experiments._run import say
 from experiments._walk import POLICIES, Call, Walk, film, player
+from experiments._world import make_world
 from jaxpar.env import gif, grid_of
 from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec, make_mesh, partition, use_mesh
@@ -109,14 +108,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
 
 def make_walk(config: Config) -> Walk:
     """Returns what is to be walked, with the changes that the flags make to the environment and its parameters."""
-    fields: dict[str, Any] = config.env_fields
-    if config.env in envs.names():
-        usual, _ = envs.make(config.env)
-        legal = {field.name: getattr(usual, field.name) for field in dataclasses.fields(usual)}
-        fields = _changes("env_fields", config.env, legal, fields)
-    env, params = envs.make(config.env, **fields)
-    legal = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} if params else {}
-    params = params.replace(**_changes("params", config.env, legal, config.params)) if config.params else params
+    env, params = make_world(config.env, config.env_fields, config.params)
     env, policy = player(config.policy, env)
     return Walk(env, params, policy, config.num_envs, RESETS[config.reset](), config.draw)
 
@@ -184,35 +176,6 @@ def shoot(config: Config, folder: pathlib.Path) -> pathlib.Path | None:
     path.parent.mkdir(exist_ok=True)
     gif(grid_of(frames.repeat(scale, 2).repeat(scale, 3), gap=6), path, fps=10)
     return path
-
-
-def _changes(flag: str, env: str, usual: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """The values asked for, as what they replace is."""
-    made = {}
-    for name, value in asked.items():
-        if name not in usual:
-            near = difflib.get_close_matches(name, list(usual), n=3, cutoff=0.5) or list(usual)
-            which = f"the nearest are {', '.join(near)}" if near else "it has none"
-            raise UsageError(f"{env} has no {flag}.{name}; {which}.")
-        new: Any = tuple(value) if isinstance(value, list) else value
-        if not _fits(new, usual[name]):
-            text = f"{flag}.{name}={value!r} does not fit {env}"
-            if isinstance(usual[name], bool | int | float | str | tuple):
-                raise UsageError(f"{text}, where it is {usual[name]!r}; give {_kind(usual[name])}.")
-            raise UsageError(f"{text}: no flag can give a {type(usual[name]).__name__}.")
-        made[name] = float(new) if isinstance(usual[name], float) else new
-    return made
-
-
-def _fits(value: Any, usual: Any) -> bool:
-    if isinstance(usual, tuple):
-        return isinstance(value, tuple) and len(value) == len(usual) and all(map(_fits, value, usual))
-    return type(value) is type(usual) or (type(usual) is float and type(value) is int)
-
-
-def _kind(usual: Any) -> str:
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
-    return f"a list of {len(usual)}, each {_kind(usual[0])}" if isinstance(usual, tuple) else names[type(usual)]
 
 
 def _tell_start(config: Config, folder: pathlib.Path, walk: Walk) -> None:

@@ -1,0 +1,155 @@
+"""LightDark: to stop at 0 on a dark line, one has to look around in the light at 10 first.
+
+The state is an integer from -60 to 60, uniform on -30 .. 30 at first. Actions add -10, -1, 1 or 10 (stopping at the
+ends) at a cost of 1; action 2 adds 0 and ends the episode, for 100 at 0 and for -100 elsewhere. What is seen is normal
+around the state with standard deviation |s - 10| + 0.0001.
+
+Source: the version of Sunberg and Kochenderfer (2018), "Online algorithms for POMDPs with continuous state, action, and
+observation spaces", as their published returns were made with; discount 0.95. A later version of their code has steps
+of 3 and at least 0.5 of noise: `big_step=3` and `min_noise=0.5`.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.env import Box, Discrete, picture
+from jaxpar.types import Array, PRNGKey, UsageError
+
+__all__ = ["VARIANTS", "LightDark", "LightDarkParams", "LightDarkState"]
+
+STOP = 2
+
+
+@flax.struct.dataclass
+class LightDarkState:
+    """Where it is, int32, and whether it has stopped."""
+
+    place: Array
+    stopped: Array
+
+
+@flax.struct.dataclass
+class LightDarkParams:
+    """Rewards, the noise in the light (states), the width of one observation key (states), and the discount."""
+
+    step_reward: Any = -1.0
+    right_reward: Any = 100.0
+    wrong_reward: Any = -100.0
+    min_noise: Any = 1e-4
+    key_width: Any = 1.0
+    discount: Any = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class LightDark:
+    """Actions: -10, -1, stop, 1, 10.
+
+    Attributes:
+        radius: the line goes from -radius to radius, and half of it is where one may start.
+        light: where it is light.
+        big_step: of actions 0 and 4.
+    """
+
+    radius: int = 60
+    light: int = 10
+    big_step: int = 10
+
+    absorbing = True
+
+    def __post_init__(self) -> None:
+        if self.radius < 1 or self.big_step < 1:
+            raise UsageError(f"radius={self.radius} and big_step={self.big_step} must be at least 1")
+
+    @property
+    def name(self) -> str:
+        """LightDark."""
+        return "LightDark"
+
+    @property
+    def default_params(self) -> LightDarkParams:
+        """The published ones."""
+        return LightDarkParams()
+
+    def observation_space(self, params: LightDarkParams) -> Box:
+        """One number."""
+        return Box(-np.inf, np.inf)
+
+    def action_space(self, params: LightDarkParams) -> Discrete:
+        """Five."""
+        return Discrete(5)
+
+    def init(self, key: PRNGKey, params: LightDarkParams) -> LightDarkState:
+        """Anywhere in the middle half."""
+        half = self.radius // 2
+        return LightDarkState(jax.random.randint(key, (), -half, half + 1), jnp.zeros((), bool))
+
+    def transition(self, key: PRNGKey, state: LightDarkState, action: Array, params: LightDarkParams) -> LightDarkState:
+        """Deterministic."""
+        steps = jnp.asarray((-self.big_step, -1, 0, 1, self.big_step), jnp.int32)
+        place = jnp.clip(state.place + steps[action], -self.radius, self.radius)
+        stopped = state.stopped | (action == STOP)
+        return LightDarkState(jnp.where(stopped, state.place, place), stopped)
+
+    def _noise(self, state: LightDarkState, params: LightDarkParams) -> Array:
+        return jnp.abs(state.place - self.light).astype(jnp.float32) + params.min_noise
+
+    def observe(self, key: PRNGKey, state: LightDarkState, action: Array | None, params: LightDarkParams) -> Array:
+        """The place, with noise; after a reset, too."""
+        noise = self._noise(state, params) * jax.random.normal(key)
+        return (state.place.astype(jnp.float32) + noise).astype(jnp.float32)
+
+    def log_likelihood(
+        self, obs: Array, state: LightDarkState, action: Array, next_state: LightDarkState, params: LightDarkParams
+    ) -> Array:
+        """The normal density."""
+        place = next_state.place.astype(jnp.float32)
+        return jax.scipy.stats.norm.logpdf(obs, place, self._noise(next_state, params))
+
+    def obs_key(self, obs: Array, params: LightDarkParams) -> Array:
+        """The nearest multiple of `key_width`, counted from 0 at -2 `radius` and less."""
+        return jnp.round(
+            (jnp.clip(obs, -2 * self.radius, 2 * self.radius) + 2 * self.radius) / params.key_width
+        ).astype(jnp.int32)
+
+    def reward(
+        self, state: LightDarkState, action: Array, next_state: LightDarkState, params: LightDarkParams
+    ) -> Array:
+        """See the module."""
+        stopped = jnp.where(state.place == 0, params.right_reward, params.wrong_reward)
+        earned = jnp.where(action == STOP, stopped, params.step_reward)
+        return jnp.where(state.stopped, 0.0, earned).astype(jnp.float32)
+
+    def terminal(self, state: LightDarkState, params: LightDarkParams) -> Array:
+        """Stopped."""
+        return state.stopped
+
+    def heuristic(self, state: LightDarkState, params: LightDarkParams) -> Array:
+        """What is earned from a place that is known: the fewest steps to 0, and stop."""
+        far, big = jnp.abs(state.place), self.big_step
+        under = far // big + far % big
+        over = far // big + 1 + big - far % big  # one big step too far, and back
+        steps = jnp.minimum(under, over).astype(jnp.float32)
+        discount = jnp.asarray(params.discount, jnp.float32)
+        paid = jnp.where(discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps)
+        value = params.step_reward * paid + params.right_reward * discount**steps
+        return jnp.where(state.stopped, 0.0, value).astype(jnp.float32)
+
+    def render(self, state: LightDarkState, params: LightDarkParams) -> Array:
+        """The line, light at the light and at 0 a mark; uint8 `[32, 2 (2 radius + 1), 3]`."""
+        places = np.arange(-self.radius, self.radius + 1)
+        shade = 255 * np.exp(-np.abs(places - self.light) / 15)
+        image = jnp.asarray(np.broadcast_to(np.repeat(shade, 2)[None, :, None], (32, 2 * len(places), 3)), jnp.float32)
+        zero = 2.0 * self.radius + 1
+        image = picture.rectangle(image, (zero - 1, 0.0), (zero + 1, 32.0), picture.GREEN)
+        x = 2 * (state.place + self.radius).astype(jnp.float32) + 1
+        color = jnp.where(state.stopped, jnp.asarray(picture.RED), jnp.asarray(picture.BLUE))
+        return picture.finish(picture.disc(image, jnp.stack([x, jnp.asarray(16.0)]), 5.0, color))
+
+
+VARIANTS = {"LightDark": LightDark}
+"""Names and the environments behind them."""

@@ -1,0 +1,288 @@
+"""Plans under partial observability: episodes of belief, planner and environment, what they return, a film of one.
+
+    python -m experiments.pomdp                                                     # RockSample(7, 8), 64 episodes
+    python -m experiments.pomdp env=Tag planner=pomcp planner.num_simulations=64 episodes=200 steps=60
+    python -m experiments.pomdp env=LightDark planner.iterations=128 belief.num_particles=4000
+    python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 steps=90
+    python -m experiments.pomdp env=Navigation-13 belief.num_particles=20000 belief.flips=0.001 budget_s=0.1 episodes=4
+
+With budget_s=0 each plan makes planner.iterations batches, and all episodes of a batch run in one compiled program;
+with a budget plans stop at the clock, one episode after another. There are no checkpoints: the same command writes its
+folder anew, resume=false writes another one.
+"""
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import _run
+from experiments._pomdp_film import Move, film, moves, planned
+from experiments._rocks import BELIEF, make_belief
+from experiments._run import say
+from experiments._world import changes, make_world
+from jaxpar.env import gif
+from jaxpar.io import open_progress, open_writers, plot_histograms
+from jaxpar.pomdp import FixedReference, Pomcp, Vopp, simulate
+from jaxpar.pomdp.model import discount_of
+from jaxpar.types import PRNGKey, UsageError
+
+PLANNERS: dict[str, Any] = {"vopp": Vopp, "fixed_reference": FixedReference, "pomcp": Pomcp}
+MANY = 64
+"""Episodes that are planned at once, at most."""
+
+
+def _what(default: Any = None, **kinds: Any) -> Any:
+    """A flag that makes another run."""
+    kinds = kinds or {"default": default}
+    return dataclasses.field(metadata={"identity": True}, **kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """The planned episodes.
+
+    Attributes:
+      env: Name of an environment.
+      env_fields: Changes to its fields, such as env_fields.layout=3.
+      params: Changes to its parameters, such as params.discount=0.9.
+      planner: A preset by its name, and changes to the planner's fields, such as planner.num_simulations=512.
+      belief: belief.kind is "particles", or "rocks", which is exact for RockSample and MARS; of particles
+        belief.num_particles, belief.resample_below (a share of them, of effective sample size) and, on maps of
+        Navigation, belief.flips, the chance with which each unknown cell changes in each particle and step.
+      episodes: How many.
+      steps: Most steps of each.
+      budget_s: Seconds a plan; 0 makes planner.iterations batches instead.
+      gif: Whether to film the first episode.
+    """
+
+    name: str = "pomdp"
+    env: str = _what("RockSample-7-8")
+    env_fields: dict[str, Any] = _what(default_factory=dict)
+    params: dict[str, Any] = _what(default_factory=dict)
+    planner: dict[str, Any] = _what(default_factory=lambda: {"kind": "vopp"})
+    belief: dict[str, Any] = _what(default_factory=dict)
+    episodes: int = _what(64)
+    steps: int = _what(40)
+    budget_s: float = _what(0.0)
+    gif: bool = True
+
+    def __post_init__(self):
+        """Refuses counts that no run can have."""
+        super().__post_init__()
+        for name in ("episodes", "steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.budget_s < 0:
+            raise UsageError(f"budget_s={self.budget_s} must be positive, or 0 for a fixed number of batches.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Who plans what with which belief."""
+
+    env: Any
+    params: Any
+    planner: Any
+    belief: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Of E episodes, NumPy arrays `[E]`; `seconds` are those of planning them all, `latency` of a step's plan."""
+
+    returns: np.ndarray
+    lengths: np.ndarray
+    depleted: np.ndarray
+    overflow: np.ndarray
+    illegal: np.ndarray
+    seconds: float
+    latency: float
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("pomdp", Config, list(flags))
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Plans, on one device; writes metrics.jsonl, plots/returns.png and plots/episode.gif."""
+    with _run.open_devices(config):
+        setting = make_setting(config)
+        folder = _run.fresh_folder(folder, config.resume)
+        _run.write_start(folder, config)
+        _tell_start(config, folder, setting)
+        _tell_end(config, folder, run(config, folder, setting))
+
+
+def make_setting(config: Config) -> Setting:
+    """Returns the environment, the planner and the belief of the flags."""
+    env, params = make_world(config.env, config.env_fields, config.params)
+    kind, asked = config.planner.get("kind"), {k: v for k, v in config.planner.items() if k != "kind"}
+    if kind not in PLANNERS:
+        raise UsageError(f"planner.kind={kind!r} is unknown; legal are {', '.join(PLANNERS)}.")
+    usual = {field.name: field.default for field in dataclasses.fields(PLANNERS[kind])}
+    options = changes("planner", kind, usual, asked)
+    if options.get("leaf", usual.get("leaf")) == "heuristic" and "leaf" not in asked and not hasattr(env, "heuristic"):
+        say(f"note: {config.env} has no heuristic, so leaves are valued by random play: planner.leaf=rollout.")
+        options["leaf"] = "rollout"
+    planner = PLANNERS[kind](**options)
+    discount_of(params, planner.discount)
+    if not hasattr(env, "init"):
+        raise UsageError(f"{config.env} hides its states, and planners need to draw them; take one of envs.names().")
+    return Setting(env, params, planner, make_belief(env, **changes("belief", config.env, BELIEF, config.belief)))
+
+
+def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
+    """Plans all episodes and returns what came of them, having written a line of metrics.jsonl now and then."""
+    writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
+    try:
+        with open_progress(config.episodes, 0, "planning", "episode") as progress:
+
+            def told(done: int, rows: dict[str, np.ndarray]) -> None:
+                mean, error = mean_and_error(rows["returns"])
+                values = {"episodes/return": mean, "episodes/length": float(rows["lengths"].mean())}
+                writer.write(done, values | ({"episodes/error": error} if np.isfinite(error) else {}))
+                progress.update(done, {"return": mean})
+
+            return (clocked if config.budget_s else batched)(config, setting, told)
+    finally:
+        writer.close()
+
+
+def batched(config: Config, setting: Setting, told: Any) -> Results:
+    """Episodes in batches of equal size, each one compiled program; episode i has the key `fold_in(key, i)`."""
+    size = min(MANY, config.episodes)
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(config.seed), i))(
+        jnp.arange(-(-config.episodes // size) * size)
+    )
+    env, params, planner, belief = setting.env, setting.params, setting.planner, setting.belief
+
+    @jax.jit
+    def play(keys: PRNGKey) -> dict[str, jax.Array]:
+        got = jax.vmap(lambda key: simulate(key, env, params, planner, belief, config.steps))(keys)
+        sums = {name: jnp.sum(getattr(got, name), axis=1) for name in ("depleted", "overflow", "illegal")}
+        return sums | {"returns": got.discounted_return, "lengths": got.length}
+
+    began = time.perf_counter()
+    program = play.lower(keys[:size]).compile()
+    say(f"compiled   in {time.perf_counter() - began:.1f} s, counted apart")
+    rows, seconds = [], 0.0
+    for first in range(0, config.episodes, size):
+        began = time.perf_counter()
+        rows.append(jax.device_get(program(keys[first : first + size])))
+        seconds += time.perf_counter() - began
+        whole = {name: np.concatenate([row[name] for row in rows])[: config.episodes] for name in rows[0]}
+        told(min(first + size, config.episodes), whole)
+    return Results(**whole, seconds=seconds, latency=seconds / len(rows) / config.steps)
+
+
+def clocked(config: Config, setting: Setting, told: Any) -> Results:
+    """Episodes one by one, each plan until `budget_s` after its start; the first plan compiles and is made twice."""
+    planner, env, params = setting.planner, setting.env, setting.params
+    discount, warm = float(discount_of(params, planner.discount)), False
+
+    def plan(key: PRNGKey, belief: Any) -> tuple:
+        nonlocal warm
+        if not warm:
+            began = time.monotonic()
+            planner.plan_until(key, env, params, belief, began + 3600 if planner.iterations < 3 else began + 1e-3)
+            say(f"compiled   in {time.monotonic() - began:.1f} s, counted apart")
+            warm = True
+        began = time.monotonic()
+        action, info = planner.plan_until(key, env, params, belief, began + config.budget_s)
+        action = jax.block_until_ready(action)
+        return action, info, None, time.monotonic() - began
+
+    rows: dict[str, list] = {name: [] for name in ("returns", "lengths", "depleted", "overflow", "illegal")}
+    spent = []
+    for i in range(config.episodes):
+        key = jax.random.fold_in(jax.random.key(config.seed), i)
+        walked = list(moves(key, env, params, setting.belief, config.steps, plan))
+        spent += [move.seconds for move in walked]
+        rows["returns"].append(sum(move.reward * discount**t for t, move in enumerate(walked)))
+        rows["lengths"].append(len(walked))
+        rows["depleted"].append(sum(bool(move.evidence.depleted) and not move.terminated for move in walked))
+        rows["overflow"].append(sum(int(move.info.overflow) for move in walked))
+        rows["illegal"].append(sum(is_illegal(move, env, params) for move in walked))
+        told(i + 1, {name: np.asarray(row) for name, row in rows.items()})
+    return Results(
+        **{name: np.asarray(row) for name, row in rows.items()}, seconds=sum(spent), latency=float(np.mean(spent))
+    )
+
+
+def is_illegal(move: Move, env: Any, params: Any) -> bool:
+    """Whether the environment's mask refuses what was done."""
+    return hasattr(env, "action_mask") and not bool(env.action_mask(move.state, params)[move.action])
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """Returns the mean and its standard error, NaN of a single value."""
+    error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
+    return float(values.mean()), float(error)
+
+
+def shoot(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib.Path | None:
+    """Films the first episode, planned by the number of batches; returns the GIF, or None without a `render`."""
+    if not hasattr(setting.env, "render"):
+        say(f"note: no film, since {config.env} has no render.")
+        return None
+    env, params, planner = setting.env, setting.params, setting.planner
+    key, draw_key = jax.random.fold_in(jax.random.key(config.seed), 0), jax.random.key(config.seed)
+    walked = list(moves(key, env, params, setting.belief, config.steps, planned(planner, env, params)))
+    path = folder / "plots" / "episode.gif"
+    path.parent.mkdir(exist_ok=True)
+    frames = film(walked, env, params, draw_key, f"{config.env}, {config.planner['kind']}")
+    gif(frames, path, fps=1.5)
+    return path
+
+
+def _tell_start(config: Config, folder: pathlib.Path, setting: Setting) -> None:
+    planner = {f.name: getattr(setting.planner, f.name) for f in dataclasses.fields(setting.planner)}
+    shown = "  ".join(f"{name}={value}" for name, value in planner.items() if value is not None)
+    count = getattr(setting.belief, "num_particles", None)
+    how = (
+        f"{config.budget_s:g} s a plan"
+        if config.budget_s
+        else f"{getattr(setting.planner, 'iterations', 1)} batches a plan"
+    )
+    say(f"run        {_run.short(folder)}")
+    say(f"env        {config.env}: {setting.env.action_space(setting.params).n} actions, discount "
+        f"{float(discount_of(setting.params, setting.planner.discount)):g}")  # fmt: skip
+    say(f"planner    {config.planner['kind']}: {shown}")
+    say(f"belief     {f'{count:,} particles' if count else 'exact, rock by rock'}")
+    say(f"plan       {config.episodes:,} episodes of at most {config.steps} steps, {how}, on one "
+        f"{jax.devices()[0].device_kind} device")  # fmt: skip
+
+
+def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
+    mean, error = mean_and_error(found.returns)
+    steps = int(found.lengths.sum())
+    together = 1 if config.budget_s else min(MANY, config.episodes)
+    say(f"return     {mean:.4g} ± {error:.2g} (standard error of {len(found.returns):,} episodes, discounted from "
+        f"discount^0), mean length {found.lengths.mean():.3g}")  # fmt: skip
+    say(f"time       {found.latency:.4g} s a step of {together} episode(s) together, "
+        f"{found.seconds / max(steps, 1):.4g} s a step made; {found.seconds:.1f} s in all")  # fmt: skip
+    for name, what in (
+        ("depleted", "updates left no particle that explains what was seen; raise belief.num_particles"),
+        ("overflow", "simulated steps found no room in the tree; raise planner.max_nodes"),
+        ("illegal", "actions were illegal"),
+    ):
+        if total := int(getattr(found, name).sum()):
+            say(f"note: {total:,} {what}.")
+    setting = make_setting(config)
+    plot = folder / "plots" / "returns.png"
+    panels = {"discounted return": found.returns, "steps": found.lengths}
+    plot_histograms(panels, plot, title=f"{config.env}, {config.planner['kind']}: {len(found.returns):,} episodes")
+    shot = shoot(config, folder, setting) if config.gif else None
+    for what, path in (("film", shot), ("plot", plot), ("metrics", folder / "metrics.jsonl")):
+        if path:
+            say(f"{what:10} {_run.short(path)}")
+
+
+if __name__ == "__main__":
+    _run.launch("pomdp", Config, execute)

@@ -1,0 +1,93 @@
+"""A search tree that one can read: its most visited branches, as text or for a picture."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.pomdp.search import Search, children_of
+from jaxpar.pomdp.tree import EMPTY
+from jaxpar.types import PyTree
+
+__all__ = ["Branch", "outline"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """The root belief, an action below a belief, or an observation below an action; `str` is an indented text.
+
+    Attributes:
+        name: of the action or the observation.
+        visits: simulations that came here.
+        value: of an action its Q, of a belief that of its best action, or of its leaf.
+        below: the most visited ones, in that order.
+    """
+
+    name: str
+    visits: int
+    value: float
+    below: tuple["Branch", ...] = ()
+
+    def lines(self, indent: str = "") -> list[str]:
+        """One line a branch."""
+        own = f"{indent}{self.name}: {self.visits:,} visits, value {self.value:.3f}"
+        return [own, *(line for branch in self.below for line in branch.lines(indent + "  "))]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def outline(
+    search: Search,
+    planner: Any,
+    env: Any,
+    params: PyTree,
+    *,
+    depth: int = 2,
+    width: int = 3,
+    actions: Sequence[str] = (),
+    observations: Sequence[str] = (),
+) -> Branch:
+    """The `width` most visited branches at each place of a tree, `depth` steps deep; on the host.
+
+    Args:
+        search: what a planner's `search` returned, of one belief.
+        planner: that planner.
+        env: its environment.
+        params: the environment's parameters.
+        depth: steps, each an action and an observation.
+        width: branches at each place.
+        actions: names of the actions; without them "a3".
+        observations: names of the observation keys; without them "o7".
+    """
+    tree = jax.tree.map(np.asarray, search.tree)
+    links = children_of(planner, env, params).links(search.tree.children)
+    edge, key, node = (np.asarray(x) for x in links)
+    used = node != EMPTY
+    order = np.argsort(edge[used], kind="stable")
+    edge, key, node = edge[used][order], key[used][order], node[used][order]
+
+    def named(names: Sequence[str], letter: str, number: int) -> str:
+        return str(names[number]) if number < len(names) else f"{letter}{number}"
+
+    def belief(name: str, at: int, left: int) -> Branch:
+        row = tree.edges[at]
+        tried = np.flatnonzero(row != EMPTY)
+        if tried.size:
+            value = tree.value[row[tried]].max()
+        else:
+            value = tree.leaf_sum[at] / max(tree.leaf_visits[at], 1)
+        busiest = tried[np.argsort(-tree.edge_visits[row[tried]], kind="stable")][:width] if left else tried[:0]
+        below = tuple(action(named(actions, "a", a), row[a], left) for a in busiest.tolist())
+        return Branch(name, int(tree.node_visits[at]), float(value), below)
+
+    def action(name: str, at: int, left: int) -> Branch:
+        mine = slice(*np.searchsorted(edge, [at, at + 1]))
+        keys, nodes = key[mine], node[mine]
+        busiest = np.argsort(-tree.node_visits[nodes], kind="stable")[:width]
+        below = tuple(belief(named(observations, "o", int(keys[i])), int(nodes[i]), left - 1) for i in busiest)
+        return Branch(name, int(tree.edge_visits[at]), float(tree.value[at]), below)
+
+    return belief("belief", 0, depth)

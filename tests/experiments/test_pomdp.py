@@ -1,0 +1,139 @@
+"""`python -m experiments.pomdp`: what it reports is what `simulate` gives; exact rocks; sentences and exit codes."""
+
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from envs.mars import Mars
+from envs.rocksample import RockSample
+from experiments import _run, pomdp
+from experiments._pomdp_film import moves, planned
+from experiments._rocks import RockBelief
+from jaxpar.env import reset, step
+from jaxpar.types import UsageError
+
+TINY = (
+    "env=Tiger planner.num_simulations=16 planner.iterations=3 planner.max_depth=3 planner.leaf=zero "
+    "planner.max_nodes=256 belief.num_particles=32 episodes=3 steps=4 hydra.run.dir=run cpu_devices=8"
+).split()
+
+# ---------------------------------------------------------------- the command
+
+
+def test_batches_report_what_a_loop_of_single_steps_gives(main, tmp_path):
+    said = main(*TINY, "gif=false", of="pomdp")
+    assert said.code == 0, said
+    setting = pomdp.make_setting(pomdp.compose(*TINY[:-2]))
+    env, params, plan = setting.env, setting.params, planned(setting.planner, setting.env, setting.params)
+    returns = []
+    for i in range(3):
+        key = jax.random.fold_in(jax.random.key(0), i)
+        walk = list(moves(key, env, params, setting.belief, 4, plan))
+        assert all(move.tree.visits == 48 and not move.terminated for move in walk) and len(walk) == 4
+        returns.append(sum(move.reward * 0.95**t for t, move in enumerate(walk)))
+    mean, error = pomdp.mean_and_error(np.asarray(returns))
+    assert f"return     {mean:.4g} ± {error:.2g} (standard error of 3 episodes" in said.out, said.out
+    assert "3 episode(s) together" in said.out and "film" not in said.out
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert row["step"] == 3 and row["episodes/return"] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_budget_of_time_and_a_film(main, tmp_path):
+    said = main(*TINY, "episodes=2", "steps=2", "budget_s=0.05", of="pomdp")
+    assert said.code == 0 and "0.05 s a plan" in said.out, said
+    folder = tmp_path / "run"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    for name in ("returns.png", "episode.gif"):
+        assert (folder / "plots" / name).stat().st_size > 1000
+
+
+def test_leaves_without_a_heuristic_are_played_out(capsys):
+    setting = pomdp.make_setting(pomdp.compose("env=Tiger"))
+    assert setting.planner.leaf == "rollout" and "Tiger has no heuristic" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("env=Tigre", "there is no environment 'Tigre'; the nearest are Tiger"),
+        ("env=CartPole-v1", "parameters have no discount"),
+        ("episodes=0", "episodes=0 must be at least 1"),
+        ("steps=0", "steps=0 must be at least 1"),
+        ("budget_s=-1", "budget_s=-1.0 must be positive"),
+        ("planner=pomcpp", "there is no preset 'planner/pomcpp'; legal for planner= are fixed_reference, pomcp, vopp"),
+        ("planner.kind=sarsop", "planner.kind='sarsop' is unknown; legal are vopp, fixed_reference, pomcp"),
+        ("planner.num_simulation=3", "vopp has no planner.num_simulation; the nearest are num_simulations"),
+        ("planner.eta=warm", "planner.eta='warm' does not fit vopp, where it is 2.0; give a number"),
+        ("planner.eta=-1", "eta must be positive"),
+        ("planner.leaf=rollouts", "leaf is one of heuristic, rollout, zero"),
+        ("planner.leaf=heuristic", "Tiger has no heuristic"),
+        ("belief.num_particles=0", "num_particles >= 1, not 0"),
+        ("belief.kind=exact", "belief.kind='exact' is unknown; legal are particles, rocks"),
+        ("belief.kind=rocks", "belief.kind=rocks is for RockSample and MARS, not for Tiger"),
+        ("belief.flips=0.1", "belief.flips is for maps of Navigation, not for Tiger"),
+        ("params.discount=2", r"a discount lies in \(0, 1\]"),
+        ("params.acuracy=1", "Tiger has no params.acuracy; the nearest are accuracy"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(main, flags, sentence):
+    assert re.search(sentence, main(*TINY, *flags.split(), of="pomdp").sentence())
+
+
+def test_how_shown_is_no_part_of_a_runs_identity():
+    usual = pomdp.compose()
+    assert _run.folder_name(pomdp.compose("gif=false")) == _run.folder_name(usual)
+    for flag in ("planner=pomcp", "planner.eta=3", "belief.num_particles=9", "steps=3", "budget_s=1", "seed=2"):
+        assert _run.folder_name(pomdp.compose(flag)) != _run.folder_name(usual)
+    with pytest.raises(UsageError, match="unknown flag"):
+        pomdp.compose("plannner.eta=3")
+
+
+# ---------------------------------------------------------------- exact rocks
+
+
+@pytest.mark.parametrize("env", [RockSample(4, 3), Mars(4, 3)], ids=lambda env: env.name)
+def test_rocks_are_what_bayes_says_of_all_maps(env):
+    """A random walk, beside all 2^3 maps weighted by the environment's own likelihood."""
+    params = env.default_params.replace(half_efficiency=3.0)
+    model, maps = RockBelief(), jnp.asarray(list(itertools.product((False, True), repeat=3)))
+    _, state = reset(jax.random.key(0), env, params)
+    belief, weights = model.init(jax.random.key(1), env, params), np.full(8, 1 / 8)
+    every = jax.vmap(lambda good: env.with_rocks(state, good))(maps)
+
+    @jax.jit
+    def advance(key, state, belief, every):
+        choose, go, learn = jax.random.split(key, 3)
+        action = jax.random.categorical(choose, jnp.where(env.action_mask(state, params), 0.0, -jnp.inf))
+        after = step(go, env, state, action, params)
+        belief, evidence = model.update(learn, belief, action, after.obs, env, params)
+        moved = jax.vmap(lambda s: env.transition(go, s, action, params))(every)
+        likelihood = jax.vmap(lambda s, n: env.log_likelihood(after.obs, s, action, n, params))(every, moved)
+        return after, belief, evidence, moved, jnp.exp(likelihood)
+
+    for t in range(60):
+        after, belief, evidence, every, likelihood = advance(jax.random.key(t), state, belief, every)
+        joint = weights * np.asarray(likelihood)
+        np.testing.assert_allclose(np.exp(evidence.log_evidence), joint.sum(), rtol=1e-4)
+        weights, state = joint / joint.sum(), after.state
+        good = np.asarray([[bool(b) for b in row] for row in _rocks(env, every)])
+        np.testing.assert_allclose(belief.good, weights @ good, atol=1e-5)
+        if after.terminated:
+            break
+    assert t > 5 and belief.good.min() < 0.3
+    drawn = _rocks(env, belief.draw(jax.random.key(9), 4000))
+    np.testing.assert_allclose(drawn.mean(0), belief.good, atol=0.04)
+    _, evidence = model.update(jax.random.key(0), belief, jnp.asarray(0), jnp.asarray(2), env, params)
+    assert bool(evidence.depleted) and evidence.log_evidence == -jnp.inf
+
+
+def _rocks(env, states):
+    if isinstance(env, RockSample):
+        return np.asarray(states.good)
+    return (np.asarray(states.good)[:, :1] >> np.arange(3) & 1).astype(bool)
