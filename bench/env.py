@@ -10,7 +10,7 @@ Every observation, reward and flag is summed as it comes, or XLA would drop what
 | lane, batch | `jaxpar.rollout.unroll` of the same environment, its own resets taken out, with either family of keys |
 | lane-same, batch-same | the same with `SameStep()` |
 | batch-loop, batch-pool | the same with `Chunked(lanes / 32)`, which always loops, and with `Pool(256)` |
-| lane-trip1, batch-trip1 | the same with one step a trip of the compiled loop (the default on CPUs), or any other number |
+| lane-trip1, batch-trip1 | the same with one step a trip of the compiled loop, or any other number |
 | none | no reset at all: what the others strive for |
 | numpy | Gymnasium's vector environment in NumPy, where it has one |
 

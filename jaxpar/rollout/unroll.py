@@ -101,8 +101,8 @@ def unroll(
             evaluated on the last observation, only in steps in which some lane of the device was truncated; static.
         keep: `Steps [B] -> pytree`, what to keep of a step, by default all of it; whatever it keeps must have a leading
             axis B. For long walks over large observations of which only statistics are wanted; static.
-        trip: steps that the compiled loop makes at once; more fuse across steps, and take longer to compile. None is 1 on
-            CPUs and 4 elsewhere: 1.2 to 1.6 times as fast there in small environments, at twice the compile time.
+        trip: steps that the compiled loop makes at once; more fuse across steps, and take longer to compile. None is
+            1 on CPUs and 4 elsewhere: 1.2 to 1.6 times as fast there in small environments, at twice the compile time.
 
     Returns:
         The lanes after the last step, and `Steps [T, B]`, or what `keep` makes of each step, stacked.
