@@ -37,6 +37,8 @@ __all__ = [
     "improve_until",
     "plan",
     "plan_until",
+    "refuse_ended",
+    "repeat_until",
     "report",
     "search",
 ]
@@ -298,19 +300,35 @@ def improve_until(
         UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
     """
     states = belief.draw(key, planner.num_simulations)
-    if bool(jax.vmap(lambda state: env.terminal(state, params))(states).all()):
-        raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
+    refuse_ended(env, params, states)
     search = begin(planner, env, params, planner.iterations)
     search = dataclasses.replace(search, legal=jnp.all(legal_actions(env, params, states), axis=0))
     search = jax.tree.map(jnp.copy, search)  # leaves that share a buffer cannot be donated
+
+    def advance(search: Search) -> Search:
+        return _grown(key, planner, env, params, belief, search, 1)
+
+    return repeat_until(advance, search, planner.iterations, deadline, clock)
+
+
+def refuse_ended(env: Any, params: PyTree, states: PyTree) -> None:
+    """`UsageError` where all of `states` `[n, ...]` are terminal."""
+    if bool(jax.vmap(lambda state: env.terminal(state, params))(states).all()):
+        raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
+
+
+def repeat_until(
+    advance: Callable[[Any], Any], state: Any, most: int, deadline: float, clock: Callable[[], float] = time.monotonic
+) -> Any:
+    """`advance` repeated, at most `most` times, until the next one would probably end after `deadline` on `clock`."""
     longest = 0.0
-    for _ in range(planner.iterations):
+    for _ in range(most):
         began = clock()
         if began + longest >= deadline:
             break
-        search = jax.block_until_ready(_grown(key, planner, env, params, belief, search, 1))
+        state = jax.block_until_ready(advance(state))
         longest = max(longest, clock() - began)
-    return search
+    return state
 
 
 def plan(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
