@@ -30,8 +30,15 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_actions, random_legal
-from jaxpar.pomdp.model import simulate_keyed
+from jaxpar.pomdp.model import (
+    discount_of,
+    is_traced,
+    leaf_values,
+    legal_actions,
+    num_actions,
+    random_legal,
+    simulate_keyed,
+)
 from jaxpar.pomdp.search import PlanInfo, children_of, plan, refuse_ended, repeat_until
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
@@ -150,8 +157,8 @@ class Despot:
         num_scenarios: K.
         iterations: waves (trials).
         max_depth: D, the horizon of tree and rollouts together.
-        default: the policy below the tree: an action that is repeated where it is legal, None for uniformly random legal
-            actions, or `(key, state, params) -> action`, which must not look at what the agent cannot see.
+        default: the policy below the tree: an action that is always taken, None for uniformly random legal ones, or
+            `(key, state, params) -> action`, which must not look at what the agent cannot see.
         upper: bound of what a state is worth: "bound" (`env.upper_bound(state, params)`), "reward" (`max_reward` at
             every step that is left), "heuristic" (`env.heuristic`, if it is a bound); None takes the first there is.
         max_reward: the largest reward of one step, for "reward".
@@ -276,8 +283,8 @@ class Despot:
                 f"{max_blocks} blocks of {actions} particles cannot be indexed by int32; lower max_particles"
             )
 
-        def rows(value: Any, dtype: Any) -> Array:
-            return jnp.full((max_nodes,), jnp.asarray(value, dtype)).at[0].set
+        def rows(of_root: Array, fill: float = 0) -> Array:
+            return jnp.full((max_nodes,), fill, of_root.dtype).at[0].set(of_root)
 
         def particles(first: Array) -> Array:
             filled = jnp.zeros((max_blocks * actions, *first.shape[1:]), first.dtype).at[:count].set(first)
@@ -290,12 +297,12 @@ class Despot:
             default_action=jnp.where(legal[chosen], chosen, jnp.argmax(legal)).astype(jnp.int32),
             legal=legal,
             ended=jnp.mean(ended, dtype=jnp.float32),
-            count=rows(0, jnp.int32)(jnp.sum(~ended, dtype=jnp.int32)),
-            first=rows(EMPTY, jnp.int32)(jnp.argmin(ended).astype(jnp.int32)),
+            count=rows(jnp.sum(~ended, dtype=jnp.int32)),
+            first=rows(jnp.argmin(ended).astype(jnp.int32), EMPTY),
             action=jnp.zeros((max_nodes,), jnp.int32),
             block=jnp.full((max_nodes,), EMPTY, jnp.int32),
-            default=rows(0, jnp.float32)(default),
-            node=jax.tree.map(lambda value: rows(0, jnp.float32)(value), node),
+            default=rows(default),
+            node=jax.tree.map(rows, node),
             edge=Bounds(edges, edges, edges),
             particle_node=none.reshape(-1).at[:count].set(jnp.where(ended, EMPTY, 0)).reshape(none.shape),
             particle_block=none,
@@ -381,7 +388,7 @@ class Despot:
         default, upper, wrong, inconsistent = self._bounds(
             tree.keys, env, params, result.state, walk.depth + 1, on, discount
         )
-        children = children_of(self, env, params)
+        children: Any = children_of(self, env, params)
         places = jnp.where(on, (edges - tree.num_blocks)[:, None] * actions + choice, 0)
         table = children.empty(count * actions, count * actions)
         _, ids, num_nodes = children.find(
@@ -404,7 +411,7 @@ class Despot:
         return dataclasses.replace(
             tree,
             block=block,
-            edge=jax.tree.map(edge_value, tree.edge, tree.node, Bounds(speaker, speaker, 0.0)),
+            edge=jax.tree.map(edge_value, tree.edge, tree.node, Bounds(speaker, speaker, jnp.zeros(()))),
             particle_node=tree.particle_node.at[own].set(ids, mode="drop"),
             particle_block=tree.particle_block.reshape(-1)
             .at[jnp.where(grow, walk.particle, EMPTY)]
@@ -482,12 +489,10 @@ class Despot:
             policy = self.default
             return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(keys, states)
         shape = jax.tree.leaves(states)[0].shape[:2]
-        mask = legal_actions(env, params, _flat(states))
+        if self.default is not None:
+            return jnp.full(shape, self.default, jnp.int32)
         draws = jnp.broadcast_to(jax.vmap(jax.random.uniform)(keys)[:, None], shape)
-        actions = random_legal(draws.ravel(), mask).reshape(shape)
-        if self.default is None:
-            return actions
-        return jnp.where(mask[:, self.default].reshape(shape), self.default, actions)
+        return random_legal(draws.ravel(), legal_actions(env, params, _flat(states))).reshape(shape)
 
     def _bounds(
         self, keys: PRNGKey, env: Any, params: PyTree, states: PyTree, depth: Array, live: Array, discount: Any
