@@ -11,6 +11,7 @@
 | `tree.py` | (node, action), (edge, observation) of n simulations -> int32 ids, statistics | planners |
 | `search.py` | belief -> a grown tree `[N]` nodes, `[E]` edges; the clock | planners |
 | `vopp.py`, `pomcp.py` | belief -> action, report | users, `simulate.py` |
+| `despot.py` | belief -> scenarios `[K]`, a sparse tree with bounds -> action, report | users, `simulate.py` |
 | `simulate.py` | planner, belief, environment -> episodes `[T]` | experiments, users |
 | `check.py` | an environment or model -> a report, or what it breaks | whoever writes a model |
 """
@@ -19,6 +20,7 @@ from jaxpar.pomdp.belief import Evidence, Gaussian, KalmanBelief, ParticleBelief
 from jaxpar.pomdp.bounds import blind, fib, qmdp
 from jaxpar.pomdp.cassandra import load_pomdp, save_pomdp
 from jaxpar.pomdp.check import check_model, check_tabular
+from jaxpar.pomdp.despot import Despot, DespotInfo
 from jaxpar.pomdp.exact import Exact, iterated_values, reachable_beliefs, solve_exact
 from jaxpar.pomdp.pomcp import Pomcp
 from jaxpar.pomdp.search import PlanInfo
@@ -29,6 +31,8 @@ from jaxpar.pomdp.vopp import FixedReference, Vopp
 
 __all__ = [
     "Dense",
+    "Despot",
+    "DespotInfo",
     "Episode",
     "Evidence",
     "Exact",
