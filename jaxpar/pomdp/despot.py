@@ -30,23 +30,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.model import (
-    discount_of,
-    is_traced,
-    leaf_values,
-    legal_actions,
-    num_actions,
-    random_legal,
-    simulate_keyed,
-)
+from jaxpar.pomdp.model import discount_of, is_traced, legal_actions, num_actions
+from jaxpar.pomdp.scenarios import HORIZON, UPPER, default_actions, scenario_bounds, scenario_keys, scenario_steps
 from jaxpar.pomdp.search import PlanInfo, children_of, plan, refuse_ended, repeat_until
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Despot", "DespotInfo", "ScenarioTree"]
-
-UPPER = ("bound", "reward", "heuristic")
-HORIZON = ("zero", "heuristic")
 
 
 @flax.struct.dataclass
@@ -64,13 +54,10 @@ class DespotInfo(PlanInfo):
     inconsistent: Array
 
 
-@flax.struct.dataclass
-class Bounds:
-    """The three values of nodes or of their actions, float32: `ell`, `mu`, and U, which knows no regularisation."""
-
-    lower: Array
-    upper: Array
-    utility: Array
+LOWER, UPPER_BOUND, UTILITY = range(3)
+"""Columns of values: `ell`, `mu`, and U, which knows no regularisation."""
+COUNT, DEFAULT = range(2)
+"""Columns of what a node is born with: scenarios, `l0`, and U."""
 
 
 @flax.struct.dataclass
@@ -82,13 +69,12 @@ class ScenarioTree:
         default_action: int32, what the default policy does at the root.
         legal: bool `[A]`.
         ended: float32, the share of scenarios that were over at the root.
-        count: int32 `[N]`, scenarios at the node.
         first: int32 `[N]`, the lowest of them: the lane that speaks for the node.
         action: int32 `[N]`, of the highest upper bound.
         block: int32 `[N]`, the block whose row holds the values of the node's actions; `EMPTY` at a leaf.
-        default: float32 `[N]`, l0.
-        node: `Bounds` `[N]`.
-        edge: `Bounds` `[X, A]`.
+        born: float32 `[N, 3]`: the node's number of scenarios, l0, and U as it was first.
+        node: float32 `[N, 3]`: ell, mu, U.
+        edge: float32 `[X, A, 3]`: the same of the node's actions.
         particle_node: int32 `[X, A]`; `EMPTY` where the scenario ended.
         particle_block: int32 `[X, A]`, where its own children are; `EMPTY` at a leaf.
         states: `[X, A, ...]`.
@@ -107,13 +93,12 @@ class ScenarioTree:
     default_action: Array
     legal: Array
     ended: Array
-    count: Array
     first: Array
     action: Array
     block: Array
-    default: Array
-    node: Bounds
-    edge: Bounds
+    born: Array
+    node: Array
+    edge: Array
     particle_node: Array
     particle_block: Array
     states: PyTree
@@ -233,13 +218,12 @@ class Despot:
         """The action of the highest lower bound, or the default policy's where none is above what that earns."""
         row = tree.block[0]
         tried = (row != EMPTY) & tree.legal
-        lower, upper = (
-            jnp.where(tried, values.at[row].get(mode="clip"), -jnp.inf) for values in (tree.edge.lower, tree.edge.upper)
-        )
-        defaulted = ~(jnp.max(lower) > tree.default[0])
+        values = jnp.where(tried[:, None], tree.edge.at[row].get(mode="clip"), -jnp.inf)
+        lower, upper = values[:, LOWER], values[:, UPPER_BOUND]
+        defaulted = ~(jnp.max(lower) > tree.born[0, DEFAULT])
         action = jnp.where(defaulted, tree.default_action, jnp.argmax(lower)).astype(jnp.int32)
         return action, DespotInfo(
-            value=tree.node.lower[0],
+            value=tree.node[0, LOWER],
             values=lower,
             preferences=upper,
             policy=jax.nn.one_hot(action, lower.shape[0]),
@@ -254,7 +238,7 @@ class Despot:
             invalid=tree.invalid,
             ended=tree.ended,
             legal=tree.legal,
-            upper=tree.node.upper[0],
+            upper=tree.node[0, UPPER_BOUND],
             defaulted=defaulted,
             inconsistent=tree.inconsistent,
         )
@@ -268,13 +252,13 @@ class Despot:
         legal = jnp.all(legal_actions(env, params, states) | ended[:, None], axis=0)
         column = jax.tree.map(lambda x: x[:, None], states)
         depth = jnp.zeros((count,), jnp.int32)
-        default, upper, invalid, inconsistent = self._bounds(
-            keys, env, params, column, depth, ~ended[:, None], discount
+        default, upper, invalid, inconsistent = scenario_bounds(
+            self, keys, env, params, column, depth, ~ended[:, None], discount
         )
-        picks = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, 0))[1])(keys)
-        chosen = self._default_actions(picks, env, params, column)[jnp.argmin(ended), 0]
+        chosen = default_actions(self.default, scenario_keys(keys, depth)[:, 1], env, params, column)
+        chosen = chosen[jnp.argmin(ended), 0]
         default, utility = default.sum() / count, jnp.maximum(upper.sum(), default.sum()) / count
-        node = Bounds(default, jnp.maximum(default, utility - self.regularization), utility)
+        node = jnp.stack([default, jnp.maximum(default, utility - self.regularization), utility])
         max_nodes = min(self.max_nodes, 1 + self.iterations * count * actions)
         roots = -(-count // actions)
         max_blocks = roots + min(self.max_particles, self.iterations * count)
@@ -284,26 +268,24 @@ class Despot:
             )
 
         def rows(of_root: Array, fill: float = 0) -> Array:
-            return jnp.full((max_nodes,), fill, of_root.dtype).at[0].set(of_root)
+            return jnp.full((max_nodes, *of_root.shape), fill, of_root.dtype).at[0].set(of_root)
 
         def particles(first: Array) -> Array:
             filled = jnp.zeros((max_blocks * actions, *first.shape[1:]), first.dtype).at[:count].set(first)
             return filled.reshape(max_blocks, actions, *first.shape[1:])
 
         zero, none = jnp.zeros((), jnp.int32), jnp.full((max_blocks, actions), EMPTY, jnp.int32)
-        edges = jnp.zeros((max_blocks, actions), jnp.float32)
         return ScenarioTree(
             keys=keys,
             default_action=jnp.where(legal[chosen], chosen, jnp.argmax(legal)).astype(jnp.int32),
             legal=legal,
             ended=jnp.mean(ended, dtype=jnp.float32),
-            count=rows(jnp.sum(~ended, dtype=jnp.int32)),
             first=rows(jnp.argmin(ended).astype(jnp.int32), EMPTY),
             action=jnp.zeros((max_nodes,), jnp.int32),
             block=jnp.full((max_nodes,), EMPTY, jnp.int32),
-            default=rows(default),
-            node=jax.tree.map(rows, node),
-            edge=Bounds(edges, edges, edges),
+            born=rows(jnp.stack([jnp.sum(~ended, dtype=jnp.float32), default, utility])),
+            node=rows(node),
+            edge=jnp.zeros((max_blocks, actions, 3), jnp.float32),
             particle_node=none.reshape(-1).at[:count].set(jnp.where(ended, EMPTY, 0)).reshape(none.shape),
             particle_block=none,
             states=jax.tree.map(particles, states),
@@ -330,16 +312,15 @@ class Despot:
     def _walk(self, tree: ScenarioTree) -> Walk:
         """Down the optimistic policy, every scenario to its own child, until nothing is left to gain."""
         count, lanes = tree.keys.shape[0], jnp.arange(tree.keys.shape[0], dtype=jnp.int32)
-        root_gap = tree.node.upper[0] - tree.node.lower[0]
+        root_gap = tree.node[0, UPPER_BOUND] - tree.node[0, LOWER]
         price = jnp.asarray(self.regularization, jnp.float32)
 
         def level(d: Array, carry: tuple) -> tuple:
             walk, live, slack, particle = carry
             node = tree.particle_node.reshape(-1)[particle]
             live = live & (node != EMPTY)
-            values = jax.tree.map(lambda x: x.at[node].get(mode="clip"), tree.node)
-            gap = values.upper - values.lower
-            share = tree.count.at[node].get(mode="clip") / count
+            values, born = (x.at[node].get(mode="clip") for x in (tree.node, tree.born))
+            gap, share = values[:, UPPER_BOUND] - values[:, LOWER], born[:, COUNT] / count
             excess = jnp.where(live & (root_gap > 0), gap - share * self.gap_ratio * root_gap, -jnp.inf)
             if not self.wide:
                 live = live & (node == node[jnp.argmax(excess)])
@@ -355,7 +336,7 @@ class Despot:
                 grow=walk.grow | (going & leaf),
                 cut=walk.cut | cut,
             )
-            slack = jnp.minimum(slack, values.utility - tree.default.at[node].get(mode="clip") + price * d)
+            slack = jnp.minimum(slack, values[:, UTILITY] - born[:, DEFAULT] + price * d)
             action = tree.action.at[node].get(mode="clip")
             return walk, on, slack, jnp.where(on, block * tree.legal.shape[0] + action, particle)
 
@@ -381,37 +362,30 @@ class Despot:
         legal = legal_actions(env, params, states)
         rows = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (count, actions, *x.shape[1:])), states)
         choice = jnp.broadcast_to(jnp.arange(actions, dtype=jnp.int32), (count, actions))
-        keys = jax.vmap(lambda key, d: jax.random.split(jax.random.fold_in(key, d))[0])(tree.keys, walk.depth)
-        result = _steps(keys, env, params, rows, choice)
+        result = scenario_steps(scenario_keys(tree.keys, walk.depth)[:, 0], env, params, rows, choice)
         taken = grow[:, None] & legal
         on = taken & ~result.terminated
-        default, upper, wrong, inconsistent = self._bounds(
-            tree.keys, env, params, result.state, walk.depth + 1, on, discount
+        default, upper, wrong, inconsistent = scenario_bounds(
+            self, tree.keys, env, params, result.state, walk.depth + 1, on, discount
         )
         children: Any = children_of(self, env, params)
         places = jnp.where(on, (edges - tree.num_blocks)[:, None] * actions + choice, 0)
         table = children.empty(count * actions, count * actions)
         _, ids, num_nodes = children.find(
-            table, places.ravel(), result.obs_key.ravel(), on.ravel(), tree.num_nodes, tree.count.shape[0]
+            table, places.ravel(), result.obs_key.ravel(), on.ravel(), tree.num_nodes, tree.born.shape[0]
         )
         ids = ids.reshape(count, actions)
         lost = on & (ids == EMPTY)
         weight = (jnp.asarray(discount, jnp.float32) ** walk.depth / count)[:, None]
-        tree = self._add_nodes(tree, ids, weight * discount * default, weight * discount * upper)
-        # A child counts once for its edge, shared among its scenarios; one without room counts as its default.
-        one = 1.0 / jnp.maximum(tree.count.at[ids].get(mode="clip"), 1)
-        speaker = jnp.where(own == edges, 1.0, 0.0)[:, None] * self.regularization
-
-        def edge_value(held: Array, of_node: Array, price: Any) -> Array:
-            below = jnp.where(ids != EMPTY, of_node.at[ids].get(mode="clip") * one, 0.0)
-            below = below + jnp.where(lost, weight * discount * default, 0.0)
-            gain = jnp.where(legal, weight * result.reward + below - price, -jnp.inf)
-            return held.at[edges].add(gain, mode="drop")
-
+        default, upper = weight * discount * default, weight * discount * upper
+        tree, below = self._add_nodes(tree, ids, default, upper)
+        below = below + jnp.where(lost, default, 0.0)[..., None]  # who finds no room counts as the default policy
+        price = jnp.where(own == edges, self.regularization, 0.0)[:, None, None] * jnp.asarray([[[1.0, 1.0, 0.0]]])
+        gain = jnp.where(legal[..., None], (weight * result.reward)[..., None] + below - price, -jnp.inf)
         return dataclasses.replace(
             tree,
             block=block,
-            edge=jax.tree.map(edge_value, tree.edge, tree.node, Bounds(speaker, speaker, jnp.zeros(()))),
+            edge=tree.edge.at[edges].add(gain, mode="drop"),
             particle_node=tree.particle_node.at[own].set(ids, mode="drop"),
             particle_block=tree.particle_block.reshape(-1)
             .at[jnp.where(grow, walk.particle, EMPTY)]
@@ -428,24 +402,20 @@ class Despot:
             depth=jnp.maximum(tree.depth, jnp.max(jnp.where(grow, walk.depth + 1, 0))),
         )
 
-    def _add_nodes(self, tree: ScenarioTree, ids: Array, default: Array, upper: Array) -> ScenarioTree:
-        """New nodes `ids` `[K, A]`, each with the sums of its scenarios' weighted bounds."""
+    def _add_nodes(self, tree: ScenarioTree, ids: Array, default: Array, upper: Array) -> tuple[ScenarioTree, Array]:
+        """New nodes `ids` `[K, A]`, each the sum of its scenarios, and the values shared among these, `[K, A, 3]`."""
         lanes = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
-        defaults = tree.default.at[ids].add(default, mode="drop")
-        here = defaults.at[ids].get(mode="clip")
-        utility = tree.node.utility.at[ids].add(upper, mode="drop")
-        bound = jnp.maximum(utility.at[ids].get(mode="clip"), here)
-        return dataclasses.replace(
+        born = tree.born.at[ids].add(jnp.stack([jnp.ones_like(default), default, upper], axis=-1), mode="drop")
+        count, default, utility = jnp.moveaxis(born.at[ids].get(mode="clip"), -1, 0)
+        utility = jnp.maximum(utility, default)
+        values = jnp.stack([default, jnp.maximum(default, utility - self.regularization), utility], axis=-1)
+        tree = dataclasses.replace(
             tree,
-            count=tree.count.at[ids].add(1, mode="drop"),
             first=tree.first.at[ids].min(lanes, mode="drop"),
-            default=defaults,
-            node=Bounds(
-                tree.node.lower.at[ids].set(here, mode="drop"),
-                tree.node.upper.at[ids].set(jnp.maximum(here, bound - self.regularization), mode="drop"),
-                utility.at[ids].set(bound, mode="drop"),
-            ),
+            born=born,
+            node=tree.node.at[ids].set(values, mode="drop"),
         )
+        return tree, jnp.where((ids != EMPTY)[..., None], values / jnp.maximum(count, 1)[..., None], 0.0)
 
     def _back_up(self, tree: ScenarioTree, walk: Walk) -> ScenarioTree:
         """New values of the nodes on the way, deepest first; each is spoken for by its first scenario."""
@@ -454,110 +424,34 @@ class Despot:
         moved = jnp.sum((walk.nodes[0] != EMPTY) & (walk.depth > 0), dtype=jnp.int32)
         tree = dataclasses.replace(tree, visits=tree.visits.at[tree.action[0]].add(moved))
 
-        def level(i: Array, carry: tuple[ScenarioTree, Bounds]) -> tuple[ScenarioTree, Bounds]:
+        def level(i: Array, carry: tuple[ScenarioTree, Array]) -> tuple[ScenarioTree, Array]:
             tree, change = carry
             d = deepest - i
             node = walk.nodes[d]
             first = tree.first.at[node].get(mode="fill", fill_value=EMPTY)
             node = jnp.where(first == lanes, node, EMPTY)
-            old, default = jax.tree.map(lambda x: x.at[node].get(mode="clip"), (tree.node, tree.default))
+            old = tree.node.at[node].get(mode="clip")
+            default = tree.born.at[node].get(mode="clip")[:, DEFAULT, None]
             block, action = (x.at[node].get(mode="fill", fill_value=EMPTY) for x in (tree.block, tree.action))
-            cut = walk.cut & (walk.depth == d)
-            change = jax.tree.map(lambda x: jnp.zeros_like(x).at[first].add(x, mode="drop"), change)
-            edge = jax.tree.map(lambda x, more: x.at[block, action].add(more, mode="drop"), tree.edge, change)
-            rows = jax.tree.map(lambda x: x.at[block].get(mode="clip"), edge)
-            best = jax.tree.map(lambda row: jnp.maximum(row.max(axis=1), default), rows)
-            new = jax.tree.map(lambda x, old: jnp.where(cut, default, jnp.where(block != EMPTY, x, old)), best, old)
+            change = jnp.zeros_like(change).at[first].add(change, mode="drop")
+            edge = tree.edge.at[block, action].add(change, mode="drop")
+            rows = edge.at[block].get(mode="clip")
+            inner, cut = (block != EMPTY)[:, None], (walk.cut & (walk.depth == d))[:, None]
+            new = jnp.where(inner, jnp.maximum(rows.max(axis=1), default), old)
+            new = jnp.where(cut, default, new)
+            best = jnp.argmax(rows[..., UPPER_BOUND], axis=1).astype(jnp.int32)
             tree = dataclasses.replace(
                 tree,
-                node=jax.tree.map(lambda x, value: x.at[node].set(value, mode="drop"), tree.node, new),
+                node=tree.node.at[node].set(new, mode="drop"),
                 edge=edge,
-                action=tree.action.at[jnp.where(block != EMPTY, node, EMPTY)].set(
-                    jnp.argmax(rows.upper, axis=1).astype(jnp.int32), mode="drop"
-                ),
-                block=tree.block.at[jnp.where(cut, node, EMPTY)].set(EMPTY, mode="drop"),
+                action=tree.action.at[jnp.where(inner[:, 0], node, EMPTY)].set(best, mode="drop"),
+                block=tree.block.at[jnp.where(cut[:, 0], node, EMPTY)].set(EMPTY, mode="drop"),
             )
-            return tree, jax.tree.map(lambda new, old: jnp.where(node != EMPTY, new - old, 0.0), new, old)
+            return tree, jnp.where((node != EMPTY)[:, None], new - old, 0.0)
 
-        nothing = jnp.zeros(lanes.shape, jnp.float32)
-        tree, _ = jax.lax.fori_loop(0, deepest + 1, level, (tree, Bounds(nothing, nothing, nothing)))
+        nothing = jnp.zeros((lanes.shape[0], 3), jnp.float32)
+        tree, _ = jax.lax.fori_loop(0, deepest + 1, level, (tree, nothing))
         return dataclasses.replace(tree, iteration=tree.iteration + 1)
-
-    def _default_actions(self, keys: PRNGKey, env: Any, params: PyTree, states: PyTree) -> Array:
-        """What the default policy does in states `[K, A, ...]`, int32 `[K, A]`; the keys are those of the scenarios."""
-        if callable(self.default):
-            policy = self.default
-            return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(keys, states)
-        shape = jax.tree.leaves(states)[0].shape[:2]
-        if self.default is not None:
-            return jnp.full(shape, self.default, jnp.int32)
-        draws = jnp.broadcast_to(jax.vmap(jax.random.uniform)(keys)[:, None], shape)
-        return random_legal(draws.ravel(), legal_actions(env, params, _flat(states))).reshape(shape)
-
-    def _bounds(
-        self, keys: PRNGKey, env: Any, params: PyTree, states: PyTree, depth: Array, live: Array, discount: Any
-    ) -> tuple[Array, Array, Array, Array]:
-        """Default and upper values of states `[K, A, ...]` at `depth` `[K]`, unweighted, and how many were wrong."""
-
-        def advance(carry: tuple) -> tuple:
-            d, states, alive, total, weight, wrong = carry
-            pairs = jax.vmap(lambda key, d: jax.random.split(jax.random.fold_in(key, d)))(keys, d)
-            actions = self._default_actions(pairs[:, 1], env, params, states)
-            result = _steps(pairs[:, 0], env, params, states, actions)
-            on = alive & (d < self.max_depth)[:, None]
-            states = jax.tree.map(lambda new, old: _where(on, new, old), result.state, states)
-            total = total + jnp.where(on, weight[:, None] * result.reward, 0.0)
-            wrong = wrong + jnp.sum(on & result.invalid, dtype=jnp.int32)
-            weight = jnp.where(d < self.max_depth, weight * discount, weight)
-            return jnp.minimum(d + 1, self.max_depth), states, alive & ~(on & result.terminated), total, weight, wrong
-
-        def going(carry: tuple) -> Array:
-            return jnp.any(carry[2] & (carry[0] < self.max_depth)[:, None])
-
-        first = (depth, states, live, jnp.zeros(live.shape), jnp.ones(depth.shape), jnp.zeros((), jnp.int32))
-        _, ends, alive, total, weight, wrong = jax.lax.while_loop(going, advance, first)
-        beyond, missing = leaf_values(keys[0], env, params, _flat(ends), discount, self.leaf, 1, alive.ravel())
-        default = total + weight[:, None] * beyond.reshape(live.shape)
-        upper = self._upper_values(env, params, states, self.max_depth - depth, discount)
-        finite = jnp.isfinite(upper)
-        left = live & (depth < self.max_depth)[:, None]
-        invalid = wrong + jnp.sum(missing, dtype=jnp.int32) + jnp.sum(left & ~finite, dtype=jnp.int32)
-        upper = jnp.where(left & finite, upper, default)
-        short = left & (upper < default - 1e-4 * (1 + jnp.abs(default)))
-        return default, upper, invalid, jnp.sum(short, dtype=jnp.int32)
-
-    def _upper_values(self, env: Any, params: PyTree, states: PyTree, left: Array, discount: Any) -> Array:
-        kind = self.upper
-        if kind is None:
-            kind = "bound" if hasattr(env, "upper_bound") else "reward"
-        if kind == "reward":
-            if self.max_reward is None:
-                raise UsageError(
-                    f'{env.name} has no upper_bound(state, params); give Despot max_reward=..., or upper="heuristic"'
-                )
-            gamma = jnp.asarray(discount, jnp.float32)
-            steps = jnp.inf if self.leaf == "heuristic" else left.astype(jnp.float32)
-            sums = jnp.where(gamma < 1, (1 - gamma**steps) / jnp.where(gamma < 1, 1 - gamma, 1.0), steps)
-            shape = jax.tree.leaves(states)[0].shape[:2]
-            return jnp.broadcast_to(jnp.broadcast_to(self.max_reward * sums, left.shape)[:, None], shape)
-        part = "upper_bound" if kind == "bound" else "heuristic"
-        if not hasattr(env, part):
-            raise UsageError(f'{env.name} has no {part}(state, params); give Despot max_reward=... and upper="reward"')
-        bound = getattr(env, part)
-        return jax.vmap(jax.vmap(lambda state: jnp.asarray(bound(state, params), jnp.float32)))(states)
-
-
-def _steps(keys: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Any:
-    """Steps of states and actions `[K, A]`, all of a row with the row's key."""
-    return jax.vmap(lambda *column: simulate_keyed(keys, env, params, *column), in_axes=1, out_axes=1)(states, actions)
-
-
-def _flat(states: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states)
-
-
-def _where(chosen: Array, new: Array, old: Array) -> Array:
-    return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"))
