@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+from fast import jit
 
 from jaxpar.env import step
 
@@ -20,12 +21,15 @@ class PlainDespot:
         self.planner, self.env, self.params, self.keys, self.discount = planner, env, params, keys, discount
         self.count = len(keys)
         states = [jax.tree.map(lambda x, i=i: x[i], states) for i in range(self.count)]
-        self.moved = jax.jit(
+        self.moved = jit(
             lambda key, d, state, action: step(
                 jax.random.split(jax.random.fold_in(key, d))[0], env, state, action, params
             )
         )
         self.move = functools.cache(self._move)
+        heuristic, mask = (jit(lambda state, part=part: part(state, params)) for part in self.parts())
+        self.heuristic = functools.cache(lambda name: float(heuristic(self.states[name])))
+        self.mask = functools.cache(lambda name: np.asarray(mask(self.states[name])))
         self.states = {}
         root = {i: self.named(state) for i, state in enumerate(states) if not bool(env.terminal(state, params))}
         self.root = self.value(Node(root, 0))
@@ -47,15 +51,17 @@ class PlainDespot:
             total, weight, depth = total + weight * reward, weight * self.discount, depth + 1
             if over:
                 return total
-        return total + (weight * float(self.env.heuristic(self.states[name], self.params)) if self.heuristic else 0.0)
+        return total + (weight * self.heuristic(name) if self.planner.leaf == "heuristic" else 0.0)
 
-    @property
-    def heuristic(self):
-        return self.planner.leaf == "heuristic"
+    def parts(self):
+        """The environment's optional parts, or what they are without."""
+        everything = np.ones(self.env.action_space(self.params).n, bool)
+        yield getattr(self.env, "heuristic", lambda state, params: 0.0)
+        yield getattr(self.env, "action_mask", lambda state, params: everything)
 
     def upper_bound(self, depth, name):
         if self.planner.upper == "heuristic":
-            return float(self.env.heuristic(self.states[name], self.params))
+            return self.heuristic(name)
         return self.planner.max_reward * sum(self.discount**t for t in range(self.planner.max_depth - depth))
 
     def value(self, node):
@@ -69,10 +75,7 @@ class PlainDespot:
         return node
 
     def legal(self, node):
-        masks = [np.ones(self.env.action_space(self.params).n, bool)]
-        if hasattr(self.env, "action_mask"):
-            masks += [np.asarray(self.env.action_mask(self.states[s], self.params)) for s in node.scenarios.values()]
-        return np.flatnonzero(np.all(masks, axis=0)).tolist()
+        return np.flatnonzero(np.all([self.mask(name) for name in node.scenarios.values()], axis=0)).tolist()
 
     def expand(self, node):
         weight = self.discount**node.depth / self.count

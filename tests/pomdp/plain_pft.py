@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fast import jit
 from plain_tree import LOG, note
 
 from jaxpar.env import Box, Discrete
@@ -58,7 +59,7 @@ class Line:
         return -jnp.abs(state)
 
 
-def noted(planner, moved, lanes, move, reward, goes):
+def noted(moved, lanes, move, reward, goes):
     note(
         "move",
         live=lanes.live,
@@ -81,7 +82,7 @@ def noted(planner, moved, lanes, move, reward, goes):
 class RecordedPft(Pft):
     def _arrive(self, key, env, params, store, lanes, move, before):
         out = super()._arrive(key, env, params, store, lanes, move, before)
-        noted(self, out[1], lanes, move, out[2], out[3])
+        noted(out[1], lanes, move, out[2], out[3])
         return out
 
     def _fill(self, *args):
@@ -94,7 +95,7 @@ class RecordedPft(Pft):
 class RecordedPomcpow(Pomcpow):
     def _arrive(self, key, env, params, store, lanes, move, before):
         out = super()._arrive(key, env, params, store, lanes, move, before)
-        noted(self, out[1], lanes, move, out[2], out[3])
+        noted(out[1], lanes, move, out[2], out[3])
         return out
 
     def _fill(self, *args):
@@ -105,7 +106,7 @@ class RecordedPomcpow(Pomcpow):
 
 def recorded(planner, env, params, belief, key):
     LOG.clear()
-    widened = jax.jit(planner.search, static_argnums=1)(key, env, params, belief)
+    widened = jit(planner.search, static_argnums=1)(key, env, params, belief)
     jax.block_until_ready(widened)
     jax.effects_barrier()
     return widened, list(LOG)
@@ -124,9 +125,10 @@ class PlainEdge:
 class PlainWidening:
     """Nodes by their id in the tensors; what may be new follows the published rule, one visit after another."""
 
-    def __init__(self, planner, env, params, discount, tree):
+    def __init__(self, planner, env, params, discount):
         self.planner, self.env, self.params, self.discount = planner, env, params, discount
-        self.nodes, self.seen = {0: PlainNode()}, 0
+        self.nodes = {0: PlainNode()}
+        self.likelihood = jit(lambda *row: env.log_likelihood(*row, params))
 
     def replay(self, log):
         walks = [[] for _ in range(self.planner.num_simulations)]
@@ -182,7 +184,7 @@ class PlainWidening:
         rows = [i for i in np.flatnonzero(row["live"]) if not row["over"][i]]
         for i in rows:
             node = self.nodes[int(row["child"][i])]
-            weight = self.env.log_likelihood(node.obs, row["before"][i], row["action"][i], row["after"][i], self.params)
+            weight = self.likelihood(node.obs, row["before"][i], row["action"][i], row["after"][i])
             node.held.append((float(row["after"][i]), 0.0 if self.planner.keyed else float(weight)))
         for i in rows:
             held = dict(self.nodes[int(row["child"][i])].held)
@@ -193,7 +195,7 @@ class PlainWidening:
                 assert row["moved"][i] == row["after"][i]
 
     def back_up(self, walk, row, i):
-        future = float(self.env.heuristic(row["states"][i], self.params)) if row["waiting"][i] else 0.0
+        future = -abs(float(row["states"][i])) if row["waiting"][i] else 0.0
         for d in range(len(walk) - 1, -1, -1):
             future = float(row["rewards"][d, i]) + self.discount * future
             walk[d][0].returns.append(future)

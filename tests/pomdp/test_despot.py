@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from plain_despot import PlainDespot
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
@@ -21,12 +22,12 @@ ROCKS = RockSample(3, 2)
 SHORT = Despot(400, 12, max_depth=3, default=0, max_reward=10.0)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
+@functools.partial(jit, static_argnums=(0, 2))
 def planned(planner, key, env, params, belief):
     return planner.plan(key, env, params, belief)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jit, static_argnums=(0, 1))
 def waved(planner, env, params, tree):
     return planner.grow(env, params, tree, 1)
 
@@ -65,11 +66,14 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("tiger", "tiger-leaf", "rocks")]
+
+
+@pytest.mark.parametrize("world", ["price", "path", "leaving", *LONG])
 def test_equals_a_plain_tree_node_for_node(world):
     env, params, planner = WORLDS[world]
     belief = Known(0.5) if env is TIGER else ParticleBelief(32).init(jax.random.key(1), env, params)
-    tree = jax.jit(planner.begin, static_argnums=1)(jax.random.key(3), env, params, belief)
+    tree = jit(planner.begin, static_argnums=1)(jax.random.key(3), env, params, belief)
     states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: planner.num_scenarios], tree.states)
     plain = PlainDespot(planner, env, params, tree.keys, states, 0.95)
     for _ in range(planner.iterations):
@@ -99,9 +103,13 @@ def test_equals_a_plain_tree_node_for_node(world):
 
 def test_regularisation_cuts_and_ends_at_the_default():
     env, params, planner = WORLDS["price"]
-    _, cheap = planned(planner, jax.random.key(3), env, params, Known(0.5))
-    dear = dataclasses.replace(planner, regularization=50.0)
-    action, info = planned(dear, jax.random.key(3), env, params, Known(0.5))
+
+    @jit
+    def at(price):
+        return dataclasses.replace(planner, regularization=price).plan(jax.random.key(3), env, params, Known(0.5))
+
+    _, cheap = at(0.7)
+    action, info = at(50.0)
     assert int(cheap.nodes) > 3 and not bool(cheap.defaulted)
     assert bool(info.defaulted) and int(action) == 0 and float(info.value) == float(info.upper)
 
@@ -109,7 +117,7 @@ def test_regularisation_cuts_and_ends_at_the_default():
 def test_bounds_meet_at_the_exact_value_of_three_steps_of_tiger():
     """A plan fitted to 400 scenarios has a deviation of 0.9 (measured), hence 0.25 for the mean of 16, plus its fit."""
     keys = jax.random.split(jax.random.key(0), 16)
-    actions, info = jax.jit(jax.vmap(lambda key: SHORT.plan(key, TIGER, PARAMS, Known(0.5))))(keys)
+    actions, info = jit(jax.vmap(lambda key: SHORT.plan(key, TIGER, PARAMS, Known(0.5))))(keys)
     assert (
         not np.asarray(actions).any() and not np.asarray(info.defaulted).any() and not np.asarray(info.overflow).any()
     )
@@ -118,10 +126,11 @@ def test_bounds_meet_at_the_exact_value_of_three_steps_of_tiger():
     np.testing.assert_allclose(info.values[:, 1:], -45 + 0.95 * -1.95, atol=0.01)
 
 
+@pytest.mark.slow
 def test_lower_bounds_rise_and_upper_bounds_fall():
     planner = WORLDS["rocks"][2]
     belief = ParticleBelief(32).init(jax.random.key(1), ROCKS, ROCKS.default_params)
-    trees = [jax.jit(planner.begin, static_argnums=1)(jax.random.key(2), ROCKS, ROCKS.default_params, belief)]
+    trees = [jit(planner.begin, static_argnums=1)(jax.random.key(2), ROCKS, ROCKS.default_params, belief)]
     for _ in range(planner.iterations):
         trees.append(waved(planner, ROCKS, ROCKS.default_params, trees[-1]))
     lower, upper = np.asarray([tree.node[0, :2] for tree in trees]).T
@@ -129,6 +138,7 @@ def test_lower_bounds_rise_and_upper_bounds_fall():
     assert lower[-1] > lower[0] and upper[-1] < upper[0]
 
 
+@pytest.mark.slow
 def test_scenarios_that_end_early_have_no_future():
     planner = Despot(512, 6, max_depth=3, default=1, max_reward=10.0)
     action, info = planned(planner, jax.random.key(0), Leaving(), PARAMS, leaving())
@@ -136,6 +146,7 @@ def test_scenarios_that_end_early_have_no_future():
     np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", [None, lambda key, state, params: jnp.asarray(1)], ids=["random", "function"])
 def test_default_policies(default):
     planner = Despot(256, 3, max_depth=2, default=default, max_reward=10.0)
@@ -146,6 +157,7 @@ def test_default_policies(default):
     np.testing.assert_allclose(float(none.born[0, 1]), want, atol=15.0)  # 3.5 deviations of the mean of 256
 
 
+@pytest.mark.slow
 def test_same_key_same_plan_to_the_bit_and_another_key_another():
     belief = ParticleBelief(32).init(jax.random.key(1), ROCKS, ROCKS.default_params)
     planner = Despot(32, 6, max_depth=8, default=1, upper="heuristic")
@@ -154,9 +166,10 @@ def test_same_key_same_plan_to_the_bit_and_another_key_another():
     assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, other))
 
 
+@pytest.mark.slow
 def test_vmapped_plans_are_those_of_a_loop():
     keys = jax.random.split(jax.random.key(0), 3)
-    batch = jax.jit(jax.vmap(lambda key: SHORT.plan(key, TIGER, PARAMS, Known(0.5))))(keys)
+    batch = jit(jax.vmap(lambda key: SHORT.plan(key, TIGER, PARAMS, Known(0.5))))(keys)
     for i, key in enumerate(keys):
         one = planned(SHORT, key, TIGER, PARAMS, Known(0.5))
         for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(one), strict=True):
@@ -168,15 +181,14 @@ def test_masked_actions_are_never_taken():
     action, info = planned(dataclasses.replace(SHORT, default=None), jax.random.key(0), env, PARAMS, Known(0.5))
     assert int(action) == 1 and info.legal.tolist() == [False, True, False]
     assert (np.asarray(info.visits) > 0).tolist() == [False, True, False]
-    assert int(planned(dataclasses.replace(SHORT, iterations=1), jax.random.key(0), env, PARAMS, Known(0.5))[0]) == 1
 
 
-def test_small_capacities_are_counted_and_still_plan():
-    for changes in ({"max_nodes": 10}, {"max_particles": 400}):
-        tight = dataclasses.replace(SHORT, max_depth=5, **changes)
-        action, info = planned(tight, jax.random.key(0), TIGER, PARAMS, Known(0.5))
-        assert int(info.overflow) > 0 and int(info.nodes) <= 10 and int(action) == 0
-        assert np.isfinite(float(info.value)) and float(info.value) <= float(info.upper) + 1e-3
+@pytest.mark.parametrize("changes", [{"max_nodes": 10}, pytest.param({"max_particles": 400}, marks=pytest.mark.slow)])
+def test_small_capacities_are_counted_and_still_plan(changes):
+    tight = dataclasses.replace(SHORT, max_depth=5, **changes)
+    action, info = planned(tight, jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    assert int(info.overflow) > 0 and int(info.nodes) <= 10 and int(action) == 0
+    assert np.isfinite(float(info.value)) and float(info.value) <= float(info.upper) + 1e-3
     with pytest.raises(UsageError, match="max_particles"):
         dataclasses.replace(SHORT, max_particles=399)
 
@@ -190,6 +202,7 @@ class Broken(Tiger):
         return jnp.where(state == 0, jnp.inf, 0.0)
 
 
+@pytest.mark.slow
 def test_rewards_and_bounds_that_are_not_finite_are_counted():
     _, info = planned(SHORT, jax.random.key(0), Broken(), PARAMS, Known(0.5))
     assert int(info.invalid) >= 400 and np.isfinite([info.value, info.upper]).all()
@@ -241,14 +254,17 @@ def test_bad_fields_are_refused(fields, match):
         Despot(**fields)
 
 
-def test_missing_bounds_and_bad_discounts_are_refused():
-    key = jax.random.key(0)
-    with pytest.raises(UsageError, match="no upper_bound"):
-        Despot(8, 2).plan(key, TIGER, PARAMS, Known(0.5))
-    with pytest.raises(UsageError, match="no heuristic"):
-        Despot(8, 2, upper="heuristic").plan(key, Leaving(), PARAMS, leaving())
-    with pytest.raises(UsageError, match="discount"):
-        dataclasses.replace(SHORT, discount=1.5).plan(key, TIGER, PARAMS, Known(0.5))
+@pytest.mark.parametrize(
+    "planner, env, match",
+    [
+        (Despot(8, 2), TIGER, "no upper_bound"),
+        (Despot(8, 2, upper="heuristic"), Leaving(), "no heuristic"),
+        (dataclasses.replace(SHORT, discount=1.5), TIGER, "discount"),
+    ],
+)
+def test_missing_bounds_and_bad_discounts_are_refused(planner, env, match):
+    with pytest.raises(UsageError, match=match):
+        jax.eval_shape(lambda key: planner.plan(key, env, PARAMS, Known(0.5)), jax.random.key(0))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from plain_pft import Line, LineParams, PlainWidening, RecordedPft, RecordedPomcpow, recorded
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
@@ -21,7 +22,7 @@ TIGER, PARAMS, LINE, ON_LINE = Tiger(), Tiger().default_params, Line(), LinePara
 BOTH = pytest.mark.parametrize("kind", [Pft, Pomcpow])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
+@functools.partial(jit, static_argnums=(0, 2))
 def planned(planner, key, env, params, belief):
     return planner.plan(key, env, params, belief)
 
@@ -50,14 +51,14 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["one", "eight", pytest.param("narrow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [RecordedPft, RecordedPomcpow])
 def test_equals_a_plain_tree_node_for_node(kind, world):
     fields = {"k_observations": 1.5, "alpha_observations": 0.3, **WORLDS[world]}
     planner = kind(max_depth=4, num_particles=128, exploration=3.0, leaf="heuristic", **fields)
     widened, log = recorded(planner, LINE, ON_LINE, on_line(), jax.random.key(3))
     tree, store = widened.search.tree, widened.store
-    plain = PlainWidening(planner, LINE, ON_LINE, 0.9, tree)
+    plain = PlainWidening(planner, LINE, ON_LINE, 0.9)
     plain.replay(log)
     assert sorted(plain.nodes) == list(range(int(tree.num_nodes))) and int(tree.overflow) == 0
     assert sum(len(node.edges) for node in plain.nodes.values()) == int(tree.num_edges)
@@ -101,16 +102,19 @@ def test_short_horizons_of_tiger(kind):
     assert 2.3098 - 1.5 < float(info.value) < 2.3098 + 0.4
 
 
+@pytest.mark.slow
 @BOTH
 def test_simulations_that_end_early_have_no_future(kind):
+    """Slots begin at 0, which lowers means; 15 of them, half of which have ended, deviate by 1.2."""
     env = Weighed()
     belief = ParticleBelief(8).init(jax.random.key(0), env, PARAMS)
-    planner = kind(16, 100, max_depth=3, exploration=60.0, leaf="zero")
-    for keyed in (True, False):
-        action, info = planned(dataclasses.replace(planner, keyed=keyed), jax.random.key(0), env, PARAMS, belief)
-        assert int(action) == 1
-        np.testing.assert_allclose(info.values[1], 9.5, atol=0.5)
-        assert float(info.values[0]) < 9.0
+    planner = kind(16, 100, max_depth=3, exploration=60.0, leaf="zero", alpha_observations=0.2)
+    action, info = planned(planner, jax.random.key(0), env, PARAMS, belief)
+    assert int(action) == 1
+    np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.6)
+    action, info = planned(dataclasses.replace(planner, keyed=False), jax.random.key(0), env, PARAMS, belief)
+    assert int(action) == 1 and abs(float(info.values[0]) - 4.75) < 3.6
+    np.testing.assert_allclose(info.values[1], 9.5, atol=0.8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +123,14 @@ class Weighed(Leaving):
         return jnp.zeros(())
 
 
+@pytest.mark.slow
 @BOTH
 def test_same_key_same_plan_and_vmapped_plans_are_those_of_a_loop(kind):
     planner = kind(8, 10, max_depth=4, num_particles=8, exploration=3.0, leaf="heuristic", k_actions=1.0)
     keys = jax.random.split(jax.random.key(0), 2)
     one, again = (planned(planner, keys[0], LINE, ON_LINE, on_line()) for _ in range(2))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, again))
-    batch = jax.jit(jax.vmap(lambda key: planner.plan(key, LINE, ON_LINE, on_line())))(keys)
+    batch = jit(jax.vmap(lambda key: planner.plan(key, LINE, ON_LINE, on_line())))(keys)
     for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(a[0], b, rtol=1e-4, atol=1e-4)
 
@@ -136,14 +141,12 @@ def test_actions_open_by_the_visits():
     assert (np.asarray(info.visits) > 0).tolist() == [True, True, False]  # 0.6 * 29^0.3 = 1.65
 
 
-@BOTH
+@pytest.mark.parametrize("kind", [Pft, pytest.param(Pomcpow, marks=pytest.mark.slow)])
 def test_masks_and_small_capacities(kind):
     env = Tiger(mask=(False, True, False))
-    planner = kind(16, 20, max_depth=4, leaf="zero", max_nodes=12)
+    planner = kind(16, 20, max_depth=4, leaf="zero", max_nodes=12, keyed=False)
     action, info = planned(planner, jax.random.key(0), env, PARAMS, Known(0.5))
     assert int(action) == 1 and (np.asarray(info.visits) > 0).tolist() == [False, True, False]
-    planner = dataclasses.replace(planner, keyed=False)
-    action, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
     assert int(info.overflow) > 0 and int(info.nodes) == 12 and np.isfinite(float(info.value))
 
 
@@ -153,9 +156,8 @@ class Broken(Tiger):
         return jnp.where(action == 1, jnp.nan, -1.0)
 
 
-@BOTH
-def test_rewards_that_are_not_finite_are_counted(kind):
-    planner = kind(16, 20, max_depth=2, leaf="zero")
+def test_rewards_that_are_not_finite_are_counted():
+    planner = Pft(16, 20, max_depth=2, leaf="zero")
     _, info = planned(planner, jax.random.key(0), Broken(), PARAMS, Known(0.5))
     assert int(info.invalid) >= int(info.visits[1]) > 0 and np.isfinite(np.asarray(info.values)).all()
 
@@ -199,9 +201,7 @@ def test_bad_fields_are_refused(fields, match):
 
 def test_missing_likelihoods_are_refused():
     with pytest.raises(UsageError, match="log_likelihood"):
-        Pft(8, 2).plan(
-            jax.random.key(0), Leaving(), PARAMS, ParticleBelief(8).init(jax.random.key(0), Leaving(), PARAMS)
-        )
+        jax.eval_shape(lambda key: Pft(8, 2).plan(key, Leaving(), PARAMS, Known(0.5)), jax.random.key(0))
 
 
 @pytest.mark.slow
