@@ -18,7 +18,9 @@ __all__ = [
     "legal_actions",
     "num_actions",
     "num_observations",
+    "random_legal",
     "rollout_values",
+    "simulate_keyed",
     "simulate_steps",
 ]
 
@@ -86,13 +88,23 @@ def _step_keyed(key: PRNGKey, env: Any, params: PyTree, state: PyTree, action: A
     return following, jnp.asarray(name, jnp.int32)
 
 
-def simulate_steps(key: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
-    """One step of n simulations, each with a key of its own; consumes `key`."""
-    keys = jax.random.split(key, actions.shape[0])
+def simulate_keyed(keys: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+    """One step of n simulations, each with its own of `keys` `[n]`, which it consumes."""
     following, names = jax.vmap(lambda *row: _step_keyed(row[0], env, params, *row[1:]))(keys, states, actions)
     finite = jnp.isfinite(following.reward)
     reward = jnp.where(finite, following.reward, 0.0)
     return Simulated(following.state, names, reward, following.terminated, ~finite)
+
+
+def simulate_steps(key: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+    """One step of n simulations, each with a key of its own; consumes `key`."""
+    return simulate_keyed(jax.random.split(key, actions.shape[0]), env, params, states, actions)
+
+
+def random_legal(draws: Array, mask: Array) -> Array:
+    """Actions, int32 `[n]`, uniform over the legal ones of `mask` `[n, A]` by `draws` `[n]` in [0, 1); 0 where none."""
+    order = jnp.cumsum(mask, axis=1)
+    return jnp.argmax(mask & (order > draws[:, None] * order[:, -1:]), axis=1).astype(jnp.int32)
 
 
 def rollout_values(
@@ -107,9 +119,7 @@ def rollout_values(
         states, live, total, weight = carry
         pick, move = jax.random.split(key)
         mask = legal_actions(env, params, states)
-        order = jnp.cumsum(mask, axis=1)
-        drawn = jax.random.uniform(pick, (mask.shape[0], 1)) * order[:, -1:]
-        action = jnp.argmax(mask & (order > drawn), axis=1).astype(jnp.int32)
+        action = random_legal(jax.random.uniform(pick, (mask.shape[0],)), mask)
         result = simulate_steps(move, env, params, states, action)
         total = total + jnp.where(live, weight * result.reward, 0.0)
         return (result.state, live & ~result.terminated, total, weight * discount), None
