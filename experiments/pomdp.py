@@ -1,6 +1,6 @@
 """Plans under partial observability: episodes of belief, planner and environment, what they return, a film of one.
 
-    python -m experiments.pomdp                                                     # RockSample(7, 8), 64 episodes
+    python -m experiments.pomdp                                                     # RockSample(7, 8), 32 episodes
     python -m experiments.pomdp env=Tag planner=pomcp planner.num_simulations=64 episodes=200 steps=60
     python -m experiments.pomdp env=LightDark planner.iterations=128 belief.num_particles=4000
     python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 steps=90
@@ -32,8 +32,6 @@ from jaxpar.pomdp.model import discount_of
 from jaxpar.types import PRNGKey, UsageError
 
 PLANNERS: dict[str, Any] = {"vopp": Vopp, "fixed_reference": FixedReference, "pomcp": Pomcp}
-MANY = 64
-"""Episodes that are planned at once, at most."""
 
 
 def _what(default: Any = None, **kinds: Any) -> Any:
@@ -57,6 +55,7 @@ class Config(_run.RunConfig):
       episodes: How many.
       steps: Most steps of each.
       budget_s: Seconds a plan; 0 makes planner.iterations batches instead.
+      at_once: Most episodes that are planned together, in one program; more fill an accelerator.
       gif: Whether to film the first episode.
     """
 
@@ -66,15 +65,16 @@ class Config(_run.RunConfig):
     params: dict[str, Any] = _what(default_factory=dict)
     planner: dict[str, Any] = _what(default_factory=lambda: {"kind": "vopp"})
     belief: dict[str, Any] = _what(default_factory=dict)
-    episodes: int = _what(64)
+    episodes: int = _what(32)
     steps: int = _what(40)
     budget_s: float = _what(0.0)
+    at_once: int = 32
     gif: bool = True
 
     def __post_init__(self):
         """Refuses counts that no run can have."""
         super().__post_init__()
-        for name in ("episodes", "steps"):
+        for name in ("episodes", "steps", "at_once"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.budget_s < 0:
@@ -156,7 +156,7 @@ def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
 
 def batched(config: Config, setting: Setting, told: Any) -> Results:
     """Episodes in batches of equal size, each one compiled program; episode i has the key `fold_in(key, i)`."""
-    size = min(MANY, config.episodes)
+    size = min(config.at_once, config.episodes)
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(config.seed), i))(
         jnp.arange(-(-config.episodes // size) * size)
     )
@@ -262,7 +262,7 @@ def _tell_start(config: Config, folder: pathlib.Path, setting: Setting) -> None:
 def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
     mean, error = mean_and_error(found.returns)
     steps = int(found.lengths.sum())
-    together = 1 if config.budget_s else min(MANY, config.episodes)
+    together = 1 if config.budget_s else min(config.at_once, config.episodes)
     say(f"return     {mean:.4g} ± {error:.2g} (standard error of {len(found.returns):,} episodes, discounted from "
         f"discount^0), mean length {found.lengths.mean():.3g}")  # fmt: skip
     say(f"time       {found.latency:.4g} s a step of {together} episode(s) together, "

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 
 from envs.crowd import Crowd, CrowdState
 from jaxpar.types import UsageError
@@ -55,7 +56,7 @@ def test_equals_its_kernel_entry_by_entry():
     for follow in (0.0, 1.0):
         these = params.replace(follow=follow)
 
-        @jax.jit
+        @jit
         @jax.vmap
         def both(state, action):
             following = env.transition(jax.random.key(0), state, action, these)  # noqa: B023
@@ -77,7 +78,7 @@ def test_draws_follow_the_kernel():
         curious = tuple(bool(c) for c in rng.random(4) < 0.5)
         state = CrowdState(jnp.asarray([4, 2]), jnp.asarray(people, jnp.int32), jnp.asarray(curious))
         keys = jax.random.split(jax.random.key(action), 8000)
-        got = jax.vmap(lambda key: env.transition(key, state, jnp.asarray(action), params))(keys)  # noqa: B023
+        got = jit(jax.vmap(lambda key: env.transition(key, state, jnp.asarray(action), params)))(keys)  # noqa: B023
         want = kernel(env, (4, 2), people, curious, action)
         seen = dict.fromkeys(want, 0)
         for robot, places in zip(np.asarray(got.robot).tolist(), np.asarray(got.people).tolist(), strict=True):
@@ -95,9 +96,9 @@ def test_sight_and_keys():
     assert env.log_likelihood(obs, state, 0, state, params) == 0
     assert env.log_likelihood(obs.at[2].add(1), state, 0, state, params) == -jnp.inf
     rows = np.unique(np.random.default_rng(0).integers(0, 45, (3000, 4)), axis=0)
-    keys = jax.vmap(lambda o: env.obs_key(o, params))(jnp.asarray(rows))
+    keys = jit(jax.vmap(lambda o: env.obs_key(o, params)))(jnp.asarray(rows))
     assert len(set(keys.tolist())) == len(rows) and min(keys.tolist()) >= 0
-    curious = jax.vmap(lambda key: env.init(key, params).curious)(jax.random.split(jax.random.key(0), 4000))
+    curious = jit(jax.vmap(lambda key: env.init(key, params).curious))(jax.random.split(jax.random.key(0), 4000))
     np.testing.assert_allclose(curious.mean(0), 0.5, atol=0.04)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from scipy.stats import norm
 
 from envs.laser_tag import LaserTag, LaserTagState
@@ -39,11 +40,15 @@ def kernel(robot, opponent, action):
 
 def test_equals_its_kernel_entry_by_entry():
     """Chances of the opponent's ways give the kernel; every draw is possible in it; and rewards."""
-    flight = np.asarray(jax.jit(jax.vmap(lambda s: ENV.flight(s.robot, s.opponent, PARAMS)))(PAIRS))
+    flight = np.asarray(jit(jax.vmap(lambda s: ENV.flight(s.robot, s.opponent, PARAMS)))(PAIRS))
+
+    @jit
+    def act(action):
+        following = jax.vmap(lambda s: ENV.transition(jax.random.key(0), s, action, PARAMS))(PAIRS)
+        return following, jax.vmap(lambda s: ENV.reward(s, action, s, PARAMS))(PAIRS)
+
     for action in range(5):
-        step = jax.jit(jax.vmap(lambda s: ENV.transition(jax.random.key(0), s, action, PARAMS)))  # noqa: B023
-        following = jax.tree.map(np.asarray, step(PAIRS))
-        reward = np.asarray(jax.vmap(lambda s: ENV.reward(s, action, s, PARAMS))(PAIRS))  # noqa: B023
+        following, reward = jax.tree.map(np.asarray, act(action))
         for i, (robot, opponent) in enumerate(divmod(i, COUNT) for i in range(COUNT**2)):
             robot, opponent = CELLS[robot], CELLS[opponent]
             want = kernel(robot, opponent, action)
@@ -60,10 +65,11 @@ def test_equals_its_kernel_entry_by_entry():
 
 
 def test_draws_follow_the_kernel():
+    draw = jit(lambda keys, s: jax.vmap(lambda key: ENV.transition(key, s, jnp.asarray(1), PARAMS))(keys))
     for i in (0, 30 * COUNT + 31, 40 * COUNT + 40, 68 * COUNT + 3):
         state = jax.tree.map(lambda x: x[i], PAIRS)  # noqa: B023
         keys = jax.random.split(jax.random.key(i), 4000)
-        got = jax.vmap(lambda key: ENV.transition(key, state, jnp.asarray(1), PARAMS))(keys)  # noqa: B023
+        got = draw(keys, state)
         share = np.bincount(np.asarray(got.robot * COUNT + got.opponent), minlength=COUNT**2) / 4000
         want = np.zeros(COUNT**2)
         for (robot, opponent), chance in kernel(*(CELLS[c] for c in divmod(i, COUNT)), 1).items():
@@ -83,13 +89,13 @@ def ranges_of(robot, opponent):
 
 def test_beams():
     """True ranges without noise; with it, likelihoods by the formula, which sum to one and agree with draws."""
-    ends = jax.vmap(ENV._ranges)(PAIRS)
+    ends = jit(jax.vmap(ENV._ranges))(PAIRS)
     for i in range(0, COUNT**2, 11):
         np.testing.assert_allclose(ends[i], ranges_of(*(CELLS[c] for c in divmod(i, COUNT))), rtol=1e-6)
     for i in (10 * COUNT + 60, 33 * COUNT + 35):
         state = jax.tree.map(lambda x: x[i], PAIRS)  # noqa: B023
         keys = jax.random.split(jax.random.key(i), 20000)
-        seen = np.asarray(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS))(keys))  # noqa: B023
+        seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS)))(keys))  # noqa: B023
         chances = []
         for beam, end in enumerate(ranges_of(*(CELLS[c] for c in divmod(i, COUNT)))):
             readings = np.arange(int(np.ceil(end)))
@@ -99,7 +105,7 @@ def test_beams():
             np.testing.assert_allclose(chance.sum(), 1)
             np.testing.assert_allclose(np.bincount(seen[:, beam] - 1, minlength=len(chance)) / 20000, chance, atol=0.02)
             chances.append(chance)
-        got = jax.vmap(lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS))(jnp.asarray(seen[:40]))  # noqa: B023
+        got = jit(jax.vmap(lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS)))(jnp.asarray(seen[:40]))  # noqa: B023
         want = [sum(np.log(chances[b][reading - 1]) for b, reading in enumerate(row)) for row in seen[:40]]
         np.testing.assert_allclose(got, want, rtol=1e-4)
         beyond = jnp.asarray(seen[0]).at[0].set(len(chances[0]) + 1)
@@ -113,13 +119,13 @@ def test_beams():
 def test_keys_of_observations_differ():
     rng, ns = np.random.default_rng(0), ENV.observation_space(PARAMS).ns
     rows = np.unique(rng.integers(0, ns, (2000, 8)), axis=0)
-    keys = jax.vmap(lambda o: ENV.obs_key(o, PARAMS))(jnp.asarray(rows))
+    keys = jit(jax.vmap(lambda o: ENV.obs_key(o, PARAMS)))(jnp.asarray(rows))
     assert len(set(keys.tolist())) == len(rows) and keys.min() >= 0
     assert np.prod(np.asarray(ns, float)) < 2**31
 
 
 def test_the_heuristic_walks_around_obstacles():
-    values = np.asarray(jax.vmap(lambda s: ENV.heuristic(s, PARAMS))(PAIRS)).reshape(COUNT, COUNT)
+    values = np.asarray(jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(PAIRS)).reshape(COUNT, COUNT)
     goal = CELLS[5]
     steps, queue = {goal: 0}, [goal]
     for cell in queue:
@@ -135,7 +141,7 @@ def test_the_heuristic_walks_around_obstacles():
 def test_floors():
     assert COUNT == 69 and LaserTag(layout=1).cells.tolist() != ENV.cells.tolist()
     known = LaserTag(start=7)
-    starts = jax.vmap(lambda key: known.init(key, PARAMS))(jax.random.split(jax.random.key(0), 500))
+    starts = jit(jax.vmap(lambda key: known.init(key, PARAMS)))(jax.random.split(jax.random.key(0), 500))
     assert set(starts.robot.tolist()) == {7} and len(set(starts.opponent.tolist())) > 60
     for fields, message in (({"num_obstacles": 76}, "no room"), ({"start": 69}, "0 to 68"),
                             ({"width": 60, "height": 60}, "too many")):  # fmt: skip

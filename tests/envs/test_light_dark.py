@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from fast import jit
 
 from envs.light_dark import LightDark, LightDarkState
 from jaxpar.types import UsageError
@@ -23,8 +24,8 @@ def states(*stopped):
 def test_equals_its_definition_entry_by_entry():
     rows = states(False, True)
     for action, add in enumerate(ADDS):
-        following = jax.vmap(lambda s: ENV.transition(None, s, action, PARAMS))(rows)  # noqa: B023
-        rewards = jax.vmap(lambda s, n: ENV.reward(s, action, n, PARAMS))(rows, following)  # noqa: B023
+        following = jit(jax.vmap(lambda s: ENV.transition(None, s, action, PARAMS)))(rows)  # noqa: B023
+        rewards = jit(jax.vmap(lambda s, n: ENV.reward(s, action, n, PARAMS)))(rows, following)  # noqa: B023
         for i, (place, over) in enumerate(zip(rows.place.tolist(), rows.stopped.tolist(), strict=True)):
             there = place if over or add == 0 else min(max(place + add, -60), 60)
             assert (int(following.place[i]), bool(following.stopped[i])) == (there, over or add == 0)
@@ -35,15 +36,15 @@ def test_what_is_seen_has_the_density():
     for place, noise in ((0, 10.0001), (11, 1.0001), (10, 1e-4), (-60, 70.0001)):
         state = LightDarkState(jnp.asarray(place), jnp.asarray(False))
         keys = jax.random.split(jax.random.key(place + 60), 20000)
-        seen = np.asarray(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS))(keys))  # noqa: B023
+        seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS)))(keys))  # noqa: B023
         assert scipy.stats.kstest(seen, "norm", (place, noise)).pvalue > 1e-4
-        got = jax.vmap(lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS))(jnp.asarray(seen[:50]))  # noqa: B023
+        got = jit(jax.vmap(lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS)))(jnp.asarray(seen[:50]))  # noqa: B023
         np.testing.assert_allclose(got, scipy.stats.norm.logpdf(seen[:50], place, noise), rtol=2e-3, atol=1e-3)
 
 
 def test_keys_are_bins():
     seen = jnp.asarray([-1e9, -120.0, -0.4, 0.4, 0.6, 1.4, 120.0, 1e9])
-    keys = jax.vmap(lambda o: ENV.obs_key(o, PARAMS))(seen)
+    keys = jit(jax.vmap(lambda o: ENV.obs_key(o, PARAMS)))(seen)
     assert keys.tolist() == [0, 0, 120, 120, 121, 121, 240, 240]
     assert ENV.obs_key(jnp.asarray(13.0), PARAMS.replace(key_width=10.0)) == 13
 
@@ -54,13 +55,13 @@ def test_the_heuristic_is_the_value_of_a_known_place():
         moved = [-1 + 0.95 * value[np.clip(np.arange(121) + add, 0, 120)] for add in ADDS if add]
         value = np.max([*moved, np.where(np.arange(121) == 60, 100.0, -100.0)], axis=0)
     inside = slice(16, 105)  # nearer to an end a wall can stop a big step early
-    got = jax.vmap(lambda s: ENV.heuristic(s, PARAMS))(states(False))
+    got = jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(states(False))
     np.testing.assert_allclose(got[inside], value[inside], rtol=1e-5)
     assert np.all(np.asarray(got) <= value + 1e-3)
 
 
 def test_starts_and_sizes():
-    starts = jax.vmap(lambda key: ENV.init(key, PARAMS).place)(jax.random.split(jax.random.key(0), 6000))
+    starts = jit(jax.vmap(lambda key: ENV.init(key, PARAMS).place))(jax.random.split(jax.random.key(0), 6000))
     count = np.bincount(np.asarray(starts) + 30, minlength=61)
     assert len(count) == 61 and scipy.stats.chisquare(count).pvalue > 1e-4
     assert math.isclose(float(ENV._noise(LightDarkState(jnp.asarray(10), False), PARAMS.replace(min_noise=0.5))), 0.5)

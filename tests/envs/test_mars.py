@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 
 import envs
 from envs.mars import Mars, MarsState
@@ -48,7 +49,7 @@ def pack(rovers, good, num_rocks):
 def compare(env, rovers, good, actions):
     states = pack(rovers, good, env.num_rocks)
 
-    @jax.jit
+    @jit
     @jax.vmap
     def both(state, action):
         following = env.transition(None, state, action, env.default_params)
@@ -68,12 +69,12 @@ def test_equals_its_definition_entry_by_entry():
     sets = [set(), {0}, {1}, {0, 1}]
     rows = list(itertools.product(places, places, sets, range(env.base**2)))
     states, reward = compare(env, [row[:2] for row in rows], [row[2] for row in rows], [row[3] for row in rows])
-    mask = jax.jit(jax.vmap(lambda s: env.action_mask(s, env.default_params)))(states)
+    mask = jit(jax.vmap(lambda s: env.action_mask(s, env.default_params)))(states)
     gone = np.asarray(states.place)[:, :, 0] == 3
     legal = np.asarray(mask)[np.arange(len(rows)), [row[3] for row in rows]]
     idle = np.stack([np.asarray([row[3] // env.base for row in rows]), [row[3] % env.base for row in rows]], 1)
     np.testing.assert_array_equal(legal, (reward > -80) & ((idle == 0) | ~gone).all(1))
-    ended = jax.vmap(lambda s: env.terminal(s, env.default_params))(states)
+    ended = jit(jax.vmap(lambda s: env.terminal(s, env.default_params)))(states)
     np.testing.assert_array_equal(ended, gone.all(1))
 
 
@@ -86,7 +87,7 @@ def test_many_rocks_take_two_words():
     actions = rng.integers(0, env.base**2, 500)
     actions[::2] = 4 * env.base + 4
     compare(env, rovers, good, actions)
-    bits = jax.vmap(lambda key: env.init(key, env.default_params))(jax.random.split(jax.random.key(0), 4000)).good
+    bits = jit(jax.vmap(lambda key: env.init(key, env.default_params)))(jax.random.split(jax.random.key(0), 4000)).good
     share = [np.mean(np.asarray(bits)[:, i // 32] >> (i % 32) & 1) for i in range(64)]
     np.testing.assert_allclose(share[:40], 0.5, atol=0.04)
     assert max(share[40:]) == 0
@@ -107,10 +108,10 @@ def test_readings():
                 right = 0.5 * (1 + 2.0 ** (-np.linalg.norm(env.map[act - 5] - place) / 2))
                 chance = np.array([0, 1 - right, right] if act - 5 in (0, 3) else [0, right, 1 - right])
             want *= chance[:, None] if axis == 0 else chance[None]
-        logs = jax.vmap(lambda o: env.log_likelihood(o, state, action, state, params))(jnp.arange(9))  # noqa: B023
+        logs = jit(jax.vmap(lambda o: env.log_likelihood(o, state, action, state, params)))(jnp.arange(9))  # noqa: B023
         np.testing.assert_allclose(np.exp(logs), want.reshape(-1), atol=1e-6)
         keys = jax.random.split(jax.random.key(a), 20000)
-        seen = jax.vmap(lambda key: env.observe(key, state, action, params))(keys)  # noqa: B023
+        seen = jit(jax.vmap(lambda key: env.observe(key, state, action, params)))(keys)  # noqa: B023
         np.testing.assert_allclose(np.bincount(seen, minlength=9) / 20000, want.reshape(-1), atol=0.015)
 
 
@@ -122,7 +123,7 @@ def test_the_heuristic_sends_rovers_to_different_rocks():
     rovers[20:60, 1] = rovers[20:60, 0]
     good = [set(np.flatnonzero(rng.random(20) < share).tolist()) for share in rng.choice([0.0, 0.1, 0.5], 200)]
     good[:10] = [set()] * 10
-    got = jax.vmap(lambda s: env.heuristic(s, env.default_params))(pack(rovers.tolist(), good, 20))
+    got = jit(jax.vmap(lambda s: env.heuristic(s, env.default_params)))(pack(rovers.tolist(), good, 20))
     for i, value in enumerate(np.asarray(got)):
         best = []
         for rover in rovers[i].tolist():

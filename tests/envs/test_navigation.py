@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 
 import envs
 from envs.navigation import Navigation, NavigationState
@@ -17,9 +18,7 @@ ENV, PARAMS = Navigation(), Navigation().default_params
 
 def maps(env, count, seed=0):
     """Random starts, as NumPy: places `[count, 2]` and obstacles `[count, n, n]`."""
-    states = jax.jit(jax.vmap(lambda key: env.init(key, env.default_params)))(
-        jax.random.split(jax.random.key(seed), count)
-    )
+    states = jit(jax.vmap(lambda key: env.init(key, env.default_params)))(jax.random.split(jax.random.key(seed), count))
     bits = np.asarray(states.blocked)[..., None] >> np.arange(env.size) & 1
     return np.asarray(states.place), bits.astype(bool)
 
@@ -41,7 +40,7 @@ def test_equals_its_definition_entry_by_entry():
     for slip in (0.0, 1.0):
         params = PARAMS.replace(slip=slip)
 
-        @jax.jit
+        @jit
         @jax.vmap
         def acts(state):
             def one(action):
@@ -66,9 +65,9 @@ def test_steps_fail_and_looks_err_as_often_as_stated():
     places, grids = every_state(1)
     state = jax.tree.map(lambda x: x[13 * 3 + 5], pack(places, np.zeros_like(grids)))
     keys = jax.random.split(jax.random.key(0), 40000)
-    moved = jax.vmap(lambda key: ENV.transition(key, state, jnp.asarray(0), PARAMS).place)(keys)
+    moved = jit(jax.vmap(lambda key: ENV.transition(key, state, jnp.asarray(0), PARAMS).place))(keys)
     np.testing.assert_allclose(np.mean(np.asarray(moved)[:, 0] == 3), 0.03, atol=0.005)
-    seen = np.asarray(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(8), PARAMS))(keys))
+    seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(8), PARAMS)))(keys))
     np.testing.assert_allclose([np.mean(seen >> bit & 1) for bit in range(8)], 0.03, atol=0.005)
     np.testing.assert_allclose(np.mean(seen == 0), 0.97**8, atol=0.01)
 
@@ -76,7 +75,7 @@ def test_steps_fail_and_looks_err_as_often_as_stated():
 def test_looks_without_errors():
     places, grids = every_state()
     params = PARAMS.replace(blur=0.0)
-    seen = jax.vmap(lambda s: ENV.observe(jax.random.key(0), s, jnp.asarray(8), params))(pack(places, grids))
+    seen = jit(jax.vmap(lambda s: ENV.observe(jax.random.key(0), s, jnp.asarray(8), params)))(pack(places, grids))
     for got, (row, column), grid in zip(np.asarray(seen), places, grids, strict=True):
         padded = np.pad(grid, 1)
         want = [padded[row + 1 + down, column + 1 + right] for down, right in COMPASS[:8]]
@@ -85,7 +84,7 @@ def test_looks_without_errors():
 
 def test_distances_are_those_of_a_queue():
     places, grids = every_state()
-    got = jax.jit(jax.vmap(ENV.distance))(pack(places, grids))
+    got = jit(jax.vmap(ENV.distance))(pack(places, grids))
     for i in range(3):
         grid, steps = grids[169 * i], {(12, 6): 0}
         queue = collections.deque(steps)
@@ -125,7 +124,7 @@ def test_first_maps():
     assert grids[:, away].all()
     keys = jax.random.split(jax.random.key(1), 3000)
     state = jax.tree.map(lambda x: x[0], pack(places[:1], grids[:1]))
-    flipped = jax.vmap(lambda key: ENV.flipped(key, state, 0.5).blocked)(keys)
+    flipped = jit(jax.vmap(lambda key: ENV.flipped(key, state, 0.5).blocked))(keys)
     share = ((np.asarray(flipped) ^ np.asarray(state.blocked))[..., None] >> np.arange(13) & 1).mean(0)
     fixed = known.copy()
     fixed[6, [3, 9]], fixed[12, 6] = False, True

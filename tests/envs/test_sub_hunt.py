@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from fast import jit
 
 from envs.sub_hunt import SubHunt, SubHuntState
 from jaxpar.types import UsageError
@@ -69,11 +70,17 @@ def unpack(states, i):
 def test_outcomes_are_the_kernel_of_many_states():
     rows = random_rows(1500)
     states = pack(rows)
+
+    @jit
+    def act(action):
+        def one(state):
+            following = ENV.transition(jax.random.key(0), state, action, PARAMS)
+            return *ENV.outcomes(state, action, PARAMS), following, ENV.reward(state, action, following, PARAMS)
+
+        return jax.vmap(one)(states)
+
     for action in range(6):
-        places, chances = jax.jit(jax.vmap(lambda s: ENV.outcomes(s, action, PARAMS)))(states)  # noqa: B023
-        step = jax.jit(jax.vmap(lambda s: ENV.transition(jax.random.key(0), s, action, PARAMS)))  # noqa: B023
-        following = jax.tree.map(np.asarray, step(states))
-        reward = jax.vmap(lambda s, n: ENV.reward(s, action, n, PARAMS))(states, step(states))  # noqa: B023
+        places, chances, following, reward = jax.tree.map(np.asarray, act(action))
         for i, row in enumerate(rows):
             want, got = kernel(row, action), {}
             after = unpack(following, i)
@@ -89,10 +96,11 @@ def test_outcomes_are_the_kernel_of_many_states():
 
 
 def test_draws_follow_the_kernel():
+    draw = jit(lambda keys, s, a: jax.vmap(lambda key: ENV.transition(key, s, a, PARAMS))(keys))
     for row, action in ((((5, 5), (6, 6), 0, True, False), 5), (((5, 5), (1, 19), 1, False, False), 2)):
         state = jax.tree.map(lambda x: x[0], pack([row]))
         keys = jax.random.split(jax.random.key(action), 6000)
-        got = jax.vmap(lambda key: ENV.transition(key, state, jnp.asarray(action), PARAMS))(keys)  # noqa: B023
+        got = draw(keys, state, action)
         seen = [unpack(jax.tree.map(np.asarray, got), i) for i in range(6000)]
         for after, chance in kernel(row, action).items():
             np.testing.assert_allclose(seen.count(after) / 6000, chance, atol=0.03)
@@ -101,7 +109,7 @@ def test_draws_follow_the_kernel():
 def test_beams():
     rows = [row for row in random_rows(300, 1) if not row[4]]
     for action in (0, 4):
-        means, noises = jax.vmap(lambda s: ENV._beams(s, jnp.asarray(action), PARAMS))(pack(rows))  # noqa: B023
+        means, noises = jit(jax.vmap(lambda s: ENV._beams(s, jnp.asarray(action), PARAMS)))(pack(rows))  # noqa: B023
         for i, ((ox, oy), (tx, ty), *_) in enumerate(rows):
             distance = math.hypot(tx - ox, ty - oy)
             angle = math.degrees(math.atan2(ty - oy, tx - ox))
@@ -118,10 +126,10 @@ def test_what_is_seen_has_the_density():
     keys = jax.random.split(jax.random.key(0), 5000)
     for action in (4, 5):
         act = jnp.asarray(action)
-        seen = np.asarray(jax.vmap(lambda key: ENV.observe(key, state, act, PARAMS))(keys))  # noqa: B023
+        seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, act, PARAMS)))(keys))  # noqa: B023
         mean, noise = (np.asarray(x) for x in ENV._beams(state, act, PARAMS))
         assert min(scipy.stats.kstest(seen[:, b], "norm", (mean[b], noise[b])).pvalue for b in range(8)) > 1e-4
-        logs = jax.vmap(lambda o: ENV.log_likelihood(o, state, act, state, PARAMS))(jnp.asarray(seen[:20]))  # noqa: B023
+        logs = jit(jax.vmap(lambda o: ENV.log_likelihood(o, state, act, state, PARAMS)))(jnp.asarray(seen[:20]))  # noqa: B023
         np.testing.assert_allclose(logs, scipy.stats.norm.logpdf(seen[:20], mean, noise).sum(1), rtol=1e-4)
     row = jnp.full(8, 20.0).at[3].set(4.5)
     assert ENV.obs_key(row, PARAMS) == 8 * 12 + 3 and ENV.obs_key(row - 99, PARAMS) == 3
@@ -129,7 +137,7 @@ def test_what_is_seen_has_the_density():
 
 def test_starts_and_the_heuristic():
     starts = jax.tree.map(
-        np.asarray, jax.vmap(lambda key: ENV.init(key, PARAMS))(jax.random.split(jax.random.key(0), 2000))
+        np.asarray, jit(jax.vmap(lambda key: ENV.init(key, PARAMS)))(jax.random.split(jax.random.key(0), 2000))
     )
     assert (starts.own == 9).all() and not starts.aware.any() and set(starts.bound) == {0, 1, 2, 3}
     for bound, (axis, at) in enumerate(((1, 0), (0, 0), (1, 19), (0, 19))):
@@ -137,7 +145,7 @@ def test_starts_and_the_heuristic():
         assert (mine[:, axis] == at).all() and len(set(mine[:, 1 - axis])) == 20
     cases = [((9, 9), (9, 16), 1, False), ((9, 9), (10, 10), 1, True), ((0, 0), (10, 17), 0, False)]
     rows = pack([(*case, False) for case in cases])
-    values = jax.vmap(lambda s: ENV.heuristic(s, PARAMS))(rows)
+    values = jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(rows)
     np.testing.assert_allclose(values, [100 * 0.99**2, 60 / (1 - 0.99 * 0.4), 0], rtol=1e-5)
     with pytest.raises(UsageError, match="at least 3"):
         SubHunt(size=2)

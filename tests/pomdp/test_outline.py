@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from fast import jit
 
 import envs
 from jaxpar.pomdp import Hashed, ParticleBelief, Pomcp, Vopp
@@ -15,7 +16,7 @@ PLANNERS = [Vopp(32, 6, leaf="zero"), Vopp(32, 6, leaf="zero", children=Hashed()
 def test_branches_add_up(planner):
     env, params = envs.make("Tiger")
     belief = ParticleBelief(16).init(jax.random.key(0), env, params)
-    search = jax.jit(lambda key: planner.search(key, env, params, belief))(jax.random.key(1))
+    search = jit(lambda key: planner.search(key, env, params, belief))(jax.random.key(1))
     _, info = planner.decide(search)
     root = outline(search, planner, env, params, depth=3, width=9, actions=("listen", "left", "right"))
     assert {b.name for b in root.below} == {"listen", "left", "right"}

@@ -79,9 +79,7 @@ def test_a_node_that_has_only_seen_a_bad_action_is_worth_its_guess():
 SHORT = Vopp(512, 60, max_depth=3, eta=0.1, leaf="zero")
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"unvisited": "mask"}, {"unvisited": "paper"}, {"sweep": "tree"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"unvisited": "mask"}, {"unvisited": "paper"}, {"sweep": "tree"}], ids=str)
 def test_reaches_the_exact_value_of_three_steps_of_tiger(changes):
     planner = dataclasses.replace(SHORT, max_nodes=4096, **changes)
     action, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
