@@ -58,7 +58,7 @@ def test_equals_a_plain_tree_node_for_node(kind, world):
     planner = kind(max_depth=4, num_particles=128, exploration=3.0, leaf="heuristic", **fields)
     widened, log = recorded(planner, LINE, ON_LINE, on_line(), jax.random.key(3))
     tree, store = widened.search.tree, widened.store
-    plain = PlainWidening(planner, LINE, ON_LINE, 0.9)
+    plain = PlainWidening(planner, LINE, ON_LINE, 0.9, store)
     plain.replay(log)
     assert sorted(plain.nodes) == list(range(int(tree.num_nodes))) and int(tree.overflow) == 0
     assert sum(len(node.edges) for node in plain.nodes.values()) == int(tree.num_edges)
