@@ -14,6 +14,9 @@ uncertainty E(b) = mu(b) - ell(b) - |F_b|/K * xi * (mu - ell)(root), until E(b) 
 scenarios walk at once, each to the child that is its own, so that one *wave* expands every leaf with E(b) > 0 of the
 optimistic policy: K lanes whatever the tree's shape, K A steps a wave. `wide=False` walks the one path.
 
+Published, too, is a rule that cuts a node where an ancestor's U - l0 is at most lambda for every node between. It is
+not needed: each of these nodes has paid its lambda in the ancestor's mu, which then is l0, and no walk passes there.
+
 A lane is a scenario and a node's children are a block of A particles a scenario, so that finding one's way takes no
 search and no sort: particle (block, a) knows its node and its own block.
 
@@ -54,10 +57,10 @@ class DespotInfo(PlanInfo):
     inconsistent: Array
 
 
-LOWER, UPPER_BOUND, UTILITY = range(3)
-"""Columns of values: `ell`, `mu`, and U, which knows no regularisation."""
+LOWER, UPPER_BOUND = range(2)
+"""Columns of values: `ell` and `mu`."""
 COUNT, DEFAULT = range(2)
-"""Columns of what a node is born with: scenarios, `l0`, and U."""
+"""Columns of what a node is born with: scenarios, `l0`; the third is U."""
 
 
 @flax.struct.dataclass
@@ -73,8 +76,8 @@ class ScenarioTree:
         action: int32 `[N]`, of the highest upper bound.
         block: int32 `[N]`, the block whose row holds the values of the node's actions; `EMPTY` at a leaf.
         born: float32 `[N, 3]`: the node's number of scenarios, l0, and U as it was first.
-        node: float32 `[N, 3]`: ell, mu, U.
-        edge: float32 `[X, A, 3]`: the same of the node's actions.
+        node: float32 `[N, 2]`: ell, mu.
+        edge: float32 `[X, A, 2]`: the same of the node's actions.
         particle_node: int32 `[X, A]`; `EMPTY` where the scenario ended.
         particle_block: int32 `[X, A]`, where its own children are; `EMPTY` at a leaf.
         states: `[X, A, ...]`.
@@ -121,14 +124,12 @@ class Walk(NamedTuple):
         particle: int32 `[K]`, where it stopped.
         depth: int32 `[K]`, of it.
         grow: bool `[K]`, at a leaf to expand.
-        cut: bool `[K]`, at a node that regularisation rules out.
     """
 
     nodes: Array
     particle: Array
     depth: Array
     grow: Array
-    cut: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +259,7 @@ class Despot:
         chosen = default_actions(self.default, scenario_keys(keys, depth)[:, 1], env, params, column)
         chosen = chosen[jnp.argmin(ended), 0]
         default, utility = default.sum() / count, jnp.maximum(upper.sum(), default.sum()) / count
-        node = jnp.stack([default, jnp.maximum(default, utility - self.regularization), utility])
+        node = jnp.stack([default, jnp.maximum(default, utility - self.regularization)])
         max_nodes = min(self.max_nodes, 1 + self.iterations * count * actions)
         roots = -(-count // actions)
         max_blocks = roots + min(self.max_particles, self.iterations * count)
@@ -285,7 +286,7 @@ class Despot:
             block=jnp.full((max_nodes,), EMPTY, jnp.int32),
             born=rows(jnp.stack([jnp.sum(~ended, dtype=jnp.float32), default, utility])),
             node=rows(node),
-            edge=jnp.zeros((max_blocks, actions, 3), jnp.float32),
+            edge=jnp.zeros((max_blocks, actions, 2), jnp.float32),
             particle_node=none.reshape(-1).at[:count].set(jnp.where(ended, EMPTY, 0)).reshape(none.shape),
             particle_block=none,
             states=jax.tree.map(particles, states),
@@ -313,10 +314,9 @@ class Despot:
         """Down the optimistic policy, every scenario to its own child, until nothing is left to gain."""
         count, lanes = tree.keys.shape[0], jnp.arange(tree.keys.shape[0], dtype=jnp.int32)
         root_gap = tree.node[0, UPPER_BOUND] - tree.node[0, LOWER]
-        price = jnp.asarray(self.regularization, jnp.float32)
 
         def level(d: Array, carry: tuple) -> tuple:
-            walk, live, slack, particle = carry
+            walk, live, particle = carry
             node = tree.particle_node.reshape(-1)[particle]
             live = live & (node != EMPTY)
             values, born = (x.at[node].get(mode="clip") for x in (tree.node, tree.born))
@@ -324,8 +324,7 @@ class Despot:
             excess = jnp.where(live & (root_gap > 0), gap - share * self.gap_ratio * root_gap, -jnp.inf)
             if not self.wide:
                 live = live & (node == node[jnp.argmax(excess)])
-            cut = live & (price > 0) & (slack <= price * d)
-            going = live & ~cut & (excess > 0) & (d < self.max_depth)
+            going = live & (excess > 0) & (d < self.max_depth)
             block = tree.particle_block.reshape(-1)[particle]
             leaf = block == EMPTY
             on = going & ~leaf
@@ -334,16 +333,14 @@ class Despot:
                 particle=jnp.where(live, particle, walk.particle),
                 depth=jnp.where(live, d, walk.depth),
                 grow=walk.grow | (going & leaf),
-                cut=walk.cut | cut,
             )
-            slack = jnp.minimum(slack, values[:, UTILITY] - born[:, DEFAULT] + price * d)
             action = tree.action.at[node].get(mode="clip")
-            return walk, on, slack, jnp.where(on, block * tree.legal.shape[0] + action, particle)
+            return walk, on, jnp.where(on, block * tree.legal.shape[0] + action, particle)
 
         never = jnp.zeros((count,), bool)
         nodes = jnp.full((self.max_depth + 1, count), EMPTY, jnp.int32)
-        walk = Walk(nodes, lanes, jnp.zeros_like(lanes), never, never)
-        first = (walk, ~never, jnp.full((count,), jnp.inf), lanes)
+        walk = Walk(nodes, lanes, jnp.zeros_like(lanes), never)
+        first = (walk, ~never, lanes)
         return jax.lax.fori_loop(0, jnp.minimum(tree.iteration, self.max_depth) + 1, level, first)[0]
 
     def _expand(self, env: Any, params: PyTree, tree: ScenarioTree, walk: Walk) -> ScenarioTree:
@@ -380,7 +377,7 @@ class Despot:
         default, upper = weight * discount * default, weight * discount * upper
         tree, below = self._add_nodes(tree, ids, default, upper)
         below = below + jnp.where(lost, default, 0.0)[..., None]  # who finds no room counts as the default policy
-        price = jnp.where(own == edges, self.regularization, 0.0)[:, None, None] * jnp.asarray([[[1.0, 1.0, 0.0]]])
+        price = jnp.where(own == edges, self.regularization, 0.0)[:, None, None]
         gain = jnp.where(legal[..., None], (weight * result.reward)[..., None] + below - price, -jnp.inf)
         return dataclasses.replace(
             tree,
@@ -403,12 +400,12 @@ class Despot:
         )
 
     def _add_nodes(self, tree: ScenarioTree, ids: Array, default: Array, upper: Array) -> tuple[ScenarioTree, Array]:
-        """New nodes `ids` `[K, A]`, each the sum of its scenarios, and the values shared among these, `[K, A, 3]`."""
+        """New nodes `ids` `[K, A]`, each the sum of its scenarios, and the values shared among these, `[K, A, 2]`."""
         lanes = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
         born = tree.born.at[ids].add(jnp.stack([jnp.ones_like(default), default, upper], axis=-1), mode="drop")
         count, default, utility = jnp.moveaxis(born.at[ids].get(mode="clip"), -1, 0)
         utility = jnp.maximum(utility, default)
-        values = jnp.stack([default, jnp.maximum(default, utility - self.regularization), utility], axis=-1)
+        values = jnp.stack([default, jnp.maximum(default, utility - self.regularization)], axis=-1)
         tree = dataclasses.replace(
             tree,
             first=tree.first.at[ids].min(lanes, mode="drop"),
@@ -436,20 +433,18 @@ class Despot:
             change = jnp.zeros_like(change).at[first].add(change, mode="drop")
             edge = tree.edge.at[block, action].add(change, mode="drop")
             rows = edge.at[block].get(mode="clip")
-            inner, cut = (block != EMPTY)[:, None], (walk.cut & (walk.depth == d))[:, None]
+            inner = (block != EMPTY)[:, None]
             new = jnp.where(inner, jnp.maximum(rows.max(axis=1), default), old)
-            new = jnp.where(cut, default, new)
             best = jnp.argmax(rows[..., UPPER_BOUND], axis=1).astype(jnp.int32)
             tree = dataclasses.replace(
                 tree,
                 node=tree.node.at[node].set(new, mode="drop"),
                 edge=edge,
                 action=tree.action.at[jnp.where(inner[:, 0], node, EMPTY)].set(best, mode="drop"),
-                block=tree.block.at[jnp.where(cut[:, 0], node, EMPTY)].set(EMPTY, mode="drop"),
             )
             return tree, jnp.where((node != EMPTY)[:, None], new - old, 0.0)
 
-        nothing = jnp.zeros((lanes.shape[0], 3), jnp.float32)
+        nothing = jnp.zeros((lanes.shape[0], 2), jnp.float32)
         tree, _ = jax.lax.fori_loop(0, deepest + 1, level, (tree, nothing))
         return dataclasses.replace(tree, iteration=tree.iteration + 1)
 

@@ -1,33 +1,24 @@
-r"""Trees whose nodes are small weighted particle sets, for observations that never come twice: PFT-DPW and POMCPOW.
+r"""The particle filter tree with double progressive widening (PFT-DPW), for observations that never come twice.
 
-Every new observation would make a new node, and no node be visited twice; so an edge ba opens slots for observations as
-its visits N grow, while |C(ba)| <= k N^alpha, and later visits choose among the slots that are open. The rule depends
-on the number of the visit alone: after t of them m(t) = min(t, floor(k (t - 1)^alpha) + 1) slots are open (since
-k s^alpha - s is concave, it is lowest at an end), so that n simulations at one edge decide together exactly as they
-would one after another. Where observations have keys, nodes are those of the keys and nothing is widened.
+A search of the belief process: a node is a small weighted particle set, made once, by one filter step; a visit to it
+costs one step of one of its states. How many observations an edge has is limited by its visits (`widening.py`); where
+observations have keys, nodes are those of the keys and nothing is widened. Actions are taken by UCB1 with virtual
+visits, as by `Pomcp`; `num_simulations=1` is the published algorithm.
 
-*Pft* searches the belief process: a node's particles are made once, by one filter step, and a visit to it costs
-nothing. *Pomcpow* keeps a state in each simulation; every visit adds the state that arrives to the node, weighted by
-the likelihood of the node's observation, and goes on with one drawn from all of them.
-
-Both take UCB1 with virtual visits, as `Pomcp`; `num_simulations=1` is the published algorithm.
-
-Sources: Sunberg and Kochenderfer (2018), "Online algorithms for POMDPs with continuous state, action, and observation
-spaces", algorithms 2 and 3. Ours: the reward of a new node is the mean over its particles' steps.
+Source: Sunberg and Kochenderfer (2018), "Online algorithms for POMDPs with continuous state, action, and observation
+spaces", algorithm 3. Ours: the reward of a new node is the mean over its particles' steps.
 """
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Transition, step
-from jaxpar.pomdp.belief import systematic
+from jaxpar.env import step
 from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_observations
 from jaxpar.pomdp.pomcp import add_returns, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
@@ -35,7 +26,6 @@ from jaxpar.pomdp.search import (
     Lanes,
     Path,
     PlanInfo,
-    Search,
     begin,
     children_of,
     embark,
@@ -46,71 +36,21 @@ from jaxpar.pomdp.search import (
     repeat_until,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take
+from jaxpar.pomdp.widening import (
+    Step,
+    Store,
+    Widened,
+    chosen_rows,
+    drawn_index,
+    filter_step,
+    no_step,
+    open_slots,
+    slot_of_visit,
+    speaks,
+)
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Pft", "Pomcpow", "Store", "Widened", "open_slots", "slot_of_visit"]
-
-
-@flax.struct.dataclass
-class Store:
-    """What the nodes hold, `[N]` rows of m particles.
-
-    Attributes:
-        states: `[N, m, ...]`.
-        log_weights: float32 `[N, m]`, -inf where there is no particle.
-        obs: `[N, ...]`, the node's observation.
-        reward: float32 `[N]`, mean reward of the step to the node (Pft).
-        over: bool `[N]`, the episode has ended there (Pft).
-        held: int32 `[N]`, states that were added (Pomcpow).
-    """
-
-    states: PyTree
-    log_weights: Array
-    obs: PyTree
-    reward: Array
-    over: Array
-    held: Array
-
-
-@flax.struct.dataclass
-class Widened:
-    """The tree of edges and nodes, and what the nodes hold."""
-
-    search: Search
-    store: Store
-
-
-class Step(NamedTuple):
-    """One level's move of n simulations: from `node` by `action` over `edge` to `child`.
-
-    Attributes:
-        node: int32 `[n]`.
-        edge: int32 `[n]`, `EMPTY` where it did not move.
-        child: int32 `[n]`, `EMPTY` where it ended or found no room.
-        action: int32 `[n]`.
-        result: the environment's step, `[n, ...]`.
-        fresh: bool `[n]`, the child is new in this batch.
-    """
-
-    node: Array
-    edge: Array
-    child: Array
-    action: Array
-    result: Transition
-    fresh: Array
-
-
-def open_slots(visits: Array, rate: Any, power: Any) -> Array:
-    """m(t): how many slots are open after `visits`, int32; 1e-4 forgives the rounding of the power."""
-    grown = jnp.floor(rate * jnp.maximum(visits - 1, 0).astype(jnp.float32) ** power + 1e-4) + 1
-    return jnp.minimum(visits, grown.astype(jnp.int32))
-
-
-def slot_of_visit(draws: Array, visits: Array, rate: Any, power: Any) -> Array:
-    """The slot of the visit that follows `visits`: a new one if one opens, else uniformly by `draws` in [0, 1)."""
-    before = open_slots(visits, rate, power)
-    opens = open_slots(visits + 1, rate, power) > before
-    return jnp.where(opens, before, jnp.minimum((draws * before).astype(jnp.int32), before - 1))
+__all__ = ["Pft"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,10 +217,10 @@ class Pft:
                 stuck=jnp.where(stuck, move.edge, lanes.stuck),
                 live=live,
             )
-            last = jax.tree.map(lambda new, old: _where(move.fresh, new, old), move, last)
+            last = jax.tree.map(lambda new, old: chosen_rows(move.fresh, new, old), move, last)
             return tree, store, path, lanes, last
 
-        nothing = _no_step(env, params, lanes)
+        nothing = no_step(env, params, lanes)
         tree, store, path, lanes, last = jax.lax.fori_loop(
             0, depth, level, (search.tree, widened.store, path, lanes, nothing)
         )
@@ -340,7 +280,7 @@ class Pft:
         """The node's store, the states to go on with, what the step earned, and who goes on."""
         known = (move.child != EMPTY) & ~move.fresh
         over = store.over.at[move.child].get(mode="clip") & known
-        chosen = _draw(key, store.log_weights.at[move.child].get(mode="clip"))
+        chosen = drawn_index(key, store.log_weights.at[move.child].get(mode="clip"))
         states = jax.tree.map(lambda x: x.at[move.child, chosen].get(mode="clip"), store.states)
         reward = move.result.reward
         if not self.is_keyed(
@@ -349,8 +289,8 @@ class Pft:
             reward = jnp.where(known, store.reward.at[move.child].get(mode="clip"), reward)
             reward = jnp.where(move.fresh, 0.0, reward)
         reward = jnp.where(move.edge != EMPTY, reward, 0.0)
-        kept = jax.tree.map(lambda new, old: _where(move.edge != EMPTY, new, old), move.result.state, lanes.states)
-        return store, jax.tree.map(lambda new, old: _where(known, new, old), states, kept), reward, known & ~over
+        kept = jax.tree.map(lambda new, old: chosen_rows(move.edge != EMPTY, new, old), move.result.state, lanes.states)
+        return store, jax.tree.map(lambda new, old: chosen_rows(known, new, old), states, kept), reward, known & ~over
 
     def _fill(
         self,
@@ -372,14 +312,14 @@ class Pft:
 
         def prior(fresh: Array, held: Array) -> Array:
             fresh = jnp.swapaxes(fresh.reshape(size, count, *fresh.shape[1:]), 0, 1)
-            return _where(at_root, fresh, held.at[last.node].get(mode="clip"))
+            return chosen_rows(at_root, fresh, held.at[last.node].get(mode="clip"))
 
         states = jax.tree.map(prior, drawn, store.states)
         weights = jnp.where(at_root[:, None], 0.0, store.log_weights.at[last.node].get(mode="clip"))
         keys = jax.random.split(filter_key, count)
-        filtered = functools.partial(_filtered, env=env, params=params)
+        filtered = functools.partial(filter_step, env=env, params=params)
         states, weights, reward = jax.vmap(filtered)(keys, states, weights, last.action, last.result)
-        mine = jnp.where(_speaks(last, before), last.child, EMPTY)
+        mine = jnp.where(speaks(last, before), last.child, EMPTY)
         store = dataclasses.replace(
             store,
             states=jax.tree.map(lambda old, new: old.at[mine].set(new, mode="drop"), store.states, states),
@@ -392,135 +332,12 @@ class Pft:
             own = store.reward.at[last.child].get(mode="clip")
             here = (path.edges == last.edge[None]) & last.fresh[None]
             path = path._replace(rewards=path.rewards + jnp.where(here, own[None], 0.0))
-        chosen = _draw(leaf_key, store.log_weights.at[lanes.node].get(mode="clip"))
+        chosen = drawn_index(leaf_key, store.log_weights.at[lanes.node].get(mode="clip"))
         inside = (lanes.node != EMPTY) & (lanes.node != 0)
         believed = jax.tree.map(lambda x: x.at[lanes.node, chosen].get(mode="clip"), store.states)
-        states = jax.tree.map(lambda new, old: _where(inside, new, old), believed, lanes.states)
+        states = jax.tree.map(lambda new, old: chosen_rows(inside, new, old), believed, lanes.states)
         over = store.over.at[lanes.node].get(mode="clip") & inside
         return store, path, lanes._replace(states=states), is_waiting(lanes) & ~over
-
-
-@dataclasses.dataclass(frozen=True)
-class Pomcpow(Pft):
-    """Partially observable Monte-Carlo planning with observation widening: fields as `Pft`.
-
-    A node keeps the `num_particles` newest of the weighted states that arrived; the published algorithm keeps all. A
-    simulation that finds its node new in the batch stops there. Nodes of keys take the states that made their
-    observation, all with the same weight. A batch costs n steps and O(n m) a level.
-    """
-
-    def _is_over(self, env: Any, params: PyTree, move: Step) -> Array:
-        return move.result.terminated
-
-    def _arrive(
-        self, key: PRNGKey, env: Any, params: PyTree, store: Store, lanes: Lanes, move: Step, before: Array
-    ) -> tuple[Store, PyTree, Array, Array]:
-        size, moved = self.num_particles, move.edge != EMPTY
-        named = jnp.where(_speaks(move, before), move.child, EMPTY)
-        obs = jax.tree.map(lambda old, new: old.at[named].set(new, mode="drop"), store.obs, move.result.obs)
-        seen = jax.tree.map(lambda x: x.at[move.child].get(mode="clip"), obs)
-        weight = jax.vmap(lambda *row: env.log_likelihood(*row, params))(
-            seen, lanes.states, move.action, move.result.state
-        )
-        if self.is_keyed(env, params):  # who made the observation itself must not be weighted by it again
-            weight = jnp.zeros_like(weight)
-        place = ranks(move.child)
-        held = store.held.at[move.child].get(mode="clip")
-        row = jnp.where(place < size, move.child, EMPTY)  # of one batch a node takes m states at most
-        slot = (held + place) % size
-        store = dataclasses.replace(
-            store,
-            obs=obs,
-            states=jax.tree.map(
-                lambda old, new: old.at[row, slot].set(new, mode="drop"), store.states, move.result.state
-            ),
-            log_weights=store.log_weights.at[row, slot].set(jnp.asarray(weight, jnp.float32), mode="drop"),
-            held=store.held.at[row].add(1, mode="drop"),
-        )
-        on = (move.child != EMPTY) & ~move.fresh
-        chosen = _draw(key, store.log_weights.at[move.child].get(mode="clip"))
-        states = jax.tree.map(lambda x: x.at[move.child, chosen].get(mode="clip"), store.states)
-        earned = jax.vmap(lambda *row: env.reward(*row, params))(lanes.states, move.action, states)
-        reward = jnp.where(moved, jnp.where(on, earned, move.result.reward), 0.0).astype(jnp.float32)
-        kept = jax.tree.map(lambda new, old: _where(moved, new, old), move.result.state, lanes.states)
-        return store, jax.tree.map(lambda new, old: _where(on, new, old), states, kept), reward, on
-
-    def _fill(
-        self,
-        key: PRNGKey,
-        env: Any,
-        params: PyTree,
-        belief: Any,
-        store: Store,
-        path: Path,
-        lanes: Lanes,
-        last: Step,
-        before: Array,
-    ) -> tuple[Store, Path, Lanes, Array]:
-        return store, path, lanes, is_waiting(lanes)
-
-
-def _filtered(
-    key: PRNGKey, states: PyTree, log_weights: Array, action: Array, result: Transition, *, env: Any, params: PyTree
-) -> tuple[PyTree, Array, Array]:
-    """One filter step of m particles for the observation of `result`: new ones, log weights, mean reward.
-
-    Resampled below half of the effective sample size. Where no particle explains the observation the node is the one
-    state that made it.
-    """
-    move_key, pick_key = jax.random.split(key)
-    size = log_weights.shape[0]
-    keys = jax.random.split(move_key, size)
-    following = jax.vmap(lambda key, state: env.transition(key, state, action, params))(keys, states)
-    rewards = jax.vmap(lambda state, after: env.reward(state, action, after, params))(states, following)
-    seen = jax.vmap(lambda state, after: env.log_likelihood(result.obs, state, action, after, params))(
-        states, following
-    )
-    ended = jax.vmap(lambda state: env.terminal(state, params))(following)
-    prior = jax.nn.softmax(log_weights)
-    reward = jnp.sum(jnp.where(prior > 0, prior * rewards, 0.0))
-    joint = jnp.where(ended, -jnp.inf, log_weights + seen)
-    total = jax.nn.logsumexp(joint)
-    lost = ~jnp.isfinite(total)
-    weights = jnp.where(lost, -jnp.log(size), joint - jnp.where(lost, 0.0, total))
-    poor = jnp.exp(-jax.nn.logsumexp(2 * weights)) < 0.5 * size
-    chosen = jnp.where(poor, systematic(pick_key, weights, size), jnp.arange(size, dtype=jnp.int32))
-    kept = jax.tree.map(lambda x, one: jnp.where(lost, one, x[chosen]), following, result.state)
-    return kept, jnp.where(poor, -jnp.log(size), weights).astype(jnp.float32), reward.astype(jnp.float32)
-
-
-def _draw(key: PRNGKey, log_weights: Array) -> Array:
-    """One index of each row `[n, m]` by its weights, int32 `[n]`; 0 where there is none."""
-    top = jnp.max(log_weights, axis=1, keepdims=True)
-    total = jnp.cumsum(jnp.exp(log_weights - jnp.where(jnp.isfinite(top), top, 0.0)), axis=1)
-    draws = jax.random.uniform(key, (log_weights.shape[0], 1)) * total[:, -1:]
-    return jnp.argmax(total > draws, axis=1).astype(jnp.int32)
-
-
-def _speaks(move: Step, before: Array) -> Array:
-    """Which simulation is the first at each new node, bool `[n]`; new nodes of a batch are numbered from `before`."""
-    count = move.fresh.shape[0]
-    lanes = jnp.arange(count, dtype=jnp.int32)
-    place = jnp.where(move.fresh, move.child - before, EMPTY)
-    first = jnp.full((count,), count, jnp.int32).at[place].min(lanes, mode="drop")
-    return first.at[place].get(mode="fill", fill_value=-1) == lanes
-
-
-def _no_step(env: Any, params: PyTree, lanes: Lanes) -> Step:
-    """A move that nobody made, for the start of a loop."""
-    count = lanes.node.shape[0]
-    none, never = jnp.full((count,), EMPTY, jnp.int32), jnp.zeros((count,), bool)
-    action = jnp.zeros((count,), jnp.int32)
-    result = jax.eval_shape(
-        lambda keys, states: jax.vmap(lambda key, state: step(key, env, state, action[0], params))(keys, states),
-        jax.random.split(jax.random.key(0), count),
-        lanes.states,
-    )
-    return Step(none, none, none, action, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result), never)
-
-
-def _where(chosen: Array, new: Array, old: Array) -> Array:
-    return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 1)), new, old)
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("widened",))

@@ -111,22 +111,18 @@ class PlainDespot:
         ends, pending = [], [self.root]
         while pending and gap > 1e-6:
             node = pending.pop()
-            if self.is_cut(node):
-                ends.append((node, True))
-            elif self.excess(node, gap) > 0 and node.depth < self.planner.max_depth:
+            assert not self.is_cut(node), "the published rule would cut what the walk reaches"
+            if self.excess(node, gap) > 0 and node.depth < self.planner.max_depth:
                 if not node.actions:
-                    ends.append((node, False))
+                    ends.append(node)
                     continue
                 children = list(node.actions[choose(node)][1].values())
                 if not self.planner.wide and children:
                     children = [max(children, key=lambda child: (self.excess(child, gap), -min(child.scenarios)))]
                 pending += children
-        for node, cut in ends:
-            if cut:
-                node.actions, node.lower, node.upper, node.utility = {}, node.default, node.default, node.default
-            else:
-                self.expand(node)
-        for node in sorted({id(n): n for end, _ in ends for n in self.lineage(end)}.values(), key=lambda n: -n.depth):
+        for node in ends:
+            self.expand(node)
+        for node in sorted({id(n): n for end in ends for n in self.lineage(end)}.values(), key=lambda n: -n.depth):
             if node.actions:
                 for kind in ("lower", "upper", "utility"):
                     setattr(node, kind, max(node.default, *(self.edge(node, a, kind) for a in node.actions)))

@@ -12,7 +12,8 @@ from fast import jit
 from plain_tree import LOG, note
 
 from jaxpar.env import Box, Discrete
-from jaxpar.pomdp.pft import Pft, Pomcpow
+from jaxpar.pomdp.pft import Pft
+from jaxpar.pomdp.pomcpow import Pomcpow
 
 
 @flax.struct.dataclass
@@ -125,9 +126,9 @@ class PlainEdge:
 class PlainWidening:
     """Nodes by their id in the tensors; what may be new follows the published rule, one visit after another."""
 
-    def __init__(self, planner, env, params, discount):
+    def __init__(self, planner, env, params, discount, store):
         self.planner, self.env, self.params, self.discount = planner, env, params, discount
-        self.nodes = {0: PlainNode()}
+        self.nodes, self.rewards = {0: PlainNode()}, np.asarray(store.reward)
         self.likelihood = jit(lambda *row: env.log_likelihood(*row, params))
 
     def replay(self, log):
@@ -159,7 +160,7 @@ class PlainWidening:
                 assert not known or not widens or bool(row["fresh"][i]), "a slot that opens is a new node"
                 assert len(edge.children) - known < edge.drawn
         edge.visits += 1
-        walk.append((edge, float(row["reward"][i])))
+        walk.append((edge, child))
         if not ends and child not in edge.children:
             edge.children.append(child)
             self.nodes[child] = PlainNode()
@@ -197,5 +198,9 @@ class PlainWidening:
     def back_up(self, walk, row, i):
         future = -abs(float(row["states"][i])) if row["waiting"][i] else 0.0
         for d in range(len(walk) - 1, -1, -1):
-            future = float(row["rewards"][d, i]) + self.discount * future
+            reward = float(row["rewards"][d, i])
+            if not isinstance(self.planner, Pomcpow):  # a node's reward is the mean over its filter step, made once
+                np.testing.assert_allclose(reward, self.rewards[walk[d][1]], rtol=1e-5)
+                assert reward < 0
+            future = reward + self.discount * future
             walk[d][0].returns.append(future)

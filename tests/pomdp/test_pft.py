@@ -14,8 +14,8 @@ from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from jaxpar.env import Transition
 from jaxpar.pomdp import ParticleBelief, Particles, Pft, Pomcpow, simulate_many, summarize
-from jaxpar.pomdp.pft import _filtered, open_slots, slot_of_visit
 from jaxpar.pomdp.tree import EMPTY
+from jaxpar.pomdp.widening import filter_step, open_slots, slot_of_visit
 from jaxpar.types import UsageError
 
 TIGER, PARAMS, LINE, ON_LINE = Tiger(), Tiger().default_params, Line(), LineParams()
@@ -58,7 +58,7 @@ def test_equals_a_plain_tree_node_for_node(kind, world):
     planner = kind(max_depth=4, num_particles=128, exploration=3.0, leaf="heuristic", **fields)
     widened, log = recorded(planner, LINE, ON_LINE, on_line(), jax.random.key(3))
     tree, store = widened.search.tree, widened.store
-    plain = PlainWidening(planner, LINE, ON_LINE, 0.9)
+    plain = PlainWidening(planner, LINE, ON_LINE, 0.9, store)
     plain.replay(log)
     assert sorted(plain.nodes) == list(range(int(tree.num_nodes))) and int(tree.overflow) == 0
     assert sum(len(node.edges) for node in plain.nodes.values()) == int(tree.num_edges)
@@ -81,7 +81,7 @@ def test_a_filter_step_is_bayes():
     """A step to the right, seen at 0.8, from N(0, 1/4): the mean of 20,000 particles deviates by 0.004."""
     states, never = jax.random.normal(jax.random.key(0), (20_000,)) * 0.5, jnp.zeros((), bool)
     result = Transition(jnp.asarray(0.8), jnp.asarray(0.4), jnp.asarray(0.0), never, never, {})
-    step = functools.partial(_filtered, jax.random.key(1), states, jnp.zeros(20_000), jnp.asarray(2))
+    step = functools.partial(filter_step, jax.random.key(1), states, jnp.zeros(20_000), jnp.asarray(2))
     got, weights, reward = step(result, env=LINE, params=ON_LINE)
     prior = 0.25 + 0.09
     gain = prior / (prior + 0.36)
