@@ -1,5 +1,6 @@
 """What planners ask of an environment: sizes, discount, legal actions, keys of observations, values of leaves."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -129,7 +130,15 @@ def rollout_values(
 
 
 def leaf_values(
-    key: PRNGKey, env: Any, params: PyTree, states: PyTree, discount: Any, leaf: str, length: int, live: Array
+    key: PRNGKey,
+    env: Any,
+    params: PyTree,
+    states: PyTree,
+    discount: Any,
+    leaf: str,
+    length: int,
+    live: Array,
+    actions: Array | None = None,
 ) -> tuple[Array, Array]:
     """Guesses of the values of n states, float32 `[n]`, and which were not finite (those count as 0).
 
@@ -142,11 +151,16 @@ def leaf_values(
         leaf: "heuristic", "rollout" or "zero".
         length: steps of a rollout.
         live: bool `[n]`; the value of the others, which have ended, is 0.
+        actions: int32 `[n]`, what led to each state, for a heuristic with a parameter `action`; None or -1: nothing.
     """
     if leaf == "heuristic":
         if not hasattr(env, "heuristic"):
             raise UsageError(f'{env.name} has no heuristic(state, params); use leaf="rollout" or leaf="zero"')
-        values = jax.vmap(lambda state: env.heuristic(state, params))(states)
+        if "action" in inspect.signature(env.heuristic).parameters:
+            actions = jnp.full(live.shape, -1, jnp.int32) if actions is None else actions
+            values = jax.vmap(lambda state, action: env.heuristic(state, params, action))(states, actions)
+        else:
+            values = jax.vmap(lambda state: env.heuristic(state, params))(states)
     elif leaf == "rollout":
         values = rollout_values(key, env, params, states, discount, length, live)
     else:

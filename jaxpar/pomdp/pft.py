@@ -216,6 +216,7 @@ class Pft:
                 node=jnp.where(move.edge != EMPTY, move.child, lanes.node),
                 stuck=jnp.where(stuck, move.edge, lanes.stuck),
                 live=live,
+                action=jnp.where(move.edge != EMPTY, move.action, lanes.action),
             )
             last = jax.tree.map(lambda new, old: chosen_rows(move.fresh, new, old), move, last)
             return tree, store, path, lanes, last
@@ -225,7 +226,9 @@ class Pft:
             0, depth, level, (search.tree, widened.store, path, lanes, nothing)
         )
         store, path, lanes, waiting = self._fill(node_key, env, params, belief, store, path, lanes, last, before)
-        leaves = leaf_values(leaf_key, env, params, lanes.states, discount, self.leaf, self.rollout_depth, waiting)
+        leaves = leaf_values(
+            leaf_key, env, params, lanes.states, discount, self.leaf, self.rollout_depth, waiting, lanes.action
+        )
         finite = jnp.isfinite(path.rewards)
         path = path._replace(rewards=jnp.where(finite, path.rewards, 0.0))
         tree = dataclasses.replace(

@@ -154,9 +154,8 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
         return _descend(jax.random.fold_in(level_key, d), planner, env, params, tree, path, lanes, d)
 
     tree, path, lanes = jax.lax.fori_loop(0, depth, level, (search.tree, path, lanes))
-    values = leaf_values(
-        leaf_key, env, params, lanes.states, discount, planner.leaf, planner.rollout_depth, is_waiting(lanes)
-    )
+    waiting, length = is_waiting(lanes), planner.rollout_depth
+    values = leaf_values(leaf_key, env, params, lanes.states, discount, planner.leaf, length, waiting, lanes.action)
     tree, path = land(tree, path, lanes, values, depth, discount)
     return dataclasses.replace(
         search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
@@ -181,7 +180,8 @@ def embark(
     nowhere = jnp.full((planner.max_depth + 1, count), EMPTY, jnp.int32)
     node = jnp.where(ended, EMPTY, 0)
     path = Path(nowhere.at[0].set(node), nowhere, jnp.zeros(nowhere.shape), jnp.zeros((count,)))
-    lanes = Lanes(states, node, jnp.full((count,), EMPTY, jnp.int32), ~ended)
+    none = jnp.full((count,), EMPTY, jnp.int32)
+    lanes = Lanes(states, node, none, ~ended, jnp.full((count,), -1, jnp.int32))
     return search, path, lanes, planner.depth_of(tree.iteration)
 
 
@@ -214,12 +214,14 @@ class Lanes(NamedTuple):
         node: int32 `[n]`, where it is; `EMPTY` once it ended or found no room below an edge.
         stuck: int32 `[n]`, that edge, else `EMPTY`.
         live: bool `[n]`, it goes on.
+        action: int32 `[n]`, what it did last; -1 at the root.
     """
 
     states: PyTree
     node: Array
     stuck: Array
     live: Array
+    action: Array
 
 
 def _descend(
@@ -250,6 +252,7 @@ def _descend(
         node=jnp.where(moved, node, lanes.node),
         stuck=jnp.where(on & (node == EMPTY), edges, lanes.stuck),
         live=on & (node != EMPTY) & ~(planner.stops_at_new & (node >= before)),
+        action=jnp.where(moved, actions, lanes.action),
     )
     path = path._replace(
         nodes=path.nodes.at[d + 1].set(jnp.where(moved, node, EMPTY)),
