@@ -270,7 +270,7 @@ def test_missing_bounds_and_bad_discounts_are_refused(planner, env, match):
 @pytest.mark.slow
 def test_closed_loop_on_tiger():
     """Sixty steps, of which the optimum is worth 18.4065; four of them ahead, with nothing beyond, find its actions."""
-    planner = Despot(300, 12, max_depth=4, default=0, max_reward=10.0)
+    planner = Despot(150, 10, max_depth=4, default=0, max_reward=10.0)
     run = jax.jit(lambda key: simulate_many(key, TIGER, PARAMS, planner, Bayes(), 60, 400))
     got = summarize(run(jax.random.key(0)))
     assert abs(float(got.mean) - 18.4065) < 3 * float(got.error)
