@@ -10,7 +10,7 @@ Every observation, reward and flag is summed as it comes, or XLA would drop what
 | lane, batch | `jaxpar.rollout.unroll` of the same environment, its own resets taken out, with either family of keys |
 | lane-same, batch-same | the same with `SameStep()` |
 | batch-loop, batch-pool | the same with `Chunked(lanes / 32)`, which always loops, and with `Pool(256)` |
-| lane-trip8, batch-trip8 | the same with eight steps a trip of the compiled loop, or any other number |
+| lane-trip1, batch-trip1 | the same with one step a trip of the compiled loop, or any other number |
 | none | no reset at all: what the others strive for |
 | numpy | Gymnasium's vector environment in NumPy, where it has one |
 
@@ -39,7 +39,7 @@ from harness import HERE, Table
 from jaxpar.env import adapt
 from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, begin, random_policy, unroll
 
-SIDES = ("bare", "lane-same", "lane", "batch-same", "batch", "batch-trip8", "batch-loop", "batch-pool", "none", "numpy")
+SIDES = ("bare", "lane-same", "lane", "batch-same", "batch", "batch-trip1", "batch-loop", "batch-pool", "none", "numpy")
 
 
 def made(name: str) -> tuple[Any, Any, Any]:
@@ -93,7 +93,7 @@ def our_side(env, params, num_lanes, num_steps, side, warm):
     """Returns our loop and its first lanes, walked `warm` steps so that episodes end as often as they will."""
     draw, _, how = side.partition("-")
     reset = {"same": SameStep(), "loop": Chunked(max(1, num_lanes // 32)), "pool": Pool(256)}.get(how)
-    trip = int(how.removeprefix("trip")) if how.startswith("trip") else 1
+    trip = int(how.removeprefix("trip")) if how.startswith("trip") else None
     if side == "none":
         draw, reset = "batch", NoReset()
 

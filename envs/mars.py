@@ -9,9 +9,9 @@ east edge pays 10 and takes that rover out; the episode ends when both have left
 Source: the problem of VOPP (arXiv 2510.27191) and of HyP-DESPOT (Cai et al. 2018), discount 0.983, maps drawn by
 `layout` as there: any cells but the two starts. Its states also count checks, which nothing depends on; they are left
 out here. Its leaf value grants every rover 12 discounted by the steps to the nearest good rock, or its way out where
-none is good; so does `heuristic`, but two rovers never count one rock, and far checks (which a state does not show)
-cost nothing. Moves off the map and samples without a rock cost 100 and are masked; a rover that has left is given
-action 0 only, which does nothing.
+none is good, and takes off 1 for each cell beyond 2 that a rock was checked from; so does `heuristic`, but two rovers
+never count one rock. Moves off the map and samples without a rock cost 100 and are masked; a rover that has left is
+given action 0 only, which does nothing.
 """
 
 import dataclasses
@@ -48,7 +48,8 @@ class MarsState:
 class MarsParams:
     """Rewards, the distance (cells) at which a sensor is right three times in four, the discount.
 
-    `nearest_reward` is what the leaf value grants for the nearest good rock: more than that rock pays, for the others.
+    `nearest_reward` is what the leaf value grants for the nearest good rock: more than that rock pays, for the others;
+    `far_check` what it takes off for each cell beyond 2 between a rover and the rock that it has just checked.
     """
 
     half_efficiency: Any = 20.0
@@ -57,6 +58,7 @@ class MarsParams:
     exit_reward: Any = 10.0
     illegal_reward: Any = -100.0
     nearest_reward: Any = 12.0
+    far_check: Any = 1.0
     discount: Any = 0.983
 
 
@@ -222,8 +224,8 @@ class Mars:
         mine = jnp.where(self._gone(state)[:, None], (jnp.arange(self.base) == 0)[None], mine)
         return (mine[0][:, None] & mine[1][None, :]).reshape(-1)
 
-    def heuristic(self, state: MarsState, params: MarsParams) -> Array:
-        """Discounted, for each rover: the nearest good rock, else the way out. See the module."""
+    def heuristic(self, state: MarsState, params: MarsParams, action: Array | int = -1) -> Array:
+        """Discounted, for each rover: the nearest good rock, else the way out, less for far checks. See the module."""
         place, discount = state.place.astype(jnp.int32), jnp.asarray(params.discount, jnp.float32)
         far = 4 * self.size
         good = self._is_good(state.good, jnp.arange(self.num_rocks))
@@ -238,7 +240,12 @@ class Mars:
         exit_steps = self.size - 1 - place[:, 0]
         rock = params.nearest_reward * discount ** steps.astype(jnp.float32)
         out = params.exit_reward * discount ** exit_steps.astype(jnp.float32)
-        return jnp.sum(jnp.where(gone, 0.0, jnp.where(steps < far, rock, out))).astype(jnp.float32)
+        checked = jnp.stack([action // self.base, action % self.base]) - SAMPLE - 1
+        rocks = jnp.asarray(self.map)[jnp.clip(checked, 0, self.num_rocks - 1)]
+        beyond = jnp.maximum(jnp.abs(place - rocks).sum(1) - 2, 0)
+        fine = params.far_check * jnp.where((jnp.asarray(action) >= 0) & (checked >= 0), beyond, 0)
+        value = jnp.where(steps < far, rock, out) - fine
+        return jnp.sum(jnp.where(gone, 0.0, value)).astype(jnp.float32)
 
     def render(self, state: MarsState, params: MarsParams) -> Array:
         """The map with north up, good rocks green and bad ones red, uint8 `[8 n, 8 (n + 1), 3]`; the exit is gray."""

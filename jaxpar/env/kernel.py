@@ -26,7 +26,8 @@ class Environment(Protocol):
     | `render(state, params) -> uint8 [H, W, 3]` | a picture, pure and vmappable |
     | `sample_level(key, params) -> level`, `init_level(key, level, params) -> state` | environment design |
     | `log_likelihood(obs, state, action, next_state, params) -> float` | log p(obs | action, next state), for beliefs |
-    | `heuristic(state, params) -> float` | a guess of the best value from `state`, for planners |
+    | `heuristic(state, params) -> float` | a guess of the best value from `state`, for planners; one that names a \
+      third parameter `action` is told what led there, -1 if nothing did |
     | `obs_key(obs, params) -> int32` | one integer an observation, for tree search |
     | `tabular(params) -> arrays` | the whole model, where it is finite |
     | `absorbing: bool` | the claim that a step from a terminal state earns 0 and ends there again |

@@ -11,6 +11,10 @@
 | `tree.py` | (node, action), (edge, observation) of n simulations -> int32 ids, statistics | planners |
 | `search.py` | belief -> a grown tree `[N]` nodes, `[E]` edges; the clock | planners |
 | `vopp.py`, `pomcp.py` | belief -> action, report | users, `simulate.py` |
+| `widening.py` | the number of a visit -> a slot; particles `[m]`, observation -> particles | `pft.py`, `pomcpow.py` |
+| `pft.py`, `pomcpow.py` | belief -> a tree of particle sets `[N, m]` -> action, report | users, `simulate.py` |
+| `scenarios.py` | states `[K, A]`, keys `[K]` -> steps, what a default policy earns, upper bounds | `despot.py` |
+| `despot.py` | belief -> K scenarios, a sparse tree with bounds -> action, report | users, `simulate.py` |
 | `simulate.py` | planner, belief, environment -> episodes `[T]` | experiments, users |
 | `check.py` | an environment or model -> a report, or what it breaks | whoever writes a model |
 """
@@ -19,8 +23,11 @@ from jaxpar.pomdp.belief import Evidence, Gaussian, KalmanBelief, ParticleBelief
 from jaxpar.pomdp.bounds import blind, fib, qmdp
 from jaxpar.pomdp.cassandra import load_pomdp, save_pomdp
 from jaxpar.pomdp.check import check_model, check_tabular
+from jaxpar.pomdp.despot import Despot, DespotInfo
 from jaxpar.pomdp.exact import Exact, iterated_values, reachable_beliefs, solve_exact
+from jaxpar.pomdp.pft import Pft
 from jaxpar.pomdp.pomcp import Pomcp
+from jaxpar.pomdp.pomcpow import Pomcpow
 from jaxpar.pomdp.search import PlanInfo
 from jaxpar.pomdp.simulate import Episode, Summary, simulate, simulate_many, summarize
 from jaxpar.pomdp.tabular import TabularEnvironment, TabularPomdp, from_environment, tabular_update
@@ -29,6 +36,8 @@ from jaxpar.pomdp.vopp import FixedReference, Vopp
 
 __all__ = [
     "Dense",
+    "Despot",
+    "DespotInfo",
     "Episode",
     "Evidence",
     "Exact",
@@ -38,8 +47,10 @@ __all__ = [
     "KalmanBelief",
     "ParticleBelief",
     "Particles",
+    "Pft",
     "PlanInfo",
     "Pomcp",
+    "Pomcpow",
     "Summary",
     "TabularEnvironment",
     "TabularPomdp",

@@ -1,5 +1,6 @@
 """What planners ask of an environment: sizes, discount, legal actions, keys of observations, values of leaves."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,9 @@ __all__ = [
     "legal_actions",
     "num_actions",
     "num_observations",
+    "random_legal",
     "rollout_values",
+    "simulate_keyed",
     "simulate_steps",
 ]
 
@@ -86,13 +89,23 @@ def _step_keyed(key: PRNGKey, env: Any, params: PyTree, state: PyTree, action: A
     return following, jnp.asarray(name, jnp.int32)
 
 
-def simulate_steps(key: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
-    """One step of n simulations, each with a key of its own; consumes `key`."""
-    keys = jax.random.split(key, actions.shape[0])
+def simulate_keyed(keys: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+    """One step of n simulations, each with its own of `keys` `[n]`, which it consumes."""
     following, names = jax.vmap(lambda *row: _step_keyed(row[0], env, params, *row[1:]))(keys, states, actions)
     finite = jnp.isfinite(following.reward)
     reward = jnp.where(finite, following.reward, 0.0)
     return Simulated(following.state, names, reward, following.terminated, ~finite)
+
+
+def simulate_steps(key: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+    """One step of n simulations, each with a key of its own; consumes `key`."""
+    return simulate_keyed(jax.random.split(key, actions.shape[0]), env, params, states, actions)
+
+
+def random_legal(draws: Array, mask: Array) -> Array:
+    """Actions, int32 `[n]`, uniform over the legal ones of `mask` `[n, A]` by `draws` `[n]` in [0, 1); 0 where none."""
+    order = jnp.cumsum(mask, axis=1)
+    return jnp.argmax(mask & (order > draws[:, None] * order[:, -1:]), axis=1).astype(jnp.int32)
 
 
 def rollout_values(
@@ -107,9 +120,7 @@ def rollout_values(
         states, live, total, weight = carry
         pick, move = jax.random.split(key)
         mask = legal_actions(env, params, states)
-        order = jnp.cumsum(mask, axis=1)
-        drawn = jax.random.uniform(pick, (mask.shape[0], 1)) * order[:, -1:]
-        action = jnp.argmax(mask & (order > drawn), axis=1).astype(jnp.int32)
+        action = random_legal(jax.random.uniform(pick, (mask.shape[0],)), mask)
         result = simulate_steps(move, env, params, states, action)
         total = total + jnp.where(live, weight * result.reward, 0.0)
         return (result.state, live & ~result.terminated, total, weight * discount), None
@@ -119,7 +130,15 @@ def rollout_values(
 
 
 def leaf_values(
-    key: PRNGKey, env: Any, params: PyTree, states: PyTree, discount: Any, leaf: str, length: int, live: Array
+    key: PRNGKey,
+    env: Any,
+    params: PyTree,
+    states: PyTree,
+    discount: Any,
+    leaf: str,
+    length: int,
+    live: Array,
+    actions: Array | None = None,
 ) -> tuple[Array, Array]:
     """Guesses of the values of n states, float32 `[n]`, and which were not finite (those count as 0).
 
@@ -132,11 +151,16 @@ def leaf_values(
         leaf: "heuristic", "rollout" or "zero".
         length: steps of a rollout.
         live: bool `[n]`; the value of the others, which have ended, is 0.
+        actions: int32 `[n]`, what led to each state, for a heuristic with a parameter `action`; None or -1: nothing.
     """
     if leaf == "heuristic":
         if not hasattr(env, "heuristic"):
             raise UsageError(f'{env.name} has no heuristic(state, params); use leaf="rollout" or leaf="zero"')
-        values = jax.vmap(lambda state: env.heuristic(state, params))(states)
+        if "action" in inspect.signature(env.heuristic).parameters:
+            actions = jnp.full(live.shape, -1, jnp.int32) if actions is None else actions
+            values = jax.vmap(lambda state, action: env.heuristic(state, params, action))(states, actions)
+        else:
+            values = jax.vmap(lambda state: env.heuristic(state, params))(states)
     elif leaf == "rollout":
         values = rollout_values(key, env, params, states, discount, length, live)
     else:

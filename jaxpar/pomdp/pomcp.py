@@ -17,7 +17,7 @@ from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, plan, pla
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["Pomcp", "ranks", "virtual_choice"]
+__all__ = ["Pomcp", "add_returns", "best_mean", "ranks", "upper_confidence", "virtual_choice"]
 
 
 def ranks(ids: Array) -> Array:
@@ -65,6 +65,45 @@ def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, tota
     return jnp.argmax((more > place[:, None]) & legal, axis=1).astype(jnp.int32)
 
 
+def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, exploration: Any) -> Array:
+    """The actions of UCB1 at `node` `[n]` after `rank` `[n]` virtual visits, among `legal` `[n, A]`; int32 `[n]`."""
+    row = tree.edges.at[node].get(mode="clip")
+    tried = row != EMPTY
+    visits = jnp.where(tried, tree.edge_visits.at[row].get(mode="clip"), 0)
+    values = jnp.where(tried, tree.value.at[row].get(mode="clip"), jnp.inf)
+    least = jnp.min(values, axis=1, keepdims=True)
+    values = jnp.where(tried, values, jnp.where(jnp.isfinite(least), least, 0.0))
+    total = tree.node_visits.at[node].get(mode="clip").astype(jnp.float32) + 1
+    return virtual_choice(rank, values, visits, legal, total, exploration)
+
+
+def add_returns(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
+    """Adds each simulation's return to the edges on its way, deepest level first."""
+
+    def level(i: Array, carry: tuple[Tree, Array]) -> tuple[Tree, Array]:
+        tree, future = carry
+        d = depth - i
+        edges = path.edges[d]
+        future = jnp.where((path.nodes[d] != EMPTY) & (edges == EMPTY), path.leaf, future)
+        sums = tree.future_sum.at[edges].add(future, mode="drop")
+        total = tree.reward_sum.at[edges].get(mode="clip") + discount * sums.at[edges].get(mode="clip")
+        mean = total / jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
+        tree = dataclasses.replace(tree, future_sum=sums, value=tree.value.at[edges].set(mean, mode="drop"))
+        return tree, jnp.where(edges != EMPTY, path.rewards[d] + discount * future, future)
+
+    return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
+
+
+def best_mean(search: Search) -> tuple[Array, PlanInfo]:
+    """The action of the highest mean return, and the report; the policy is the visits' share."""
+    row = search.tree.edges[0]
+    tried = row != EMPTY
+    visits = jnp.where(tried, search.tree.edge_visits.at[row].get(mode="clip"), 0).astype(jnp.float32)
+    values = jnp.where(tried & search.legal, search.tree.value.at[row].get(mode="clip"), -jnp.inf)
+    share = visits / jnp.maximum(visits.sum(), 1.0)
+    return report(search, values.max(), jnp.where(tried, share, -jnp.inf), share, order=values)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pomcp:
     """UCB1 on a tree of histories with unweighted particles; each simulation adds at most one node.
@@ -108,39 +147,15 @@ class Pomcp:
 
     def select(self, key: PRNGKey, tree: Tree, lanes: Lanes, legal: Array) -> Array:
         """UCB1 with virtual visits; int32 `[n]`. The key is not used."""
-        row = tree.edges.at[lanes.node].get(mode="clip")
-        tried = row != EMPTY
-        visits = jnp.where(tried, tree.edge_visits.at[row].get(mode="clip"), 0)
-        values = jnp.where(tried, tree.value.at[row].get(mode="clip"), jnp.inf)
-        least = jnp.min(values, axis=1, keepdims=True)
-        values = jnp.where(tried, values, jnp.where(jnp.isfinite(least), least, 0.0))
-        total = tree.node_visits.at[lanes.node].get(mode="clip").astype(jnp.float32) + 1
-        rank = ranks(jnp.where(lanes.live, lanes.node, EMPTY))
-        return virtual_choice(jnp.where(lanes.live, rank, 0), values, visits, legal, total, self.exploration)
+        rank = jnp.where(lanes.live, ranks(jnp.where(lanes.live, lanes.node, EMPTY)), 0)
+        return upper_confidence(tree, lanes.node, rank, legal, self.exploration)
 
     def back_up(self, tree: Tree, children: Any, path: Path, depth: Array, discount: Any) -> Tree:
         """Adds each simulation's return to the edges on its way."""
-
-        def level(i: Array, carry: tuple[Tree, Array]) -> tuple[Tree, Array]:
-            tree, future = carry
-            d = depth - i
-            edges = path.edges[d]
-            future = jnp.where((path.nodes[d] != EMPTY) & (edges == EMPTY), path.leaf, future)
-            sums = tree.future_sum.at[edges].add(future, mode="drop")
-            total = tree.reward_sum.at[edges].get(mode="clip") + discount * sums.at[edges].get(mode="clip")
-            mean = total / jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
-            tree = dataclasses.replace(tree, future_sum=sums, value=tree.value.at[edges].set(mean, mode="drop"))
-            return tree, jnp.where(edges != EMPTY, path.rewards[d] + discount * future, future)
-
-        return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
+        return add_returns(tree, path, depth, discount)
 
     plan, search, plan_until = plan, search, plan_until
 
     def decide(self, search: Search) -> tuple[Array, PlanInfo]:
         """The action of the highest mean return, and the report; the policy is the visits' share."""
-        row = search.tree.edges[0]
-        tried = row != EMPTY
-        visits = jnp.where(tried, search.tree.edge_visits.at[row].get(mode="clip"), 0).astype(jnp.float32)
-        values = jnp.where(tried & search.legal, search.tree.value.at[row].get(mode="clip"), -jnp.inf)
-        share = visits / jnp.maximum(visits.sum(), 1.0)
-        return report(search, values.max(), jnp.where(tried, share, -jnp.inf), share, order=values)
+        return best_mean(search)

@@ -33,10 +33,15 @@ __all__ = [
     "Search",
     "begin",
     "children_of",
+    "embark",
     "grow",
     "improve_until",
+    "is_waiting",
+    "land",
     "plan",
     "plan_until",
+    "refuse_ended",
+    "repeat_until",
     "report",
     "search",
 ]
@@ -141,8 +146,28 @@ def grow(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, sear
 
 def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search) -> Search:
     draw_key, level_key, leaf_key = jax.random.split(key, 3)
-    discount, count = discount_of(params, planner.discount), planner.num_simulations
-    states = belief.draw(draw_key, count)
+    discount = discount_of(params, planner.discount)
+    search, path, lanes, depth = embark(draw_key, planner, env, params, belief, search)
+
+    def level(d: Array, carry: tuple) -> tuple:
+        tree, path, lanes = carry
+        return _descend(jax.random.fold_in(level_key, d), planner, env, params, tree, path, lanes, d)
+
+    tree, path, lanes = jax.lax.fori_loop(0, depth, level, (search.tree, path, lanes))
+    waiting, length = is_waiting(lanes), planner.rollout_depth
+    values = leaf_values(leaf_key, env, params, lanes.states, discount, planner.leaf, length, waiting, lanes.action)
+    tree, path = land(tree, path, lanes, values, depth, discount)
+    return dataclasses.replace(
+        search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
+    )
+
+
+def embark(
+    key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search
+) -> tuple[Search, Path, "Lanes", Array]:
+    """The simulations of a batch at the root, with an empty path, and how deep they may go; consumes `key`."""
+    count, tree = planner.num_simulations, search.tree
+    states = belief.draw(key, count)
     ended = jax.vmap(lambda state: env.terminal(state, params))(states)
     legal = legal_actions(env, params, states)
     search = dataclasses.replace(
@@ -150,36 +175,35 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
         legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
         ended=search.ended + jnp.sum(ended, dtype=jnp.int32),
         drawn=search.drawn + count,
+        tree=dataclasses.replace(tree, node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32))),
     )
-    tree = search.tree
-    depth = planner.depth_of(tree.iteration)
-    tree = dataclasses.replace(tree, node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32)))
     nowhere = jnp.full((planner.max_depth + 1, count), EMPTY, jnp.int32)
     node = jnp.where(ended, EMPTY, 0)
     path = Path(nowhere.at[0].set(node), nowhere, jnp.zeros(nowhere.shape), jnp.zeros((count,)))
-    lanes = Lanes(states, node, jnp.full((count,), EMPTY, jnp.int32), ~ended)
+    none = jnp.full((count,), EMPTY, jnp.int32)
+    lanes = Lanes(states, node, none, ~ended, jnp.full((count,), -1, jnp.int32))
+    return search, path, lanes, planner.depth_of(tree.iteration)
 
-    def level(d: Array, carry: tuple) -> tuple:
-        tree, path, lanes = carry
-        return _descend(jax.random.fold_in(level_key, d), planner, env, params, tree, path, lanes, d)
 
-    tree, path, lanes = jax.lax.fori_loop(0, depth, level, (tree, path, lanes))
-    waiting = (lanes.stuck != EMPTY) | (lanes.node != EMPTY)
-    values, wrong = leaf_values(
-        leaf_key, env, params, lanes.states, discount, planner.leaf, planner.rollout_depth, waiting
-    )
+def is_waiting(lanes: "Lanes") -> Array:
+    """Which simulations stopped without having ended, bool `[n]`."""
+    return (lanes.stuck != EMPTY) | (lanes.node != EMPTY)
+
+
+def land(
+    tree: Tree, path: Path, lanes: "Lanes", leaves: tuple[Array, Array], depth: Array, discount: Any
+) -> tuple[Tree, Path]:
+    """Adds the values of where the simulations stopped, and which of them were not finite, and ends the batch."""
+    values, wrong = leaves
     tree = add_leaves(tree, lanes.node, lanes.stuck, values, discount)
     beyond = (path.edges == lanes.stuck[None]) & (path.edges != EMPTY)
     path = path._replace(rewards=path.rewards + jnp.where(beyond, discount * values[None], 0.0), leaf=values)
-    tree = dataclasses.replace(
+    return dataclasses.replace(
         tree,
         invalid=tree.invalid + jnp.sum(wrong, dtype=jnp.int32),
         iteration=tree.iteration + 1,
         depth=jnp.maximum(tree.depth, depth),
-    )
-    return dataclasses.replace(
-        search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
-    )
+    ), path
 
 
 class Lanes(NamedTuple):
@@ -190,12 +214,14 @@ class Lanes(NamedTuple):
         node: int32 `[n]`, where it is; `EMPTY` once it ended or found no room below an edge.
         stuck: int32 `[n]`, that edge, else `EMPTY`.
         live: bool `[n]`, it goes on.
+        action: int32 `[n]`, what it did last; -1 at the root.
     """
 
     states: PyTree
     node: Array
     stuck: Array
     live: Array
+    action: Array
 
 
 def _descend(
@@ -226,6 +252,7 @@ def _descend(
         node=jnp.where(moved, node, lanes.node),
         stuck=jnp.where(on & (node == EMPTY), edges, lanes.stuck),
         live=on & (node != EMPTY) & ~(planner.stops_at_new & (node >= before)),
+        action=jnp.where(moved, actions, lanes.action),
     )
     path = path._replace(
         nodes=path.nodes.at[d + 1].set(jnp.where(moved, node, EMPTY)),
@@ -303,19 +330,35 @@ def improve_until(
         UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
     """
     states = belief.draw(key, planner.num_simulations)
-    if bool(jax.vmap(lambda state: env.terminal(state, params))(states).all()):
-        raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
+    refuse_ended(env, params, states)
     search = begin(planner, env, params, planner.iterations)
     search = dataclasses.replace(search, legal=jnp.all(legal_actions(env, params, states), axis=0))
     search = jax.tree.map(jnp.copy, search)  # leaves that share a buffer cannot be donated
+
+    def advance(search: Search) -> Search:
+        return _grown(key, planner, env, params, belief, search, 1)
+
+    return repeat_until(advance, search, planner.iterations, deadline, clock)
+
+
+def refuse_ended(env: Any, params: PyTree, states: PyTree) -> None:
+    """`UsageError` where all of `states` `[n, ...]` are terminal."""
+    if bool(jax.vmap(lambda state: env.terminal(state, params))(states).all()):
+        raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
+
+
+def repeat_until(
+    advance: Callable[[Any], Any], state: Any, most: int, deadline: float, clock: Callable[[], float] = time.monotonic
+) -> Any:
+    """`advance` repeated, at most `most` times, until the next one would probably end after `deadline` on `clock`."""
     longest = 0.0
-    for _ in range(planner.iterations):
+    for _ in range(most):
         began = clock()
         if began + longest >= deadline:
             break
-        search = jax.block_until_ready(_grown(key, planner, env, params, belief, search, 1))
+        state = jax.block_until_ready(advance(state))
         longest = max(longest, clock() - began)
-    return search
+    return state
 
 
 def plan(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:

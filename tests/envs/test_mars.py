@@ -139,6 +139,18 @@ def test_the_heuristic_sends_rovers_to_different_rocks():
         np.testing.assert_allclose(value, want, rtol=1e-5)
 
 
+def test_the_heuristic_takes_off_for_far_checks():
+    env, params = Mars(20, 20), Mars(20, 20).default_params
+    state = jax.tree.map(lambda x: x[0], pack([[(3, 4), (20, 9)]], [{0, 3}], 20))
+    plain = float(env.heuristic(state, params))
+    for rock in range(20):
+        far = max(0, int(np.abs(env.map[rock] - [3, 4]).sum()) - 2)
+        for other in (0, 5 + rock):  # the rover that has left is not fined
+            got = float(env.heuristic(state, params, jnp.int32((5 + rock) * env.base + other)))
+            np.testing.assert_allclose(got, plain - far, rtol=1e-5)
+    assert float(env.heuristic(state, params, jnp.int32(2 * env.base))) == plain
+
+
 def test_sizes_and_maps():
     env, params = envs.make("MARS-20-20")
     assert env.action_space(params).n == 625 and envs.make("MARS-50-50")[0].action_space(params).n == 3025

@@ -163,6 +163,13 @@ def test_parameters_can_be_mapped():
     np.testing.assert_allclose(jax.jit(jax.vmap(total))(noises), alone, 1e-5)
 
 
+@pytest.mark.parametrize("trip", [3, 20])
+def test_steps_a_trip_change_nothing(trip):
+    """Up to rounding: the compiler may fuse across steps; 12 steps in trips of 3, and in one that is longer."""
+    for got, want in zip(jax.tree.leaves(walked(trip=trip)), jax.tree.leaves(walked(trip=1)), strict=True):
+        np.testing.assert_allclose(got, want, 1e-5, 1e-6)
+
+
 def wide(key, params, obs, carry):
     return jnp.zeros(2), carry
 
@@ -180,5 +187,7 @@ def test_mistakes_end_in_one_sentence():
         go(PARAMS, wide, WEIGHTS, 3)
     with pytest.raises(UsageError, match="draw='rows' is unknown; legal are lane and batch"):
         go(PARAMS, linear, WEIGHTS, 3, draw="rows")
+    with pytest.raises(UsageError, match="trip=0 is no number of steps"):
+        go(PARAMS, linear, WEIGHTS, 3, trip=0)
     with pytest.raises(UsageError, match=r"value gives shape \(3,\) a lane; legal is \(\)"):
         go(PARAMS, linear, WEIGHTS, 3, value=lambda params, obs, carry: obs)

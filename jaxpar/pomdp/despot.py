@@ -1,0 +1,459 @@
+r"""Determinised sparse trees with regularisation (AR-DESPOT): K scenarios, bounds at every node, optimism.
+
+A scenario is a root state and one key, folded with the depth: whatever is done at depth t of scenario i, the same
+random numbers decide what follows, so that policies are compared by common random numbers, exactly. A node b holds the
+scenarios F_b that reach it; with D_b its depth, every value below carries the weight |F_b|/K * discount^D_b:
+
+    l0(b): the default policy, rolled out in every scenario of b until the horizon;    U(b): an upper bound
+    mu(b)  = max(l0(b), max_a [rho(b, a) + sum_o mu(bao)]),  at a leaf max(l0(b), U(b) - lambda)
+    ell(b) = max(l0(b), max_a [rho(b, a) + sum_o ell(bao)]), at a leaf l0(b)
+    rho(b, a) = sum over F_b of discount^D_b r / K - lambda
+
+The published search walks one path a trial: the action of the highest mu, then the observation of the largest excess
+uncertainty E(b) = mu(b) - ell(b) - |F_b|/K * xi * (mu - ell)(root), until E(b) <= 0, and expands its end. Here all
+scenarios walk at once, each to the child that is its own, so that one *wave* expands every leaf with E(b) > 0 of the
+optimistic policy: K lanes whatever the tree's shape, K A steps a wave. `wide=False` walks the one path.
+
+Published, too, is a rule that cuts a node where an ancestor's U - l0 is at most lambda for every node between. It is
+not needed: each of these nodes has paid its lambda in the ancestor's mu, which then is l0, and no walk passes there.
+
+A lane is a scenario and a node's children are a block of A particles a scenario, so that finding one's way takes no
+search and no sort: particle (block, a) knows its node and its own block.
+
+Sources: Somani, Ye, Hsu and Lee (2013), "DESPOT: online POMDP planning with regularization"; Ye et al. (2017).
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpar.pomdp.model import discount_of, is_traced, legal_actions, num_actions
+from jaxpar.pomdp.scenarios import HORIZON, UPPER, default_actions, scenario_bounds, scenario_keys, scenario_steps
+from jaxpar.pomdp.search import PlanInfo, children_of, plan, refuse_ended, repeat_until
+from jaxpar.pomdp.tree import EMPTY, Dense, Hashed
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+__all__ = ["Despot", "DespotInfo", "ScenarioTree"]
+
+
+@flax.struct.dataclass
+class DespotInfo(PlanInfo):
+    """As `PlanInfo`, where `value` and `values` are the lower bounds and `preferences` the upper ones; and these.
+
+    Attributes:
+        upper: float32, the upper bound of the root; the gap to `value` is what the search left open.
+        defaulted: bool, no action was shown to be better than the default policy, whose action was taken.
+        inconsistent: int32, scenarios at new nodes whose upper bound lay below what the default policy earns.
+    """
+
+    upper: Array
+    defaulted: Array
+    inconsistent: Array
+
+
+LOWER, UPPER_BOUND = range(2)
+"""Columns of values: `ell` and `mu`."""
+COUNT, DEFAULT = range(2)
+"""Columns of what a node is born with: scenarios, `l0`; the third is U."""
+
+
+@flax.struct.dataclass
+class ScenarioTree:
+    """N nodes and X blocks of A particles; the first K particles are the roots of the scenarios.
+
+    Attributes:
+        keys: `[K]`, of the scenarios.
+        default_action: int32, what the default policy does at the root.
+        legal: bool `[A]`.
+        ended: float32, the share of scenarios that were over at the root.
+        first: int32 `[N]`, the lowest of them: the lane that speaks for the node.
+        action: int32 `[N]`, of the highest upper bound.
+        block: int32 `[N]`, the block whose row holds the values of the node's actions; `EMPTY` at a leaf.
+        born: float32 `[N, 3]`: the node's number of scenarios, l0, and U as it was first.
+        node: float32 `[N, 2]`: ell, mu.
+        edge: float32 `[X, A, 2]`: the same of the node's actions.
+        particle_node: int32 `[X, A]`; `EMPTY` where the scenario ended.
+        particle_block: int32 `[X, A]`, where its own children are; `EMPTY` at a leaf.
+        states: `[X, A, ...]`.
+        visits: int32 `[A]`, scenarios that went on from the root by each action.
+        num_nodes: int32.
+        num_blocks: int32.
+        iteration: int32, waves.
+        steps: int32, of scenarios in the tree.
+        overflow: int32, scenarios at leaves, or steps, for which there was no room.
+        invalid: int32, rewards and bounds that were not finite.
+        inconsistent: int32.
+        depth: int32.
+    """
+
+    keys: PRNGKey
+    default_action: Array
+    legal: Array
+    ended: Array
+    first: Array
+    action: Array
+    block: Array
+    born: Array
+    node: Array
+    edge: Array
+    particle_node: Array
+    particle_block: Array
+    states: PyTree
+    visits: Array
+    num_nodes: Array
+    num_blocks: Array
+    iteration: Array
+    steps: Array
+    overflow: Array
+    invalid: Array
+    inconsistent: Array
+    depth: Array
+
+
+class Walk(NamedTuple):
+    """Where a wave went.
+
+    Attributes:
+        nodes: int32 `[D + 1, K]`, `EMPTY` where a scenario had stopped before.
+        particle: int32 `[K]`, where it stopped.
+        depth: int32 `[K]`, of it.
+        grow: bool `[K]`, at a leaf to expand.
+    """
+
+    nodes: Array
+    particle: Array
+    depth: Array
+    grow: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Despot:
+    """Anytime regularised DESPOT, all scenarios at once.
+
+    A wave costs K A simulated steps, as many rollouts of the default policy to the horizon, and O(K A) a level of the
+    tree; memory is A states and 3 A values a particle.
+
+    Attributes:
+        num_scenarios: K.
+        iterations: waves (trials).
+        max_depth: D, the horizon of tree and rollouts together.
+        default: the policy below the tree: an action that is always taken, None for uniformly random legal ones, or
+            `(key, state, params) -> action`, which must not look at what the agent cannot see.
+        upper: bound of what a state is worth: "bound" (`env.upper_bound(state, params)`), "reward" (`max_reward` at
+            every step that is left), "heuristic" (`env.heuristic`, if it is a bound); None takes the first there is.
+        max_reward: the largest reward of one step, for "reward".
+        leaf: what a state at the horizon is worth: "zero" or "heuristic".
+        regularization: lambda >= 0, the price of a node of the policy, in units of return.
+        gap_ratio: xi in (0, 1], the share of the root's gap that is left alone.
+        wide: every branch of the optimistic policy a wave, or the one of largest excess uncertainty.
+        discount: in (0, 1]; None takes `params.discount`.
+        max_nodes: capacity in nodes.
+        max_particles: capacity in scenarios at expanded nodes, at least K; each has A children.
+        children: `Dense(O)` or `Hashed()`; None picks by the number of observations. Used for one wave at a time.
+    """
+
+    num_scenarios: int = 100
+    iterations: int = 30
+    max_depth: int = 30
+    default: int | Callable[..., Array] | None = None
+    upper: str | None = None
+    max_reward: Any = None
+    leaf: str = "zero"
+    regularization: Any = 0.0
+    gap_ratio: Any = 0.95
+    wide: bool = True
+    discount: Any = None
+    max_nodes: int = 1 << 18
+    max_particles: int = 1 << 16
+    children: Dense | Hashed | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_scenarios", "iterations", "max_depth", "max_nodes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_particles < self.num_scenarios:
+            raise UsageError(f"max_particles must be at least num_scenarios = {self.num_scenarios}, for the root")
+        if self.upper is not None and self.upper not in UPPER:
+            raise UsageError(f"upper is one of {', '.join(UPPER)}, not {self.upper!r}")
+        if self.leaf not in HORIZON:
+            raise UsageError(f"leaf is one of {', '.join(HORIZON)}, not {self.leaf!r}")
+        if not is_traced(self.regularization) and not self.regularization >= 0:
+            raise UsageError(f"regularization must not be negative, as {self.regularization} is")
+        if not is_traced(self.gap_ratio) and not 0 < self.gap_ratio <= 1:
+            raise UsageError(f"gap_ratio lies in (0, 1], not at {self.gap_ratio}")
+
+    plan = plan
+
+    def search(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> ScenarioTree:
+        """The tree that `plan` decides by."""
+        return self.grow(env, params, self.begin(key, env, params, belief), self.iterations)
+
+    def plan_until(
+        self,
+        key: PRNGKey,
+        env: Any,
+        params: PyTree,
+        belief: Any,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> tuple[Array, DespotInfo]:
+        """As `plan`, with as many of the waves as end before `deadline` on `clock` (s); runs on the host.
+
+        A deadline that is too short for one wave still gives a legal action, the default policy's.
+
+        Raises:
+            UsageError: every state drawn from the belief has ended.
+        """
+        refuse_ended(env, params, belief.draw(jax.random.split(key)[0], self.num_scenarios))
+        tree = jax.tree.map(jnp.copy, _begun(key, self, env, params, belief))  # shared buffers cannot be donated
+        tree = repeat_until(lambda tree: _grown(self, env, params, tree), tree, self.iterations, deadline, clock)
+        return self.decide(tree)
+
+    def decide(self, tree: ScenarioTree) -> tuple[Array, DespotInfo]:
+        """The action of the highest lower bound, or the default policy's where none is above what that earns."""
+        row = tree.block[0]
+        tried = (row != EMPTY) & tree.legal
+        values = jnp.where(tried[:, None], tree.edge.at[row].get(mode="clip"), -jnp.inf)
+        lower, upper = values[:, LOWER], values[:, UPPER_BOUND]
+        defaulted = ~(jnp.max(lower) > tree.born[0, DEFAULT])
+        action = jnp.where(defaulted, tree.default_action, jnp.argmax(lower)).astype(jnp.int32)
+        return action, DespotInfo(
+            value=tree.node[0, LOWER],
+            values=lower,
+            preferences=upper,
+            policy=jax.nn.one_hot(action, lower.shape[0]),
+            entropy=jnp.zeros(()),
+            visits=tree.visits,
+            nodes=tree.num_nodes,
+            edges=jnp.sum(tree.block != EMPTY, dtype=jnp.int32) * lower.shape[0],
+            depth=tree.depth,
+            iterations=tree.iteration,
+            steps=tree.steps,
+            overflow=tree.overflow,
+            invalid=tree.invalid,
+            ended=tree.ended,
+            legal=tree.legal,
+            upper=tree.node[0, UPPER_BOUND],
+            defaulted=defaulted,
+            inconsistent=tree.inconsistent,
+        )
+
+    def begin(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> ScenarioTree:
+        """K scenarios and their root; consumes `key`."""
+        discount, count, actions = discount_of(params, self.discount), self.num_scenarios, num_actions(env, params)
+        draw_key, scenario_key = jax.random.split(key)
+        states, keys = belief.draw(draw_key, count), jax.random.split(scenario_key, count)
+        ended = jax.vmap(lambda state: env.terminal(state, params))(states)
+        legal = jnp.all(legal_actions(env, params, states) | ended[:, None], axis=0)
+        column = jax.tree.map(lambda x: x[:, None], states)
+        depth = jnp.zeros((count,), jnp.int32)
+        default, upper, invalid, inconsistent = scenario_bounds(
+            self, keys, env, params, column, depth, ~ended[:, None], discount
+        )
+        chosen = default_actions(self.default, scenario_keys(keys, depth)[:, 1], env, params, column)
+        chosen = chosen[jnp.argmin(ended), 0]
+        default, utility = default.sum() / count, jnp.maximum(upper.sum(), default.sum()) / count
+        node = jnp.stack([default, jnp.maximum(default, utility - self.regularization)])
+        max_nodes = min(self.max_nodes, 1 + self.iterations * count * actions)
+        roots = -(-count // actions)
+        max_blocks = roots + min(self.max_particles, self.iterations * count)
+        if max(max_nodes, max_blocks * actions) >= EMPTY:
+            raise UsageError(
+                f"{max_blocks} blocks of {actions} particles cannot be indexed by int32; lower max_particles"
+            )
+
+        def rows(of_root: Array, fill: float = 0) -> Array:
+            return jnp.full((max_nodes, *of_root.shape), fill, of_root.dtype).at[0].set(of_root)
+
+        def particles(first: Array) -> Array:
+            filled = jnp.zeros((max_blocks * actions, *first.shape[1:]), first.dtype).at[:count].set(first)
+            return filled.reshape(max_blocks, actions, *first.shape[1:])
+
+        zero, none = jnp.zeros((), jnp.int32), jnp.full((max_blocks, actions), EMPTY, jnp.int32)
+        return ScenarioTree(
+            keys=keys,
+            default_action=jnp.where(legal[chosen], chosen, jnp.argmax(legal)).astype(jnp.int32),
+            legal=legal,
+            ended=jnp.mean(ended, dtype=jnp.float32),
+            first=rows(jnp.argmin(ended).astype(jnp.int32), EMPTY),
+            action=jnp.zeros((max_nodes,), jnp.int32),
+            block=jnp.full((max_nodes,), EMPTY, jnp.int32),
+            born=rows(jnp.stack([jnp.sum(~ended, dtype=jnp.float32), default, utility])),
+            node=rows(node),
+            edge=jnp.zeros((max_blocks, actions, 2), jnp.float32),
+            particle_node=none.reshape(-1).at[:count].set(jnp.where(ended, EMPTY, 0)).reshape(none.shape),
+            particle_block=none,
+            states=jax.tree.map(particles, states),
+            visits=jnp.zeros((actions,), jnp.int32),
+            num_nodes=zero + 1,
+            num_blocks=zero + roots,
+            iteration=zero,
+            steps=zero,
+            overflow=zero,
+            invalid=invalid,
+            inconsistent=inconsistent,
+            depth=zero,
+        )
+
+    def grow(self, env: Any, params: PyTree, tree: ScenarioTree, iterations: int) -> ScenarioTree:
+        """`iterations` waves more; pure, and deterministic: all chance is in the scenarios."""
+
+        def wave(_: Array, tree: ScenarioTree) -> ScenarioTree:
+            walk = self._walk(tree)
+            return self._back_up(self._expand(env, params, tree, walk), walk)
+
+        return jax.lax.fori_loop(0, iterations, wave, tree)
+
+    def _walk(self, tree: ScenarioTree) -> Walk:
+        """Down the optimistic policy, every scenario to its own child, until nothing is left to gain."""
+        count, lanes = tree.keys.shape[0], jnp.arange(tree.keys.shape[0], dtype=jnp.int32)
+        root_gap = tree.node[0, UPPER_BOUND] - tree.node[0, LOWER]
+
+        def level(d: Array, carry: tuple) -> tuple:
+            walk, live, particle = carry
+            node = tree.particle_node.reshape(-1)[particle]
+            live = live & (node != EMPTY)
+            values, born = (x.at[node].get(mode="clip") for x in (tree.node, tree.born))
+            gap, share = values[:, UPPER_BOUND] - values[:, LOWER], born[:, COUNT] / count
+            excess = jnp.where(live & (root_gap > 0), gap - share * self.gap_ratio * root_gap, -jnp.inf)
+            if not self.wide:
+                live = live & (node == node[jnp.argmax(excess)])
+            going = live & (excess > 0) & (d < self.max_depth)
+            block = tree.particle_block.reshape(-1)[particle]
+            leaf = block == EMPTY
+            on = going & ~leaf
+            walk = Walk(
+                nodes=walk.nodes.at[d].set(jnp.where(live, node, EMPTY)),
+                particle=jnp.where(live, particle, walk.particle),
+                depth=jnp.where(live, d, walk.depth),
+                grow=walk.grow | (going & leaf),
+            )
+            action = tree.action.at[node].get(mode="clip")
+            return walk, on, jnp.where(on, block * tree.legal.shape[0] + action, particle)
+
+        never = jnp.zeros((count,), bool)
+        nodes = jnp.full((self.max_depth + 1, count), EMPTY, jnp.int32)
+        walk = Walk(nodes, lanes, jnp.zeros_like(lanes), never)
+        first = (walk, ~never, lanes)
+        return jax.lax.fori_loop(0, jnp.minimum(tree.iteration, self.max_depth) + 1, level, first)[0]
+
+    def _expand(self, env: Any, params: PyTree, tree: ScenarioTree, walk: Walk) -> ScenarioTree:
+        """All actions of all scenarios at the leaves that the wave reached."""
+        discount, actions = discount_of(params, self.discount), tree.legal.shape[0]
+        count, max_blocks = tree.keys.shape[0], tree.particle_node.shape[0]
+        wanted = jnp.sum(walk.grow, dtype=jnp.int32)
+        fits = tree.num_blocks + wanted <= max_blocks
+        grow = walk.grow & fits
+        own = jnp.where(grow, tree.num_blocks + jnp.cumsum(grow, dtype=jnp.int32) - 1, EMPTY)
+        leaf = jnp.where(grow, tree.particle_node.reshape(-1)[walk.particle], EMPTY)
+        block = tree.block.at[leaf].min(own, mode="drop")
+        edges = block.at[leaf].get(mode="fill", fill_value=EMPTY)
+
+        states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[walk.particle], tree.states)
+        legal = legal_actions(env, params, states)
+        rows = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (count, actions, *x.shape[1:])), states)
+        choice = jnp.broadcast_to(jnp.arange(actions, dtype=jnp.int32), (count, actions))
+        result = scenario_steps(scenario_keys(tree.keys, walk.depth)[:, 0], env, params, rows, choice)
+        taken = grow[:, None] & legal
+        on = taken & ~result.terminated
+        default, upper, wrong, inconsistent = scenario_bounds(
+            self, tree.keys, env, params, result.state, walk.depth + 1, on, discount
+        )
+        children: Any = children_of(self, env, params)
+        places = jnp.where(on, (edges - tree.num_blocks)[:, None] * actions + choice, 0)
+        table = children.empty(count * actions, count * actions)
+        _, ids, num_nodes = children.find(
+            table, places.ravel(), result.obs_key.ravel(), on.ravel(), tree.num_nodes, tree.born.shape[0]
+        )
+        ids = ids.reshape(count, actions)
+        lost = on & (ids == EMPTY)
+        weight = (jnp.asarray(discount, jnp.float32) ** walk.depth / count)[:, None]
+        default, upper = weight * discount * default, weight * discount * upper
+        tree, below = self._add_nodes(tree, ids, default, upper)
+        below = below + jnp.where(lost, default, 0.0)[..., None]  # who finds no room counts as the default policy
+        price = jnp.where(own == edges, self.regularization, 0.0)[:, None, None]
+        gain = jnp.where(legal[..., None], (weight * result.reward)[..., None] + below - price, -jnp.inf)
+        return dataclasses.replace(
+            tree,
+            block=block,
+            edge=tree.edge.at[edges].add(gain, mode="drop"),
+            particle_node=tree.particle_node.at[own].set(ids, mode="drop"),
+            particle_block=tree.particle_block.reshape(-1)
+            .at[jnp.where(grow, walk.particle, EMPTY)]
+            .set(own, mode="drop")
+            .reshape(max_blocks, actions),
+            states=jax.tree.map(lambda old, new: old.at[own].set(new, mode="drop"), tree.states, result.state),
+            visits=tree.visits + jnp.sum(taken & (walk.depth == 0)[:, None], axis=0, dtype=jnp.int32),
+            num_nodes=num_nodes,
+            num_blocks=tree.num_blocks + jnp.sum(grow, dtype=jnp.int32),
+            steps=tree.steps + jnp.sum(taken, dtype=jnp.int32),
+            overflow=tree.overflow + jnp.where(fits, 0, wanted) + jnp.sum(lost, dtype=jnp.int32),
+            invalid=tree.invalid + wrong + jnp.sum(taken & result.invalid, dtype=jnp.int32),
+            inconsistent=tree.inconsistent + inconsistent,
+            depth=jnp.maximum(tree.depth, jnp.max(jnp.where(grow, walk.depth + 1, 0))),
+        )
+
+    def _add_nodes(self, tree: ScenarioTree, ids: Array, default: Array, upper: Array) -> tuple[ScenarioTree, Array]:
+        """New nodes `ids` `[K, A]`, each the sum of its scenarios, and the values shared among these, `[K, A, 2]`."""
+        lanes = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
+        born = tree.born.at[ids].add(jnp.stack([jnp.ones_like(default), default, upper], axis=-1), mode="drop")
+        count, default, utility = jnp.moveaxis(born.at[ids].get(mode="clip"), -1, 0)
+        utility = jnp.maximum(utility, default)
+        values = jnp.stack([default, jnp.maximum(default, utility - self.regularization)], axis=-1)
+        tree = dataclasses.replace(
+            tree,
+            first=tree.first.at[ids].min(lanes, mode="drop"),
+            born=born,
+            node=tree.node.at[ids].set(values, mode="drop"),
+        )
+        return tree, jnp.where((ids != EMPTY)[..., None], values / jnp.maximum(count, 1)[..., None], 0.0)
+
+    def _back_up(self, tree: ScenarioTree, walk: Walk) -> ScenarioTree:
+        """New values of the nodes on the way, deepest first; each is spoken for by its first scenario."""
+        lanes = jnp.arange(walk.depth.shape[0], dtype=jnp.int32)
+        deepest = jnp.minimum(tree.iteration, self.max_depth)
+        moved = jnp.sum((walk.nodes[0] != EMPTY) & (walk.depth > 0), dtype=jnp.int32)
+        tree = dataclasses.replace(tree, visits=tree.visits.at[tree.action[0]].add(moved))
+
+        def level(i: Array, carry: tuple[ScenarioTree, Array]) -> tuple[ScenarioTree, Array]:
+            tree, change = carry
+            d = deepest - i
+            node = walk.nodes[d]
+            first = tree.first.at[node].get(mode="fill", fill_value=EMPTY)
+            node = jnp.where(first == lanes, node, EMPTY)
+            old = tree.node.at[node].get(mode="clip")
+            default = tree.born.at[node].get(mode="clip")[:, DEFAULT, None]
+            block, action = (x.at[node].get(mode="fill", fill_value=EMPTY) for x in (tree.block, tree.action))
+            change = jnp.zeros_like(change).at[first].add(change, mode="drop")
+            edge = tree.edge.at[block, action].add(change, mode="drop")
+            rows = edge.at[block].get(mode="clip")
+            inner = (block != EMPTY)[:, None]
+            new = jnp.where(inner, jnp.maximum(rows.max(axis=1), default), old)
+            best = jnp.argmax(rows[..., UPPER_BOUND], axis=1).astype(jnp.int32)
+            tree = dataclasses.replace(
+                tree,
+                node=tree.node.at[node].set(new, mode="drop"),
+                edge=edge,
+                action=tree.action.at[jnp.where(inner[:, 0], node, EMPTY)].set(best, mode="drop"),
+            )
+            return tree, jnp.where((node != EMPTY)[:, None], new - old, 0.0)
+
+        nothing = jnp.zeros((lanes.shape[0], 2), jnp.float32)
+        tree, _ = jax.lax.fori_loop(0, deepest + 1, level, (tree, nothing))
+        return dataclasses.replace(tree, iteration=tree.iteration + 1)
+
+
+@functools.partial(jax.jit, static_argnames=("planner", "env"))
+def _begun(key: PRNGKey, planner: Despot, env: Any, params: PyTree, belief: Any) -> ScenarioTree:
+    return planner.begin(key, env, params, belief)
+
+
+@functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("tree",))
+def _grown(planner: Despot, env: Any, params: PyTree, tree: ScenarioTree) -> ScenarioTree:
+    return planner.grow(env, params, tree, 1)

@@ -1,0 +1,129 @@
+"""Scenarios: one key each, folded with the depth, so that whatever is done there meets the same random numbers.
+
+States come as `[K, A, ...]`: K scenarios, A candidates of each, which share the scenario's key.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.pomdp.model import Simulated, leaf_values, legal_actions, random_legal, simulate_keyed
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+__all__ = ["HORIZON", "UPPER", "default_actions", "scenario_bounds", "scenario_keys", "scenario_steps"]
+
+UPPER = ("bound", "reward", "heuristic")
+"""What no policy earns more than: the environment's `upper_bound`, the largest reward at every step, or `heuristic`."""
+
+HORIZON = ("zero", "heuristic")
+"""What a state at the horizon is worth."""
+
+
+def scenario_keys(keys: PRNGKey, depth: Array) -> PRNGKey:
+    """Keys `[K, 2]` of the scenarios at `depth` `[K]`: of the environment's step, and of the default policy."""
+    return jax.vmap(lambda key, d: jax.random.split(jax.random.fold_in(key, d)))(keys, depth)
+
+
+def scenario_steps(keys: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+    """Steps `[K, A]`, all of a row with the row's key of `keys` `[K]`."""
+    return jax.vmap(lambda *column: simulate_keyed(keys, env, params, *column), in_axes=1, out_axes=1)(states, actions)
+
+
+def default_actions(default: Any, keys: PRNGKey, env: Any, params: PyTree, states: PyTree) -> Array:
+    """What a default policy does in `states`, int32 `[K, A]`.
+
+    Args:
+        default: an action, None for uniformly random legal ones, or `(key, state, params) -> action`.
+        keys: `[K]`.
+        env: the environment.
+        params: its parameters.
+        states: `[K, A, ...]`.
+    """
+    if callable(default):
+        policy: Any = default
+        return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(keys, states)
+    shape = jax.tree.leaves(states)[0].shape[:2]
+    if default is not None:
+        return jnp.full(shape, default, jnp.int32)
+    draws = jnp.broadcast_to(jax.vmap(jax.random.uniform)(keys)[:, None], shape)
+    return random_legal(draws.ravel(), legal_actions(env, params, _flat(states))).reshape(shape)
+
+
+def scenario_bounds(
+    planner: Any, keys: PRNGKey, env: Any, params: PyTree, states: PyTree, depth: Array, live: Array, discount: Any
+) -> tuple[Array, Array, Array, Array]:
+    """What the default policy earns from `states` to the horizon, and an upper bound, both from discount^0.
+
+    Costs a rollout of at most `planner.max_depth - depth` steps, until all have ended.
+
+    Args:
+        planner: with `max_depth`, `default`, `leaf`, `upper` and `max_reward`.
+        keys: `[K]`, of the scenarios.
+        env: the environment.
+        params: its parameters.
+        states: `[K, A, ...]`.
+        depth: int32 `[K]`, theirs.
+        live: bool `[K, A]`; the others have ended and are worth 0.
+        discount: of one step.
+
+    Returns:
+        Both values, float32 `[K, A]`, the number of rewards and bounds that were not finite, and the number of states
+        whose upper bound lies below what the default policy earns.
+    """
+    horizon = planner.max_depth
+
+    def advance(carry: tuple) -> tuple:
+        d, states, alive, total, weight, wrong = carry
+        pairs = scenario_keys(keys, d)
+        actions = default_actions(planner.default, pairs[:, 1], env, params, states)
+        result = scenario_steps(pairs[:, 0], env, params, states, actions)
+        on = alive & (d < horizon)[:, None]
+        states = jax.tree.map(lambda new, old: _where(on, new, old), result.state, states)
+        total = total + jnp.where(on, weight[:, None] * result.reward, 0.0)
+        wrong = wrong + jnp.sum(on & result.invalid, dtype=jnp.int32)
+        weight = jnp.where(d < horizon, weight * discount, weight)
+        return jnp.minimum(d + 1, horizon), states, alive & ~(on & result.terminated), total, weight, wrong
+
+    def going(carry: tuple) -> Array:
+        return jnp.any(carry[2] & (carry[0] < horizon)[:, None])
+
+    first = (depth, states, live, jnp.zeros(live.shape), jnp.ones(depth.shape), jnp.zeros((), jnp.int32))
+    _, ends, alive, total, weight, wrong = jax.lax.while_loop(going, advance, first)
+    beyond, missing = leaf_values(keys[0], env, params, _flat(ends), discount, planner.leaf, 1, alive.ravel())
+    default = total + weight[:, None] * beyond.reshape(live.shape)
+    upper = _upper_values(planner, env, params, states, horizon - depth, discount)
+    finite = jnp.isfinite(upper)
+    left = live & (depth < horizon)[:, None]
+    invalid = wrong + jnp.sum(missing, dtype=jnp.int32) + jnp.sum(left & ~finite, dtype=jnp.int32)
+    upper = jnp.where(left & finite, upper, default)
+    short = left & (upper < default - 1e-4 * (1 + jnp.abs(default)))
+    return default, upper, invalid, jnp.sum(short, dtype=jnp.int32)
+
+
+def _upper_values(planner: Any, env: Any, params: PyTree, states: PyTree, left: Array, discount: Any) -> Array:
+    kind = planner.upper
+    if kind is None:
+        kind = "bound" if hasattr(env, "upper_bound") else "reward"
+    if kind == "reward":
+        if planner.max_reward is None:
+            raise UsageError(
+                f'{env.name} has no upper_bound(state, params); give the planner max_reward=..., or upper="heuristic"'
+            )
+        gamma = jnp.asarray(discount, jnp.float32)
+        steps = jnp.full(left.shape, jnp.inf) if planner.leaf == "heuristic" else left.astype(jnp.float32)
+        sums = jnp.where(gamma < 1, (1 - gamma**steps) / jnp.where(gamma < 1, 1 - gamma, 1.0), steps)
+        return jnp.broadcast_to((planner.max_reward * sums)[:, None], jax.tree.leaves(states)[0].shape[:2])
+    part = "upper_bound" if kind == "bound" else "heuristic"
+    if not hasattr(env, part):
+        raise UsageError(f'{env.name} has no {part}(state, params); give the planner max_reward=..., upper="reward"')
+    bound = getattr(env, part)
+    return jax.vmap(jax.vmap(lambda state: jnp.asarray(bound(state, params), jnp.float32)))(states)
+
+
+def _flat(states: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states)
+
+
+def _where(chosen: Array, new: Array, old: Array) -> Array:
+    return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)
