@@ -56,3 +56,25 @@ def assert_pictures(env):
     frames = np.asarray(jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states))
     assert all(len(np.unique(frame.reshape(-1, 3), axis=0)) > 1 for frame in frames)
     assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 3
+
+
+def record(env, params, num_steps, lanes, seed=0, policy=legal_action):
+    """States, masks and views before, actions, and what every step gave, `[T, B, ...]`; who has ended starts again."""
+
+    def one(lane, key):
+        obs, state = lane
+        action_key, step_key, reset_key = jax.random.split(key, 3)
+        action = policy(action_key, env, state, params)
+        moved = step(step_key, env, state, action, params)
+        done = jnp.all(moved.truncated | moved.terminated)
+        fresh = reset(reset_key, env, params)
+        after = jax.tree.map(lambda a, b: jnp.where(done, a, b), fresh, (moved.obs, moved.state))
+        return after, (obs, state, env.action_mask(state, params), action, moved)
+
+    def run(key):
+        key, first = jax.random.split(key)
+        start = jax.vmap(lambda key: reset(key, env, params))(jax.random.split(first, lanes))
+        keys = jax.random.split(key, (num_steps, lanes))
+        return jax.lax.scan(lambda states, keys: jax.vmap(one)(states, keys), start, keys)[1]
+
+    return jax.tree.map(np.asarray, jax.jit(run)(jax.random.key(seed)))

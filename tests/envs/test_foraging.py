@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from journey import record
 from twin_foraging import ForagingTwin
 
-from envs.foraging import VARIANTS, Foraging, Level, scripted
-from jaxpar.env.check import check_environment
-from jaxpar.env.kernel import reset, step
+from envs.foraging import Foraging, Level, scripted
 from jaxpar.types import UsageError
 
 CASES = [
@@ -29,33 +28,10 @@ def draw(key, env, state, params):
     return jnp.where(jax.random.bernoulli(any_key, 0.1, action.shape), wild, action).astype(jnp.int32)
 
 
-def record(env, params, num_steps, lanes, seed=0, policy=draw):
-    """States and masks before, actions, and what every step gave, `[T, B, ...]`; who has ended starts again."""
-
-    def one(lane, key):
-        obs, state = lane
-        action_key, step_key, reset_key = jax.random.split(key, 3)
-        action = policy(action_key, env, state, params)
-        moved = step(step_key, env, state, action, params)
-        done = jnp.all(moved.truncated | moved.terminated)
-        after = jax.tree.map(
-            lambda a, b: jnp.where(done, a, b), reset(reset_key, env, params), (moved.obs, moved.state)
-        )
-        return after, (obs, state, env.action_mask(state, params), action, moved)
-
-    def run(key):
-        key, first = jax.random.split(key)
-        start = jax.vmap(lambda key: reset(key, env, params))(jax.random.split(first, lanes))
-        keys = jax.random.split(key, (num_steps, lanes))
-        return jax.lax.scan(lambda states, keys: jax.vmap(one)(states, keys), start, keys)[1]
-
-    return jax.tree.map(np.asarray, jax.jit(run)(jax.random.key(seed)))
-
-
 def compare(env, num_steps, lanes=20):
     """Walks the loops beside the record, episode after episode."""
     params = env.default_params.replace(penalty=0.25)
-    obs, states, masks, actions, moved = record(env, params, num_steps, lanes)
+    obs, states, masks, actions, moved = record(env, params, num_steps, lanes, policy=draw)
     lifted = 0
     for b in range(lanes):
         twin = None
@@ -88,14 +64,6 @@ def test_equals_loops(env):
 @pytest.mark.parametrize("env", CASES, ids=repr)
 def test_equals_loops_over_many_steps(env):
     compare(env, 5000)
-
-
-@pytest.mark.slow  # the table of contracts checks one of each class in CI
-@pytest.mark.parametrize("name", VARIANTS)
-def test_promises_are_kept(name):
-    env = VARIANTS[name]()
-    assert env.name == name and VARIANTS[name]() == env
-    assert check_environment(env, num_lanes=4, num_steps=70).episodes >= 4
 
 
 def test_levels_are_uniform_over_what_the_rules_allow():

@@ -10,7 +10,6 @@ from twin_survival import SurvivalTwin
 import envs
 from envs import survival, terrain
 from envs.survival import Params, Survival
-from jaxpar.env.check import check_environment
 from jaxpar.types import UsageError
 
 SMALL = Survival(size=16, view=7)
@@ -74,11 +73,6 @@ def test_stone_fills_water_but_not_the_edge_of_the_map():
     for cell, legal in ((5 * 16 + 14, [False, True, True, True]), (16 + 1, [True, True, False, False])):
         facing = [state.replace(cell=jnp.int32(cell), facing=jnp.int32(side)) for side in range(4)]
         assert [bool(SMALL.action_mask(turned, None)[7]) for turned in facing] == legal
-
-
-@pytest.mark.slow
-def test_the_promises_of_an_environment():
-    check_environment(SMALL)
 
 
 def flood(ground, start):

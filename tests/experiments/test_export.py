@@ -67,6 +67,7 @@ def test_what_cannot_be_exported_is_one_sentence(main, copied, flags, sentence):
     assert sentence in main(*flags.split()).sentence()
 
 
+@pytest.mark.slow
 def test_checkpoints_may_live_elsewhere(main, tmp_path):
     flags = "checkpoints=elsewhere", "hydra.run.dir=run", "train.keep_every_s=1e-6", "train.save_every=1"
     said = main(*flags, "train.steps=4", compiles=True)

@@ -77,6 +77,7 @@ def is_alive(number):
 # ---------------------------------------------------------------- the same run
 
 
+@pytest.mark.slow
 def test_other_numbers_of_processes_go_on_with_the_same_losses(command):
     flags = ["data.batch_size=6", "optimizer.decay_steps=9", "train.eval_every=3", "train.save_every=3"]
     alone = command(

@@ -114,6 +114,7 @@ def test_what_does_not_fit_ends_in_one(main, tmp_path):
     assert report_of(tmp_path)["excess"] > 3 * 405e9 * 4 / 8 - 80e9
 
 
+@pytest.mark.slow
 def test_a_search_over_gpus(main, tmp_path):
     code, out, _ = main("model=tiny", "topology=h200:8", "data.batch_size=64", "search=true")
     assert code == 0 and "best" in out and "60 candidates" in out
