@@ -10,6 +10,7 @@ import numpy as np
 from jaxpar.env import reset, step
 from jaxpar.pomdp import Evidence, PlanInfo
 from jaxpar.pomdp.outline import Branch, outline
+from jaxpar.pomdp.search import Search
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 _BLUE, _VERMILION, _GRAY = "#0072B2", "#D55E00", "#888888"
@@ -80,7 +81,8 @@ def planned(planner: Any, env: Any, params: PyTree) -> Any:
         if decide is None:
             return *found, None, 0.0
         action, info = decide(found)
-        return action, info, outline(found, planner, env, params, depth=3, width=3), 0.0
+        tree = outline(found, planner, env, params, depth=3, width=3) if isinstance(found, Search) else None
+        return action, info, tree, 0.0
 
     return plan
 

@@ -27,11 +27,25 @@ from experiments._run import say
 from experiments._world import changes, make_world
 from jaxpar.env import gif
 from jaxpar.io import open_progress, open_writers, plot_histograms
-from jaxpar.pomdp import FixedReference, Pomcp, Vopp, simulate
+from jaxpar.pomdp import Despot, FixedReference, Pft, Pomcp, Pomcpow, Vopp, simulate
 from jaxpar.pomdp.model import discount_of
 from jaxpar.types import PRNGKey, UsageError
 
-PLANNERS: dict[str, Any] = {"vopp": Vopp, "fixed_reference": FixedReference, "pomcp": Pomcp}
+PLANNERS: dict[str, Any] = {
+    "vopp": Vopp,
+    "fixed_reference": FixedReference,
+    "pomcp": Pomcp,
+    "despot": Despot,
+    "pft": Pft,
+    "pomcpow": Pomcpow,
+}
+
+
+UNSET: dict[str, Any] = {
+    "discount": 0.95, "max_edges": 1024, "default": 0, "upper": "reward", "max_reward": 10.0, "k_actions": 4.0,
+    "keyed": True,
+}  # fmt: skip
+"""Fields of planners that are None unless given, with values of the kind that they take."""
 
 
 def _what(default: Any = None, **kinds: Any) -> Any:
@@ -126,6 +140,7 @@ def make_setting(config: Config) -> Setting:
     if kind not in PLANNERS:
         raise UsageError(f"planner.kind={kind!r} is unknown; legal are {', '.join(PLANNERS)}.")
     usual = {field.name: field.default for field in dataclasses.fields(PLANNERS[kind])}
+    usual |= {name: value for name, value in UNSET.items() if usual.get(name, value) is None}
     options = changes("planner", kind, usual, asked)
     if options.get("leaf", usual.get("leaf")) == "heuristic" and "leaf" not in asked and not hasattr(env, "heuristic"):
         say(f"note: {config.env} has no heuristic, so leaves are valued by random play: planner.leaf=rollout.")

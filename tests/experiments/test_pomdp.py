@@ -59,6 +59,16 @@ def test_leaves_without_a_heuristic_are_played_out(capsys):
     assert setting.planner.leaf == "rollout" and "Tiger has no heuristic" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("planner", ["despot", "pft", "pomcpow", "pomcp", "fixed_reference"])
+def test_every_planner_plans(main, tmp_path, planner):
+    flags = {"despot": ["planner.num_scenarios=16", "planner.default=0"]}.get(planner, ["planner.num_simulations=8"])
+    flags += [f"planner={planner}", "planner.iterations=3", "planner.max_depth=3", "planner.leaf=zero", "episodes=2"]
+    said = main(TINY[0], *flags, "steps=2", "hydra.run.dir=run", "cpu_devices=8", of="pomdp")
+    assert said.code == 0 and f"planner    {planner}" in said.out, said
+    assert (tmp_path / "run" / "plots" / "episode.gif").stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
@@ -67,13 +77,17 @@ def test_leaves_without_a_heuristic_are_played_out(capsys):
         ("episodes=0", "episodes=0 must be at least 1"),
         ("steps=0", "steps=0 must be at least 1"),
         ("budget_s=-1", "budget_s=-1.0 must be positive"),
-        ("planner=pomcpp", "there is no preset 'planner/pomcpp'; legal for planner= are fixed_reference, pomcp, vopp"),
-        ("planner.kind=sarsop", "planner.kind='sarsop' is unknown; legal are vopp, fixed_reference, pomcp"),
+        (
+            "planner=pomcpp",
+            "there is no preset 'planner/pomcpp'; legal for planner= are despot, fixed_reference, pft, pomcp",
+        ),
+        ("planner.kind=sarsop", "planner.kind='sarsop' is unknown; legal are vopp, fixed_reference, pomcp, despot"),
         ("planner.num_simulation=3", "vopp has no planner.num_simulation; the nearest are num_simulations"),
         ("planner.eta=warm", "planner.eta='warm' does not fit vopp, where it is 2.0; give a number"),
         ("planner.eta=-1", "eta must be positive"),
         ("planner.leaf=rollouts", "leaf is one of heuristic, rollout, zero"),
         ("planner.leaf=heuristic", "Tiger has no heuristic"),
+        ("planner.discount=never", "planner.discount='never' does not fit vopp, where it is 0.95; give a number"),
         ("belief.num_particles=0", "num_particles >= 1, not 0"),
         ("belief.kind=exact", "belief.kind='exact' is unknown; legal are particles, rocks"),
         ("belief.kind=rocks", "belief.kind=rocks is for RockSample and MARS, not for Tiger"),
