@@ -214,12 +214,50 @@ def test_decisions_on_tiger_are_those_of_the_optimum(eta):
         assert (actions == best).mean() >= 0.97, (apart, np.bincount(actions))
 
 
-@pytest.mark.slow
+def exact_regrets():
+    """What each action of Tiger loses against the optimum, `[29, 3]`, by the difference of readings -14..14."""
+    difference = np.arange(-14, 15)
+    right = 1 / (1 + (0.15 / 0.85) ** difference)
+    heard_right = right * 0.85 + (1 - right) * 0.15
+    opened = np.stack([10 - 110 * (1 - right), 10 - 110 * right], axis=1)
+    value = np.zeros(29)
+    for _ in range(2000):
+        up, down = value[np.minimum(difference + 15, 28)], value[np.maximum(difference + 13, 0)]
+        listen = -1 + 0.95 * (heard_right * up + (1 - heard_right) * down)
+        every = np.concatenate([listen[:, None], opened + 0.95 * value[14]], axis=1)
+        value = every.max(1)
+    np.testing.assert_allclose(value[14], 19.371368, atol=1e-5)
+    return value[:, None] - every
+
+
+def lost_on_tiger(key, planner, num_episodes, num_steps, batch):
+    """The mean of what episodes of Tiger lose against the optimum, discounted, and its standard error.
+
+    By the performance difference lemma the closed loop returns the optimum less the sum of the regrets on its way,
+    whose spread is a hundred times less than that of the returns: episodes as these cannot be told from 200,000 that
+    are judged by what they earned.
+    """
+    run = jax.jit(lambda key: simulate_many(key, TIGER, PARAMS, planner, Bayes(), num_steps, num_episodes, batch=batch))
+    episodes, regrets, lost = run(key), exact_regrets(), []
+    for actions, readings in zip(np.asarray(episodes.action), np.asarray(episodes.obs), strict=True):
+        apart, total = 0, 0.0
+        for t, (action, reading) in enumerate(zip(actions, readings, strict=True)):
+            total += 0.95**t * regrets[np.clip(apart, -14, 14) + 14, action]
+            apart = apart + (1 if reading == 1 else -1) if action == 0 else 0
+        lost.append(total)
+    return np.mean(lost), np.std(lost, ddof=1) / len(lost) ** 0.5
+
+
 def test_closed_loop_on_tiger():
-    """120 steps of 200,000 episodes, with no knowledge at the leaves, against the optimum for ever."""
+    planner = Vopp(64, 16, max_depth=10, eta=1.0, leaf="zero", max_nodes=2048)
+    lost, error = lost_on_tiger(jax.random.key(11), planner, 16, 40, None)
+    assert lost < 0.1, (lost, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_closed_loop_on_tiger_is_within_a_fifth_of_the_optimum(seed):
+    """Sixty steps; what comes later is worth at most 19.4 * 0.95^60 = 0.9, of which it loses the same share."""
     planner = Vopp(64, 16, max_depth=10, eta=1.0, leaf="zero", max_nodes=4096)
-    run = jax.jit(
-        lambda key: simulate_many(key, TIGER, PARAMS, planner, Bayes(), 120, 200_000, batch=2000).discounted_return
-    )
-    returns = np.asarray(run(jax.random.key(31)))
-    assert abs(returns.mean() - 19.371368) < 0.2 + 19.4 * 0.95**120
+    lost, error = lost_on_tiger(jax.random.key(seed), planner, 400, 60, 100)
+    assert lost + 3 * error < 0.2, (lost, error)
