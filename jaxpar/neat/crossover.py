@@ -1,0 +1,75 @@
+"""Crossover: genes of two parents lined up by their identities."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.neat.config import NeatConfig, Rates
+from jaxpar.neat.draws import Draws
+from jaxpar.neat.genome import Genomes
+from jaxpar.types import Array
+
+__all__ = ["crossover", "match"]
+
+_PAIRWISE = 256
+"""Genes up to which comparing all pairs beats sorting and searching."""
+
+
+def match(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
+    """Finds each gene's homologue in another genome.
+
+    Args:
+        keys: int32 `[P, K]`, identities, unique where `on`.
+        on: bool `[P, K]`.
+        others: int32 `[P, K]`, those of the other genome.
+        others_on: bool `[P, K]`.
+
+    Returns:
+        int32 `[P, K]`, the place in the other genome (0 where there is none), and bool `[P, K]`, whether there is one.
+    """
+    if keys.shape[1] <= _PAIRWISE:
+        equal = on[:, :, None] & others_on[:, None] & (keys[:, :, None] == others[:, None])
+        place = jnp.arange(keys.shape[1], dtype=jnp.int32)
+        return jnp.sum(jnp.where(equal, place[None, None], 0), -1), jnp.any(equal, -1)
+    largest = jnp.iinfo(jnp.int32).max
+    place = jnp.broadcast_to(jnp.arange(others.shape[1], dtype=jnp.int32), others.shape)
+    ordered, place = jax.lax.sort((jnp.where(others_on, others, largest), place), num_keys=1)
+    at = jax.vmap(lambda rows, wanted: jnp.searchsorted(rows, wanted, method="scan_unrolled"))(ordered, keys)
+    at = jnp.minimum(at, others.shape[1] - 1)
+    found = on & (jnp.take_along_axis(ordered, at, 1) == keys)
+    return jnp.where(found, jnp.take_along_axis(place, at, 1), 0), found
+
+
+def crossover(config: NeatConfig, rates: Rates, draws: Draws, fitter: Genomes, other: Genomes) -> Genomes:
+    """Children with the structure of the fitter parents, `[P]` pairs.
+
+    Matching genes come from either parent with equal chance, or are the mean of both with the chance `rates.average`
+    a child; a gene that is disabled in either parent is disabled with the chance `rates.disable`, else enabled. A
+    genome with itself gives itself: such genes keep their `enabled`.
+    """
+    place, found = match(fitter.mark, fitter.on, other.mark, other.on)
+    theirs = jnp.take_along_axis(other.weight, place, 1)
+    from_other = found & (draws.take(config.max_conns) < 0.5)
+    blend = (draws.one() < rates.average)[:, None] & found
+    weight = jnp.where(blend, (fitter.weight + theirs) / 2, jnp.where(from_other, theirs, fitter.weight))
+    off = ~fitter.enabled | (found & ~jnp.take_along_axis(other.enabled, place, 1))
+    drawn = fitter.on & ~(off & (draws.take(config.max_conns) < rates.disable))
+    pairs = [(getattr(fitter, name), getattr(other, name)) for name in ("on", "mark", "weight", "enabled")]
+    is_same = jnp.all(jnp.stack([one == two for one, two in pairs]), (0, 2))[:, None]
+    changed = {"weight": weight, "enabled": jnp.where(is_same, fitter.enabled, drawn)}
+    nodes = _evolving(config)
+    if nodes:
+        place, found = match(fitter.node_id, fitter.node_on, other.node_id, other.node_on)
+        from_other = found & (draws.take(config.max_nodes) < 0.5)
+        for name in nodes:
+            theirs = jnp.take_along_axis(getattr(other, name), place, 1)
+            changed[name] = jnp.where(from_other, theirs, getattr(fitter, name))
+    return dataclasses.replace(fitter, **changed)
+
+
+def _evolving(config: NeatConfig) -> tuple[str, ...]:
+    """Fields of nodes in which genomes may differ."""
+    assert config.activations is not None and config.evolved is not None
+    functions = (("activation", config.activations), ("aggregation", config.aggregations))
+    return (*config.evolved, *(name for name, names in functions if len(names) > 1))
