@@ -14,6 +14,8 @@ __all__ = ["crossover", "match"]
 
 _PAIRWISE = 256
 """Genes up to which comparing all pairs beats sorting and searching."""
+_NARROW = 24
+"""Genes that most populations get along with for long."""
 
 
 def match(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
@@ -28,10 +30,28 @@ def match(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Arra
     Returns:
         int32 `[P, K]`, the place in the other genome (0 where there is none), and bool `[P, K]`, whether there is one.
     """
-    if keys.shape[1] <= _PAIRWISE:
-        equal = on[:, :, None] & others_on[:, None] & (keys[:, :, None] == others[:, None])
-        place = jnp.arange(keys.shape[1], dtype=jnp.int32)
-        return jnp.sum(jnp.where(equal, place[None, None], 0), -1), jnp.any(equal, -1)
+    width = keys.shape[1]
+    compare = _pairwise if width <= _PAIRWISE else _searched
+    if width <= 2 * _NARROW:
+        return compare(keys, on, others, others_on)
+
+    def narrow(*genes):
+        found = _pairwise(*(x[:, :_NARROW] for x in genes))
+        return tuple(jnp.pad(x, ((0, 0), (0, width - _NARROW))) for x in found)
+
+    is_narrow = ~jnp.any(on[:, _NARROW:] | others_on[:, _NARROW:])
+    return jax.lax.cond(is_narrow, narrow, compare, keys, on, others, others_on)
+
+
+def _pairwise(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
+    keys, others = jnp.where(on, keys, -1), jnp.where(others_on, others, -2)
+    place = jnp.arange(1, others.shape[1] + 1, dtype=jnp.int32)[None, :, None]
+    # The reduced axis is not the last one, so that a CPU compares many genes at once.
+    found = jnp.max(jnp.where(others[:, :, None] == keys[:, None], place, 0), 1)
+    return jnp.maximum(found - 1, 0), found > 0
+
+
+def _searched(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
     largest = jnp.iinfo(jnp.int32).max
     place = jnp.broadcast_to(jnp.arange(others.shape[1], dtype=jnp.int32), others.shape)
     ordered, place = jax.lax.sort((jnp.where(others_on, others, largest), place), num_keys=1)

@@ -19,7 +19,7 @@ from jaxpar.neat.innovation import Counters, Requests, number
 from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers, noise
 from jaxpar.neat.network import Networks, apply, express, start, with_networks
 from jaxpar.neat.reproduce import parents_of
-from jaxpar.neat.species import Species, no_species, offspring, progress, ranked, speciate
+from jaxpar.neat.species import Species, no_species, offspring, ordered_sum, progress, ranked, speciate
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["Neat", "NeatState", "Problem", "Score"]
@@ -254,9 +254,10 @@ def _next_generation(
     parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness, jnp.sum(everyone.on, 1))
     children = crossover(config, rates, draws, everyone.rows(parents.fitter), everyone.rows(parents.other))
     children = mutate_numbers(config, rates, draws, children, parents.may_mutate)
+    children = jax.lax.optimization_barrier(children)
     edit = choose_edit(config, rates, draws, children, parents.may_mutate)
     node, mark, counters = number(_gathered(Requests(*edit.requests(children)), over), state.counters)
-    children = apply_edit(children, edit, node[index], mark[index])
+    children = jax.lax.optimization_barrier(apply_edit(children, edit, node[index], mark[index]))
 
     share = jax.random.uniform(jax.random.fold_in(key, 1), (config.max_species,))
     pick = jnp.minimum((share * species.size).astype(jnp.int32), species.size - 1)
@@ -295,7 +296,7 @@ def _info(state: NeatState, species: Species, fitness: Array, valid: Array, ever
     count = jnp.maximum(jnp.sum(valid), 1)
     info = {
         "fitness_max": jnp.max(fitness),
-        "fitness_mean": jnp.sum(jnp.where(valid, fitness, 0)) / count,
+        "fitness_mean": ordered_sum(jnp.where(valid, fitness, 0)) / count,
         "best": state.best,
         "species": jnp.sum(species.alive).astype(jnp.float32),
         "nodes": jnp.mean(jnp.sum(everyone.node_on, 1).astype(jnp.float32)),
