@@ -64,20 +64,19 @@ def _searched(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[
 def crossover(config: NeatConfig, rates: Rates, draws: Draws, fitter: Genomes, other: Genomes) -> Genomes:
     """Children with the structure of the fitter parents, `[P]` pairs.
 
-    Matching genes come from either parent with equal chance, or are the mean of both with the chance `rates.average`
-    a child; a gene that is disabled in either parent is disabled with the chance `rates.disable`, else enabled. A
-    genome with itself gives itself: such genes keep their `enabled`.
+    Matching genes come from either parent with equal chance; with the chance `rates.average` a child, their weights are
+    the means of both. One that is disabled in either parent is disabled with the chance `rates.disable`, and as where
+    it comes from otherwise. A genome with itself gives itself.
     """
     place, found = match(fitter.mark, fitter.on, other.mark, other.on)
     theirs = jnp.take_along_axis(other.weight, place, 1)
     from_other = found & (draws.take(config.max_conns) < 0.5)
     blend = (draws.one() < rates.average)[:, None] & found
     weight = jnp.where(blend, (fitter.weight + theirs) / 2, jnp.where(from_other, theirs, fitter.weight))
-    off = ~fitter.enabled | (found & ~jnp.take_along_axis(other.enabled, place, 1))
-    drawn = fitter.on & ~(off & (draws.take(config.max_conns) < rates.disable))
-    pairs = [(getattr(fitter, name), getattr(other, name)) for name in ("on", "mark", "weight", "enabled")]
-    is_same = jnp.all(jnp.stack([one == two for one, two in pairs]), (0, 2))[:, None]
-    changed = {"weight": weight, "enabled": jnp.where(is_same, fitter.enabled, drawn)}
+    switched = jnp.take_along_axis(other.enabled, place, 1)
+    off = found & ~(fitter.enabled & switched) & (draws.take(config.max_conns) < rates.disable)
+    enabled = jnp.where(from_other, switched, fitter.enabled) & ~off
+    changed = {"weight": weight, "enabled": enabled}
     nodes = _evolving(config)
     if nodes:
         place, found = match(fitter.node_id, fitter.node_on, other.node_id, other.node_on)

@@ -90,6 +90,11 @@ class Edit(NamedTuple):
     weight: Array
     refused: Array
 
+    @property
+    def is_change(self) -> Array:
+        """Bool `[P]`."""
+        return self.adds_node | self.adds_conn | self.del_node | self.del_conn
+
     def requests(self, genomes: Genomes) -> Requests:
         """What the registry is asked."""
         first = jnp.where(self.adds_node, SPLIT, jnp.where(self.adds_conn, _at(genomes.node_id, self.source), NOTHING))

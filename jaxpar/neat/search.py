@@ -55,7 +55,7 @@ class NeatState:
         solved: bool `[]`, some genome was.
         champion: the best genome so far, `[1]`.
         best: float32 `[]`, its fitness.
-        improved: int32 `[]`, the generation when it grew.
+        improved: int32 `[]`, the generation when it grew, or when all last stood still for `rates.stall`.
         refused: int32 `[]`, changes of structure that capacity forbade so far.
         invalid: int32 `[]`, fitnesses so far that were not finite.
     """
@@ -247,15 +247,18 @@ def _next_generation(
     fitness = jnp.where(valid, fitness, -jnp.inf)
     state = _judged(state, everyone, fitness, jnp.any(solved), jnp.sum(~valid, dtype=jnp.int32))
 
-    species = progress(state.species, fitness, member, state.generation)
+    stalls = state.generation - state.improved > rates.stall
+    state = dataclasses.replace(state, improved=jnp.where(stalls, state.generation, state.improved))
+    species, standing = progress(config, rates, state.species, fitness, member, state.generation, stalls)
     ranking = ranked(species, fitness, member)
-    counts = offspring(config, rates, species, fitness, member, state.generation, state.generation - state.improved)
+    counts = offspring(config, species, standing, fitness, member)
     draws = Draws(config, jax.random.fold_in(key, 0), index)
     parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness, jnp.sum(everyone.on, 1))
     children = crossover(config, rates, draws, everyone.rows(parents.fitter), everyone.rows(parents.other))
-    children = mutate_numbers(config, rates, draws, children, parents.may_mutate)
     children = jax.lax.optimization_barrier(children)
     edit = choose_edit(config, rates, draws, children, parents.may_mutate)
+    # As in the paper's program: a child with a new structure keeps its weights, to begin with.
+    children = mutate_numbers(config, rates, draws, children, parents.may_mutate & ~edit.is_change)
     node, mark, counters = number(_gathered(Requests(*edit.requests(children)), over), state.counters)
     children = jax.lax.optimization_barrier(apply_edit(children, edit, node[index], mark[index]))
 

@@ -12,7 +12,7 @@ from jaxpar.neat.distance import Centres, centres_of, distances
 from jaxpar.neat.genome import Genomes
 from jaxpar.types import Array
 
-__all__ = ["Ranking", "Species", "no_species", "offspring", "ordered_sum", "progress", "ranked", "speciate"]
+__all__ = ["Ranking", "Species", "Standing", "no_species", "offspring", "ordered_sum", "progress", "ranked", "speciate"]
 
 
 @flax.struct.dataclass
@@ -134,13 +134,51 @@ def _founded(config, rates, genomes, index, generation, over, search: _Search) -
     return _Search(species, member, nearest, jnp.where(closer, far, search.distance), founder)
 
 
-def progress(species: Species, fitness: Array, member: Array, generation: Array) -> Species:
-    """Notes the best fitness of each species and when it grew; `fitness` and `member` are of all P genomes."""
-    best = jnp.full_like(species.best, -jnp.inf).at[member].max(fitness)
-    grew = species.alive & (best > species.best)
-    return dataclasses.replace(
-        species, best=jnp.where(grew, best, species.best), improved=jnp.where(grew, generation, species.improved)
+class Standing(NamedTuple):
+    """How species stand in their generation.
+
+    Attributes:
+        rank: int32 `[S]`, 0 for the species with the fittest member of all; free slots come last.
+        may_breed: bool `[S]`.
+    """
+
+    rank: Array
+    may_breed: Array
+
+
+def progress(
+    config: NeatConfig, rates: Rates, species: Species, fitness: Array, member: Array, generation: Array, stalls: Array
+) -> tuple[Species, Standing]:
+    """Notes which species grew better, and says which may have children.
+
+    Those may that found a better genome within `rates.stagnation` generations; in the mode "fast" also the two best.
+    When all stand still (`stalls`), the two best alone may, and count as new.
+
+    Args:
+        config: static.
+        rates: `stagnation`.
+        species: of this generation.
+        fitness: float32, of all P genomes, -inf for invalid ones.
+        member: int32, of all.
+        generation: int32 `[]`.
+        stalls: bool `[]`.
+    """
+    now = jnp.full_like(species.best, -jnp.inf).at[member].max(fitness)
+    improved = jnp.where(now > species.best, generation, species.improved)
+    is_better = (now[None] > now[:, None]) | (
+        (now[None] == now[:, None]) & (species.number[None] < species.number[:, None])
     )
+    rank = jnp.sum(jnp.where(species.alive[:, None], is_better & species.alive[None], True), 1, dtype=jnp.int32)
+    fresh = generation - improved <= rates.stagnation
+    best_two = species.alive & (rank < 2)
+    may = species.alive & (fresh | best_two if config.mode == "fast" else fresh)
+    may = jnp.where(stalls | ~jnp.any(may), best_two, may)
+    species = dataclasses.replace(
+        species,
+        best=jnp.maximum(now, species.best),
+        improved=jnp.where(stalls & best_two, generation, improved),
+    )
+    return species, Standing(rank, may)
 
 
 def ordered_sum(x: Array) -> Array:
@@ -171,32 +209,27 @@ def ranked(species: Species, fitness: Array, member: Array) -> Ranking:
     return Ranking(order, jnp.cumsum(species.size) - species.size)
 
 
-def offspring(
-    config: NeatConfig, rates: Rates, species: Species, fitness: Array, member: Array, generation: Array, stall: Array
-) -> Array:
+def offspring(config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array) -> Array:
     """How many children each species has: int32 `[S]`, P together.
 
-    Explicit sharing: every member's fitness is divided by the size of its species, so a species has children in
-    proportion to its mean fitness (minus the least fitness of all, where that is negative). A species without progress
-    for `rates.stagnation` generations has none, unless it is the best (in the mode "fast", of the two best); when all
-    stand still for more than `rates.stall`, given as `stall`, only the two best have. Fractions are rounded by running
-    sums, in the order of the slots.
+    Explicit sharing: every member's fitness is divided by the size of its species, so a species that may breed has
+    children in proportion to its mean fitness (minus the least fitness of all, where that is negative). Fractions are
+    rounded by running sums, in the order of the slots.
+
+    Args:
+        config: static.
+        species: of this generation.
+        standing: from `progress`.
+        fitness: float32, of all P genomes, -inf for invalid ones.
+        member: int32, of all.
     """
-    finite = jnp.where(jnp.isfinite(fitness), fitness, 0)
-    lowest = jnp.minimum(jnp.min(finite), 0)
-    shared = jnp.where(jnp.isfinite(fitness), fitness - lowest, 0)
+    valid = jnp.isfinite(fitness)
+    lowest = jnp.minimum(jnp.min(jnp.where(valid, fitness, 0)), 0)
     mine = member[None] == jnp.arange(config.max_species)[:, None]
-    mean = ordered_sum(jnp.where(mine, shared[None], 0)) / jnp.maximum(species.size, 1)
-    better = (species.best[None] > species.best[:, None]) | (
-        (species.best[None] == species.best[:, None]) & (species.number[None] < species.number[:, None])
-    )
-    rank = jnp.sum(better & species.alive[None], 1)
-    fresh = generation - species.improved <= rates.stagnation
-    protected = rank < (2 if config.mode == "fast" else 1)
-    allowed = species.alive & jnp.where(stall > rates.stall, rank < 2, fresh | protected)
-    mean = jnp.where(allowed, mean, 0)
+    total = ordered_sum(jnp.where(mine & valid[None], fitness[None] - lowest, 0))
+    mean = jnp.where(standing.may_breed, total / jnp.maximum(species.size, 1), 0)
     # Where all are equally bad, all are equally good.
-    mean = jnp.where(jnp.sum(mean) > 0, mean, allowed.astype(jnp.float32))
+    mean = jnp.where(jnp.sum(mean) > 0, mean, standing.may_breed.astype(jnp.float32))
     running = jnp.cumsum(mean)
     until = jnp.round(config.population * (running / running[-1])).astype(jnp.int32)
     return jnp.diff(until, prepend=0)
