@@ -165,10 +165,9 @@ class NeatConfig:
             if name not in ATTRIBUTES:
                 raise UsageError(f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}.")
         self._check_sizes()
-        self._fill("widths", default_widths(self.num_ends, self.max_nodes), empty=())
 
-    def _fill(self, name: str, value: Any, empty: Any = None) -> None:
-        if getattr(self, name) == empty:
+    def _fill(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
     def _check_sizes(self) -> None:
@@ -195,7 +194,8 @@ class NeatConfig:
         """I + O."""
         return self.num_inputs + self.num_outputs
 
-
-def default_widths(least: int, most: int) -> tuple[int, ...]:
-    """16, 64, 256, ... as far as they hold the ends and are below N, then N."""
-    return (*(w for w in (16, 64, 256, 1024) if least <= w and 3 * w <= 2 * most), most)
+    @property
+    def node_widths(self) -> tuple[int, ...]:
+        """`widths`, or by default 16, 64, 256, ... as far as they hold the ends and are well below N, then N."""
+        least, most = self.num_ends, self.max_nodes
+        return self.widths or (*(w for w in (16, 64, 256, 1024) if least <= w and 3 * w <= 2 * most), most)

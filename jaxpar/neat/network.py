@@ -126,18 +126,18 @@ def with_networks(
     index: Any = None,
     over: tuple[str, ...] = (),
 ) -> PyTree:
-    """Calls `use(networks)` at the smallest of `config.widths` that holds all live nodes, chosen as the program runs.
+    """Calls `use(networks)` at the smallest of `config.node_widths` that holds all live nodes, chosen as the program runs.
 
     Costs one compilation of `use` a width. `over` are mesh axes whose devices must choose alike.
     """
-    if len(config.widths) == 1:
+    if len(config.node_widths) == 1:
         return use(express(config, genomes, index=index))
     last = jnp.max(jnp.where(genomes.node_on, jnp.arange(1, config.max_nodes + 1)[None], 0))
     if over:
         last = jax.lax.pmax(last, over)
     index = jnp.arange(len(genomes.on), dtype=jnp.int32) if index is None else index
-    choice = sum((last > width).astype(jnp.int32) for width in config.widths[:-1])
-    branches = [lambda g, i, w=width: use(express(config, g, width=w, index=i)) for width in config.widths]
+    choice = sum((last > width).astype(jnp.int32) for width in config.node_widths[:-1])
+    branches = [lambda g, i, w=width: use(express(config, g, width=w, index=i)) for width in config.node_widths]
     return jax.lax.switch(choice, branches, genomes, index)
 
 

@@ -84,8 +84,15 @@ def speciate(
     else:
         pick = jnp.argmin(far, 1)
     member = jnp.where(jnp.any(near, 1), pick, config.max_species).astype(jnp.int32)
-    search = _Search(species, member, jnp.argmin(far, 1).astype(jnp.int32), jnp.min(far, 1),
-                     _first(member == config.max_species, index, over))  # fmt: skip
+    alive = _sizes(config, member, over) > 0  # the slots of the others are free for new species
+    species, far = dataclasses.replace(species, alive=alive), jnp.where(alive[None], far, jnp.inf)
+    search = _Search(
+        species,
+        member,
+        nearest=jnp.argmin(far, 1).astype(jnp.int32),
+        distance=jnp.min(far, 1),
+        founder=_first(member == config.max_species, index, over),
+    )
 
     def go_on(search):
         return (search.founder < _NOBODY) & ~jnp.all(search.species.alive)
@@ -95,12 +102,16 @@ def speciate(
 
     search = jax.lax.while_loop(go_on, found, search)
     member = jnp.where(search.member == config.max_species, search.nearest, search.member)
-    counts = jnp.sum((member[:, None] == jnp.arange(config.max_species)[None]).astype(jnp.int32), 0)
-    size = jax.lax.psum(counts, over) if over else counts
+    size = _sizes(config, member, over)
     return dataclasses.replace(search.species, size=size, alive=size > 0), member
 
 
 _NOBODY = 2**31 - 1
+
+
+def _sizes(config: NeatConfig, member: Array, over: tuple[str, ...]) -> Array:
+    counts = jnp.sum(member[:, None] == jnp.arange(config.max_species)[None], 0, dtype=jnp.int32)
+    return jax.lax.psum(counts, over) if over else counts
 
 
 def _first(mask: Array, index: Array, over: tuple[str, ...]) -> Array:
