@@ -74,7 +74,7 @@ def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centr
     centre_slots, slots = slot_ids(centres, genomes.mark)
     width = centres.mark.size + 1
     row = jnp.arange(len(centres.on))[:, None]
-    weights = jnp.zeros((len(centres.on), width), jnp.float32).at[row, centre_slots].set(centres.weight)
+    weights = jnp.zeros((len(centres.on), width), float).at[row, centre_slots].set(centres.weight)
     present = jnp.zeros((len(centres.on), width), bool).at[row, centre_slots].set(True).at[:, -1].set(False)
     slots = jnp.where(genomes.on, slots, width - 1)
 
@@ -84,12 +84,12 @@ def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centr
 
     matching, difference = (x.T for x in jax.vmap(to_one)(weights, present))
     mine, theirs = jnp.sum(genomes.on, 1)[:, None], jnp.sum(centres.on, 1)[None]
-    apart = (mine + theirs - 2 * matching).astype(jnp.float32)
+    apart = (mine + theirs - 2 * matching).astype(float)
     unlike = rates.disjoint * apart
     if config.mode == "canonical":
-        excess = _excess(genomes, centres).astype(jnp.float32)
+        excess = _excess(genomes, centres).astype(float)
         unlike = rates.excess * excess + rates.disjoint * (apart - excess)
-    most = jnp.maximum(mine, theirs).astype(jnp.float32)
+    most = jnp.maximum(mine, theirs).astype(float)
     divisor = jnp.where(most < rates.small, 1.0, jnp.maximum(most, 1.0))
     return unlike / divisor + rates.difference * difference / jnp.maximum(matching, 1)
 

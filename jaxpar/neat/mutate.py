@@ -131,17 +131,22 @@ def choose_edit(config: NeatConfig, rates: Rates, draws: Draws, genomes: Genomes
 
 
 def _pair(config: NeatConfig, draws: Draws, genomes: Genomes) -> tuple[Array, Array, Array]:
-    """A target at random, then a source at random of those that are legal: no edge yet and, feed-forward, no cycle."""
+    """A target at random of those that lack an edge, then a source at random: no edge yet, no cycle if feed-forward."""
     slots, count = jnp.arange(config.max_nodes)[None], config.max_nodes
-    target, _ = kth(genomes.node_on & (slots >= config.num_inputs), draws.one())
-    legal = genomes.node_on
+    forward = config.kind == "feedforward"
+    sources = genomes.node_on & ((slots < config.num_inputs) | (slots >= config.num_ends) | (not forward))
+    row = jnp.arange(len(genomes.on))[:, None]
+    degree = jnp.zeros(genomes.node_on.shape, jnp.int32).at[row, genomes.target].add(genomes.on.astype(jnp.int32))
+    itself = (forward & (slots >= config.num_ends)).astype(jnp.int32)
+    lacks = degree + itself < jnp.sum(sources, 1, keepdims=True)
+    target, has_target = kth(genomes.node_on & (slots >= config.num_inputs) & lacks, draws.one())
     into = genomes.on & (genomes.target == target[:, None])
     known = jnp.any(into[..., None] & (genomes.source[..., None] == slots[:, None]), 1)
-    if config.kind == "feedforward":
+    if forward:
         after = reachable(singleton(target, count), genomes.source, genomes.target, genomes.on, count)
-        legal &= ~members(after, count) & ((slots < config.num_inputs) | (slots >= config.num_ends))
-    source, found = kth(legal & ~known, draws.one())
-    return source, target, found
+        sources &= ~members(after, count)
+    source, found = kth(sources & ~known, draws.one())
+    return source, target, found & has_target
 
 
 def apply_edit(genomes: Genomes, edit: Edit, node: Array, mark: Array) -> Genomes:
@@ -166,7 +171,7 @@ def apply_edit(genomes: Genomes, edit: Edit, node: Array, mark: Array) -> Genome
         genomes,
         node_id=jnp.where(born, c(node), jnp.where(dies, 0, genomes.node_id)),
         node_on=(genomes.node_on | born) & ~dies,
-        **{name: jnp.where(born | dies, born.astype(jnp.float32) * new, getattr(genomes, name))
+        **{name: jnp.where(born | dies, born.astype(float) * new, getattr(genomes, name))
            for name, new in (("bias", 0.0), ("response", 1.0), ("time_constant", 1.0))},
         **{name: jnp.where(born | dies, 0, getattr(genomes, name)) for name in ("activation", "aggregation")},
         mark=changed("mark", mark, mark + 1),

@@ -103,7 +103,7 @@ def express(
             flat = jnp.zeros((count, width * width), dtype)
             return flat.at[row, place].set(values, mode="drop", unique_indices=True).reshape(count, width, width)
 
-        matrix = square(genomes.weight, jnp.float32)
+        matrix = square(genomes.weight, float)
         if set(config.aggregations) != {"sum"} or not is_bounded(config.activations):
             mask = square(live, bool)
     else:
@@ -126,7 +126,7 @@ def with_networks(
     index: Any = None,
     over: tuple[str, ...] = (),
 ) -> PyTree:
-    """Calls `use(networks)` at the smallest of `config.node_widths` that holds all live nodes, chosen as the program runs.
+    """Calls `use(networks)` at the smallest of `config.node_widths` that holds all live nodes, chosen while running.
 
     Costs one compilation of `use` a width. `over` are mesh axes whose devices must choose alike.
     """
@@ -145,7 +145,7 @@ def start(networks: Networks, *batch: int) -> PyTree:
     """What networks remember before their first call: `()` or zeros, float32 `[P, *batch, w]`."""
     if networks.config.kind == "feedforward":
         return ()
-    return jnp.zeros((len(networks.bias), *batch, networks.width), jnp.float32)
+    return jnp.zeros((len(networks.bias), *batch, networks.width), float)
 
 
 def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
@@ -167,7 +167,7 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
     if x.ndim not in (2, 3) or x.shape[0] != len(networks.bias) or x.shape[-1] != config.num_inputs:
         raise UsageError(f"x has shape {x.shape}; legal are ({len(networks.bias)}, {config.num_inputs}) and "
                          f"({len(networks.bias)}, B, {config.num_inputs}).")  # fmt: skip
-    inputs = x if x.ndim == 3 else x[:, None]
+    inputs = jnp.asarray(x if x.ndim == 3 else x[:, None], networks.bias.dtype)
     padded = jnp.pad(inputs, ((0, 0), (0, 0), (0, networks.width - config.num_inputs)))
     is_input = jnp.arange(networks.width)[None, None] < config.num_inputs
 

@@ -47,8 +47,8 @@ class Table:
 
 def xor() -> dict[str, Array]:
     """The four rows of exclusive or, with a constant third input, as in the paper."""
-    rows = jnp.float32([[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]])
-    return {"inputs": rows, "targets": jnp.float32([[0], [1], [1], [0]])}
+    rows = jnp.asarray([[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]], float)
+    return {"inputs": rows, "targets": jnp.asarray([[0], [1], [1], [0]], float)}
 
 
 def multiplexer(address_bits: int) -> dict[str, Array]:
@@ -57,5 +57,5 @@ def multiplexer(address_bits: int) -> dict[str, Array]:
     rows = (np.arange(2**width)[:, None] >> np.arange(width)[::-1]) & 1
     address = rows[:, :address_bits] @ (2 ** np.arange(address_bits)[::-1])
     targets = rows[np.arange(len(rows)), address_bits + address]
-    constant = np.ones((len(rows), 1))
-    return {"inputs": jnp.float32(np.concatenate([rows, constant], 1)), "targets": jnp.float32(targets[:, None])}
+    rows = np.concatenate([rows, np.ones((len(rows), 1))], 1)
+    return {"inputs": jnp.asarray(rows, float), "targets": jnp.asarray(targets[:, None], float)}

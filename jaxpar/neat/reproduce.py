@@ -28,14 +28,13 @@ class Parents(NamedTuple):
 
 def parents_of(
     config: NeatConfig, rates: Rates, draws: Draws, index: Array, species: Species, counts: Array, ranking: Ranking,
-    fitness: Array, genes: Array,
+    fitness: Array,
 ) -> Parents:  # fmt: skip
     """Draws the parents of the children of these numbers.
 
     Children come in the order of the species' slots. The first of a species larger than `rates.champion` is its
     champion, unchanged. Parents are uniform among the best `floor(survival size) + 1` members; the second one is with
-    the chance `rates.interspecies` the champion of any species. Of parents of equal fitness the one with fewer genes
-    counts as fitter.
+    the chance `rates.interspecies` the champion of any species. Of parents of equal fitness either may count as fitter.
 
     Args:
         config: static.
@@ -46,7 +45,6 @@ def parents_of(
         counts: int32 `[S]`, from `offspring`.
         ranking: of all genomes.
         fitness: float32, of all genomes.
-        genes: int32, numbers of connections of all genomes.
     """
     until = jnp.cumsum(counts)
     mine = jnp.sum(index[:, None] >= until[None], 1)  # the species' slot
@@ -66,7 +64,7 @@ def parents_of(
     is_single = is_champion | (draws.one() < rates.mutate_only)
     one = jnp.where(is_champion, ranking.order[ranking.start[mine]], one)
     two = jnp.where(is_single, one, two)
-    swap = (fitness[two] > fitness[one]) | ((fitness[two] == fitness[one]) & (genes[two] < genes[one]))
+    swap = fitness[two] > fitness[one]
     mates_only = (draws.one() < rates.mate_only) & (one != two)
     return Parents(jnp.where(swap, two, one), jnp.where(swap, one, two), ~is_champion & ~mates_only)
 

@@ -98,7 +98,7 @@ class Neat:
         """The first generation: one structure, random weights. Consumes `key`; `inputs` is not read."""
         del inputs
         over = self._over()
-        rates = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), self.config.rates)
+        rates = jax.tree.map(lambda x: jnp.asarray(x, float), self.config.rates)
 
         def made(key, rates, index):
             return _first_generation(self.config, rates, key, index, over)
@@ -172,7 +172,7 @@ class Neat:
         return jax.tree_util.tree_map_with_path(named, shapes)
 
     def _plain_init(self, key):
-        rates = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), self.config.rates)
+        rates = jax.tree.map(lambda x: jnp.asarray(x, float), self.config.rates)
         return _first_generation(self.config, rates, key, self._index(), ())
 
     def _index(self) -> Array:
@@ -202,7 +202,7 @@ def _checked(score: Any, count: int) -> Score:
     for name, value in score._asdict().items():
         if jnp.shape(value) != (count,):
             raise UsageError(f"{name} has shape {jnp.shape(value)}; legal is ({count},), one number a genome.")
-    return Score(jnp.asarray(score.fitness, jnp.float32), jnp.asarray(score.solved, bool))
+    return Score(jnp.asarray(score.fitness, float), jnp.asarray(score.solved, bool))
 
 
 def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Array, over) -> NeatState:
@@ -210,7 +210,7 @@ def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Arr
     weights = jnp.clip(rates.weight_init * noise(config, draws.take(config.max_conns)), -rates.weight_limit,
                        rates.weight_limit)  # fmt: skip
     genomes = initial(config, weights, rates.bias_init * normal(draws.take(config.max_nodes)))
-    centres = Centres(*(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, jnp.float32)))
+    centres = Centres(*(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, float)))
     zero = jnp.int32(0)
     species, member = speciate(config, rates, genomes, index, no_species(config), centres, zero, over)
     count = config.num_inputs * config.num_outputs if config.initial == "full" else 0
@@ -224,7 +224,7 @@ def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Arr
         evaluations=zero,
         solved=jnp.zeros((), bool),
         champion=_gathered(genomes, over).rows(slice(0, 1)),
-        best=jnp.float32(-jnp.inf),
+        best=jnp.asarray(-jnp.inf, float),
         improved=zero,
         refused=zero,
         invalid=zero,
@@ -253,7 +253,7 @@ def _next_generation(
     ranking = ranked(species, fitness, member)
     counts = offspring(config, species, standing, fitness, member)
     draws = Draws(config, jax.random.fold_in(key, 0), index)
-    parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness, jnp.sum(everyone.on, 1))
+    parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness)
     children = crossover(config, rates, draws, everyone.rows(parents.fitter), everyone.rows(parents.other))
     children = jax.lax.optimization_barrier(children)
     edit = choose_edit(config, rates, draws, children, parents.may_mutate)
@@ -277,7 +277,7 @@ def _next_generation(
         generation=state.generation + 1,
         refused=state.refused + (jax.lax.psum(refused, over) if over else refused),
     )
-    return state, info | {"refused": state.refused.astype(jnp.float32)}
+    return state, info | {"refused": state.refused.astype(float)}
 
 
 def _judged(state: NeatState, everyone: Genomes, fitness: Array, solved: Array, invalid: Array) -> NeatState:
@@ -301,12 +301,12 @@ def _info(state: NeatState, species: Species, fitness: Array, valid: Array, ever
         "fitness_max": jnp.max(fitness),
         "fitness_mean": ordered_sum(jnp.where(valid, fitness, 0)) / count,
         "best": state.best,
-        "species": jnp.sum(species.alive).astype(jnp.float32),
-        "nodes": jnp.mean(jnp.sum(everyone.node_on, 1).astype(jnp.float32)),
-        "conns": jnp.mean(jnp.sum(everyone.on & everyone.enabled, 1).astype(jnp.float32)),
-        "evaluations": state.evaluations.astype(jnp.float32),
-        "solved": state.solved.astype(jnp.float32),
-        "invalid": state.invalid.astype(jnp.float32),
+        "species": jnp.sum(species.alive).astype(float),
+        "nodes": jnp.mean(jnp.sum(everyone.node_on, 1).astype(float)),
+        "conns": jnp.mean(jnp.sum(everyone.on & everyone.enabled, 1).astype(float)),
+        "evaluations": state.evaluations.astype(float),
+        "solved": state.solved.astype(float),
+        "invalid": state.invalid.astype(float),
     }
-    sizes = {f"size_{slot:02}": species.size[slot].astype(jnp.float32) for slot in range(len(species.size))}
+    sizes = {f"size_{slot:02}": species.size[slot].astype(float) for slot in range(len(species.size))}
     return info | sizes

@@ -39,7 +39,7 @@ class Species:
 def no_species(config: NeatConfig) -> Species:
     """All slots free."""
     zeros = jnp.zeros(config.max_species, jnp.int32)
-    return Species(zeros > 0, zeros, jnp.full(config.max_species, -jnp.inf), zeros, zeros, jnp.int32(0))
+    return Species(zeros > 0, zeros, jnp.full(config.max_species, -jnp.inf, float), zeros, zeros, jnp.int32(0))
 
 
 class _Search(NamedTuple):
@@ -240,7 +240,7 @@ def offspring(config: NeatConfig, species: Species, standing: Standing, fitness:
     total = ordered_sum(jnp.where(mine & valid[None], fitness[None] - lowest, 0))
     mean = jnp.where(standing.may_breed, total / jnp.maximum(species.size, 1), 0)
     # Where all are equally bad, all are equally good.
-    mean = jnp.where(jnp.sum(mean) > 0, mean, standing.may_breed.astype(jnp.float32))
+    mean = jnp.where(jnp.sum(mean) > 0, mean, standing.may_breed.astype(float))
     running = jnp.cumsum(mean)
     until = jnp.round(config.population * (running / running[-1])).astype(jnp.int32)
     return jnp.diff(until, prepend=0)
