@@ -94,10 +94,10 @@ FAST = Rates()
 """What the mode "fast" starts from."""
 
 CANONICAL = Rates(
-    weights=0.8, weight_perturb=0.9, weight_replace=0.1, weight_power=2.5, weight_limit=1e9, add_node=0.03,
-    add_conn=0.05, del_node=0.0, del_conn=0.0, toggle=0.0, reenable=0.0, node_perturb=0.0, node_replace=0.0,
-    bias_init=0.0, redraw=0.0, difference=0.4, small=20.0, threshold=3.0, survival=0.2, mutate_only=0.25,
-    mate_only=0.2, champion=5.0, stagnation=15.0, stall=20.0, average=0.4,
+    weights=0.8, weight_perturb=0.9, weight_replace=0.1, weight_power=2.5, weight_init=2.5, weight_limit=1e9,
+    add_node=0.03, add_conn=0.05, del_node=0.0, del_conn=0.0, toggle=0.0, reenable=0.0, node_perturb=0.0,
+    node_replace=0.0, bias_init=0.0, redraw=0.0, difference=0.4, small=20.0, threshold=3.0, survival=0.2,
+    mutate_only=0.25, mate_only=0.2, champion=5.0, stagnation=15.0, stall=20.0, average=0.4,
 )  # fmt: skip
 """Stanley and Miikkulainen 2002, section 4.1, for a population of 150; where the text is silent, their program's."""
 

@@ -52,7 +52,8 @@ class NeatState:
         rates: float32 scalars; replace them to sweep, as long as the run.
         generation: int32 `[]`.
         evaluations: int32 `[]`, genomes judged so far.
-        solved: bool `[]`, some genome was.
+        solved: bool `[]`, whether some genome solved the problem.
+        solved_after: int32 `[]`, evaluations up to and with the generation of the first that did; 0 before.
         champion: the best genome so far, `[1]`.
         best: float32 `[]`, its fitness.
         improved: int32 `[]`, the generation when it grew, or when all last stood still for `rates.stall`.
@@ -68,6 +69,7 @@ class NeatState:
     generation: Array
     evaluations: Array
     solved: Array
+    solved_after: Array
     champion: Genomes
     best: Array
     improved: Array
@@ -223,6 +225,7 @@ def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Arr
         generation=zero,
         evaluations=zero,
         solved=jnp.zeros((), bool),
+        solved_after=zero,
         champion=_gathered(genomes, over).rows(slice(0, 1)),
         best=jnp.asarray(-jnp.inf, float),
         improved=zero,
@@ -284,10 +287,13 @@ def _judged(state: NeatState, everyone: Genomes, fitness: Array, solved: Array, 
     first = jnp.argmax(fitness)
     best, grew = fitness[first], fitness[first] > state.best
     newest = everyone.rows(first[None])
+    evaluations = state.evaluations + len(fitness)
+    solved = solved | (best >= state.rates.target)
     return dataclasses.replace(
         state,
-        evaluations=state.evaluations + len(fitness),
-        solved=state.solved | solved | (best >= state.rates.target),
+        evaluations=evaluations,
+        solved=state.solved | solved,
+        solved_after=jnp.where(solved & ~state.solved, evaluations, state.solved_after),
         champion=jax.tree.map(lambda new, old: jnp.where(grew, new, old), newest, state.champion),
         best=jnp.where(grew, best, state.best),
         improved=jnp.where(grew, state.generation, state.improved),
