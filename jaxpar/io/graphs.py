@@ -33,6 +33,7 @@ def plot_graph(
       UsageError: matplotlib is missing.
     """
     figure = _figure(6.5, 4.5)
+    figure.set_layout_engine("none")  # arrows leave it no room to fit the axes
     panel = figure.subplots()
     shades = {"in": _GREEN, "out": _VERMILION, "hidden": _BLUE}
     strongest = max(float(np.abs(weights).max(initial=0)), 1e-9)
@@ -44,7 +45,7 @@ def plot_graph(
             connectionstyle=f"arc3,rad={bend}",
         )  # fmt: skip
         finish = places[end] + (0.02 if start == end else 0)
-        panel.annotate("", finish, places[start], arrowprops=style).set_in_layout(False)
+        panel.annotate("", finish, places[start], arrowprops=style)
     panel.scatter(*np.asarray(places, float).T, s=240, c=[shades[c] for c in colors], edgecolors="white", zorder=3)
     for (x, y), label in zip(places, labels, strict=True):
         panel.text(x, y, label, ha="center", va="center", color="white", fontsize=7, zorder=4)

@@ -53,7 +53,7 @@ class Rates:
         champion: species larger than this keep their champions unchanged.
         stagnation: generations without progress after which a species has no offspring.
         stall: generations without progress of all after which only the two best species have offspring.
-        target: fitness that ends the search.
+        target: fitness that ends the search; out of reach by default.
     """
 
     weights: Any = 1.0
@@ -87,7 +87,7 @@ class Rates:
     champion: Any = 2.0
     stagnation: Any = 15.0
     stall: Any = 1e9
-    target: Any = float("inf")
+    target: Any = 3e38
 
 
 FAST = Rates()

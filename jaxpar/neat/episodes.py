@@ -78,6 +78,7 @@ def play(
         constant: whether a last input of 1 follows the observation.
         output_range: what outputs lie in; see `act`.
     """
+    networks = jax.tree.map(jnp.asarray, networks)  # indexed by traced numbers
     count = len(networks.bias)
     num_jobs = count * episodes
     lanes = min(lanes, num_jobs)

@@ -19,7 +19,7 @@ from jaxpar.neat.innovation import Counters, Requests, number
 from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers, noise
 from jaxpar.neat.network import Networks, apply, express, start, with_networks
 from jaxpar.neat.reproduce import parents_of
-from jaxpar.neat.species import Species, no_species, offspring, ordered_sum, progress, ranked, speciate
+from jaxpar.neat.species import LOWEST, Species, no_species, offspring, ordered_sum, progress, ranked, speciate
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["Neat", "NeatState", "Problem", "Score"]
@@ -227,7 +227,7 @@ def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Arr
         solved=jnp.zeros((), bool),
         solved_after=zero,
         champion=_gathered(genomes, over).rows(slice(0, 1)),
-        best=jnp.asarray(-jnp.inf, float),
+        best=jnp.asarray(LOWEST, float),
         improved=zero,
         refused=zero,
         invalid=zero,

@@ -6,13 +6,29 @@ from typing import NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.neat.config import NeatConfig, Rates
 from jaxpar.neat.distance import Centres, centres_of, distances
 from jaxpar.neat.genome import Genomes
 from jaxpar.types import Array
 
-__all__ = ["Ranking", "Species", "Standing", "no_species", "offspring", "ordered_sum", "progress", "ranked", "speciate"]
+__all__ = [
+    "LOWEST",
+    "Ranking",
+    "Species",
+    "Standing",
+    "no_species",
+    "offspring",
+    "ordered_sum",
+    "progress",
+    "ranked",
+    "speciate",
+]
+
+
+LOWEST = float(np.finfo(np.float32).min)
+"""The best fitness of nobody."""
 
 
 @flax.struct.dataclass
@@ -39,7 +55,7 @@ class Species:
 def no_species(config: NeatConfig) -> Species:
     """All slots free."""
     zeros = jnp.zeros(config.max_species, jnp.int32)
-    return Species(zeros > 0, zeros, jnp.full(config.max_species, -jnp.inf, float), zeros, zeros, jnp.int32(0))
+    return Species(zeros > 0, zeros, jnp.full(config.max_species, LOWEST, float), zeros, zeros, jnp.int32(0))
 
 
 class _Search(NamedTuple):
@@ -135,7 +151,7 @@ def _founded(config, rates, genomes, index, generation, over, search: _Search) -
         species,
         alive=species.alive | here,
         number=jnp.where(here, species.next_number, species.number),
-        best=jnp.where(here, -jnp.inf, species.best),
+        best=jnp.where(here, LOWEST, species.best),
         improved=jnp.where(here, generation, species.improved),
         next_number=species.next_number + 1,
     )
