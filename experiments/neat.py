@@ -78,7 +78,7 @@ class Config(_run.RunConfig):
       activations: Functions of nodes; none leaves that to the mode.
       aggregations: Functions of nodes.
       rates: Changes to the mode's rates, such as rates.threshold=3.
-      goal: Mean return that solves an environment; NaN takes the usual one.
+      goal: Mean return that solves an environment; inf takes the usual one, if there is any.
       episodes: Of each network, in an environment.
       max_steps: Of an episode; 0 takes the usual number.
       chunk: Generations in one program.
@@ -97,7 +97,7 @@ class Config(_run.RunConfig):
     activations: list[str] = _what(default_factory=list)
     aggregations: list[str] = _what(default_factory=lambda: ["sum"])
     rates: dict[str, float] = _what(default_factory=dict)
-    goal: float = _what(float("nan"))
+    goal: float = _what(float("inf"))
     episodes: int = _what(1)
     max_steps: int = _what(0)
     chunk: int = 5
@@ -130,7 +130,7 @@ def make_search(config: Config) -> tuple[Neat, PyTree]:
         problem = Table("squared", tolerance=0.1) if is_curve else Table("paper", tolerance=0.5)
     else:
         env, inputs = _environment(config)
-        goal = GOALS.get(config.task, float("inf")) if np.isnan(config.goal) else config.goal
+        goal = GOALS.get(config.task, float("inf")) if np.isinf(config.goal) else config.goal
         steps = config.max_steps or STEPS.get(config.task, 100_000)
         ends = ends_of(env, inputs, constant=True)
         problem = Episodes(env, goal, config.episodes, max_steps=steps)

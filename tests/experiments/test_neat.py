@@ -16,7 +16,7 @@ TINY = (
 
 
 def test_it_solves_and_tells(main, tmp_path):
-    said = main(*TINY, "rates.target=0.5", "generations=8", of="neat")
+    said = main(*TINY, "rates.target=0.5", "generations=8", of="neat", compiles=True)
     assert said.code == 0, said
     assert "solved     after 1 generations, 16 evaluations" in said.out
     folder = tmp_path / "run"
@@ -31,11 +31,11 @@ def test_it_solves_and_tells(main, tmp_path):
 
 def test_it_goes_on_where_it_was(main, tmp_path):
     flags = [*TINY, "task=regression"]
-    first = main(*flags, "generations=4", of="neat")
+    first = main(*flags, "generations=4", of="neat", compiles=True)
     assert first.code == 0 and "unsolved   after 4 generations, 64 evaluations" in first.out, first
-    second = main(*flags, "generations=8", of="neat")
+    second = main(*flags, "generations=8", of="neat", compiles=True)
     assert "resuming at generation 4" in second.out and "after 8 generations" in second.out
-    whole = main(*flags[:-2], "hydra.run.dir=whole", flags[-1], "generations=8", of="neat")
+    whole = main(*flags[:-2], "hydra.run.dir=whole", flags[-1], "generations=8", of="neat", compiles=True)
     assert whole.code == 0
     champions = [json.loads((tmp_path / run / "champion.json").read_text()) for run in ("run", "whole")]
     assert champions[0] == champions[1]
