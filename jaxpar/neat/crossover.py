@@ -32,7 +32,7 @@ def match(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Arra
     """
     width = keys.shape[1]
     compare = _pairwise if width <= _PAIRWISE else _searched
-    if width <= 2 * _NARROW:
+    if width <= 64:
         return compare(keys, on, others, others_on)
 
     def narrow(*genes):

@@ -55,11 +55,11 @@ def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
     def searched(marks):
         return jnp.searchsorted(ordered, marks, method="scan_unrolled").astype(jnp.int32)
 
-    def found(marks, on):
-        at = jax.lax.cond(collides, searched, hashed, marks)
-        return jnp.where(on & (padded[at] == marks), at, count)
-
-    return found(centres.mark, centres.on), found(marks, True)
+    asked = jnp.concatenate([centres.mark.reshape(-1), marks.reshape(-1)])
+    at = jax.lax.cond(collides, searched, hashed, asked)
+    found = jnp.where(padded[at] == asked, at, count)
+    own = jnp.where(centres.on, found[: centres.mark.size].reshape(centres.mark.shape), count)
+    return own, found[centres.mark.size :].reshape(marks.shape)
 
 
 def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centres) -> Array:

@@ -117,11 +117,8 @@ def play(
         def chosen(new, old):
             return jnp.where(ended.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
 
-        following = _Lanes(
-            new_job, jnp.where(ended, 0, time),
-            *jax.tree.map(chosen, (state, obs, fresh(lanes)), (after.state, after.obs, memory)),
-            jnp.where(ended, 0, total),
-        )  # fmt: skip
+        state, obs, carry = jax.tree.map(chosen, (state, obs, fresh(lanes)), (after.state, after.obs, memory))
+        following = _Lanes(new_job, jnp.where(ended, 0, time), state, obs, carry, jnp.where(ended, 0, total))
         return following, next_job + jnp.sum(ended, dtype=jnp.int32), returns, lengths, made + lanes
 
     job = jnp.arange(lanes, dtype=jnp.int32)

@@ -18,7 +18,7 @@ FORMAT_VERSION = "1.0"
 _OURS = {"steep_sigmoid"}
 
 
-def one_of(genomes: Genomes, number: int = 0) -> Genomes:
+def one_of(genomes: Genomes, number: int = 0) -> Any:
     """One genome, fields `[N]` and `[C]`, as NumPy arrays."""
     return jax.tree.map(lambda x: np.asarray(x)[number], genomes)
 
@@ -116,8 +116,9 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
     fields: dict[str, Any] = {"kind": kind, "initial": "none", "population": 1, **names, **changes}
     config = NeatConfig(len(inputs), len(outputs), max_nodes=max(max_nodes, len(slots)),
                         max_conns=max(max_conns, len(connections), 1), **fields)  # fmt: skip
-    arrays = {name: np.zeros((1, config.max_nodes), np.float32) for name in ("bias", "response", "time_constant")}
-    arrays |= {name: np.zeros((1, config.max_nodes), np.int32) for name in ("node_id", "activation", "aggregation")}
+    nodes_of = (1, config.max_nodes)
+    arrays: dict[str, Any] = {name: np.zeros(nodes_of, np.float32) for name in ("bias", "response", "time_constant")}
+    arrays |= {name: np.zeros(nodes_of, np.int32) for name in ("node_id", "activation", "aggregation")}
     slot = np.arange(config.max_nodes)[None]
     arrays |= {"node_on": slot < len(slots), "node_id": np.where(slot < len(slots), slot, 0).astype(np.int32)}
     for key, node in nodes.items():
@@ -146,7 +147,7 @@ def _names(nodes: Any, field: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return found
 
 
-def node_label(config: NeatConfig, one: Genomes, slot: int) -> str:
+def node_label(config: NeatConfig, one: Any, slot: int) -> str:
     """x0, x1, ... for inputs, y0, ... for outputs, h and the identity for hidden nodes."""
     if slot < config.num_inputs:
         return f"x{slot}"
@@ -158,7 +159,7 @@ def to_dot(config: NeatConfig, genomes: Genomes, number: int = 0) -> str:
     one = one_of(genomes, number)
     assert config.activations is not None
     lines = ["digraph network {", "  rankdir=LR;"]
-    for slot in np.flatnonzero(one.node_on):
+    for slot in map(int, np.flatnonzero(one.node_on)):
         name, is_input = node_label(config, one, slot), slot < config.num_inputs
         text = name if is_input else f"{name}\\n{config.activations[one.activation[slot]]}"
         lines.append(f'  {name} [shape={"box" if is_input else "circle"}, label="{text}"];')
@@ -195,7 +196,7 @@ def expressions(config: NeatConfig, genomes: Genomes, number: int = 0, *, latex:
     return found
 
 
-def _formula(config: NeatConfig, one: Genomes, slot: int, genes: list[int], latex: bool) -> str:
+def _formula(config: NeatConfig, one: Any, slot: int, genes: list[Any], latex: bool) -> str:
     def name(at):
         label = node_label(config, one, at)
         return f"{label[0]}_{{{label[1:]}}}" if latex else label
