@@ -197,6 +197,12 @@ def test_a_connection_is_added_wherever_one_is_legal(kind):
     np.testing.assert_array_equal(grown, edit.adds_conn)
     for p in np.flatnonzero(~np.asarray(edit.adds_conn)):
         target = int(edit.target[p])
+        if target < 2:  # no node lacks an edge
+            sources = [n for n in np.flatnonzero(before.node_on[p]) if kind == "recurrent" or not 2 <= n < 4]
+            edges = set(zip(before.source[p][before.on[p]], before.target[p][before.on[p]], strict=True))
+            for t in np.flatnonzero(before.node_on[p])[2:]:
+                assert all((n, t) in edges or (n == t and kind == "feedforward") for n in sources)
+            continue
         into = set(before.source[p][before.on[p] & (before.target[p] == target)])
         after_target = np.asarray(
             members(

@@ -143,7 +143,7 @@ def trajectory(neat, count, steps=25):
         return jax.device_get(jax.jit(lambda k, s: run(neat, k, s, inputs, steps))(jax.random.key(1), state))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("fast", marks=pytest.mark.slow), "canonical"])
 def test_devices_give_the_same_bits(mode):
     rates = MODES[mode].replace(add_node=0.3, add_conn=0.3, threshold=1.0)
     config = NeatConfig(3, 1, population=32, max_nodes=20, max_conns=32, max_species=6, mode=mode, rates=rates)
