@@ -14,6 +14,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
 
 
@@ -50,6 +51,11 @@ ROWS = {
         Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
     ),
     "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
+    "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),
+    "neat-canonical": Row(
+        Neat(NeatConfig(3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)), Table()),
+        xor,
+    ),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
 }
 each_row = pytest.mark.parametrize("name", ROWS)

@@ -1,0 +1,251 @@
+"""Evolves networks, structure and all, until the task is solved.
+
+    python -m experiments.neat                                               # exclusive or
+    python -m experiments.neat task=xor mode=canonical population=150 seed=3 # as in the paper of 2002
+    python -m experiments.neat task=multiplexer population=1000 generations=500
+    python -m experiments.neat task=CartPole-v1 population=100
+    python -m experiments.neat task=DoublePole-NoVelocities kind=recurrent population=1000
+    python -m experiments.neat rates.threshold=3 rates.add_node=0.05
+
+Tasks are xor, multiplexer, regression, and every environment of `envs` and of gymnax whose actions are one number or a
+box. The same command resumes a run that was ended, on any mesh; more generations extend it.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import envs
+from experiments import _run
+from experiments._run import say
+from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_stream
+from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.mesh import partition
+from jaxpar.neat import (
+    CANONICAL,
+    FAST,
+    Episodes,
+    Neat,
+    NeatConfig,
+    Rates,
+    Table,
+    draw_network,
+    ends_of,
+    expressions,
+    multiplexer,
+    to_dot,
+    to_json,
+    xor,
+)
+from jaxpar.types import PyTree, UsageError
+
+TABLES: dict[str, Callable[[], dict[str, Any]]] = {
+    "xor": xor,
+    "multiplexer": lambda: multiplexer(2),
+    "regression": lambda: _curve(),
+}
+GOALS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0, "DoublePole": 100_000.0, "DoublePole-Discrete": 100_000.0,
+         "DoublePole-NoVelocities": 100_000.0, "DoublePole-NoVelocities-Discrete": 100_000.0}  # fmt: skip
+"""Mean returns that count as solved, where a task has a usual one."""
+STEPS = {"CartPole-v1": 500, "Acrobot-v1": 500}
+
+
+def _what(default: Any = None, **kinds: Any) -> Any:
+    """A flag that makes another run."""
+    kinds = kinds or {"default": default}
+    return dataclasses.field(metadata={"identity": True}, **kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """The search.
+
+    Attributes:
+      task: A table (xor, multiplexer, regression) or an environment.
+      mode: "fast" or "canonical".
+      kind: "feedforward", "recurrent" or "ctrnn".
+      population: Genomes, on all devices together.
+      generations: At most.
+      max_nodes: Capacity of a genome.
+      max_conns: Capacity of a genome.
+      max_species: At once.
+      activations: Functions of nodes; none leaves that to the mode.
+      aggregations: Functions of nodes.
+      rates: Changes to the mode's rates, such as rates.threshold=3.
+      goal: Mean return that solves an environment; inf takes the usual one, if there is any.
+      episodes: Of each network, in an environment.
+      max_steps: Of an episode; 0 takes the usual number.
+      chunk: Generations in one program.
+      save_every: Generations between checkpoints, a multiple of chunk; 0 means at the end alone.
+    """
+
+    name: str = "neat"
+    task: str = _what("xor")
+    mode: str = _what("fast")
+    kind: str = _what("feedforward")
+    population: int = _what(150)
+    generations: int = 300
+    max_nodes: int = _what(32)
+    max_conns: int = _what(64)
+    max_species: int = _what(20)
+    activations: list[str] = _what(default_factory=list)
+    aggregations: list[str] = _what(default_factory=lambda: ["sum"])
+    rates: dict[str, float] = _what(default_factory=dict)
+    goal: float = _what(float("inf"))
+    episodes: int = _what(1)
+    max_steps: int = _what(0)
+    chunk: int = 5
+    save_every: int = 100
+
+    def __post_init__(self):
+        """Refuses counts that no search can have, and unknown rates."""
+        super().__post_init__()
+        for name in ("generations", "episodes", "chunk"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        known = [field.name for field in dataclasses.fields(Rates)]
+        for name in self.rates:
+            if name not in known:
+                raise UsageError(f"there is no rates.{name}; legal are {', '.join(known)}.")
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("neat", Config, list(flags))
+
+
+def make_search(config: Config) -> tuple[Neat, PyTree]:
+    """Returns the algorithm and what its steps get: the table, or the environment's parameters."""
+    problem: Any
+    if config.task in TABLES:
+        inputs: Any = TABLES[config.task]()
+        ends = inputs["inputs"].shape[1], inputs["targets"].shape[1]
+        is_curve = config.task == "regression"
+        problem = Table("squared", tolerance=0.1) if is_curve else Table("paper", tolerance=0.5)
+    else:
+        env, inputs = _environment(config)
+        goal = GOALS.get(config.task, float("inf")) if np.isinf(config.goal) else config.goal
+        steps = config.max_steps or STEPS.get(config.task, 100_000)
+        ends = ends_of(env, inputs, constant=True)
+        problem = Episodes(env, goal, config.episodes, max_steps=steps)
+    rates = (CANONICAL if config.mode == "canonical" else FAST).replace(**config.rates)
+    sizes = NeatConfig(
+        *ends, config.population, config.max_nodes, config.max_conns, config.max_species, config.mode, config.kind,
+        activations=tuple(config.activations) or None, aggregations=tuple(config.aggregations), rates=rates,
+    )  # fmt: skip
+    return Neat(sizes, problem), inputs
+
+
+def _environment(config: Config) -> tuple[Any, PyTree]:
+    try:
+        return envs.make(config.task)
+    except UsageError as error:
+        raise UsageError(
+            f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment: {error}"
+        ) from None
+
+
+def _curve() -> dict[str, Any]:
+    """x^3 - x on 21 points of [-1, 1], scaled into [0, 1], and a constant input."""
+    x = np.linspace(-1, 1, 21)
+    inputs = np.stack([x, np.ones_like(x)], 1)
+    return {"inputs": jnp.asarray(inputs, float), "targets": jnp.asarray(0.5 + (x**3 - x)[:, None], float)}
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Searches under the mesh of the flags."""
+    with _run.open_devices(config):
+        search(config, folder)
+
+
+def search(config: Config, folder: pathlib.Path) -> FitResult:
+    """Evolves under the ambient mesh, in `folder`, until solved; resumes what is there."""
+    neat, inputs = make_search(config)
+    partition(("population",), (config.population,), "population")
+    folder = _run.fresh_folder(folder, config.resume)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        hooks = Hooks(axes=neat.axes(), checkpoints=checkpoints, metadata=_run.identity(config))
+        start, state = resume(neat, hooks) or (0, None)
+        say(f"run        {_run.short(folder)}" + (f" (resuming at generation {start})" if start else ""))
+        say(f"task       {config.task}: {neat.config.num_inputs} inputs, {neat.config.num_outputs} outputs")
+        say(f"search     {config.mode}, {config.kind}, population {config.population:,}")
+        writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name,
+                              config=_run.identity(config))  # fmt: skip
+        stack.callback(writer.close)
+        stack.enter_context(_run.ending_together())
+        progress = stack.enter_context(open_progress(config.generations, start, "evolving", "generation"))
+        hooks = dataclasses.replace(hooks, writer=writer, progress=_Shown(progress),
+                                    report=lambda _: _run.write_start(folder, config))  # fmt: skip
+        result = _until_solved(config, neat, inputs, hooks, start, state)
+    _tell_end(config, folder, neat, result)
+    return result
+
+
+class _Shown:
+    """Progress with fitness and species in place of a loss."""
+
+    def __init__(self, progress: Any):
+        self._progress, self.note = progress, progress.note
+
+    def update(self, step: int, values: Any) -> None:
+        self._progress.update(step, {"loss": values["train/best"]})
+
+
+def _until_solved(config: Config, neat: Neat, inputs: PyTree, hooks: Hooks, start: int, state: Any) -> FitResult:
+    """Drives `fit` a stretch at a time, and stops after the one that solved the task."""
+    key, result = jax.random.key(config.seed), None
+    stretch = max(config.save_every - config.save_every % config.chunk, config.chunk)
+    while result is None or not (result.interrupted or bool(result.state.solved) or result.step >= config.generations):
+        until = min(start + stretch, config.generations)
+        plan = Fit(max(until, 1), config.chunk)
+        result = fit(neat, key, lambda _: inputs, plan, hooks, state=state, start=start)
+        start, state = result.step, result.state
+        if hooks.progress:
+            values = {name: result.metrics.get(f"train/{name}", float("nan")) for name in ("best", "species", "nodes")}
+            hooks.progress.note(f"generation {start}: " + "  ".join(f"{k} {v:.5g}" for k, v in values.items()))
+    return result
+
+
+def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, result: FitResult) -> None:
+    state: Any = result.state
+    if result.interrupted and not bool(state.solved):
+        say(f"interrupted after generation {result.step}; its checkpoint is written, and the same command goes on.")
+        return
+    count = int(state.solved_after) if bool(state.solved) else int(state.evaluations)
+    verdict = "solved" if bool(state.solved) else "unsolved"
+    say(f"{verdict:10} after {count // config.population} generations, {count:,} evaluations; best fitness so far "
+        f"{float(state.best):.6g}")  # fmt: skip
+    if int(state.refused) or int(state.invalid):
+        say(f"note       {int(state.refused):,} changes did not fit into max_nodes={config.max_nodes} and "
+            f"max_conns={config.max_conns}; {int(state.invalid):,} fitnesses were no finite numbers")  # fmt: skip
+    if not bool(state.solved):
+        say(f"           go on with generations={2 * config.generations}")
+    champion = jax.device_get(state.champion)
+    for name, text in expressions(neat.config, champion).items():
+        say(f"           {name} = {text}")
+    if jax.process_index():
+        return
+    plots, metrics = folder / "plots", folder / "metrics.jsonl"
+    panels = {"fitness": ("train/best", "train/fitness_max", "train/fitness_mean"), "species": ("train/species",),
+              "size": ("train/nodes", "train/conns")}  # fmt: skip
+    title = f"{config.task}: fitness {float(state.best):.4g}"
+    plots.mkdir(exist_ok=True)
+    (folder / "champion.json").write_text(to_json(neat.config, champion, metadata={"fitness": float(state.best)}))
+    (folder / "champion.dot").write_text(to_dot(neat.config, champion))
+    plot_metrics(metrics, plots / "fitness.png", panels)
+    plot_stream(metrics, plots / "species.png", "train/size_", ylabel="members by species", title=config.task)
+    draw_network(neat.config, champion, plots / "champion.png", title=title)
+    for what in ("plots", "metrics.jsonl", "champion.json", "champion.dot", "checkpoints"):
+        say(f"{what:14} {_run.short(folder / what)}")
+
+
+if __name__ == "__main__":
+    _run.launch("neat", Config, execute)

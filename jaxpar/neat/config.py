@@ -1,0 +1,201 @@
+"""What a search is: sizes and kinds, which compile, and rates, which are numbers and can be swept."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+
+from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, check_names
+from jaxpar.types import UsageError
+
+__all__ = ["CANONICAL", "FAST", "NeatConfig", "Rates"]
+
+MODES = ("fast", "canonical")
+KINDS = ("feedforward", "recurrent", "ctrnn")
+ATTRIBUTES = ("bias", "response", "time_constant")
+
+
+@flax.struct.dataclass
+class Rates:
+    """Every number that a generation reads: floats here, float32 scalars in a state, so a sweep is a `vmap`.
+
+    Chances are of a child unless said otherwise. The defaults are those of the mode "fast".
+
+    Attributes:
+        weights: chance that the weights mutate at all.
+        weight_perturb: then, chance of a gene that its weight takes a step.
+        weight_replace: then, chance of a gene that its weight is drawn anew.
+        weight_power: size of a step: standard deviation ("fast") or half-width ("canonical").
+        weight_init: size of a new weight, likewise.
+        weight_limit: weights, biases and responses stay within plus and minus this.
+        node_perturb: chance of a node that an evolved attribute takes a step.
+        node_replace: chance of a node that an evolved attribute is drawn anew.
+        node_power: size of a step of an attribute.
+        bias_init: size of a new bias, where biases evolve.
+        redraw: chance of a node that its activation, and that its aggregation, is drawn anew.
+        add_node: chance to split a connection.
+        add_conn: chance to add a connection, if no node was added.
+        del_node: chance to delete a hidden node, if nothing was added.
+        del_conn: chance to delete a connection, if none of the above.
+        toggle: chance to flip one connection's `enabled`.
+        reenable: chance to enable the first disabled connection.
+        excess: coefficient c1 of the distance.
+        disjoint: coefficient c2.
+        difference: coefficient c3, of the mean difference of matching weights.
+        small: genomes with fewer connections than this are not divided by their size.
+        threshold: genomes nearer than this are of one species.
+        survival: share of a species that may be parents.
+        mutate_only: chance of a single parent.
+        mate_only: chance that a child of two parents is not mutated.
+        interspecies: chance that the second parent is another species' champion.
+        disable: chance that a gene disabled in either parent is disabled.
+        average: chance that a child takes the mean of both weights of each matching gene.
+        champion: species larger than this keep their champions unchanged.
+        stagnation: generations without progress after which a species has no offspring.
+        stall: generations without progress of all after which only the two best species have offspring.
+        target: fitness that ends the search; out of reach by default.
+    """
+
+    weights: Any = 1.0
+    weight_perturb: Any = 0.8
+    weight_replace: Any = 0.1
+    weight_power: Any = 0.5
+    weight_init: Any = 1.0
+    weight_limit: Any = 30.0
+    node_perturb: Any = 0.7
+    node_replace: Any = 0.1
+    node_power: Any = 0.5
+    bias_init: Any = 1.0
+    redraw: Any = 0.05
+    add_node: Any = 0.1
+    add_conn: Any = 0.2
+    del_node: Any = 0.05
+    del_conn: Any = 0.1
+    toggle: Any = 0.01
+    reenable: Any = 0.01
+    excess: Any = 1.0
+    disjoint: Any = 1.0
+    difference: Any = 0.5
+    small: Any = 0.0
+    threshold: Any = 2.0
+    survival: Any = 0.2
+    mutate_only: Any = 0.25
+    mate_only: Any = 0.0
+    interspecies: Any = 0.001
+    disable: Any = 0.75
+    average: Any = 0.0
+    champion: Any = 2.0
+    stagnation: Any = 15.0
+    stall: Any = 1e9
+    target: Any = 3e38
+
+
+FAST = Rates()
+"""What the mode "fast" starts from."""
+
+CANONICAL = Rates(
+    weights=0.8, weight_perturb=0.9, weight_replace=0.1, weight_power=2.5, weight_init=2.5, weight_limit=1e9,
+    add_node=0.03, add_conn=0.05, del_node=0.0, del_conn=0.0, toggle=0.0, reenable=0.0, node_perturb=0.0,
+    node_replace=0.0, bias_init=0.0, redraw=0.0, difference=0.4, small=20.0, threshold=3.0, survival=0.2,
+    mutate_only=0.25, mate_only=0.2, champion=5.0, stagnation=15.0, stall=20.0, average=0.4,
+)  # fmt: skip
+"""Stanley and Miikkulainen 2002, section 4.1, for a population of 150; where the text is silent, their program's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NeatConfig:
+    """Sizes and kinds of a search; hashable.
+
+    Attributes:
+        num_inputs: I. Inputs are the first node slots.
+        num_outputs: O. Outputs follow.
+        population: P.
+        max_nodes: N, capacity of a genome, inputs and outputs included.
+        max_conns: C, capacity of a genome.
+        max_species: S; genomes that fit nowhere when all are taken join the nearest.
+        mode: "fast", or "canonical": the paper of 2002.
+        kind: "feedforward", "recurrent" (a step of the network a call, values persist) or "ctrnn".
+        activations: functions in use; new nodes start with the first, outputs with `output_activation`.
+        output_activation: one of them, of outputs; None means the first. It may still be redrawn.
+        aggregations: functions in use; new nodes start with the first.
+        evolved: attributes of nodes that mutate, of "bias", "response", "time_constant"; None means the bias in the
+            mode "fast" and none in the mode "canonical", whose networks get a constant input.
+        initial: "full" connects every input with every output, "none" nothing.
+        time_step: seconds of one step of a "ctrnn".
+        sub_steps: steps of a "ctrnn" in one call.
+        rates: first values of the state's rates; None means the mode's.
+        widths: node slots of the compiled forms of a network, ascending; the last must be N. () chooses them.
+    """
+
+    num_inputs: int
+    num_outputs: int
+    population: int = 150
+    max_nodes: int = 50
+    max_conns: int = 100
+    max_species: int = 20
+    mode: str = "fast"
+    kind: str = "feedforward"
+    activations: tuple[str, ...] | None = None
+    output_activation: str | None = None
+    aggregations: tuple[str, ...] = ("sum",)
+    evolved: tuple[str, ...] | None = None
+    initial: str = "full"
+    time_step: float = 0.1
+    sub_steps: int = 1
+    rates: Rates | None = None
+    widths: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        """Fills what depends on the mode and refuses what cannot be."""
+        for name, value, legal in (("mode", self.mode, MODES), ("kind", self.kind, KINDS),
+                                   ("initial", self.initial, ("full", "none"))):  # fmt: skip
+            if value not in legal:
+                raise UsageError(f"{name}={value!r} is unknown; legal are {', '.join(legal)}.")
+        is_fast = self.mode == "fast"
+        self._fill("rates", FAST if is_fast else CANONICAL)
+        self._fill("activations", ("sigmoid",) if is_fast else ("steep_sigmoid",))
+        self._fill("evolved", ("bias",) if is_fast else ())
+        assert self.activations is not None and self.evolved is not None
+        check_names(self.activations, tuple(ACTIVATIONS), "activation")
+        check_names(self.aggregations, AGGREGATIONS, "aggregation")
+        self._fill("output_activation", self.activations[0])
+        if self.output_activation not in self.activations:
+            raise UsageError(f"output_activation={self.output_activation!r} is not among {self.activations}.")
+        for name in self.evolved:
+            if name not in ATTRIBUTES:
+                raise UsageError(f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}.")
+        self._check_sizes()
+
+    def _fill(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    def _check_sizes(self) -> None:
+        for name in ("num_inputs", "num_outputs", "population", "max_species", "max_conns", "sub_steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.max_nodes < self.num_ends:
+            raise UsageError(
+                f"max_nodes={self.max_nodes} is too small for {self.num_inputs} inputs and {self.num_outputs} outputs; "
+                f"give at least {self.num_ends}."
+            )
+        needed = self.num_inputs * self.num_outputs
+        if self.initial == "full" and self.max_conns < needed:
+            raise UsageError(
+                f"max_conns={self.max_conns} is too small for the {needed} connections of initial='full'; give at "
+                f"least {needed}, or initial='none'."
+            )
+        if self.widths and (self.widths[-1] != self.max_nodes or sorted(set(self.widths)) != list(self.widths)
+                            or self.widths[0] < self.num_ends):  # fmt: skip
+            raise UsageError(f"widths={self.widths} must ascend from at least {self.num_ends} to {self.max_nodes}.")
+
+    @property
+    def num_ends(self) -> int:
+        """I + O."""
+        return self.num_inputs + self.num_outputs
+
+    @property
+    def node_widths(self) -> tuple[int, ...]:
+        """`widths`, or by default 16, 64, 256, ... as far as they hold the ends and are well below N, then N."""
+        least, most = self.num_ends, self.max_nodes
+        return self.widths or (*(w for w in (16, 64, 256, 1024) if least <= w and 3 * w <= 2 * most), most)

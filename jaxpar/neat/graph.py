@@ -1,0 +1,89 @@
+"""Reachability and depth of many small graphs at once, on sets of nodes that are bits of words.
+
+A set of nodes of one genome is W = ceil(N / 32) words. To follow every edge of every genome once is one pass over the
+connections, `[P, C, W]`, and one reduction by `or`: no N x N matrix, no scatter.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.types import Array
+
+__all__ = ["members", "reachable", "singleton", "sweeps", "words_of"]
+
+
+def singleton(slot: Array, num_nodes: int) -> Array:
+    """The set of one node: uint32 `[..., W]` from int32 `[...]`."""
+    word = jnp.arange((num_nodes + 31) // 32, dtype=jnp.int32)
+    bit = jnp.uint32(1) << (slot % 32).astype(jnp.uint32)
+    own = jnp.expand_dims(slot // 32, -1) == word.reshape((1,) * slot.ndim + (-1,))
+    return jnp.where(own, bit[..., None], jnp.uint32(0))
+
+
+def words_of(mask: Array) -> Array:
+    """The set as uint32 `[P, W]` from bool `[P, N]`."""
+    count = mask.shape[1]
+    each = singleton(jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), mask.shape), count)
+    return _union(jnp.where(mask[..., None], each, jnp.uint32(0)))
+
+
+def members(words: Array, num_nodes: int) -> Array:
+    """The set as bool `[P, N]`."""
+    slot = jnp.arange(num_nodes)
+    return (words[:, slot // 32] >> (slot % 32).astype(jnp.uint32)[None] & 1) == 1
+
+
+def reachable(start: Array, source: Array, target: Array, on: Array, num_nodes: int) -> Array:
+    """The nodes of a path that begins in `start`, those included: uint32 `[P, W]`.
+
+    Args:
+        start: uint32 `[P, W]`.
+        source: int32 `[P, C]`.
+        target: int32 `[P, C]`.
+        on: bool `[P, C]`, the edges to follow.
+        num_nodes: N.
+    """
+    follow = _follower(source, target, on, num_nodes)
+
+    def grow(carry):
+        found, _ = carry
+        more = found | follow(found)
+        return more, jnp.any(more != found)
+
+    return jax.lax.while_loop(lambda carry: carry[1], grow, (start, jnp.any(on)))[0]
+
+
+def sweeps(source: Array, target: Array, on: Array, num_nodes: int, num_inputs: int) -> Array:
+    """How often all nodes must be computed from all others until nothing changes: int32 `[]`, over all P graphs.
+
+    That is the most nodes other than inputs on any path, so at least 1; a graph with a cycle gives N.
+    """
+    follow = _follower(source, target, on, num_nodes)
+    computed = jnp.broadcast_to(jnp.arange(num_nodes) >= num_inputs, (len(on), num_nodes))
+
+    def go_on(carry):
+        late, count = carry
+        return jnp.any(late != 0) & (count < num_nodes)
+
+    def body(carry):
+        late, count = carry
+        return follow(late), count + 1
+
+    return jax.lax.while_loop(go_on, body, (words_of(computed), jnp.int32(0)))[1]
+
+
+def _follower(source: Array, target: Array, on: Array, num_nodes: int):
+    """A function from sets `[P, W]` to the sets of the targets of the edges that leave them."""
+    no = jnp.uint32(0)
+    sources = jnp.where(on[..., None], singleton(source, num_nodes), no)
+    targets = singleton(target, num_nodes)
+
+    def follow(words: Array) -> Array:
+        leaves = jnp.any((sources & words[:, None]) != 0, -1, keepdims=True)
+        return _union(jnp.where(leaves, targets, no))
+
+    return follow
+
+
+def _union(sets: Array) -> Array:
+    return jax.lax.reduce(sets, jnp.uint32(0), jax.lax.bitwise_or, (1,))

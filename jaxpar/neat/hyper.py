@@ -1,0 +1,114 @@
+"""HyperNEAT: an evolved network paints the weights of a larger one, from where its nodes lie.
+
+Every pair of nodes of neighbouring layers is a row of coordinates; all networks of a population see all rows at once,
+and the substrate then runs as dense matrix products.
+
+Reference: K. Stanley, D. D'Ambrosio and J. Gauci, "A hypercube-based encoding for evolving large-scale neural
+networks", Artificial Life 15(2), 2009.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.neat.functions import ACTIVATIONS
+from jaxpar.neat.network import Networks, apply, start
+from jaxpar.neat.search import Score
+from jaxpar.types import Array, PRNGKey, UsageError
+
+__all__ = ["Painted", "Substrate", "grid", "paint", "substrate_apply"]
+
+Layer = tuple[tuple[float, ...], ...]
+
+
+def grid(*sizes: int) -> Layer:
+    """Evenly spread coordinates in [-1, 1] along each axis; a single place is 0."""
+    axes = [np.linspace(-1, 1, size) if size > 1 else np.zeros(1) for size in sizes]
+    points = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(sizes))
+    return tuple(tuple(map(float, point)) for point in points)
+
+
+@dataclasses.dataclass(frozen=True)
+class Substrate:
+    """Layers of nodes at places; each layer feeds the next, whole.
+
+    Attributes:
+        layers: for each layer, its nodes' coordinates, all of D numbers; a painter has 2 D + 1 inputs (with a constant)
+            and one output.
+        threshold: weaker outputs of the painter make no connection.
+        largest: the painter's output 1 makes this weight.
+        activation: of every node behind the first layer.
+    """
+
+    layers: tuple[Layer, ...]
+    threshold: float = 0.2
+    largest: float = 3.0
+    activation: str = "sigmoid"
+
+    def __post_init__(self):
+        """Refuses layers that do not fit together."""
+        dims = {len(place) for layer in self.layers for place in layer}
+        if len(self.layers) < 2 or len(dims) != 1:
+            raise UsageError(
+                f"a substrate has two layers or more, of places in one space, not of {sorted(dims)} numbers."
+            )
+        if self.activation not in ACTIVATIONS:
+            raise UsageError(f"{self.activation!r} is no activation; legal are {', '.join(ACTIVATIONS)}.")
+
+    @property
+    def num_inputs(self) -> int:
+        """What a painter needs: both ends' coordinates and a constant."""
+        return 2 * len(self.layers[0][0]) + 1
+
+    def rows(self, layer: int) -> np.ndarray:
+        """The painter's inputs for the connections into layer + 1: `[targets * sources, 2 D + 1]`."""
+        sources, targets = np.asarray(self.layers[layer]), np.asarray(self.layers[layer + 1])
+        pairs = [np.repeat(targets, len(sources), 0), np.tile(sources, (len(targets), 1))]
+        return np.concatenate([pairs[1], pairs[0], np.ones((len(pairs[0]), 1))], 1)
+
+
+def paint(substrate: Substrate, networks: Networks) -> tuple[Array, ...]:
+    """The weights that P painters give, one array a layer, `[P, targets, sources]`.
+
+    An output o, clipped to [-1, 1], weaker than the threshold t gives 0, else sign(o) (|o| - t) / (1 - t) times the
+    largest weight.
+    """
+    painted = []
+    for layer in range(len(substrate.layers) - 1):
+        rows = jnp.asarray(substrate.rows(layer), networks.bias.dtype)
+        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
+        out = jnp.clip(apply(networks, start(networks, len(rows)), x)[0][..., 0], -1, 1)
+        strength = jnp.maximum(jnp.abs(out) - substrate.threshold, 0) / (1 - substrate.threshold)
+        shape = (len(out), len(substrate.layers[layer + 1]), len(substrate.layers[layer]))
+        painted.append((substrate.largest * jnp.sign(out) * strength).reshape(shape))
+    return tuple(painted)
+
+
+def substrate_apply(substrate: Substrate, weights: tuple[Array, ...], x: Array) -> Array:
+    """Runs P substrates: `[P, B, inputs]` -> `[P, B, outputs]`, a product a layer."""
+    for matrix in weights:
+        x = ACTIVATIONS[substrate.activation](jnp.einsum("pts,pbs->pbt", matrix, x, precision="highest"))
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Painted:
+    """A table fitted by the substrates that networks paint; scores as `Table` does.
+
+    Attributes:
+        substrate: its first layer has the table's inputs, its last the targets.
+        tolerance: it is solved when no error is as large.
+    """
+
+    substrate: Substrate
+    tolerance: float = 0.5
+
+    def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Any]) -> Score:
+        """Scores P networks; `key` is not needed."""
+        rows, targets = inputs["inputs"], inputs["targets"]
+        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
+        error = jnp.abs(substrate_apply(self.substrate, paint(self.substrate, networks), x) - targets[None])
+        fitness = jnp.maximum(targets.size - jnp.sum(error, (1, 2)), 0) ** 2
+        return Score(fitness, jnp.all(error < self.tolerance, (1, 2)))

@@ -1,0 +1,61 @@
+"""Problems without time: networks against a table of inputs and targets."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.neat.network import Networks, apply, start
+from jaxpar.neat.search import Score
+from jaxpar.types import Array, PRNGKey, UsageError
+
+__all__ = ["Table", "multiplexer", "xor"]
+
+MEASURES = ("paper", "squared")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Fits `inputs["targets"]`, float32 `[B, O]`, to `inputs["inputs"]`, float32 `[B, I]`.
+
+    Attributes:
+        measure: "paper": the squared difference of the number of outputs, B O, and the sum of absolute errors (2002,
+            section 4.1); "squared": minus the mean squared error.
+        tolerance: it is solved when no error is as large. 0.5 means that every rounded output is right.
+    """
+
+    measure: str = "paper"
+    tolerance: float = 0.5
+
+    def __post_init__(self):
+        """Refuses an unknown measure."""
+        if self.measure not in MEASURES:
+            raise UsageError(f"measure={self.measure!r} is unknown; legal are {', '.join(MEASURES)}.")
+
+    def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
+        """Scores P networks; `key` is not needed. Networks with memory start anew at every row."""
+        rows, targets = inputs["inputs"], inputs["targets"]
+        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
+        y, _ = apply(networks, start(networks, len(rows)), x)
+        error = jnp.abs(y - targets[None])
+        if self.measure == "paper":
+            fitness = jnp.maximum(targets.size - jnp.sum(error, (1, 2)), 0) ** 2
+        else:
+            fitness = -jnp.mean(error**2, (1, 2))
+        return Score(fitness, jnp.all(error < self.tolerance, (1, 2)))
+
+
+def xor() -> dict[str, Array]:
+    """The four rows of exclusive or, with a constant third input, as in the paper."""
+    rows = jnp.asarray([[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]], float)
+    return {"inputs": rows, "targets": jnp.asarray([[0], [1], [1], [0]], float)}
+
+
+def multiplexer(address_bits: int) -> dict[str, Array]:
+    """All rows of a multiplexer: a address bits choose one of 2^a data bits; and a constant input."""
+    width = address_bits + 2**address_bits
+    rows = (np.arange(2**width)[:, None] >> np.arange(width)[::-1]) & 1
+    address = rows[:, :address_bits] @ (2 ** np.arange(address_bits)[::-1])
+    targets = rows[np.arange(len(rows)), address_bits + address]
+    rows = np.concatenate([rows, np.ones((len(rows), 1))], 1)
+    return {"inputs": jnp.asarray(rows, float), "targets": jnp.asarray(targets[:, None], float)}

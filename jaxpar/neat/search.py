@@ -1,0 +1,318 @@
+"""The search: `Neat`, an `Algorithm` whose step is a generation."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.mesh import mesh_axes, partition
+from jaxpar.neat.config import NeatConfig, Rates
+from jaxpar.neat.crossover import crossover
+from jaxpar.neat.distance import Centres, centres_of
+from jaxpar.neat.draws import Draws, normal
+from jaxpar.neat.genome import Genomes, initial
+from jaxpar.neat.innovation import Counters, Requests, number
+from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers, noise
+from jaxpar.neat.network import Networks, apply, express, start, with_networks
+from jaxpar.neat.reproduce import parents_of
+from jaxpar.neat.species import LOWEST, Species, no_species, offspring, ordered_sum, progress, ranked, speciate
+from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+
+__all__ = ["Neat", "NeatState", "Problem", "Score"]
+
+
+class Score(NamedTuple):
+    """What a problem says of P networks: float32 `[P]`, more is better, and bool `[P]`, whether it is solved."""
+
+    fitness: Array
+    solved: Array
+
+
+class Problem(Protocol):
+    """Judges networks; hashable, since it is static, by value best."""
+
+    def __call__(self, key: PRNGKey, networks: Networks, inputs: PyTree) -> Score:
+        """Scores P networks; consumes `key`, and draws for each from the key folded with `networks.index`."""
+        ...
+
+
+@flax.struct.dataclass
+class NeatState:
+    """A generation that is not judged yet. On a mesh, genomes and `member` are split by the rule of "population".
+
+    Attributes:
+        genomes: P of them.
+        member: int32 `[P]`, the slot of each one's species.
+        species: S slots.
+        counters: the next free identities.
+        rates: float32 scalars; replace them to sweep, as long as the run.
+        generation: int32 `[]`.
+        evaluations: int32 `[]`, genomes judged so far.
+        solved: bool `[]`, whether some genome solved the problem.
+        solved_after: int32 `[]`, evaluations up to and with the generation of the first that did; 0 before.
+        champion: the best genome so far, `[1]`.
+        best: float32 `[]`, its fitness.
+        improved: int32 `[]`, the generation when it grew, or when all last stood still for `rates.stall`.
+        refused: int32 `[]`, changes of structure that capacity forbade so far.
+        invalid: int32 `[]`, fitnesses so far that were not finite.
+    """
+
+    genomes: Genomes
+    member: Array
+    species: Species
+    counters: Counters
+    rates: Rates
+    generation: Array
+    evaluations: Array
+    solved: Array
+    solved_after: Array
+    champion: Genomes
+    best: Array
+    improved: Array
+    refused: Array
+    invalid: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Neat:
+    """NeuroEvolution of Augmenting Topologies, a whole population at once.
+
+    `jaxpar.loop.run`, `run_until` and `fit` drive it; `ask`, `express`, `apply` and `tell` are its parts, for whoever
+    judges genomes elsewhere. With a mesh ambient, the whole generation runs on each device's share of the population
+    and gives the same bits for any number of devices.
+
+    Reference: K. Stanley and R. Miikkulainen, "Evolving neural networks through augmenting topologies", Evolutionary
+    Computation 10(2), 2002. The page on NEAT lists every deviation.
+
+    Attributes:
+        config: sizes, kinds and first rates.
+        problem: judges the networks; None where only `ask` and `tell` are used.
+    """
+
+    config: NeatConfig
+    problem: Callable[..., Score] | None = None
+
+    def init(self, key: PRNGKey, inputs: PyTree) -> NeatState:
+        """The first generation: one structure, random weights. Consumes `key`; `inputs` is not read."""
+        del inputs
+        over = self._over()
+        rates = jax.tree.map(lambda x: jnp.asarray(x, float), self.config.rates)
+
+        def made(key, rates, index):
+            return _first_generation(self.config, rates, key, index, over)
+
+        return self._mapped(made, (P(), P(), P(over)), over)(key, rates, self._index())
+
+    def step(self, key: PRNGKey, state: NeatState, inputs: PyTree) -> tuple[NeatState, Info]:
+        """Judges a generation and makes the next; consumes `key`. `inputs` goes to the problem, whole."""
+        if self.problem is None:
+            raise UsageError("this Neat has no problem; give one, or use ask and tell.")
+        problem, over = self.problem, self._over()
+        judge_key, next_key = jax.random.split(key)
+
+        def judged(key, genomes, inputs, index):
+            use = lambda networks: _checked(problem(key, networks, inputs), len(index))  # noqa: E731
+            return with_networks(self.config, genomes, use, index=index, over=over)
+
+        if over:
+            specs = (P(), P(over), P(), P(over))
+            judged = jax.shard_map(judged, in_specs=specs, out_specs=P(over), check_vma=False)
+        score = judged(judge_key, state.genomes, inputs, self._index())
+        return self.tell(next_key, state, score)
+
+    def done(self, state: NeatState) -> Array:
+        """Whether some genome solved the problem or reached `rates.target`."""
+        return state.solved
+
+    def ask(self, state: NeatState) -> Genomes:
+        """The genomes to judge."""
+        return state.genomes
+
+    def express(self, genomes: Genomes) -> Networks:
+        """Their networks, at full width; `with_networks` finds a smaller one."""
+        return express(self.config, genomes)
+
+    def start(self, networks: Networks, *batch: int) -> PyTree:
+        """What networks remember before their first call."""
+        return start(networks, *batch)
+
+    def apply(self, networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
+        """One call of every network; see `jaxpar.neat.network.apply`."""
+        return apply(networks, carry, x)
+
+    def tell(self, key: PRNGKey, state: NeatState, score: Score | Array) -> tuple[NeatState, Info]:
+        """Makes the next generation from fitnesses, float32 `[P]`, or a `Score`; consumes `key`.
+
+        A fitness that is not finite counts as the lowest and is reported.
+        """
+        if not isinstance(score, Score):
+            fitness = jnp.asarray(score)
+            score = Score(fitness, jnp.zeros(fitness.shape, bool))
+        score, over = _checked(score, self.config.population), self._over()
+
+        def made(key, state, score, index):
+            return _next_generation(self.config, key, state, score, index, over)
+
+        specs = self._specs(over)
+        return self._mapped(made, (P(), specs, P(over), P(over)), over, with_info=True)(
+            key, state, score, self._index()
+        )
+
+    def axes(self) -> NeatState:
+        """Logical axes of the state."""
+        shapes = jax.eval_shape(lambda: self._plain_init(jax.random.key(0)))
+        split = {"genomes", "member"}
+
+        def named(path, leaf):
+            first = "population" if path[0].name in split else None
+            return (first,) + (None,) * (leaf.ndim - 1) if leaf.ndim else ()
+
+        return jax.tree_util.tree_map_with_path(named, shapes)
+
+    def _plain_init(self, key):
+        rates = jax.tree.map(lambda x: jnp.asarray(x, float), self.config.rates)
+        return _first_generation(self.config, rates, key, self._index(), ())
+
+    def _index(self) -> Array:
+        return jnp.arange(self.config.population, dtype=jnp.int32)
+
+    def _over(self) -> tuple[str, ...]:
+        over = mesh_axes("population")
+        if over:
+            partition(("population",), (self.config.population,), "the population")
+        return over
+
+    def _specs(self, over):
+        names = [field.name for field in dataclasses.fields(NeatState)]
+        split: dict[str, Any] = {name: P(over) if name in ("genomes", "member") else P() for name in names}
+        return NeatState(**split)
+
+    def _mapped(self, made, in_specs, over, with_info=False):
+        if not over:
+            return made
+        out_specs = (self._specs(over), P()) if with_info else self._specs(over)
+        return jax.shard_map(made, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _checked(score: Any, count: int) -> Score:
+    if not isinstance(score, Score):
+        raise UsageError(f"a problem returns a Score, not {type(score).__name__}.")
+    for name, value in score._asdict().items():
+        if jnp.shape(value) != (count,):
+            raise UsageError(f"{name} has shape {jnp.shape(value)}; legal is ({count},), one number a genome.")
+    return Score(jnp.asarray(score.fitness, float), jnp.asarray(score.solved, bool))
+
+
+def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Array, over) -> NeatState:
+    draws = Draws(config, key, index)
+    weights = jnp.clip(rates.weight_init * noise(config, draws.take(config.max_conns)), -rates.weight_limit,
+                       rates.weight_limit)  # fmt: skip
+    genomes = initial(config, weights, rates.bias_init * normal(draws.take(config.max_nodes)))
+    centres = Centres(*(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, float)))
+    zero = jnp.int32(0)
+    species, member = speciate(config, rates, genomes, index, no_species(config), centres, zero, over)
+    count = config.num_inputs * config.num_outputs if config.initial == "full" else 0
+    return NeatState(
+        genomes=genomes,
+        member=member,
+        species=species,
+        counters=Counters(jnp.int32(config.num_ends), jnp.int32(count)),
+        rates=rates,
+        generation=zero,
+        evaluations=zero,
+        solved=jnp.zeros((), bool),
+        solved_after=zero,
+        champion=_gathered(genomes, over).rows(slice(0, 1)),
+        best=jnp.asarray(LOWEST, float),
+        improved=zero,
+        refused=zero,
+        invalid=zero,
+    )
+
+
+def _gathered(tree: PyTree, over: tuple[str, ...]) -> PyTree:
+    """All genomes' values, behind a barrier: what follows then compiles, and rounds, alike however they were split."""
+    tree = jax.tree.map(lambda x: jax.lax.all_gather(x, over, tiled=True), tree) if over else tree
+    return jax.lax.optimization_barrier(tree)
+
+
+def _next_generation(
+    config: NeatConfig, key: PRNGKey, state: NeatState, score: Score, index: Array, over
+) -> tuple[NeatState, Info]:
+    """One generation on a device's share of the population; what concerns all is computed everywhere, from the same."""
+    rates = state.rates
+    everyone, member, fitness, solved = _gathered((state.genomes, state.member, *score), over)
+    valid = jnp.isfinite(fitness)
+    fitness = jnp.where(valid, fitness, -jnp.inf)
+    state = _judged(state, everyone, fitness, jnp.any(solved), jnp.sum(~valid, dtype=jnp.int32))
+
+    stalls = state.generation - state.improved > rates.stall
+    state = dataclasses.replace(state, improved=jnp.where(stalls, state.generation, state.improved))
+    species, standing = progress(config, rates, state.species, fitness, member, state.generation, stalls)
+    ranking = ranked(species, fitness, member)
+    counts = offspring(config, species, standing, fitness, member)
+    draws = Draws(config, jax.random.fold_in(key, 0), index)
+    parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness)
+    children = crossover(config, rates, draws, everyone.rows(parents.fitter), everyone.rows(parents.other))
+    children = jax.lax.optimization_barrier(children)
+    edit = choose_edit(config, rates, draws, children, parents.may_mutate)
+    # As in the paper's program: a child with a new structure keeps its weights, to begin with.
+    children = mutate_numbers(config, rates, draws, children, parents.may_mutate & ~edit.is_change)
+    node, mark, counters = number(_gathered(Requests(*edit.requests(children)), over), state.counters)
+    children = jax.lax.optimization_barrier(apply_edit(children, edit, node[index], mark[index]))
+
+    share = jax.random.uniform(jax.random.fold_in(key, 1), (config.max_species,))
+    pick = jnp.minimum((share * species.size).astype(jnp.int32), species.size - 1)
+    centres = centres_of(everyone.rows(ranking.order[ranking.start + jnp.maximum(pick, 0)]))
+    info = _info(state, species, fitness, valid, everyone)
+    species, member = speciate(config, rates, children, index, species, centres, state.generation + 1, over)
+    refused = jnp.sum(edit.refused, dtype=jnp.int32)
+    state = dataclasses.replace(
+        state,
+        genomes=children,
+        member=member,
+        species=species,
+        counters=counters,
+        generation=state.generation + 1,
+        refused=state.refused + (jax.lax.psum(refused, over) if over else refused),
+    )
+    return state, info | {"refused": state.refused.astype(float)}
+
+
+def _judged(state: NeatState, everyone: Genomes, fitness: Array, solved: Array, invalid: Array) -> NeatState:
+    first = jnp.argmax(fitness)
+    best, grew = fitness[first], fitness[first] > state.best
+    newest = everyone.rows(first[None])
+    evaluations = state.evaluations + len(fitness)
+    solved = solved | (best >= state.rates.target)
+    return dataclasses.replace(
+        state,
+        evaluations=evaluations,
+        solved=state.solved | solved,
+        solved_after=jnp.where(solved & ~state.solved, evaluations, state.solved_after),
+        champion=jax.tree.map(lambda new, old: jnp.where(grew, new, old), newest, state.champion),
+        best=jnp.where(grew, best, state.best),
+        improved=jnp.where(grew, state.generation, state.improved),
+        invalid=state.invalid + invalid,
+    )
+
+
+def _info(state: NeatState, species: Species, fitness: Array, valid: Array, everyone: Genomes) -> Info:
+    count = jnp.maximum(jnp.sum(valid), 1)
+    info = {
+        "fitness_max": jnp.max(fitness),
+        "fitness_mean": ordered_sum(jnp.where(valid, fitness, 0)) / count,
+        "best": state.best,
+        "species": jnp.sum(species.alive).astype(float),
+        "nodes": jnp.mean(jnp.sum(everyone.node_on, 1).astype(float)),
+        "conns": jnp.mean(jnp.sum(everyone.on & everyone.enabled, 1).astype(float)),
+        "evaluations": state.evaluations.astype(float),
+        "solved": state.solved.astype(float),
+        "invalid": state.invalid.astype(float),
+    }
+    sizes = {f"size_{slot:02}": species.size[slot].astype(float) for slot in range(len(species.size))}
+    return info | sizes

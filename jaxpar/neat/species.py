@@ -1,0 +1,262 @@
+"""Species: who belongs to which, and how many children each has."""
+
+import dataclasses
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.neat.config import NeatConfig, Rates
+from jaxpar.neat.distance import Centres, centres_of, distances
+from jaxpar.neat.genome import Genomes
+from jaxpar.types import Array
+
+__all__ = [
+    "LOWEST",
+    "Ranking",
+    "Species",
+    "Standing",
+    "no_species",
+    "offspring",
+    "ordered_sum",
+    "progress",
+    "ranked",
+    "speciate",
+]
+
+
+LOWEST = float(np.finfo(np.float32).min)
+"""The best fitness of nobody."""
+
+
+@flax.struct.dataclass
+class Species:
+    """S slots of species.
+
+    Attributes:
+        alive: bool `[S]`.
+        number: int32 `[S]`, in the order of foundation, unique over the run.
+        best: float32 `[S]`, the best fitness so far.
+        improved: int32 `[S]`, the generation when it last grew.
+        size: int32 `[S]`, members.
+        next_number: int32 `[]`.
+    """
+
+    alive: Array
+    number: Array
+    best: Array
+    improved: Array
+    size: Array
+    next_number: Array
+
+
+def no_species(config: NeatConfig) -> Species:
+    """All slots free."""
+    zeros = jnp.zeros(config.max_species, jnp.int32)
+    return Species(zeros > 0, zeros, jnp.full(config.max_species, LOWEST, float), zeros, zeros, jnp.int32(0))
+
+
+class _Search(NamedTuple):
+    """Where the founding of species stands; the arrays of genomes are the device's own."""
+
+    species: Species
+    member: Array  # int32 [P], the slot, S while none
+    nearest: Array  # int32 [P]
+    distance: Array  # float32 [P], to the nearest
+    founder: Array  # int32 [], the first genome without a species
+
+
+def speciate(
+    config: NeatConfig, rates: Rates, genomes: Genomes, index: Array, species: Species, centres: Centres,
+    generation: Array, over: tuple[str, ...],
+) -> tuple[Species, Array]:  # fmt: skip
+    """Gives every genome its species, by distance to the centres of the living.
+
+    The mode "canonical" takes the first in order of foundation that is near enough, "fast" the nearest. The first
+    genome that no species takes founds one, which takes all it can, and so on: as if genomes came one by one. When no
+    slot is free, the rest joins the nearest.
+
+    Args:
+        config: static.
+        rates: thresholds.
+        genomes: this device's.
+        index: int32 `[P]`, their numbers.
+        species: before; `size` and `alive` are made anew.
+        centres: of the slots.
+        generation: int32 `[]`.
+        over: mesh axes that split the population.
+
+    Returns:
+        The species, and each genome's slot, int32 `[P]`.
+    """
+    far = distances(config, rates, genomes, centres)
+    far = jnp.where(species.alive[None], far, jnp.inf)
+    order = jnp.where(species.alive, species.number, jnp.iinfo(jnp.int32).max)
+    near = far < rates.threshold
+    if config.mode == "canonical":
+        pick = jnp.argmin(jnp.where(near, order[None], jnp.iinfo(jnp.int32).max), 1)
+    else:
+        pick = jnp.argmin(far, 1)
+    member = jnp.where(jnp.any(near, 1), pick, config.max_species).astype(jnp.int32)
+    alive = _sizes(config, member, over) > 0  # the slots of the others are free for new species
+    species, far = dataclasses.replace(species, alive=alive), jnp.where(alive[None], far, jnp.inf)
+    search = _Search(
+        species,
+        member,
+        nearest=jnp.argmin(far, 1).astype(jnp.int32),
+        distance=jnp.min(far, 1),
+        founder=_first(member == config.max_species, index, over),
+    )
+
+    def go_on(search):
+        return (search.founder < _NOBODY) & ~jnp.all(search.species.alive)
+
+    def found(search):
+        return _founded(config, rates, genomes, index, generation, over, search)
+
+    search = jax.lax.while_loop(go_on, found, search)
+    member = jnp.where(search.member == config.max_species, search.nearest, search.member)
+    size = _sizes(config, member, over)
+    return dataclasses.replace(search.species, size=size, alive=size > 0), member
+
+
+_NOBODY = 2**31 - 1
+
+
+def _sizes(config: NeatConfig, member: Array, over: tuple[str, ...]) -> Array:
+    counts = jnp.sum(member[:, None] == jnp.arange(config.max_species)[None], 0, dtype=jnp.int32)
+    return jax.lax.psum(counts, over) if over else counts
+
+
+def _first(mask: Array, index: Array, over: tuple[str, ...]) -> Array:
+    first = jnp.min(jnp.where(mask, index, _NOBODY))
+    return jax.lax.pmin(first, over) if over else first
+
+
+def _founded(config, rates, genomes, index, generation, over, search: _Search) -> _Search:
+    species, slot = search.species, jnp.argmin(search.species.alive)
+    is_founder = index == search.founder
+    own = jax.tree.map(lambda x: jnp.where(is_founder[:, None], x, jnp.zeros_like(x)), centres_of(genomes))
+    # One row at most differs from zero, here or on another device: a sum that rounds nothing.
+    row = jax.tree.map(lambda x: jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.int32)), 0, keepdims=True), own)
+    row = jax.lax.psum(row, over) if over else row
+    row = dataclasses.replace(row, on=row.on > 0)
+    far = distances(config, rates, genomes, row)[:, 0]
+    joins = (search.member == config.max_species) & ((far < rates.threshold) | is_founder)
+    member = jnp.where(joins, slot, search.member).astype(jnp.int32)
+    here = jnp.arange(config.max_species) == slot
+    species = dataclasses.replace(
+        species,
+        alive=species.alive | here,
+        number=jnp.where(here, species.next_number, species.number),
+        best=jnp.where(here, LOWEST, species.best),
+        improved=jnp.where(here, generation, species.improved),
+        next_number=species.next_number + 1,
+    )
+    closer = far < search.distance
+    nearest = jnp.where(closer, slot, search.nearest).astype(jnp.int32)
+    founder = _first(member == config.max_species, index, over)
+    return _Search(species, member, nearest, jnp.where(closer, far, search.distance), founder)
+
+
+class Standing(NamedTuple):
+    """How species stand in their generation.
+
+    Attributes:
+        rank: int32 `[S]`, 0 for the species with the fittest member of all; free slots come last.
+        may_breed: bool `[S]`.
+    """
+
+    rank: Array
+    may_breed: Array
+
+
+def progress(
+    config: NeatConfig, rates: Rates, species: Species, fitness: Array, member: Array, generation: Array, stalls: Array
+) -> tuple[Species, Standing]:
+    """Notes which species grew better, and says which may have children.
+
+    Those may that found a better genome within `rates.stagnation` generations; in the mode "fast" also the two best.
+    When all stand still (`stalls`), the two best alone may, and count as new.
+
+    Args:
+        config: static.
+        rates: `stagnation`.
+        species: of this generation.
+        fitness: float32, of all P genomes, -inf for invalid ones.
+        member: int32, of all.
+        generation: int32 `[]`.
+        stalls: bool `[]`.
+    """
+    now = jnp.full_like(species.best, -jnp.inf).at[member].max(fitness)
+    improved = jnp.where(now > species.best, generation, species.improved)
+    is_better = (now[None] > now[:, None]) | (
+        (now[None] == now[:, None]) & (species.number[None] < species.number[:, None])
+    )
+    rank = jnp.sum(jnp.where(species.alive[:, None], is_better & species.alive[None], True), 1, dtype=jnp.int32)
+    fresh = generation - improved <= rates.stagnation
+    best_two = species.alive & (rank < 2)
+    may = species.alive & (fresh | best_two if config.mode == "fast" else fresh)
+    may = jnp.where(stalls | ~jnp.any(may), best_two, may)
+    species = dataclasses.replace(
+        species,
+        best=jnp.maximum(now, species.best),
+        improved=jnp.where(stalls & best_two, generation, improved),
+    )
+    return species, Standing(rank, may)
+
+
+def ordered_sum(x: Array) -> Array:
+    """The sum over the last axis in one order, halves upon halves, which no compiler changes."""
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1])])
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+class Ranking(NamedTuple):
+    """All genomes by species, and by falling fitness within; `order[start[s] + k]` is the k-th of species s.
+
+    Attributes:
+        order: int32 `[P]`.
+        start: int32 `[S]`.
+    """
+
+    order: Array
+    start: Array
+
+
+def ranked(species: Species, fitness: Array, member: Array) -> Ranking:
+    """Ranks all P genomes by one sort; of equals, the first stands first."""
+    index = jnp.arange(len(fitness), dtype=jnp.int32)
+    order = jax.lax.sort((member, -fitness, index), num_keys=2)[2]
+    return Ranking(order, jnp.cumsum(species.size) - species.size)
+
+
+def offspring(config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array) -> Array:
+    """How many children each species has: int32 `[S]`, P together.
+
+    Explicit sharing: every member's fitness is divided by the size of its species, so a species that may breed has
+    children in proportion to its mean fitness (minus the least fitness of all, where that is negative). Fractions are
+    rounded by running sums, in the order of the slots.
+
+    Args:
+        config: static.
+        species: of this generation.
+        standing: from `progress`.
+        fitness: float32, of all P genomes, -inf for invalid ones.
+        member: int32, of all.
+    """
+    valid = jnp.isfinite(fitness)
+    lowest = jnp.minimum(jnp.min(jnp.where(valid, fitness, 0)), 0)
+    mine = member[None] == jnp.arange(config.max_species)[:, None]
+    total = ordered_sum(jnp.where(mine & valid[None], fitness[None] - lowest, 0))
+    mean = jnp.where(standing.may_breed, total / jnp.maximum(species.size, 1), 0)
+    # Where all are equally bad, all are equally good.
+    mean = jnp.where(jnp.sum(mean) > 0, mean, standing.may_breed.astype(float))
+    running = jnp.cumsum(mean)
+    until = jnp.round(config.population * (running / running[-1])).astype(jnp.int32)
+    return jnp.diff(until, prepend=0)

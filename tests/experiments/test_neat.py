@@ -1,0 +1,67 @@
+"""`python -m experiments.neat`: it says solved when it is, goes on where it was, and tells mistakes in a sentence."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import neat
+from jaxpar.neat import from_json, start
+from jaxpar.types import UsageError
+
+TINY = (
+    "population=16 max_nodes=8 max_conns=12 max_species=4 chunk=2 save_every=4 cpu_devices=8 hydra.run.dir=run".split()
+)
+
+
+def test_it_solves_and_tells(main, tmp_path):
+    said = main(*TINY, "rates.target=0.5", "generations=8", of="neat", compiles=True)
+    assert said.code == 0, said
+    assert "solved     after 1 generations, 16 evaluations" in said.out
+    folder = tmp_path / "run"
+    for name in ("plots/fitness.png", "plots/species.png", "plots/champion.png", "champion.dot", "config.yaml"):
+        assert (folder / name).stat().st_size > 50, name
+    config, genomes = from_json((folder / "champion.json").read_text())
+    assert (config.num_inputs, config.num_outputs, genomes.on.shape[0]) == (3, 1, 1)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    sizes = [sum(v for k, v in row.items() if k.startswith("train/size_")) for row in rows if "train/best" in row]
+    assert sizes == [16] * 4  # it looks up after four generations
+
+
+def test_it_goes_on_where_it_was(main, tmp_path):
+    flags = [*TINY, "task=regression"]
+    first = main(*flags, "generations=4", of="neat", compiles=True)
+    assert first.code == 0 and "unsolved   after 4 generations, 64 evaluations" in first.out, first
+    second = main(*flags, "generations=8", of="neat", compiles=True)
+    assert "resuming at generation 4" in second.out and "after 8 generations" in second.out
+    whole = main(*flags[:-2], "hydra.run.dir=whole", flags[-1], "generations=8", of="neat", compiles=True)
+    assert whole.code == 0
+    champions = [json.loads((tmp_path / run / "champion.json").read_text()) for run in ("run", "whole")]
+    assert champions[0] == champions[1]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["task=xorr"], "task='xorr' is neither of xor"),
+        (["rates.treshold=3"], "there is no rates.treshold"),
+        (["max_conns=2"], "max_conns=2 is too small"),
+        (["population=9"], "does not divide"),
+        (["activations=[blub]"], "'blub' is no activation"),
+        (["generations=0"], "generations=0"),
+    ],
+)
+def test_mistakes_are_told(main, flags, words):
+    said = main(*TINY, *flags, of="neat")
+    assert said.code == 2 and words in said.err, said
+
+
+def test_environments_by_name():
+    search, params = neat.make_search(neat.compose("task=DoublePole-NoVelocities", "kind=recurrent", "goal=50"))
+    assert (search.config.num_inputs, search.config.num_outputs, search.problem.goal) == (4, 1, 50)
+    assert params.max_steps == 100_000
+    state = jax.eval_shape(lambda: search.init(jax.random.key(0), None))
+    assert start(search.express(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.genomes))).shape == (150, 32)
+    with pytest.raises(UsageError, match="no environment"):
+        neat.make_search(neat.compose("task=Nowhere-v1"))

@@ -1,0 +1,287 @@
+"""Mutation, crossover and innovation: what no genome may become, and what each operator does."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_neat import random_genomes
+
+from jaxpar.neat import FAST, NeatConfig, check_genomes
+from jaxpar.neat.crossover import crossover, match
+from jaxpar.neat.draws import Draws
+from jaxpar.neat.graph import members, reachable, singleton
+from jaxpar.neat.innovation import NOTHING, SPLIT, Counters, Requests, number
+from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
+
+NEVER = FAST.replace(add_node=0.0, add_conn=0.0, del_node=0.0, del_conn=0.0, toggle=0.0, reenable=0.0, weights=0.0,
+                     node_perturb=0.0, node_replace=0.0, redraw=0.0)  # fmt: skip
+CONFIGS = {
+    kind: NeatConfig(2, 2, population=24, max_nodes=11, max_conns=20, kind=kind, activations=("tanh", "sin"),
+                     evolved=("bias", "response", "time_constant"))
+    for kind in ("feedforward", "recurrent")
+}  # fmt: skip
+
+
+@functools.cache
+def compiled(kind):
+    """One generation of structural change: (seed, genomes, counters, rates) -> genomes, counters, edit."""
+    config = CONFIGS[kind]
+
+    def change(seed, genomes, counters, rates):
+        draws = Draws(config, jax.random.key(seed), jnp.arange(24))
+        may = jnp.ones(24, bool)
+        genomes = mutate_numbers(config, rates, draws, genomes, may)
+        edit = choose_edit(config, rates, draws, genomes, may)
+        node, mark, counters = number(edit.requests(genomes), counters)
+        return apply_edit(genomes, edit, node, mark), counters, edit
+
+    return jit(change)
+
+
+@functools.cache
+def compiled_crossover(kind):
+    config = CONFIGS[kind]
+
+    def cross(seed, rates, one, two):
+        return crossover(config, rates, Draws(config, jax.random.key(seed), jnp.arange(24)), one, two)
+
+    return jit(cross)
+
+
+def begin(kind, seed):
+    genomes = random_genomes(np.random.default_rng(seed), CONFIGS[kind], 24)
+    return genomes, Counters(jnp.int32(300), jnp.int32(300))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), rates=st.tuples(*[st.floats(0, 1, width=16)] * 6), mates=st.booleans())
+def test_no_genome_is_ever_wrong(kind, seed, rates, mates):
+    config = CONFIGS[kind]
+    genomes, counters = begin(kind, seed)
+    names = ("add_node", "add_conn", "del_node", "del_conn", "toggle", "reenable")
+    rates = FAST.replace(**dict(zip(names, rates, strict=True)), redraw=0.3)
+    rng = np.random.default_rng(seed)
+    for step in range(6):
+        if mates:
+            one, two = rng.integers(0, 24, (2, 24))
+            genomes = compiled_crossover(kind)(
+                seed + step, rates, *(jax.tree.map(lambda x, i=i: x[i], genomes) for i in (one, two))
+            )
+            check_genomes(config, genomes)
+        before = counters
+        genomes, counters, _ = compiled(kind)(seed + step, genomes, counters, rates)
+        check_genomes(config, genomes)
+        assert counters.node >= before.node and counters.mark >= before.mark
+        assert np.asarray(genomes.mark).max() < counters.mark and np.asarray(genomes.node_id).max() < counters.node
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_genome_with_itself_is_itself(kind, seed):
+    genomes, _ = begin(kind, seed)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        compiled_crossover(kind)(seed, FAST.replace(average=0.5), genomes, genomes),
+        genomes,
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_children_have_the_fitter_parents_structure(seed):
+    kind = "feedforward"
+    one, two = begin(kind, seed)[0], begin(kind, seed + 1)[0]
+    child = compiled_crossover(kind)(seed, FAST.replace(disable=0.75, average=0.0), one, two)
+    for name in ("node_id", "node_on", "mark", "source", "target", "on"):
+        np.testing.assert_array_equal(getattr(child, name), getattr(one, name))
+    for p in range(24):
+        theirs = {int(two.mark[p, c]): c for c in np.flatnonzero(two.on[p])}
+        for c in np.flatnonzero(one.on[p]):
+            other = theirs.get(int(one.mark[p, c]))
+            legal = [one.weight[p, c]] if other is None else [one.weight[p, c], two.weight[p, other]]
+            assert child.weight[p, c] in legal
+            if other is None:
+                assert child.enabled[p, c] == one.enabled[p, c]
+            elif one.enabled[p, c] == two.enabled[p, other]:
+                assert child.enabled[p, c] == one.enabled[p, c]
+
+
+def test_three_quarters_of_the_disabled_stay_disabled():
+    config = NeatConfig(20, 20, population=24, max_nodes=40, max_conns=400)
+    genomes = random_genomes(np.random.default_rng(0), config, 24, conns=400)
+    genomes = dataclasses.replace(genomes, enabled=genomes.on)
+    other = dataclasses.replace(genomes, enabled=np.zeros_like(genomes.on))
+    draws = Draws(config, jax.random.key(0), jnp.arange(24))
+    child = jit(lambda a, b: crossover(config, FAST, draws, a, b))(genomes, other)
+    # It is taken from the disabled one with chance 1/2; else disabled with chance 3/4.
+    share = np.asarray(child.enabled).sum() / genomes.on.sum()
+    assert abs(share - 0.125) < 4 * (0.125 * 0.875 / genomes.on.sum()) ** 0.5
+
+
+@pytest.mark.parametrize("size", [10, 60, 300])
+def test_matches_are_a_dictionarys(size):
+    rng = np.random.default_rng(size)
+    keys, others = (np.stack([rng.permutation(2 * size)[:size] for _ in range(6)]).astype(np.int32) for _ in range(2))
+    on, others_on = rng.random((2, 6, size)) < 0.6
+    place, found = jit(match)(keys, on, others, others_on)
+    for p in range(6):
+        known = {others[p, k]: k for k in range(size) if others_on[p, k]}
+        for k in range(size):
+            assert found[p, k] == bool(on[p, k] and keys[p, k] in known)
+            assert place[p, k] == (known[keys[p, k]] if found[p, k] else 0)
+
+
+def test_equal_requests_get_equal_numbers():
+    rows = [(SPLIT, 5), (3, 4), (NOTHING, 0), (SPLIT, 5), (SPLIT, 2), (3, 4), (4, 3), (NOTHING, 0)]
+    requests = Requests(*map(jnp.int32, zip(*rows, strict=True)))
+    node, mark, counters = number(requests, Counters(jnp.int32(10), jnp.int32(100)))
+    assert node[0] == node[3] != node[4] and mark[0] == mark[3] and mark[1] == mark[5] != mark[6]
+    assert (int(counters.node), int(counters.mark)) == (12, 106)  # two splits of two marks each, two connections
+    taken = [{int(mark[0]), int(mark[0]) + 1}, {int(mark[4]), int(mark[4]) + 1}, {int(mark[1])}, {int(mark[6])}]
+    assert set.union(*taken) == set(range(100, 106)) and {int(node[0]), int(node[4])} == {10, 11}
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_numbers_do_not_depend_on_the_order_of_children(seed):
+    rng = np.random.default_rng(seed)
+    first, second = rng.integers(-2, 4, 24).astype(np.int32), rng.integers(0, 3, 24).astype(np.int32)
+    second = np.where(first == NOTHING, 0, second)
+    shuffle = rng.permutation(24)
+    start = Counters(jnp.int32(0), jnp.int32(0))
+    one, two = number(Requests(first, second), start), number(Requests(first[shuffle], second[shuffle]), start)
+    asks = first != NOTHING
+    np.testing.assert_array_equal(np.where(asks, one[1], 0)[shuffle], np.where(asks[shuffle], two[1], 0))
+    assert [int(x) for x in one[2]] == [int(x) for x in two[2]]
+
+
+def only(kind, **rates):
+    genomes, counters = begin(kind, 0)
+    return genomes, *compiled(kind)(1, genomes, counters, NEVER.replace(**rates))
+
+
+def test_nothing_changes_by_itself():
+    before, after, counters, edit = only("feedforward")
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert counters == (300, 300) and not edit.is_change.any()
+
+
+def test_a_split_keeps_the_weight_and_disables_the_old():
+    before, after, _, edit = only("feedforward", add_node=1.0)
+    done = np.asarray(edit.adds_node)
+    assert done.sum() > 5
+    for p in np.flatnonzero(done):
+        old, one, two, slot = (int(x[p]) for x in (edit.old, edit.row, edit.row2, edit.slot))
+        assert before.enabled[p, old] and not after.enabled[p, old] and after.on[p, old]
+        assert (after.source[p, one], after.target[p, one], after.weight[p, one]) == (before.source[p, old], slot, 1)
+        assert (after.source[p, two], after.target[p, two]) == (slot, before.target[p, old])
+        assert after.weight[p, two] == before.weight[p, old] and after.enabled[p, [one, two]].all()
+        assert not before.node_on[p, slot] and after.node_on[p, slot] and after.response[p, slot] == 1
+    for p in np.flatnonzero(~done):
+        full = before.on[p].sum() > 18 or before.node_on[p].all() or not before.enabled[p].any()
+        assert full and (edit.refused[p] or not before.enabled[p].any())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_connection_is_added_wherever_one_is_legal(kind):
+    before, after, _, edit = only(kind, add_conn=1.0)
+    grown = np.asarray(after.on).sum(1) - before.on.sum(1)
+    np.testing.assert_array_equal(grown, edit.adds_conn)
+    for p in np.flatnonzero(~np.asarray(edit.adds_conn)):
+        target = int(edit.target[p])
+        if target < 2:  # no node lacks an edge
+            sources = [n for n in np.flatnonzero(before.node_on[p]) if kind == "recurrent" or not 2 <= n < 4]
+            edges = set(zip(before.source[p][before.on[p]], before.target[p][before.on[p]], strict=True))
+            for t in np.flatnonzero(before.node_on[p])[2:]:
+                assert all((n, t) in edges or (n == t and kind == "feedforward") for n in sources)
+            continue
+        into = set(before.source[p][before.on[p] & (before.target[p] == target)])
+        after_target = np.asarray(
+            members(
+                reachable(
+                    *(
+                        jnp.asarray(x)
+                        for x in (
+                            singleton(edit.target[p : p + 1], 11),
+                            before.source[p : p + 1],
+                            before.target[p : p + 1],
+                            before.on[p : p + 1],
+                        )
+                    ),
+                    11,
+                ),
+                11,
+            )
+        )[0]
+        legal = [n for n in np.flatnonzero(before.node_on[p]) if n not in into]
+        if kind == "feedforward":
+            legal = [n for n in legal if not after_target[n] and not 2 <= n < 4]
+        assert not legal or before.on[p].all()
+        assert bool(edit.refused[p]) == bool(legal and before.on[p].all())
+
+
+def test_deletions_take_what_hangs_on_them():
+    before, after, _, edit = only("feedforward", del_node=1.0)
+    hidden = before.node_on[:, 4:].sum(1)
+    np.testing.assert_array_equal(np.asarray(after.node_on).sum(1), before.node_on.sum(1) - (hidden > 0))
+    for p in np.flatnonzero(edit.del_node):
+        slot = int(edit.slot[p])
+        gone = before.on[p] & ((before.source[p] == slot) | (before.target[p] == slot))
+        np.testing.assert_array_equal(np.asarray(after.on)[p], before.on[p] & ~gone)
+    before, after, _, edit = only("feedforward", del_conn=1.0)
+    np.testing.assert_array_equal(np.asarray(after.on).sum(1), np.maximum(before.on.sum(1) - 1, 0))
+
+
+def test_toggle_and_reenable():
+    before, after, _, _ = only("feedforward", toggle=1.0)
+    flipped = (np.asarray(after.enabled) != before.enabled).sum(1)
+    np.testing.assert_array_equal(flipped, before.on.any(1))
+    before, after, _, _ = only("feedforward", reenable=1.0)
+    off = before.on & ~before.enabled
+    np.testing.assert_array_equal(np.asarray(after.enabled).sum(1), before.enabled.sum(1) + off.any(1))
+
+
+def test_identities_stay_unique_for_long():
+    fuzz("feedforward", 300)
+
+
+@pytest.mark.slow
+def test_identities_stay_unique_for_100_000_generations():
+    fuzz("feedforward", 100_000)
+
+
+def fuzz(kind, generations):
+    """Counters never fall and genomes stay right, over generations of changes as one program."""
+    config = CONFIGS[kind]
+    rates = FAST.replace(add_node=0.2, add_conn=0.3, del_node=0.4, del_conn=0.3)
+
+    @jit
+    def long(genomes, counters):
+        def body(carry, seed):
+            genomes, counters, fine = carry
+            draws = Draws(config, jax.random.key(seed), jnp.arange(24))
+            mates = jax.random.permutation(jax.random.key(seed + 10**6), 24)
+            genomes = crossover(config, rates, draws, genomes, jax.tree.map(lambda x: x[mates], genomes))
+            edit = choose_edit(config, rates, draws, genomes, jnp.ones(24, bool))
+            node, mark, new = number(edit.requests(genomes), counters)
+            genomes = apply_edit(genomes, edit, node, mark)
+            for values, on in ((genomes.node_id, genomes.node_on), (genomes.mark, genomes.on)):
+                twice = (values[:, :, None] == values[:, None]) & on[:, :, None] & on[:, None]
+                fine &= jnp.sum(twice) == jnp.sum(on)
+                fine &= jnp.max(jnp.where(on, values, 0)) < 2**31 - 1
+            fine &= (new.node >= counters.node) & (new.mark >= counters.mark)
+            return (genomes, new, fine), None
+
+        return jax.lax.scan(body, (genomes, counters, jnp.bool_(True)), jnp.arange(generations))[0]
+
+    genomes, counters, fine = long(*begin(kind, 0))
+    assert fine and counters.mark > generations
+    check_genomes(config, genomes)

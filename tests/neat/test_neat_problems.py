@@ -1,0 +1,134 @@
+"""Tables, episodes on lanes that refill, and substrates: each against its loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from plain_neat import random_genomes
+
+import envs
+from jaxpar.env import reset, step
+from jaxpar.loop import run_until
+from jaxpar.neat import (
+    Episodes,
+    Neat,
+    NeatConfig,
+    Painted,
+    Score,
+    Substrate,
+    Table,
+    apply,
+    ends_of,
+    express,
+    grid,
+    multiplexer,
+    paint,
+    play,
+    start,
+    substrate_apply,
+    xor,
+)
+from jaxpar.neat.episodes import act
+from jaxpar.types import UsageError
+
+
+def networks_for(env, params, count, kind="feedforward"):
+    config = NeatConfig(*ends_of(env, params, True), max_nodes=9, max_conns=16, kind=kind)
+    return express(config, random_genomes(np.random.default_rng(0), config, count))
+
+
+def test_the_papers_fitness():
+    config = NeatConfig(3, 1, max_nodes=6, max_conns=6)
+    networks = express(config, random_genomes(np.random.default_rng(0), config, 5))
+    data = xor()
+    score = Table()(jax.random.key(0), networks, data)
+    y, _ = apply(networks, (), jnp.broadcast_to(data["inputs"], (5, 4, 3)))
+    error = np.abs(np.asarray(y) - np.asarray(data["targets"]))[..., 0]
+    np.testing.assert_allclose(score.fitness, (4 - error.sum(1)) ** 2, rtol=1e-5)
+    np.testing.assert_array_equal(score.solved, (error < 0.5).all(1))
+    with pytest.raises(UsageError, match="measure='cubed'"):
+        Table("cubed")
+
+
+def test_the_multiplexer_is_a_multiplexer():
+    data = multiplexer(2)
+    for row, target in zip(np.asarray(data["inputs"]), np.asarray(data["targets"]), strict=True):
+        assert row[2 + int(2 * row[0] + row[1])] == target[0] and row[6] == 1
+    assert len(data["inputs"]) == 64
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 100])
+@pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole-NoVelocities", "recurrent")])
+def test_lanes_play_what_a_loop_plays(name, kind, lanes):
+    env, params = envs.make(name)
+    networks = networks_for(env, params, 3, kind)
+    key = jax.random.key(7)
+    played = jit(lambda key: play(key, networks, env, params, 2, lanes, 25))(key)
+    one_step = jit(lambda *a: step(a[0], env, a[1], a[2], params))
+    one_call = jit(apply)
+    longest = 0
+    for p in range(3):
+        for e in range(2):
+            own = jax.random.fold_in(jax.random.fold_in(key, p), e)
+            obs, state = reset(jax.random.fold_in(own, 0), env, params)
+            carry, total = start(networks), 0.0
+            for t in range(1, 26):
+                x = jnp.concatenate([obs, jnp.ones(1)])
+                y, carry = one_call(networks, carry, jnp.broadcast_to(x, (3, len(x))))
+                made = one_step(jax.random.fold_in(own, t), state, act(env.action_space(params), y[p]))
+                obs, state, total = made.obs, made.state, total + float(made.reward)
+                if made.terminated or made.truncated:
+                    break
+            assert (played.lengths[p, e], played.returns[p, e]) == (t, pytest.approx(total, rel=1e-5))
+            longest = max(longest, t)
+    count = min(lanes, 6)
+    assert played.lane_steps <= played.lengths.sum() + (count - 1) * longest
+
+
+def test_an_unfit_action_space_is_refused():
+    env, params = envs.make("Foraging-8x8-2p-2f")
+    with pytest.raises(UsageError, match="Discrete numbers or Boxes"):
+        ends_of(env, params, True)
+
+
+def test_cart_pole_is_solved():
+    env, params = envs.make("CartPole-v1")
+    config = NeatConfig(*ends_of(env, params, True), population=32, max_nodes=10, max_conns=16, widths=(10,))
+    neat = Neat(config, Episodes(env, goal=150.0, max_steps=150))
+    state = neat.init(jax.random.key(0), None)
+    state, _ = jit(lambda s: run_until(neat, jax.random.key(1), s, params, 15))(state)
+    assert state.solved and state.solved_after <= 32 * 15 and state.best >= 150
+
+
+def test_painted_weights_are_the_painters_outputs():
+    substrate = Substrate((grid(3), grid(2), grid(1)), threshold=0.3, largest=2.0)
+    config = NeatConfig(substrate.num_inputs, 1, max_nodes=8, max_conns=12, activations=("tanh", "gauss"))
+    networks = express(config, random_genomes(np.random.default_rng(0), config, 4))
+    weights = paint(substrate, networks)
+    assert [w.shape for w in weights] == [(4, 2, 3), (4, 1, 2)]
+    for layer, matrix in enumerate(weights):
+        for t, target in enumerate(substrate.layers[layer + 1]):
+            for s, source in enumerate(substrate.layers[layer]):
+                x = jnp.broadcast_to(jnp.asarray([*source, *target, 1.0]), (4, 3))
+                out = np.clip(np.asarray(apply(networks, (), x)[0])[:, 0], -1, 1)
+                want = 2 * np.sign(out) * np.maximum(np.abs(out) - 0.3, 0) / 0.7
+                np.testing.assert_allclose(matrix[:, t, s], want, atol=1e-5)
+    x = np.random.default_rng(1).normal(size=(4, 5, 3)).astype(np.float32)
+    want = x.astype(np.float64)
+    for matrix in weights:
+        want = 1 / (1 + np.exp(-5 * np.einsum("pts,pbs->pbt", np.asarray(matrix, np.float64), want)))
+    np.testing.assert_allclose(substrate_apply(substrate, weights, x), want, rtol=1e-4, atol=1e-6)
+
+
+def test_substrates_are_scored_as_tables():
+    substrate = Substrate((grid(3), grid(4), grid(1)))
+    neat = Neat(
+        NeatConfig(3, 1, population=12, max_nodes=8, max_conns=10, activations=("tanh", "sin")), Painted(substrate)
+    )
+    state = neat.init(jax.random.key(0), None)
+    after, info = jit(neat.step)(jax.random.key(1), state, xor())
+    assert 0 <= info["fitness_max"] <= 16 and after.evaluations == 12
+    assert isinstance(Painted(substrate)(jax.random.key(0), neat.express(state.genomes), xor()), Score)
+    with pytest.raises(UsageError, match="two layers"):
+        Substrate((grid(3),))
