@@ -58,7 +58,10 @@ ROWS = {
     ),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
 }
-each_row = pytest.mark.parametrize("name", ROWS)
+SLOW = ("lm-muon-dropout-accumulate",)  # half a minute of compiling; its parts have tests of their own
+each_row = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ROWS]
+)
 
 
 @functools.cache

@@ -138,7 +138,11 @@ def test_layout_equals_one_device_float32_muon(name, sizes):
     assert_equals_one_device(name, sizes, "float32")
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=[] if sizes in ((1, 8, 1), (2, 2, 2)) else [pytest.mark.slow]) for sizes in LAYOUTS],
+    ids=lambda sizes: "x".join(map(str, sizes)),
+)
 def test_layout_equals_one_device_float64_llama(x64, sizes):
     assert_equals_one_device("llama-adamw", sizes, "float64")
 

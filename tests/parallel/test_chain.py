@@ -101,7 +101,11 @@ def test_partial_sums_pass_a_product_but_no_function():
     assert passed.stages[1].x == {"tensor": Partial("sum")} and kinds(passed.stages[2].steps) == ["all-reduce"]
 
 
-@pytest.mark.parametrize("target", [{}, {"data": Split(0)}, {"tensor": Split(0)}], ids=str)
+@pytest.mark.parametrize(
+    "target",
+    [{}, *(pytest.param({axis: Split(0)}, marks=pytest.mark.slow) for axis in ("data", "tensor"))],
+    ids=str,
+)
 def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
     """Against every choice of operands, added up by hand; then carried out."""
     x, first, second = {"data": Split(0)}, {"data": Split(0), "tensor": Split(1)}, {"tensor": Split(0)}
