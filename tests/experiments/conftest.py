@@ -11,6 +11,7 @@ import sys
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = (
@@ -151,3 +152,4 @@ def main(monkeypatch, capfd, tmp_path, cache, text):
     call.flags = base
     yield call
     jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()  # JAX asks for the folder once a process: later tests would go on writing there

@@ -10,6 +10,7 @@ import sys
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import _run, plan
 from experiments._plan_report import size_text
@@ -76,6 +77,7 @@ def main(monkeypatch, capfd, tmp_path):
 
     yield call
     jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 def report_of(tmp_path):

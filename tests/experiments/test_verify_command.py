@@ -5,6 +5,7 @@ import sys
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 TINY = (
     "model.num_layers=1 model.embed_dim=32 model.num_heads=4 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "
@@ -36,6 +37,7 @@ def verify(monkeypatch, capfd, tmp_path):
 
     yield call
     jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 def test_rows_table_plot_and_exit_code(verify, tmp_path):
