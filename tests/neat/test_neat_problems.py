@@ -92,6 +92,7 @@ def test_an_unfit_action_space_is_refused():
         ends_of(env, params, True)
 
 
+@pytest.mark.slow
 def test_cart_pole_is_solved():
     env, params = envs.make("CartPole-v1")
     config = NeatConfig(*ends_of(env, params, True), population=32, max_nodes=10, max_conns=16, widths=(10,))
@@ -121,6 +122,7 @@ def test_painted_weights_are_the_painters_outputs():
     np.testing.assert_allclose(substrate_apply(substrate, weights, x), want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_substrates_are_scored_as_tables():
     substrate = Substrate((grid(3), grid(4), grid(1)))
     neat = Neat(

@@ -79,7 +79,11 @@ def test_a_node_that_has_only_seen_a_bad_action_is_worth_its_guess():
 SHORT = Vopp(512, 60, max_depth=3, eta=0.1, leaf="zero")
 
 
-@pytest.mark.parametrize("changes", [{}, {"unvisited": "mask"}, {"unvisited": "paper"}, {"sweep": "tree"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sweep": "tree"}, *(pytest.param({"unvisited": rule}, marks=pytest.mark.slow) for rule in ("mask", "paper"))],
+    ids=str,
+)
 def test_reaches_the_exact_value_of_three_steps_of_tiger(changes):
     planner = dataclasses.replace(SHORT, max_nodes=4096, **changes)
     action, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
@@ -203,7 +207,7 @@ def test_bad_discounts_and_missing_heuristics_are_refused():
         Vopp(8, 2).plan(jax.random.key(0), Leaving(), PARAMS, Known(0.5))
 
 
-@pytest.mark.parametrize("eta", [1.0, 5.0])
+@pytest.mark.parametrize("eta", [1.0, pytest.param(5.0, marks=pytest.mark.slow)])
 def test_decisions_on_tiger_are_those_of_the_optimum(eta):
     """At the beliefs of the optimal policy (0, 1 and 2 readings apart) with nothing known of the leaves."""
     planner = Vopp(64, 16, max_depth=10, eta=eta, leaf="zero", max_nodes=4096)
