@@ -9,10 +9,21 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is instal
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed_compilation_cache():
+    """A notebook or experiment in this process opens JAX's cache for good: later files would go on writing there."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    if jax.config.jax_compilation_cache_dir != before:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture
