@@ -26,7 +26,7 @@ import numpy as np
 from jaxpar.env import Discrete, picture
 from jaxpar.types import Array, PRNGKey, UsageError
 
-from .rocksample import BAD, GOOD, MOVES, NOTHING, SAMPLE
+from .rocksample import BAD, GOOD, MOVES, NOTHING, SAMPLE, check_rocks
 
 __all__ = ["VARIANTS", "Mars", "MarsParams", "MarsState"]
 
@@ -87,11 +87,7 @@ class Mars:
             raise UsageError(
                 f"{self.num_rocks} rocks have no place beside two rovers on {self.size} x {self.size} cells"
             )
-        places = self.rocks or ()
-        if self.rocks is not None and (
-            len(set(places)) != self.num_rocks or not all(0 <= c < self.size for rock in places for c in rock)
-        ):
-            raise UsageError(f"rocks must be {self.num_rocks} different cells (x, y), each from 0 to {self.size - 1}")
+        check_rocks(self.rocks, self.num_rocks, self.size)
 
     @property
     def name(self) -> str:

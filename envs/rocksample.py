@@ -57,6 +57,12 @@ class RockSampleParams:
     discount: Any = 0.95
 
 
+def check_rocks(rocks: tuple[tuple[int, int], ...] | None, num_rocks: int, size: int) -> None:
+    """Refuses rocks, if any are given, that are not `num_rocks` different cells of the map."""
+    if rocks is not None and (len(set(rocks)) != num_rocks or not all(0 <= c < size for rock in rocks for c in rock)):
+        raise UsageError(f"rocks must be {num_rocks} different cells (x, y), each from 0 to {size - 1}")
+
+
 @dataclasses.dataclass(frozen=True)
 class RockSample:
     """Actions: north, east, south, west, sample, check rock 0 .. k - 1. Observations: nothing, bad, good.
@@ -78,11 +84,7 @@ class RockSample:
     def __post_init__(self) -> None:
         if not 1 <= self.num_rocks <= self.size**2:
             raise UsageError(f"{self.num_rocks} rocks have no place on {self.size} x {self.size} cells; take 1 to all")
-        places = self.rocks or ()
-        if self.rocks is not None and (
-            len(set(places)) != self.num_rocks or not all(0 <= c < self.size for rock in places for c in rock)
-        ):
-            raise UsageError(f"rocks must be {self.num_rocks} different cells (x, y), each from 0 to {self.size - 1}")
+        check_rocks(self.rocks, self.num_rocks, self.size)
 
     @property
     def name(self) -> str:
