@@ -1,0 +1,34 @@
+"""Learning in environments: whole runs as one program, memories trained over whole unrolls at once.
+
+| file | in -> out | called by |
+| --- | --- | --- |
+| `features`, `distributions` | observations `[*L, ...]` -> `[*L, F]`; heads -> draws and their densities | `agent` |
+| `memory`, `network` | features `[T, B, F]`, starts `[T, B]` -> heads `[T, B, width]`, in one pass | `agent` |
+| `agent` | observations `[T, B, ...]` -> policy and value; one lane's action | learners, `jaxpar.rollout` |
+| `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
+| `collect`, `optimizer` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
+| `ppo` | environment's parameters -> an update | `jaxpar.loop` |
+| `train` | a learner -> its whole run, or many seeds' | users, experiments |
+"""
+
+from jaxpar.rl.agent import ActorCritic
+from jaxpar.rl.memory import Memory, Recurrent
+from jaxpar.rl.network import Network
+from jaxpar.rl.ppo import Ppo, PpoRates
+from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
+from jaxpar.rl.train import Seeds, train
+
+__all__ = [
+    "ActorCritic",
+    "Memory",
+    "Network",
+    "Ppo",
+    "PpoRates",
+    "Recurrent",
+    "Seeds",
+    "advantages",
+    "lambda_returns",
+    "n_step_returns",
+    "next_values",
+    "train",
+]

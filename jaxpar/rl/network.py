@@ -1,0 +1,149 @@
+"""The networks of learners: an encoder, a memory, and heads."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+
+from jaxpar.rl.memory import Memory, memory_of
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+__all__ = ["Network", "Outputs"]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"tanh": jnp.tanh, "relu": jax.nn.relu, "silu": jax.nn.silu}
+
+
+class Outputs(NamedTuple):
+    """What a network gives for T steps of B lanes.
+
+    Attributes:
+        heads: by name `[T, B, width]`.
+        carry: what it remembers after the last step.
+        converged: bool [], whether the memory's solver did.
+    """
+
+    heads: dict[str, Array]
+    carry: PyTree
+    converged: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Features -> encoder, shared -> memory -> layers of each head -> heads; static and hashable.
+
+    Weights start orthogonal with gain sqrt(2), of heads as asked for, and biases at 0.
+
+    Attributes:
+        encoder: widths of dense layers before the memory, shared by all heads.
+        hidden: widths of dense layers of each head, after it.
+        activation: "tanh", "relu" or "silu", after each layer.
+        conv: channels of 3 x 3 convolutions that read pictures, before the encoder; without any, pictures are read
+            flat.
+        layer_norm: whether layers are normalised before their activation.
+        memory: "none", a name of `MEMORIES`, or a `Memory`.
+        memory_size: its units.
+        method: how its recurrence is solved.
+    """
+
+    encoder: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = (64, 64)
+    activation: str = "tanh"
+    conv: tuple[int, ...] = ()
+    layer_norm: bool = False
+    memory: Any = "none"
+    memory_size: int = 64
+    method: Any = None
+
+    def __post_init__(self):
+        """Refuses what no network can be."""
+        if self.activation not in ACTIVATIONS:
+            raise UsageError(f"activation={self.activation!r} is unknown; legal are {', '.join(ACTIVATIONS)}.")
+        for name in ("encoder", "hidden", "conv"):
+            if any(width < 1 for width in getattr(self, name)):
+                raise UsageError(f"{name}={getattr(self, name)} must be positive widths.")
+        if self.memory_size < 1:
+            raise UsageError(f"memory_size={self.memory_size} must be at least 1.")
+        self.remembers()
+
+    def remembers(self) -> Memory | None:
+        """The memory, None without one."""
+        return memory_of(self.memory, self.memory_size, self.method)
+
+    def init(self, key: PRNGKey, shape: tuple[int, ...], heads: Mapping[str, tuple[int, float]]) -> PyTree:
+        """Draws the parameters; consumes `key`.
+
+        Args:
+            key: consumed.
+            shape: of the features of a step, `[F]` or `[H, W, C]`.
+            heads: width and gain of each.
+        """
+        encoder_key, memory_key, heads_key = jax.random.split(key, 3)
+        x: Any = jnp.zeros((1, *shape))
+        params: dict[str, Any] = {"encoder": self._encoder().init(encoder_key, x)}
+        x = self._encoder().apply(params["encoder"], x)
+        if memory := self.remembers():
+            params["memory"] = memory.init(memory_key, x.shape[-1])
+            x = jnp.zeros((1, self.memory_size))
+        params["heads"] = {
+            name: _head(self, width, gain).init(jax.random.fold_in(heads_key, place), x)
+            for place, (name, (width, gain)) in enumerate(sorted(heads.items()))
+        }
+        return params
+
+    def initial(self, batch: int) -> PyTree:
+        """The carry of lanes that remember nothing."""
+        memory = self.remembers()
+        return memory.initial(batch) if memory else ()
+
+    def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> Outputs:
+        """Heads `[T, B, width]` of features `[T, B, ...]`; `starts [T, B]`, and `carry` from before the first step."""
+        x: Any = self._encoder().apply(params["encoder"], xs)
+        converged = jnp.ones((), bool)
+        if memory := self.remembers():
+            x, carry, converged = memory.apply(params["memory"], x, starts, carry)
+        heads = {}
+        for name, weights in params["heads"].items():
+            width = weights["params"]["out"]["bias"].shape[-1]
+            heads[name] = _head(self, width, 1.0).apply(weights, x)
+        return Outputs(heads, carry, converged)
+
+    def _encoder(self) -> "_Layers":
+        return _Layers(self.encoder, ACTIVATIONS[self.activation], self.layer_norm, self.conv, flat=True)
+
+
+def _head(network: Network, width: int, gain: float) -> "_Layers":
+    return _Layers(network.hidden, ACTIVATIONS[network.activation], network.layer_norm, (), False, width, gain)
+
+
+class _Layers(linen.Module):
+    widths: tuple[int, ...]
+    activation: Callable[[Array], Array]
+    layer_norm: bool
+    conv: tuple[int, ...] = ()
+    flat: bool = False
+    out: int = 0
+    gain: float = 1.0
+
+    @linen.compact
+    def __call__(self, x: Array) -> Array:
+        rank = 3 if self.flat and x.ndim in (4, 5) else 1
+        lead, x = x.shape[: x.ndim - rank], x.reshape(-1, *x.shape[x.ndim - rank :])
+        for channels in self.conv if rank == 3 else ():
+            x = self._active(linen.Conv(channels, (3, 3), kernel_init=_orthogonal(math.sqrt(2)))(x))
+        x = x.reshape(len(x), -1)
+        for width in self.widths:
+            x = self._active(linen.Dense(width, kernel_init=_orthogonal(math.sqrt(2)))(x))
+        if self.out:
+            x = linen.Dense(self.out, kernel_init=_orthogonal(self.gain), name="out")(x)
+        return x.reshape(*lead, -1)
+
+    def _active(self, x: Array) -> Array:
+        return self.activation(linen.LayerNorm()(x) if self.layer_norm else x)
+
+
+def _orthogonal(gain: float) -> Any:
+    return linen.initializers.orthogonal(gain)
