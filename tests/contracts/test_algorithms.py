@@ -13,9 +13,11 @@ import pytest
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
+import envs
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
+from jaxpar.rl import A2c, Network, Ppo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,14 @@ def series():
     return {"inputs": inputs, "targets": targets, "weights": np.ones((4, 6), np.float32)}
 
 
+CART, CART_PARAMS = envs.make("CartPole-v1")
+
+
+def short_episodes():
+    return CART_PARAMS.replace(max_steps=3)
+
+
+SHAPES_ALONE = "rollout.lanes evaluates shapes, and nothing else, with a key that was used"
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
@@ -56,9 +66,16 @@ ROWS = {
         Neat(NeatConfig(3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)), Table()),
         xor,
     ),
+    "ppo": Row(
+        Ppo(CART, Network(hidden=(8,)), num_lanes=2, num_steps=6, epochs=2, minibatches=2), short_episodes, SHAPES_ALONE
+    ),
+    "a2c-para-gru": Row(
+        A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_lanes=2, num_steps=6),
+        short_episodes, SHAPES_ALONE,
+    ),  # fmt: skip
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
 }
-SLOW = ("lm-muon-dropout-accumulate",)  # half a minute of compiling; its parts have tests of their own
+SLOW = ("lm-muon-dropout-accumulate", "a2c-para-gru")  # half a minute of compiling; parts have tests of their own
 each_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ROWS]
 )
