@@ -13,7 +13,7 @@
 
 from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.memory import Memory, Recurrent
+from jaxpar.rl.memory import Memory, Recurrent, WindowAttention
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
@@ -29,6 +29,7 @@ __all__ = [
     "PpoRates",
     "Recurrent",
     "Seeds",
+    "WindowAttention",
     "advantages",
     "lambda_returns",
     "n_step_returns",

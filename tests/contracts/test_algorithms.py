@@ -71,7 +71,8 @@ ROWS = {
     ),
     "a2c-para-gru": Row(
         A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_lanes=2, num_steps=6),
-        short_episodes, SHAPES_ALONE,
+        short_episodes,
+        SHAPES_ALONE,
     ),  # fmt: skip
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
 }
