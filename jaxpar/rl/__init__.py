@@ -5,6 +5,7 @@
 | `features`, `distributions` | observations `[*L, ...]` -> `[*L, F]`; heads -> draws and their densities | `agent` |
 | `memory`, `network` | features `[T, B, F]`, starts `[T, B]` -> heads `[T, B, width]`, in one pass | `agent` |
 | `agent` | observations `[T, B, ...]` -> policy and value; one lane's action | learners, `jaxpar.rollout` |
+| `recall` | an environment -> one that tells the last action and reward (RL^2) | users |
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
 | `collect`, `optimizer`, `learner` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `ppo`, `a2c` | environment's parameters -> an update | `jaxpar.loop` |
@@ -16,6 +17,7 @@ from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.memory import Memory, Recurrent, WindowAttention
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
+from jaxpar.rl.recall import Recalling
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
 from jaxpar.rl.train import Seeds, train
 
@@ -27,6 +29,7 @@ __all__ = [
     "Network",
     "Ppo",
     "PpoRates",
+    "Recalling",
     "Recurrent",
     "Seeds",
     "WindowAttention",
