@@ -8,22 +8,33 @@
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
 | `collect`, `optimizer` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `ppo` | environment's parameters -> an update | `jaxpar.loop` |
+| `mixers`, `action_values` | observations `[T, B, ...]` -> values of actions, of agents and teams | `pqn`, `dqn` |
+| `buffer` | rows `[M, ...]` -> a ring of them -> random rows | `dqn` |
+| `pqn`, `dqn` | environment's parameters -> an update | `jaxpar.loop` |
 | `train` | a learner -> its whole run, or many seeds' | users, experiments |
 """
 
+from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
+from jaxpar.rl.dqn import Dqn, DqnRates
 from jaxpar.rl.memory import Memory, Recurrent
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
+from jaxpar.rl.pqn import Pqn, PqnRates
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
 from jaxpar.rl.train import Seeds, train
 
 __all__ = [
+    "ActionValues",
     "ActorCritic",
+    "Dqn",
+    "DqnRates",
     "Memory",
     "Network",
     "Ppo",
     "PpoRates",
+    "Pqn",
+    "PqnRates",
     "Recurrent",
     "Seeds",
     "advantages",
