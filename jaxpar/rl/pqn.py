@@ -140,7 +140,7 @@ class Pqn:
 
 
 def lambda_targets(agent: ActionValues, steps: Steps, last_value: Array, carry: PyTree, rates: Any) -> Lesson:
-    """Steps with what they teach: Q(lambda) targets (Gallici et al. 2024, eq. 12) by one scan.
+    """Steps with what they teach: Q(lambda) targets (Gallici et al. 2024) by one scan.
 
         G[t] = r[t] + discount ((1 - trace) max_a Q(s[t + 1], a) + trace G[t + 1])
 
