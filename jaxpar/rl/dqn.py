@@ -116,17 +116,17 @@ class Dqn:
     """
 
     env: Any
-    network: Network = Network(hidden=(120, 84), activation="relu")
+    network: Network = Network(hidden=(120, 84), activation="relu", layer_norm=True)
     rates: DqnRates = DqnRates()
     num_lanes: int = 8
     num_steps: int = 16
     gradients: int = 16
     batch_size: int = 128
-    capacity: int = 16384
+    capacity: int = 65536
     warmup: int = 4096
-    n_step: int = 1
+    n_step: int = 3
     double: bool = True
-    target_period: int = 500
+    target_period: int = 100
     mixer: str = "none"
     mixer_size: int = 32
     draw: str = "batch"
@@ -221,7 +221,7 @@ class Dqn:
         weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
         gradients = gradients + 1
         share = jnp.where(gradients % self.target_period == 0, rates.target, 0.0)
-        target = jax.tree.map(lambda old, new: old + share * (new - old), target, weights)
+        target = jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, weights)
         return (weights, opt_state, target, gradients), info | {"grad_norm": norm}
 
     def _optimizer(self) -> Optimizer:

@@ -1,17 +1,19 @@
 """A game small enough to be known by heart, for one or two, and the plain equations of Q-learning on it."""
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fast import jit
 
 from jaxpar.env import Box, Discrete
 
 NEXT = np.array([[1, 2, 0], [2, 0, 3], [0, 3, 1], [3, 1, 2]], np.int32)  # place, action -> place
 LEGAL = np.array([[1, 1, 0], [1, 0, 1], [0, 1, 1], [0, 1, 1]], bool)
-LAST = 4  # the step that is cut
+LAST = 3  # the step that is cut
 
 
 @flax.struct.dataclass
@@ -27,7 +29,7 @@ class ForkState:
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-    """Walks between four places, of which the last ends it; four steps at most. What is seen is the whole state."""
+    """Walks between four places, of which the last ends it; three steps at most. What is seen is the whole state."""
 
     name = "Fork"
     default_params = ForkParams()
@@ -123,11 +125,16 @@ def values(weights, kind, obs):
     return network(weights, obs) if kind is None else jnp.stack([network(weights, own) for own in obs])
 
 
-def best(weights, kind, obs):
+@functools.partial(jit, static_argnums=1)
+def best(weights, kind, obs, legal):
     """The value of the best legal action(s): of one, of each of two, or of the team."""
-    place, _ = read(obs)
-    q = np.where(LEGAL[place], np.asarray(values(weights, kind, obs)), -np.inf).max(-1)
-    return float(q) if kind is None else q if kind == "none" else float(mixer(weights, kind, obs.reshape(-1), q))
+    q = jnp.max(jnp.where(legal, values(weights, kind, obs), -jnp.inf), -1)
+    return q if kind in (None, "none") else mixer(weights, kind, obs.reshape(-1), q)
+
+
+def legal(obs):
+    """Legal actions of an observation."""
+    return LEGAL[read(obs)[0]]
 
 
 def perturbed(weights):
