@@ -18,7 +18,7 @@ run: $(VENV)/.run
 	$(PY) -m experiments.$(exp) $(args)
 
 test: $(VENV)/.test
-	$(PY) -m pytest -n 2 --dist loadfile $(args)
+	$(PY) -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(args)
 
 test-slow: $(VENV)/.test
 	$(PY) -m pytest -m slow $(args)

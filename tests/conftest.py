@@ -17,10 +17,15 @@ jax.config.update("jax_legacy_prng_key", "error")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def closed_compilation_cache():
-    """A notebook or experiment in this process opens JAX's cache for good: later files would go on writing there."""
+def fresh_compiler():
+    """Leaves nothing compiled, nor JAX's cache open, to the next file.
+
+    Programs are kept for good otherwise, each in pieces of memory of its own, of which the system allows a process
+    65,530: thousands of them end in a segmentation fault of the compiler.
+    """
     before = jax.config.jax_compilation_cache_dir
     yield
+    jax.clear_caches()
     if jax.config.jax_compilation_cache_dir != before:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()

@@ -6,14 +6,14 @@
 | `memory`, `network` | features `[T, B, F]`, starts `[T, B]` -> heads `[T, B, width]`, in one pass | `agent` |
 | `agent` | observations `[T, B, ...]` -> policy and value; one lane's action | learners, `jaxpar.rollout` |
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
-| `collect`, `optimizer` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
-| `ppo` | environment's parameters -> an update | `jaxpar.loop` |
+| `collect`, `optimizer`, `learner` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `mixers`, `action_values` | observations `[T, B, ...]` -> values of actions, of agents and teams | `pqn`, `dqn` |
 | `buffer` | rows `[M, ...]` -> a ring of them -> random rows | `dqn` |
-| `pqn`, `dqn` | environment's parameters -> an update | `jaxpar.loop` |
+| `ppo`, `a2c`, `pqn`, `dqn` | environment's parameters -> an update | `jaxpar.loop` |
 | `train` | a learner -> its whole run, or many seeds' | users, experiments |
 """
 
+from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.dqn import Dqn, DqnRates
@@ -25,6 +25,8 @@ from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_v
 from jaxpar.rl.train import Seeds, train
 
 __all__ = [
+    "A2c",
+    "A2cRates",
     "ActionValues",
     "ActorCritic",
     "Dqn",

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.buffer import Buffer, add, empty, sample
 from jaxpar.rl.collect import latest, marks
+from jaxpar.rl.learner import LearnerState, begun, check_counts, learner_axes, summed_up
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
-from jaxpar.rl.ppo import LearnerState, begun, learner_axes
 from jaxpar.rl.returns import n_step_returns
 from jaxpar.rollout import Chunked, Lanes, NextStep, Steps, unroll
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
@@ -129,14 +129,12 @@ class Dqn:
     target_period: int = 100
     mixer: str = "none"
     mixer_size: int = 32
-    draw: str = "batch"
+    draw: str = "lane"
     reset: Any = None
 
     def __post_init__(self):
         """Refuses what no learner can be."""
-        for name in ("num_lanes", "num_steps", "gradients", "batch_size", "n_step", "target_period"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_counts(self, "num_lanes", "num_steps", "gradients", "batch_size", "n_step", "target_period")
         least = max(self.num_lanes * self.num_steps, self.warmup)
         if self.capacity < least:
             raise UsageError(
@@ -189,7 +187,7 @@ class Dqn:
         (weights, opt_state, target, gradients), infos = jax.lax.cond(
             buffer.size >= self.warmup, lambda: jax.lax.scan(gradient, learned, keys), lambda: (learned, waiting)
         )
-        info = jax.tree.map(jnp.mean, infos) | {"learning_rate": rate, "epsilon": epsilon}
+        info = summed_up(infos) | {"learning_rate": rate, "epsilon": epsilon}
         info["stored"] = buffer.size.astype(jnp.float32)
         info, known = latest(info, state.known, steps)
         return state.replace(

@@ -5,18 +5,17 @@ import functools
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.collect import Batch, check_minibatches, collect, epochs, latest
+from jaxpar.rl.collect import Batch, check_minibatches
 from jaxpar.rl.distributions import entropy, log_prob
+from jaxpar.rl.learner import LearnerState, begun, check_counts, learned, learner_axes
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
-from jaxpar.rollout import Lanes, begin
-from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, Info, PRNGKey, PyTree
 
-__all__ = ["LearnerState", "Ppo", "PpoRates", "ppo_loss"]
+__all__ = ["Ppo", "PpoRates", "ppo_loss"]
 
 
 @flax.struct.dataclass
@@ -44,27 +43,6 @@ class PpoRates:
     entropy: Any = 0.01
     max_grad_norm: Any = 0.5
     reward_scale: Any = 1.0
-
-
-@flax.struct.dataclass
-class LearnerState:
-    """Where a learner stands.
-
-    Attributes:
-        weights: of its network.
-        opt_state: of its optimizer.
-        lanes: its environments.
-        rates: float32 scalars; replace them to sweep.
-        updates: int32 [], made so far.
-        known: how the last episodes went, float32 [] each.
-    """
-
-    weights: PyTree
-    opt_state: PyTree
-    lanes: Lanes
-    rates: PyTree
-    updates: Array
-    known: dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +75,12 @@ class Ppo:
     epochs: int = 4
     minibatches: int = 4
     central: bool = False
-    draw: str = "batch"
+    draw: str = "lane"
     reset: Any = None
 
     def __post_init__(self):
         """Refuses what no learner can be."""
-        for name in ("num_lanes", "num_steps", "epochs"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_counts(self, "num_lanes", "num_steps", "epochs")
         check_minibatches(self.num_steps, self.num_lanes, self.minibatches, self.has_memory)
         self.agent()
 
@@ -123,28 +99,7 @@ class Ppo:
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""
-        agent, rates, optimizer = self.agent(), state.rates, self._optimizer()
-        params = self.env.default_params if inputs is None else inputs
-        act_key, deal_key = jax.random.split(key)
-        lanes, batch, steps = collect(act_key, state.lanes, agent, params, state.weights, rates, self.num_steps,
-                                      draw=self.draw, reset=self.reset)  # fmt: skip
-        rate = optimizer.annealed(rates, state.updates)
-
-        def update(carry, part: Batch):
-            weights, opt_state = carry
-            grads, info = jax.grad(ppo_loss, has_aux=True)(weights, agent, part, rates)
-            weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
-            return (weights, opt_state), info | {"grad_norm": norm}
-
-        (weights, opt_state), infos = epochs(
-            deal_key, (state.weights, state.opt_state), batch, update, self.epochs, self.minibatches, self.has_memory
-        )
-        first_ratio = infos["ratio_error"][0, 0]
-        info = jax.tree.map(jnp.mean, infos) | {"ratio_error": first_ratio, "learning_rate": rate}
-        info["converged"] = jnp.min(infos["converged"])
-        info["explained"] = _explained(batch)
-        info, known = latest(info, state.known, steps)
-        return LearnerState(weights, opt_state, lanes, rates, state.updates + 1, known), info
+        return learned(key, state, inputs, self, self._optimizer(), ppo_loss)
 
     def axes(self) -> LearnerState:
         """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
@@ -152,35 +107,6 @@ class Ppo:
 
     def _optimizer(self) -> Optimizer:
         return Optimizer("adam", eps=1e-5)
-
-
-def begun(key: PRNGKey, learner: Any, optimizer: Optimizer, inputs: PyTree) -> LearnerState:
-    """The first state of a learner with `agent()`, `env`, `num_lanes`, `draw` and `rates`; consumes `key`."""
-    params = learner.env.default_params if inputs is None else inputs
-    weights_key, lanes_key = jax.random.split(key)
-    agent = learner.agent()
-    weights = agent.init(weights_key)
-    nothing_known = {name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")}
-    return LearnerState(
-        weights=weights,
-        opt_state=optimizer.init(weights),
-        lanes=begin(lanes_key, learner.env, params, learner.num_lanes, agent.first_carry(), draw=learner.draw),
-        rates=jax.tree.map(jnp.float32, learner.rates),
-        updates=jnp.int32(0),
-        known=nothing_known,
-    )
-
-
-def learner_axes(learner: Any) -> Any:
-    """Logical axes of a learner's state."""
-    state = jax.eval_shape(lambda: learner.init(jax.random.key(0), None))
-
-    def named(path, leaf):
-        names = [getattr(entry, "name", None) for entry in path[:2]]
-        split = names[0] == "lanes" and names[1] not in ("first_carry", "step")
-        return (("envs",) if split else (None,)) + (None,) * (leaf.ndim - 1) if leaf.ndim else ()
-
-    return jax.tree_util.tree_map_with_path(named, state)
 
 
 def ppo_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates) -> tuple[Array, Info]:
@@ -220,11 +146,3 @@ def ppo_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates)
         "converged": said.converged.astype(jnp.float32),
     }
     return policy + rates.value * value - rates.entropy * spread, info
-
-
-def _explained(batch: Batch) -> Array:
-    """The share of the returns' variance that the values foresaw: 1 at best."""
-    share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
-    left, whole = batch.target - batch.value, batch.target - jnp.sum(share * batch.target)
-    left = left - jnp.sum(share * left)
-    return 1 - jnp.sum(share * left**2) / jnp.maximum(jnp.sum(share * whole**2), 1e-8)

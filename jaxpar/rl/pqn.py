@@ -6,16 +6,15 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
-from jaxpar.rl.collect import carried, check_minibatches, epochs, latest, marks
+from jaxpar.rl.collect import carried, check_minibatches, latest, marks
+from jaxpar.rl.learner import LearnerState, begun, check_counts, descended, learner_axes, summed_up
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
-from jaxpar.rl.ppo import LearnerState, begun, learner_axes
 from jaxpar.rl.returns import lambda_returns, next_values
 from jaxpar.rollout import Steps, unroll
-from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, Info, PRNGKey, PyTree
 
 __all__ = ["Pqn", "PqnRates", "lambda_targets"]
 
@@ -80,14 +79,12 @@ class Pqn:
     minibatches: int = 16
     mixer: str = "none"
     mixer_size: int = 32
-    draw: str = "batch"
+    draw: str = "lane"
     reset: Any = None
 
     def __post_init__(self):
         """Refuses what no learner can be."""
-        for name in ("num_lanes", "num_steps", "epochs"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_counts(self, "num_lanes", "num_steps", "epochs")
         check_minibatches(self.num_steps, self.num_lanes, self.minibatches, self.has_memory)
         self.agent()
 
@@ -106,7 +103,7 @@ class Pqn:
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""
-        agent, rates, optimizer = self.agent(), state.rates, self._optimizer()
+        agent, rates = self.agent(), state.rates
         params = self.env.default_params if inputs is None else inputs
         act_key, deal_key = jax.random.split(key)
         acting = state.weights, epsilon_at(rates, state.updates)
@@ -115,20 +112,8 @@ class Pqn:
         masks = masks_of(self.env, lanes.state, params)
         last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, lanes.obs, carried(lanes), masks)
         lesson = lambda_targets(agent, steps, last, state.lanes.carry, rates)
-        rate = optimizer.annealed(rates, state.updates)
-
-        def update(carry, part: Lesson):
-            weights, opt_state = carry
-            grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, part)
-            weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
-            return (weights, opt_state), info | {"grad_norm": norm}
-
-        (weights, opt_state), infos = epochs(
-            deal_key, (state.weights, state.opt_state), lesson, update, self.epochs, self.minibatches, self.has_memory
-        )
-        info = jax.tree.map(jnp.mean, infos) | {"learning_rate": rate, "epsilon": acting[1]}
-        info["converged"] = jnp.min(infos["converged"])
-        info, known = latest(info, state.known, steps)
+        weights, opt_state, infos = descended(deal_key, state, lesson, self, self._optimizer(), q_loss)
+        info, known = latest(summed_up(infos) | {"epsilon": acting[1]}, state.known, steps)
         return LearnerState(weights, opt_state, lanes, rates, state.updates + 1, known), info
 
     def axes(self) -> LearnerState:

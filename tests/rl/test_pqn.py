@@ -38,7 +38,7 @@ def walked(learner, epsilon=0.5):
         # The key is what a step of the learner makes of its own.
         lanes, steps = unroll(jax.random.split(jax.random.key(1))[0], state.lanes, learner.env,
                               learner.env.default_params, agent, acting, learner.num_steps, value=agent.value,
-                              draw="batch")  # fmt: skip
+                              draw="lane")  # fmt: skip
         mask = jax.vmap(learner.env.action_mask, (0, None))(lanes.state, learner.env.default_params)
         last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, lanes.obs, lanes.carry, mask)
         return steps, lambda_targets(agent, steps, last, lanes.carry, state.rates)

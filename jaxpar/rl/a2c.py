@@ -1,0 +1,113 @@
+"""Advantage actor-critic: one step down the plain policy gradient an unroll."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+
+from jaxpar.rl.agent import ActorCritic
+from jaxpar.rl.collect import Batch
+from jaxpar.rl.distributions import entropy, log_prob
+from jaxpar.rl.learner import LearnerState, begun, check_counts, learned, learner_axes
+from jaxpar.rl.network import Network
+from jaxpar.rl.optimizer import Optimizer
+from jaxpar.types import Array, Info, PRNGKey, PyTree
+
+__all__ = ["A2c", "A2cRates", "a2c_loss"]
+
+
+@flax.struct.dataclass
+class A2cRates:
+    """Numbers of A2C, as `PpoRates`."""
+
+    learning_rate: Any = 7e-4
+    anneal: Any = 0.0
+    discount: Any = 0.99
+    trace: Any = 1.0
+    value: Any = 0.5
+    entropy: Any = 0.01
+    max_grad_norm: Any = 0.5
+    reward_scale: Any = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class A2c:
+    """Advantage actor-critic (Mnih et al. 2016, arXiv:1602.01783, in step over all lanes); an `Algorithm`.
+
+    As `Ppo` but for its loss, and one update an unroll.
+
+    Attributes:
+        env: the environment or adapter.
+        network: of policy and value.
+        rates: numbers.
+        num_lanes: B.
+        num_steps: T, of an unroll.
+        central: whether the value reads all agents' observations.
+        draw: as in `jaxpar.rollout.unroll`.
+        reset: likewise; None for the exact default.
+    """
+
+    env: Any
+    network: Network = Network()
+    rates: A2cRates = A2cRates()
+    num_lanes: int = 16
+    num_steps: int = 8
+    central: bool = False
+    draw: str = "lane"
+    reset: Any = None
+    epochs = 1
+    minibatches = 1
+
+    def __post_init__(self):
+        """Refuses what no learner can be."""
+        check_counts(self, "num_lanes", "num_steps")
+        self.agent()
+
+    @functools.cached_property
+    def has_memory(self) -> bool:
+        """Whether unrolls must stay whole."""
+        return self.network.remembers() is not None
+
+    def agent(self, greedy: bool = False) -> ActorCritic:
+        """The policy, for `jaxpar.rollout.unroll` and `evaluate`, with the weights of a state as its parameters."""
+        return ActorCritic(self.env, self.network, self.central, greedy)
+
+    def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
+        """Draws weights and begins an episode in every lane; consumes `key`."""
+        return begun(key, self, self._optimizer(), inputs)
+
+    def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
+        """Makes an update; consumes `key`."""
+        return learned(key, state, inputs, self, self._optimizer(), a2c_loss)
+
+    def axes(self) -> LearnerState:
+        """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
+        return learner_axes(self)
+
+    def _optimizer(self) -> Optimizer:
+        return Optimizer("rmsprop", eps=1e-5)
+
+
+def a2c_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: A2cRates) -> tuple[Array, Info]:
+    """`-mean(log_prob A) + value mean((v - G)^2) / 2 - entropy H`, means over what counts.
+
+    Returns:
+        The loss, and of its parts: "policy_loss", "value_loss", "entropy", "ratio_error" (how far densities are from
+        those that were drawn with), "converged".
+    """
+    said = agent.answers(weights, batch.obs, batch.start, batch.carry, batch.action_mask)
+    share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
+    log_p = log_prob(agent.space, said.policy, batch.drawn)
+    policy = -jnp.sum(share * log_p * batch.advantage)
+    value = 0.5 * jnp.sum(share * (said.value - batch.target) ** 2)
+    spread = jnp.sum(share * entropy(agent.space, said.policy))
+    info = {
+        "policy_loss": policy,
+        "value_loss": value,
+        "entropy": spread,
+        "ratio_error": jnp.max(batch.weight * jnp.abs(jnp.exp(log_p - batch.log_prob) - 1)),
+        "converged": said.converged.astype(jnp.float32),
+    }
+    return policy + rates.value * value - rates.entropy * spread, info

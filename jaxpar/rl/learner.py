@@ -1,0 +1,135 @@
+"""What learners have in common: where they stand, how they begin, and an update from an unroll."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpar.rl.collect import Batch, collect, epochs, latest
+from jaxpar.rl.optimizer import Optimizer
+from jaxpar.rollout import Lanes, begin
+from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+
+__all__ = ["LearnerState", "begun", "check_counts", "descended", "learned", "learner_axes", "summed_up"]
+
+
+@flax.struct.dataclass
+class LearnerState:
+    """Where a learner stands.
+
+    Attributes:
+        weights: of its network.
+        opt_state: of its optimizer.
+        lanes: its environments.
+        rates: float32 scalars; replace them to sweep.
+        updates: int32 [], made so far.
+        known: how the last episodes went, float32 [] each.
+    """
+
+    weights: PyTree
+    opt_state: PyTree
+    lanes: Lanes
+    rates: PyTree
+    updates: Array
+    known: dict[str, Array]
+
+
+def check_counts(learner: Any, *names: str) -> None:
+    """Refuses counts below 1."""
+    for name in names:
+        if getattr(learner, name) < 1:
+            raise UsageError(f"{name}={getattr(learner, name)} must be at least 1.")
+
+
+def begun(key: PRNGKey, learner: Any, optimizer: Optimizer, inputs: PyTree) -> LearnerState:
+    """The first state of a learner with `agent()`, `env`, `num_lanes`, `draw` and `rates`; consumes `key`."""
+    params = learner.env.default_params if inputs is None else inputs
+    weights_key, lanes_key = jax.random.split(key)
+    agent = learner.agent()
+    weights = agent.init(weights_key)
+    nothing_known = {name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")}
+    return LearnerState(
+        weights=weights,
+        opt_state=optimizer.init(weights),
+        lanes=begin(lanes_key, learner.env, params, learner.num_lanes, agent.first_carry(), draw=learner.draw),
+        rates=jax.tree.map(jnp.float32, learner.rates),
+        updates=jnp.int32(0),
+        known=nothing_known,
+    )
+
+
+def learner_axes(learner: Any) -> Any:
+    """Logical axes of a learner's state."""
+    state = jax.eval_shape(lambda: learner.init(jax.random.key(0), None))
+
+    def named(path, leaf):
+        names = [getattr(entry, "name", None) for entry in path[:2]]
+        split = names[0] == "lanes" and names[1] not in ("first_carry", "step")
+        return (("envs",) if split else (None,)) + (None,) * (leaf.ndim - 1) if leaf.ndim else ()
+
+    return jax.tree_util.tree_map_with_path(named, state)
+
+
+def learned(
+    key: PRNGKey, state: LearnerState, inputs: PyTree, learner: Any, optimizer: Optimizer, loss: Callable
+) -> tuple[LearnerState, Info]:
+    """An update of an actor and its critic: an unroll, its advantages, and `loss` descended on its minibatches.
+
+    Args:
+        key: consumed.
+        state: before.
+        inputs: the environment's parameters, or None for the default ones.
+        learner: with `agent()`, `env`, `num_steps`, `epochs`, `minibatches`, `has_memory`, `draw` and `reset`.
+        optimizer: what descends.
+        loss: `(weights, agent, batch, rates) -> (loss, info)`.
+    """
+    agent, rates = learner.agent(), state.rates
+    params = learner.env.default_params if inputs is None else inputs
+    act_key, deal_key = jax.random.split(key)
+    lanes, batch, steps = collect(act_key, state.lanes, agent, params, state.weights, rates, learner.num_steps,
+                                  draw=learner.draw, reset=learner.reset)  # fmt: skip
+    weights, opt_state, infos = descended(
+        deal_key, state, batch, learner, optimizer, functools.partial(loss, rates=rates)
+    )
+    ratio_error = infos["ratio_error"][0, 0]
+    info = summed_up(infos) | {"explained": _explained(batch), "ratio_error": ratio_error}
+    info, known = latest(info, state.known, steps)
+    return LearnerState(weights, opt_state, lanes, rates, state.updates + 1, known), info
+
+
+def descended(
+    key: PRNGKey, state: LearnerState, batch: PyTree, learner: Any, optimizer: Optimizer, loss: Callable
+) -> tuple[PyTree, PyTree, Info]:
+    """Weights and optimizer's state after all epochs of a batch; and infos `[epochs, minibatches]`; consumes `key`.
+
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm" and "learning_rate" are added.
+    """
+    rates, agent = state.rates, learner.agent()
+    rate = optimizer.annealed(rates, state.updates)
+
+    def update(carry, part):
+        weights, opt_state = carry
+        grads, info = jax.grad(loss, has_aux=True)(weights, agent, part)
+        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        return (weights, opt_state), info | {"grad_norm": norm, "learning_rate": rate}
+
+    (weights, opt_state), infos = epochs(
+        key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory
+    )
+    return weights, opt_state, infos
+
+
+def summed_up(infos: Info) -> Info:
+    """The mean of each metric over all updates, and the least "converged"."""
+    return jax.tree.map(jnp.mean, infos) | {"converged": jnp.min(infos["converged"])}
+
+
+def _explained(batch: Batch) -> Array:
+    """The share of the returns' variance that the values foresaw: 1 at best."""
+    share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
+    left, whole = batch.target - batch.value, batch.target - jnp.sum(share * batch.target)
+    left = left - jnp.sum(share * left)
+    return 1 - jnp.sum(share * left**2) / jnp.maximum(jnp.sum(share * whole**2), 1e-8)
