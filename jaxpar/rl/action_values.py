@@ -214,7 +214,8 @@ def of_team(agent: ActionValues, steps: Steps) -> Steps:
         return steps
     cut = steps.truncated & ~steps.terminated
     truncated = steps.ended & jnp.any(cut, -1)
-    return steps.replace(
+    return dataclasses.replace(
+        steps,
         reward=jnp.mean(steps.reward, -1),
         terminated=steps.ended & ~truncated,
         truncated=truncated,

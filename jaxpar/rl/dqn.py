@@ -190,7 +190,8 @@ class Dqn:
         info = summed_up(infos) | {"learning_rate": rate, "epsilon": epsilon}
         info["stored"] = buffer.size.astype(jnp.float32)
         info, known = latest(info, state.known, steps)
-        return state.replace(
+        now = dataclasses.replace(
+            state,
             weights=weights,
             opt_state=opt_state,
             target=target,
@@ -199,7 +200,8 @@ class Dqn:
             lanes=lanes,
             updates=state.updates + 1,
             known=known,
-        ), info
+        )
+        return now, info
 
     def axes(self) -> DqnState:
         """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""

@@ -251,7 +251,7 @@ class _Walk:
             return self.value(policy_params, obs, carry, **self.legal(self.value, state, params))
 
         def values():
-            found = jax.vmap(one)(*now, carry)
+            found = jax.vmap(one)(now[0], now[1], carry)
             if found.shape != cut.shape:
                 raise UsageError(f"value gives shape {found.shape[1:]} a lane; legal is {cut.shape[1:]}.")
             return jnp.where(cut, found, 0).astype(jnp.float32)
