@@ -13,9 +13,13 @@ import pytest
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
+import envs
+from envs.classic import CartPoleParams
+from envs.foraging import Params as ForagingParams
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
+from jaxpar.rl import Dqn, Network, Pqn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,14 @@ def series():
     return {"inputs": inputs, "targets": targets, "weights": np.ones((4, 6), np.float32)}
 
 
+def short_poles():
+    return CartPoleParams(max_steps=3)  # so that an episode ends, and its return is no NaN
+
+
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
+CART_POLE, FORAGING = envs.make("CartPole-v1")[0], envs.make("Foraging-8x8-2p-2f")[0]
+VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
+TINY = {"num_lanes": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(
@@ -57,6 +68,12 @@ ROWS = {
         xor,
     ),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
+    "pqn": Row(Pqn(CART_POLE, VALUES, **TINY), short_poles),
+    "pqn-recurrent": Row(Pqn(CART_POLE, Network(hidden=(), memory="min_gru", memory_size=4), **TINY), short_poles),
+    "pqn-qmix": Row(Pqn(FORAGING, VALUES, mixer="qmix", mixer_size=4, **TINY), lambda: ForagingParams(max_steps=3)),
+    "dqn": Row(
+        Dqn(CART_POLE, VALUES, num_lanes=2, num_steps=4, gradients=2, batch_size=4, capacity=16, warmup=1), short_poles
+    ),
 }
 SLOW = ("lm-muon-dropout-accumulate",)  # half a minute of compiling; its parts have tests of their own
 each_row = pytest.mark.parametrize(
