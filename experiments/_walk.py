@@ -187,11 +187,14 @@ def _consumed(row: Steps) -> Steps:
     return dataclasses.replace(row, obs=total, action=None, bootstrap=None, extras=None, info=None)
 
 
-def film(key: PRNGKey, walk: Walk, num_lanes: int, num_frames: int) -> np.ndarray:
+def film(
+    key: PRNGKey, walk: Walk, num_lanes: int, num_frames: int, *, weights: PyTree = None, carry: PyTree = ()
+) -> np.ndarray:
     """Pictures uint8 `[T, B, H, W, 3]` of the first lanes of a walk.
 
     Their first episodes are those of the walk of the same key. The last state of an episode is one frame, faded, before
-    the next begins (`NextStep`).
+    the next begins (`NextStep`). `weights` are the policy's parameters where they are not the environment's, `carry`
+    what it remembers when an episode starts.
     """
 
     def frame(params):
@@ -199,13 +202,13 @@ def film(key: PRNGKey, walk: Walk, num_lanes: int, num_frames: int) -> np.ndarra
             images = jax.vmap(walk.env.render, (0, None))(lanes.state, params)
             images = jnp.where(per_lane(lanes.ended, images), 128 + images // 2, images)
             lanes, _ = unroll(
-                key, lanes, walk.env, params, walk.policy, params, 1,
+                key, lanes, walk.env, params, walk.policy, params if weights is None else weights, 1,
                 reset=NextStep(), draw=walk.draw, keep=lambda row: row.ended,
             )  # fmt: skip
             return lanes, images
 
         return show
 
-    lanes = begin(key, walk.env, walk.params, num_lanes, draw=walk.draw)
+    lanes = begin(key, walk.env, walk.params, num_lanes, carry, draw=walk.draw)
     shown = jax.jit(lambda lanes, params: jax.lax.scan(frame(params), lanes, None, num_frames)[1])
     return np.asarray(shown(lanes, walk.params))

@@ -12,12 +12,12 @@ file            | in -> out                                            | called 
 `metrics.py`    | step, name -> number -> `metrics.jsonl`, services    | `jaxpar.loop`, experiments
 `progress.py`   | step, name -> number -> one line or bar              | `jaxpar.loop`
 `plots.py`      | `metrics.jsonl` -> PNG                               | experiments, notebooks
-`graphs.py`     | nodes and edges, `metrics.jsonl` -> PNG              | `jaxpar.neat`, experiments
+`graphs.py`     | nodes and edges, `metrics.jsonl`, curves -> PNG      | `jaxpar.neat`, experiments
 """
 
 from jaxpar.io.checkpoint import Checkpoints, Damaged, OtherRun, SaveError
 from jaxpar.io.export import write_arrays
-from jaxpar.io.graphs import plot_graph, plot_stream
+from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
 from jaxpar.io.plots import plot_histograms, plot_layouts, plot_loss, plot_memory, plot_metrics
 from jaxpar.io.progress import Progress, open_progress
@@ -37,6 +37,7 @@ __all__ = [
     "plot_loss",
     "plot_memory",
     "plot_metrics",
+    "plot_seeds",
     "plot_stream",
     "read_jsonl",
     "write_arrays",

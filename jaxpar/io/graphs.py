@@ -1,16 +1,18 @@
-"""Pictures of graphs, and of what a population is made of over time."""
+"""Pictures of graphs, of what a population is made of over time, and of curves of many seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxpar.io.metrics import read_jsonl
-from jaxpar.io.plots import _BLUE, _GREEN, _VERMILION, _figure, _save
+from jaxpar.io.plots import _BLUE, _GREEN, _PURPLE, _VERMILION, _figure, _save
 from jaxpar.types import UsageError
 
-__all__ = ["plot_graph", "plot_stream"]
+__all__ = ["plot_graph", "plot_seeds", "plot_stream"]
+
+_COLORS = (_BLUE, _VERMILION, _GREEN, _PURPLE, "#E69F00", "#56B4E9", "#999999")
 
 
 def plot_graph(
@@ -71,6 +73,48 @@ def plot_stream(metrics_jsonl: Path, out: Path, prefix: str, *, ylabel: str, tit
     panel.stackplot([row["step"] for row in rows], values, edgecolor="white", linewidth=0.2)
     panel.set(xlabel="step", ylabel=ylabel)
     panel.margins(0)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, out)
+
+
+def plot_seeds(
+    curves: Mapping[str, tuple[Any, Any]], out: Path, *, xlabel: str = "step", ylabel: str = "", title: str = ""
+) -> None:
+    """Draws the mean over seeds of each curve, in a band where it lies with 95 %, into the PNG `out`.
+
+    The band is a percentile bootstrap over seeds (1,000 resamples); a single seed has none. Values that are not finite
+    are left out.
+
+    Args:
+      curves: Label -> steps `[T]` and values `[S, T]` of S seeds; at most seven.
+      out: A path.
+      xlabel: Of the steps.
+      ylabel: Of the values.
+      title: What stands above.
+
+    Raises:
+      UsageError: No curve has a finite value, or matplotlib is missing.
+    """
+    figure = _figure(7, 3.8)
+    panel, rng, drawn = figure.subplots(), np.random.default_rng(0), 0
+    for (label, (steps, values)), color in zip(curves.items(), _COLORS, strict=False):
+        values, steps = np.asarray(values, float), np.asarray(steps)
+        known = np.isfinite(values).all(0)
+        steps, values = steps[known], values[:, known]
+        if not steps.size:
+            continue
+        drawn += 1
+        shares = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), 1000) / len(values)
+        low, high = np.percentile(shares @ values, (2.5, 97.5), axis=0)
+        panel.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
+        panel.plot(steps, values.mean(0), color=color, linewidth=1.6, label=f"{label} ({len(values)} seeds)")
+    if not drawn:
+        raise UsageError(f"no finite values of {', '.join(curves)} to draw")
+    panel.set(xlabel=xlabel, ylabel=ylabel)
+    panel.legend(frameon=False)
+    panel.grid(alpha=0.25, linewidth=0.6)
+    panel.margins(x=0.01)
     panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     _save(figure, out)

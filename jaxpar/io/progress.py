@@ -64,8 +64,12 @@ class Progress:
     `open_progress` makes it.
     """
 
-    def __init__(self, form: _Form, total: int, unit: str, tokens_per_step: int | None, clock: Callable[[], float]):
+    def __init__(
+        self, form: _Form, total: int, unit: str, tokens_per_step: int | None, clock: Callable[[], float],
+        shows: str = "loss", token: str = "tok",
+    ):  # fmt: skip
         self._form, self._total, self._unit, self._clock = form, total, unit, clock
+        self._shows, self._token = shows, token
         self._tokens_per_step = tokens_per_step
         self._marks: deque[tuple[float, int]] = deque()  # times and steps that the rate looks back to
         self._latest: tuple[int, Mapping[str, Any]] | None = None
@@ -76,7 +80,8 @@ class Progress:
 
         Args:
           step: Steps made so far, of `total`.
-          values: Numbers by name; "loss", else "train/loss", is shown. An array is read only when shown.
+          values: Numbers by name; "loss", else "train/loss", is shown, or what `open_progress` was told to show. An
+            array is read only when shown.
         """
         now = self._clock()
         self._latest = step, values
@@ -112,15 +117,15 @@ class Progress:
         step, values = self._latest
         self._shown = now, step
         parts = [f"{step}/{self._total} {self._unit}s"]
-        loss = values.get("loss", values.get("train/loss"))
-        if loss is not None:
-            parts.append(f"loss {float(loss):.4g}")
+        value = values.get(self._shows, values.get(f"train/{self._shows}"))
+        if value is not None:
+            parts.append(f"{self._shows.replace('_', ' ')} {float(value):.4g}")
         then, from_step = self._marks[0]
         if step > from_step and now > then:
             rate = (step - from_step) / (now - then)
             parts.append(f"{_short(rate)} {self._unit}s/s" if rate >= 1 else f"{1 / rate:.3g} s/{self._unit}")
             if self._tokens_per_step is not None:
-                parts.append(f"{_short(rate * self._tokens_per_step)} tok/s")
+                parts.append(f"{_short(rate * self._tokens_per_step)} {self._token}/s")
             if step < self._total:
                 parts.append(f"{_duration((self._total - step) / rate)} left")
         self._form.show(step, "  ".join(parts))
@@ -135,6 +140,8 @@ def open_progress(
     tokens_per_step: int | None = None,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
+    shows: str = "loss",
+    token: str = "tok",
 ) -> Progress:
     """Opens the form that fits: notebook, terminal with rich, or plain lines; silent off process 0.
 
@@ -146,6 +153,8 @@ def open_progress(
       tokens_per_step: Tokens in one step, to show tokens a second.
       stream: Where to print, `sys.stderr` by default.
       clock: Seconds, ascending.
+      shows: The name of the number that is shown.
+      token: What `tokens_per_step` counts.
     """
     out: TextIO = sys.stderr if stream is None else stream
     prefix = f"{description}  " if description else ""
@@ -158,7 +167,7 @@ def open_progress(
         form = _bar(total, start, description, out)
     else:
         form = _lines(prefix, out)
-    return Progress(form, total, unit, tokens_per_step, clock)
+    return Progress(form, total, unit, tokens_per_step, clock, shows, token)
 
 
 def _has_kernel() -> bool:

@@ -70,7 +70,13 @@ def features(space: Any, obs: PyTree) -> Array:
 
 def feature_shape(space: Any) -> tuple[int, ...]:
     """`[F]` or `[H, W, C]`."""
-    return jax.eval_shape(lambda: features(space, space.sample(jax.random.key(0)))).shape
+    return jax.eval_shape(lambda: features(space, _zeros(space))).shape
+
+
+def _zeros(space: Any) -> PyTree:
+    if isinstance(space, Fields):
+        return {name: _zeros(inner) for name, inner in space.items}
+    return jnp.zeros(space.shape, space.dtype)
 
 
 def _num_choices(space: Box) -> int:

@@ -51,7 +51,8 @@ def mixed(params: PyTree, mixer: str, state: Float[Array, "*L S"], q: Float[Arra
         qmix:  Q = elu(q |W1(s)| + b1(s)) . |w2(s)| + v2(relu(v1(s)))   (Rashid et al. 2018, arXiv:1803.11485)
 
     W1, b1, w2, v1 are affine in the state s, v2 in the hidden units. Both rise with every q_i, so that what is best for
-    each member is best for the team.
+    each member is best for the team. Other than theirs, the state is brought to mean 0 and variance 1 over its numbers
+    first: without a target network, hypernetworks of large inputs diverge.
 
     Args:
         params: of `init_mixer`.
@@ -65,6 +66,7 @@ def mixed(params: PyTree, mixer: str, state: Float[Array, "*L S"], q: Float[Arra
     def affine(name, x):
         return x @ params[name]["kernel"] + along(params[name]["bias"], x)
 
+    state = jax.nn.standardize(state, epsilon=1e-6)
     first = jnp.abs(affine("w1", state)).reshape(*q.shape, -1)
     hidden = jax.nn.elu(jnp.einsum("...n,...nm->...m", q, first) + affine("b1", state))
     free = affine("v2", jax.nn.relu(affine("v1", state)))[..., 0]

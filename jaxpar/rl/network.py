@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as linen
@@ -97,7 +97,7 @@ class Network:
     def initial(self, batch: int) -> PyTree:
         """The carry of lanes that remember nothing."""
         memory = self.remembers()
-        return memory.initial(batch) if memory else ()
+        return memory.initial(batch) if memory else {}
 
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> Outputs:
         """Heads `[T, B, width]` of features `[T, B, ...]`; `starts [T, B]`, and `carry` from before the first step."""
@@ -146,4 +146,23 @@ class _Layers(linen.Module):
 
 
 def _orthogonal(gain: float) -> Any:
-    return linen.initializers.orthogonal(gain)
+    """Draws orthonormal columns, or rows where these are fewer, times `gain`, evenly among all such matrices.
+
+    By Gram and Schmidt, each column twice, rather than by LAPACK's QR: two of those in a batch, as under `vmap` over
+    seeds, wait for ever for each other's threads on CPUs (jaxlib 0.10).
+    """
+
+    def init(key: PRNGKey, shape: Sequence[int], dtype: Any = jnp.float32) -> Array:
+        width, height = sorted((math.prod(shape[:-1]), shape[-1]))
+        drawn = jax.random.normal(key, (width, height), dtype)
+
+        def orthonormal(rows, place):
+            row = drawn[place]
+            for _ in range(2):
+                row = row - (rows @ row) @ rows
+            return rows.at[place].set(row / jnp.linalg.norm(row)), None
+
+        rows, _ = jax.lax.scan(orthonormal, jnp.zeros_like(drawn), jnp.arange(width))
+        return gain * (rows if shape[-1] == height else rows.T).reshape(shape)
+
+    return init

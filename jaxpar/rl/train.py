@@ -56,12 +56,17 @@ class Seeds:
         """Makes a step of each; consumes `key`.
 
         Returns:
-            The states, and the mean of each metric over seeds, the least "converged", and "return_00", ... of each.
+            The states; the mean of each metric over seeds, the least "converged", and each one's return, "seed_00", ...
         """
         state, infos = jax.vmap(self.learner.step, (0, 0, None))(self._keys(key), state, inputs)
         info = {name: jnp.mean(x, 0) for name, x in infos.items()}
         info["converged"] = jnp.min(infos["converged"])
-        return state, info | {f"return_{i:02}": infos["return_mean"][i] for i in range(self.num_seeds)}
+        return state, info | {f"seed_{i:02}": infos["return_mean"][i] for i in range(self.num_seeds)}
+
+    def axes(self) -> PyTree:
+        """Logical axes of the states: those of the learner, seeds in front on every device."""
+        one = jax.eval_shape(lambda: self.learner.init(jax.random.key(0), None))
+        return jax.tree.map(lambda _, axes: (None, *axes), one, self.learner.axes())
 
     def _keys(self, key: PRNGKey) -> PRNGKey:
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self.num_seeds))

@@ -14,12 +14,10 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
-from envs.classic import CartPoleParams
-from envs.foraging import Params as ForagingParams
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
-from jaxpar.rl import Dqn, Network, Pqn
+from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +46,16 @@ def series():
     return {"inputs": inputs, "targets": targets, "weights": np.ones((4, 6), np.float32)}
 
 
-def short_poles():
-    return CartPoleParams(max_steps=3)  # so that an episode ends, and its return is no NaN
+CART, CART_PARAMS = envs.make("CartPole-v1")
 
 
+def short_episodes():
+    return CART_PARAMS.replace(max_steps=3)
+
+
+SHAPES_ALONE = "rollout.lanes evaluates shapes, and nothing else, with a key that was used"
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
-CART_POLE, FORAGING = envs.make("CartPole-v1")[0], envs.make("Foraging-8x8-2p-2f")[0]
+FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
 VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
 TINY = {"num_lanes": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
 ROWS = {
@@ -67,15 +69,36 @@ ROWS = {
         Neat(NeatConfig(3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)), Table()),
         xor,
     ),
-    "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
-    "pqn": Row(Pqn(CART_POLE, VALUES, **TINY), short_poles),
-    "pqn-recurrent": Row(Pqn(CART_POLE, Network(hidden=(), memory="min_gru", memory_size=4), **TINY), short_poles),
-    "pqn-qmix": Row(Pqn(FORAGING, VALUES, mixer="qmix", mixer_size=4, **TINY), lambda: ForagingParams(max_steps=3)),
-    "dqn": Row(
-        Dqn(CART_POLE, VALUES, num_lanes=2, num_steps=4, gradients=2, batch_size=4, capacity=16, warmup=1), short_poles
+    "ppo": Row(
+        Ppo(CART, Network(hidden=(8,)), num_lanes=2, num_steps=6, epochs=2, minibatches=2), short_episodes, SHAPES_ALONE
     ),
+    "a2c-para-gru": Row(
+        A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_lanes=2, num_steps=6),
+        short_episodes,
+        SHAPES_ALONE,
+    ),  # fmt: skip
+    "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
+    "pqn": Row(Pqn(CART, VALUES, **TINY), short_episodes, SHAPES_ALONE),
+    "pqn-min-gru": Row(
+        Pqn(CART, Network(hidden=(), memory="min_gru", memory_size=4), **TINY), short_episodes, SHAPES_ALONE
+    ),
+    "pqn-qmix": Row(
+        Pqn(FORAGING, VALUES, mixer="qmix", mixer_size=4, **TINY),
+        lambda: FORAGING_PARAMS.replace(max_steps=3),
+        SHAPES_ALONE,
+    ),  # fmt: skip
+    "dqn": Row(
+        Dqn(CART, VALUES, num_lanes=2, num_steps=4, gradients=2, batch_size=4, capacity=16, warmup=1),
+        short_episodes,
+        SHAPES_ALONE,
+    ),  # fmt: skip
 }
-SLOW = ("lm-muon-dropout-accumulate",)  # half a minute of compiling; its parts have tests of their own
+SLOW = (
+    "lm-muon-dropout-accumulate",
+    "a2c-para-gru",
+    "pqn-min-gru",
+    "pqn-qmix",
+)  # half a minute of compiling; parts have tests of their own
 each_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ROWS]
 )

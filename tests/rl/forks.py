@@ -112,6 +112,7 @@ def mixer(weights, kind, state, q):
         return x @ p[name][0] + p[name][1]
 
     width = p["b1"][1].shape[0]
+    state = (state - state.mean()) / (((state - state.mean()) ** 2).mean() + 1e-6) ** 0.5
     first, second = abs(hyper("w1", state)), abs(hyper("w2", state))
     total = hyper("v2", jnp.maximum(hyper("v1", state), 0))[0]
     for unit in range(width):

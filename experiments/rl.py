@@ -1,0 +1,283 @@
+"""Learns in an environment: many seeds side by side, each a whole run; what they return, and a film of one.
+
+    python -m experiments.rl                                                   # PPO on CartPole, four seeds
+    python -m experiments.rl env=Acrobot-v1 num_seeds=8 rates.learning_rate=1e-3
+    python -m experiments.rl preset=memory memory=para_gru num_steps=1024
+    python -m experiments.rl preset=minatar env=Asterix-MinAtar
+    python -m experiments.rl env=Spread-3 central=true num_envs=64             # MAPPO; without `central`, IPPO
+
+`algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
+unrolls at once. The same command resumes a run that was ended, on any mesh; more steps extend it, if rates are not
+annealed over them (anneal=false).
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import _run
+from experiments._run import say
+from experiments._walk import Walk, film
+from experiments._world import changes, make_world
+from jaxpar.env import gif, grid_of
+from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
+from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.mesh import MeshSpec, make_mesh, partition, use_mesh
+from jaxpar.rl import A2c, Network, Ppo, Seeds
+from jaxpar.rollout import NextStep, evaluate
+from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
+from jaxpar.types import PyTree, UsageError
+
+ALGORITHMS: dict[str, Any] = {"ppo": Ppo, "a2c": A2c}
+METHODS: dict[str, Any] = {
+    "auto": None, "sequential": Sequential(), "newton": Newton(), "quasi": Quasi(), "gauss_seidel": GaussSeidel(),
+}  # fmt: skip
+FILMED = 6
+_WIDTH = 192
+
+
+def _what(default: Any = None, **kinds: Any) -> Any:
+    """A flag that makes another run."""
+    kinds = kinds or {"default": default}
+    return dataclasses.field(metadata={"identity": True}, **kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """What is learned, and how.
+
+    Attributes:
+      env: Name of an environment, ours or gymnax's.
+      env_fields: Changes to its fields, such as env_fields.size=16.
+      params: Changes to its parameters, such as params.gravity=5.
+      algorithm: ppo or a2c.
+      num_seeds: Learners side by side, which differ in their keys alone.
+      steps: Environment steps of each, rounded up to whole chunks of updates.
+      num_envs: Environments of each; 0 is the algorithm's own number, and so below.
+      num_steps: Steps of an unroll.
+      epochs: Times that an unroll is gone through.
+      minibatches: Parts of an unroll.
+      rates: Changes to the algorithm's numbers, such as rates.entropy=0.
+      anneal: Whether the learning rate falls to 0 over the run; else as rates.anneal says.
+      fields: Changes to other fields of the algorithm.
+      central: Whether values read all agents' observations.
+      encoder: Widths of layers before the memory.
+      hidden: Widths of layers after it.
+      activation: tanh, relu or silu.
+      conv: Channels of convolutions that read pictures.
+      layer_norm: Whether layers are normalised.
+      memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren.
+      memory_size: Its units.
+      method: How its recurrence is solved: auto, sequential, newton, quasi, gauss_seidel.
+      draw: lane, or batch, which draws faster, other numbers.
+      chunk: Updates in one program.
+      save_every: Updates between checkpoints, a multiple of chunk; 0 means at the end alone.
+      eval_episodes: Of each seed, at the end, acting by the likeliest action.
+      eval_steps: Most steps of such an episode.
+      gif: Whether to film the first seed's agent, where the environment can be rendered.
+      frames: Of the film.
+    """
+
+    name: str = "rl"
+    env: str = _what("CartPole-v1")
+    env_fields: dict[str, Any] = _what(default_factory=dict)
+    params: dict[str, Any] = _what(default_factory=dict)
+    algorithm: str = _what("ppo")
+    num_seeds: int = _what(4)
+    steps: int = 500_000
+    num_envs: int = _what(0)
+    num_steps: int = _what(0)
+    epochs: int = _what(0)
+    minibatches: int = _what(0)
+    rates: dict[str, float] = _what(default_factory=dict)
+    anneal: bool = _what(True)
+    fields: dict[str, Any] = _what(default_factory=dict)
+    central: bool = _what(False)
+    encoder: list[int] = _what(default_factory=list)
+    hidden: list[int] = _what(default_factory=lambda: [64, 64])
+    activation: str = _what("tanh")
+    conv: list[int] = _what(default_factory=list)
+    layer_norm: bool = _what(False)
+    memory: str = _what("none")
+    memory_size: int = _what(64)
+    method: str = _what("auto")
+    draw: str = _what("lane")
+    chunk: int = 10
+    save_every: int = 0
+    eval_episodes: int = 64
+    eval_steps: int = 1000
+    gif: bool = True
+    frames: int = 200
+
+    def __post_init__(self):
+        """Refuses counts that no run can have, and unknown names."""
+        super().__post_init__()
+        for name in ("num_seeds", "steps", "chunk", "eval_episodes", "eval_steps", "frames"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("num_envs", "num_steps", "epochs", "minibatches"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1, or 0 for the algorithm's own.")
+        for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS)):
+            if getattr(self, name) not in legal:
+                near = difflib.get_close_matches(getattr(self, name), legal, n=3) or legal
+                raise UsageError(f"{name}={getattr(self, name)!r} is unknown; the nearest are {', '.join(near)}.")
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("rl", Config, list(flags))
+
+
+def make_learner(config: Config) -> tuple[Any, PyTree]:
+    """Returns the learner of one seed, and the environment's parameters."""
+    env, params = make_world(config.env, config.env_fields, config.params)
+    kind = ALGORITHMS[config.algorithm]
+    usual = {field.name: field.default for field in dataclasses.fields(kind)}
+    chosen: dict[str, Any] = {"draw": config.draw}
+    for name in ("num_envs", "num_steps", "epochs", "minibatches", "central"):
+        own, value = {"num_envs": "num_lanes"}.get(name, name), getattr(config, name)
+        if value and own not in usual:
+            raise UsageError(f"{name}={value} does not apply: algorithm={config.algorithm} has none.")
+        chosen |= {own: value} if value else {}
+    network = Network(
+        tuple(config.encoder), tuple(config.hidden), config.activation, tuple(config.conv), config.layer_norm,
+        config.memory, config.memory_size, METHODS[config.method],
+    )  # fmt: skip
+    free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)}
+    chosen |= changes("fields", f"algorithm={config.algorithm}", free, config.fields)
+    learner = kind(env, network, **chosen)
+    numbers = dataclasses.asdict(learner.rates)
+    asked = changes("rates", f"algorithm={config.algorithm}", numbers, config.rates)
+    if config.anneal:
+        asked["anneal"] = float(num_updates(config, learner))
+    return dataclasses.replace(learner, rates=learner.rates.replace(**asked)), params
+
+
+def num_updates(config: Config, learner: Any) -> int:
+    """Returns how many updates make `config.steps` environment steps: whole chunks, so that one program does it."""
+    return -(-config.steps // (learner.num_lanes * learner.num_steps * config.chunk)) * config.chunk
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Learns under the mesh of the flags; writes metrics.jsonl, checkpoints, plots/returns.png and plots/agent.gif."""
+    with _run.open_devices(config):
+        learn(config, folder)
+
+
+def learn(config: Config, folder: pathlib.Path) -> FitResult:
+    """Learns under the ambient mesh, in `folder`; resumes what is there."""
+    learner, params = make_learner(config)
+    partition(("envs",), (learner.num_lanes,), "num_envs")
+    seeds, updates = Seeds(learner, config.num_seeds), num_updates(config, learner)
+    folder = _run.fresh_folder(folder, config.resume)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        metadata = _run.identity(config) | ({"steps": config.steps} if config.anneal else {})
+        hooks = Hooks(axes=seeds.axes(), checkpoints=checkpoints, metadata=metadata)
+        start, state = resume(seeds, hooks) or (0, None)
+        _tell_start(config, folder, learner, updates, start)
+        writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name,
+                              config=_run.identity(config))  # fmt: skip
+        stack.callback(writer.close)
+        stack.enter_context(_run.ending_together())
+        per_update = learner.num_lanes * learner.num_steps * config.num_seeds
+        progress = stack.enter_context(open_progress(updates, start, "learning", "update", shows="return_mean",
+                                                     tokens_per_step=per_update, token="env steps"))  # fmt: skip
+        hooks = dataclasses.replace(hooks, writer=writer, progress=progress,
+                                    report=lambda _: _run.write_start(folder, config))  # fmt: skip
+        plan = Fit(updates, config.chunk, save_every=config.save_every)
+        result = fit(seeds, jax.random.key(config.seed), lambda _: params, plan, hooks, state=state, start=start)
+    _tell_end(config, folder, learner, params, result)
+    return result
+
+
+def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int, start: int) -> None:
+    count = f", {learner.env.num_agents} agents" if hasattr(learner.env, "num_agents") else ""
+    per_update = learner.num_lanes * learner.num_steps
+    say(f"run        {_run.short(folder)}" + (f" (resuming at update {start})" if start else ""))
+    say(f"env        {config.env}{count}")
+    say(f"learner    {config.algorithm}, memory={config.memory}, {config.num_seeds} seed(s)")
+    say(f"updates    {updates:,} of {learner.num_lanes:,} environments x {learner.num_steps:,} steps: "
+        f"{updates * per_update:,} steps a seed")  # fmt: skip
+
+
+def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, result: FitResult) -> None:
+    if result.interrupted:
+        say(f"interrupted after update {result.step}; its checkpoint is written, and the same command goes on.")
+        return
+    returns = judged(config, learner, params, result.state)
+    error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")
+    say(f"return     {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
+        + f", {config.eval_episodes} episodes a seed, likeliest actions: "
+        + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
+    if result.metrics.get("train/converged", 1.0) < 1:
+        say("note       the memory's solver did not converge in the last update (train/converged); method=sequential "
+            "has none")  # fmt: skip
+    if jax.process_index():
+        return
+    metrics, plots = folder / "metrics.jsonl", folder / "plots"
+    rows = [row for row in read_jsonl(metrics) if "train/seed_00" in row]
+    per_update = learner.num_lanes * learner.num_steps
+    steps = np.array([row["step"] * per_update for row in rows])
+    values = np.array([[row.get(f"train/seed_{i:02}", np.nan) for row in rows] for i in range(config.num_seeds)], float)
+    if np.isfinite(values).all(0).any():
+        plot_seeds({f"{config.algorithm}, memory={config.memory}": (steps, values)}, plots / "returns.png",
+                   xlabel="environment steps of a seed", ylabel="return of episodes", title=config.env)  # fmt: skip
+    else:
+        say(f"note       no curve: not every seed has finished an episode within {int(steps[-1]):,} steps")
+    panels = {"policy": ("train/entropy", "train/clipped", "train/approx_kl"), "value": ("train/explained",),
+              "gradient": ("train/grad_norm",), "Q": ("train/q_mean", "train/q_loss")}  # fmt: skip
+    plot_metrics(metrics, plots / "learning.png", panels)
+    shot = shoot(config, folder, learner, params, result.state) if config.gif else None
+    for path in (shot, plots, metrics, folder / "checkpoints"):
+        if path:
+            say(f"{path.name:14} {_run.short(path)}")
+
+
+def judged(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
+    """Returns the mean return of each seed's agent, `[S]`, over whole episodes of likeliest actions."""
+    agent = learner.agent(greedy=True)
+    key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)
+
+    def one(weights):
+        played = evaluate(key, learner.env, params, agent, weights, config.eval_episodes, config.eval_steps,
+                          carry=agent.first_carry())  # fmt: skip
+        return jnp.mean(played.returns), jnp.mean(played.finished)
+
+    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
+        weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
+        returns, finished = jax.jit(lambda weights: jax.lax.map(one, weights))(weights)
+    if (cut := 1 - float(jnp.mean(finished))) > 0:
+        say(f"note       {cut:.1%} of the episodes went on after eval_steps={config.eval_steps}, and count as far as "
+            "they came")  # fmt: skip
+    return np.asarray(returns)
+
+
+def shoot(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, state: PyTree) -> pathlib.Path | None:
+    """Films the first seed's agent in a few lanes, on one device; returns the GIF, None for an env without pictures."""
+    if not hasattr(learner.env, "render"):
+        say(f"note       no film, since {config.env} has no render")
+        return None
+    agent = learner.agent(greedy=True)
+    walk = Walk(learner.env, params, agent, FILMED, NextStep(), config.draw)
+    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
+        weights = jax.tree.map(lambda x: jnp.asarray(x[0]), jax.device_get(state.weights))
+        frames = film(jax.random.key(config.seed), walk, FILMED, config.frames, weights=weights,
+                      carry=agent.first_carry())  # fmt: skip
+    scale = max(1, _WIDTH // max(frames.shape[2:4]))
+    path = folder / "plots" / "agent.gif"
+    path.parent.mkdir(exist_ok=True)
+    gif(grid_of(frames.repeat(scale, 2).repeat(scale, 3), gap=6), path, fps=20)
+    return path
+
+
+if __name__ == "__main__":
+    _run.launch("rl", Config, execute)
