@@ -26,7 +26,7 @@ def lively(learner):
     """A state whose weights, and others of the target network, are none of them zero."""
     state = jit(learner.init)(jax.random.key(0), None)
     weights = perturbed(state.weights)
-    return state.replace(weights=weights, target=jax.tree.map(lambda x: 0.7 * x + 0.1, weights))
+    return state.replace(weights=weights, target=jax.tree.map(lambda x: 0.1 - 0.7 * x, weights))
 
 
 def replayed(learner, steps):
@@ -101,6 +101,8 @@ def test_an_update_equals_its_equations(learner):
         for i in range(5)
     ]
     assert_close(lesson.target[0], np.array(targets), 10 * EXACT_MATHS["float32"])
+    single = taught(learner.agent(), state.target, state.target, rows, learner.double).target[0]
+    assert bool(jnp.any(jnp.abs(single - lesson.target[0]) > 0.01)) == learner.double, "both would choose the same"
     grad = jit(jax.value_and_grad(lambda w, *row: one_error(w, learner, *row)))
     errors = [grad(state.weights, rows.obs[i], rows.drawn[i], jnp.float32(targets[i])) for i in range(5)]
     loss, grads = jax.tree.map(lambda *x: sum(x) / 10, *errors)
