@@ -27,7 +27,7 @@ def learner_of(kind, **more):
     return Pqn(env, SMALL, RATES, mixer=joint, **(fields | more))
 
 
-def walked(learner, epsilon=0.5):
+def walked(learner, epsilon=1.0):
     """A state with lively weights, and what its policy does."""
     state = jit(learner.init)(jax.random.key(0), None)
     state = state.replace(weights=perturbed(state.weights), rates=state.rates.replace(epsilon=jnp.float32(epsilon)))
