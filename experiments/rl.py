@@ -29,7 +29,7 @@ from jaxpar.env import gif, grid_of
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import MeshSpec, make_mesh, partition, use_mesh
-from jaxpar.rl import A2c, Network, Ppo, Seeds
+from jaxpar.rl import A2c, Network, Ppo, Recalling, Seeds
 from jaxpar.rollout import NextStep, evaluate
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
@@ -56,6 +56,7 @@ class Config(_run.RunConfig):
       env: Name of an environment, ours or gymnax's.
       env_fields: Changes to its fields, such as env_fields.size=16.
       params: Changes to its parameters, such as params.gravity=5.
+      recall: Whether the last action and reward are seen as well (RL^2, with a memory).
       algorithm: ppo or a2c.
       num_seeds: Learners side by side, which differ in their keys alone.
       steps: Environment steps of each, rounded up to whole chunks of updates.
@@ -88,6 +89,7 @@ class Config(_run.RunConfig):
     env: str = _what("CartPole-v1")
     env_fields: dict[str, Any] = _what(default_factory=dict)
     params: dict[str, Any] = _what(default_factory=dict)
+    recall: bool = _what(False)
     algorithm: str = _what("ppo")
     num_seeds: int = _what(4)
     steps: int = 500_000
@@ -138,6 +140,7 @@ def compose(*flags: str) -> Config:
 def make_learner(config: Config) -> tuple[Any, PyTree]:
     """Returns the learner of one seed, and the environment's parameters."""
     env, params = make_world(config.env, config.env_fields, config.params)
+    env = Recalling(env) if config.recall else env
     kind = ALGORITHMS[config.algorithm]
     usual = {field.name: field.default for field in dataclasses.fields(kind)}
     chosen: dict[str, Any] = {"draw": config.draw}

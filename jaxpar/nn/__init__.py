@@ -3,7 +3,7 @@
 | file | in -> out shapes | called by |
 |---|---|---|
 | `leaf` | tree of (shape, axes, init) -> parameters | all below, `lm` |
-| `cells`, `gated`, `aaren` | params, h [B, n], drive [B, n] -> h [B, n], and facts about it | `layer` |
+| `cells`, `gated`, `aaren`, `s5` | params, h [B, n], drive [B, n] -> h [B, n], and facts about it | `layer` |
 | `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixer` |
 | `mixer` | the same on any mesh, after the block's own products [T, B, n] | `lm`, `network` |
 | `network` | params, xs [B, T, D] -> [B, T, C], and its trainer | experiments |
@@ -16,11 +16,13 @@ from jaxpar.nn.cells import Cell, SequenceCell
 from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
 from jaxpar.nn.layer import recurrent
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.s5 import S5
 
 __all__ = [
     "GRU",
     "LEM",
     "LSTM",
+    "S5",
     "Aaren",
     "Cell",
     "CfC",

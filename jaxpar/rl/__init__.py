@@ -5,6 +5,7 @@
 | `features`, `distributions` | observations `[*L, ...]` -> `[*L, F]`; heads -> draws and their densities | `agent` |
 | `memory`, `network` | features `[T, B, F]`, starts `[T, B]` -> heads `[T, B, width]`, in one pass | `agent` |
 | `agent` | observations `[T, B, ...]` -> policy and value; one lane's action | learners, `jaxpar.rollout` |
+| `recall` | an environment -> one that tells the last action and reward (RL^2) | users |
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
 | `collect`, `optimizer`, `learner` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `mixers`, `action_values` | observations `[T, B, ...]` -> values of actions, of agents and teams | `pqn`, `dqn` |
@@ -17,10 +18,11 @@ from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.dqn import Dqn, DqnRates
-from jaxpar.rl.memory import Memory, Recurrent
+from jaxpar.rl.memory import Memory, Recurrent, WindowAttention
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
+from jaxpar.rl.recall import Recalling
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
 from jaxpar.rl.train import Seeds, train
 
@@ -37,8 +39,10 @@ __all__ = [
     "PpoRates",
     "Pqn",
     "PqnRates",
+    "Recalling",
     "Recurrent",
     "Seeds",
+    "WindowAttention",
     "advantages",
     "lambda_returns",
     "n_step_returns",

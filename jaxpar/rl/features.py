@@ -10,7 +10,7 @@ import numpy as np
 from jaxpar.env import Box, Discrete, Fields, MultiDiscrete
 from jaxpar.types import Array, PyTree
 
-__all__ = ["feature_shape", "features", "of_one_agent"]
+__all__ = ["feature_shape", "features", "of_one_agent", "zeros_of"]
 
 MAX_CHOICES = 32  # integers of no more values than this count as names, not as numbers
 
@@ -70,12 +70,13 @@ def features(space: Any, obs: PyTree) -> Array:
 
 def feature_shape(space: Any) -> tuple[int, ...]:
     """`[F]` or `[H, W, C]`."""
-    return jax.eval_shape(lambda: features(space, _zeros(space))).shape
+    return jax.eval_shape(lambda: features(space, zeros_of(space))).shape
 
 
-def _zeros(space: Any) -> PyTree:
+def zeros_of(space: Any) -> PyTree:
+    """Zeros of an element's shapes and dtypes."""
     if isinstance(space, Fields):
-        return {name: _zeros(inner) for name, inner in space.items}
+        return {name: zeros_of(inner) for name, inner in space.items}
     return jnp.zeros(space.shape, space.dtype)
 
 

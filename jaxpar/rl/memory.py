@@ -7,17 +7,19 @@ lane sees what came since the last start at or before t, and nothing older.
 
 import dataclasses
 import inspect
+import math
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.nn import Aaren, Cell
+from jaxpar.nn import S5, SequenceCell
 from jaxpar.nn.layer import first_state, unroll
+from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.mixer import MIXERS, mixer_cell
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["MEMORIES", "Memory", "Recurrent", "memory_of"]
+__all__ = ["MEMORIES", "Memory", "Recurrent", "WindowAttention", "memory_of"]
 
 
 class Memory(Protocol):
@@ -46,7 +48,7 @@ class Recurrent:
             device. `Sequential()` is the step-by-step twin.
     """
 
-    cell: Cell | Aaren
+    cell: SequenceCell
     method: Any = None
 
     def init(self, key: PRNGKey, input_dim: int) -> PyTree:
@@ -67,7 +69,66 @@ class Recurrent:
         return self.cell.output(params, states).astype(xs.dtype), last, converged
 
 
-MEMORIES = tuple(MIXERS)
+@dataclasses.dataclass(frozen=True)
+class WindowAttention:
+    """Softmax attention to the last `window` steps of the episode, nearer ones favoured.
+
+        y[t] = sum_j softmax_j(k[j] q[t] / sqrt(K) - m (t - j)) v[j] O,    t - window < j <= t,  j in t's episode
+
+    with a slope m = 2^(-8 i / H) in head i (Press et al. 2022, arXiv:2108.12409), so that only distances matter and a
+    carry of `window` keys and values is all that is remembered. O(T (T + window)) work and memory.
+
+    Attributes:
+        size: n, over all heads.
+        heads: H.
+        window: steps.
+    """
+
+    size: int
+    heads: int = 4
+    window: int = 64
+
+    def __post_init__(self):
+        """Refuses heads that do not divide the units, and no window."""
+        if self.heads < 1 or self.size < 1 or self.size % self.heads:
+            raise UsageError(f"size={self.size} of attention must be a multiple of heads={self.heads}, both over 0.")
+        if self.window < 1:
+            raise UsageError(f"window={self.window} must be at least 1.")
+
+    def init(self, key: PRNGKey, input_dim: int) -> PyTree:
+        """Draws the parameters for features `[D]`; consumes `key`."""
+        into = Leaf((input_dim, self.size), ("embed", "heads"), 1 / math.sqrt(input_dim))
+        out = Leaf((self.size, self.size), ("heads", "embed"), 1 / math.sqrt(self.size))
+        return draw(key, {"q": into, "k": into, "v": into, "o": out})
+
+    def initial(self, batch: int) -> PyTree:
+        """The carry of lanes that remember nothing: keys, values `[B, W, n]`, and 1 `[B, W]` where there are any."""
+        rows = jnp.zeros((batch, self.window, self.size))
+        return {"k": rows, "v": rows, "there": jnp.zeros((batch, self.window))}
+
+    def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
+        """Outputs `[T, B, n]`, the carry after the last step, and True."""
+        x = jnp.swapaxes(xs, 0, 1)
+        keys, values = (jnp.concatenate([carry[name], x @ params[name]], 1) for name in ("k", "v"))
+        # Episodes by number; what was remembered is of number 0, or of none.
+        episode = jnp.cumsum(starts.T, 1, dtype=jnp.int32)
+        of = jnp.concatenate([jnp.where(carry["there"] > 0, 0, -1), episode], 1)
+        now = self.window + jnp.arange(len(xs))
+        distance = now[:, None] - jnp.arange(len(xs) + self.window)[None]
+        near = (distance >= 0) & (distance < self.window)
+        legal = near[None] & (of[:, None] == episode[:, :, None])
+        split = lambda z: z.reshape(*z.shape[:2], self.heads, -1)  # noqa: E731
+        slopes = 2.0 ** (-8 * (1 + jnp.arange(self.heads, dtype=x.dtype)) / self.heads)
+        scores = jnp.einsum("bthk,bjhk->bhtj", split(x @ params["q"]), split(keys)) / math.sqrt(self.size // self.heads)
+        scores = jnp.where(legal[:, None], scores - (slopes[:, None, None] * distance[None])[None], -jnp.inf)
+        ys = jnp.einsum("bhtj,bjhk->bthk", jax.nn.softmax(scores), split(values)).reshape(*x.shape[:2], -1)
+        there = (of == episode[:, -1:])[:, -self.window :].astype(x.dtype)
+        last = {name: z[:, -self.window :] * there[..., None] for name, z in (("k", keys), ("v", values))}
+        last["there"] = there
+        return jnp.swapaxes(ys @ params["o"], 0, 1), last, jnp.ones((), bool)
+
+
+MEMORIES = (*MIXERS, "s5", "attention")
 """Names that `memory_of` knows, besides "none"."""
 
 
@@ -82,8 +143,11 @@ def memory_of(memory: Any, size: int, method: Any = None) -> Memory | None:
             return None
         if memory not in MEMORIES:
             raise UsageError(f"memory={memory!r} is unknown; legal are none, {', '.join(MEMORIES)}.")
-        heads = 4 if memory == "aaren" and size % 4 == 0 else 1
-        return Recurrent(mixer_cell(memory, size, heads), method)
+        heads = 4 if size % 4 == 0 else 1
+        if memory == "attention":
+            return WindowAttention(size, heads)
+        cell = S5(size) if memory == "s5" else mixer_cell(memory, size, heads if memory == "aaren" else 1)
+        return Recurrent(cell, method)
     if "starts" not in inspect.signature(getattr(memory, "apply", lambda: 0)).parameters:
         raise UsageError(
             f"{type(memory).__name__} cannot honour the start of episodes: a memory's apply takes "

@@ -28,7 +28,7 @@ def one_after_another(memory, params, xs, carry):
     return jnp.stack(out), carry
 
 
-FAST = ("gru", "para_gru", "min_gru", "aaren")
+FAST = ("gru", "para_gru", "min_gru", "aaren", "s5", "attention")
 
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in MEMORIES])
