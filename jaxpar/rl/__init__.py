@@ -8,15 +8,20 @@
 | `recall` | an environment -> one that tells the last action and reward (RL^2) | users |
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
 | `collect`, `optimizer`, `learner` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
-| `ppo`, `a2c` | environment's parameters -> an update | `jaxpar.loop` |
+| `mixers`, `action_values` | observations `[T, B, ...]` -> values of actions, of agents and teams | `pqn`, `dqn` |
+| `buffer` | rows `[M, ...]` -> a ring of them -> random rows | `dqn` |
+| `ppo`, `a2c`, `pqn`, `dqn` | environment's parameters -> an update | `jaxpar.loop` |
 | `train` | a learner -> its whole run, or many seeds' | users, experiments |
 """
 
 from jaxpar.rl.a2c import A2c, A2cRates
+from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
+from jaxpar.rl.dqn import Dqn, DqnRates
 from jaxpar.rl.memory import Memory, Recurrent, WindowAttention
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
+from jaxpar.rl.pqn import Pqn, PqnRates
 from jaxpar.rl.recall import Recalling
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
 from jaxpar.rl.train import Seeds, train
@@ -24,11 +29,16 @@ from jaxpar.rl.train import Seeds, train
 __all__ = [
     "A2c",
     "A2cRates",
+    "ActionValues",
     "ActorCritic",
+    "Dqn",
+    "DqnRates",
     "Memory",
     "Network",
     "Ppo",
     "PpoRates",
+    "Pqn",
+    "PqnRates",
     "Recalling",
     "Recurrent",
     "Seeds",

@@ -11,7 +11,7 @@ from jaxpar.rl.returns import advantages, next_values
 from jaxpar.rollout import Lanes, Steps, summary, unroll
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["Batch", "check_minibatches", "collect", "epochs", "judged", "latest"]
+__all__ = ["Batch", "check_minibatches", "collect", "epochs", "judged", "latest", "marks"]
 
 
 @flax.struct.dataclass
@@ -78,13 +78,9 @@ def judged(steps: Steps, last_value: Array, carry: PyTree, rates: Any) -> Batch:
     """Steps with advantages and targets; `last_value` is that of the observation after them."""
     extras = steps.extras
     value, reward = extras["value"], steps.reward * rates.reward_scale
-    ended = _per_agent(steps.ended, reward)
-    cut = steps.terminated | steps.truncated | ended
+    cut, weight = marks(steps)
     following = next_values(value, last_value, cut, steps.bootstrap)
     advantage = advantages(reward, value, following, cut, rates.discount, rates.trace)
-    # An agent that ended before its episode did waits; whatever its policy says then, counts for nothing.
-    gone = jnp.concatenate([jnp.zeros_like(cut[:1]), steps.terminated[:-1]]) & ~_per_agent(steps.start, reward)
-    weight = (_per_agent(steps.valid, reward) & ~gone).astype(jnp.float32)
     return Batch(
         obs=steps.obs,
         start=steps.start,
@@ -97,6 +93,15 @@ def judged(steps: Steps, last_value: Array, carry: PyTree, rates: Any) -> Batch:
         action_mask=extras.get("action_mask"),
         carry=carry,
     )
+
+
+def marks(steps: Steps) -> tuple[Array, Array]:
+    """Where trajectories are cut, bool `[T, B, (N)]`, and what counts, float32: 1, or 0 where nobody was there."""
+    ended = _per_agent(steps.ended, steps.reward)
+    cut = steps.terminated | steps.truncated | ended
+    # An agent that ended before its episode did waits; whatever its policy says then, counts for nothing.
+    gone = jnp.concatenate([jnp.zeros_like(cut[:1]), steps.terminated[:-1]]) & ~_per_agent(steps.start, steps.reward)
+    return cut, (_per_agent(steps.valid, steps.reward) & ~gone).astype(jnp.float32)
 
 
 def _per_agent(flag: Array, like: Array) -> Array:

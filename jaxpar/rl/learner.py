@@ -1,5 +1,6 @@
 """What learners have in common: where they stand, how they begin, and an update from an unroll."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rollout import Lanes, begin
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["LearnerState", "begun", "check_counts", "learner_axes", "learned"]
+__all__ = ["LearnerState", "begun", "check_counts", "descended", "learned", "learner_axes", "summed_up"]
 
 
 @flax.struct.dataclass
@@ -90,22 +91,40 @@ def learned(
     act_key, deal_key = jax.random.split(key)
     lanes, batch, steps = collect(act_key, state.lanes, agent, params, state.weights, rates, learner.num_steps,
                                   draw=learner.draw, reset=learner.reset)  # fmt: skip
-    rate = optimizer.annealed(rates, state.updates)
-
-    def update(carry, part: Batch):
-        weights, opt_state = carry
-        grads, info = jax.grad(loss, has_aux=True)(weights, agent, part, rates)
-        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
-        return (weights, opt_state), info | {"grad_norm": norm}
-
-    (weights, opt_state), infos = epochs(
-        deal_key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches,
-        learner.has_memory,
-    )  # fmt: skip
-    info = jax.tree.map(jnp.mean, infos) | {"learning_rate": rate, "explained": _explained(batch)}
-    info |= {"converged": jnp.min(infos["converged"]), "ratio_error": infos["ratio_error"][0, 0]}
+    weights, opt_state, infos = descended(
+        deal_key, state, batch, learner, optimizer, functools.partial(loss, rates=rates)
+    )
+    ratio_error = infos["ratio_error"][0, 0]
+    info = summed_up(infos) | {"explained": _explained(batch), "ratio_error": ratio_error}
     info, known = latest(info, state.known, steps)
     return LearnerState(weights, opt_state, lanes, rates, state.updates + 1, known), info
+
+
+def descended(
+    key: PRNGKey, state: LearnerState, batch: PyTree, learner: Any, optimizer: Optimizer, loss: Callable
+) -> tuple[PyTree, PyTree, Info]:
+    """Weights and optimizer's state after all epochs of a batch; and infos `[epochs, minibatches]`; consumes `key`.
+
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm" and "learning_rate" are added.
+    """
+    rates, agent = state.rates, learner.agent()
+    rate = optimizer.annealed(rates, state.updates)
+
+    def update(carry, part):
+        weights, opt_state = carry
+        grads, info = jax.grad(loss, has_aux=True)(weights, agent, part)
+        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        return (weights, opt_state), info | {"grad_norm": norm, "learning_rate": rate}
+
+    (weights, opt_state), infos = epochs(
+        key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory
+    )
+    return weights, opt_state, infos
+
+
+def summed_up(infos: Info) -> Info:
+    """The mean of each metric over all updates, and the least "converged"."""
+    return jax.tree.map(jnp.mean, infos) | {"converged": jnp.min(infos["converged"])}
 
 
 def _explained(batch: Batch) -> Array:

@@ -98,7 +98,8 @@ def unroll(
             `GivenLevel`.
         draw: "lane", the reference, or "batch", faster; equal in distribution (`jaxpar.rollout.draws`).
         value: `(policy_params, obs, carry) -> float32` (`[N]` agents), for one lane: what truncation bootstraps. It is
-            evaluated on the last observation, only in steps in which some lane of the device was truncated; static.
+            evaluated on the last observation, only in steps in which some lane of the device was truncated; one that
+            names a parameter `action_mask` is given the environment's, or None where it has none; static.
         keep: `Steps [B] -> pytree`, what to keep of a step, by default all of it; whatever it keeps must have a leading
             axis B. For long walks over large observations of which only statistics are wanted; static.
         trip: steps that the compiled loop makes at once; more fuse across steps, and take longer to compile. None is
@@ -190,7 +191,7 @@ class _Walk:
             start=lanes.start,
             valid=valid,
             ended=ended,
-            bootstrap=self.bootstrap(policy_params, now[0], carry, truncated & ~terminated),
+            bootstrap=self.bootstrap(params, policy_params, now, carry, truncated & ~terminated),
             episode_return=jnp.where(per_lane(lanes.start, reward), 0, lanes.episode_return) + reward,
             episode_length=jnp.where(lanes.start, 0, lanes.episode_length) + (1 if valid is None else valid),
             extras=extras,
@@ -221,15 +222,18 @@ class _Walk:
         """Actions, memories and extras of all lanes."""
 
         def one(key, obs, carry, state):
-            more = {}
-            if "action_mask" in inspect.signature(self.policy).parameters:
-                masks = hasattr(self.env, "action_mask")
-                more["action_mask"] = self.env.action_mask(state, params) if masks else None
-            action, carry, *extras = self.policy(key, policy_params, obs, carry, **more)
+            legal = self.legal(self.policy, state, params)
+            action, carry, *extras = self.policy(key, policy_params, obs, carry, **legal)
             self.check_action(action, params)
             return action, carry, extras[0] if extras else {}
 
         return jax.vmap(one)(keys, lanes.obs, carry, lanes.state)
+
+    def legal(self, asks, state, params) -> dict[str, Any]:
+        """The mask of a state, for a function that names a parameter `action_mask`; None where there is no mask."""
+        if "action_mask" not in inspect.signature(asks).parameters:
+            return {}
+        return {"action_mask": self.env.action_mask(state, params) if hasattr(self.env, "action_mask") else None}
 
     def check_action(self, action, params):
         """Refuses actions that are no elements of the space by their shapes; values are `check_steps`'s to judge."""
@@ -238,13 +242,16 @@ class _Walk:
         if shapes != wanted:
             raise UsageError(f"the policy's action has shape {shapes}; {name_of(self.env)} takes {wanted}.")
 
-    def bootstrap(self, policy_params, obs, carry, cut) -> Any:
+    def bootstrap(self, params, policy_params, now, carry, cut) -> Any:
         """The values of the last observations of lanes that were cut, 0 elsewhere; None without a value function."""
         if self.value is None:
             return None
 
+        def one(obs, state, carry):
+            return self.value(policy_params, obs, carry, **self.legal(self.value, state, params))
+
         def values():
-            found = jax.vmap(self.value, (None, 0, 0))(policy_params, obs, carry)
+            found = jax.vmap(one)(now[0], now[1], carry)
             if found.shape != cut.shape:
                 raise UsageError(f"value gives shape {found.shape[1:]} a lane; legal is {cut.shape[1:]}.")
             return jnp.where(cut, found, 0).astype(jnp.float32)

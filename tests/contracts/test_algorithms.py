@@ -17,7 +17,7 @@ import envs
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
-from jaxpar.rl import A2c, Network, Ppo
+from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,9 @@ def short_episodes():
 
 SHAPES_ALONE = "rollout.lanes evaluates shapes, and nothing else, with a key that was used"
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
+FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
+VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
+TINY = {"num_lanes": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(
@@ -75,8 +78,27 @@ ROWS = {
         SHAPES_ALONE,
     ),  # fmt: skip
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
+    "pqn": Row(Pqn(CART, VALUES, **TINY), short_episodes, SHAPES_ALONE),
+    "pqn-min-gru": Row(
+        Pqn(CART, Network(hidden=(), memory="min_gru", memory_size=4), **TINY), short_episodes, SHAPES_ALONE
+    ),
+    "pqn-qmix": Row(
+        Pqn(FORAGING, VALUES, mixer="qmix", mixer_size=4, **TINY),
+        lambda: FORAGING_PARAMS.replace(max_steps=3),
+        SHAPES_ALONE,
+    ),  # fmt: skip
+    "dqn": Row(
+        Dqn(CART, VALUES, num_lanes=2, num_steps=4, gradients=2, batch_size=4, capacity=16, warmup=1),
+        short_episodes,
+        SHAPES_ALONE,
+    ),  # fmt: skip
 }
-SLOW = ("lm-muon-dropout-accumulate", "a2c-para-gru")  # half a minute of compiling; parts have tests of their own
+SLOW = (
+    "lm-muon-dropout-accumulate",
+    "a2c-para-gru",
+    "pqn-min-gru",
+    "pqn-qmix",
+)  # half a minute of compiling; parts have tests of their own
 each_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ROWS]
 )

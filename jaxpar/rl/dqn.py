@@ -1,0 +1,277 @@
+"""Q-learning from a replay buffer, with a target network."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
+from jaxpar.rl.buffer import Buffer, add, empty, sample
+from jaxpar.rl.collect import latest, marks
+from jaxpar.rl.learner import LearnerState, begun, check_counts, learner_axes, summed_up
+from jaxpar.rl.network import Network
+from jaxpar.rl.optimizer import Optimizer
+from jaxpar.rl.returns import n_step_returns
+from jaxpar.rollout import Chunked, Lanes, NextStep, Steps, unroll
+from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+
+__all__ = ["Dqn", "DqnRates", "DqnState", "Experience", "experiences", "taught"]
+
+
+@flax.struct.dataclass
+class DqnRates:
+    """Numbers of DQN: floats here, float32 scalars in a state, so that a sweep is a `vmap`.
+
+    Attributes:
+        learning_rate: of Adam, at first.
+        anneal: updates over which it falls to 0 in a line; 0 keeps it.
+        discount: of a step.
+        epsilon: share of random actions, at first.
+        last_epsilon: and in the end.
+        explore: updates over which it gets there, in a line.
+        target: how far the target network goes to the online one each time that it goes: 1 copies it (with
+            `Dqn.target_period` gradients between), a small one averages (with a period of 1).
+        max_grad_norm: gradients longer than this are shortened to it.
+        reward_scale: what rewards are multiplied by before anything is learned from them.
+    """
+
+    learning_rate: Any = 2.5e-4
+    anneal: Any = 0.0
+    discount: Any = 0.99
+    epsilon: Any = 1.0
+    last_epsilon: Any = 0.05
+    explore: Any = 500.0
+    target: Any = 1.0
+    max_grad_norm: Any = 10.0
+    reward_scale: Any = 1.0
+
+
+@flax.struct.dataclass
+class Experience:
+    """What happened in up to n steps; `[*L, (N), ...]`, numbers without N where a mixer makes agents a team.
+
+    Attributes:
+        obs: what was seen.
+        drawn: what was done, int32.
+        reward: discounted sum of the steps' rewards.
+        discount: of the value of what they led to: 0 where the process terminated.
+        next_obs: what they led to; the last observation of an episode that was truncated.
+        next_mask: legal actions there, or None.
+        weight: float32, 1 where it counts.
+    """
+
+    obs: PyTree
+    drawn: Array
+    reward: Array
+    discount: Array
+    next_obs: PyTree
+    next_mask: Array | None
+    weight: Array
+
+
+@flax.struct.dataclass
+class DqnState(LearnerState):
+    """A learner's state, with its memory of the past.
+
+    Attributes:
+        target: weights of the target network.
+        buffer: of `Experience` rows; on a mesh, whole on every device.
+        gradients: int32 [], gradient steps made.
+    """
+
+    target: PyTree
+    buffer: Buffer
+    gradients: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Dqn:
+    """Deep Q-learning (Mnih et al. 2015, doi:10.1038/nature14236, algorithm 1); an `Algorithm`, a step of it an update.
+
+    An update walks `num_steps` steps in `num_lanes` environments, keeps them in a ring of `capacity` experiences on the
+    device, and makes `gradients` gradient steps on batches drawn from it. Finished lanes spend a step on their last
+    observation (`NextStep`), so that what a step led to is always what is seen next; those steps are not kept. Several
+    agents share the network; with a mixer they are taught the team's mean reward (VDN, QMIX).
+
+    Attributes:
+        env: the environment or adapter, with actions `Discrete`.
+        network: of the values, without a memory.
+        rates: numbers.
+        num_lanes: B.
+        num_steps: T, of an unroll.
+        gradients: gradient steps after each.
+        batch_size: experiences a gradient step.
+        capacity: experiences that are kept.
+        warmup: experiences before anything is learned.
+        n_step: rewards that a target sums, fewer where an episode or the unroll ends.
+        double: whether the online network chooses the action that the target network values (van Hasselt et al. 2016,
+            arXiv:1509.06461, eq. 4).
+        target_period: gradient steps between moves of the target network.
+        mixer: "none", "vdn" or "qmix".
+        mixer_size: hidden units of QMIX.
+        draw: as in `jaxpar.rollout.unroll`.
+        reset: where new episodes begin: `NextStep`'s `by`; None for the exact default.
+    """
+
+    env: Any
+    network: Network = Network(hidden=(120, 84), activation="relu", layer_norm=True)
+    rates: DqnRates = DqnRates()
+    num_lanes: int = 8
+    num_steps: int = 16
+    gradients: int = 16
+    batch_size: int = 128
+    capacity: int = 65536
+    warmup: int = 4096
+    n_step: int = 3
+    double: bool = True
+    target_period: int = 100
+    mixer: str = "none"
+    mixer_size: int = 32
+    draw: str = "lane"
+    reset: Any = None
+
+    def __post_init__(self):
+        """Refuses what no learner can be."""
+        check_counts(self, "num_lanes", "num_steps", "gradients", "batch_size", "n_step", "target_period")
+        least = max(self.num_lanes * self.num_steps, self.warmup)
+        if self.capacity < least:
+            raise UsageError(
+                f"capacity={self.capacity} is too small: it must hold an update's {self.num_lanes * self.num_steps} "
+                f"steps and the warmup={self.warmup}; the least is {least}."
+            )
+        if self.network.remembers() is not None:
+            raise UsageError(
+                f"memory={self.network.memory!r} has no place in a buffer of single experiences: give memory='none', "
+                "or learn with Pqn."
+            )
+        self.agent()
+
+    def agent(self, greedy: bool = False) -> ActionValues:
+        """The policy; if greedy, with the weights of a state as its parameters, else with `(weights, epsilon)`."""
+        return ActionValues(self.env, self.network, self.mixer, self.mixer_size, greedy)
+
+    def init(self, key: PRNGKey, inputs: PyTree) -> DqnState:
+        """Draws weights and begins an episode in every lane; consumes `key`."""
+        first = begun(key, self, self._optimizer(), inputs)
+        params = self.env.default_params if inputs is None else inputs
+        acting = first.weights, jnp.float32(1)
+        found = jax.eval_shape(lambda key: self._walk(key, first.lanes, acting, params, first.rates)[2], key)
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), found)
+        return DqnState(
+            **vars(first),
+            target=jax.tree.map(jnp.copy, first.weights),
+            buffer=empty(row, self.capacity),
+            gradients=jnp.int32(0),
+        )
+
+    def step(self, key: PRNGKey, state: DqnState, inputs: PyTree) -> tuple[DqnState, Info]:
+        """Makes an update; consumes `key`. Until something is learned, what is known of learning is NaN."""
+        params = self.env.default_params if inputs is None else inputs
+        act_key, learn_key = jax.random.split(key)
+        epsilon = epsilon_at(state.rates, state.updates)
+        lanes, steps, found = self._walk(act_key, state.lanes, (state.weights, epsilon), params, state.rates)
+        found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+        keep = jnp.any(found.weight.reshape(len(found.weight), -1) > 0, -1)
+        buffer = add(state.buffer, found, keep)
+        rate = self._optimizer().annealed(state.rates, state.updates)
+        learned = state.weights, state.opt_state, state.target, state.gradients
+
+        def gradient(learned, key):
+            return self._gradient(learned, sample(key, buffer, self.batch_size), state.rates, rate)
+
+        keys = jax.random.split(learn_key, self.gradients)
+        unknown = jax.eval_shape(gradient, learned, keys[0])[1]
+        waiting = {name: jnp.full(self.gradients, 1.0 if name == "converged" else jnp.nan) for name in unknown}
+        (weights, opt_state, target, gradients), infos = jax.lax.cond(
+            buffer.size >= self.warmup, lambda: jax.lax.scan(gradient, learned, keys), lambda: (learned, waiting)
+        )
+        info = summed_up(infos) | {"learning_rate": rate, "epsilon": epsilon}
+        info["stored"] = buffer.size.astype(jnp.float32)
+        info, known = latest(info, state.known, steps)
+        now = dataclasses.replace(
+            state,
+            weights=weights,
+            opt_state=opt_state,
+            target=target,
+            gradients=gradients,
+            buffer=buffer,
+            lanes=lanes,
+            updates=state.updates + 1,
+            known=known,
+        )
+        return now, info
+
+    def axes(self) -> DqnState:
+        """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
+        return learner_axes(self)
+
+    def _walk(self, key, lanes, acting, params, rates) -> tuple[Lanes, Steps, Experience]:
+        agent, reset = self.agent(), NextStep(Chunked() if self.reset is None else self.reset)
+        lanes, steps = unroll(key, lanes, self.env, params, agent, acting, self.num_steps, draw=self.draw, reset=reset)
+        found = experiences(agent, steps, lanes.obs, masks_of(self.env, lanes.state, params), rates, self.n_step)
+        return lanes, steps, found
+
+    def _gradient(self, learned, rows: Experience, rates, rate) -> tuple[tuple, Info]:
+        agent, optimizer = self.agent(), self._optimizer()
+        weights, opt_state, target, gradients = learned
+        lesson = taught(agent, weights, target, rows, self.double)
+        grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, lesson)
+        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        gradients = gradients + 1
+        share = jnp.where(gradients % self.target_period == 0, rates.target, 0.0)
+        target = jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, weights)
+        return (weights, opt_state, target, gradients), info | {"grad_norm": norm}
+
+    def _optimizer(self) -> Optimizer:
+        return Optimizer("adam", eps=1e-8)
+
+
+def experiences(
+    agent: ActionValues, steps: Steps, last_obs: PyTree, last_mask: Array | None, rates: Any, num_steps: int
+) -> Experience:
+    """What each step of an unroll led to within `num_steps` steps, fewer where an episode or the unroll ends.
+
+        reward = r[t] + discount r[t + 1] + ... + discount^(m - 1) r[t + m - 1],    next_obs = obs[t + m]
+
+    Args:
+        agent: who walked.
+        steps: `[T, B]`, walked with `NextStep`: what a step led to is what the next one saw, also at an episode's end.
+        last_obs: what is seen after them `[B, ...]`.
+        last_mask: legal actions there, or None.
+        rates: with `discount` and `reward_scale`.
+        num_steps: n.
+    """
+    obs, drawn, mask = steps.obs, steps.extras["drawn"], steps.extras.get("action_mask")
+    steps = of_team(agent, steps)
+    cut, weight = marks(steps)
+    nothing, going = jnp.zeros_like(steps.reward), (~steps.terminated).astype(jnp.float32)
+    reward = n_step_returns(steps.reward * rates.reward_scale, nothing, cut, rates.discount, num_steps)
+    discount = n_step_returns(nothing, going, cut, rates.discount, num_steps)
+    count, lanes = steps.ended.shape
+    after = jnp.broadcast_to(jnp.arange(1.0, count + 1)[:, None], (count, lanes))
+    led_to = n_step_returns(jnp.zeros_like(after), after, steps.ended, 1.0, num_steps).astype(jnp.int32)
+
+    def then(x, last):
+        return jnp.concatenate([x, last[None]])[led_to, jnp.arange(lanes)[None]]
+
+    next_mask = None if mask is None else then(mask, last_mask)
+    return Experience(obs, drawn, reward, discount, jax.tree.map(then, obs, last_obs), next_mask, weight)
+
+
+def taught(agent: ActionValues, weights: PyTree, target: PyTree, rows: Experience, double: bool) -> Lesson:
+    """Experiences `[M]` with their targets, as a lesson `[1, M]`.
+
+        target = reward + discount Q'(s', argmax_a Q''(s', a))
+
+    over legal actions, with Q' by the `target` weights, and Q'' by the online ones if `double`, else by `target` too.
+    """
+    start = jnp.zeros((1, *rows.weight.shape[:1]), bool)
+    rows = jax.tree.map(lambda x: x[None], rows)
+    carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (start.size, *x.shape)), agent.first_carry())
+    valued = agent.estimates(target, rows.next_obs, start, carry, rows.next_mask).q
+    chosen = agent.estimates(weights, rows.next_obs, start, carry, rows.next_mask).q if double else valued
+    best = jnp.take_along_axis(valued, jnp.argmax(chosen, -1)[..., None], -1)[..., 0]
+    value = agent.joined(target, rows.next_obs, best)
+    return Lesson(rows.obs, start, rows.drawn, rows.reward + rows.discount * value, rows.weight, carry)

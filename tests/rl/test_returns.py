@@ -1,0 +1,102 @@
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.rl import advantages, lambda_returns, n_step_returns, next_values
+from jaxpar.types import UsageError
+
+DISCOUNT, TRACE = 0.9, 0.7
+GOES, TERMINATES, IS_CUT = range(3)
+
+
+def rewards_to(reward, next_value, cut, t, length):
+    """Up to `length` rewards from t on, and the value of where they led."""
+    total, power = 0.0, 1.0
+    for s in range(t, len(reward)):
+        total += power * reward[s]
+        power *= DISCOUNT
+        if cut[s] or s == len(reward) - 1 or s == t + length - 1:
+            return total + power * next_value[s]
+    raise AssertionError
+
+
+def steps_left(cut, t):
+    return next((s - t + 1 for s in range(t, len(cut)) if cut[s]), len(cut) - t)
+
+
+def by_definition(reward, value, next_value, cut, n):
+    """n-step returns, lambda-returns as the mean of all n-step returns, advantages as a sum of errors; one lane."""
+    count = len(reward)
+    n_step, mixed, advantage = [], [], []
+    for t in range(count):
+        n_step.append(rewards_to(reward, next_value, cut, t, n))
+        left = steps_left(cut, t)
+        parts = [(1 - TRACE) * TRACE ** (k - 1) * rewards_to(reward, next_value, cut, t, k) for k in range(1, left)]
+        mixed.append(sum(parts) + TRACE ** (left - 1) * rewards_to(reward, next_value, cut, t, left))
+        errors = [reward[s] + DISCOUNT * next_value[s] - value[s] for s in range(t, t + left)]
+        advantage.append(sum((DISCOUNT * TRACE) ** i * error for i, error in enumerate(errors)))
+    return n_step, mixed, advantage
+
+
+def check(ends, n, seed=0):
+    """Compares all lanes of `ends [T, B]` with the definitions."""
+    ends = np.asarray(ends)
+    rng = np.random.default_rng(seed)
+    reward, value, bootstrap = (rng.standard_normal(ends.shape) for _ in range(3))
+    last = rng.standard_normal(ends.shape[1:])
+    cut = ends != GOES
+    bootstrap = np.where(ends == IS_CUT, bootstrap, 0)
+    with jax.enable_x64(True):
+        following = next_values(*map(jnp.asarray, (value, last, cut, bootstrap)))
+        got = (
+            n_step_returns(jnp.asarray(reward), following, jnp.asarray(cut), DISCOUNT, n),
+            lambda_returns(jnp.asarray(reward), following, jnp.asarray(cut), DISCOUNT, TRACE),
+            advantages(jnp.asarray(reward), jnp.asarray(value), following, jnp.asarray(cut), DISCOUNT, TRACE),
+        )
+    want_next = np.concatenate([value[1:], last[None]])
+    want_next[ends == TERMINATES] = 0
+    want_next[ends == IS_CUT] = bootstrap[ends == IS_CUT]
+    lanes = [by_definition(reward[:, b], value[:, b], want_next[:, b], cut[:, b], n) for b in range(ends.shape[1])]
+    assert_close(got, tuple(np.stack([lane[i] for lane in lanes], 1) for i in range(3)), EXACT_MATHS["float64"])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 9])
+def test_returns_equal_their_definitions_with_ends_in_every_position(n):
+    check(np.array(list(itertools.product(range(3), repeat=4))).T, n)
+
+
+@hypothesis.given(st.lists(st.integers(0, 2), min_size=17, max_size=17), st.integers(1, 18), st.integers(0, 99))
+@hypothesis.settings(max_examples=10, deadline=None)
+def test_returns_equal_their_definitions_on_longer_walks(ends, n, seed):
+    check(np.array(ends)[:, None], n, seed)
+
+
+def test_a_lambda_return_of_trace_0_is_one_step_and_of_trace_1_is_all():
+    rng = np.random.default_rng(0)
+    reward, following = (jnp.asarray(rng.standard_normal((6, 2)), jnp.float32) for _ in range(2))
+    cut = jnp.zeros((6, 2), bool).at[2, 0].set(True)
+    for trace, n in ((0.0, 1), (1.0, 6)):
+        got = lambda_returns(reward, following, cut, DISCOUNT, trace)
+        assert_close(got, n_step_returns(reward, following, cut, DISCOUNT, n), EXACT_MATHS["float32"])
+
+
+def test_gradients_of_returns_stop_at_a_cut():
+    cut = jnp.array([False, True, False, False])[:, None]
+
+    def first(reward, following):
+        return lambda_returns(reward, following, cut, DISCOUNT, TRACE)[0, 0]
+
+    by_reward, by_value = jax.grad(first, (0, 1))(jnp.ones((4, 1)), jnp.ones((4, 1)))
+    np.testing.assert_allclose(by_reward[:, 0], [1, DISCOUNT * TRACE, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(by_value[:, 0], [DISCOUNT * (1 - TRACE), DISCOUNT**2 * TRACE, 0, 0], rtol=1e-6)
+
+
+def test_no_returns_over_no_steps():
+    with pytest.raises(UsageError, match="num_steps=0"):
+        n_step_returns(jnp.zeros((2, 1)), jnp.zeros((2, 1)), jnp.zeros((2, 1), bool), 0.9, 0)
