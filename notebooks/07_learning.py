@@ -208,34 +208,32 @@ rates = PpoRates(learning_rate=1e-3, discount=0.99, entropy=0.0, reward_scale=0.
 def curves(world):
     learner = Ppo(world, rates=rates, num_lanes=16, num_steps=128, epochs=10, minibatches=16)
     keys = jax.random.split(jax.random.key(8), SEEDS)
-    _, infos = jax.jit(jax.vmap(lambda key: train(learner, key, physics, SWINGS)))(keys)
-    return infos["return_mean"], infos["value_loss"]
+    return jax.jit(jax.vmap(lambda key: train(learner, key, physics, SWINGS)[1]["return_mean"]))(keys)
 
 
 right, wrong = curves(pendulum), curves(Careless())
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-for (returns, losses), name in ((right, "bootstraps where it was cut"), (wrong, "takes the cut for an end")):
+figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+for returns, name in ((right, "bootstraps where it was cut"), (wrong, "takes the cut for an end")):
     steps = 16 * 128 * np.arange(1, SWINGS + 1)
-    for axis, values in zip(axes, (returns, losses), strict=True):
-        mean, error = np.mean(values, 0), np.std(values, 0) / np.sqrt(SEEDS)
-        axis.plot(steps, mean, label=name)
-        axis.fill_between(steps, mean - 2 * error, mean + 2 * error, alpha=0.25)
-axes[0].set(xlabel="environment steps", ylabel="return of an episode")
-axes[1].set(xlabel="environment steps", ylabel="loss of the value", yscale="log")
-axes[0].legend(fontsize=8)
+    mean, error = np.mean(returns, 0), np.std(returns, 0) / np.sqrt(SEEDS)
+    axis.plot(steps, mean, label=name)
+    axis.fill_between(steps, mean - 2 * error, mean + 2 * error, alpha=0.25)
+axis.set(xlabel="environment steps", ylabel="return of an episode (two standard errors)")
+axis.legend(fontsize=8)
 plt.show()
-last = {name: float(np.mean(returns[:, -10:])) for name, (returns, _) in (("right", right), ("wrong", wrong))}
-misfit = {name: float(np.mean(losses[:, -10:])) for name, (_, losses) in (("right", right), ("wrong", wrong))}
-print(f"return: {last['right']:.0f} with the right targets, {last['wrong']:.0f} with the wrong ones")
-print(f"what the value could not fit: {misfit['right']:.3f} and {misfit['wrong']:.3f}")
+whole = {name: np.nanmean(returns, 1) for name, returns in (("right", right), ("wrong", wrong))}  # of each seed
+print(f"mean return over the whole run: {whole['right'].mean():.0f} with the right targets, "
+      f"{whole['wrong'].mean():.0f} with the wrong ones")  # fmt: skip
 
 # %% [markdown]
-# No value of what is seen can know when the cut comes, so wrong targets are noise that no training removes.
+# No value of what is seen can know when the cut comes, so wrong targets are noise, and learning takes longer. In the end
+# the policy is about the same here: what is best to do does not depend on the cut.
 
 # %%
 if not FAST:
     assert all(mean - 3 * errors[name] <= best for name, mean in means.items()), "nobody is better than the best"
     assert means["learned (PPO, GRU)"] > best - 0.7, "a memory learned over whole unrolls comes near the best"
     assert means["evolved (NEAT)"] > best - 1.5 and means["planned (VOPP)"] > best - 1.5
-    assert misfit["right"] < misfit["wrong"], "a cut that counts as an end is noise in the targets"
-assert np.isfinite([*means.values(), *last.values()]).all()
+    gap = whole["right"] - whole["wrong"]  # the same keys
+    assert gap.mean() > 2 * gap.std() / np.sqrt(SEEDS), "a cut that counts as an end makes learning slower"
+assert np.isfinite([*means.values()]).all()
