@@ -58,15 +58,18 @@ def _lines(prefix: str, stream: TextIO) -> _Form:
 
 
 class Progress:
-    """Shows step, loss, rates and time left; a context manager that leaves the terminal as it was.
+    """Shows step, loss (or other numbers), rates and time left; a context manager that leaves the terminal as it was.
 
     Rates look back a few seconds and start at the first `update`, so compiling is not counted.
     `open_progress` makes it.
     """
 
-    def __init__(self, form: _Form, total: int, unit: str, tokens_per_step: int | None, clock: Callable[[], float]):
+    def __init__(
+        self, form: _Form, total: int, unit: str, tokens_per_step: int | None, clock: Callable[[], float],
+        shown: tuple[str, ...] = ("loss",),
+    ):  # fmt: skip
         self._form, self._total, self._unit, self._clock = form, total, unit, clock
-        self._tokens_per_step = tokens_per_step
+        self._tokens_per_step, self._names = tokens_per_step, shown
         self._marks: deque[tuple[float, int]] = deque()  # times and steps that the rate looks back to
         self._latest: tuple[int, Mapping[str, Any]] | None = None
         self._shown = (-float("inf"), -1)  # when, and which step
@@ -76,7 +79,7 @@ class Progress:
 
         Args:
           step: Steps made so far, of `total`.
-          values: Numbers by name; "loss", else "train/loss", is shown. An array is read only when shown.
+          values: Numbers by name; of those to show, "loss" or else "train/loss". An array is read only when shown.
         """
         now = self._clock()
         self._latest = step, values
@@ -112,9 +115,10 @@ class Progress:
         step, values = self._latest
         self._shown = now, step
         parts = [f"{step}/{self._total} {self._unit}s"]
-        loss = values.get("loss", values.get("train/loss"))
-        if loss is not None:
-            parts.append(f"loss {float(loss):.4g}")
+        for name in self._names:
+            value = values.get(name, values.get(f"train/{name}"))
+            if value is not None:
+                parts.append(f"{name} {float(value):.4g}")
         then, from_step = self._marks[0]
         if step > from_step and now > then:
             rate = (step - from_step) / (now - then)
@@ -132,6 +136,7 @@ def open_progress(
     description: str = "",
     unit: str = "step",
     *,
+    shown: tuple[str, ...] = ("loss",),
     tokens_per_step: int | None = None,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -143,6 +148,7 @@ def open_progress(
       start: Steps already made, by an earlier part of the run.
       description: What stands before the bar.
       unit: The name of one step.
+      shown: The numbers to show.
       tokens_per_step: Tokens in one step, to show tokens a second.
       stream: Where to print, `sys.stderr` by default.
       clock: Seconds, ascending.
@@ -158,7 +164,7 @@ def open_progress(
         form = _bar(total, start, description, out)
     else:
         form = _lines(prefix, out)
-    return Progress(form, total, unit, tokens_per_step, clock)
+    return Progress(form, total, unit, tokens_per_step, clock, shown)
 
 
 def _has_kernel() -> bool:
