@@ -6,7 +6,8 @@
 All sides live in this process and take turns, round after round; each goes on from the generation that it reached, and
 no search ends early. Ours is a program of `--generations` generations, and so is TensorNEAT's, which is GPL-3: run it,
 borrow nothing. neat-python, if installed, runs its own loop, with its usual rates of this task. All judge the same
-four rows. Compiling is apart, without a cache. Prints a line of JSON a side: the median over rounds, and their range.
+four rows. Compiling is apart, without a cache. Prints a line of JSON a side: the median over rounds, and their range;
+and seconds of processors beside those of the clock, for machines that are not idle.
 """
 
 import argparse
@@ -35,21 +36,22 @@ SIDES = ("fast", "canonical", "neat-python", "tensorneat")
 
 
 class Side(NamedTuple):
-    """One contestant: seconds of tracing and compiling, how to go on, and what else to tell at the end."""
+    """One contestant: seconds of tracing and of compiling, and of processors for both, and how to go on."""
 
     trace_s: float
     compile_s: float
+    build_cpu_s: float
     advance: Callable[[], int]  # generations made
     told: Callable[[], dict[str, Any]]
 
 
-def compiled(program: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float, float]:
-    """The program, and the seconds that tracing and compiling took."""
-    began = time.perf_counter()
+def compiled(program: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float, float, float]:
+    """The program, the seconds that tracing and compiling took, and those of all processors together."""
+    began, busy = time.perf_counter(), time.process_time()
     lowered = jax.jit(program).lower(*args)
     traced = time.perf_counter()
     ready = lowered.compile()
-    return ready, traced - began, time.perf_counter() - traced
+    return ready, traced - began, time.perf_counter() - traced, time.process_time() - busy
 
 
 def ours(args: argparse.Namespace, mode: str) -> Side:
@@ -134,7 +136,7 @@ def neat_python(args: argparse.Namespace) -> Side:
         sizes = np.array([one.size() for one in population.population.values()], float).mean(0)
         return {"species": len(population.species.species), "nodes": sizes[0] + 3, "conns": sizes[1]}
 
-    return Side(0.0, 0.0, advance, told)
+    return Side(0.0, 0.0, 0.0, advance, told)
 
 
 def main() -> None:
@@ -158,18 +160,21 @@ def main() -> None:
     makers = {"neat-python": neat_python, "tensorneat": tensorneat}
     sides = {name: makers[name](args) if name in makers else ours(args, name) for name in chosen}
     speeds: dict[str, list[float]] = {name: [] for name in chosen}
+    busy: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(args.rounds + 1):  # the first is a warm-up
         for name, side in sides.items():
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             count = side.advance()
             if turn:
                 speeds[name].append(count / (time.perf_counter() - began))
+                busy[name].append(1e3 * (time.process_time() - cpu) / count)
     device = jax.devices()[0].device_kind
     print(json.dumps({"device": device, "cores": os.cpu_count(), "load": os.getloadavg()[0], "jax": jax.__version__}))
     for name, side in sides.items():
         speed = statistics.median(speeds[name])
         row = {"side": name, "generations_per_s": speed, "slowest": min(speeds[name]), "fastest": max(speeds[name]),
-               "ms_a_generation": 1e3 / speed, "trace_s": side.trace_s, "compile_s": side.compile_s}  # fmt: skip
+               "cpu_ms_a_generation": statistics.median(busy[name]), "trace_s": side.trace_s,
+               "compile_s": side.compile_s, "build_cpu_s": side.build_cpu_s}  # fmt: skip
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in (row | side.told()).items()}))
 
 
