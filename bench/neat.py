@@ -1,168 +1,181 @@
-"""How many generations a second, exclusive or, beside neat-python?
+"""How many generations a second, exclusive or, beside neat-python and TensorNEAT?
 
-    python bench/neat.py --population 1000                       # CPU: the bar is 10 times TensorNEAT's 1.37
-    python bench/neat.py --population 10000 --mode canonical     # a GPU, if JAX finds one
-    python bench/neat.py --population 1000 --neat-python FOLDER  # a folder with the package `neat`
+    python bench/neat.py --tensorneat FOLDER                     # CPU; FOLDER is a checkout of TensorNEAT
+    python bench/neat.py --population 10000 --sides fast,canonical --generations 200     # a GPU, if JAX finds one
 
-Ours are `--generations` generations as one program, the least of `--repeats` timings after a warm-up, compilation
-apart; the search never ends early. neat-python runs its own loop, with its usual rates of this task. Prints a line of
-JSON a row.
+All sides live in this process and take turns, round after round; each goes on from the generation that it reached, and
+no search ends early. Ours is a program of `--generations` generations, and so is TensorNEAT's, which is GPL-3: run it,
+borrow nothing. neat-python, if installed, runs its own loop, with its usual rates of this task. All judge the same
+four rows. Compiling is apart, without a cache. Prints a line of JSON a side: the median over rounds, and their range;
+and seconds of processors beside those of the clock, for machines that are not idle.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
+import statistics
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # in place of this folder, whose neat.py is not neat-python
 
-_PEER = """
-[NEAT]
-fitness_criterion = max
-fitness_threshold = 100
-no_fitness_termination = True
-pop_size = {population}
-reset_on_extinction = False
-[DefaultGenome]
-activation_default = sigmoid
-activation_mutate_rate = 0.0
-activation_options = sigmoid
-aggregation_default = sum
-aggregation_mutate_rate = 0.0
-aggregation_options = sum
-bias_init_mean = 0.0
-bias_init_stdev = 1.0
-bias_init_type = gaussian
-bias_max_value = 30.0
-bias_min_value = -30.0
-bias_mutate_power = 0.5
-bias_mutate_rate = 0.7
-bias_replace_rate = 0.1
-compatibility_disjoint_coefficient = 1.0
-compatibility_weight_coefficient = 0.5
-conn_add_prob = 0.5
-conn_delete_prob = 0.5
-enabled_default = True
-enabled_mutate_rate = 0.01
-enabled_rate_to_true_add = 0.0
-enabled_rate_to_false_add = 0.0
-feed_forward = True
-initial_connection = full
-node_add_prob = 0.2
-node_delete_prob = 0.2
-num_hidden = 0
-num_inputs = 3
-num_outputs = 1
-response_init_mean = 1.0
-response_init_stdev = 0.0
-response_init_type = gaussian
-response_max_value = 30.0
-response_min_value = -30.0
-response_mutate_power = 0.0
-response_mutate_rate = 0.0
-response_replace_rate = 0.0
-single_structural_mutation = False
-structural_mutation_surer = default
-weight_init_mean = 0.0
-weight_init_stdev = 1.0
-weight_init_type = gaussian
-weight_max_value = 30
-weight_min_value = -30
-weight_mutate_power = 0.5
-weight_mutate_rate = 0.8
-weight_replace_rate = 0.1
-[DefaultSpeciesSet]
-compatibility_threshold = 3.0
-[DefaultStagnation]
-species_fitness_func = max
-max_stagnation = 20
-species_elitism = 2
-[DefaultReproduction]
-elitism = 2
-survival_threshold = 0.2
-min_species_size = 2
-"""
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from jaxpar.loop import run_until  # noqa: E402
+from jaxpar.neat import Neat, NeatConfig, Table, xor  # noqa: E402
+
+SIDES = ("fast", "canonical", "neat-python", "tensorneat")
 
 
-def ours(args: argparse.Namespace) -> dict:
-    """One row: seconds to trace and compile, generations a second."""
-    import jax
+class Side(NamedTuple):
+    """One contestant: seconds of tracing and of compiling, and of processors for both, and how to go on."""
 
-    from jaxpar.loop import run_until
-    from jaxpar.neat import Neat, NeatConfig, Table, xor
+    trace_s: float
+    compile_s: float
+    build_cpu_s: float
+    advance: Callable[[], int]  # generations made
+    told: Callable[[], dict[str, Any]]
 
-    config = NeatConfig(3, 1, args.population, args.nodes, args.conns, args.species, args.mode)
-    neat, data = Neat(config, Table(tolerance=0.0)), xor()
-    state = jax.jit(neat.init)(jax.random.key(args.seed), None)
-    program = jax.jit(lambda key, state: run_until(neat, key, state, data, args.generations)[0])
-    began = time.perf_counter()
-    lowered = program.lower(jax.random.key(1), state)
+
+def compiled(program: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float, float, float]:
+    """The program, the seconds that tracing and compiling took, and those of all processors together."""
+    began, busy = time.perf_counter(), time.process_time()
+    lowered = jax.jit(program).lower(*args)
     traced = time.perf_counter()
-    compiled = lowered.compile()
-    row = {"what": f"jaxpar {args.mode}", "trace_s": traced - began, "compile_s": time.perf_counter() - traced}
-    last = jax.block_until_ready(compiled(jax.random.key(1), state))
-    walls, busy = [], []
-    for _ in range(args.repeats):
-        wall, cpu = time.perf_counter(), time.process_time()
-        jax.block_until_ready(compiled(jax.random.key(1), state))
-        walls.append(time.perf_counter() - wall)
-        busy.append(time.process_time() - cpu)
-    return row | {
-        "device": jax.devices()[0].device_kind,
-        "generations_per_s": args.generations / min(walls),
-        "ms_a_generation": 1e3 * min(walls) / args.generations,
-        "cpu_s_a_generation": min(busy) / args.generations,
-        "species": int(last.species.alive.sum()),
-        "nodes": float(last.genomes.node_on.sum(1).mean()),
-    }
+    ready = lowered.compile()
+    return ready, traced - began, time.perf_counter() - traced, time.process_time() - busy
 
 
-def peer(args: argparse.Namespace) -> dict:
-    """neat-python's row, from the folder that the flag names."""
-    sys.path.insert(0, args.neat_python)
-    warnings.simplefilter("ignore")
+def ours(args: argparse.Namespace, mode: str) -> Side:
+    """`jaxpar.neat`, many generations a program."""
+    config = NeatConfig(3, 1, args.population, args.nodes, args.conns, args.species, mode)
+    neat, data = Neat(config, Table(tolerance=0.0)), xor()
+    key, now = jax.random.key(args.seed + 1), [jax.jit(neat.init)(jax.random.key(args.seed), None)]
+    count = args.generations
+    program, *seconds = compiled(lambda key, state: run_until(neat, key, state, data, count)[0], key, now[0])
+
+    def advance() -> int:
+        now[0] = jax.block_until_ready(program(jax.random.fold_in(key, int(now[0].generation)), now[0]))
+        return count
+
+    def told() -> dict[str, Any]:
+        genomes = now[0].genomes
+        return {"species": int(now[0].species.alive.sum()), "nodes": float(genomes.node_on.sum(1).mean()),
+                "conns": float(genomes.on.sum(1).mean())}  # fmt: skip
+
+    return Side(*seconds, advance, told)
+
+
+def tensorneat(args: argparse.Namespace) -> Side:
+    """TensorNEAT, from the checkout that the flag names, with its own defaults besides the sizes."""
+    sys.path.append(str(pathlib.Path(args.tensorneat) / "src"))
+    from tensorneat import algorithm, common, genome
+    from tensorneat.pipeline import Pipeline
+    from tensorneat.problem.func_fit.func_fit import FuncFit
+
+    rows, targets = (np.asarray(xor()[name], np.float32) for name in ("inputs", "targets"))
+
+    class Xor(FuncFit):
+        inputs, targets = property(lambda self: rows), property(lambda self: targets)
+        input_shape, output_shape = property(lambda self: rows.shape), property(lambda self: targets.shape)
+
+    form = genome.DefaultGenome(num_inputs=3, num_outputs=1, max_nodes=args.nodes, max_conns=args.conns,
+                                output_transform=common.ACT.sigmoid)  # fmt: skip
+    search = algorithm.NEAT(pop_size=args.population, species_size=args.species, genome=form)
+    pipeline = Pipeline(search, Xor(), seed=args.seed)
+    now, count = [pipeline.setup()], args.peer_generations
+    program, *seconds = compiled(
+        lambda state: jax.lax.fori_loop(0, count, lambda _, state: pipeline.step(state)[0], state), now[0]
+    )
+
+    def advance() -> int:
+        now[0] = jax.block_until_ready(program(now[0]))
+        return count
+
+    def told() -> dict[str, Any]:
+        nodes, conns = search.ask(now[0])
+        return {"species": int((~np.isnan(np.asarray(now[0].species.species_keys))).sum()),
+                "nodes": float((~np.isnan(np.asarray(nodes[..., 0]))).sum(1).mean()),
+                "conns": float((~np.isnan(np.asarray(conns[..., 0]))).sum(1).mean())}  # fmt: skip
+
+    return Side(*seconds, advance, told)
+
+
+def neat_python(args: argparse.Namespace) -> Side:
+    """neat-python, as installed, judging by its own networks."""
     import neat
 
-    rows = [((a, b, 1.0), float(a != b)) for a in (0.0, 1.0) for b in (0.0, 1.0)]
+    rows = [
+        (tuple(map(float, x)), float(y[0])) for x, y in zip(*(xor()[k] for k in ("inputs", "targets")), strict=True)
+    ]
 
     def judge(genomes, config):
-        for _, genome in genomes:
-            network = neat.nn.FeedForwardNetwork.create(genome, config)
-            genome.fitness = (4 - sum(abs(network.activate(x)[0] - y) for x, y in rows)) ** 2
+        for _, one in genomes:
+            network = neat.nn.FeedForwardNetwork.create(one, config)
+            one.fitness = (4 - sum(abs(network.activate(x)[0] - y) for x, y in rows)) ** 2
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config")
-        pathlib.Path(path).write_text(_PEER.format(population=args.population))
+        pathlib.Path(path).write_text((HERE / "peers" / "neat_python_xor.ini").read_text().format(**vars(args)))
         parts = neat.DefaultGenome, neat.DefaultReproduction, neat.DefaultSpeciesSet, neat.DefaultStagnation
         population = neat.Population(neat.Config(*parts, path))
-    count = max(3, args.generations // 10)
-    wall, cpu = time.perf_counter(), time.process_time()
-    population.run(judge, count)
-    seconds = time.perf_counter() - wall
-    return {
-        "what": f"neat-python {neat.__version__}" if hasattr(neat, "__version__") else "neat-python",
-        "generations_per_s": count / seconds,
-        "cpu_s_a_generation": (time.process_time() - cpu) / count,
-        "species": len(population.species.species),
-    }
+
+    def advance() -> int:
+        population.run(judge, args.peer_generations)
+        return args.peer_generations
+
+    def told() -> dict[str, Any]:
+        sizes = np.array([one.size() for one in population.population.values()], float).mean(0)
+        return {"species": len(population.species.species), "nodes": sizes[0] + 3, "conns": sizes[1]}
+
+    return Side(0.0, 0.0, 0.0, advance, told)
 
 
 def main() -> None:
     """Measures what the flags ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = dict(population=1000, nodes=50, conns=100, species=20, generations=50, repeats=5, seed=0)
+    sizes = dict(
+        population=1000, nodes=50, conns=100, species=20, generations=50, peer_generations=10, rounds=5, seed=0
+    )
     for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--mode", choices=("fast", "canonical"), default="fast")
-    parser.add_argument("--neat-python", default="", help="a folder with the package `neat`")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--tensorneat", default="", help="a checkout of TensorNEAT")
+    parser.add_argument("--sides", default="", help=f"of {','.join(SIDES)}; by default all that are there")
     args = parser.parse_args()
-    for measure in (ours, *([peer] if args.neat_python else [])):
-        row = measure(args)
-        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    there = [*SIDES[:2], *(["neat-python"] if importlib.util.find_spec("neat") else []),
+             *(["tensorneat"] if args.tensorneat else [])]  # fmt: skip
+    chosen = args.sides.split(",") if args.sides else there
+    if unknown := set(chosen) - set(there):
+        raise SystemExit(f"--sides: {', '.join(sorted(unknown))} is not there; there are {', '.join(there)}.")
+    jax.config.update("jax_enable_compilation_cache", False)
+    warnings.simplefilter("ignore")
+    makers = {"neat-python": neat_python, "tensorneat": tensorneat}
+    sides = {name: makers[name](args) if name in makers else ours(args, name) for name in chosen}
+    speeds: dict[str, list[float]] = {name: [] for name in chosen}
+    busy: dict[str, list[float]] = {name: [] for name in chosen}
+    for turn in range(args.rounds + 1):  # the first is a warm-up
+        for name, side in sides.items():
+            began, cpu = time.perf_counter(), time.process_time()
+            count = side.advance()
+            if turn:
+                speeds[name].append(count / (time.perf_counter() - began))
+                busy[name].append(1e3 * (time.process_time() - cpu) / count)
+    device = jax.devices()[0].device_kind
+    print(json.dumps({"device": device, "cores": os.cpu_count(), "load": os.getloadavg()[0], "jax": jax.__version__}))
+    for name, side in sides.items():
+        speed = statistics.median(speeds[name])
+        row = {"side": name, "generations_per_s": speed, "slowest": min(speeds[name]), "fastest": max(speeds[name]),
+               "cpu_ms_a_generation": statistics.median(busy[name]), "trace_s": side.trace_s,
+               "compile_s": side.compile_s, "build_cpu_s": side.build_cpu_s}  # fmt: skip
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in (row | side.told()).items()}))
 
 
 if __name__ == "__main__":

@@ -181,36 +181,13 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
                               config=_run.identity(config))  # fmt: skip
         stack.callback(writer.close)
         stack.enter_context(_run.ending_together())
-        progress = stack.enter_context(open_progress(config.generations, start, "evolving", "generation"))
-        hooks = dataclasses.replace(hooks, writer=writer, progress=_Shown(progress),
+        shown = ("best", "species", "nodes")
+        progress = stack.enter_context(open_progress(config.generations, start, "evolving", "generation", shown=shown))
+        hooks = dataclasses.replace(hooks, writer=writer, progress=progress,
                                     report=lambda _: _run.write_start(folder, config))  # fmt: skip
-        result = _until_solved(config, neat, inputs, hooks, start, state)
+        plan = Fit(config.generations, config.chunk, save_every=config.save_every, until_done=True)
+        result = fit(neat, jax.random.key(config.seed), lambda _: inputs, plan, hooks, state=state, start=start)
     _tell_end(config, folder, neat, result)
-    return result
-
-
-class _Shown:
-    """Progress with fitness and species in place of a loss."""
-
-    def __init__(self, progress: Any):
-        self._progress, self.note = progress, progress.note
-
-    def update(self, step: int, values: Any) -> None:
-        self._progress.update(step, {"loss": values["train/best"]})
-
-
-def _until_solved(config: Config, neat: Neat, inputs: PyTree, hooks: Hooks, start: int, state: Any) -> FitResult:
-    """Drives `fit` a stretch at a time, and stops after the one that solved the task."""
-    key, result = jax.random.key(config.seed), None
-    stretch = max(config.save_every - config.save_every % config.chunk, config.chunk)
-    while result is None or not (result.interrupted or bool(result.state.solved) or result.step >= config.generations):
-        until = min(start + stretch, config.generations)
-        plan = Fit(max(until, 1), config.chunk)
-        result = fit(neat, key, lambda _: inputs, plan, hooks, state=state, start=start)
-        start, state = result.step, result.state
-        if hooks.progress:
-            values = {name: result.metrics.get(f"train/{name}", float("nan")) for name in ("best", "species", "nodes")}
-            hooks.progress.note(f"generation {start}: " + "  ".join(f"{k} {v:.5g}" for k, v in values.items()))
     return result
 
 

@@ -192,7 +192,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
         stack.callback(writer.close)
         stack.enter_context(_run.ending_together())
         per_update = learner.num_lanes * learner.num_steps * config.num_seeds
-        progress = stack.enter_context(open_progress(updates, start, "learning", "update", shows="return_mean",
+        progress = stack.enter_context(open_progress(updates, start, "learning", "update", shown=("return_mean",),
                                                      tokens_per_step=per_update, token="env steps"))  # fmt: skip
         hooks = dataclasses.replace(hooks, writer=writer, progress=progress,
                                     report=lambda _: _run.write_start(folder, config))  # fmt: skip

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,8 @@ class Fit:
       eval_every: Steps between evaluations.
       save_every: Steps between checkpoints.
       profile: "first:last" steps to write a profile of, in whole chunks, or "".
+      until_done: Whether the run ends after the chunk in which `algorithm.done(state)` comes true; the host then waits
+        for every chunk.
     """
 
     num_steps: int
@@ -105,6 +107,7 @@ class Fit:
     eval_every: int = 0
     save_every: int = 0
     profile: str = ""
+    until_done: bool = False
 
     def __post_init__(self):
         """Refuses counts that do not fit together."""
@@ -230,13 +233,17 @@ def fit(
     hooks = _with_axes(algorithm, hooks or Hooks())
     step, state = (start, state) if start else _first_state(algorithm, key, state, hooks)
     driver = _Driver(hooks, step)
-    if step >= plan.num_steps:
+
+    def has_ended() -> bool:
+        return step >= plan.num_steps or (plan.until_done and bool(cast(Any, algorithm).done(state)))
+
+    if has_ended():
         metrics = dict(hooks.evaluate(state)) if hooks.evaluate else {}
         return FitResult(state, step, metrics, False, 0.0)
     programs: dict[int, jax.stages.Compiled] = {}
     with _interruptible() as interrupted, _profiler(plan, hooks.profile_folder) as profiler:
-        stop = False
-        while step < plan.num_steps and not stop:
+        stop = done = False
+        while not (done or stop):
             length = min(plan.chunk - step % plan.chunk, plan.num_steps - step)
             inputs = batch(step) if length == 1 else _stack([batch(step + i) for i in range(length)])
             if length not in programs:
@@ -245,8 +252,7 @@ def fit(
             state, infos = programs[length](key, np.int32(step), state, inputs)
             step += length
             driver.sent(step, length, infos)
-            stop = interrupted(step)
-            done = step >= plan.num_steps
+            stop, done = interrupted(step), has_ended()
             if hooks.evaluate and (done or (plan.eval_every and step % plan.eval_every == 0)):
                 driver.evaluated(step, hooks.evaluate(state))
             if hooks.checkpoints and (done or stop or (plan.save_every and step % plan.save_every == 0)):
@@ -255,7 +261,7 @@ def fit(
         driver.flush()
         if hooks.checkpoints:
             hooks.checkpoints.wait()
-    return FitResult(state, step, driver.latest, step < plan.num_steps, driver.compile_s)
+    return FitResult(state, step, driver.latest, not done, driver.compile_s)
 
 
 def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -> tuple[int, PyTree] | None:

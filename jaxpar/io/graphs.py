@@ -48,9 +48,10 @@ def plot_graph(
         )  # fmt: skip
         finish = places[end] + (0.02 if start == end else 0)
         panel.annotate("", finish, places[start], arrowprops=style)
-    panel.scatter(*np.asarray(places, float).T, s=240, c=[shades[c] for c in colors], edgecolors="white", zorder=3)
+    panel.scatter(*np.asarray(places, float).T, s=280, c=[shades[c] for c in colors], edgecolors="white", zorder=3)
     for (x, y), label in zip(places, labels, strict=True):
-        panel.text(x, y, label, ha="center", va="center", color="white", fontsize=7, zorder=4)
+        size = min(7.0, 24 / len(label)) if label else 7.0  # within its circle
+        panel.text(x, y, label, ha="center", va="center", color="white", fontsize=size, zorder=4)
     panel.margins(0.12)
     panel.set_axis_off()
     figure.suptitle(title, fontsize=10)

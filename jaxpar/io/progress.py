@@ -58,7 +58,7 @@ def _lines(prefix: str, stream: TextIO) -> _Form:
 
 
 class Progress:
-    """Shows step, loss, rates and time left; a context manager that leaves the terminal as it was.
+    """Shows step, loss (or other numbers), rates and time left; a context manager that leaves the terminal as it was.
 
     Rates look back a few seconds and start at the first `update`, so compiling is not counted.
     `open_progress` makes it.
@@ -66,11 +66,10 @@ class Progress:
 
     def __init__(
         self, form: _Form, total: int, unit: str, tokens_per_step: int | None, clock: Callable[[], float],
-        shows: str = "loss", token: str = "tok",
+        shown: tuple[str, ...] = ("loss",), token: str = "tok",
     ):  # fmt: skip
         self._form, self._total, self._unit, self._clock = form, total, unit, clock
-        self._shows, self._token = shows, token
-        self._tokens_per_step = tokens_per_step
+        self._tokens_per_step, self._token, self._names = tokens_per_step, token, shown
         self._marks: deque[tuple[float, int]] = deque()  # times and steps that the rate looks back to
         self._latest: tuple[int, Mapping[str, Any]] | None = None
         self._shown = (-float("inf"), -1)  # when, and which step
@@ -80,8 +79,7 @@ class Progress:
 
         Args:
           step: Steps made so far, of `total`.
-          values: Numbers by name; "loss", else "train/loss", is shown, or what `open_progress` was told to show. An
-            array is read only when shown.
+          values: Numbers by name; of those to show, "loss" or else "train/loss". An array is read only when shown.
         """
         now = self._clock()
         self._latest = step, values
@@ -117,9 +115,10 @@ class Progress:
         step, values = self._latest
         self._shown = now, step
         parts = [f"{step}/{self._total} {self._unit}s"]
-        value = values.get(self._shows, values.get(f"train/{self._shows}"))
-        if value is not None:
-            parts.append(f"{self._shows.replace('_', ' ')} {float(value):.4g}")
+        for name in self._names:
+            value = values.get(name, values.get(f"train/{name}"))
+            if value is not None:
+                parts.append(f"{name.replace('_', ' ')} {float(value):.4g}")
         then, from_step = self._marks[0]
         if step > from_step and now > then:
             rate = (step - from_step) / (now - then)
@@ -137,11 +136,11 @@ def open_progress(
     description: str = "",
     unit: str = "step",
     *,
+    shown: tuple[str, ...] = ("loss",),
     tokens_per_step: int | None = None,
+    token: str = "tok",
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
-    shows: str = "loss",
-    token: str = "tok",
 ) -> Progress:
     """Opens the form that fits: notebook, terminal with rich, or plain lines; silent off process 0.
 
@@ -150,11 +149,11 @@ def open_progress(
       start: Steps already made, by an earlier part of the run.
       description: What stands before the bar.
       unit: The name of one step.
+      shown: The numbers to show.
       tokens_per_step: Tokens in one step, to show tokens a second.
+      token: What these are called.
       stream: Where to print, `sys.stderr` by default.
       clock: Seconds, ascending.
-      shows: The name of the number that is shown.
-      token: What `tokens_per_step` counts.
     """
     out: TextIO = sys.stderr if stream is None else stream
     prefix = f"{description}  " if description else ""
@@ -167,7 +166,7 @@ def open_progress(
         form = _bar(total, start, description, out)
     else:
         form = _lines(prefix, out)
-    return Progress(form, total, unit, tokens_per_step, clock, shows, token)
+    return Progress(form, total, unit, tokens_per_step, clock, shown, token)
 
 
 def _has_kernel() -> bool:

@@ -12,7 +12,7 @@
 | `distance.py`, `species.py`, `reproduce.py` | genomes, fitness -> species, offspring, parents | `search.py` |
 | `search.py` | state, fitness `[P]` -> the next generation | `jaxpar.loop`, users |
 | `problems.py`, `episodes.py` | networks -> `Score`: on tables, in environments | experiments, users |
-| `hyper.py` | networks as painters -> weights of a substrate | users |
+| `hyper.py`, `quadtree.py` | networks as painters -> weights of a substrate, and where its nodes lie | users |
 | `exchange.py`, `picture.py` | a genome <-> neat-python's JSON; -> DOT, formulas, PNG | experiments, users |
 """
 
@@ -24,11 +24,13 @@ from jaxpar.neat.hyper import Painted, Substrate, grid, paint, substrate_apply
 from jaxpar.neat.network import Networks, apply, express, start, with_networks
 from jaxpar.neat.picture import draw_network
 from jaxpar.neat.problems import Table, multiplexer, xor
+from jaxpar.neat.quadtree import Discovered, Quadtree, discover, discovered_apply
 from jaxpar.neat.search import Neat, NeatState, Problem, Score
 
 __all__ = [
     "CANONICAL",
     "FAST",
+    "Discovered",
     "Episodes",
     "Genomes",
     "Neat",
@@ -38,12 +40,15 @@ __all__ = [
     "Painted",
     "Played",
     "Problem",
+    "Quadtree",
     "Rates",
     "Score",
     "Substrate",
     "Table",
     "apply",
     "check_genomes",
+    "discover",
+    "discovered_apply",
     "draw_network",
     "ends_of",
     "express",

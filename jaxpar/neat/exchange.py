@@ -102,8 +102,10 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
         raise UsageError(f"a network of type {kind!r} in format {version} cannot be read; legal are "
                          f"{', '.join(KINDS)} in 1.x.")  # fmt: skip
     inputs, outputs = document["topology"]["input_keys"], document["topology"]["output_keys"]
-    nodes = {node["id"]: node for node in document["nodes"] if node["type"] != "input"}
-    connections = document["connections"]
+    rows, connections = [node for node in document["nodes"] if node["type"] != "input"], document["connections"]
+    _check_numbers(rows, connections)
+    _check_names([*inputs, *outputs], [node["id"] for node in rows], inputs)
+    nodes = {node["id"]: node for node in rows}
     silent = {"activation": {"name": "identity"}, "aggregation": {"name": "sum"}, "bias": 0.0, "response": 1.0}
     for end in [*outputs, *(c["from"] for c in connections), *(c["to"] for c in connections)]:
         if end not in inputs:
@@ -126,7 +128,7 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
         arrays["activation"][at] = names["activations"].index(node["activation"]["name"])
         arrays["aggregation"][at] = names["aggregations"].index(node["aggregation"]["name"])
         for name in ("bias", "response", "time_constant"):
-            arrays[name][at] = node.get(name, 1.0)
+            arrays[name][at] = node.get(name, 1.0)  # only a time constant may be missing
     columns = {"source": [slots[c["from"]] for c in connections], "target": [slots[c["to"]] for c in connections],
                "weight": [c["weight"] for c in connections], "mark": range(len(connections)),
                "enabled": [c.get("enabled", True) for c in connections], "on": [True] * len(connections)}  # fmt: skip
@@ -137,6 +139,30 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
     genomes = Genomes(**arrays)
     check_genomes(config, genomes)
     return config, genomes
+
+
+def _check_numbers(nodes: list[Any], connections: list[Any]) -> None:
+    """Refuses what is no number, before NumPy makes one of it."""
+    named = [(f"node {node['id']}", name, node[name]) for node in nodes for name in ("bias", "response")]
+    named += [(f"node {node['id']}", "time_constant", node.get("time_constant", 1.0)) for node in nodes]
+    named += [(f"the edge from {c['from']} to {c['to']}", "weight", c["weight"]) for c in connections]
+    for owner, name, value in named:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < np.finfo(np.float32).max:
+            raise UsageError(f"{owner} has the {name} {value!r}, which is no finite number.")
+        if name == "time_constant" and value <= 0:
+            raise UsageError(f"{owner} has the {name} {value!r}; legal are seconds above 0.")
+    for c in connections:
+        if not isinstance(c.get("enabled", True), bool):
+            raise UsageError(f"the edge from {c['from']} to {c['to']} has enabled={c['enabled']!r}; legal are true and "
+                             "false.")  # fmt: skip
+
+
+def _check_names(ends: list[Any], computed: list[Any], inputs: list[Any]) -> None:
+    """Refuses two nodes of one name."""
+    for names in (ends, computed, [*inputs, *computed]):
+        twice = [name for place, name in enumerate(names) if name in names[:place]]
+        if twice:
+            raise UsageError(f"the node {twice[0]!r} is there twice.")
 
 
 def _names(nodes: Any, field: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ networks", Artificial Life 15(2), 2009.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ from jaxpar.neat.network import Networks, apply, start
 from jaxpar.neat.search import Score
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["Painted", "Substrate", "grid", "paint", "substrate_apply"]
+__all__ = ["Paintable", "Painted", "Substrate", "grid", "paint", "substrate_apply"]
 
 Layer = tuple[tuple[float, ...], ...]
 
@@ -68,6 +68,18 @@ class Substrate:
         pairs = [np.repeat(targets, len(sources), 0), np.tile(sources, (len(targets), 1))]
         return np.concatenate([pairs[1], pairs[0], np.ones((len(pairs[0]), 1))], 1)
 
+    def respond(self, networks: Networks, x: Array) -> Array:
+        """Outputs `[P, B, outputs]` of the substrates that P painters give, for `[P, B, inputs]`."""
+        return substrate_apply(self, paint(self, networks), x)
+
+
+class Paintable(Protocol):
+    """What networks can paint: `Substrate`, whose nodes are given, and `Quadtree`, whose nodes are found."""
+
+    def respond(self, networks: Networks, x: Array) -> Array:
+        """Outputs `[P, B, outputs]` of what P painters give, for `[P, B, inputs]`."""
+        ...
+
 
 def paint(substrate: Substrate, networks: Networks) -> tuple[Array, ...]:
     """The weights that P painters give, one array a layer, `[P, targets, sources]`.
@@ -98,17 +110,17 @@ class Painted:
     """A table fitted by the substrates that networks paint; scores as `Table` does.
 
     Attributes:
-        substrate: its first layer has the table's inputs, its last the targets.
+        substrate: its first layer has the table's inputs, its last the targets; or a `Quadtree` with such ends.
         tolerance: it is solved when no error is as large.
     """
 
-    substrate: Substrate
+    substrate: Paintable
     tolerance: float = 0.5
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Any]) -> Score:
         """Scores P networks; `key` is not needed."""
         rows, targets = inputs["inputs"], inputs["targets"]
         x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        error = jnp.abs(substrate_apply(self.substrate, paint(self.substrate, networks), x) - targets[None])
+        error = jnp.abs(self.substrate.respond(networks, x) - targets[None])
         fitness = jnp.maximum(targets.size - jnp.sum(error, (1, 2)), 0) ** 2
         return Score(fitness, jnp.all(error < self.tolerance, (1, 2)))

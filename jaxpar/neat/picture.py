@@ -30,9 +30,14 @@ def draw_network(config: NeatConfig, genomes: Genomes, out: Path, number: int = 
     last = max(level.values()) + 1
     level |= {slot: last for slot in slots if config.num_inputs <= slot < config.num_ends}
     columns = {column: [slot for slot in slots if level[slot] == column] for column in set(level.values())}
-    places = np.array([
-        (level[slot], (columns[level[slot]].index(slot) + 0.5) / len(columns[level[slot]])) for slot in slots
-    ])  # fmt: skip
+
+    def place(slot: int) -> tuple[float, float]:
+        column = level[slot]
+        # Neighbouring columns of hidden nodes lie higher and lower in turns, so that edges along a chain are seen.
+        shift = (0.12 if column % 2 else -0.12) if slot in hidden else 0.0
+        return column, (columns[column].index(slot) + 0.5 + shift) / len(columns[column])
+
+    places = np.array([place(slot) for slot in slots])
     at = {slot: place for place, slot in enumerate(slots)}
     colors = ["in" if s < config.num_inputs else "out" if s < config.num_ends else "hidden" for s in slots]
     ends = np.array([[at[s], at[t]] for s, t in edges], int).reshape(-1, 2)

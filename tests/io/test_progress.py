@@ -79,6 +79,13 @@ def test_values_are_read_only_when_shown():
     assert out.getvalue() == "1/100 steps  loss 2.5\n3/100 steps  loss 1.5\n"
 
 
+def test_other_numbers_are_shown_when_asked_for():
+    out = io.StringIO()
+    with open_progress(1, shown=("best", "species"), stream=out) as progress:
+        progress.update(1, {"train/best": 9.0, "loss": 1.0, "species": 3})
+    assert out.getvalue() == "1/1 steps  best 9  species 3\n"
+
+
 def test_bar_shows_numbers_and_leaves_notes_whole(terminal):
     clock = Clock()
     with open_progress(50, description="[red]lm", tokens_per_step=10**6, stream=terminal, clock=clock) as progress:

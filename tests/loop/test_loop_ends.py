@@ -55,6 +55,16 @@ def test_a_signal_in_the_last_step_is_no_interruption():
     assert (result.step, result.interrupted) == (5, False)
 
 
+def test_a_run_ends_after_the_chunk_in_which_it_is_done(tmp_path, opened):
+    hooks = Hooks(checkpoints=opened(tmp_path))
+    result = fit(WALK, KEY, batch, Fit(20, chunk=3, until_done=True), hooks)
+    assert (result.step, result.interrupted, hooks.checkpoints.steps()) == (6, False, [6])
+    assert_same_bits(result.state, whole(6)[0])
+    again = fit(WALK, KEY, None, Fit(20, chunk=3, until_done=True), hooks)
+    assert (again.step, again.interrupted) == (6, False)
+    assert fit(walk, KEY, batch, Fit(8, chunk=2)).step == 8
+
+
 @pytest.mark.usefixtures("handlers")
 def test_a_second_ctrl_c_ends_at_once_but_a_second_sigterm_does_not(tmp_path, opened):
     def draw(number, step):

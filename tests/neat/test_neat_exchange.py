@@ -1,13 +1,19 @@
 """Networks out and in: our own circle, neat-python's networks, Graphviz, formulas, pictures."""
 
+import dataclasses
 import json
 import math
 import warnings
 
 import jax.numpy as jnp
+import neat
 import numpy as np
 import pytest
 from fast import jit
+from neat.activations import ActivationFunctionSet
+from neat.aggregations import AggregationFunctionSet
+from neat.ctrnn import CTRNNNodeEval
+from neat.export import export_network_json
 from plain_neat import ACTIVATIONS, AGGREGATIONS, random_genomes
 
 from jaxpar.neat import NeatConfig, apply, draw_network, express, expressions, from_json, start, to_dot, to_json
@@ -33,54 +39,86 @@ def calls(config, genomes, xs):
 @pytest.mark.parametrize("kind", ["feedforward", "recurrent", "ctrnn"])
 def test_there_and_back(kind):
     config = config_of(kind)
-    genomes = random_genomes(np.random.default_rng(0), config, 8)
+    genomes = random_genomes(np.random.default_rng(0), config, 4)
     xs = np.random.default_rng(1).normal(size=(3, 3)).astype(np.float32)
     want = calls(config, genomes, xs)
-    for number in range(8):
+    for number in range(4):
         read, one = from_json(to_json(config, genomes, number), max_nodes=12)
         np.testing.assert_allclose(calls(read, one, xs)[:, 0], want[:, number], rtol=2e-5, atol=2e-6)
 
 
+def their_nodes(document):
+    """What neat-python's networks are made of, from a file: node -> its functions, bias, response and links."""
+    acts, aggs = ActivationFunctionSet(), AggregationFunctionSet()
+    links = {node["id"]: [] for node in document["nodes"] if node["type"] != "input"}
+    for c in document["connections"]:
+        if c["enabled"]:
+            links[c["to"]].append((c["from"], c["weight"]))
+    return {
+        node["id"]: (acts.get(node["activation"]["name"]), aggs.get(node["aggregation"]["name"]), node["bias"],
+                     node["response"], links[node["id"]])
+        for node in document["nodes"] if node["type"] != "input"
+    }  # fmt: skip
+
+
+def exported(network):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it asks for the time in a deprecated way
+        return export_network_json(network)
+
+
 @pytest.mark.parametrize("kind", ["feedforward", "recurrent"])
 def test_neat_python_gives_the_same_outputs(kind):
-    pytest.importorskip("neat.activations")  # "neat" alone would be this folder
-    import neat
-    from neat.activations import ActivationFunctionSet
-    from neat.aggregations import AggregationFunctionSet
-    from neat.export import export_network_json
-
-    acts, aggs = ActivationFunctionSet(), AggregationFunctionSet()
     config = config_of(kind)
-    genomes = random_genomes(np.random.default_rng(2), config, 12)
+    genomes = random_genomes(np.random.default_rng(2), config, 6)
     xs = np.random.default_rng(3).normal(size=(3, 3)).astype(np.float32)
     want = calls(config, genomes, xs)
-    for number in range(12):
+    for number in range(6):
         document = json.loads(to_json(config, genomes, number))
-        links = {node["id"]: [] for node in document["nodes"] if node["type"] != "input"}
-        for c in document["connections"]:
-            if c["enabled"]:
-                links[c["to"]].append((c["from"], c["weight"]))
-        nodes = {node["id"]: node for node in document["nodes"] if node["type"] != "input"}
+        nodes = their_nodes(document)
         order, placed = [], set(document["topology"]["input_keys"])
         while len(order) < len(nodes):
-            ready = [k for k in nodes if k not in placed and
-                     (kind == "recurrent" or all(s in placed for s, _ in links[k]))]  # fmt: skip
+            ready = [k for k, node in nodes.items() if k not in placed and
+                     (kind == "recurrent" or all(s in placed for s, _ in node[-1]))]  # fmt: skip
             order += ready
             placed |= set(ready)
-        evals = [
-            (k, acts.get(nodes[k]["activation"]["name"]), aggs.get(nodes[k]["aggregation"]["name"]),
-             nodes[k]["bias"], nodes[k]["response"], links[k])
-            for k in order
-        ]  # fmt: skip
         keys = document["topology"]["input_keys"], document["topology"]["output_keys"]
         kinds = {"feedforward": neat.nn.FeedForwardNetwork, "recurrent": neat.nn.RecurrentNetwork}
-        theirs = kinds[kind](*keys, evals)
+        theirs = kinds[kind](*keys, [(k, *nodes[k]) for k in order])
         got = [theirs.activate([float(v) for v in x]) for x in xs]
         np.testing.assert_allclose(want[:, number], got, rtol=2e-5, atol=2e-6)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it asks for the time in a deprecated way
-            text = export_network_json(theirs)
-        read, one = from_json(text)
+        read, one = from_json(exported(theirs))
+        np.testing.assert_allclose(calls(read, one, xs)[:, 0], got, rtol=2e-5, atol=2e-6)
+
+
+def test_neat_pythons_continuous_networks_give_the_same_outputs():
+    """By the rule of its 2.1; its 2.0 steps by forward Euler, from a buffer of the step before the last.
+
+    So time constants are given to it for which Euler's step is the exact one, and its buffers are made equal.
+    """
+    config = dataclasses.replace(config_of("ctrnn"), time_step=0.2, sub_steps=2)
+    genomes = random_genomes(np.random.default_rng(5), config, 6)
+    xs = np.random.default_rng(6).normal(size=(3, 3)).astype(np.float32)
+    want = calls(config, genomes, xs)
+    for number in range(6):
+        document = json.loads(to_json(config, genomes, number))
+        keys = document["topology"]["input_keys"], document["topology"]["output_keys"]
+        tau = {node["id"]: node["time_constant"] for node in document["nodes"] if node["type"] != "input"}
+        euler = {key: 0.2 / -math.expm1(-0.2 / value) for key, value in tau.items()}
+        files, stepped = (
+            neat.ctrnn.CTRNN(*keys, {k: CTRNNNodeEval(times[k], *rest) for k, rest in their_nodes(document).items()})
+            for times in (tau, euler)
+        )
+        got = []
+        for x in xs:
+            for _ in range(config.sub_steps):
+                stepped.time_seconds = 0.0  # sums of 0.2 would make steps of rounding errors
+                stepped.advance([float(v) for v in x], 0.2, 0.2)
+                for key, value in dict(stepped.values[stepped.active]).items():
+                    stepped.set_node_value(key, value)
+            got.append([stepped.values[0][key] for key in keys[1]])
+        np.testing.assert_allclose(want[:, number], got, rtol=2e-5, atol=2e-6)
+        read, one = from_json(exported(files), time_step=0.2, sub_steps=2)
         np.testing.assert_allclose(calls(read, one, xs)[:, 0], got, rtol=2e-5, atol=2e-6)
 
 

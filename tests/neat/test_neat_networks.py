@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
+from neat.activations import ActivationFunctionSet
+from neat.aggregations import AggregationFunctionSet
 from plain_neat import ACTIVATIONS, AGGREGATIONS, Network, random_genomes
 
 from jaxpar.neat import NeatConfig, apply, check_genomes, express, functions, start, with_networks
@@ -98,16 +100,31 @@ def test_infinite_values_stay_on_their_paths():
     assert abs(y[0, 0, 0, 1]) < 1e-30
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+THEIRS = ActivationFunctionSet().functions | {"steep_sigmoid": ACTIVATIONS["steep_sigmoid"]}
+
+
+@pytest.mark.parametrize("name", THEIRS)
 def test_activations_are_neat_pythons(name):
     z = np.float32([-70, -13, -3.5, -1, -0.3, 0, 0.2, 0.9, 3.3, 12.5, 66])
-    want = [ACTIVATIONS[name](float(x)) for x in z]
-    np.testing.assert_allclose(functions.ACTIVATIONS[name](jnp.asarray(z)), want, rtol=1e-5, atol=1e-6)
+    for oracle in (THEIRS, ACTIVATIONS):
+        want = [oracle[name](float(x)) for x in z]
+        np.testing.assert_allclose(functions.ACTIVATIONS[name](jnp.asarray(z)), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", AggregationFunctionSet().functions)
+def test_aggregations_are_neat_pythons(name):
+    theirs, names = AggregationFunctionSet().get(name), ("sum", name) if name != "sum" else ("sum",)
+    rng = np.random.default_rng(0)
+    terms, mask = rng.normal(size=(40, 7)).astype(np.float32), rng.random((40, 7)) < np.linspace(0, 1, 40)[:, None]
+    choice = jnp.full(40, len(names) - 1)
+    want = [float(theirs([float(x) for x in row[on]])) for row, on in zip(terms, mask, strict=True)]
+    assert not mask[0].any() and mask[-1].all()
+    np.testing.assert_allclose(functions.aggregate(names, choice, terms, mask), want, rtol=1e-5, atol=1e-6)
 
 
 def test_names_are_all_there():
-    assert set(functions.ACTIVATIONS) == set(ACTIVATIONS)
-    assert set(functions.AGGREGATIONS) == set(AGGREGATIONS)
+    assert set(functions.ACTIVATIONS) == set(ACTIVATIONS) == set(THEIRS)
+    assert set(functions.AGGREGATIONS) == set(AGGREGATIONS) == set(AggregationFunctionSet().functions)
 
 
 def test_padding_changes_nothing():

@@ -258,8 +258,16 @@ def test_identities_stay_unique_for_100_000_generations():
     fuzz("feedforward", 100_000)
 
 
+def one_meaning(genomes):
+    """Whether a mark joins the same two nodes in every genome that has it."""
+    ends = [jnp.take_along_axis(genomes.node_id, place, 1) for place in (genomes.source, genomes.target)]
+    mark, source, target, on = (x.reshape(-1) for x in (genomes.mark, *ends, genomes.on))
+    same = on[:, None] & on[None] & (mark[:, None] == mark[None])
+    return ~jnp.any(same & ((source[:, None] != source[None]) | (target[:, None] != target[None])))
+
+
 def fuzz(kind, generations):
-    """Counters never fall and genomes stay right, over generations of changes as one program."""
+    """Counters never fall, marks mean one thing and genomes stay right, over generations of changes as one program."""
     config = CONFIGS[kind]
     rates = FAST.replace(add_node=0.2, add_conn=0.3, del_node=0.4, del_conn=0.3)
 
@@ -277,11 +285,14 @@ def fuzz(kind, generations):
                 twice = (values[:, :, None] == values[:, None]) & on[:, :, None] & on[:, None]
                 fine &= jnp.sum(twice) == jnp.sum(on)
                 fine &= jnp.max(jnp.where(on, values, 0)) < 2**31 - 1
+            fine &= one_meaning(genomes) & jnp.all(genomes.mark < new.mark) & jnp.all(genomes.node_id < new.node)
             fine &= (new.node >= counters.node) & (new.mark >= counters.mark)
             return (genomes, new, fine), None
 
         return jax.lax.scan(body, (genomes, counters, jnp.bool_(True)), jnp.arange(generations))[0]
 
-    genomes, counters, fine = long(*begin(kind, 0))
+    genomes, counters = begin(kind, 0)
+    # Random genomes share no history: all begin as the first.
+    genomes, counters, fine = long(jax.tree.map(lambda x: jnp.repeat(x[:1], 24, 0), genomes), counters)
     assert fine and counters.mark > generations
     check_genomes(config, genomes)

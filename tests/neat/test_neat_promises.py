@@ -1,0 +1,132 @@
+"""What must hold whatever one does: breaks, padding, meshes of one device, files that others wrote or broke."""
+
+import copy
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_neat import random_genomes
+
+from jaxpar.io import Checkpoints
+from jaxpar.loop import run
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.neat import CANONICAL, FAST, Neat, NeatConfig, Table, check_genomes, express, from_json, to_json, xor
+from jaxpar.neat.distance import centres_of, distances
+from jaxpar.types import UsageError
+
+GROWING = FAST.replace(add_node=0.4, add_conn=0.4, threshold=1.0)
+SMALL = NeatConfig(3, 1, population=12, max_nodes=10, max_conns=16, max_species=4, rates=GROWING)
+
+
+def test_a_break_at_any_generation_changes_nothing(tmp_path):
+    neat = Neat(SMALL, Table(tolerance=0.0))
+    step = jit(lambda number, state: neat.step(jax.random.fold_in(jax.random.key(1), number), state, xor()))
+    states = [jax.jit(neat.init)(jax.random.key(0), None)]
+    for number in range(6):
+        states.append(step(number, states[-1])[0])
+    assert states[-1].counters.node > SMALL.num_ends and states[-1].species.next_number > 1
+    for pause in (0, 1, 4):
+        checkpoints = Checkpoints(tmp_path / str(pause))
+        checkpoints.save(pause, states[pause], {}, {})
+        checkpoints.wait()
+        state = checkpoints.restore(pause, jax.eval_shape(lambda pause=pause: states[pause]))
+        checkpoints.close()
+        for number in range(pause, 6):
+            state, _ = step(number, state)
+        jax.tree.map(np.testing.assert_array_equal, state, states[-1])
+
+
+@pytest.mark.slow
+def test_a_mesh_of_one_device_is_none():
+    neat = Neat(SMALL, Table(tolerance=0.0))
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (20, *x.shape)), xor())
+
+    def trajectory():
+        state = jax.jit(neat.init)(jax.random.key(0), None)
+        return jax.device_get(jax.jit(lambda s: run(neat, jax.random.key(1), s, rows, 20))(state))
+
+    want = trajectory()
+    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.devices()[:1])):
+        jax.tree.map(np.testing.assert_array_equal, trajectory(), want)
+
+
+@pytest.mark.parametrize("mode, rates", [("fast", FAST), ("canonical", CANONICAL)])
+def test_room_changes_no_distance(mode, rates):
+    small = NeatConfig(2, 2, max_nodes=9, max_conns=14, mode=mode)
+    large = dataclasses.replace(small, max_nodes=40, max_conns=80)
+    genomes = random_genomes(np.random.default_rng(0), small, 16)
+    padded = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, (40 if x.shape[1] == 9 else 80) - x.shape[1]))), genomes)
+    check_genomes(large, padded)
+    far = [
+        jit(lambda g, config=config: distances(config, rates, g, centres_of(g.rows(slice(0, 5)))))(g)
+        for config, g in ((small, genomes), (large, padded))
+    ]
+    np.testing.assert_allclose(*far, rtol=1e-6)
+    np.testing.assert_array_equal(*(express(c, g).sweeps for c, g in ((small, genomes), (large, padded))))
+
+
+CONFIG = NeatConfig(2, 1, max_nodes=6, max_conns=8, kind="ctrnn")
+DOCUMENT = json.loads(to_json(CONFIG, random_genomes(np.random.default_rng(1), CONFIG, 1, hidden=2, conns=6)))
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3), st.just([]), st.just({}),
+    st.just([1]), st.just({"name": "sigmoid"}), st.just({"name": []}),
+)  # fmt: skip
+
+
+def places(tree, path=()):
+    """Every path into a document."""
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in inside:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+@settings(max_examples=300, deadline=None)
+@given(where=st.sampled_from(sorted(places(DOCUMENT), key=str)), junk=JUNK, drop=st.booleans())
+def test_a_broken_file_is_read_or_refused_in_a_sentence(where, junk, drop):
+    document = copy.deepcopy(DOCUMENT)
+    parent = document
+    for key in where[:-1]:
+        parent = parent[key]
+    if drop:
+        del parent[where[-1]]
+    else:
+        parent[where[-1]] = junk
+    try:
+        config, genomes = from_json(json.dumps(document))
+    except UsageError as error:
+        assert str(error).endswith(".") and "\n" not in str(error)
+        return
+    check_genomes(config, genomes)
+    numbers = genomes.weight, genomes.bias, genomes.response, genomes.time_constant
+    assert all(np.isfinite(x).all() for x in numbers) and (genomes.time_constant[genomes.node_on][2:] > 0).all()
+    assert from_json(to_json(config, genomes))[0].num_ends == config.num_ends
+
+
+@pytest.mark.parametrize(
+    "path, value, words",
+    [
+        (("connections", 0, "weight"), float("nan"), "weight nan"),
+        (("connections", 0, "weight"), "1.0", "weight '1.0'"),
+        (("nodes", 0, "bias"), None, "bias None"),
+        (("nodes", 0, "time_constant"), 0.0, "time_constant 0.0"),
+        (("topology", "input_keys"), [-1, -1], "twice"),
+        (("topology", "output_keys"), [], "num_outputs=0"),
+        (("nodes", 1, "id"), 0, "twice"),
+        (("connections", 0, "to"), -1, "into an input"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(path, value, words):
+    document = copy.deepcopy(DOCUMENT)
+    parent = document
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    with pytest.raises(UsageError, match=words):
+        from_json(json.dumps(document))
