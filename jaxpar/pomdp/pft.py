@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,8 @@ class Pft:
         if self.leaf not in LEAVES:
             raise UsageError(f"leaf is one of {', '.join(LEAVES)}, not {self.leaf!r}")
 
+    ranked_by: ClassVar[str] = "values"
+
     plan = plan
 
     def search(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> Widened:
@@ -163,7 +165,8 @@ class Pft:
         if not hasattr(env, "log_likelihood"):
             raise UsageError(f"weighted particles need log_likelihood of the environment, and {env.name} has none")
         most = 1 + self.num_simulations * iterations
-        search = begin(dataclasses.replace(self, max_nodes=min(most, self.max_nodes)), env, params, iterations)
+        limited = dataclasses.replace(self, max_nodes=min(most, self.max_nodes))
+        search = begin(limited, env, params, belief, iterations)
         if not self.is_keyed(env, params) and self.children is None:
             max_nodes, max_edges = search.tree.node_visits.shape[0], search.tree.edge_visits.shape[0]
             tree = dataclasses.replace(search.tree, children=Hashed().empty(max_nodes, max_edges))

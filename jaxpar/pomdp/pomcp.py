@@ -13,7 +13,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, plan, plan_until, report, search
+from jaxpar.pomdp.search import (
+    LEAVES,
+    Lanes,
+    Path,
+    PlanInfo,
+    Search,
+    begin,
+    grow,
+    plan,
+    plan_until,
+    report,
+    search,
+)
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree
 from jaxpar.types import Array, PRNGKey, UsageError
 
@@ -133,6 +145,7 @@ class Pomcp:
     children: Dense | Hashed | None = None
 
     stops_at_new: ClassVar[bool] = True
+    ranked_by: ClassVar[str] = "values"
 
     def __post_init__(self) -> None:
         for name in ("num_simulations", "iterations", "max_depth", "rollout_depth", "max_nodes"):
@@ -154,7 +167,7 @@ class Pomcp:
         """Adds each simulation's return to the edges on its way."""
         return add_returns(tree, path, depth, discount)
 
-    plan, search, plan_until = plan, search, plan_until
+    begin, grow, plan, search, plan_until = begin, grow, plan, search, plan_until
 
     def decide(self, search: Search) -> tuple[Array, PlanInfo]:
         """The action of the highest mean return, and the report; the policy is the visits' share."""

@@ -123,7 +123,7 @@ def children_of(planner: Any, env: Any, params: PyTree) -> Dense | Hashed:
     return Dense(known) if known is not None and known <= 64 else Hashed()
 
 
-def begin(planner: Any, env: Any, params: PyTree, iterations: int) -> Search:
+def begin(planner: Any, env: Any, params: PyTree, belief: Any, iterations: int) -> Search:
     """An empty search with room for `iterations` batches, within the planner's capacities."""
     discount_of(params, planner.discount)
     most = 1 + sum(planner.num_simulations * planner.depth_of(k) for k in range(iterations))
@@ -135,7 +135,7 @@ def begin(planner: Any, env: Any, params: PyTree, iterations: int) -> Search:
     return Search(tree, jnp.ones((actions,), bool), zero, zero)
 
 
-def grow(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int) -> Search:
+def grow(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any, search: Search, iterations: int) -> Search:
     """Runs `iterations` batches more; pure, for jit, vmap and scan. The key of a batch is folded with its number."""
 
     def batch(_: Array, search: Search) -> Search:
@@ -303,7 +303,7 @@ def report(
 def _grown(
     key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int
 ) -> Search:
-    return grow(key, planner, env, params, belief, search, iterations)
+    return grow(planner, key, env, params, belief, search, iterations)
 
 
 def improve_until(
@@ -331,7 +331,7 @@ def improve_until(
     """
     states = belief.draw(key, planner.num_simulations)
     refuse_ended(env, params, states)
-    search = begin(planner, env, params, planner.iterations)
+    search = begin(planner, env, params, belief, planner.iterations)
     search = dataclasses.replace(search, legal=jnp.all(legal_actions(env, params, states), axis=0))
     search = jax.tree.map(jnp.copy, search)  # leaves that share a buffer cannot be donated
 
@@ -376,7 +376,8 @@ def plan(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> t
 
 def search(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> Search:
     """The search that `plan` decides by, with the whole tree; a planner's method, too."""
-    return grow(key, planner, env, params, belief, begin(planner, env, params, planner.iterations), planner.iterations)
+    first = begin(planner, env, params, belief, planner.iterations)
+    return grow(planner, key, env, params, belief, first, planner.iterations)
 
 
 def plan_until(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import reset, step
+from jaxpar.mesh import mesh_axes, partition
 from jaxpar.pomdp.model import discount_of
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -142,14 +143,26 @@ def simulate_many(
 ) -> Episode:
     """`num_episodes` independent episodes: `simulate` under `vmap`, in turns of `batch` where memory asks for it.
 
-    Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`, whatever `batch`.
+    On the ambient mesh (`jaxpar.mesh.use_mesh`) episodes are split by the rule of "envs", and each device plays its own
+    without a word to the others. Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`,
+    whatever the devices and `batch`; with a `batch` that divides each device's share its bits are the same, too, as
+    the same program then plays it.
+
+    Raises:
+        UsageError: for a number of episodes that the devices do not divide.
     """
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_episodes))
 
     def one(key: PRNGKey) -> Episode:
         return simulate(key, env, params, planner, belief_model, num_steps, discount=discount)
 
-    return jax.vmap(one)(keys) if batch is None else jax.lax.map(one, keys, batch_size=batch)
+    def played(keys: PRNGKey) -> Episode:
+        return jax.vmap(one)(keys) if batch is None else jax.lax.map(one, keys, batch_size=batch)
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_episodes))
+    if mesh_axes("envs"):
+        split = partition(("envs",), (num_episodes,), "num_episodes")
+        played = jax.shard_map(played, in_specs=split, out_specs=split, check_vma=False)
+    return played(keys)
 
 
 def summarize(episodes: Episode) -> Summary:

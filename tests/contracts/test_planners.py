@@ -10,7 +10,7 @@ import pytest
 from fast import jit
 
 import envs
-from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, Vopp
+from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, RootParallel, Vopp
 
 ENV, PARAMS = envs.make("RockSample-2-2")
 ACTIONS = ENV.action_space(PARAMS).n
@@ -21,6 +21,7 @@ ROWS = {
     "pft": Pft(8, 4, max_depth=3, num_particles=4, leaf="heuristic"),
     "pomcpow": Pomcpow(8, 4, max_depth=3, num_particles=4, leaf="heuristic"),
     "despot": Despot(8, 3, max_depth=3, default=1, upper="heuristic"),
+    "root-parallel": RootParallel(Vopp(8, 3, max_depth=3), 2),
 }
 each_row = pytest.mark.parametrize("name", ROWS)
 
