@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxpar.env import step
 from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_observations
-from jaxpar.pomdp.pomcp import add_returns, best_mean, ranks, upper_confidence
+from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -74,6 +74,7 @@ class Pft:
         discount: in (0, 1]; None takes `params.discount`.
         leaf: value of a new node: "rollout" (uniform over legal actions), "heuristic" or "zero".
         rollout_depth: steps of a rollout.
+        backup: what a node is worth to the edge above, as in `Pomcp`: "mean" or "best".
         max_nodes: capacity in nodes, of m particles each.
         max_edges: capacity in action nodes; None is `max_nodes`.
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
@@ -92,6 +93,7 @@ class Pft:
     discount: Any = None
     leaf: str = "rollout"
     rollout_depth: int = 20
+    backup: str = "mean"
     max_nodes: int = 1 << 16
     max_edges: int | None = None
     children: Dense | Hashed | None = None
@@ -110,6 +112,8 @@ class Pft:
                 raise UsageError(f"{name} lies in [0, 1], not at {power}")
         if self.leaf not in LEAVES:
             raise UsageError(f"leaf is one of {', '.join(LEAVES)}, not {self.leaf!r}")
+        if self.backup not in BACKUPS:
+            raise UsageError(f"backup is one of {', '.join(BACKUPS)}, not {self.backup!r}")
 
     ranked_by: ClassVar[str] = "values"
 
@@ -240,7 +244,7 @@ class Pft:
             invalid=tree.invalid + jnp.sum(~finite, dtype=jnp.int32),
         )
         tree, path = land(tree, path, lanes, leaves, depth, discount)
-        return Widened(dataclasses.replace(search, tree=add_returns(tree, path, depth, discount)), store)
+        return Widened(dataclasses.replace(search, tree=back_up(tree, path, depth, discount, self.backup)), store)
 
     def _descend(
         self, key: PRNGKey, env: Any, params: PyTree, tree: Tree, lanes: Lanes, before: Array
