@@ -31,6 +31,7 @@ from jaxpar.pomdp.search import (
     embark,
     is_waiting,
     land,
+    moving,
     plan,
     refuse_ended,
     repeat_until,
@@ -251,8 +252,10 @@ class Pft:
     ) -> tuple[Tree, Step]:
         """Every live simulation takes an action and finds its child, by key or by slot."""
         step_key, slot_key = jax.random.split(key)
+        allowed = legal_actions(env, params, lanes.states)
+        tree, lanes = moving(tree, lanes, allowed)
         rank = jnp.where(lanes.live, ranks(jnp.where(lanes.live, lanes.node, EMPTY)), 0)
-        legal = self._opened(tree, lanes.node, rank, legal_actions(env, params, lanes.states))
+        legal = self._opened(tree, lanes.node, rank, allowed)
         action = upper_confidence(tree, lanes.node, rank, legal, self.exploration)
         earlier = tree.edges.at[lanes.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)

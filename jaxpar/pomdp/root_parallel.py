@@ -57,7 +57,7 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
         order = preferences = mean(infos.preferences)
         value = jnp.mean(infos.value)
     action = jnp.where(jnp.any(tried & legal), jnp.argmax(jnp.where(legal, order, -jnp.inf)), jnp.argmax(legal))
-    summed = ("nodes", "edges", "steps", "overflow", "invalid")
+    summed = ("nodes", "edges", "steps", "overflow", "invalid", "stranded")
     return action.astype(jnp.int32), PlanInfo(
         value=value,
         values=values,

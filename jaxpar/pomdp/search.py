@@ -33,11 +33,13 @@ __all__ = [
     "Search",
     "begin",
     "children_of",
+    "drawn_from_nothing",
     "embark",
     "grow",
     "improve_until",
     "is_waiting",
     "land",
+    "moving",
     "plan",
     "plan_until",
     "refuse_ended",
@@ -84,6 +86,8 @@ class PlanInfo:
         steps: int32, simulated steps on the tree (rollouts not counted).
         overflow: int32, steps that found no room in the tree; raise max_nodes or max_edges where it is not small.
         invalid: int32, rewards or leaf values that were not finite, counted as 0.
+        stranded: int32, simulations that stopped since their state allowed no action, and all of them where the belief
+            had no weight anywhere, so that its draws mean nothing; 0 unless a mask or a belief is broken.
         ended: float32, the share of root draws that were terminal states: 1 means that there was nothing to plan.
         legal: bool `[A]`, actions that are legal in every state drawn for the root.
     """
@@ -101,6 +105,7 @@ class PlanInfo:
     steps: Array
     overflow: Array
     invalid: Array
+    stranded: Array
     ended: Array
     legal: Array
 
@@ -175,7 +180,11 @@ def embark(
         legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
         ended=search.ended + jnp.sum(ended, dtype=jnp.int32),
         drawn=search.drawn + count,
-        tree=dataclasses.replace(tree, node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32))),
+        tree=dataclasses.replace(
+            tree,
+            node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32)),
+            stranded=tree.stranded + drawn_from_nothing(belief, count),
+        ),
     )
     nowhere = jnp.full((planner.max_depth + 1, count), EMPTY, jnp.int32)
     node = jnp.where(ended, EMPTY, 0)
@@ -183,6 +192,18 @@ def embark(
     none = jnp.full((count,), EMPTY, jnp.int32)
     lanes = Lanes(states, node, none, ~ended, jnp.full((count,), -1, jnp.int32))
     return search, path, lanes, planner.depth_of(tree.iteration)
+
+
+def drawn_from_nothing(belief: Any, count: int) -> Array:
+    """How many of `count` draws come from a belief that has no weight anywhere, int32: all of them or none."""
+    return jnp.where(getattr(belief, "weightless", False), count, 0).astype(jnp.int32)
+
+
+def moving(tree: Tree, lanes: "Lanes", legal: Array) -> tuple[Tree, "Lanes"]:
+    """Stops, and counts, the live simulations whose states allow no action by `legal` `[n, A]`."""
+    able = jnp.any(legal, axis=1)
+    stranded = tree.stranded + jnp.sum(lanes.live & ~able, dtype=jnp.int32)
+    return dataclasses.replace(tree, stranded=stranded), lanes._replace(live=lanes.live & able)
 
 
 def is_waiting(lanes: "Lanes") -> Array:
@@ -231,6 +252,7 @@ def _descend(
     select_key, step_key = jax.random.split(key)
     legal = legal_actions(env, params, lanes.states)
     if hasattr(env, "action_mask"):
+        tree, lanes = moving(tree, lanes, legal)
         at = jnp.where(lanes.live, lanes.node, EMPTY)
         counts = jnp.sum(legal, axis=1, dtype=jnp.int32)
         tree = dataclasses.replace(tree, node_legal=tree.node_legal.at[at].set(counts, mode="drop"))
@@ -294,6 +316,7 @@ def report(
         steps=tree.steps,
         overflow=tree.overflow,
         invalid=tree.invalid,
+        stranded=tree.stranded,
         ended=search.ended / jnp.maximum(search.drawn, 1),
         legal=search.legal,
     )
@@ -348,13 +371,18 @@ def refuse_ended(env: Any, params: PyTree, states: PyTree) -> None:
 
 
 def repeat_until(
-    advance: Callable[[Any], Any], state: Any, most: int, deadline: float, clock: Callable[[], float] = time.monotonic
+    advance: Callable[[Any], Any],
+    state: Any,
+    most: int,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+    done: Callable[[Any], bool] = lambda state: False,
 ) -> Any:
-    """`advance` repeated, at most `most` times, until the next one would probably end after `deadline` on `clock`."""
+    """`advance` repeated, at most `most` times, until `done`, or the next would probably end after `deadline`."""
     longest = 0.0
     for _ in range(most):
         began = clock()
-        if began + longest >= deadline:
+        if began + longest >= deadline or done(state):
             break
         state = jax.block_until_ready(advance(state))
         longest = max(longest, clock() - began)

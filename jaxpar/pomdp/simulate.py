@@ -33,6 +33,7 @@ class Episode(NamedTuple):
         nodes: int32 `[T]`, of the tree.
         overflow: int32 `[T]`, steps that found no room in the tree.
         invalid: int32 `[T]`, rewards or leaf values that were not finite while planning.
+        stranded: int32 `[T]`, simulations without a legal action, or of a belief without weight.
     """
 
     discounted_return: Array
@@ -51,6 +52,7 @@ class Episode(NamedTuple):
     nodes: Array
     overflow: Array
     invalid: Array
+    stranded: Array
 
 
 class Summary(NamedTuple):
@@ -63,6 +65,7 @@ class Summary(NamedTuple):
         depleted: share of steps whose observation no particle explained.
         overflow: mean over steps of simulation steps without room.
         invalid: rewards or leaf values that were not finite, in all.
+        stranded: simulations without a legal action, in all.
         illegal: illegal actions, in all.
     """
 
@@ -72,6 +75,7 @@ class Summary(NamedTuple):
     depleted: Array
     overflow: Array
     invalid: Array
+    stranded: Array
     illegal: Array
 
 
@@ -118,6 +122,7 @@ def simulate(
             "nodes": info.nodes,
             "overflow": info.overflow,
             "invalid": info.invalid,
+            "stranded": info.stranded,
         }
         row = jax.tree.map(lambda x: jnp.where(live, x, jnp.zeros_like(x)), row)
         belief = jax.tree.map(lambda new, old: jnp.where(on, new, old), updated, belief)
@@ -175,5 +180,6 @@ def summarize(episodes: Episode) -> Summary:
         depleted=jnp.sum(episodes.depleted) / steps,
         overflow=jnp.sum(episodes.overflow) / steps,
         invalid=jnp.sum(episodes.invalid),
+        stranded=jnp.sum(episodes.stranded),
         illegal=jnp.sum(episodes.illegal),
     )
