@@ -35,6 +35,7 @@ from jaxpar.pomdp.search import (
     plan,
     refuse_ended,
     repeat_until,
+    while_live,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take
 from jaxpar.pomdp.widening import (
@@ -230,9 +231,8 @@ class Pft:
             return tree, store, path, lanes, last
 
         nothing = no_step(env, params, lanes)
-        tree, store, path, lanes, last = jax.lax.fori_loop(
-            0, depth, level, (search.tree, widened.store, path, lanes, nothing)
-        )
+        first = (search.tree, widened.store, path, lanes, nothing)
+        depth, (tree, store, path, lanes, last) = while_live(depth, level, first, lambda carry: carry[3].live)
         store, path, lanes, waiting = self._fill(node_key, env, params, belief, store, path, lanes, last, before)
         leaves = leaf_values(
             leaf_key, env, params, lanes.states, discount, self.leaf, self.rollout_depth, waiting, lanes.action

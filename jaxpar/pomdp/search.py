@@ -31,6 +31,7 @@ __all__ = [
     "PlanInfo",
     "Lanes",
     "Search",
+    "anyone",
     "begin",
     "children_of",
     "drawn_from_nothing",
@@ -46,6 +47,7 @@ __all__ = [
     "repeat_until",
     "report",
     "search",
+    "while_live",
 ]
 
 LEAVES = ("heuristic", "rollout", "zero")
@@ -158,13 +160,39 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
         tree, path, lanes = carry
         return _descend(jax.random.fold_in(level_key, d), planner, env, params, tree, path, lanes, d)
 
-    tree, path, lanes = jax.lax.fori_loop(0, depth, level, (search.tree, path, lanes))
+    depth, (tree, path, lanes) = while_live(depth, level, (search.tree, path, lanes), lambda carry: carry[2].live)
     waiting, length = is_waiting(lanes), planner.rollout_depth
     values = leaf_values(leaf_key, env, params, lanes.states, discount, planner.leaf, length, waiting, lanes.action)
     tree, path = land(tree, path, lanes, values, depth, discount)
     return dataclasses.replace(
         search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
     )
+
+
+@jax.custom_batching.custom_vmap
+def anyone(flags: Array) -> Array:
+    """Whether any of the flags is set, bool; under `vmap` in any member of the batch, which is one answer for all."""
+    return jnp.any(flags)
+
+
+@anyone.def_vmap
+def _(size: int, batched: list[bool], flags: Array) -> tuple[Array, bool]:
+    return anyone(flags), False
+
+
+def while_live(
+    most: Array, level: Callable[[Array, Any], Any], first: Any, live: Callable[[Any], Array]
+) -> tuple[Array, Any]:
+    """`carry = level(d, carry)` for d = 0, 1, ..., `most - 1` while any of `live(carry)`; how many those were, int32.
+
+    Levels at which nobody lives must change nothing: under `vmap` all members walk as deep as the deepest, so that none
+    of them has its tree copied to keep it from a level that is not its own.
+    """
+
+    def going(state: tuple) -> Array:
+        return (state[0] < most) & anyone(live(state[1]))
+
+    return jax.lax.while_loop(going, lambda state: (state[0] + 1, level(*state)), (jnp.zeros((), jnp.int32), first))
 
 
 def embark(

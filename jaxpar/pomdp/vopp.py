@@ -191,7 +191,7 @@ class Vopp:
     def back_up(self, tree: Tree, children: Any, path: Path, depth: Array, discount: Any) -> Tree:
         """Learns from one batch, deepest level first."""
         if self.sweep == "tree":
-            return self._sweep(tree, children, depth, discount)
+            return self._sweep(tree, children, tree.depth, discount)
 
         moves = jnp.zeros(tree.psi.shape, bool).at[path.edges.reshape(-1)].set(True, mode="drop")
 
