@@ -244,7 +244,7 @@ class Pft:
             reward_sum=tree.reward_sum.at[path.edges].add(path.rewards, mode="drop"),
             invalid=tree.invalid + jnp.sum(~finite, dtype=jnp.int32),
         )
-        tree, path = land(tree, path, lanes, leaves, depth, discount)
+        tree, path = land(tree, path, lanes, leaves, discount)
         return Widened(dataclasses.replace(search, tree=back_up(tree, path, depth, discount, self.backup)), store)
 
     def _descend(

@@ -83,7 +83,7 @@ class PlanInfo:
         visits: int32 `[A]`.
         nodes: int32, observation nodes with the root.
         edges: int32.
-        depth: int32, levels of the deepest batch.
+        depth: int32, the most steps that a simulation made on the tree.
         iterations: int32, batches of simulations.
         steps: int32, simulated steps on the tree (rollouts not counted).
         overflow: int32, steps that found no room in the tree; raise max_nodes or max_edges where it is not small.
@@ -163,7 +163,7 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
     depth, (tree, path, lanes) = while_live(depth, level, (search.tree, path, lanes), lambda carry: carry[2].live)
     waiting, length = is_waiting(lanes), planner.rollout_depth
     values = leaf_values(leaf_key, env, params, lanes.states, discount, planner.leaf, length, waiting, lanes.action)
-    tree, path = land(tree, path, lanes, values, depth, discount)
+    tree, path = land(tree, path, lanes, values, discount)
     return dataclasses.replace(
         search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
     )
@@ -239,9 +239,7 @@ def is_waiting(lanes: "Lanes") -> Array:
     return (lanes.stuck != EMPTY) | (lanes.node != EMPTY)
 
 
-def land(
-    tree: Tree, path: Path, lanes: "Lanes", leaves: tuple[Array, Array], depth: Array, discount: Any
-) -> tuple[Tree, Path]:
+def land(tree: Tree, path: Path, lanes: "Lanes", leaves: tuple[Array, Array], discount: Any) -> tuple[Tree, Path]:
     """Adds the values of where the simulations stopped, and which of them were not finite, and ends the batch."""
     values, wrong = leaves
     tree = add_leaves(tree, lanes.node, lanes.stuck, values, discount)
@@ -251,7 +249,7 @@ def land(
         tree,
         invalid=tree.invalid + jnp.sum(wrong, dtype=jnp.int32),
         iteration=tree.iteration + 1,
-        depth=jnp.maximum(tree.depth, depth),
+        depth=jnp.maximum(tree.depth, jnp.sum(jnp.any(path.edges != EMPTY, axis=1), dtype=jnp.int32)),
     ), path
 
 

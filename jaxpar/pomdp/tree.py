@@ -62,7 +62,7 @@ class Tree:
         stranded: int32, simulations without a legal action where they were, or of a belief without any weight.
         iteration: int32, batches of simulations so far.
         steps: int32, simulated steps on the tree.
-        depth: int32, the deepest node's level.
+        depth: int32, the most steps that a simulation made on the tree.
     """
 
     edges: Array
