@@ -128,16 +128,31 @@ class LightDark:
         """Stopped."""
         return state.stopped
 
-    def heuristic(self, state: LightDarkState, params: LightDarkParams) -> Array:
-        """What is earned from a place that is known: the fewest steps to 0, and stop."""
-        far, big = jnp.abs(state.place), self.big_step
-        under = far // big + far % big
-        over = far // big + 1 + big - far % big  # one big step too far, and back
-        steps = jnp.minimum(under, over).astype(jnp.float32)
-        discount = jnp.asarray(params.discount, jnp.float32)
+    def _steps(self, distance: Array) -> Array:
+        """The fewest steps over a distance, walls apart, int32."""
+        big = self.big_step
+        under, over = distance // big + distance % big, distance // big + 1 + big - distance % big  # too far, and back
+        return jnp.minimum(under, over)
+
+    def _after(self, steps: Array, params: LightDarkParams) -> Array:
+        """What is earned by that many steps and a stop at 0, float32."""
+        steps, discount = steps.astype(jnp.float32), jnp.asarray(params.discount, jnp.float32)
         paid = jnp.where(discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps)
-        value = params.step_reward * paid + params.right_reward * discount**steps
-        return jnp.where(state.stopped, 0.0, value).astype(jnp.float32)
+        return params.step_reward * paid + params.right_reward * discount**steps
+
+    def heuristic(self, state: LightDarkState, params: LightDarkParams) -> Array:
+        """What is earned by way of the light, where a place becomes known: the fewest steps there, to 0, and stop.
+
+        Not what a place that is known is worth, which is the straight way to 0: a planner that is promised that has
+        nothing to gain from the light and never comes to stop.
+        """
+        steps = self._steps(jnp.abs(state.place - self.light)) + self._steps(jnp.asarray(abs(self.light)))
+        return jnp.where(state.stopped, 0.0, self._after(steps, params)).astype(jnp.float32)
+
+    def upper_bound(self, state: LightDarkState, params: LightDarkParams) -> Array:
+        """What one earns who knows the place and whom no step leads past 0; of rewards with the published signs."""
+        steps = (jnp.abs(state.place) + self.big_step - 1) // self.big_step
+        return jnp.where(state.stopped, 0.0, self._after(steps, params)).astype(jnp.float32)
 
     def render(self, state: LightDarkState, params: LightDarkParams) -> Array:
         """The line, light at the light and at 0 a mark; uint8 `[32, 2 (2 radius + 1), 3]`."""

@@ -209,6 +209,23 @@ class RockSample:
         value = jnp.where(jnp.any(state.good), rock, out)
         return jnp.where(self.terminal(state, params), 0.0, value).astype(jnp.float32)
 
+    def upper_bound(self, state: RockSampleState, params: RockSampleParams) -> Array:
+        """What one earns at most who knows the rocks, of rewards with the published signs.
+
+        All good rocks and the way out, each as soon as it can be: of good rocks at d_0 <= d_1 <= ... steps, the j-th is
+        sampled at t_j = max(d_j, t_{j-1} + 2), for between two there are a move and a sample.
+        """
+        discount = jnp.asarray(params.discount, jnp.float32)
+        steps = jnp.abs(jnp.asarray(self.map) - state.place[None]).sum(1)
+        order = jnp.sort(jnp.where(state.good, steps, 8 * self.size * self.num_rocks))  # bad ones never
+        wait = 2 * jnp.arange(self.num_rocks)
+        times = jax.lax.cummax(order - wait) + wait
+        paid = jnp.arange(self.num_rocks) < jnp.sum(state.good)
+        rocks = jnp.sum(jnp.where(paid, discount ** times.astype(jnp.float32), 0.0))
+        out = discount ** (self.size - 1 - state.place[0]).astype(jnp.float32)
+        value = params.good_reward * rocks + params.exit_reward * out
+        return jnp.where(self.terminal(state, params), 0.0, value).astype(jnp.float32)
+
     def tabular(self, params: RockSampleParams) -> dict[str, Any]:
         """All n^2 2^k states, ordered by y, x and the rocks' bits, and one for having left; for small sizes."""
         cells, kinds = self.size**2, 2**self.num_rocks

@@ -129,6 +129,13 @@ class Tag:
         walked = jnp.where(discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps)
         return jnp.where(state.tagged, 0.0, params.move_reward * walked + params.tag_reward * discount**steps)
 
+    def upper_bound(self, state: TagState, params: TagParams) -> Array:
+        """What one earns for ever who sees the opponent while it stays: it never comes nearer. The `heuristic`.
+
+        Of rewards with the published signs.
+        """
+        return self.heuristic(state, params)
+
     def tabular(self, params: TagParams) -> dict[str, Any]:
         """States robot * 29 + opponent, then the one of having tagged; 842 in all."""
         count = SEEN * SEEN + 1

@@ -95,6 +95,11 @@ class Tiger:
         """The side."""
         return obs.astype(jnp.int32)
 
+    def upper_bound(self, state: TigerState, params: TigerParams) -> Array:
+        """What one earns for ever who sees the tiger: the other door at every step, or a listen if that is better."""
+        most = jnp.maximum(jnp.asarray(params.free, jnp.float32), params.listen)
+        return jnp.where(params.discount < 1, most / jnp.maximum(1 - params.discount, 1e-6), jnp.inf)
+
     def tabular(self, params: TigerParams) -> dict[str, Any]:
         """The whole model."""
         right, wrong = float(params.accuracy), 1 - float(params.accuracy)

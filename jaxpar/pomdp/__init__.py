@@ -15,6 +15,7 @@
 | `pft.py`, `pomcpow.py` | belief -> a tree of particle sets `[N, m]` -> action, report | users, `simulate.py` |
 | `scenarios.py` | states `[K, A]`, keys `[K]` -> steps, what a default policy earns, upper bounds | `despot.py` |
 | `despot.py` | belief -> K scenarios, a sparse tree with bounds -> action, report | users, `simulate.py` |
+| `root_parallel.py` | a planner, belief -> W trees -> action, report `[A]` | users, `simulate.py` |
 | `simulate.py` | planner, belief, environment -> episodes `[T]` | experiments, users |
 | `check.py` | an environment or model -> a report, or what it breaks | whoever writes a model |
 """
@@ -28,6 +29,7 @@ from jaxpar.pomdp.exact import Exact, iterated_values, reachable_beliefs, solve_
 from jaxpar.pomdp.pft import Pft
 from jaxpar.pomdp.pomcp import Pomcp
 from jaxpar.pomdp.pomcpow import Pomcpow
+from jaxpar.pomdp.root_parallel import RootParallel
 from jaxpar.pomdp.search import PlanInfo
 from jaxpar.pomdp.simulate import Episode, Summary, simulate, simulate_many, summarize
 from jaxpar.pomdp.tabular import TabularEnvironment, TabularPomdp, from_environment, tabular_update
@@ -51,6 +53,7 @@ __all__ = [
     "PlanInfo",
     "Pomcp",
     "Pomcpow",
+    "RootParallel",
     "Summary",
     "TabularEnvironment",
     "TabularPomdp",

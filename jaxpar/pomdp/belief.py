@@ -45,6 +45,11 @@ class Particles:
     states: PyTree
     log_weights: Array
 
+    @property
+    def weightless(self) -> Array:
+        """Whether no particle has any weight, bool; draws then mean nothing, and planners count them as stranded."""
+        return ~jnp.any(jnp.isfinite(self.log_weights))
+
     def draw(self, key: PRNGKey, num: int) -> PyTree:
         """`num` states with replacement, by systematic resampling, so that their noise is low; consumes `key`.
 

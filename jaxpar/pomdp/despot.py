@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from jaxpar.pomdp.model import discount_of, is_traced, legal_actions, num_actions
 from jaxpar.pomdp.scenarios import HORIZON, UPPER, default_actions, scenario_bounds, scenario_keys, scenario_steps
-from jaxpar.pomdp.search import PlanInfo, children_of, plan, refuse_ended, repeat_until
+from jaxpar.pomdp.search import PlanInfo, children_of, drawn_from_nothing, plan, refuse_ended, repeat_until
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -88,6 +88,7 @@ class ScenarioTree:
         steps: int32, of scenarios in the tree.
         overflow: int32, scenarios at leaves, or steps, for which there was no room.
         invalid: int32, rewards and bounds that were not finite.
+        stranded: int32, scenarios at expanded nodes without a legal action, or of a belief without any weight.
         inconsistent: int32.
         depth: int32.
     """
@@ -112,6 +113,7 @@ class ScenarioTree:
     steps: Array
     overflow: Array
     invalid: Array
+    stranded: Array
     inconsistent: Array
     depth: Array
 
@@ -205,15 +207,25 @@ class Despot:
     ) -> tuple[Array, DespotInfo]:
         """As `plan`, with as many of the waves as end before `deadline` on `clock` (s); runs on the host.
 
-        A deadline that is too short for one wave still gives a legal action, the default policy's.
+        Stops before, too, once the root's bounds meet or a wave found nothing to expand (as none after it would). A
+        deadline that is too short for one wave still gives a legal action, the default policy's, with `iterations` 0.
 
         Raises:
             UsageError: every state drawn from the belief has ended.
         """
         refuse_ended(env, params, belief.draw(jax.random.split(key)[0], self.num_scenarios))
         tree = jax.tree.map(jnp.copy, _begun(key, self, env, params, belief))  # shared buffers cannot be donated
-        tree = repeat_until(lambda tree: _grown(self, env, params, tree), tree, self.iterations, deadline, clock)
-        return self.decide(tree)
+        steps = -1
+
+        def done(tree: ScenarioTree) -> bool:
+            nonlocal steps
+            before, steps = steps, int(tree.steps)
+            return steps == before or bool(tree.node[0, UPPER_BOUND] <= tree.node[0, LOWER])
+
+        def advance(tree: ScenarioTree) -> ScenarioTree:
+            return _grown(self, env, params, tree)
+
+        return self.decide(repeat_until(advance, tree, self.iterations, deadline, clock, done))
 
     def decide(self, tree: ScenarioTree) -> tuple[Array, DespotInfo]:
         """The action of the highest lower bound, or the default policy's where none is above what that earns."""
@@ -237,6 +249,7 @@ class Despot:
             steps=tree.steps,
             overflow=tree.overflow,
             invalid=tree.invalid,
+            stranded=tree.stranded,
             ended=tree.ended,
             legal=tree.legal,
             upper=tree.node[0, UPPER_BOUND],
@@ -297,6 +310,7 @@ class Despot:
             steps=zero,
             overflow=zero,
             invalid=invalid,
+            stranded=drawn_from_nothing(belief, count),
             inconsistent=inconsistent,
             depth=zero,
         )
@@ -395,6 +409,7 @@ class Despot:
             steps=tree.steps + jnp.sum(taken, dtype=jnp.int32),
             overflow=tree.overflow + jnp.where(fits, 0, wanted) + jnp.sum(lost, dtype=jnp.int32),
             invalid=tree.invalid + wrong + jnp.sum(taken & result.invalid, dtype=jnp.int32),
+            stranded=tree.stranded + jnp.sum(grow & ~jnp.any(legal, axis=1), dtype=jnp.int32),
             inconsistent=tree.inconsistent + inconsistent,
             depth=jnp.maximum(tree.depth, jnp.max(jnp.where(grow, walk.depth + 1, 0))),
         )

@@ -13,14 +13,14 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.env import step
 from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_observations
-from jaxpar.pomdp.pomcp import add_returns, best_mean, ranks, upper_confidence
+from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -31,9 +31,11 @@ from jaxpar.pomdp.search import (
     embark,
     is_waiting,
     land,
+    moving,
     plan,
     refuse_ended,
     repeat_until,
+    while_live,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take
 from jaxpar.pomdp.widening import (
@@ -74,6 +76,7 @@ class Pft:
         discount: in (0, 1]; None takes `params.discount`.
         leaf: value of a new node: "rollout" (uniform over legal actions), "heuristic" or "zero".
         rollout_depth: steps of a rollout.
+        backup: what a node is worth to the edge above, as in `Pomcp`: "mean" or "best".
         max_nodes: capacity in nodes, of m particles each.
         max_edges: capacity in action nodes; None is `max_nodes`.
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
@@ -92,6 +95,7 @@ class Pft:
     discount: Any = None
     leaf: str = "rollout"
     rollout_depth: int = 20
+    backup: str = "mean"
     max_nodes: int = 1 << 16
     max_edges: int | None = None
     children: Dense | Hashed | None = None
@@ -110,6 +114,10 @@ class Pft:
                 raise UsageError(f"{name} lies in [0, 1], not at {power}")
         if self.leaf not in LEAVES:
             raise UsageError(f"leaf is one of {', '.join(LEAVES)}, not {self.leaf!r}")
+        if self.backup not in BACKUPS:
+            raise UsageError(f"backup is one of {', '.join(BACKUPS)}, not {self.backup!r}")
+
+    ranked_by: ClassVar[str] = "values"
 
     plan = plan
 
@@ -163,7 +171,8 @@ class Pft:
         if not hasattr(env, "log_likelihood"):
             raise UsageError(f"weighted particles need log_likelihood of the environment, and {env.name} has none")
         most = 1 + self.num_simulations * iterations
-        search = begin(dataclasses.replace(self, max_nodes=min(most, self.max_nodes)), env, params, iterations)
+        limited = dataclasses.replace(self, max_nodes=min(most, self.max_nodes))
+        search = begin(limited, env, params, belief, iterations)
         if not self.is_keyed(env, params) and self.children is None:
             max_nodes, max_edges = search.tree.node_visits.shape[0], search.tree.edge_visits.shape[0]
             tree = dataclasses.replace(search.tree, children=Hashed().empty(max_nodes, max_edges))
@@ -222,9 +231,8 @@ class Pft:
             return tree, store, path, lanes, last
 
         nothing = no_step(env, params, lanes)
-        tree, store, path, lanes, last = jax.lax.fori_loop(
-            0, depth, level, (search.tree, widened.store, path, lanes, nothing)
-        )
+        first = (search.tree, widened.store, path, lanes, nothing)
+        depth, (tree, store, path, lanes, last) = while_live(depth, level, first, lambda carry: carry[3].live)
         store, path, lanes, waiting = self._fill(node_key, env, params, belief, store, path, lanes, last, before)
         leaves = leaf_values(
             leaf_key, env, params, lanes.states, discount, self.leaf, self.rollout_depth, waiting, lanes.action
@@ -236,16 +244,18 @@ class Pft:
             reward_sum=tree.reward_sum.at[path.edges].add(path.rewards, mode="drop"),
             invalid=tree.invalid + jnp.sum(~finite, dtype=jnp.int32),
         )
-        tree, path = land(tree, path, lanes, leaves, depth, discount)
-        return Widened(dataclasses.replace(search, tree=add_returns(tree, path, depth, discount)), store)
+        tree, path = land(tree, path, lanes, leaves, discount)
+        return Widened(dataclasses.replace(search, tree=back_up(tree, path, depth, discount, self.backup)), store)
 
     def _descend(
         self, key: PRNGKey, env: Any, params: PyTree, tree: Tree, lanes: Lanes, before: Array
     ) -> tuple[Tree, Step]:
         """Every live simulation takes an action and finds its child, by key or by slot."""
         step_key, slot_key = jax.random.split(key)
+        allowed = legal_actions(env, params, lanes.states)
+        tree, lanes = moving(tree, lanes, allowed)
         rank = jnp.where(lanes.live, ranks(jnp.where(lanes.live, lanes.node, EMPTY)), 0)
-        legal = self._opened(tree, lanes.node, rank, legal_actions(env, params, lanes.states))
+        legal = self._opened(tree, lanes.node, rank, allowed)
         action = upper_confidence(tree, lanes.node, rank, legal, self.exploration)
         earlier = tree.edges.at[lanes.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)

@@ -13,11 +13,36 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, plan, plan_until, report, search
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree
+from jaxpar.pomdp.search import (
+    LEAVES,
+    Lanes,
+    Path,
+    PlanInfo,
+    Search,
+    begin,
+    grow,
+    plan,
+    plan_until,
+    report,
+    search,
+)
+from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, tell_parents
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["Pomcp", "add_returns", "best_mean", "ranks", "upper_confidence", "virtual_choice"]
+__all__ = [
+    "BACKUPS",
+    "Pomcp",
+    "add_best",
+    "add_returns",
+    "back_up",
+    "best_mean",
+    "ranks",
+    "upper_confidence",
+    "virtual_choice",
+]
+
+BACKUPS = ("mean", "best")
+"""What a node is worth to the edge above: the mean of all returns from it, or its best action."""
 
 
 def ranks(ids: Array) -> Array:
@@ -94,6 +119,34 @@ def add_returns(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
     return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
 
 
+def add_best(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
+    """Values of the edges on the way from the best actions below, deepest level first.
+
+    `Q(b, a) = (sum of rewards + discount * sum_o N(bao) max_a' Q(bao, a')) / N(ba)`, over the actions that were tried;
+    a node without any is worth the mean of its guesses.
+    """
+
+    def level(i: Array, tree: Tree) -> Tree:
+        d = depth - i
+        nodes, edges = path.nodes[d], path.edges[d]
+        visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
+        total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[edges].get(mode="clip")
+        tree = dataclasses.replace(tree, value=tree.value.at[edges].set(total / visits, mode="drop"))
+        row = tree.edges.at[nodes].get(mode="clip")
+        best = jnp.max(jnp.where(row != EMPTY, tree.value.at[row].get(mode="clip"), -jnp.inf), axis=1)
+        guesses = tree.leaf_visits.at[nodes].get(mode="clip")
+        guess = tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(guesses, 1)
+        parents = jnp.where(d > 0, path.edges[jnp.maximum(d - 1, 0)], EMPTY)
+        return tell_parents(tree, nodes, parents, jnp.where(jnp.isfinite(best), best, guess))
+
+    return jax.lax.fori_loop(0, depth + 1, level, tree)
+
+
+def back_up(tree: Tree, path: Path, depth: Array, discount: Any, how: str) -> Tree:
+    """`add_best` or `add_returns`, by `how`."""
+    return (add_best if how == "best" else add_returns)(tree, path, depth, discount)
+
+
 def best_mean(search: Search) -> tuple[Array, PlanInfo]:
     """The action of the highest mean return, and the report; the policy is the visits' share."""
     row = search.tree.edges[0]
@@ -116,6 +169,9 @@ class Pomcp:
         discount: in (0, 1]; None takes `params.discount`.
         leaf: value of a new node: "rollout" (uniform over legal actions), "heuristic" or "zero".
         rollout_depth: steps of a rollout.
+        backup: what a node is worth to the edge above: "mean", all returns from it, as published, or "best", its best
+            action so far. Means include what exploring cost, much where few simulations meet large penalties; the best
+            of few samples flatters, much where leaf values do.
         max_nodes: capacity in observation nodes.
         max_edges: capacity in action nodes; None is `max_nodes`.
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
@@ -128,11 +184,13 @@ class Pomcp:
     discount: Any = None
     leaf: str = "rollout"
     rollout_depth: int = 30
+    backup: str = "mean"
     max_nodes: int = 1 << 18
     max_edges: int | None = None
     children: Dense | Hashed | None = None
 
     stops_at_new: ClassVar[bool] = True
+    ranked_by: ClassVar[str] = "values"
 
     def __post_init__(self) -> None:
         for name in ("num_simulations", "iterations", "max_depth", "rollout_depth", "max_nodes"):
@@ -140,6 +198,8 @@ class Pomcp:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.leaf not in LEAVES:
             raise UsageError(f"leaf is one of {', '.join(LEAVES)}, not {self.leaf!r}")
+        if self.backup not in BACKUPS:
+            raise UsageError(f"backup is one of {', '.join(BACKUPS)}, not {self.backup!r}")
 
     def depth_of(self, k: Any) -> Any:
         """At most one level more than the batches so far."""
@@ -151,10 +211,10 @@ class Pomcp:
         return upper_confidence(tree, lanes.node, rank, legal, self.exploration)
 
     def back_up(self, tree: Tree, children: Any, path: Path, depth: Array, discount: Any) -> Tree:
-        """Adds each simulation's return to the edges on its way."""
-        return add_returns(tree, path, depth, discount)
+        """New values of the edges on the way."""
+        return back_up(tree, path, depth, discount, self.backup)
 
-    plan, search, plan_until = plan, search, plan_until
+    begin, grow, plan, search, plan_until = begin, grow, plan, search, plan_until
 
     def decide(self, search: Search) -> tuple[Array, PlanInfo]:
         """The action of the highest mean return, and the report; the policy is the visits' share."""

@@ -31,19 +31,23 @@ __all__ = [
     "PlanInfo",
     "Lanes",
     "Search",
+    "anyone",
     "begin",
     "children_of",
+    "drawn_from_nothing",
     "embark",
     "grow",
     "improve_until",
     "is_waiting",
     "land",
+    "moving",
     "plan",
     "plan_until",
     "refuse_ended",
     "repeat_until",
     "report",
     "search",
+    "while_live",
 ]
 
 LEAVES = ("heuristic", "rollout", "zero")
@@ -79,11 +83,13 @@ class PlanInfo:
         visits: int32 `[A]`.
         nodes: int32, observation nodes with the root.
         edges: int32.
-        depth: int32, levels of the deepest batch.
+        depth: int32, the most steps that a simulation made on the tree.
         iterations: int32, batches of simulations.
         steps: int32, simulated steps on the tree (rollouts not counted).
         overflow: int32, steps that found no room in the tree; raise max_nodes or max_edges where it is not small.
         invalid: int32, rewards or leaf values that were not finite, counted as 0.
+        stranded: int32, simulations that stopped since their state allowed no action, and all of them where the belief
+            had no weight anywhere, so that its draws mean nothing; 0 unless a mask or a belief is broken.
         ended: float32, the share of root draws that were terminal states: 1 means that there was nothing to plan.
         legal: bool `[A]`, actions that are legal in every state drawn for the root.
     """
@@ -101,6 +107,7 @@ class PlanInfo:
     steps: Array
     overflow: Array
     invalid: Array
+    stranded: Array
     ended: Array
     legal: Array
 
@@ -123,7 +130,7 @@ def children_of(planner: Any, env: Any, params: PyTree) -> Dense | Hashed:
     return Dense(known) if known is not None and known <= 64 else Hashed()
 
 
-def begin(planner: Any, env: Any, params: PyTree, iterations: int) -> Search:
+def begin(planner: Any, env: Any, params: PyTree, belief: Any, iterations: int) -> Search:
     """An empty search with room for `iterations` batches, within the planner's capacities."""
     discount_of(params, planner.discount)
     most = 1 + sum(planner.num_simulations * planner.depth_of(k) for k in range(iterations))
@@ -135,7 +142,7 @@ def begin(planner: Any, env: Any, params: PyTree, iterations: int) -> Search:
     return Search(tree, jnp.ones((actions,), bool), zero, zero)
 
 
-def grow(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int) -> Search:
+def grow(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any, search: Search, iterations: int) -> Search:
     """Runs `iterations` batches more; pure, for jit, vmap and scan. The key of a batch is folded with its number."""
 
     def batch(_: Array, search: Search) -> Search:
@@ -153,13 +160,39 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
         tree, path, lanes = carry
         return _descend(jax.random.fold_in(level_key, d), planner, env, params, tree, path, lanes, d)
 
-    tree, path, lanes = jax.lax.fori_loop(0, depth, level, (search.tree, path, lanes))
+    depth, (tree, path, lanes) = while_live(depth, level, (search.tree, path, lanes), lambda carry: carry[2].live)
     waiting, length = is_waiting(lanes), planner.rollout_depth
     values = leaf_values(leaf_key, env, params, lanes.states, discount, planner.leaf, length, waiting, lanes.action)
-    tree, path = land(tree, path, lanes, values, depth, discount)
+    tree, path = land(tree, path, lanes, values, discount)
     return dataclasses.replace(
         search, tree=planner.back_up(tree, children_of(planner, env, params), path, depth, discount)
     )
+
+
+@jax.custom_batching.custom_vmap
+def anyone(flags: Array) -> Array:
+    """Whether any of the flags is set, bool; under `vmap` in any member of the batch, which is one answer for all."""
+    return jnp.any(flags)
+
+
+@anyone.def_vmap
+def _(size: int, batched: list[bool], flags: Array) -> tuple[Array, bool]:
+    return anyone(flags), False
+
+
+def while_live(
+    most: Array, level: Callable[[Array, Any], Any], first: Any, live: Callable[[Any], Array]
+) -> tuple[Array, Any]:
+    """`carry = level(d, carry)` for d = 0, 1, ..., `most - 1` while any of `live(carry)`; how many those were, int32.
+
+    Levels at which nobody lives must change nothing: under `vmap` all members walk as deep as the deepest, so that none
+    of them has its tree copied to keep it from a level that is not its own.
+    """
+
+    def going(state: tuple) -> Array:
+        return (state[0] < most) & anyone(live(state[1]))
+
+    return jax.lax.while_loop(going, lambda state: (state[0] + 1, level(*state)), (jnp.zeros((), jnp.int32), first))
 
 
 def embark(
@@ -175,7 +208,11 @@ def embark(
         legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
         ended=search.ended + jnp.sum(ended, dtype=jnp.int32),
         drawn=search.drawn + count,
-        tree=dataclasses.replace(tree, node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32))),
+        tree=dataclasses.replace(
+            tree,
+            node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32)),
+            stranded=tree.stranded + drawn_from_nothing(belief, count),
+        ),
     )
     nowhere = jnp.full((planner.max_depth + 1, count), EMPTY, jnp.int32)
     node = jnp.where(ended, EMPTY, 0)
@@ -185,14 +222,24 @@ def embark(
     return search, path, lanes, planner.depth_of(tree.iteration)
 
 
+def drawn_from_nothing(belief: Any, count: int) -> Array:
+    """How many of `count` draws come from a belief that has no weight anywhere, int32: all of them or none."""
+    return jnp.where(getattr(belief, "weightless", False), count, 0).astype(jnp.int32)
+
+
+def moving(tree: Tree, lanes: "Lanes", legal: Array) -> tuple[Tree, "Lanes"]:
+    """Stops, and counts, the live simulations whose states allow no action by `legal` `[n, A]`."""
+    able = jnp.any(legal, axis=1)
+    stranded = tree.stranded + jnp.sum(lanes.live & ~able, dtype=jnp.int32)
+    return dataclasses.replace(tree, stranded=stranded), lanes._replace(live=lanes.live & able)
+
+
 def is_waiting(lanes: "Lanes") -> Array:
     """Which simulations stopped without having ended, bool `[n]`."""
     return (lanes.stuck != EMPTY) | (lanes.node != EMPTY)
 
 
-def land(
-    tree: Tree, path: Path, lanes: "Lanes", leaves: tuple[Array, Array], depth: Array, discount: Any
-) -> tuple[Tree, Path]:
+def land(tree: Tree, path: Path, lanes: "Lanes", leaves: tuple[Array, Array], discount: Any) -> tuple[Tree, Path]:
     """Adds the values of where the simulations stopped, and which of them were not finite, and ends the batch."""
     values, wrong = leaves
     tree = add_leaves(tree, lanes.node, lanes.stuck, values, discount)
@@ -202,7 +249,7 @@ def land(
         tree,
         invalid=tree.invalid + jnp.sum(wrong, dtype=jnp.int32),
         iteration=tree.iteration + 1,
-        depth=jnp.maximum(tree.depth, depth),
+        depth=jnp.maximum(tree.depth, jnp.sum(jnp.any(path.edges != EMPTY, axis=1), dtype=jnp.int32)),
     ), path
 
 
@@ -231,6 +278,7 @@ def _descend(
     select_key, step_key = jax.random.split(key)
     legal = legal_actions(env, params, lanes.states)
     if hasattr(env, "action_mask"):
+        tree, lanes = moving(tree, lanes, legal)
         at = jnp.where(lanes.live, lanes.node, EMPTY)
         counts = jnp.sum(legal, axis=1, dtype=jnp.int32)
         tree = dataclasses.replace(tree, node_legal=tree.node_legal.at[at].set(counts, mode="drop"))
@@ -294,6 +342,7 @@ def report(
         steps=tree.steps,
         overflow=tree.overflow,
         invalid=tree.invalid,
+        stranded=tree.stranded,
         ended=search.ended / jnp.maximum(search.drawn, 1),
         legal=search.legal,
     )
@@ -303,7 +352,7 @@ def report(
 def _grown(
     key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int
 ) -> Search:
-    return grow(key, planner, env, params, belief, search, iterations)
+    return grow(planner, key, env, params, belief, search, iterations)
 
 
 def improve_until(
@@ -331,7 +380,7 @@ def improve_until(
     """
     states = belief.draw(key, planner.num_simulations)
     refuse_ended(env, params, states)
-    search = begin(planner, env, params, planner.iterations)
+    search = begin(planner, env, params, belief, planner.iterations)
     search = dataclasses.replace(search, legal=jnp.all(legal_actions(env, params, states), axis=0))
     search = jax.tree.map(jnp.copy, search)  # leaves that share a buffer cannot be donated
 
@@ -348,13 +397,18 @@ def refuse_ended(env: Any, params: PyTree, states: PyTree) -> None:
 
 
 def repeat_until(
-    advance: Callable[[Any], Any], state: Any, most: int, deadline: float, clock: Callable[[], float] = time.monotonic
+    advance: Callable[[Any], Any],
+    state: Any,
+    most: int,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+    done: Callable[[Any], bool] = lambda state: False,
 ) -> Any:
-    """`advance` repeated, at most `most` times, until the next one would probably end after `deadline` on `clock`."""
+    """`advance` repeated, at most `most` times, until `done`, or the next would probably end after `deadline`."""
     longest = 0.0
     for _ in range(most):
         began = clock()
-        if began + longest >= deadline:
+        if began + longest >= deadline or done(state):
             break
         state = jax.block_until_ready(advance(state))
         longest = max(longest, clock() - began)
@@ -376,7 +430,8 @@ def plan(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> t
 
 def search(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> Search:
     """The search that `plan` decides by, with the whole tree; a planner's method, too."""
-    return grow(key, planner, env, params, belief, begin(planner, env, params, planner.iterations), planner.iterations)
+    first = begin(planner, env, params, belief, planner.iterations)
+    return grow(planner, key, env, params, belief, first, planner.iterations)
 
 
 def plan_until(

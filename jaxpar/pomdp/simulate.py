@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import reset, step
+from jaxpar.mesh import mesh_axes, partition
 from jaxpar.pomdp.model import discount_of
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -32,6 +33,7 @@ class Episode(NamedTuple):
         nodes: int32 `[T]`, of the tree.
         overflow: int32 `[T]`, steps that found no room in the tree.
         invalid: int32 `[T]`, rewards or leaf values that were not finite while planning.
+        stranded: int32 `[T]`, simulations without a legal action, or of a belief without weight.
     """
 
     discounted_return: Array
@@ -50,6 +52,7 @@ class Episode(NamedTuple):
     nodes: Array
     overflow: Array
     invalid: Array
+    stranded: Array
 
 
 class Summary(NamedTuple):
@@ -62,6 +65,7 @@ class Summary(NamedTuple):
         depleted: share of steps whose observation no particle explained.
         overflow: mean over steps of simulation steps without room.
         invalid: rewards or leaf values that were not finite, in all.
+        stranded: simulations without a legal action, in all.
         illegal: illegal actions, in all.
     """
 
@@ -71,6 +75,7 @@ class Summary(NamedTuple):
     depleted: Array
     overflow: Array
     invalid: Array
+    stranded: Array
     illegal: Array
 
 
@@ -117,6 +122,7 @@ def simulate(
             "nodes": info.nodes,
             "overflow": info.overflow,
             "invalid": info.invalid,
+            "stranded": info.stranded,
         }
         row = jax.tree.map(lambda x: jnp.where(live, x, jnp.zeros_like(x)), row)
         belief = jax.tree.map(lambda new, old: jnp.where(on, new, old), updated, belief)
@@ -142,14 +148,26 @@ def simulate_many(
 ) -> Episode:
     """`num_episodes` independent episodes: `simulate` under `vmap`, in turns of `batch` where memory asks for it.
 
-    Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`, whatever `batch`.
+    On the ambient mesh (`jaxpar.mesh.use_mesh`) episodes are split by the rule of "envs", and each device plays its own
+    without a word to the others. Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`,
+    whatever the devices and `batch`; with a `batch` that divides each device's share its bits are the same, too, as
+    the same program then plays it.
+
+    Raises:
+        UsageError: for a number of episodes that the devices do not divide.
     """
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_episodes))
 
     def one(key: PRNGKey) -> Episode:
         return simulate(key, env, params, planner, belief_model, num_steps, discount=discount)
 
-    return jax.vmap(one)(keys) if batch is None else jax.lax.map(one, keys, batch_size=batch)
+    def played(keys: PRNGKey) -> Episode:
+        return jax.vmap(one)(keys) if batch is None else jax.lax.map(one, keys, batch_size=batch)
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_episodes))
+    if mesh_axes("envs"):
+        split = partition(("envs",), (num_episodes,), "num_episodes")
+        played = jax.shard_map(played, in_specs=split, out_specs=split, check_vma=False)
+    return played(keys)
 
 
 def summarize(episodes: Episode) -> Summary:
@@ -162,5 +180,6 @@ def summarize(episodes: Episode) -> Summary:
         depleted=jnp.sum(episodes.depleted) / steps,
         overflow=jnp.sum(episodes.overflow) / steps,
         invalid=jnp.sum(episodes.invalid),
+        stranded=jnp.sum(episodes.stranded),
         illegal=jnp.sum(episodes.illegal),
     )

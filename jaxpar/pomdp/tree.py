@@ -59,9 +59,10 @@ class Tree:
         num_edges: int32.
         overflow: int32, simulation steps that found no room for an edge or a node.
         invalid: int32, rewards and leaf values that were not finite.
+        stranded: int32, simulations without a legal action where they were, or of a belief without any weight.
         iteration: int32, batches of simulations so far.
         steps: int32, simulated steps on the tree.
-        depth: int32, the deepest node's level.
+        depth: int32, the most steps that a simulation made on the tree.
     """
 
     edges: Array
@@ -81,6 +82,7 @@ class Tree:
     num_edges: Array
     overflow: Array
     invalid: Array
+    stranded: Array
     iteration: Array
     steps: Array
     depth: Array
@@ -289,6 +291,7 @@ def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Any) 
         num_edges=zero,
         overflow=zero,
         invalid=zero,
+        stranded=zero,
         iteration=zero,
         steps=zero,
         depth=zero,

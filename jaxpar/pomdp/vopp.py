@@ -26,7 +26,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.pomdp.model import is_traced
-from jaxpar.pomdp.search import LEAVES, Lanes, Path, PlanInfo, Search, plan, plan_until, report, search
+from jaxpar.pomdp.search import (
+    LEAVES,
+    Lanes,
+    Path,
+    PlanInfo,
+    Search,
+    begin,
+    grow,
+    plan,
+    plan_until,
+    report,
+    search,
+)
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, lineage, tell_parents
 from jaxpar.types import Array, PRNGKey, UsageError
 
@@ -116,6 +128,7 @@ class Vopp:
     children: Dense | Hashed | None = None
 
     iterated: ClassVar[bool] = True
+    ranked_by: ClassVar[str] = "preferences"
 
     @property
     def stops_at_new(self) -> bool:
@@ -178,7 +191,7 @@ class Vopp:
     def back_up(self, tree: Tree, children: Any, path: Path, depth: Array, discount: Any) -> Tree:
         """Learns from one batch, deepest level first."""
         if self.sweep == "tree":
-            return self._sweep(tree, children, depth, discount)
+            return self._sweep(tree, children, tree.depth, discount)
 
         moves = jnp.zeros(tree.psi.shape, bool).at[path.edges.reshape(-1)].set(True, mode="drop")
 
@@ -249,7 +262,7 @@ class Vopp:
         most = jnp.where(guessed, jnp.maximum(self.considered(visits, legal), count), count)
         return jnp.where(guessed, leaf - jnp.log(jnp.maximum(most, 1)) / self.eta, share), most - count
 
-    plan, search, plan_until = plan, search, plan_until
+    begin, grow, plan, search, plan_until = begin, grow, plan, search, plan_until
 
     def decide(self, search: Search) -> tuple[Array, PlanInfo]:
         """The action of the highest preference, and the report."""

@@ -10,7 +10,7 @@ import pytest
 from fast import jit
 
 import envs
-from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, Vopp
+from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, RootParallel, Vopp
 
 ENV, PARAMS = envs.make("RockSample-2-2")
 ACTIONS = ENV.action_space(PARAMS).n
@@ -21,6 +21,7 @@ ROWS = {
     "pft": Pft(8, 4, max_depth=3, num_particles=4, leaf="heuristic"),
     "pomcpow": Pomcpow(8, 4, max_depth=3, num_particles=4, leaf="heuristic"),
     "despot": Despot(8, 3, max_depth=3, default=1, upper="heuristic"),
+    "root-parallel": RootParallel(Vopp(8, 3, max_depth=3), 2),
 }
 each_row = pytest.mark.parametrize("name", ROWS)
 
@@ -73,8 +74,8 @@ def test_plans_a_legal_action_and_reports_it_by_one_trace_to_the_bit(name):
 @pytest.mark.slow
 @each_row
 def test_vmapped_over_keys_is_a_loop(name):
-    keys = jax.random.split(jax.random.key(0), 2)
-    batch = jit(jax.vmap(lambda key: ROWS[name].plan(key, ENV, PARAMS, belief())))(keys)
+    keys, known = jax.random.split(jax.random.key(0), 2), belief()  # made outside of the trace, for it is kept
+    batch = jit(jax.vmap(lambda key: ROWS[name].plan(key, ENV, PARAMS, known)))(keys)
     for i, key in enumerate(keys):
-        for a, b in zip(*map(jax.tree.leaves, (batch, compiled(name)[0](key, belief()))), strict=True):
+        for a, b in zip(*map(jax.tree.leaves, (batch, compiled(name)[0](key, known))), strict=True):
             np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-4)

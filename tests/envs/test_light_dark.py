@@ -49,15 +49,31 @@ def test_keys_are_bins():
     assert ENV.obs_key(jnp.asarray(13.0), PARAMS.replace(key_width=10.0)) == 13
 
 
-def test_the_heuristic_is_the_value_of_a_known_place():
+def known_values():
+    """Of places that are known, `[121]`: value iteration."""
     value = np.full(121, 100 * 0.95**30)
     for _ in range(200):
         moved = [-1 + 0.95 * value[np.clip(np.arange(121) + add, 0, 120)] for add in ADDS if add]
         value = np.max([*moved, np.where(np.arange(121) == 60, 100.0, -100.0)], axis=0)
+    return value
+
+
+def test_the_heuristic_goes_by_the_light():
+    """Dynamic programming to the light, and from there what a known place is worth."""
+    value = np.full(121, -np.inf)
+    value[70] = known_values()[70]
+    for _ in range(40):
+        moved = [-1 + 0.95 * value[np.clip(np.arange(121) + add, 0, 120)] for add in ADDS if add]
+        value = np.maximum(value, np.max(moved, axis=0))
     inside = slice(16, 105)  # nearer to an end a wall can stop a big step early
-    got = jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(states(False))
+    got = np.asarray(jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(states(False)))
     np.testing.assert_allclose(got[inside], value[inside], rtol=1e-5)
-    assert np.all(np.asarray(got) <= value + 1e-3)
+    assert np.all(got <= value + 1e-3) and got[60] < 100
+
+
+def test_the_upper_bound_is_above_what_is_known_to_be_earned():
+    got = np.asarray(jit(jax.vmap(lambda s: ENV.upper_bound(s, PARAMS)))(states(False, True)))
+    assert (got[::2] >= known_values() - 1e-3).all() and got[120] == 100 and not got[1::2].any()
 
 
 def test_starts_and_sizes():

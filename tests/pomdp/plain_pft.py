@@ -115,12 +115,12 @@ def recorded(planner, env, params, belief, key):
 
 class PlainNode:
     def __init__(self):
-        self.visits, self.edges, self.held, self.obs = 0, {}, [], None
+        self.visits, self.edges, self.held, self.obs, self.guesses = 0, {}, [], None, []
 
 
 class PlainEdge:
     def __init__(self):
-        self.visits, self.returns, self.children, self.drawn = 0, [], [], 0
+        self.visits, self.returns, self.rewards, self.children, self.drawn = 0, [], [], [], 0
 
 
 class PlainWidening:
@@ -174,7 +174,7 @@ class PlainWidening:
             if edge is None:
                 return math.inf
             bonus = math.sqrt(math.log(node.visits + 1) / edge.visits)
-            return np.mean(edge.returns) + self.planner.exploration * bonus
+            return self.value(edge) + self.planner.exploration * bonus
 
         assert bound(action) >= max(bound(a) for a in range(3)) - 1e-3
 
@@ -195,8 +195,22 @@ class PlainWidening:
             else:
                 assert row["moved"][i] == row["after"][i]
 
+    def value(self, edge):
+        if self.planner.backup == "mean":
+            return np.mean(edge.returns)
+        below = [self.nodes[child] for child in edge.children]
+        future = sum(node.visits * self.worth(node) for node in below)
+        return (sum(edge.rewards) + self.discount * future) / edge.visits
+
+    def worth(self, node):
+        if node.edges:
+            return max(self.value(edge) for edge in node.edges.values())
+        return np.mean(node.guesses) if node.guesses else 0.0
+
     def back_up(self, walk, row, i):
         future = -abs(float(row["states"][i])) if row["waiting"][i] else 0.0
+        if row["waiting"][i]:
+            (self.nodes[walk[-1][1]] if walk else self.nodes[0]).guesses.append(future)
         for d in range(len(walk) - 1, -1, -1):
             reward = float(row["rewards"][d, i])
             if not isinstance(self.planner, Pomcpow):  # a node's reward is the mean over its filter step, made once
@@ -204,3 +218,4 @@ class PlainWidening:
                 assert reward < 0
             future = reward + self.discount * future
             walk[d][0].returns.append(future)
+            walk[d][0].rewards.append(reward)

@@ -46,12 +46,15 @@ def test_slots_open_as_the_published_rule_opens_them():
 
 WORLDS = {
     "one": {"num_simulations": 1, "iterations": 60},
-    "eight": {"num_simulations": 8, "iterations": 12},
+    "eight": {"num_simulations": 8, "iterations": 12, "backup": "best"},
+    "mean": {"num_simulations": 8, "iterations": 12},
     "narrow": {"num_simulations": 8, "iterations": 12, "alpha_observations": 0.0, "k_observations": 0.5},
 }
 
 
-@pytest.mark.parametrize("world", ["one", "eight", pytest.param("narrow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world", ["one", "eight", *[pytest.param(w, marks=pytest.mark.slow) for w in ("mean", "narrow")]]
+)
 @pytest.mark.parametrize("kind", [RecordedPft, RecordedPomcpow])
 def test_equals_a_plain_tree_node_for_node(kind, world):
     fields = {"k_observations": 1.5, "alpha_observations": 0.3, **WORLDS[world]}
@@ -68,7 +71,7 @@ def test_equals_a_plain_tree_node_for_node(kind, world):
         for action, edge in node.edges.items():
             at = int(tree.edges[row, action])
             assert int(tree.edge_visits[at]) == edge.visits == len(edge.returns)
-            np.testing.assert_allclose(float(tree.value[at]), np.mean(edge.returns), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(float(tree.value[at]), plain.value(edge), rtol=1e-4, atol=1e-4)
         assert (np.asarray(tree.edges[row]) != EMPTY).sum() == len(node.edges)
         if kind is RecordedPomcpow and row:
             assert int(store.held[row]) == len(node.held)
@@ -192,6 +195,7 @@ def test_deadlines():
         ({"alpha_observations": 1.5}, "alpha_observations"),
         ({"k_actions": -1.0}, "k_actions"),
         ({"leaf": "guess"}, "leaf is one of"),
+        ({"backup": "worst"}, "backup is one of"),
     ],
 )
 def test_bad_fields_are_refused(fields, match):

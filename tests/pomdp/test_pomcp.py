@@ -71,3 +71,21 @@ def test_bad_sizes_are_refused():
         Pomcp(leaf="guess")
     with pytest.raises(UsageError, match="num_simulations"):
         Pomcp(num_simulations=0)
+
+
+def chances_below(planner, params):
+    """How often 48 plans open the right door of `Tiger` at the beliefs after two, three and four equal hints."""
+    env = Tiger()
+    odds = (0.85 / 0.15) ** np.arange(2, 5)
+    keys = jax.random.split(jax.random.key(0), 48)
+    plan = jax.jit(jax.vmap(lambda key, right: planner.plan(key, env, params, Known(right))[0], (0, None)))
+    return [float(np.mean(np.asarray(plan(keys, jnp.asarray(p / (1 + p), jnp.float32))) == 1)) for p in odds]
+
+
+@pytest.mark.slow
+def test_means_hesitate_before_the_door_and_the_best_does_not():
+    """Means of UCB1 include the tigers that exploring met, mostly in the parts that are searched most."""
+    params = Tiger().default_params.replace(leaf=19.371368)
+    planner = Pomcp(16, 64, max_depth=4, exploration=30.0, leaf="heuristic", backup="best")
+    assert min(chances_below(planner, params)) > 0.8
+    assert min(chances_below(dataclasses.replace(planner, backup="mean"), params)) < 0.7

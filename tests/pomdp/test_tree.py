@@ -9,6 +9,7 @@ from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief
+from jaxpar.pomdp.search import while_live
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, empty_tree, insert
 from jaxpar.types import UsageError
 
@@ -102,3 +103,17 @@ def test_capacities_that_int32_cannot_index_are_refused():
         empty_tree(3000, 2**20, 2**20, Dense(2))
     with pytest.raises(UsageError, match="hash table"):
         empty_tree(3, 4, 2**20, Dense(2**12))
+
+
+def test_levels_end_when_nobody_lives_and_a_batch_keeps_one_count_for_all():
+    """An unbatched number of levels (out_axes None) is what spares the trees of a batch a copy at each of them."""
+
+    def walked(last):
+        first = (jnp.zeros((3,)), jnp.ones((3,), bool))
+        return while_live(jnp.asarray(9), lambda d, c: (c[0] + c[1], c[1] & (d < last)), first, lambda c: c[1])
+
+    count, (passed, _) = walked(2)
+    assert int(count) == 3 and passed.tolist() == [3, 3, 3]
+    assert int(walked(99)[0]) == 9
+    count, (passed, _) = jax.vmap(walked, out_axes=(None, 0))(jnp.asarray([0, 4, 1]))
+    assert int(count) == 5 and passed[:, 0].tolist() == [1, 5, 2]
