@@ -257,7 +257,9 @@ def _next_generation(
     counts = offspring(config, species, standing, fitness, member)
     draws = Draws(config, jax.random.fold_in(key, 0), index)
     parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness)
-    children = crossover(config, rates, draws, everyone.rows(parents.fitter), everyone.rows(parents.other))
+    alone = parents.fitter == parents.other
+    pairs = everyone.rows(parents.fitter), everyone.rows(parents.other)
+    children = crossover(config, rates, draws, *pairs, alone, parents.equal)
     children = jax.lax.optimization_barrier(children)
     edit = choose_edit(config, rates, draws, children, parents.may_mutate)
     # As in the paper's program: a child with a new structure keeps its weights, to begin with.
