@@ -54,8 +54,8 @@ class NeatState:
         evaluations: int32 `[]`, genomes judged so far.
         solved: bool `[]`, whether some genome solved the problem.
         solved_after: int32 `[]`, evaluations up to and with the generation of the first that did; 0 before.
-        champion: the best genome so far, `[1]`.
-        best: float32 `[]`, its fitness.
+        champion: the best genome so far, `[1]`; from the first solution on, the best of those that solve it.
+        best: float32 `[]`, the best fitness so far.
         improved: int32 `[]`, the generation when it grew, or when all last stood still for `rates.stall`.
         refused: int32 `[]`, changes of structure that capacity forbade so far.
         invalid: int32 `[]`, fitnesses so far that were not finite.
@@ -248,7 +248,7 @@ def _next_generation(
     everyone, member, fitness, solved = _gathered((state.genomes, state.member, *score), over)
     valid = jnp.isfinite(fitness)
     fitness = jnp.where(valid, fitness, -jnp.inf)
-    state = _judged(state, everyone, fitness, jnp.any(solved), jnp.sum(~valid, dtype=jnp.int32))
+    state = _judged(state, everyone, fitness, solved, jnp.sum(~valid, dtype=jnp.int32))
 
     stalls = state.generation - state.improved > rates.stall
     state = dataclasses.replace(state, improved=jnp.where(stalls, state.generation, state.improved))
@@ -285,18 +285,20 @@ def _next_generation(
     return state, info | {"refused": state.refused.astype(float)}
 
 
-def _judged(state: NeatState, everyone: Genomes, fitness: Array, solved: Array, invalid: Array) -> NeatState:
-    first = jnp.argmax(fitness)
-    best, grew = fitness[first], fitness[first] > state.best
+def _judged(state: NeatState, everyone: Genomes, fitness: Array, solves: Array, invalid: Array) -> NeatState:
+    best, grew = jnp.max(fitness), jnp.max(fitness) > state.best
+    solves |= fitness >= state.rates.target
+    solved = jnp.any(solves)
+    first = jnp.argmax(jnp.where(solves | ~solved, fitness, -jnp.inf))
+    is_champion = jnp.where(state.solved, solved & grew, solved | grew)
     newest = everyone.rows(first[None])
     evaluations = state.evaluations + len(fitness)
-    solved = solved | (best >= state.rates.target)
     return dataclasses.replace(
         state,
         evaluations=evaluations,
         solved=state.solved | solved,
         solved_after=jnp.where(solved & ~state.solved, evaluations, state.solved_after),
-        champion=jax.tree.map(lambda new, old: jnp.where(grew, new, old), newest, state.champion),
+        champion=jax.tree.map(lambda new, old: jnp.where(is_champion, new, old), newest, state.champion),
         best=jnp.where(grew, best, state.best),
         improved=jnp.where(grew, state.generation, state.improved),
         invalid=state.invalid + invalid,
