@@ -94,8 +94,8 @@ def crossover(
     changed: dict[str, Any] = {"weight": weight, "enabled": enabled}
     nodes = _evolving(config)
     if nodes:
-        place, found = match(fitter.node_id, fitter.node_on, other.node_id, other.node_on)
-        from_other = found & (draws.take(config.max_nodes) < 0.5)
+        place, same = match(fitter.node_id, fitter.node_on, other.node_id, other.node_on)
+        from_other = same & (draws.take(config.max_nodes) < 0.5)
         for name in nodes:
             theirs = jnp.take_along_axis(getattr(other, name), place, 1)
             changed[name] = jnp.where(from_other, theirs, getattr(fitter, name))
@@ -111,7 +111,7 @@ def _mixed(config: NeatConfig, draws: Draws, child: Genomes, found: Array, other
     spot, known = match(other.node_id, other.node_on, child.node_id, child.node_on)
     needs = _touched(other.source, other.target, wants, count) & ~known
     # The k-th node that is needed takes the k-th free slot.
-    rank, free = jnp.cumsum(needs, 1) - 1, ~child.node_on
+    rank, free = jnp.maximum(jnp.cumsum(needs, 1) - 1, 0), ~child.node_on
     spot = jnp.where(known, spot, jnp.take_along_axis(_first(free), rank, 1))
     fits = known | (needs & (rank < jnp.sum(free, 1, keepdims=True)))
     ends = [jnp.take_along_axis(spot, x, 1) for x in (other.source, other.target)]
