@@ -163,8 +163,7 @@ def play(
 
     Episode e of network p begins and goes on by a key of (key, p's number in the population, e, step). Cost: about
     (all steps of all episodes) / L loops, of L network calls each, then those of the last to begin, in ever fewer
-    lanes: at least half of the lanes are busy in every step but the first loops' last. Compiles a loop for each halving
-    of L.
+    lanes: more than half of the lanes are busy in every step. Compiles a loop for each halving of L.
 
     Args:
         key: consumed.

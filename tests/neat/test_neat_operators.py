@@ -292,6 +292,17 @@ def test_deletions_take_what_hangs_on_them():
     np.testing.assert_array_equal(np.asarray(after.on).sum(1), np.maximum(before.on.sum(1) - 1, 0))
 
 
+def test_the_paper_splits_no_connection_of_the_constant_input():
+    config = dataclasses.replace(CONFIGS["feedforward"], mode="canonical")
+    genomes, _ = begin("feedforward", 3)
+    draws = Draws(config, jax.random.key(0), jnp.arange(24))
+    edit = jit(lambda g: choose_edit(config, NEVER.replace(add_node=1.0), draws, g, jnp.ones(24, bool)))(genomes)
+    legal = genomes.on & genomes.enabled & (genomes.source != 1)
+    room = (genomes.on.sum(1) <= 18) & ~genomes.node_on.all(1)
+    np.testing.assert_array_equal(edit.adds_node, legal.any(1) & room)
+    assert all(legal[p, edit.old[p]] for p in np.flatnonzero(edit.adds_node)) and edit.adds_node.sum() > 5
+
+
 def test_toggle_and_reenable():
     before, after, _, _ = only("feedforward", toggle=1.0)
     flipped = (np.asarray(after.enabled) != before.enabled).sum(1)

@@ -225,4 +225,13 @@ def test_a_score_may_end_the_search():
     state = jit(neat.init)(jax.random.key(0), None)
     assert not jit(neat.tell)(jax.random.key(1), state, jnp.full(12, 4.0))[0].solved
     assert jit(neat.tell)(jax.random.key(1), state, jnp.full(12, 5.0))[0].solved
-    assert jit(neat.tell)(jax.random.key(1), state, Score(jnp.zeros(12), jnp.arange(12) == 3))[0].solved
+    after, _ = jit(neat.tell)(jax.random.key(1), state, Score(jnp.arange(12.0) / 9, jnp.arange(12) == 3))
+    assert after.solved and after.best == jnp.float32(11 / 9)
+    # The champion is the one that solves it, until a better one does.
+    np.testing.assert_array_equal(after.champion.weight[0], np.asarray(state.genomes.weight)[3])
+    for solves, champion in (
+        (jnp.zeros(12, bool), after.champion),
+        (jnp.arange(12) == 5, after.genomes.rows(slice(5, 6))),
+    ):
+        last, _ = jit(neat.tell)(jax.random.key(2), after, Score(jnp.arange(12.0) / 4, solves))
+        np.testing.assert_array_equal(last.champion.weight, champion.weight)
