@@ -298,4 +298,4 @@ class Examined:
 
 def chosen(networks: Networks, number: Any) -> Networks:
     """One of the networks, `[1]`; `number` is int32 `[]`."""
-    return jax.tree.map(lambda leaf: leaf[number][None] if jnp.ndim(leaf) else leaf, networks)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[number][None] if jnp.ndim(leaf) else leaf, networks)
