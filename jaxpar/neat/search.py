@@ -214,7 +214,9 @@ def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Arr
     genomes = initial(config, weights, rates.bias_init * normal(draws.take(config.max_nodes)))
     centres = Centres(*(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, float)))
     zero = jnp.int32(0)
-    species, member = speciate(config, rates, genomes, index, no_species(config), centres, zero, over)
+    # Behind a barrier, or XLA spends seconds on computing the distances to nobody while it compiles.
+    nobody, centres = jax.lax.optimization_barrier((no_species(config), centres))
+    species, member = speciate(config, rates, genomes, index, nobody, centres, zero, over)
     count = config.num_inputs * config.num_outputs if config.initial == "full" else 0
     return NeatState(
         genomes=genomes,
