@@ -101,7 +101,7 @@ def test_every_run_solves_exclusive_or():
     print(f"{state.solved.sum()} of 100; {counts.mean():.0f} evaluations, standard deviation {counts.std():.0f}, "
           f"at most {counts.max()}; {hidden.mean():.2f} hidden nodes, {conns:.2f} connections")  # fmt: skip
     assert state.solved.all() and hidden.min() >= 1
-    assert counts.mean() < 7000
+    assert counts.mean() < 4755 + 3 * counts.std() / 10 + 3 * 255  # both have standard errors
 
 
 @pytest.mark.slow
