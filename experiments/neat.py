@@ -4,7 +4,9 @@
     python -m experiments.neat task=xor mode=canonical population=150 seed=3 # as in the paper of 2002
     python -m experiments.neat task=multiplexer population=1000 generations=500
     python -m experiments.neat task=CartPole-v1 population=100
-    python -m experiments.neat task=DoublePole-NoVelocities kind=recurrent population=1000
+    python -m experiments.neat task=DoublePole mode=canonical        # two poles, velocities seen, as in the paper
+    python -m experiments.neat task=DoublePole-NoVelocities mode=canonical kind=recurrent population=1000 \
+        rates.threshold=4 rates.difference=3 rates.add_conn=0.3      # as in the paper: damping fitness, 625 starts
     python -m experiments.neat rates.threshold=3 rates.add_node=0.05
 
 Tasks are xor, multiplexer, regression, and every environment of `envs` and of gymnax whose actions are one number or a
@@ -22,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import envs
+from envs.double_pole import DoublePole, generalisation_starts
 from experiments import _run
 from experiments._run import say
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_stream
@@ -31,10 +34,12 @@ from jaxpar.neat import (
     CANONICAL,
     FAST,
     Episodes,
+    Examined,
     Neat,
     NeatConfig,
     Rates,
     Table,
+    Trials,
     draw_network,
     ends_of,
     expressions,
@@ -51,9 +56,11 @@ TABLES: dict[str, Callable[[], dict[str, Any]]] = {
     "regression": lambda: _curve(),
 }
 GOALS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0, "DoublePole": 100_000.0, "DoublePole-Discrete": 100_000.0,
-         "DoublePole-NoVelocities": 100_000.0, "DoublePole-NoVelocities-Discrete": 100_000.0}  # fmt: skip
+         "DoublePole-NoVelocities-Discrete": 100_000.0}  # fmt: skip
 """Mean returns that count as solved, where a task has a usual one."""
 STEPS = {"CartPole-v1": 500, "Acrobot-v1": 500}
+EXAMINED = "DoublePole-NoVelocities"
+"""The task whose best network of each generation is examined, as in the paper, unless another goal is given."""
 
 
 def _what(default: Any = None, **kinds: Any) -> Any:
@@ -78,7 +85,9 @@ class Config(_run.RunConfig):
       activations: Functions of nodes; none leaves that to the mode.
       aggregations: Functions of nodes.
       rates: Changes to the mode's rates, such as rates.threshold=3.
-      goal: Mean return that solves an environment; inf takes the usual one, if there is any.
+      goal: Mean return that solves an environment; inf takes the usual one, if there is any. Without it,
+        DoublePole-NoVelocities has Gruau's damping fitness and is solved by the paper's exam: 100,000 balanced steps,
+        then 1,000 from at least 200 of 625 starts.
       episodes: Of each network, in an environment.
       max_steps: Of an episode; 0 takes the usual number.
       chunk: Generations in one program.
@@ -128,6 +137,9 @@ def make_search(config: Config) -> tuple[Neat, PyTree]:
         ends = inputs["inputs"].shape[1], inputs["targets"].shape[1]
         is_curve = config.task == "regression"
         problem = Table("squared", tolerance=0.1) if is_curve else Table("paper", tolerance=0.5)
+    elif config.task == EXAMINED and np.isinf(config.goal):
+        problem, inputs = _examined(config)
+        ends = ends_of(problem.env, inputs.params, constant=True)
     else:
         env, inputs = _environment(config)
         goal = GOALS.get(config.task, float("inf")) if np.isinf(config.goal) else config.goal
@@ -149,6 +161,13 @@ def _environment(config: Config) -> tuple[Any, PyTree]:
         raise UsageError(
             f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment: {error}"
         ) from None
+
+
+def _examined(config: Config) -> tuple[Examined, Trials]:
+    searched, judged = (DoublePole(velocities=False, damping=damping) for damping in (True, False))
+    params = searched.default_params
+    search = Episodes(searched, float("inf"), config.episodes, max_steps=config.max_steps or params.max_steps)
+    return Examined(search, judged), Trials(params, judged.default_params, generalisation_starts())
 
 
 def _curve() -> dict[str, Any]:
@@ -187,11 +206,11 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
                                     report=lambda _: _run.write_start(folder, config))  # fmt: skip
         plan = Fit(config.generations, config.chunk, save_every=config.save_every, until_done=True)
         result = fit(neat, jax.random.key(config.seed), lambda _: inputs, plan, hooks, state=state, start=start)
-    _tell_end(config, folder, neat, result)
+    _tell_end(config, folder, neat, inputs, result)
     return result
 
 
-def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, result: FitResult) -> None:
+def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, result: FitResult) -> None:
     state: Any = result.state
     if result.interrupted and not bool(state.solved):
         say(f"interrupted after generation {result.step}; its checkpoint is written, and the same command goes on.")
@@ -206,6 +225,8 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, result: FitResul
     if not bool(state.solved):
         say(f"           go on with generations={2 * config.generations}")
     champion = jax.device_get(state.champion)
+    if isinstance(neat.problem, Examined):
+        _tell_exam(config, neat, neat.problem, champion, inputs)
     for name, text in expressions(neat.config, champion).items():
         say(f"           {name} = {text}")
     if jax.process_index():
@@ -222,6 +243,12 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, result: FitResul
     draw_network(neat.config, champion, plots / "champion.png", title=title)
     for what in ("plots", "metrics.jsonl", "champion.json", "champion.dot", "checkpoints"):
         say(f"{what:14} {_run.short(folder / what)}")
+
+
+def _tell_exam(config: Config, neat: Neat, problem: Examined, champion: PyTree, inputs: Trials) -> None:
+    exam = jax.jit(lambda key: problem.exam(key, neat.express(champion), inputs))(jax.random.key(config.seed))
+    say(f"exam       the champion balances {int(exam.steps):,} of {problem.long_steps:,} steps; it passes "
+        f"{int(exam.passed)} of {len(inputs.levels.x)} starts")  # fmt: skip
 
 
 if __name__ == "__main__":

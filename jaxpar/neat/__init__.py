@@ -17,7 +17,7 @@
 """
 
 from jaxpar.neat.config import CANONICAL, FAST, NeatConfig, Rates
-from jaxpar.neat.episodes import Episodes, Played, ends_of, play
+from jaxpar.neat.episodes import Episodes, Exam, Examined, Played, Trials, ends_of, play
 from jaxpar.neat.exchange import expressions, from_json, to_dot, to_json
 from jaxpar.neat.genome import Genomes, check_genomes
 from jaxpar.neat.hyper import Painted, Substrate, grid, paint, substrate_apply
@@ -32,6 +32,8 @@ __all__ = [
     "FAST",
     "Discovered",
     "Episodes",
+    "Exam",
+    "Examined",
     "Genomes",
     "Neat",
     "NeatConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "Score",
     "Substrate",
     "Table",
+    "Trials",
     "apply",
     "check_genomes",
     "discover",

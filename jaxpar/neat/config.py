@@ -42,16 +42,17 @@ class Rates:
         excess: coefficient c1 of the distance.
         disjoint: coefficient c2.
         difference: coefficient c3, of the mean difference of matching weights.
-        small: genomes with fewer connections than this are not divided by their size.
+        small: distances of genomes with fewer connections than this are not divided by their size.
         threshold: genomes nearer than this are of one species.
         survival: share of a species that may be parents.
         mutate_only: chance of a single parent.
         mate_only: chance that a child of two parents is not mutated.
         interspecies: chance that the second parent is another species' champion.
-        disable: chance that a gene disabled in either parent is disabled.
+        disable: chance that a gene disabled in either of two parents is disabled; it is enabled otherwise.
         average: chance that a child takes the mean of both weights of each matching gene.
         champion: species larger than this keep their champions unchanged.
-        stagnation: generations without progress after which a species has no offspring.
+        stagnation: generations without progress after which a species is stale.
+        stale: share of its fitness that counts for a stale species' offspring; of 0 it has none.
         stall: generations without progress of all after which only the two best species have offspring.
         target: fitness that ends the search; out of reach by default.
     """
@@ -86,6 +87,7 @@ class Rates:
     average: Any = 0.0
     champion: Any = 2.0
     stagnation: Any = 15.0
+    stale: Any = 0.0
     stall: Any = 1e9
     target: Any = 3e38
 
@@ -96,8 +98,8 @@ FAST = Rates()
 CANONICAL = Rates(
     weights=0.8, weight_perturb=0.9, weight_replace=0.1, weight_power=2.5, weight_init=2.5, weight_limit=1e9,
     add_node=0.03, add_conn=0.05, del_node=0.0, del_conn=0.0, toggle=0.0, reenable=0.0, node_perturb=0.0,
-    node_replace=0.0, bias_init=0.0, redraw=0.0, difference=0.4, small=20.0, threshold=3.0, survival=0.2,
-    mutate_only=0.25, mate_only=0.2, champion=5.0, stagnation=15.0, stall=20.0, average=0.4,
+    node_replace=0.0, bias_init=0.0, redraw=0.0, difference=0.4, small=1e9, threshold=3.0, survival=0.2,
+    mutate_only=0.25, mate_only=0.2, champion=5.0, stagnation=15.0, stale=0.01,
 )  # fmt: skip
 """Stanley and Miikkulainen 2002, section 4.1, for a population of 150; where the text is silent, their program's."""
 

@@ -1,8 +1,9 @@
 """Problems in time: networks act in an environment, on lanes that never wait.
 
 P networks have E episodes each, and L lanes play them: a lane that finishes an episode takes the next that nobody has
-begun, so a network that lives long holds up its own lane alone. Every draw depends on the episode and its step, not on
-the lane, so neither L nor the number of devices changes a score.
+begun, so a network that lives long holds up its own lane alone. When none is left, those that still play move together
+into half as many lanes, again and again, so few lane-steps are made for nothing. Every draw depends on the episode and
+its step, not on the lane, so neither L nor the number of devices changes a score.
 """
 
 import dataclasses
@@ -12,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Box, Discrete, reset, step
+from jaxpar.mesh import mesh_axes
 from jaxpar.neat.network import Networks, apply, start
 from jaxpar.neat.search import Score
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Episodes", "Played", "act", "ends_of", "play"]
+__all__ = ["Episodes", "Exam", "Examined", "Played", "Trials", "act", "ends_of", "play"]
 
 
 def ends_of(env: Any, params: PyTree, constant: bool) -> tuple[int, int]:
@@ -58,14 +60,110 @@ class _Lanes(NamedTuple):
     total: Array
 
 
+class _Table(NamedTuple):
+    returns: Array  # float32 [P E]
+    lengths: Array  # int32 [P E]
+    made: Array  # int32 [], lane steps
+
+
+class _Game(NamedTuple):
+    """What all lanes share."""
+
+    key: PRNGKey
+    networks: Networks
+    env: Any
+    params: PyTree
+    levels: PyTree
+    episodes: int
+    max_steps: int
+    constant: bool
+    output_range: tuple[float, float]
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.networks.bias) * self.episodes
+
+    def key_of(self, job, time):
+        own = jax.random.fold_in(self.key, self.networks.index[job // self.episodes])
+        return jax.random.fold_in(jax.random.fold_in(own, job % self.episodes), time)
+
+    def owned(self, job) -> Networks:
+        """The networks that play these episodes."""
+        owner = jnp.minimum(job, self.num_jobs - 1) // self.episodes
+        return jax.tree.map(lambda leaf: leaf[owner] if jnp.ndim(leaf) else leaf, self.networks)
+
+    def begun(self, job) -> _Lanes:
+        """Lanes at the start of these episodes."""
+
+        def one(job):
+            key = self.key_of(job, 0)
+            if self.levels is None:
+                return reset(key, self.env, self.params)
+            init_key, observe_key = jax.random.split(key)
+            level = jax.tree.map(lambda x: x[job % self.episodes], self.levels)
+            state = self.env.init_level(init_key, level, self.params)
+            return self.env.observe(observe_key, state, None, self.params), state
+
+        obs, state = jax.vmap(one)(jnp.minimum(job, self.num_jobs - 1))
+        memory = jax.tree.map(lambda x: jnp.zeros((len(job), *x.shape[1:]), x.dtype), start(self.networks))
+        return _Lanes(job, jnp.zeros_like(job), state, obs, memory, jnp.zeros(len(job), jnp.float32))
+
+    def advanced(self, mine: Networks, now: _Lanes, table: _Table) -> tuple[_Lanes, _Table]:
+        """One step of every lane; one whose episode ends has none afterwards."""
+        lanes, dtype = len(now.job), self.networks.bias.dtype
+        rows = [leaf.reshape(lanes, -1).astype(dtype) for leaf in jax.tree.leaves(now.obs)]
+        y, memory = apply(mine, now.carry, jnp.concatenate([*rows, jnp.ones((lanes, int(self.constant)), dtype)], 1))
+        space = self.env.action_space(self.params)
+        action = jax.vmap(lambda y: act(space, y, *self.output_range))(y)
+        keys = jax.vmap(self.key_of)(jnp.minimum(now.job, self.num_jobs - 1), now.time + 1)
+        one = lambda key, state, action: step(key, self.env, state, action, self.params)  # noqa: E731
+        after = jax.vmap(one)(keys, now.state, action)
+        total, time = now.total + after.reward, now.time + 1
+        ended = after.terminated | after.truncated | (time >= self.max_steps)
+        at = jnp.where(ended, now.job, self.num_jobs)
+        table = _Table(
+            table.returns.at[at].set(total, mode="drop"), table.lengths.at[at].set(time, mode="drop"),
+            table.made + lanes,
+        )  # fmt: skip
+        job = jnp.where(ended, self.num_jobs, now.job)
+        return _Lanes(job, time, after.state, after.obs, memory, total), table
+
+    def refilled(self, now: _Lanes, table: _Table) -> tuple[_Lanes, _Table]:
+        """Plays on until every episode has begun."""
+
+        def body(carry):
+            now, table, next_job = carry
+            now, table = self.advanced(self.owned(now.job), now, table)
+            idle = now.job == self.num_jobs
+            fresh = self.begun(jnp.minimum(next_job + jnp.cumsum(idle.astype(jnp.int32)) - 1, self.num_jobs))
+
+            def chosen(new, old):
+                return jnp.where(idle.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
+
+            return jax.tree.map(chosen, fresh, now), table, next_job + jnp.sum(idle, dtype=jnp.int32)
+
+        carry = now, table, jnp.int32(len(now.job))
+        return jax.lax.while_loop(lambda carry: carry[2] < self.num_jobs, body, carry)[:2]
+
+    def drained(self, now: _Lanes, table: _Table, until: int) -> tuple[_Lanes, _Table]:
+        """Plays on until at most `until` lanes have an episode, and keeps so many."""
+        mine = self.owned(now.job)
+        busy = lambda now: now.job < self.num_jobs  # noqa: E731
+        go_on = lambda carry: jnp.sum(busy(carry[0]), dtype=jnp.int32) > until  # noqa: E731
+        now, table = jax.lax.while_loop(go_on, lambda carry: self.advanced(mine, *carry), (now, table))
+        kept = jnp.argsort(~busy(now), stable=True)[: max(until, 1)]
+        return jax.tree.map(lambda x: x[kept], now), table
+
+
 def play(
     key: PRNGKey, networks: Networks, env: Any, params: PyTree, episodes: int, lanes: int, max_steps: int,
-    *, constant: bool = True, output_range: tuple[float, float] = (0.0, 1.0),
+    *, constant: bool = True, output_range: tuple[float, float] = (0.0, 1.0), levels: PyTree = None,
 ) -> Played:  # fmt: skip
     """Plays `episodes` episodes with each of P networks; consumes `key`.
 
     Episode e of network p begins and goes on by a key of (key, p's number in the population, e, step). Cost: about
-    (all steps of all episodes) / L loops, of L network calls each, besides the longest of the last to begin.
+    (all steps of all episodes) / L loops, of L network calls each, then those of the last to begin, in ever fewer
+    lanes: more than half of the lanes are busy in every step. Compiles a loop for each halving of L.
 
     Args:
         key: consumed.
@@ -77,58 +175,20 @@ def play(
         max_steps: of an episode, at most.
         constant: whether a last input of 1 follows the observation.
         output_range: what outputs lie in; see `act`.
+        levels: pytree with a leading axis E: episode e begins from level e, by `env.init_level`; None draws starts.
     """
     networks = jax.tree.map(jnp.asarray, networks)  # indexed by traced numbers
-    count = len(networks.bias)
-    num_jobs = count * episodes
-    lanes = min(lanes, num_jobs)
-    space = env.action_space(params)
-
-    def key_of(job, time):
-        own = jax.random.fold_in(jax.random.fold_in(key, networks.index[job // episodes]), job % episodes)
-        return jax.random.fold_in(own, time)
-
-    def begun(job, time):
-        return jax.vmap(lambda j, t: reset(key_of(j, t), env, params))(jnp.minimum(job, num_jobs - 1), time)
-
-    def fresh(lanes):
-        return jax.tree.map(lambda x: jnp.zeros((lanes, *x.shape[1:]), x.dtype), start(networks))
-
-    def loop(carry):
-        now, next_job, returns, lengths, made = carry
-        alive = now.job < num_jobs
-        job = jnp.minimum(now.job, num_jobs - 1)
-        owner = job // episodes
-        rows = [leaf.reshape(lanes, -1).astype(networks.bias.dtype) for leaf in jax.tree.leaves(now.obs)]
-        x = jnp.concatenate([*rows, jnp.ones((lanes, int(constant)), networks.bias.dtype)], 1)
-        mine = jax.tree.map(lambda leaf: leaf[owner] if jnp.ndim(leaf) else leaf, networks)
-        y, memory = apply(mine, now.carry, x)
-        action = jax.vmap(lambda y: act(space, y, *output_range))(y)
-        keys = jax.vmap(key_of)(job, now.time + 1)
-        after = jax.vmap(lambda key, state, action: step(key, env, state, action, params))(keys, now.state, action)
-        total, time = now.total + after.reward, now.time + 1
-        ended = alive & (after.terminated | after.truncated | (time >= max_steps))
-        at = jnp.where(ended, job, num_jobs)
-        returns, lengths = returns.at[at].set(total, mode="drop"), lengths.at[at].set(time, mode="drop")
-        given = next_job + jnp.cumsum(ended.astype(jnp.int32)) - 1
-        new_job = jnp.where(ended, jnp.minimum(given, num_jobs), now.job)
-        obs, state = begun(new_job, jnp.zeros_like(new_job))
-
-        def chosen(new, old):
-            return jnp.where(ended.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-        state, obs, carry = jax.tree.map(chosen, (state, obs, fresh(lanes)), (after.state, after.obs, memory))
-        following = _Lanes(new_job, jnp.where(ended, 0, time), state, obs, carry, jnp.where(ended, 0, total))
-        return following, next_job + jnp.sum(ended, dtype=jnp.int32), returns, lengths, made + lanes
-
-    job = jnp.arange(lanes, dtype=jnp.int32)
-    zero = jnp.zeros_like(job)
-    obs, state = begun(job, zero)
-    first = _Lanes(job, zero, state, obs, fresh(lanes), jnp.zeros(lanes, jnp.float32))
-    carry = first, jnp.int32(lanes), jnp.zeros(num_jobs, jnp.float32), jnp.zeros(num_jobs, jnp.int32), jnp.int32(0)
-    done = jax.lax.while_loop(lambda carry: jnp.any(carry[0].job < num_jobs), loop, carry)
-    shape = (count, episodes)
-    return Played(done[2].reshape(shape), done[3].reshape(shape), done[4])
+    game = _Game(key, networks, env, params, levels, episodes, max_steps, constant, output_range)
+    lanes = min(lanes, game.num_jobs)
+    none = jnp.zeros(game.num_jobs, jnp.int32)
+    now, table = game.begun(jnp.arange(lanes, dtype=jnp.int32)), _Table(none.astype(jnp.float32), none, jnp.int32(0))
+    if lanes < game.num_jobs:
+        now, table = game.refilled(now, table)
+    while lanes:
+        lanes //= 2
+        now, table = game.drained(now, table, lanes)
+    shape = (len(networks.bias), episodes)
+    return Played(table.returns.reshape(shape), table.lengths.reshape(shape), table.made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,3 +222,80 @@ class Episodes:
                       output_range=self.output_range)  # fmt: skip
         fitness = jnp.mean(played.returns, 1)
         return Score(fitness, fitness >= self.goal)
+
+
+class Trials(NamedTuple):
+    """What `Examined` reads.
+
+    Attributes:
+        params: of the environment that gives the fitness.
+        exam_params: of the environment of the exam.
+        levels: its starts, pytree with a leading axis.
+    """
+
+    params: PyTree
+    exam_params: PyTree
+    levels: PyTree
+
+
+class Exam(NamedTuple):
+    """Steps balanced from the usual start, int32 `[]`, and from how many of the levels it passed, int32 `[]`."""
+
+    steps: Array
+    passed: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Examined:
+    """Fitness by episodes; solved when the best network of a generation passes an exam.
+
+    It must last for `long_steps` from the usual start, and then for `short_steps` from at least `needed` of the levels.
+    Of equally fit networks the first is examined. With a mesh ambient, it is the best of all devices. The problem's
+    `inputs` are `Trials`. Source: the double pole without velocities of Stanley and Miikkulainen 2002, section 4.3.
+
+    Attributes:
+        search: gives the fitness; its `goal` is not read.
+        env: of the exam; it earns 1 a step that it lasts.
+        long_steps: to last from the usual start.
+        short_steps: to last from a level.
+        needed: levels to pass.
+    """
+
+    search: Episodes
+    env: Any
+    long_steps: int = 100_000
+    short_steps: int = 1000
+    needed: int = 200
+
+    def __call__(self, key: PRNGKey, networks: Networks, inputs: Trials) -> Score:
+        """Scores P networks; consumes `key`."""
+        search_key, exam_key = jax.random.split(key)
+        fitness = self.search(search_key, networks, inputs.params).fitness
+        comparable = jnp.where(jnp.isfinite(fitness), fitness, -jnp.inf)
+        best, over = jnp.max(comparable), mesh_axes("population")
+        best = jax.lax.pmax(best, over) if over else best
+        first = jnp.min(jnp.where(comparable == best, networks.index, jnp.iinfo(jnp.int32).max))
+        first = jax.lax.pmin(first, over) if over else first
+        exam = self.exam(exam_key, chosen(networks, jnp.argmax(networks.index == first)), inputs)
+        passes = (exam.steps >= self.long_steps) & (exam.passed >= self.needed)
+        return Score(fitness, passes & (networks.index == first))
+
+    def exam(self, key: PRNGKey, network: Networks, inputs: Trials) -> Exam:
+        """Examines one network, `[1]`; from the levels only if it lasts. Consumes `key`."""
+        kinds = {"constant": self.search.constant, "output_range": self.search.output_range}
+        long_key, short_key = jax.random.split(key)
+        long = play(long_key, network, self.env, inputs.exam_params, 1, 1, self.long_steps, **kinds).returns[0, 0]
+        count = len(jax.tree.leaves(inputs.levels)[0])
+
+        def from_levels():
+            played = play(short_key, network, self.env, inputs.exam_params, count, count, self.short_steps,
+                          levels=inputs.levels, **kinds)  # fmt: skip
+            return jnp.sum(played.returns >= self.short_steps, dtype=jnp.int32)
+
+        passed = jax.lax.cond(long >= self.long_steps, from_levels, lambda: jnp.int32(0))
+        return Exam(long.astype(jnp.int32), passed)
+
+
+def chosen(networks: Networks, number: Any) -> Networks:
+    """One of the networks, `[1]`; `number` is int32 `[]`."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[number][None] if jnp.ndim(leaf) else leaf, networks)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpar.types import Array
 
-__all__ = ["members", "reachable", "singleton", "sweeps", "words_of"]
+__all__ = ["cyclic", "members", "reachable", "singleton", "sweeps", "words_of"]
 
 
 def singleton(slot: Array, num_nodes: int) -> Array:
@@ -70,6 +70,20 @@ def sweeps(source: Array, target: Array, on: Array, num_nodes: int, num_inputs: 
         return follow(late), count + 1
 
     return jax.lax.while_loop(go_on, body, (words_of(computed), jnp.int32(0)))[1]
+
+
+def cyclic(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
+    """Which graphs have a circle: bool `[P]`. Edges as in `reachable`; costs a pass an edge of the longest path."""
+    follow = _follower(source, target, on, num_nodes)
+
+    def body(carry):
+        late, _ = carry  # ends of paths of k edges: fewer and fewer, down to what follows a circle
+        after = follow(late)
+        return after, jnp.any(after != late)
+
+    everywhere = words_of(jnp.ones((len(on), num_nodes), bool))
+    late, _ = jax.lax.while_loop(lambda carry: carry[1], body, (everywhere, jnp.any(on)))
+    return jnp.any(late != 0, 1) & jnp.any(on)
 
 
 def _follower(source: Array, target: Array, on: Array, num_nodes: int):

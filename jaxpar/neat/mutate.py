@@ -111,7 +111,10 @@ def choose_edit(config: NeatConfig, rates: Rates, draws: Draws, genomes: Genomes
         may = may & ~wants[-1]
     adds_node, adds_conn, del_node, del_conn = wants
     share, zero = draws.one(), jnp.zeros(len(may))
-    split, can_split = kth(genomes.on & genomes.enabled, share)
+    may_split = genomes.on & genomes.enabled
+    if config.mode == "canonical":  # as in the paper's program, never a connection from the constant input
+        may_split &= genomes.source != config.num_inputs - 1
+    split, can_split = kth(may_split, share)
     dropped, can_drop = kth(genomes.on, share)
     row, has_row = kth(~genomes.on, zero)
     row2, has_row2 = kth(~genomes.on & (jnp.arange(genomes.on.shape[1])[None] != row[:, None]), zero)

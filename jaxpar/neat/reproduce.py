@@ -18,11 +18,13 @@ class Parents(NamedTuple):
     Attributes:
         fitter: int32 `[P]`, whose structure it has.
         other: int32 `[P]`, the same if there is one parent.
+        equal: bool `[P]`, whether both are equally fit.
         may_mutate: bool `[P]`.
     """
 
     fitter: Array
     other: Array
+    equal: Array
     may_mutate: Array
 
 
@@ -66,7 +68,8 @@ def parents_of(
     two = jnp.where(is_single, one, two)
     swap = fitness[two] > fitness[one]
     mates_only = (draws.one() < rates.mate_only) & (one != two)
-    return Parents(jnp.where(swap, two, one), jnp.where(swap, one, two), ~is_champion & ~mates_only)
+    equal = fitness[two] == fitness[one]
+    return Parents(jnp.where(swap, two, one), jnp.where(swap, one, two), equal, ~is_champion & ~mates_only)
 
 
 def _below(uniform: Array, count: Array) -> Array:

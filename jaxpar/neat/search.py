@@ -54,8 +54,8 @@ class NeatState:
         evaluations: int32 `[]`, genomes judged so far.
         solved: bool `[]`, whether some genome solved the problem.
         solved_after: int32 `[]`, evaluations up to and with the generation of the first that did; 0 before.
-        champion: the best genome so far, `[1]`.
-        best: float32 `[]`, its fitness.
+        champion: the best genome so far, `[1]`; from the first solution on, the best of those that solve it.
+        best: float32 `[]`, the best fitness so far.
         improved: int32 `[]`, the generation when it grew, or when all last stood still for `rates.stall`.
         refused: int32 `[]`, changes of structure that capacity forbade so far.
         invalid: int32 `[]`, fitnesses so far that were not finite.
@@ -214,7 +214,9 @@ def _first_generation(config: NeatConfig, rates: Rates, key: PRNGKey, index: Arr
     genomes = initial(config, weights, rates.bias_init * normal(draws.take(config.max_nodes)))
     centres = Centres(*(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, float)))
     zero = jnp.int32(0)
-    species, member = speciate(config, rates, genomes, index, no_species(config), centres, zero, over)
+    # Behind a barrier, or XLA spends seconds on computing the distances to nobody while it compiles.
+    nobody, centres = jax.lax.optimization_barrier((no_species(config), centres))
+    species, member = speciate(config, rates, genomes, index, nobody, centres, zero, over)
     count = config.num_inputs * config.num_outputs if config.initial == "full" else 0
     return NeatState(
         genomes=genomes,
@@ -248,7 +250,7 @@ def _next_generation(
     everyone, member, fitness, solved = _gathered((state.genomes, state.member, *score), over)
     valid = jnp.isfinite(fitness)
     fitness = jnp.where(valid, fitness, -jnp.inf)
-    state = _judged(state, everyone, fitness, jnp.any(solved), jnp.sum(~valid, dtype=jnp.int32))
+    state = _judged(state, everyone, fitness, solved, jnp.sum(~valid, dtype=jnp.int32))
 
     stalls = state.generation - state.improved > rates.stall
     state = dataclasses.replace(state, improved=jnp.where(stalls, state.generation, state.improved))
@@ -257,7 +259,9 @@ def _next_generation(
     counts = offspring(config, species, standing, fitness, member)
     draws = Draws(config, jax.random.fold_in(key, 0), index)
     parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness)
-    children = crossover(config, rates, draws, everyone.rows(parents.fitter), everyone.rows(parents.other))
+    alone = parents.fitter == parents.other
+    pairs = everyone.rows(parents.fitter), everyone.rows(parents.other)
+    children = crossover(config, rates, draws, *pairs, alone, parents.equal)
     children = jax.lax.optimization_barrier(children)
     edit = choose_edit(config, rates, draws, children, parents.may_mutate)
     # As in the paper's program: a child with a new structure keeps its weights, to begin with.
@@ -283,18 +287,20 @@ def _next_generation(
     return state, info | {"refused": state.refused.astype(float)}
 
 
-def _judged(state: NeatState, everyone: Genomes, fitness: Array, solved: Array, invalid: Array) -> NeatState:
-    first = jnp.argmax(fitness)
-    best, grew = fitness[first], fitness[first] > state.best
+def _judged(state: NeatState, everyone: Genomes, fitness: Array, solves: Array, invalid: Array) -> NeatState:
+    best, grew = jnp.max(fitness), jnp.max(fitness) > state.best
+    solves |= fitness >= state.rates.target
+    solved = jnp.any(solves)
+    first = jnp.argmax(jnp.where(solves | ~solved, fitness, -jnp.inf))
+    is_champion = jnp.where(state.solved, solved & grew, solved | grew)
     newest = everyone.rows(first[None])
     evaluations = state.evaluations + len(fitness)
-    solved = solved | (best >= state.rates.target)
     return dataclasses.replace(
         state,
         evaluations=evaluations,
         solved=state.solved | solved,
         solved_after=jnp.where(solved & ~state.solved, evaluations, state.solved_after),
-        champion=jax.tree.map(lambda new, old: jnp.where(grew, new, old), newest, state.champion),
+        champion=jax.tree.map(lambda new, old: jnp.where(is_champion, new, old), newest, state.champion),
         best=jnp.where(grew, best, state.best),
         improved=jnp.where(grew, state.generation, state.improved),
         invalid=state.invalid + invalid,

@@ -166,24 +166,25 @@ class Standing(NamedTuple):
 
     Attributes:
         rank: int32 `[S]`, 0 for the species with the fittest member of all; free slots come last.
-        may_breed: bool `[S]`.
+        share: float32 `[S]`, of its fitness that counts when children are shared out; 0 if it may have none.
     """
 
     rank: Array
-    may_breed: Array
+    share: Array
 
 
 def progress(
     config: NeatConfig, rates: Rates, species: Species, fitness: Array, member: Array, generation: Array, stalls: Array
 ) -> tuple[Species, Standing]:
-    """Notes which species grew better, and says which may have children.
+    """Notes which species grew better, and says how much of their fitness counts.
 
-    Those may that found a better genome within `rates.stagnation` generations; in the mode "fast" also the two best.
-    When all stand still (`stalls`), the two best alone may, and count as new.
+    All of it, if they found a better genome within `rates.stagnation` generations; in the mode "fast" also for the two
+    best; else `rates.stale`. When all stand still (`stalls`) or none may have children, only the two best may; after a
+    stall they count as new.
 
     Args:
         config: static.
-        rates: `stagnation`.
+        rates: `stagnation`, `stale`.
         species: of this generation.
         fitness: float32, of all P genomes, -inf for invalid ones.
         member: int32, of all.
@@ -198,14 +199,15 @@ def progress(
     rank = jnp.sum(jnp.where(species.alive[:, None], is_better & species.alive[None], True), 1, dtype=jnp.int32)
     fresh = generation - improved <= rates.stagnation
     best_two = species.alive & (rank < 2)
-    may = species.alive & (fresh | best_two if config.mode == "fast" else fresh)
-    may = jnp.where(stalls | ~jnp.any(may), best_two, may)
+    exempt = fresh | best_two if config.mode == "fast" else fresh
+    share = jnp.where(species.alive, jnp.where(exempt, 1.0, rates.stale), 0.0)
+    share = jnp.where(stalls | ~jnp.any(share > 0), best_two.astype(float), share)
     species = dataclasses.replace(
         species,
         best=jnp.maximum(now, species.best),
         improved=jnp.where(stalls & best_two, generation, improved),
     )
-    return species, Standing(rank, may)
+    return species, Standing(rank, share)
 
 
 def ordered_sum(x: Array) -> Array:
@@ -239,9 +241,9 @@ def ranked(species: Species, fitness: Array, member: Array) -> Ranking:
 def offspring(config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array) -> Array:
     """How many children each species has: int32 `[S]`, P together.
 
-    Explicit sharing: every member's fitness is divided by the size of its species, so a species that may breed has
-    children in proportion to its mean fitness (minus the least fitness of all, where that is negative). Fractions are
-    rounded by running sums, in the order of the slots.
+    Explicit sharing: every member's fitness is divided by the size of its species, so a species has children in
+    proportion to the share that counts of its mean fitness (minus the least fitness of all, where that is negative).
+    Fractions are rounded by running sums, in the order of the slots.
 
     Args:
         config: static.
@@ -254,9 +256,9 @@ def offspring(config: NeatConfig, species: Species, standing: Standing, fitness:
     lowest = jnp.minimum(jnp.min(jnp.where(valid, fitness, 0)), 0)
     mine = member[None] == jnp.arange(config.max_species)[:, None]
     total = ordered_sum(jnp.where(mine & valid[None], fitness[None] - lowest, 0))
-    mean = jnp.where(standing.may_breed, total / jnp.maximum(species.size, 1), 0)
+    mean = standing.share * total / jnp.maximum(species.size, 1)
     # Where all are equally bad, all are equally good.
-    mean = jnp.where(jnp.sum(mean) > 0, mean, standing.may_breed.astype(float))
+    mean = jnp.where(jnp.sum(mean) > 0, mean, standing.share)
     running = jnp.cumsum(mean)
     until = jnp.round(config.population * (running / running[-1])).astype(jnp.int32)
     return jnp.diff(until, prepend=0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import neat
-from jaxpar.neat import from_json, start
+from jaxpar.neat import Examined, from_json, start
 from jaxpar.types import UsageError
 
 TINY = (
@@ -63,5 +63,9 @@ def test_environments_by_name():
     assert params.max_steps == 100_000
     state = jax.eval_shape(lambda: search.init(jax.random.key(0), None))
     assert start(search.express(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.genomes))).shape == (150, 32)
+    search, trials = neat.make_search(neat.compose("task=DoublePole-NoVelocities", "kind=recurrent"))
+    assert isinstance(search.problem, Examined) and search.problem.search.env.damping and not search.problem.env.damping
+    assert (search.problem.search.max_steps, trials.exam_params.max_steps) == (1000, 100_000)
+    assert trials.levels.x.shape == (625,)
     with pytest.raises(UsageError, match="no environment"):
         neat.make_search(neat.compose("task=Nowhere-v1"))

@@ -45,11 +45,13 @@ def compiled(kind):
 
 
 @functools.cache
-def compiled_crossover(kind):
-    config = CONFIGS[kind]
+def compiled_crossover(kind, mode="fast"):
+    """(seed, rates, one, two, alone, equal) -> children."""
+    config = dataclasses.replace(CONFIGS[kind], mode=mode)
 
-    def cross(seed, rates, one, two):
-        return crossover(config, rates, Draws(config, jax.random.key(seed), jnp.arange(24)), one, two)
+    def cross(seed, rates, one, two, alone=False, equal=False):
+        draws = Draws(config, jax.random.key(seed), jnp.arange(24))
+        return crossover(config, rates, draws, one, two, *(jnp.broadcast_to(x, 24) for x in (alone, equal)))
 
     return jit(cross)
 
@@ -61,8 +63,11 @@ def begin(kind, seed):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), rates=st.tuples(*[st.floats(0, 1, width=16)] * 6), mates=st.booleans())
-def test_no_genome_is_ever_wrong(kind, seed, rates, mates):
+@given(
+    seed=st.integers(0, 10**6), rates=st.tuples(*[st.floats(0, 1, width=16)] * 6), mates=st.booleans(),
+    mode=st.sampled_from(["fast", "canonical"]),
+)  # fmt: skip
+def test_no_genome_is_ever_wrong(kind, seed, rates, mates, mode):
     config = CONFIGS[kind]
     genomes, counters = begin(kind, seed)
     names = ("add_node", "add_conn", "del_node", "del_conn", "toggle", "reenable")
@@ -71,9 +76,8 @@ def test_no_genome_is_ever_wrong(kind, seed, rates, mates):
     for step in range(6):
         if mates:
             one, two = rng.integers(0, 24, (2, 24))
-            genomes = compiled_crossover(kind)(
-                seed + step, rates, *(jax.tree.map(lambda x, i=i: x[i], genomes) for i in (one, two))
-            )
+            pairs = (jax.tree.map(lambda x, i=i: x[i], genomes) for i in (one, two))
+            genomes = compiled_crossover(kind, mode)(seed + step, rates, *pairs, one == two, rng.random(24) < 0.5)
             check_genomes(config, genomes)
         before = counters
         genomes, counters, _ = compiled(kind)(seed + step, genomes, counters, rates)
@@ -84,14 +88,63 @@ def test_no_genome_is_ever_wrong(kind, seed, rates, mates):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_a_genome_with_itself_is_itself(kind, seed):
+@given(seed=st.integers(0, 10**6), mode=st.sampled_from(["fast", "canonical"]))
+def test_a_genome_with_itself_is_itself(kind, seed, mode):
     genomes, _ = begin(kind, seed)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        compiled_crossover(kind)(seed, FAST.replace(average=0.5), genomes, genomes),
-        genomes,
-    )
+    child = compiled_crossover(kind, mode)(seed, FAST.replace(average=0.5), genomes, genomes, True, True)
+    jax.tree.map(np.testing.assert_array_equal, child, genomes)
+
+
+def edges(genomes, p):
+    """By mark: the identities of the ends, and the weight."""
+    ids, rows = np.asarray(genomes.node_id)[p], np.flatnonzero(np.asarray(genomes.on)[p])
+    ends = [np.asarray(getattr(genomes, name))[p] for name in ("source", "target")]
+    marks, weights = np.asarray(genomes.mark)[p], np.asarray(genomes.weight)[p]
+    return {int(marks[c]): (int(ids[ends[0][c]]), int(ids[ends[1][c]]), float(weights[c])) for c in rows}
+
+
+def relatives(seed):
+    """Two populations of one history: each of 24 pairs descends from one genome, by other innovations."""
+    genomes, counters = begin("recurrent", seed)
+    genomes = jax.tree.map(lambda x: np.concatenate([x[:12], x[:12]]), genomes)
+    rates = NEVER.replace(weights=1.0, weight_replace=1.0, add_node=0.5, add_conn=1.0, del_conn=0.3)
+    for step in range(6):
+        genomes, counters, _ = compiled("recurrent")(seed + step, genomes, counters, rates)
+    swapped = np.r_[12:24, :12]
+    return genomes, jax.tree.map(lambda x: np.asarray(x)[swapped], genomes)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_children_of_equals_have_genes_of_both(seed):
+    one, two = relatives(seed)
+    child = compiled_crossover("recurrent", "canonical")(seed, FAST, one, two, False, True)
+    check_genomes(CONFIGS["recurrent"], child)
+    for p in range(24):
+        first, second, third = (edges(x, p) for x in (one, two, child))
+        assert set(first) & set(second) <= set(third) <= set(first) | set(second)
+        for mark, (source, target, weight) in third.items():
+            homes = [parent[mark] for parent in (first, second) if mark in parent]
+            assert all(home[:2] == (source, target) for home in homes) and weight in [home[2] for home in homes]
+        alive = set(np.asarray(child.node_id)[p][np.asarray(child.node_on)[p]].tolist())
+        assert alive == set(range(4)) | {end for edge in third.values() for end in edge[:2]}
+
+
+def test_children_of_equals_have_half_of_what_one_parent_lacks():
+    counts = np.zeros((2, 2))
+    for seed in range(8):
+        one, two = relatives(seed)
+        child = compiled_crossover("recurrent", "canonical")(seed, FAST, one, two, False, True)
+        for p in range(24):
+            if np.asarray(one.on | two.on)[p].sum() > 16:
+                continue  # it may not fit
+            first, second, third = (set(edges(x, p)) for x in (one, two, child))
+            for row, own in enumerate((first - second, second - first)):
+                counts[row] += len(own & third), len(own)
+    assert (counts[:, 1] > 50).all()
+    # Of two genes of one edge the first parent's stands, so the second parent's share may be a little less.
+    assert abs(counts[0, 0] / counts[0, 1] - 0.5) < 4 * 0.5 / counts[0, 1] ** 0.5
+    assert 0.3 < counts[1, 0] / counts[1, 1] < 0.5 + 2 / counts[1, 1] ** 0.5
 
 
 @settings(max_examples=15, deadline=None)
@@ -99,7 +152,9 @@ def test_a_genome_with_itself_is_itself(kind, seed):
 def test_children_have_the_fitter_parents_structure(seed):
     kind = "feedforward"
     one, two = begin(kind, seed)[0], begin(kind, seed + 1)[0]
-    child = compiled_crossover(kind)(seed, FAST.replace(disable=0.75, average=0.0), one, two)
+    child = compiled_crossover(kind)(seed, FAST.replace(disable=1.0), one, two)
+    again = compiled_crossover(kind)(seed, FAST.replace(disable=0.0), one, two)
+    np.testing.assert_array_equal(again.enabled, one.on)
     for name in ("node_id", "node_on", "mark", "source", "target", "on"):
         np.testing.assert_array_equal(getattr(child, name), getattr(one, name))
     for p in range(24):
@@ -108,10 +163,7 @@ def test_children_have_the_fitter_parents_structure(seed):
             other = theirs.get(int(one.mark[p, c]))
             legal = [one.weight[p, c]] if other is None else [one.weight[p, c], two.weight[p, other]]
             assert child.weight[p, c] in legal
-            if other is None:
-                assert child.enabled[p, c] == one.enabled[p, c]
-            elif one.enabled[p, c] == two.enabled[p, other]:
-                assert child.enabled[p, c] == one.enabled[p, c]
+            assert child.enabled[p, c] == (one.enabled[p, c] and (other is None or two.enabled[p, other]))
 
 
 def test_three_quarters_of_the_disabled_stay_disabled():
@@ -120,10 +172,10 @@ def test_three_quarters_of_the_disabled_stay_disabled():
     genomes = dataclasses.replace(genomes, enabled=genomes.on)
     other = dataclasses.replace(genomes, enabled=np.zeros_like(genomes.on))
     draws = Draws(config, jax.random.key(0), jnp.arange(24))
-    child = jit(lambda a, b: crossover(config, FAST, draws, a, b))(genomes, other)
-    # It is taken from the disabled one with chance 1/2; else disabled with chance 3/4.
+    never = jnp.zeros(24, bool)
+    child = jit(lambda a, b: crossover(config, FAST, draws, a, b, never, never))(genomes, other)
     share = np.asarray(child.enabled).sum() / genomes.on.sum()
-    assert abs(share - 0.125) < 4 * (0.125 * 0.875 / genomes.on.sum()) ** 0.5
+    assert abs(share - 0.25) < 4 * (0.25 * 0.75 / genomes.on.sum()) ** 0.5
 
 
 @pytest.mark.parametrize("size", [10, 60, 300])
@@ -240,6 +292,17 @@ def test_deletions_take_what_hangs_on_them():
     np.testing.assert_array_equal(np.asarray(after.on).sum(1), np.maximum(before.on.sum(1) - 1, 0))
 
 
+def test_the_paper_splits_no_connection_of_the_constant_input():
+    config = dataclasses.replace(CONFIGS["feedforward"], mode="canonical")
+    genomes, _ = begin("feedforward", 3)
+    draws = Draws(config, jax.random.key(0), jnp.arange(24))
+    edit = jit(lambda g: choose_edit(config, NEVER.replace(add_node=1.0), draws, g, jnp.ones(24, bool)))(genomes)
+    legal = genomes.on & genomes.enabled & (genomes.source != 1)
+    room = (genomes.on.sum(1) <= 18) & ~genomes.node_on.all(1)
+    np.testing.assert_array_equal(edit.adds_node, legal.any(1) & room)
+    assert all(legal[p, edit.old[p]] for p in np.flatnonzero(edit.adds_node)) and edit.adds_node.sum() > 5
+
+
 def test_toggle_and_reenable():
     before, after, _, _ = only("feedforward", toggle=1.0)
     flipped = (np.asarray(after.enabled) != before.enabled).sum(1)
@@ -277,7 +340,8 @@ def fuzz(kind, generations):
             genomes, counters, fine = carry
             draws = Draws(config, jax.random.key(seed), jnp.arange(24))
             mates = jax.random.permutation(jax.random.key(seed + 10**6), 24)
-            genomes = crossover(config, rates, draws, genomes, jax.tree.map(lambda x: x[mates], genomes))
+            others = jax.tree.map(lambda x: x[mates], genomes)
+            genomes = crossover(config, rates, draws, genomes, others, mates == jnp.arange(24), mates < 12)
             edit = choose_edit(config, rates, draws, genomes, jnp.ones(24, bool))
             node, mark, new = number(edit.requests(genomes), counters)
             genomes = apply_edit(genomes, edit, node, mark)

@@ -67,7 +67,6 @@ def test_lanes_play_what_a_loop_plays(name, kind, lanes):
     played = jit(lambda key: play(key, networks, env, params, 2, lanes, 25))(key)
     one_step = jit(lambda *a: step(a[0], env, a[1], a[2], params))
     one_call = jit(apply)
-    longest = 0
     for p in range(3):
         for e in range(2):
             own = jax.random.fold_in(jax.random.fold_in(key, p), e)
@@ -81,9 +80,7 @@ def test_lanes_play_what_a_loop_plays(name, kind, lanes):
                 if made.terminated or made.truncated:
                     break
             assert (played.lengths[p, e], played.returns[p, e]) == (t, pytest.approx(total, rel=1e-5))
-            longest = max(longest, t)
-    count = min(lanes, 6)
-    assert played.lane_steps <= played.lengths.sum() + (count - 1) * longest
+    assert played.lengths.sum() <= played.lane_steps < 2 * played.lengths.sum()
 
 
 def test_an_unfit_action_space_is_refused():

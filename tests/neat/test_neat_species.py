@@ -102,10 +102,11 @@ def test_offspring_share_the_population():
         may = (sizes > 0) & (rng.random(5) < 0.8)
         may[member[0]] = True
         species = dataclasses.replace(module.no_species(config), alive=jnp.asarray(sizes > 0), size=jnp.int32(sizes))
-        standing = module.Standing(jnp.zeros(5, jnp.int32), jnp.asarray(may))
+        shares = np.where(may, rng.choice([1.0, 0.25], 5), 0).astype(np.float32)
+        standing = module.Standing(jnp.zeros(5, jnp.int32), jnp.asarray(shares))
         got = module.offspring(config, species, standing, jnp.asarray(fitness), jnp.int32(member))
         valid = np.where(np.isfinite(fitness), fitness, 0)
-        means = [valid[member == s].sum() / max(sizes[s], 1) for s in range(5)]
+        means = [shares[s] * valid[member == s].sum() / max(sizes[s], 1) for s in range(5)]
         assert [int(x) for x in got] == offspring(40, sizes, means, may)
         assert got.sum() == 40
 
@@ -118,18 +119,19 @@ def test_species_that_stand_still_have_no_offspring():
     )  # fmt: skip
     fitness, member = jnp.float32([9, 8, 5, 5, 2, 1]), jnp.int32([0, 0, 1, 1, 2, 2])
 
-    def breeds(mode, generation, stalls=False):
+    def breeds(mode, generation, stalls=False, stale=0.0):
         after, standing = module.progress(
-            dataclasses.replace(config, mode=mode, rates=None), MODES[mode], species, fitness, member,
-            jnp.int32(generation), jnp.bool_(stalls),
+            dataclasses.replace(config, mode=mode, rates=None), MODES[mode].replace(stale=stale), species, fitness,
+            member, jnp.int32(generation), jnp.bool_(stalls),
         )  # fmt: skip
-        return after, standing.may_breed.tolist()
+        return after, standing.share.tolist()
 
-    assert breeds("canonical", 15)[1] == [True, True, True]
-    after, may = breeds("canonical", 16)
-    assert may == [False, True, True] and after.improved.tolist() == [0, 10, 16]
-    assert breeds("fast", 40)[1] == [True, True, True]  # the third has just improved
-    assert breeds("canonical", 16, stalls=True)[1] == [True, True, False]
+    assert breeds("canonical", 15)[1] == [1, 1, 1]
+    after, shares = breeds("canonical", 16)
+    assert shares == [0, 1, 1] and after.improved.tolist() == [0, 10, 16]
+    assert breeds("canonical", 16, stale=0.25)[1] == [0.25, 1, 1]
+    assert breeds("fast", 40)[1] == [1, 1, 1]  # the third has just improved
+    assert breeds("canonical", 16, stalls=True)[1] == [1, 1, 0]
     assert breeds("canonical", 16, stalls=True)[0].improved.tolist() == [16, 16, 16]
 
 
@@ -223,4 +225,13 @@ def test_a_score_may_end_the_search():
     state = jit(neat.init)(jax.random.key(0), None)
     assert not jit(neat.tell)(jax.random.key(1), state, jnp.full(12, 4.0))[0].solved
     assert jit(neat.tell)(jax.random.key(1), state, jnp.full(12, 5.0))[0].solved
-    assert jit(neat.tell)(jax.random.key(1), state, Score(jnp.zeros(12), jnp.arange(12) == 3))[0].solved
+    after, _ = jit(neat.tell)(jax.random.key(1), state, Score(jnp.arange(12.0) / 9, jnp.arange(12) == 3))
+    assert after.solved and after.best == jnp.float32(11 / 9)
+    # The champion is the one that solves it, until a better one does.
+    np.testing.assert_array_equal(after.champion.weight[0], np.asarray(state.genomes.weight)[3])
+    for solves, champion in (
+        (jnp.zeros(12, bool), after.champion),
+        (jnp.arange(12) == 5, after.genomes.rows(slice(5, 6))),
+    ):
+        last, _ = jit(neat.tell)(jax.random.key(2), after, Score(jnp.arange(12.0) / 4, solves))
+        np.testing.assert_array_equal(last.champion.weight, champion.weight)
