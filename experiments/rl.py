@@ -5,6 +5,7 @@
     python -m experiments.rl preset=memory memory=para_gru num_steps=1024
     python -m experiments.rl preset=minatar env=Asterix-MinAtar
     python -m experiments.rl env=Spread-3 central=true num_envs=64             # MAPPO; without `central`, IPPO
+    python -m experiments.rl algorithm=dqn rates.reward_scale=0.1
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
 unrolls at once. The same command resumes a run that was ended, on any mesh; more steps extend it, if rates are not
@@ -29,12 +30,19 @@ from jaxpar.env import gif, grid_of
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import MeshSpec, make_mesh, partition, use_mesh
-from jaxpar.rl import A2c, Network, Ppo, Recalling, Seeds
+from jaxpar.rl import A2c, Dqn, Ppo, Pqn, Recalling, Seeds
 from jaxpar.rollout import NextStep, evaluate
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
 
-ALGORITHMS: dict[str, Any] = {"ppo": Ppo, "a2c": A2c}
+ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ppo": (Ppo, {}),
+    "a2c": (A2c, {}),
+    "pqn": (Pqn, {}),
+    "dqn": (Dqn, {}),
+    "vdn": (Pqn, {"mixer": "vdn"}),
+    "qmix": (Pqn, {"mixer": "qmix"}),
+}
 METHODS: dict[str, Any] = {
     "auto": None, "sequential": Sequential(), "newton": Newton(), "quasi": Quasi(), "gauss_seidel": GaussSeidel(),
 }  # fmt: skip
@@ -57,7 +65,7 @@ class Config(_run.RunConfig):
       env_fields: Changes to its fields, such as env_fields.size=16.
       params: Changes to its parameters, such as params.gravity=5.
       recall: Whether the last action and reward are seen as well (RL^2, with a memory).
-      algorithm: ppo or a2c.
+      algorithm: ppo, a2c, pqn, dqn, vdn or qmix.
       num_seeds: Learners side by side, which differ in their keys alone.
       steps: Environment steps of each, rounded up to whole chunks of updates.
       num_envs: Environments of each; 0 is the algorithm's own number, and so below.
@@ -69,7 +77,7 @@ class Config(_run.RunConfig):
       fields: Changes to other fields of the algorithm.
       central: Whether values read all agents' observations.
       encoder: Widths of layers before the memory.
-      hidden: Widths of layers after it.
+      hidden: Widths of layers after it; none are the algorithm's own, and so below.
       activation: tanh, relu or silu.
       conv: Channels of convolutions that read pictures.
       layer_norm: Whether layers are normalised.
@@ -102,10 +110,10 @@ class Config(_run.RunConfig):
     fields: dict[str, Any] = _what(default_factory=dict)
     central: bool = _what(False)
     encoder: list[int] = _what(default_factory=list)
-    hidden: list[int] = _what(default_factory=lambda: [64, 64])
-    activation: str = _what("tanh")
+    hidden: list[int] = _what(default_factory=list)
+    activation: str = _what("")
     conv: list[int] = _what(default_factory=list)
-    layer_norm: bool = _what(False)
+    layer_norm: bool | None = _what(None)
     memory: str = _what("none")
     memory_size: int = _what(64)
     method: str = _what("auto")
@@ -141,26 +149,25 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     """Returns the learner of one seed, and the environment's parameters."""
     env, params = make_world(config.env, config.env_fields, config.params)
     env = Recalling(env) if config.recall else env
-    kind = ALGORITHMS[config.algorithm]
+    kind, fixed = ALGORITHMS[config.algorithm]
     usual = {field.name: field.default for field in dataclasses.fields(kind)}
-    chosen: dict[str, Any] = {"draw": config.draw}
+    chosen: dict[str, Any] = {"draw": config.draw, **fixed}
     for name in ("num_envs", "num_steps", "epochs", "minibatches", "central"):
         own, value = {"num_envs": "num_lanes"}.get(name, name), getattr(config, name)
         if value and own not in usual:
             raise UsageError(f"{name}={value} does not apply: algorithm={config.algorithm} has none.")
         chosen |= {own: value} if value else {}
-    network = Network(
-        tuple(config.encoder), tuple(config.hidden), config.activation, tuple(config.conv), config.layer_norm,
-        config.memory, config.memory_size, METHODS[config.method],
-    )  # fmt: skip
+    asked = {name: getattr(config, name) for name in ("encoder", "hidden", "activation", "conv", "layer_norm")}
+    asked = {name: tuple(x) if isinstance(x, list) else x for name, x in asked.items() if x not in ("", [], None)}
+    network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
+                                  method=METHODS[config.method], **asked)  # fmt: skip
     free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)}
     chosen |= changes("fields", f"algorithm={config.algorithm}", free, config.fields)
     learner = kind(env, network, **chosen)
-    numbers = dataclasses.asdict(learner.rates)
-    asked = changes("rates", f"algorithm={config.algorithm}", numbers, config.rates)
+    rates = changes("rates", f"algorithm={config.algorithm}", dataclasses.asdict(learner.rates), config.rates)
     if config.anneal:
-        asked["anneal"] = float(num_updates(config, learner))
-    return dataclasses.replace(learner, rates=learner.rates.replace(**asked)), params
+        rates["anneal"] = float(num_updates(config, learner))
+    return dataclasses.replace(learner, rates=learner.rates.replace(**rates)), params
 
 
 def num_updates(config: Config, learner: Any) -> int:

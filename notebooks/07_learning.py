@@ -226,8 +226,8 @@ print(f"mean return over the whole run: {whole['right'].mean():.0f} with the rig
       f"{whole['wrong'].mean():.0f} with the wrong ones")  # fmt: skip
 
 # %% [markdown]
-# No value of what is seen can know when the cut comes, so wrong targets are noise, and learning takes longer. In the end
-# the policy is about the same here: what is best to do does not depend on the cut.
+# No value of what is seen can know when the cut comes, so wrong targets are noise, and learning takes longer. In the
+# end the policy is about the same here: what is best to do does not depend on the cut.
 
 # %%
 if not FAST:

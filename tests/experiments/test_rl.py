@@ -1,0 +1,61 @@
+"""`python -m experiments.rl`: it learns, goes on where it was, and tells mistakes in a sentence."""
+
+import json
+
+import pytest
+
+from experiments import rl
+from jaxpar.rl import Pqn
+
+TINY = (
+    "num_seeds=2 num_envs=4 num_steps=8 chunk=2 hidden=[8] eval_episodes=4 eval_steps=40 gif=false cpu_devices=1 "
+    "hydra.run.dir=run"
+).split()
+
+
+def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
+    flags = [*TINY, "anneal=false"]
+    first = main(*flags, "steps=128", of="rl", compiles=True)
+    assert first.code == 0 and "return     " in first.out, first
+    second = main(*flags, "steps=256", of="rl", compiles=True)
+    assert second.code == 0 and "resuming at update 4" in second.out, second
+    whole = main(*flags[:-2], "anneal=false", "hydra.run.dir=whole", "steps=256", of="rl", compiles=True)
+    assert whole.code == 0, whole
+    for name in ("plots/returns.png", "plots/learning.png", "config.yaml"):
+        assert (tmp_path / "run" / name).stat().st_size > 50, name
+    rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+            for run in ("run", "whole")]  # fmt: skip
+    seeds = [[(row["step"], row["train/seed_00"]) for row in run if "train/seed_00" in row] for run in rows]
+    assert seeds[0] == seeds[1] and len(seeds[0]) == 8, "a run that was ended makes the same bits"
+    tails = [said.out.split("return     ")[1].splitlines()[0] for said in (second, whole)]
+    assert tails[0] == tails[1]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["algorithm=pop"], "algorithm='pop' is unknown; the nearest are ppo"),
+        (["minibatches=5"], "minibatches=5 does not divide 32 steps"),
+        (["memory=gru", "minibatches=3"], "minibatches=3 does not divide 4 lanes"),
+        (["algorithm=dqn", "epochs=2"], "epochs=2 does not apply: algorithm=dqn has none"),
+        (["algorithm=pqn", "env=Pendulum-v1"], "Pendulum"),
+        (["algorithm=qmix"], "agents"),
+        (["algorithm=dqn", "memory=gru", "num_steps=0"], "memor"),
+        (["memory=gur"], "memory='gur' is unknown"),
+        (["rates.entropie=1"], "has no rates.entropie"),
+        (["env=CartPole"], "there is no environment 'CartPole'"),
+        (["num_envs=3", "cpu_devices=8", "minibatches=1"], "does not divide"),
+        (["steps=0"], "steps=0 must be at least 1"),
+    ],
+)
+def test_mistakes_are_told(main, flags, words):
+    said = main(*TINY, *flags, of="rl")
+    assert words in said.sentence(), said
+
+
+def test_flags_make_the_learner():
+    config = rl.compose("algorithm=vdn", "env=Spread-3", "num_envs=8", "rates.trace=0.5", "activation=tanh")
+    learner, _ = rl.make_learner(config)
+    assert isinstance(learner, Pqn) and learner.mixer == "vdn" and learner.num_lanes == 8
+    assert learner.rates.trace == 0.5 and learner.rates.anneal == rl.num_updates(config, learner)
+    assert learner.network.activation == "tanh" and learner.network.hidden == Pqn(learner.env).network.hidden
