@@ -255,20 +255,20 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
 def judged(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
     """Returns the mean return of each seed's agent, `[S]`, over whole episodes of likeliest actions."""
     agent = learner.agent(greedy=True)
-    key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)
 
     def one(weights):
+        key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)
         played = evaluate(key, learner.env, params, agent, weights, config.eval_episodes, config.eval_steps,
                           carry=agent.first_carry())  # fmt: skip
         return jnp.mean(played.returns), jnp.mean(played.finished)
 
     with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
         weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
-        returns, finished = jax.jit(lambda weights: jax.lax.map(one, weights))(weights)
-    if (cut := 1 - float(jnp.mean(finished))) > 0:
+        returns, finished = map(np.asarray, jax.jit(lambda weights: jax.lax.map(one, weights))(weights))
+    if (cut := 1 - float(finished.mean())) > 0:
         say(f"note       {cut:.1%} of the episodes went on after eval_steps={config.eval_steps}, and count as far as "
             "they came")  # fmt: skip
-    return np.asarray(returns)
+    return returns
 
 
 def shoot(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, state: PyTree) -> pathlib.Path | None:

@@ -8,7 +8,7 @@ from experiments import rl
 from jaxpar.rl import Pqn
 
 TINY = (
-    "num_seeds=2 num_envs=4 num_steps=8 chunk=2 hidden=[8] eval_episodes=4 eval_steps=40 gif=false cpu_devices=1 "
+    "num_seeds=2 num_envs=4 num_steps=8 chunk=2 hidden=[8] eval_episodes=4 eval_steps=40 gif=false cpu_devices=8 "
     "hydra.run.dir=run"
 ).split()
 
@@ -44,7 +44,7 @@ def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
         (["memory=gur"], "memory='gur' is unknown"),
         (["rates.entropie=1"], "has no rates.entropie"),
         (["env=CartPole"], "there is no environment 'CartPole'"),
-        (["num_envs=3", "cpu_devices=8", "minibatches=1"], "does not divide"),
+        (["num_envs=3", "minibatches=1"], "does not divide"),
         (["steps=0"], "steps=0 must be at least 1"),
     ],
 )
