@@ -6,7 +6,8 @@
     python -m experiments.neat task=CartPole-v1 population=100
     python -m experiments.neat task=DoublePole mode=canonical        # two poles, velocities seen, as in the paper
     python -m experiments.neat task=DoublePole-NoVelocities mode=canonical kind=recurrent population=1000 \
-        rates.threshold=4 rates.difference=3 rates.add_conn=0.3      # as in the paper: damping fitness, 625 starts
+        rates.threshold=4 rates.difference=3 rates.add_conn=0.3 rates.weight_power=1 rates.weight_init=1 \
+        max_species=300                                              # as in the paper: damping fitness, 625 starts
     python -m experiments.neat rates.threshold=3 rates.add_node=0.05
 
 Tasks are xor, multiplexer, regression, and every environment of `envs` and of gymnax whose actions are one number or a
