@@ -98,6 +98,7 @@ SLOW = (
     "a2c-para-gru",
     "pqn-min-gru",
     "pqn-qmix",
+    "dqn",
 )  # half a minute of compiling; parts have tests of their own
 each_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ROWS]

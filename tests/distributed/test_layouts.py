@@ -147,6 +147,7 @@ def test_layout_equals_one_device_float64_llama(x64, sizes):
     assert_equals_one_device("llama-adamw", sizes, "float64")
 
 
+@pytest.mark.slow
 def test_layout_equals_one_device_float64_gpt2_muon(x64):
     assert_equals_one_device("gpt2-muon-accumulate", (2, 2, 2), "float64")
 

@@ -25,6 +25,7 @@ TINY = (
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_batches_report_what_a_loop_of_single_steps_gives(main, tmp_path):
     said = main(*TINY, "gif=false", of="pomdp")
     assert said.code == 0, said

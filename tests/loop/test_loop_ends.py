@@ -62,7 +62,7 @@ def test_a_run_ends_after_the_chunk_in_which_it_is_done(tmp_path, opened):
     assert_same_bits(result.state, whole(6)[0])
     again = fit(WALK, KEY, None, Fit(20, chunk=3, until_done=True), hooks)
     assert (again.step, again.interrupted) == (6, False)
-    assert fit(walk, KEY, batch, Fit(8, chunk=2)).step == 8
+    assert fit(WALK, KEY, batch, Fit(8, chunk=2)).step == 8
 
 
 @pytest.mark.usefixtures("handlers")

@@ -55,6 +55,7 @@ def test_fitness_and_exam_are_a_loops():
         assert score.solved.tolist() == [solves and p == best for p in range(COUNT)]
 
 
+@pytest.mark.slow
 def test_the_best_of_all_devices_is_examined():
     config = NeatConfig(4, 1, population=8, max_nodes=6, max_conns=8, kind="recurrent", widths=(6,))
     neat = Neat(config, Examined(Episodes(SEARCHED, np.inf, max_steps=30), JUDGED, 5, 1, 1))

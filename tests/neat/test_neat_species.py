@@ -145,7 +145,7 @@ def trajectory(neat, count, steps=25):
         return jax.device_get(jax.jit(lambda k, s: run(neat, k, s, inputs, steps))(jax.random.key(1), state))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("fast", marks=pytest.mark.slow), "canonical"])
+@pytest.mark.parametrize("mode", ["fast", pytest.param("canonical", marks=pytest.mark.slow)])
 def test_devices_give_the_same_bits(mode):
     rates = MODES[mode].replace(add_node=0.3, add_conn=0.3, threshold=1.0)
     config = NeatConfig(3, 1, population=32, max_nodes=20, max_conns=32, max_species=6, mode=mode, rates=rates)
@@ -220,6 +220,7 @@ def test_rates_are_swept_by_vmap():
     assert np.abs(many[1] - many[0]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_score_may_end_the_search():
     neat = Neat(dataclasses.replace(SMALL, rates=FAST.replace(target=5.0)))
     state = jit(neat.init)(jax.random.key(0), None)

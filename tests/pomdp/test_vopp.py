@@ -130,6 +130,7 @@ def test_same_key_same_plan_to_the_bit_and_another_key_another():
     assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, other))
 
 
+@pytest.mark.slow
 def test_vmapped_plans_are_those_of_a_loop():
     keys = jax.random.split(jax.random.key(0), 3)
     batch = jax.jit(jax.vmap(lambda key: Vopp(32, 6, max_depth=4).plan(key, TIGER, PARAMS, Known(0.5))))(keys)

@@ -114,6 +114,7 @@ def test_eight_devices_learn_as_one(stepped):
     assert_close(jax.device_get(many.weights), alone.weights, 100 * EXACT_MATHS["float32"])
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side_are_each_alone():
     seeds = Seeds(TINY, 2)
     state = jit(seeds.init)(jax.random.key(0), CART_PARAMS)
