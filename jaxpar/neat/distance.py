@@ -63,7 +63,7 @@ def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
 
 
 def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centres) -> Array:
-    """c1 E / N + c2 D / N + c3 mean |w - w'| of all pairs, float32 `[P, S]`.
+    """c1 E / N + c2 D / N + c3 mean abs(w - w') of all pairs, float32 `[P, S]`.
 
     E counts excess genes, with marks beyond the other genome's last, and D disjoint ones; N is the larger genome's
     number of genes, or 1 where both have fewer than `rates.small`. Stanley and Miikkulainen 2002, equation 1. The mode

@@ -84,7 +84,7 @@ class Paintable(Protocol):
 def paint(substrate: Substrate, networks: Networks) -> tuple[Array, ...]:
     """The weights that P painters give, one array a layer, `[P, targets, sources]`.
 
-    An output o, clipped to [-1, 1], weaker than the threshold t gives 0, else sign(o) (|o| - t) / (1 - t) times the
+    An output o, clipped to [-1, 1], weaker than the threshold t gives 0, else sign(o) (abs(o) - t) / (1 - t) times the
     largest weight.
     """
     painted = []

@@ -2,7 +2,7 @@ r"""Determinised sparse trees with regularisation (AR-DESPOT): K scenarios, boun
 
 A scenario is a root state and one key, folded with the depth: whatever is done at depth t of scenario i, the same
 random numbers decide what follows, so that policies are compared by common random numbers, exactly. A node b holds the
-scenarios F_b that reach it; with D_b its depth, every value below carries the weight |F_b|/K * discount^D_b:
+scenarios F_b that reach it; with D_b its depth, every value below carries the weight #F_b/K * discount^D_b:
 
     l0(b): the default policy, rolled out in every scenario of b until the horizon;    U(b): an upper bound
     mu(b)  = max(l0(b), max_a [rho(b, a) + sum_o mu(bao)]),  at a leaf max(l0(b), U(b) - lambda)
@@ -10,7 +10,7 @@ scenarios F_b that reach it; with D_b its depth, every value below carries the w
     rho(b, a) = sum over F_b of discount^D_b r / K - lambda
 
 The published search walks one path a trial: the action of the highest mu, then the observation of the largest excess
-uncertainty E(b) = mu(b) - ell(b) - |F_b|/K * xi * (mu - ell)(root), until E(b) <= 0, and expands its end. Here all
+uncertainty E(b) = mu(b) - ell(b) - #F_b/K * xi * (mu - ell)(root), until E(b) <= 0, and expands its end. Here all
 scenarios walk at once, each to the child that is its own, so that one *wave* expands every leaf with E(b) > 0 of the
 optimistic policy: K lanes whatever the tree's shape, K A steps a wave. `wide=False` walks the one path.
 

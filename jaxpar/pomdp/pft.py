@@ -68,9 +68,9 @@ class Pft:
         max_depth: steps within the tree.
         num_particles: m, of a node.
         exploration: the constant of UCB1, in units of return.
-        k_observations: of the widening |C(ba)| <= k N(ba)^alpha; positive.
+        k_observations: of the widening to #C(ba) <= k N(ba)^alpha; positive.
         alpha_observations: in [0, 1]; k = alpha = 1 draws a new observation at every visit.
-        k_actions: of the widening |C(b)| <= k N(b)^alpha; None opens all legal actions at once.
+        k_actions: of the widening to #C(b) <= k N(b)^alpha; None opens all legal actions at once.
         alpha_actions: in [0, 1].
         keyed: whether nodes are those of observation keys, without widening; None: if observations are Discrete.
         discount: in (0, 1]; None takes `params.discount`.

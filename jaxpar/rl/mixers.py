@@ -48,7 +48,7 @@ def mixed(params: PyTree, mixer: str, state: Float[Array, "*L S"], q: Float[Arra
     """The value of what a team does, from the values of what its members do.
 
         vdn:   Q = sum_i q_i                                           (Sunehag et al. 2017, arXiv:1706.05296)
-        qmix:  Q = elu(q |W1(s)| + b1(s)) . |w2(s)| + v2(relu(v1(s)))   (Rashid et al. 2018, arXiv:1803.11485)
+        qmix:  Q = elu(q abs(W1(s)) + b1(s)) . abs(w2(s)) + v2(relu(v1(s)))   (Rashid et al. 2018, arXiv:1803.11485)
 
     W1, b1, w2, v1 are affine in the state s, v2 in the hidden units. Both rise with every q_i, so that what is best for
     each member is best for the team. Other than theirs, the state is brought to mean 0 and variance 1 over its numbers

@@ -120,7 +120,7 @@ def ppo_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates)
 
     Returns:
         The loss, and of its parts: "policy_loss", "value_loss", "entropy", "approx_kl" (mean of ratio - 1 - log ratio),
-        "clipped" (share of ratios beyond the clip), "ratio_error" (largest |ratio - 1|), "converged".
+        "clipped" (share of ratios beyond the clip), "ratio_error" (largest distance of a ratio from 1), "converged".
     """
     said = agent.answers(weights, batch.obs, batch.start, batch.carry, batch.action_mask)
     share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
