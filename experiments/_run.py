@@ -95,6 +95,11 @@ class RunConfig:
             raise UsageError(f"seed={self.seed} is out of range; legal are 0 to {2**32 - 1}.")
 
 
+def identifying(default: Any = None, **kinds: Any) -> Any:
+    """A field whose flag says what a run is, not how it runs: another value makes another run (`identity`)."""
+    return dataclasses.field(metadata={"identity": True}, **(kinds or {"default": default}))
+
+
 def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]) -> None:
     """Parses the command line and calls `execute(config, folder)`; ends with exit code 2 on a user's mistake.
 

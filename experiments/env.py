@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments import _run
-from experiments._run import say
+from experiments._run import identifying, say
 from experiments._walk import POLICIES, Call, Walk, film, player
 from experiments._world import make_world
 from jaxpar.env import gif, grid_of
@@ -37,12 +37,6 @@ FILMED = 6
 """Lanes in the film."""
 _WIDTH = 192
 """Pixels of a lane in the film, at least half as many."""
-
-
-def _what(default: Any = None, **kinds: Any) -> Any:
-    """A flag that makes another run."""
-    kinds = kinds or {"default": default}
-    return dataclasses.field(metadata={"identity": True}, **kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +59,14 @@ class Config(_run.RunConfig):
     """
 
     name: str = "env"
-    env: str = _what("DoorKey-8x8")
-    env_fields: dict[str, Any] = _what(default_factory=dict)
-    params: dict[str, Any] = _what(default_factory=dict)
-    policy: str = _what("random")
-    num_envs: int = _what(4096)
+    env: str = identifying("DoorKey-8x8")
+    env_fields: dict[str, Any] = identifying(default_factory=dict)
+    params: dict[str, Any] = identifying(default_factory=dict)
+    policy: str = identifying("random")
+    num_envs: int = identifying(4096)
     num_steps: int = 1024
-    reset: str = _what("chunked")
-    draw: str = _what("lane")
+    reset: str = identifying("chunked")
+    draw: str = identifying("lane")
     gif: bool = True
     frames: int = 120
 

@@ -27,7 +27,7 @@ import numpy as np
 import envs
 from envs.double_pole import DoublePole, generalisation_starts
 from experiments import _run
-from experiments._run import say
+from experiments._run import identifying, say
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import partition
@@ -64,12 +64,6 @@ EXAMINED = "DoublePole-NoVelocities"
 """The task whose best network of each generation is examined, as in the paper, unless another goal is given."""
 
 
-def _what(default: Any = None, **kinds: Any) -> Any:
-    """A flag that makes another run."""
-    kinds = kinds or {"default": default}
-    return dataclasses.field(metadata={"identity": True}, **kinds)
-
-
 @dataclasses.dataclass(frozen=True)
 class Config(_run.RunConfig):
     """The search.
@@ -96,20 +90,20 @@ class Config(_run.RunConfig):
     """
 
     name: str = "neat"
-    task: str = _what("xor")
-    mode: str = _what("fast")
-    kind: str = _what("feedforward")
-    population: int = _what(150)
+    task: str = identifying("xor")
+    mode: str = identifying("fast")
+    kind: str = identifying("feedforward")
+    population: int = identifying(150)
     generations: int = 300
-    max_nodes: int = _what(32)
-    max_conns: int = _what(64)
-    max_species: int = _what(20)
-    activations: list[str] = _what(default_factory=list)
-    aggregations: list[str] = _what(default_factory=lambda: ["sum"])
-    rates: dict[str, float] = _what(default_factory=dict)
-    goal: float = _what(float("inf"))
-    episodes: int = _what(1)
-    max_steps: int = _what(0)
+    max_nodes: int = identifying(32)
+    max_conns: int = identifying(64)
+    max_species: int = identifying(20)
+    activations: list[str] = identifying(default_factory=list)
+    aggregations: list[str] = identifying(default_factory=lambda: ["sum"])
+    rates: dict[str, float] = identifying(default_factory=dict)
+    goal: float = identifying(float("inf"))
+    episodes: int = identifying(1)
+    max_steps: int = identifying(0)
     chunk: int = 5
     save_every: int = 100
 

@@ -23,7 +23,7 @@ import numpy as np
 from experiments import _run
 from experiments._pomdp_film import Move, film, moves, planned
 from experiments._rocks import BELIEF, make_belief
-from experiments._run import say
+from experiments._run import identifying, say
 from experiments._world import changes, make_world
 from jaxpar.env import gif
 from jaxpar.io import open_progress, open_writers, plot_histograms
@@ -48,12 +48,6 @@ UNSET: dict[str, Any] = {
 """Fields of planners that are None unless given, with values of the kind that they take."""
 
 
-def _what(default: Any = None, **kinds: Any) -> Any:
-    """A flag that makes another run."""
-    kinds = kinds or {"default": default}
-    return dataclasses.field(metadata={"identity": True}, **kinds)
-
-
 @dataclasses.dataclass(frozen=True)
 class Config(_run.RunConfig):
     """The planned episodes.
@@ -74,14 +68,14 @@ class Config(_run.RunConfig):
     """
 
     name: str = "pomdp"
-    env: str = _what("RockSample-7-8")
-    env_fields: dict[str, Any] = _what(default_factory=dict)
-    params: dict[str, Any] = _what(default_factory=dict)
-    planner: dict[str, Any] = _what(default_factory=lambda: {"kind": "vopp"})
-    belief: dict[str, Any] = _what(default_factory=dict)
-    episodes: int = _what(32)
-    steps: int = _what(40)
-    budget_s: float = _what(0.0)
+    env: str = identifying("RockSample-7-8")
+    env_fields: dict[str, Any] = identifying(default_factory=dict)
+    params: dict[str, Any] = identifying(default_factory=dict)
+    planner: dict[str, Any] = identifying(default_factory=lambda: {"kind": "vopp"})
+    belief: dict[str, Any] = identifying(default_factory=dict)
+    episodes: int = identifying(32)
+    steps: int = identifying(40)
+    budget_s: float = identifying(0.0)
     at_once: int = 32
     gif: bool = True
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
-from experiments._run import say
+from experiments._run import identifying, say
 from experiments._walk import Walk, film
 from experiments._world import changes, make_world
 from jaxpar.env import gif, grid_of
@@ -48,12 +48,6 @@ METHODS: dict[str, Any] = {
 }  # fmt: skip
 FILMED = 6
 _WIDTH = 192
-
-
-def _what(default: Any = None, **kinds: Any) -> Any:
-    """A flag that makes another run."""
-    kinds = kinds or {"default": default}
-    return dataclasses.field(metadata={"identity": True}, **kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,30 +88,30 @@ class Config(_run.RunConfig):
     """
 
     name: str = "rl"
-    env: str = _what("CartPole-v1")
-    env_fields: dict[str, Any] = _what(default_factory=dict)
-    params: dict[str, Any] = _what(default_factory=dict)
-    recall: bool = _what(False)
-    algorithm: str = _what("ppo")
-    num_seeds: int = _what(4)
+    env: str = identifying("CartPole-v1")
+    env_fields: dict[str, Any] = identifying(default_factory=dict)
+    params: dict[str, Any] = identifying(default_factory=dict)
+    recall: bool = identifying(False)
+    algorithm: str = identifying("ppo")
+    num_seeds: int = identifying(4)
     steps: int = 500_000
-    num_envs: int = _what(0)
-    num_steps: int = _what(0)
-    epochs: int = _what(0)
-    minibatches: int = _what(0)
-    rates: dict[str, float] = _what(default_factory=dict)
-    anneal: bool = _what(True)
-    fields: dict[str, Any] = _what(default_factory=dict)
-    central: bool = _what(False)
-    encoder: list[int] = _what(default_factory=list)
-    hidden: list[int] = _what(default_factory=list)
-    activation: str = _what("")
-    conv: list[int] = _what(default_factory=list)
-    layer_norm: bool | None = _what(None)
-    memory: str = _what("none")
-    memory_size: int = _what(64)
-    method: str = _what("auto")
-    draw: str = _what("lane")
+    num_envs: int = identifying(0)
+    num_steps: int = identifying(0)
+    epochs: int = identifying(0)
+    minibatches: int = identifying(0)
+    rates: dict[str, float] = identifying(default_factory=dict)
+    anneal: bool = identifying(True)
+    fields: dict[str, Any] = identifying(default_factory=dict)
+    central: bool = identifying(False)
+    encoder: list[int] = identifying(default_factory=list)
+    hidden: list[int] = identifying(default_factory=list)
+    activation: str = identifying("")
+    conv: list[int] = identifying(default_factory=list)
+    layer_norm: bool | None = identifying(None)
+    memory: str = identifying("none")
+    memory_size: int = identifying(64)
+    method: str = identifying("auto")
+    draw: str = identifying("lane")
     chunk: int = 10
     save_every: int = 0
     eval_episodes: int = 64

@@ -1,7 +1,6 @@
 """Advantage actor-critic: one step down the plain policy gradient an unroll."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch
 from jaxpar.rl.distributions import entropy, log_prob
-from jaxpar.rl.learner import LearnerState, begun, check_counts, learned, learner_axes
+from jaxpar.rl.learner import LearnerState, actor_critic, begun, check_counts, has_memory, learned, learner_axes
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.types import Array, Info, PRNGKey, PyTree
@@ -60,34 +59,17 @@ class A2c:
     epochs = 1
     minibatches = 1
 
+    optimizer = Optimizer("rmsprop", eps=1e-5)
+    agent, init, axes, has_memory = actor_critic, begun, learner_axes, property(has_memory)
+
     def __post_init__(self):
         """Refuses what no learner can be."""
         check_counts(self, "num_lanes", "num_steps")
         self.agent()
 
-    @functools.cached_property
-    def has_memory(self) -> bool:
-        """Whether unrolls must stay whole."""
-        return self.network.remembers() is not None
-
-    def agent(self, greedy: bool = False) -> ActorCritic:
-        """The policy, for `jaxpar.rollout.unroll` and `evaluate`, with the weights of a state as its parameters."""
-        return ActorCritic(self.env, self.network, self.central, greedy)
-
-    def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
-        """Draws weights and begins an episode in every lane; consumes `key`."""
-        return begun(key, self, self._optimizer(), inputs)
-
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""
-        return learned(key, state, inputs, self, self._optimizer(), a2c_loss)
-
-    def axes(self) -> LearnerState:
-        """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
-        return learner_axes(self)
-
-    def _optimizer(self) -> Optimizer:
-        return Optimizer("rmsprop", eps=1e-5)
+        return learned(self, key, state, inputs, a2c_loss)
 
 
 def a2c_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: A2cRates) -> tuple[Array, Info]:

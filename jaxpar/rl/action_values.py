@@ -5,7 +5,6 @@ With several agents, all share one network, and each is a row of its batch; a mi
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxpar.env import Discrete
 from jaxpar.rl.distributions import masked
-from jaxpar.rl.features import feature_shape, features, of_one_agent
+from jaxpar.rl.features import acted, feature_shape, features, num_agents, observed
 from jaxpar.rl.mixers import MIXERS, init_mixer, mixed
 from jaxpar.rl.network import Network
 from jaxpar.rollout import Steps
@@ -73,20 +72,7 @@ class ActionValues:
         if self.mixer_size < 1:
             raise UsageError(f"mixer_size={self.mixer_size} must be at least 1.")
 
-    @functools.cached_property
-    def agents(self) -> int:
-        """N, or 0 for a lone agent."""
-        return getattr(self.env, "num_agents", 0)
-
-    @functools.cached_property
-    def space(self) -> Any:
-        """The actions of one agent."""
-        return of_one_agent(self.env.action_space(self.env.default_params), self.agents)
-
-    @functools.cached_property
-    def seen(self) -> Any:
-        """The observations of one agent."""
-        return of_one_agent(self.env.observation_space(self.env.default_params), self.agents)
+    agents, space, seen = property(num_agents), property(acted), property(observed)
 
     def init(self, key: PRNGKey) -> PyTree:
         """Draws the weights; consumes `key`."""

@@ -5,7 +5,6 @@ observe, and which of them it judges (MAPPO: Yu et al. 2022, arXiv:2103.01955).
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.env import Box
 from jaxpar.rl.distributions import action_of, check_actions, draw, head_size, log_prob, masked, mode
-from jaxpar.rl.features import feature_shape, features, of_one_agent
+from jaxpar.rl.features import acted, feature_shape, features, num_agents, observed
 from jaxpar.rl.network import Network
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -58,20 +57,7 @@ class ActorCritic:
         if self.central and not self.agents:
             raise UsageError("a central critic needs several agents; this environment has one: give central=False.")
 
-    @functools.cached_property
-    def agents(self) -> int:
-        """N, or 0 for a lone agent."""
-        return getattr(self.env, "num_agents", 0)
-
-    @functools.cached_property
-    def space(self) -> Any:
-        """The actions of one agent."""
-        return of_one_agent(self.env.action_space(self.env.default_params), self.agents)
-
-    @functools.cached_property
-    def seen(self) -> Any:
-        """The observations of one agent."""
-        return of_one_agent(self.env.observation_space(self.env.default_params), self.agents)
+    agents, space, seen = property(num_agents), property(acted), property(observed)
 
     def init(self, key: PRNGKey) -> PyTree:
         """Draws the parameters; consumes `key`."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.buffer import Buffer, add, empty, sample
 from jaxpar.rl.collect import latest, marks
-from jaxpar.rl.learner import LearnerState, begun, check_counts, learner_axes, summed_up
+from jaxpar.rl.learner import LearnerState, begun, check_counts, has_memory, learner_axes, summed_up
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.returns import n_step_returns
@@ -132,6 +132,9 @@ class Dqn:
     draw: str = "lane"
     reset: Any = None
 
+    optimizer = Optimizer("adam", eps=1e-8)
+    axes = learner_axes
+
     def __post_init__(self):
         """Refuses what no learner can be."""
         check_counts(self, "num_lanes", "num_steps", "gradients", "batch_size", "n_step", "target_period")
@@ -141,7 +144,7 @@ class Dqn:
                 f"capacity={self.capacity} is too small: it must hold an update's {self.num_lanes * self.num_steps} "
                 f"steps and the warmup={self.warmup}; the least is {least}."
             )
-        if self.network.remembers() is not None:
+        if has_memory(self):
             raise UsageError(
                 f"memory={self.network.memory!r} has no place in a buffer of single experiences: give memory='none', "
                 "or learn with Pqn."
@@ -154,7 +157,7 @@ class Dqn:
 
     def init(self, key: PRNGKey, inputs: PyTree) -> DqnState:
         """Draws weights and begins an episode in every lane; consumes `key`."""
-        first = begun(key, self, self._optimizer(), inputs)
+        first = begun(self, key, inputs)
         params = self.env.default_params if inputs is None else inputs
         acting = first.weights, jnp.float32(1)
         found = jax.eval_shape(lambda key: self._walk(key, first.lanes, acting, params, first.rates)[2], key)
@@ -175,7 +178,7 @@ class Dqn:
         found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
         keep = jnp.any(found.weight.reshape(len(found.weight), -1) > 0, -1)
         buffer = add(state.buffer, found, keep)
-        rate = self._optimizer().annealed(state.rates, state.updates)
+        rate = self.optimizer.annealed(state.rates, state.updates)
         learned = state.weights, state.opt_state, state.target, state.gradients
 
         def gradient(learned, key):
@@ -203,10 +206,6 @@ class Dqn:
         )
         return now, info
 
-    def axes(self) -> DqnState:
-        """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
-        return learner_axes(self)
-
     def _walk(self, key, lanes, acting, params, rates) -> tuple[Lanes, Steps, Experience]:
         agent, reset = self.agent(), NextStep(Chunked() if self.reset is None else self.reset)
         lanes, steps = unroll(key, lanes, self.env, params, agent, acting, self.num_steps, draw=self.draw, reset=reset)
@@ -214,7 +213,7 @@ class Dqn:
         return lanes, steps, found
 
     def _gradient(self, learned, rows: Experience, rates, rate) -> tuple[tuple, Info]:
-        agent, optimizer = self.agent(), self._optimizer()
+        agent, optimizer = self.agent(), self.optimizer
         weights, opt_state, target, gradients = learned
         lesson = taught(agent, weights, target, rows, self.double)
         grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, lesson)
@@ -223,9 +222,6 @@ class Dqn:
         share = jnp.where(gradients % self.target_period == 0, rates.target, 0.0)
         target = jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, weights)
         return (weights, opt_state, target, gradients), info | {"grad_norm": norm}
-
-    def _optimizer(self) -> Optimizer:
-        return Optimizer("adam", eps=1e-8)
 
 
 def experiences(

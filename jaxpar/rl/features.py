@@ -10,14 +10,29 @@ import numpy as np
 from jaxpar.env import Box, Discrete, Fields, MultiDiscrete
 from jaxpar.types import Array, PyTree
 
-__all__ = ["feature_shape", "features", "of_one_agent", "zeros_of"]
+__all__ = ["acted", "feature_shape", "features", "num_agents", "observed", "of_one_agent", "zeros_of"]
 
 MAX_CHOICES = 32  # integers of no more values than this count as names, not as numbers
 
 
-def of_one_agent(space: Any, num_agents: int) -> Any:
-    """The space of one agent, from that of all: `[N, ...]` without the N; as it is for `num_agents=0`, a lone one."""
-    if not num_agents:
+def num_agents(agent: Any) -> int:
+    """N of `agent.env`, or 0 for a lone agent; a property of what acts there, as are the next two."""
+    return getattr(agent.env, "num_agents", 0)
+
+
+def acted(agent: Any) -> Any:
+    """The actions of one agent."""
+    return of_one_agent(agent.env.action_space(agent.env.default_params), num_agents(agent))
+
+
+def observed(agent: Any) -> Any:
+    """The observations of one agent."""
+    return of_one_agent(agent.env.observation_space(agent.env.default_params), num_agents(agent))
+
+
+def of_one_agent(space: Any, count: int) -> Any:
+    """The space of one agent, from that of all: `[N, ...]` without the N; as it is for a count of 0, a lone one."""
+    if not count:
         return space
     match space:
         case Discrete():
@@ -25,8 +40,8 @@ def of_one_agent(space: Any, num_agents: int) -> Any:
         case MultiDiscrete():
             return Discrete(max(space.ns), (), space.dtype)
         case Fields():
-            return Fields(tuple((name, of_one_agent(inner, num_agents)) for name, inner in space.items))
-    low, high = (np.unique(end.reshape(num_agents, -1), axis=0) for end in space.bounds())
+            return Fields(tuple((name, of_one_agent(inner, count)) for name, inner in space.items))
+    low, high = (np.unique(end.reshape(count, -1), axis=0) for end in space.bounds())
     shape = space.shape[1:]
     return Box(_bound(low[0], shape), _bound(high[0], shape), shape, space.dtype)
 

@@ -8,12 +8,22 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, collect, epochs, latest
-from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rollout import Lanes, begin
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["LearnerState", "begun", "check_counts", "descended", "learned", "learner_axes", "summed_up"]
+__all__ = [
+    "LearnerState",
+    "actor_critic",
+    "begun",
+    "check_counts",
+    "descended",
+    "has_memory",
+    "learned",
+    "learner_axes",
+    "summed_up",
+]
 
 
 @flax.struct.dataclass
@@ -44,8 +54,18 @@ def check_counts(learner: Any, *names: str) -> None:
             raise UsageError(f"{name}={getattr(learner, name)} must be at least 1.")
 
 
-def begun(key: PRNGKey, learner: Any, optimizer: Optimizer, inputs: PyTree) -> LearnerState:
-    """The first state of a learner with `agent()`, `env`, `num_lanes`, `draw` and `rates`; consumes `key`."""
+def has_memory(learner: Any) -> bool:
+    """Whether unrolls must stay whole; a property of learners."""
+    return learner.network.remembers() is not None
+
+
+def actor_critic(learner: Any, greedy: bool = False) -> ActorCritic:
+    """The policy, for `jaxpar.rollout.unroll` and `evaluate`, with the weights of a state as its parameters."""
+    return ActorCritic(learner.env, learner.network, learner.central, greedy)
+
+
+def begun(learner: Any, key: PRNGKey, inputs: PyTree) -> LearnerState:
+    """Draws weights and begins an episode in every lane; consumes `key`. A learner's `init`."""
     params = learner.env.default_params if inputs is None else inputs
     weights_key, lanes_key = jax.random.split(key)
     agent = learner.agent()
@@ -53,7 +73,7 @@ def begun(key: PRNGKey, learner: Any, optimizer: Optimizer, inputs: PyTree) -> L
     nothing_known = {name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")}
     return LearnerState(
         weights=weights,
-        opt_state=optimizer.init(weights),
+        opt_state=learner.optimizer.init(weights),
         lanes=begin(lanes_key, learner.env, params, learner.num_lanes, agent.first_carry(), draw=learner.draw),
         rates=jax.tree.map(jnp.float32, learner.rates),
         updates=jnp.int32(0),
@@ -62,7 +82,7 @@ def begun(key: PRNGKey, learner: Any, optimizer: Optimizer, inputs: PyTree) -> L
 
 
 def learner_axes(learner: Any) -> Any:
-    """Logical axes of a learner's state."""
+    """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
     state = jax.eval_shape(lambda: learner.init(jax.random.key(0), None))
 
     def named(path, leaf):
@@ -74,16 +94,16 @@ def learner_axes(learner: Any) -> Any:
 
 
 def learned(
-    key: PRNGKey, state: LearnerState, inputs: PyTree, learner: Any, optimizer: Optimizer, loss: Callable
+    learner: Any, key: PRNGKey, state: LearnerState, inputs: PyTree, loss: Callable
 ) -> tuple[LearnerState, Info]:
     """An update of an actor and its critic: an unroll, its advantages, and `loss` descended on its minibatches.
 
     Args:
+        learner: with `agent()`, `env`, `num_steps`, `epochs`, `minibatches`, `has_memory`, `optimizer`, `draw` and
+            `reset`.
         key: consumed.
         state: before.
         inputs: the environment's parameters, or None for the default ones.
-        learner: with `agent()`, `env`, `num_steps`, `epochs`, `minibatches`, `has_memory`, `draw` and `reset`.
-        optimizer: what descends.
         loss: `(weights, agent, batch, rates) -> (loss, info)`.
     """
     agent, rates = learner.agent(), state.rates
@@ -91,9 +111,7 @@ def learned(
     act_key, deal_key = jax.random.split(key)
     lanes, batch, steps = collect(act_key, state.lanes, agent, params, state.weights, rates, learner.num_steps,
                                   draw=learner.draw, reset=learner.reset)  # fmt: skip
-    weights, opt_state, infos = descended(
-        deal_key, state, batch, learner, optimizer, functools.partial(loss, rates=rates)
-    )
+    weights, opt_state, infos = descended(learner, deal_key, state, batch, functools.partial(loss, rates=rates))
     ratio_error = infos["ratio_error"][0, 0]
     info = summed_up(infos) | {"explained": _explained(batch), "ratio_error": ratio_error}
     info, known = latest(info, state.known, steps)
@@ -101,13 +119,13 @@ def learned(
 
 
 def descended(
-    key: PRNGKey, state: LearnerState, batch: PyTree, learner: Any, optimizer: Optimizer, loss: Callable
+    learner: Any, key: PRNGKey, state: LearnerState, batch: PyTree, loss: Callable
 ) -> tuple[PyTree, PyTree, Info]:
     """Weights and optimizer's state after all epochs of a batch; and infos `[epochs, minibatches]`; consumes `key`.
 
     `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm" and "learning_rate" are added.
     """
-    rates, agent = state.rates, learner.agent()
+    rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
     rate = optimizer.annealed(rates, state.updates)
 
     def update(carry, part):

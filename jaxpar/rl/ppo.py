@@ -1,7 +1,6 @@
 """Proximal policy optimisation, and with several agents IPPO and MAPPO."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, check_minibatches
 from jaxpar.rl.distributions import entropy, log_prob
-from jaxpar.rl.learner import LearnerState, begun, check_counts, learned, learner_axes
+from jaxpar.rl.learner import LearnerState, actor_critic, begun, check_counts, has_memory, learned, learner_axes
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.types import Array, Info, PRNGKey, PyTree
@@ -78,35 +77,18 @@ class Ppo:
     draw: str = "lane"
     reset: Any = None
 
+    optimizer = Optimizer("adam", eps=1e-5)
+    agent, init, axes, has_memory = actor_critic, begun, learner_axes, property(has_memory)
+
     def __post_init__(self):
         """Refuses what no learner can be."""
         check_counts(self, "num_lanes", "num_steps", "epochs")
         check_minibatches(self.num_steps, self.num_lanes, self.minibatches, self.has_memory)
         self.agent()
 
-    @functools.cached_property
-    def has_memory(self) -> bool:
-        """Whether unrolls must stay whole."""
-        return self.network.remembers() is not None
-
-    def agent(self, greedy: bool = False) -> ActorCritic:
-        """The policy, for `jaxpar.rollout.unroll` and `evaluate`, with the weights of a state as its parameters."""
-        return ActorCritic(self.env, self.network, self.central, greedy)
-
-    def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
-        """Draws weights and begins an episode in every lane; consumes `key`."""
-        return begun(key, self, self._optimizer(), inputs)
-
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""
-        return learned(key, state, inputs, self, self._optimizer(), ppo_loss)
-
-    def axes(self) -> LearnerState:
-        """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
-        return learner_axes(self)
-
-    def _optimizer(self) -> Optimizer:
-        return Optimizer("adam", eps=1e-5)
+        return learned(self, key, state, inputs, ppo_loss)
 
 
 def ppo_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates) -> tuple[Array, Info]:

@@ -1,7 +1,6 @@
 """Q-learning in many environments at once, without a replay buffer and without a target network."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
@@ -9,7 +8,7 @@ import jax
 
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.collect import carried, check_minibatches, latest, marks
-from jaxpar.rl.learner import LearnerState, begun, check_counts, descended, learner_axes, summed_up
+from jaxpar.rl.learner import LearnerState, begun, check_counts, descended, has_memory, learner_axes, summed_up
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.returns import lambda_returns, next_values
@@ -82,24 +81,18 @@ class Pqn:
     draw: str = "lane"
     reset: Any = None
 
+    optimizer = Optimizer("radam", eps=1e-8)
+    init, axes, has_memory = begun, learner_axes, property(has_memory)
+
     def __post_init__(self):
         """Refuses what no learner can be."""
         check_counts(self, "num_lanes", "num_steps", "epochs")
         check_minibatches(self.num_steps, self.num_lanes, self.minibatches, self.has_memory)
         self.agent()
 
-    @functools.cached_property
-    def has_memory(self) -> bool:
-        """Whether unrolls must stay whole."""
-        return self.network.remembers() is not None
-
     def agent(self, greedy: bool = False) -> ActionValues:
         """The policy; if greedy, with the weights of a state as its parameters, else with `(weights, epsilon)`."""
         return ActionValues(self.env, self.network, self.mixer, self.mixer_size, greedy)
-
-    def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
-        """Draws weights and begins an episode in every lane; consumes `key`."""
-        return begun(key, self, self._optimizer(), inputs)
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""
@@ -112,16 +105,9 @@ class Pqn:
         masks = masks_of(self.env, lanes.state, params)
         last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, lanes.obs, carried(lanes), masks)
         lesson = lambda_targets(agent, steps, last, state.lanes.carry, rates)
-        weights, opt_state, infos = descended(deal_key, state, lesson, self, self._optimizer(), q_loss)
+        weights, opt_state, infos = descended(self, deal_key, state, lesson, q_loss)
         info, known = latest(summed_up(infos) | {"epsilon": acting[1]}, state.known, steps)
         return LearnerState(weights, opt_state, lanes, rates, state.updates + 1, known), info
-
-    def axes(self) -> LearnerState:
-        """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
-        return learner_axes(self)
-
-    def _optimizer(self) -> Optimizer:
-        return Optimizer("radam", eps=1e-8)
 
 
 def lambda_targets(agent: ActionValues, steps: Steps, last_value: Array, carry: PyTree, rates: Any) -> Lesson:
