@@ -1,4 +1,4 @@
-"""One of two processes, of two devices each: a training step, and the check of their configurations.
+"""One of two processes, of two devices each: a step of training, a little of each pillar, the configurations' check.
 
 Run as `two_processes.py HOST:PORT PROCESS_ID OUT`.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from pillars import PILLARS, outcome
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.mesh import (
@@ -54,6 +55,7 @@ def main(coordinator, process_id, out):
     simulate_devices(2)
     joined = start_processes(coordinator, 2, process_id, timeout_s=60)
     result = step_of_training(jax.devices()) | dict(joined=joined, processes=jax.process_count())
+    result["pillars"] = {name: outcome(name, jax.devices()) for name in PILLARS}
     check_same_on_all_processes("the same", "text")
     try:
         check_same_on_all_processes(f"seed={process_id}", "the configuration")
