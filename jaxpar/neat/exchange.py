@@ -21,6 +21,8 @@ _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32
 
 def one_of(genomes: Genomes, number: int = 0) -> Any:
     """One genome, fields `[N]` and `[C]`, as NumPy arrays."""
+    if not 0 <= number < len(genomes.on):
+        raise UsageError(f"there is no genome {number}; there are {len(genomes.on)}.")
     return jax.tree.map(lambda x: np.asarray(x)[number], genomes)
 
 

@@ -112,6 +112,7 @@ class Neat:
         if self.problem is None:
             raise UsageError("this Neat has no problem; give one, or use ask and tell.")
         problem, over = self.problem, self._over()
+        self._check(state)
         judge_key = jax.random.fold_in(key, self.config.population)  # the number of nobody who draws in `tell`
 
         def judged(key, genomes, inputs, index):
@@ -152,6 +153,7 @@ class Neat:
         if not isinstance(score, Score):
             fitness = jnp.asarray(score)
             score = Score(fitness, jnp.zeros(fitness.shape, bool))
+        self._check(state)
         score, over = _checked(score, self.config.population), self._over()
 
         def made(key, state, score, index):
@@ -161,6 +163,14 @@ class Neat:
         return self._mapped(made, (P(), specs, P(over), P(over)), over, with_info=True)(
             key, state, score, self._index()
         )
+
+    def _check(self, state: NeatState) -> None:
+        sizes, genomes = self.config, state.genomes
+        found = [jnp.shape(x) for x in (genomes.on, genomes.node_on, state.species.alive)]
+        legal = [(sizes.population, sizes.max_conns), (sizes.population, sizes.max_nodes), (sizes.max_species,)]
+        if found != legal:
+            raise UsageError(f"the state is of another configuration: connections, nodes and species have the shapes "
+                             f"{found}; legal are {legal}.")  # fmt: skip
 
     def axes(self) -> NeatState:
         """Logical axes of the state."""
