@@ -305,7 +305,7 @@ def _register(name: str, schema: type) -> None:
 
     def folder(_root_: DictConfig) -> str:
         config = _to_config(_root_)
-        if getattr(config, "mode", "train") != "train":
+        if hasattr(config, "run") and config.mode != "train":
             return "."  # Hydra makes the folder, and these modes need none of their own
         return getattr(config, "run", "") or str(pathlib.Path("runs") / name / folder_name(config))
 

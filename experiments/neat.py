@@ -4,10 +4,9 @@
     python -m experiments.neat task=xor mode=canonical population=150 seed=3 # as in the paper of 2002
     python -m experiments.neat task=multiplexer population=1000 generations=500
     python -m experiments.neat task=CartPole-v1 population=100
-    python -m experiments.neat task=DoublePole mode=canonical        # two poles, velocities seen, as in the paper
-    python -m experiments.neat task=DoublePole-NoVelocities mode=canonical kind=recurrent population=1000 \
-        rates.threshold=4 rates.difference=3 rates.add_conn=0.3 rates.weight_power=1 rates.weight_init=1 \
-        max_species=300                                              # as in the paper: damping fitness, 625 starts
+    python -m experiments.neat preset=double_pole_velocities         # two poles, velocities seen, as in the paper
+    python -m experiments.neat preset=double_pole_no_velocities      # as in the paper: damping fitness, 625 starts
+    python -m experiments.neat preset=paper_xor seeds=100            # how often, and after how many evaluations?
     python -m experiments.neat rates.threshold=3 rates.add_node=0.05
 
 Tasks are xor, multiplexer, regression, and every environment of `envs` and of gymnax whose actions are one number or a
@@ -16,6 +15,7 @@ box. The same command resumes a run that was ended, on any mesh; more generation
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ from envs.double_pole import DoublePole, generalisation_starts
 from experiments import _run
 from experiments._run import identifying, say
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_stream
-from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.loop import Fit, FitResult, Hooks, fit, resume, run_until
 from jaxpar.mesh import partition
 from jaxpar.neat import (
     CANONICAL,
@@ -87,6 +87,8 @@ class Config(_run.RunConfig):
       max_steps: Of an episode; 0 takes the usual number.
       chunk: Generations in one program.
       save_every: Generations between checkpoints, a multiple of chunk; 0 means at the end alone.
+      seeds: Searches; of more than one, only how each ended is told, with means, and nothing is saved or resumed.
+      together: Of these, in one batched program, which ends with the longest; a divisor of seeds, 0 means all.
     """
 
     name: str = "neat"
@@ -106,13 +108,19 @@ class Config(_run.RunConfig):
     max_steps: int = identifying(0)
     chunk: int = 5
     save_every: int = 100
+    seeds: int = 1
+    together: int = 0
 
     def __post_init__(self):
         """Refuses counts that no search can have, and unknown rates."""
         super().__post_init__()
-        for name in ("generations", "episodes", "chunk"):
+        for name in ("generations", "episodes", "chunk", "seeds"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.max_steps < 0:
+            raise UsageError(f"max_steps={self.max_steps} must be at least 1, or 0 for the usual number.")
+        if self.together < 0 or self.seeds % (self.together or self.seeds):
+            raise UsageError(f"together={self.together} must divide seeds={self.seeds}, or be 0.")
         known = [field.name for field in dataclasses.fields(Rates)]
         for name in self.rates:
             if name not in known:
@@ -145,6 +153,7 @@ def make_search(config: Config) -> tuple[Neat, PyTree]:
     sizes = NeatConfig(
         *ends, config.population, config.max_nodes, config.max_conns, config.max_species, config.mode, config.kind,
         activations=tuple(config.activations) or None, aggregations=tuple(config.aggregations), rates=rates,
+        widths=(config.max_nodes,) if config.seeds > 1 else (),  # a batch would compute every width
     )  # fmt: skip
     return Neat(sizes, problem), inputs
 
@@ -175,7 +184,51 @@ def _curve() -> dict[str, Any]:
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Searches under the mesh of the flags."""
     with _run.open_devices(config):
-        search(config, folder)
+        (search if config.seeds == 1 else repeat)(config, folder)
+
+
+def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Makes `seeds` searches that end when solved, and tells how each ended: a row of `folder/seeds.jsonl` each."""
+    neat, inputs = make_search(config)
+    partition(("population",), (config.population,), "population")
+    folder = _run.fresh_folder(folder, resume=False)
+    _run.write_start(folder, config)
+
+    def one(key):
+        init_key, run_key = jax.random.split(key)
+        return run_until(neat, run_key, neat.init(init_key, None), inputs, config.generations)[0]
+
+    together = config.together or config.seeds
+    program = jax.jit(jax.vmap(one) if together > 1 else lambda keys: jax.lax.map(one, keys))
+    keys, rows = jax.random.split(jax.random.key(config.seed), config.seeds), []
+    for begin in range(0, config.seeds, together):
+        state: Any = jax.device_get(program(keys[begin : begin + together]))
+        champion = jax.tree.map(lambda x: x[:, 0], state.champion)
+        hidden = champion.node_on.sum(1) - neat.config.num_ends
+        conns = (champion.on & champion.enabled).sum(1)
+        for k in range(together):
+            row = {"seed": begin + k, "solved": bool(state.solved[k]), "evaluations": int(state.solved_after[k]),
+                   "best": float(state.best[k]), "hidden": int(hidden[k]), "connections": int(conns[k]),
+                   "species": int(state.species.alive[k].sum()), "refused": int(state.refused[k])}  # fmt: skip
+            rows.append(row)
+            with (folder / "seeds.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        say(f"seeds      {len(rows)} of {config.seeds}: {sum(row['solved'] for row in rows)} solved")
+    _tell_seeds(rows)
+    say(f"rows       {_run.short(folder / 'seeds.jsonl')}")
+    return rows
+
+
+def _tell_seeds(rows: list[dict[str, Any]]) -> None:
+    solved = [row for row in rows if row["solved"]]
+    say(f"solved     {len(solved)} of {len(rows)}")
+    for name in ("evaluations", "hidden", "connections") if solved else ():
+        values = np.asarray([row[name] for row in solved], float)
+        spread = values.std(ddof=1) if len(values) > 1 else 0.0
+        say(
+            f"{name:11}mean {values.mean():,.2f}, standard error {spread / len(values) ** 0.5:,.2f}, "
+            f"standard deviation {spread:,.2f}, median {np.median(values):,.0f}, most {values.max():,.0f}"
+        )
 
 
 def search(config: Config, folder: pathlib.Path) -> FitResult:

@@ -1,6 +1,7 @@
 """What a search is: sizes and kinds, which compile, and rates, which are numbers and can be swept."""
 
 import dataclasses
+import numbers
 from typing import Any
 
 import flax.struct
@@ -149,6 +150,9 @@ class NeatConfig:
 
     def __post_init__(self):
         """Fills what depends on the mode and refuses what cannot be."""
+        for name in ("activations", "aggregations", "evolved", "widths"):  # lists would have no hash
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, value, legal in (("mode", self.mode, MODES), ("kind", self.kind, KINDS),
                                    ("initial", self.initial, ("full", "none"))):  # fmt: skip
             if value not in legal:
@@ -167,6 +171,10 @@ class NeatConfig:
             if name not in ATTRIBUTES:
                 raise UsageError(f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}.")
         self._check_sizes()
+        for name, value in vars(self.rates).items():
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
+                raise UsageError(f"rates.{name}={value!r} is no number; arrays of rates go into a state, by "
+                                 "state.rates.replace.")  # fmt: skip
 
     def _fill(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
@@ -174,9 +182,12 @@ class NeatConfig:
 
     def _check_sizes(self) -> None:
         for name in ("num_inputs", "num_outputs", "population", "max_species", "max_conns", "sub_steps"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.max_nodes < self.num_ends:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+                raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
+        if not self.time_step > 0:
+            raise UsageError(f"time_step={self.time_step!r} must be above 0.")
+        if not hasattr(self.max_nodes, "__index__") or self.max_nodes < self.num_ends:
             raise UsageError(
                 f"max_nodes={self.max_nodes} is too small for {self.num_inputs} inputs and {self.num_outputs} outputs; "
                 f"give at least {self.num_ends}."

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpar.neat.config import NeatConfig, Rates
 from jaxpar.neat.draws import Draws
-from jaxpar.neat.genome import Genomes
+from jaxpar.neat.genome import Genomes, count, first
 from jaxpar.neat.graph import cyclic
 from jaxpar.types import Array
 
@@ -16,8 +16,6 @@ __all__ = ["crossover", "match"]
 
 _PAIRWISE = 256
 """Genes up to which comparing all pairs beats sorting and searching."""
-_NARROW = 24
-"""Genes that most populations get along with for long."""
 
 
 def match(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
@@ -32,25 +30,10 @@ def match(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Arra
     Returns:
         int32 `[P, K]`, the place in the other genome (0 where there is none), and bool `[P, K]`, whether there is one.
     """
-    width = keys.shape[1]
-    compare = _pairwise if width <= _PAIRWISE else _searched
-    if width <= 64:
-        return compare(keys, on, others, others_on)
-
-    def narrow(*genes):
-        found = _pairwise(*(x[:, :_NARROW] for x in genes))
-        return tuple(jnp.pad(x, ((0, 0), (0, width - _NARROW))) for x in found)
-
-    is_narrow = ~jnp.any(on[:, _NARROW:] | others_on[:, _NARROW:])
-    return jax.lax.cond(is_narrow, narrow, compare, keys, on, others, others_on)
-
-
-def _pairwise(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
+    if keys.shape[1] > _PAIRWISE:
+        return _searched(keys, on, others, others_on)
     keys, others = jnp.where(on, keys, -1), jnp.where(others_on, others, -2)
-    place = jnp.arange(1, others.shape[1] + 1, dtype=jnp.int32)[None, :, None]
-    # The reduced axis is not the last one, so that a CPU compares many genes at once.
-    found = jnp.max(jnp.where(others[:, :, None] == keys[:, None], place, 0), 1)
-    return jnp.maximum(found - 1, 0), found > 0
+    return first(others[:, :, None] == keys[:, None])  # the axis is not the last, so a CPU compares many at once
 
 
 def _searched(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
@@ -94,32 +77,36 @@ def crossover(
     changed: dict[str, Any] = {"weight": weight, "enabled": enabled}
     nodes = _evolving(config)
     if nodes:
-        place, same = match(fitter.node_id, fitter.node_on, other.node_id, other.node_on)
+        home, same = match(fitter.node_id, fitter.node_on, other.node_id, other.node_on)
         from_other = same & (draws.take(config.max_nodes) < 0.5)
         for name in nodes:
-            theirs = jnp.take_along_axis(getattr(other, name), place, 1)
+            theirs = jnp.take_along_axis(getattr(other, name), home, 1)
             changed[name] = jnp.where(from_other, theirs, getattr(fitter, name))
-    child = dataclasses.replace(fitter, **changed)
-    return _mixed(config, draws, child, found, other, equal & ~alone) if config.mode == "canonical" else child
+    child = dataclasses.replace(fitter, **jax.lax.optimization_barrier(changed))
+    return _mixed(config, draws, child, place, found, other, equal & ~alone) if config.mode == "canonical" else child
 
 
-def _mixed(config: NeatConfig, draws: Draws, child: Genomes, found: Array, other: Genomes, equal: Array) -> Genomes:
-    """Children of equals: half of the genes of either parent that the other lacks; `child` has all of the first's."""
-    count, coins = config.max_nodes, draws.take(2 * config.max_conns) < 0.5
+def _mixed(
+    config: NeatConfig, draws: Draws, child: Genomes, place: Array, found: Array, other: Genomes, equal: Array
+) -> Genomes:
+    """Children of equals: half of the genes of either parent that the other lacks; `child` has all of the first's.
+
+    `place` and `found` are what `match` says of the child's genes in the other parent.
+    """
+    nodes, coins = config.max_nodes, draws.take(2 * config.max_conns) < 0.5
     keeps = child.on & (found | coins[:, : config.max_conns])
-    wants = other.on & ~match(other.mark, other.on, child.mark, child.on)[1] & coins[:, config.max_conns :]
+    row = jnp.arange(len(found))[:, None]
+    shared = jnp.zeros_like(found).at[row, jnp.where(found, place, config.max_conns)].set(True, mode="drop")
+    wants = other.on & ~shared & coins[:, config.max_conns :]
     spot, known = match(other.node_id, other.node_on, child.node_id, child.node_on)
-    needs = _touched(other.source, other.target, wants, count) & ~known
-    # The k-th node that is needed takes the k-th free slot.
-    rank, free = jnp.maximum(jnp.cumsum(needs, 1) - 1, 0), ~child.node_on
-    spot = jnp.where(known, spot, jnp.take_along_axis(_first(free), rank, 1))
-    fits = known | (needs & (rank < jnp.sum(free, 1, keepdims=True)))
+    needs = _touched(other.source, other.target, wants, nodes) & ~known
+    node, born, home, placed = _poured(needs, ~child.node_on)
+    spot, fits = jnp.where(known, spot, home), known | placed
     ends = [jnp.take_along_axis(spot, x, 1) for x in (other.source, other.target)]
     wants &= jnp.take_along_axis(fits, other.source, 1) & jnp.take_along_axis(fits, other.target, 1)
-    edge = ends[0] * count + ends[1]
-    wants &= ~match(edge, wants, child.source * count + child.target, keeps)[1]
-    gene, takes = _poured(wants, ~keeps)
-    node, born = _poured(needs, free)
+    edge = ends[0] * nodes + ends[1]
+    wants &= ~match(edge, wants, child.source * nodes + child.target, keeps)[1]
+    gene, takes, _, _ = _poured(wants, ~keeps)
     theirs = dataclasses.replace(other, source=ends[0], target=ends[1])
 
     def poured(name, from_other, index, keep):
@@ -127,15 +114,16 @@ def _mixed(config: NeatConfig, draws: Draws, child: Genomes, found: Array, other
         own = getattr(child, name)
         return jnp.where(from_other, value, jnp.where(keep, own, jnp.zeros_like(own)))
 
-    nodes = {name: poured(name, born, node, child.node_on) for name in _NODE_FIELDS}
+    points = {name: poured(name, born, node, child.node_on) for name in _NODE_FIELDS}
     conns = {name: poured(name, takes, gene, keeps) for name in _CONN_FIELDS}
-    ends_on = jnp.arange(count)[None] < config.num_ends
-    used = ends_on | _touched(conns["source"], conns["target"], conns["on"], count)
-    nodes = {name: jnp.where(used, value, jnp.zeros_like(value)) for name, value in nodes.items()}
+    ends_on = jnp.arange(nodes)[None] < config.num_ends
+    used = ends_on | _touched(conns["source"], conns["target"], conns["on"], nodes)
+    points = {name: jnp.where(used, value, jnp.zeros_like(value)) for name, value in points.items()}
     if config.kind == "feedforward":
-        equal &= ~cyclic(conns["source"], conns["target"], conns["on"], count)
-    mixed = Genomes(**nodes, **conns)
-    return jax.tree.map(lambda new, old: jnp.where(equal[:, None], new, old), mixed, child)
+        equal &= ~cyclic(conns["source"], conns["target"], conns["on"], nodes)
+    mixed = Genomes(**points, **conns)
+    mixed = jax.tree.map(lambda new, old: jnp.where(equal[:, None], new, old), mixed, child)
+    return jax.lax.optimization_barrier(mixed)
 
 
 _NODE_FIELDS = ("node_id", "node_on", "bias", "response", "time_constant", "activation", "aggregation")
@@ -145,20 +133,26 @@ _CONN_FIELDS = ("mark", "source", "target", "weight", "enabled", "on")
 def _touched(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
     """The nodes that an edge begins or ends at: bool `[P, N]`."""
     row = jnp.arange(len(on))[:, None]
-    none = jnp.zeros((len(on), num_nodes), bool)
-    return none.at[row, source].max(on).at[row, target].max(on)
+    ends, either = jnp.concatenate([source, target], 1), jnp.concatenate([on, on], 1)
+    return jnp.zeros((len(on), num_nodes), bool).at[row, jnp.where(either, ends, num_nodes)].set(True, mode="drop")
 
 
-def _first(mask: Array) -> Array:
-    """The places where `mask` is true in their order, then the others: int32 of its shape."""
-    return jnp.argsort(~mask, axis=1, stable=True).astype(jnp.int32)
+def _poured(things: Array, room: Array) -> tuple[Array, Array, Array, Array]:
+    """The k-th of the `things` goes to the k-th place of `room`, both bool `[P, K]`.
 
+    Returns:
+        Of each place, which thing it gets, int32, and whether it gets one; of each thing, which place, and whether any.
+    """
+    ranks = jnp.cumsum(jnp.stack([things, room]), 2, dtype=jnp.int32) - 1
+    fits = jnp.stack([room & (ranks[1] < count(things)[:, None]), things & (ranks[0] < count(room)[:, None])])
+    row, places = jnp.arange(len(room))[:, None], jax.lax.broadcasted_iota(jnp.int32, room.shape, 1)
 
-def _poured(things: Array, room: Array) -> tuple[Array, Array]:
-    """For each place, which of the `things` it gets when the k-th of them goes to the k-th place of `room`; if any."""
-    rank = jnp.cumsum(room, 1) - 1
-    index = jnp.take_along_axis(_first(things), jnp.minimum(rank, things.shape[1] - 1), 1)
-    return index, room & (rank < jnp.sum(things, 1, keepdims=True))
+    def met(mask, own, others):
+        """Where `mask` has its k-th True, for k the rank `others` says."""
+        ordered = jnp.zeros_like(places).at[row, jnp.where(mask, own, room.shape[1])].set(places, mode="drop")
+        return jnp.take_along_axis(ordered, jnp.maximum(others, 0), 1)
+
+    return met(things, *ranks), fits[0], met(room, ranks[1], ranks[0]), fits[1]
 
 
 def _evolving(config: NeatConfig) -> tuple[str, ...]:

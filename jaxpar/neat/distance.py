@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.neat.config import NeatConfig, Rates
-from jaxpar.neat.genome import Genomes
+from jaxpar.neat.genome import Genomes, count
 from jaxpar.types import Array
 
 __all__ = ["Centres", "centres_of", "distances", "slot_ids"]
@@ -41,11 +41,11 @@ def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
         Ids of the centres' genes, int32 `[S, C]`, and of `marks`, of their shape.
     """
     ordered = jnp.sort(jnp.where(centres.on, centres.mark, _NONE).reshape(-1))
-    count = len(ordered)
+    room = len(ordered)
     is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != _NONE)
-    size = 1 << max(10, (4 * count - 1).bit_length())
-    place = jnp.arange(count, dtype=jnp.int32)
-    table = jnp.full(size, count, jnp.int32).at[jnp.where(is_first, ordered % size, size)].set(place, mode="drop")
+    size = 1 << max(10, (4 * room - 1).bit_length())
+    place = jnp.arange(room, dtype=jnp.int32)
+    table = jnp.full(size, room, jnp.int32).at[jnp.where(is_first, ordered % size, size)].set(place, mode="drop")
     padded = jnp.concatenate([ordered, jnp.full(1, _NONE)])
     collides = jnp.any(is_first & (table[ordered % size] != place))
 
@@ -53,12 +53,20 @@ def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
         return table[marks % size]
 
     def searched(marks):
-        return jnp.searchsorted(ordered, marks, method="scan_unrolled").astype(jnp.int32)
+        longest = room.bit_length()
+
+        def halve(step, at):  # the first place whose mark is not smaller is at least `at`, and `size` further at most
+            size = jnp.int32(1) << (longest - 1 - step)
+            further = at + size
+            is_smaller = (further <= room) & (ordered[jnp.minimum(further, room) - 1] < marks)
+            return jnp.where(is_smaller, further, at)
+
+        return jax.lax.fori_loop(0, longest, halve, jnp.zeros_like(marks))
 
     asked = jnp.concatenate([centres.mark.reshape(-1), marks.reshape(-1)])
     at = jax.lax.cond(collides, searched, hashed, asked)
-    found = jnp.where(padded[at] == asked, at, count)
-    own = jnp.where(centres.on, found[: centres.mark.size].reshape(centres.mark.shape), count)
+    found = jnp.where(padded[at] == asked, at, room)
+    own = jnp.where(centres.on, found[: centres.mark.size].reshape(centres.mark.shape), room)
     return own, found[centres.mark.size :].reshape(marks.shape)
 
 
@@ -74,31 +82,34 @@ def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centr
     centre_slots, slots = slot_ids(centres, genomes.mark)
     width = centres.mark.size + 1
     row = jnp.arange(len(centres.on))[:, None]
-    weights = jnp.zeros((len(centres.on), width), float).at[row, centre_slots].set(centres.weight)
-    present = jnp.zeros((len(centres.on), width), bool).at[row, centre_slots].set(True).at[:, -1].set(False)
+    absent = jnp.where(centres.on, centres.weight, jnp.inf)
+    weights = jnp.full((len(centres.on), width), jnp.inf, float).at[row, centre_slots].set(absent)
     slots = jnp.where(genomes.on, slots, width - 1)
+    mine, theirs = count(genomes.on)[:, None], count(centres.on)[None]
+    tells_excess = config.mode == "canonical"
+    last = [jnp.max(jnp.where(x.on, x.mark, -1), 1) for x in (genomes, centres)]
 
-    def to_one(weights, present):
-        same = present[slots]
-        return jnp.sum(same, 1), jnp.sum(jnp.where(same, jnp.abs(genomes.weight - weights[slots]), 0), 1)
+    def to_one(weights, centre, centre_last):
+        apart = jnp.abs(genomes.weight - weights[slots])
+        is_same = apart < jnp.inf
+        terms = [is_same.astype(float), jnp.where(is_same, apart, 0)]
+        if tells_excess:
+            beyond = genomes.on & (genomes.mark > centre_last), centre.on[None] & (centre.mark[None] > last[0][:, None])
+            terms.append(beyond[0].astype(float) + beyond[1].astype(float))
+        return _sums(*terms)
 
-    matching, difference = (x.T for x in jax.vmap(to_one)(weights, present))
-    mine, theirs = jnp.sum(genomes.on, 1)[:, None], jnp.sum(centres.on, 1)[None]
-    apart = (mine + theirs - 2 * matching).astype(float)
+    matching, difference, *excess = (x.T for x in jax.vmap(to_one)(weights, centres, last[1]))
+    apart = mine + theirs - 2 * matching
     unlike = rates.disjoint * apart
-    if config.mode == "canonical":
-        excess = _excess(genomes, centres).astype(float)
-        unlike = rates.excess * excess + rates.disjoint * (apart - excess)
-    most = jnp.maximum(mine, theirs).astype(float)
+    if tells_excess:
+        unlike = rates.excess * excess[0] + rates.disjoint * (apart - excess[0])
+    most = jnp.maximum(mine, theirs)
     divisor = jnp.where(most < rates.small, 1.0, jnp.maximum(most, 1.0))
     return unlike / divisor + rates.difference * difference / jnp.maximum(matching, 1)
 
 
-def _excess(genomes: Genomes, centres: Centres) -> Array:
-    """Genes of either beyond the last mark of the other: int32 `[P, S]`."""
-    last = [jnp.max(jnp.where(x.on, x.mark, -1), 1) for x in (genomes, centres)]
-
-    def beyond(one, other_last):
-        return jnp.sum(one.on[:, None] & (one.mark[:, None] > other_last[None, :, None]), -1)
-
-    return beyond(genomes, last[1]) + beyond(centres, last[0]).T
+def _sums(*terms: Array) -> tuple[Array, ...]:
+    """Sums over the last axis, in one loop, however the terms are computed."""
+    zeros = tuple(jnp.zeros((), x.dtype) for x in terms)
+    add = lambda one, two: tuple(a + b for a, b in zip(one, two, strict=True))  # noqa: E731
+    return jax.lax.reduce(terms, zeros, add, (terms[0].ndim - 1,))

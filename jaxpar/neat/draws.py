@@ -23,7 +23,7 @@ class Draws:
         assert config.activations is not None and config.evolved is not None
         sets = sum(len(names) > 1 for names in (config.activations, config.aggregations))
         genes = 6 if config.mode == "canonical" else 4
-        count = _SINGLE + genes * config.max_conns + (3 * len(config.evolved) + 3 * sets + 1) * config.max_nodes
+        count = _SINGLE + genes * config.max_conns + (2 * len(config.evolved) + 2 * sets + 1) * config.max_nodes
         numbers = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), (count,)))(index)
         self._numbers = jax.lax.optimization_barrier(numbers)  # else some readers would draw them again
         self._next = 0

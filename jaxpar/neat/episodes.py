@@ -7,6 +7,7 @@ its step, not on the lane, so neither L nor the number of devices changes a scor
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ def ends_of(env: Any, params: PyTree, constant: bool) -> tuple[int, int]:
     if isinstance(space, Discrete) and space.shape == ():
         return numbers + constant, space.n if space.n > 2 else 1
     if isinstance(space, Box):
-        return numbers + constant, max(1, int(jnp.prod(jnp.asarray(space.shape))))
+        return numbers + constant, max(1, math.prod(space.shape))
     raise UsageError(f"networks act by Discrete numbers or Boxes, not by {space}.")
 
 
@@ -61,8 +62,7 @@ class _Lanes(NamedTuple):
 
 
 class _Table(NamedTuple):
-    returns: Array  # float32 [P E]
-    lengths: Array  # int32 [P E]
+    results: Array  # float32 [P E, 2], returns and lengths
     made: Array  # int32 [], lane steps
 
 
@@ -121,10 +121,8 @@ class _Game(NamedTuple):
         total, time = now.total + after.reward, now.time + 1
         ended = after.terminated | after.truncated | (time >= self.max_steps)
         at = jnp.where(ended, now.job, self.num_jobs)
-        table = _Table(
-            table.returns.at[at].set(total, mode="drop"), table.lengths.at[at].set(time, mode="drop"),
-            table.made + lanes,
-        )  # fmt: skip
+        results = table.results.at[at].set(jnp.stack([total, time.astype(total.dtype)], 1), mode="drop")
+        table = _Table(results, table.made + lanes)
         job = jnp.where(ended, self.num_jobs, now.job)
         return _Lanes(job, time, after.state, after.obs, memory, total), table
 
@@ -158,12 +156,14 @@ class _Game(NamedTuple):
 def play(
     key: PRNGKey, networks: Networks, env: Any, params: PyTree, episodes: int, lanes: int, max_steps: int,
     *, constant: bool = True, output_range: tuple[float, float] = (0.0, 1.0), levels: PyTree = None,
+    narrows: bool = True,
 ) -> Played:  # fmt: skip
     """Plays `episodes` episodes with each of P networks; consumes `key`.
 
     Episode e of network p begins and goes on by a key of (key, p's number in the population, e, step). Cost: about
     (all steps of all episodes) / L loops, of L network calls each, then those of the last to begin, in ever fewer
-    lanes: more than half of the lanes are busy in every step. Compiles a loop for each halving of L.
+    lanes: more than half of the lanes are busy in every step. Compiles a loop for each halving of L, the same steps of
+    another shape each: most of what compiling takes.
 
     Args:
         key: consumed.
@@ -176,19 +176,29 @@ def play(
         constant: whether a last input of 1 follows the observation.
         output_range: what outputs lie in; see `act`.
         levels: pytree with a leading axis E: episode e begins from level e, by `env.init_level`; None draws starts.
+        narrows: whether the last lanes move together; if not, a single loop is compiled, and those that ended wait.
     """
+    needed, ends = ends_of(env, params, constant), (networks.config.num_inputs, networks.config.num_outputs)
+    if needed != ends:
+        raise UsageError(f"networks have {ends[0]} inputs and {ends[1]} outputs; the environment takes {needed[0]} and "
+                         f"{needed[1]}.")  # fmt: skip
+    for name, value in (("episodes", episodes), ("lanes", lanes), ("max_steps", max_steps)):
+        if value < 1:
+            raise UsageError(f"{name}={value} must be at least 1.")
+    if not output_range[0] < output_range[1]:
+        raise UsageError(f"output_range={output_range} must ascend.")
     networks = jax.tree.map(jnp.asarray, networks)  # indexed by traced numbers
     game = _Game(key, networks, env, params, levels, episodes, max_steps, constant, output_range)
     lanes = min(lanes, game.num_jobs)
-    none = jnp.zeros(game.num_jobs, jnp.int32)
-    now, table = game.begun(jnp.arange(lanes, dtype=jnp.int32)), _Table(none.astype(jnp.float32), none, jnp.int32(0))
+    now = game.begun(jnp.arange(lanes, dtype=jnp.int32))
+    table = _Table(jnp.zeros((game.num_jobs, 2), jnp.float32), jnp.int32(0))
     if lanes < game.num_jobs:
         now, table = game.refilled(now, table)
     while lanes:
-        lanes //= 2
+        lanes = lanes // 2 if narrows else 0
         now, table = game.drained(now, table, lanes)
-    shape = (len(networks.bias), episodes)
-    return Played(table.returns.reshape(shape), table.lengths.reshape(shape), table.made)
+    returns, lengths = table.results.T.reshape(2, len(networks.bias), episodes)
+    return Played(returns, lengths.astype(jnp.int32), table.made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +299,7 @@ class Examined:
 
         def from_levels():
             played = play(short_key, network, self.env, inputs.exam_params, count, count, self.short_steps,
-                          levels=inputs.levels, **kinds)  # fmt: skip
+                          levels=inputs.levels, narrows=False, **kinds)  # fmt: skip
             return jnp.sum(played.returns >= self.short_steps, dtype=jnp.int32)
 
         passed = jax.lax.cond(long >= self.long_steps, from_levels, lambda: jnp.int32(0))

@@ -16,10 +16,13 @@ __all__ = ["FORMAT_VERSION", "expressions", "from_json", "node_label", "one_of",
 
 FORMAT_VERSION = "1.0"
 _OURS = {"steep_sigmoid"}
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def one_of(genomes: Genomes, number: int = 0) -> Any:
     """One genome, fields `[N]` and `[C]`, as NumPy arrays."""
+    if not 0 <= number < len(genomes.on):
+        raise UsageError(f"there is no genome {number}; there are {len(genomes.on)}.")
     return jax.tree.map(lambda x: np.asarray(x)[number], genomes)
 
 
@@ -147,9 +150,9 @@ def _check_numbers(nodes: list[Any], connections: list[Any]) -> None:
     named += [(f"node {node['id']}", "time_constant", node.get("time_constant", 1.0)) for node in nodes]
     named += [(f"the edge from {c['from']} to {c['to']}", "weight", c["weight"]) for c in connections]
     for owner, name, value in named:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < np.finfo(np.float32).max:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
             raise UsageError(f"{owner} has the {name} {value!r}, which is no finite number.")
-        if name == "time_constant" and value <= 0:
+        if name == "time_constant" and value < _SMALLEST:
             raise UsageError(f"{owner} has the {name} {value!r}; legal are seconds above 0.")
     for c in connections:
         if not isinstance(c.get("enabled", True), bool):

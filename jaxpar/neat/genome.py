@@ -11,7 +11,7 @@ import numpy as np
 from jaxpar.neat.config import NeatConfig
 from jaxpar.types import Array, UsageError
 
-__all__ = ["Genomes", "check_genomes", "empty", "initial", "kth"]
+__all__ = ["Genomes", "Packed", "check_genomes", "count", "empty", "first", "initial", "picked"]
 
 
 @flax.struct.dataclass
@@ -54,6 +54,43 @@ class Genomes:
     def rows(self, index: Any) -> "Genomes":
         """The genomes of these numbers, in their order."""
         return jax.tree.map(lambda x: x[index], self)
+
+
+@flax.struct.dataclass
+class Packed:
+    """Genomes side by side in two arrays, so that to copy rows is two gathers and not one a field.
+
+    Attributes:
+        whole: int32 `[P, 4 N + 5 C]`: the fields of integers and masks, in the order of `Genomes`.
+        real: float32 `[P, 3 N + C]`: the other ones.
+    """
+
+    whole: Array
+    real: Array
+
+    @classmethod
+    def of(cls, genomes: Genomes) -> "Packed":
+        """Packs all fields."""
+        fields = [(field.name, getattr(genomes, field.name)) for field in dataclasses.fields(Genomes)]
+        whole = [x.astype(jnp.int32) for name, x in fields if name not in _REAL]
+        return cls(jnp.concatenate(whole, 1), jnp.concatenate([x for name, x in fields if name in _REAL], 1))
+
+    def rows(self, config: NeatConfig, index: Array) -> Genomes:
+        """The genomes of these numbers, in their order."""
+        whole, real, found, used = self.whole[index], self.real[index], {}, [0, 0]
+        for field in dataclasses.fields(Genomes):
+            is_real = field.name in _REAL
+            width = config.max_conns if field.name in _OF_CONNS else config.max_nodes
+            columns = slice(used[is_real], used[is_real] + width)
+            used[is_real] += width
+            value = (real if is_real else whole)[:, columns]
+            found[field.name] = value > 0 if field.name in _MASKS else value
+        return Genomes(**found)
+
+
+_REAL = ("bias", "response", "time_constant", "weight")
+_MASKS = ("node_on", "enabled", "on")
+_OF_CONNS = ("mark", "source", "target", "weight", "enabled", "on")
 
 
 def empty(config: NeatConfig, count: int) -> Genomes:
@@ -106,20 +143,50 @@ def initial(config: NeatConfig, weights: Array, biases: Array) -> Genomes:
     )
 
 
-def kth(mask: Array, share: Array) -> tuple[Array, Array]:
-    """The place of one True in each row, chosen by `share` in [0, 1), and whether there is any.
+def first(mask: Array, axis: int = 1) -> tuple[Array, Array]:
+    """The place of the first True along an axis, and whether there is any: int32 (0 where there is none) and bool.
+
+    One reduction of both, which compilers turn into one loop without branches, however `mask` is computed.
+    """
+    places = jax.lax.broadcasted_iota(jnp.int32, mask.shape, axis)
+    nowhere = jnp.int32(mask.shape[axis])
+
+    def least(one, two):
+        return one[0] | two[0], jnp.minimum(one[1], two[1])
+
+    found, place = jax.lax.reduce((mask, jnp.where(mask, places, nowhere)), (False, nowhere), least, (axis,))
+    return jnp.where(found, place, 0), found
+
+
+def picked(mask: Array, draw: Array) -> tuple[Array, Array]:
+    """The place of one True in each row, any with the same chance, and whether there is any.
+
+    Every place gets a number, MurmurHash3's finish of the row's draw and the place, and the largest wins.
 
     Args:
         mask: bool `[P, K]`.
-        share: float32 `[P]`; 0 takes the first.
+        draw: float32 `[P]`, uniform numbers.
 
     Returns:
         int32 `[P]` (0 where there is none) and bool `[P]`.
     """
-    rank = jnp.cumsum(mask, 1, dtype=jnp.int32)
-    count = rank[:, -1]
-    wanted = jnp.minimum((share * count).astype(jnp.int32), count - 1) + 1
-    return jnp.argmax(mask & (rank == wanted[:, None]), 1).astype(jnp.int32), count > 0
+    places = jax.lax.broadcasted_iota(jnp.uint32, mask.shape, 1)
+    bits = jax.lax.bitcast_convert_type(draw.astype(jnp.float32), jnp.uint32)[:, None] + places * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    score = jnp.where(mask, (bits >> 1) + 1, 0)
+
+    def better(one, two):
+        wins = (two[0] > one[0]) | ((two[0] == one[0]) & (two[1] < one[1]))
+        return tuple(jnp.where(wins, b, a) for a, b in zip(one, two, strict=True))
+
+    best, place = jax.lax.reduce((score, places), (jnp.uint32(0), jnp.uint32(0)), better, (1,))
+    return place.astype(jnp.int32), best > 0
+
+
+def count(mask: Array) -> Array:
+    """How many are True of the last axis: float32, exact up to 2^24. A CPU would sum integers in several loops."""
+    return jnp.sum(mask, -1, dtype=jnp.float32)
 
 
 def check_genomes(config: NeatConfig, genomes: Genomes) -> None:

@@ -47,7 +47,7 @@ def reachable(start: Array, source: Array, target: Array, on: Array, num_nodes: 
 
     def grow(carry):
         found, _ = carry
-        more = found | follow(found)
+        more = found | follow(found)[0]
         return more, jnp.any(more != found)
 
     return jax.lax.while_loop(lambda carry: carry[1], grow, (start, jnp.any(on)))[0]
@@ -62,14 +62,15 @@ def sweeps(source: Array, target: Array, on: Array, num_nodes: int, num_inputs: 
     computed = jnp.broadcast_to(jnp.arange(num_nodes) >= num_inputs, (len(on), num_nodes))
 
     def go_on(carry):
-        late, count = carry
-        return jnp.any(late != 0) & (count < num_nodes)
+        _, moves, count = carry
+        return jnp.any(moves) & (count < num_nodes)
 
     def body(carry):
-        late, count = carry
-        return follow(late), count + 1
+        late, _, count = carry  # ends of paths of `count` computed nodes before them
+        return *follow(late), count + 1
 
-    return jax.lax.while_loop(go_on, body, (words_of(computed), jnp.int32(0)))[1]
+    begin = words_of(computed), jnp.ones(len(on), bool), jnp.int32(0)
+    return jax.lax.while_loop(go_on, body, begin)[2]
 
 
 def cyclic(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
@@ -78,7 +79,7 @@ def cyclic(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
 
     def body(carry):
         late, _ = carry  # ends of paths of k edges: fewer and fewer, down to what follows a circle
-        after = follow(late)
+        after, _ = follow(late)
         return after, jnp.any(after != late)
 
     everywhere = words_of(jnp.ones((len(on), num_nodes), bool))
@@ -87,14 +88,19 @@ def cyclic(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
 
 
 def _follower(source: Array, target: Array, on: Array, num_nodes: int):
-    """A function from sets `[P, W]` to the sets of the targets of the edges that leave them."""
+    """A function from sets `[P, W]` to the sets of the targets of the edges that leave them, and if there are any."""
     no = jnp.uint32(0)
     sources = jnp.where(on[..., None], singleton(source, num_nodes), no)
     targets = singleton(target, num_nodes)
 
-    def follow(words: Array) -> Array:
+    def either(one, two):
+        return one[0] | two[0], one[1] | two[1]
+
+    def follow(words: Array) -> tuple[Array, Array]:
         leaves = jnp.any((sources & words[:, None]) != 0, -1, keepdims=True)
-        return _union(jnp.where(leaves, targets, no))
+        both = jnp.where(leaves, targets, no), jnp.broadcast_to(leaves, targets.shape)
+        after, moves = jax.lax.reduce(both, (no, False), either, (1,))
+        return after, moves[:, 0]
 
     return follow
 

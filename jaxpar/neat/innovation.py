@@ -47,7 +47,7 @@ def number(requests: Requests, counters: Counters) -> tuple[Array, Array, Counte
     is_new &= first != NOTHING
     nodes = (is_new & (first == SPLIT)).astype(jnp.int32)
     marks = jnp.where(is_new, 1, 0) + nodes
-    last_node, last_mark = jnp.cumsum(nodes), jnp.cumsum(marks)
+    last_node, last_mark = jnp.cumsum(jnp.stack([nodes, marks]), 1)
     # Within a group of equals, which follow their first, the running sums stand still.
     node = counters.node + last_node - 1
     mark = counters.mark + last_mark - jnp.where(first == SPLIT, 2, 1)

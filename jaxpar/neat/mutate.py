@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxpar.neat.config import NeatConfig, Rates
 from jaxpar.neat.draws import Draws, normal
-from jaxpar.neat.genome import Genomes, kth
+from jaxpar.neat.genome import Genomes, count, first, picked
 from jaxpar.neat.graph import members, reachable, singleton
 from jaxpar.neat.innovation import NOTHING, SPLIT, Requests
 from jaxpar.types import Array
@@ -52,10 +52,10 @@ def _moved(old: Array, perturb: Array, step: Array, chance: Any, replace: Any, s
 def _switched(rates: Rates, draws: Draws, genomes: Genomes, may: Array) -> Array:
     """`enabled` with one gene flipped, and the first disabled one enabled, by their chances."""
     gene, column = jnp.arange(genomes.on.shape[1])[None], lambda x: x[:, None]
-    place, found = kth(genomes.on, draws.one())
+    place, found = picked(genomes.on, draws.one())
     flip = may & found & (draws.one() < rates.toggle)
     enabled = genomes.enabled ^ (column(flip) & (gene == column(place)))
-    place, found = kth(genomes.on & ~enabled, jnp.zeros(len(may)))
+    place, found = first(genomes.on & ~enabled)
     return enabled | (column(may & found & (draws.one() < rates.reenable)) & (gene == column(place)))
 
 
@@ -110,24 +110,23 @@ def choose_edit(config: NeatConfig, rates: Rates, draws: Draws, genomes: Genomes
         wants.append(may & (chances[:, column] < chance))
         may = may & ~wants[-1]
     adds_node, adds_conn, del_node, del_conn = wants
-    share, zero = draws.one(), jnp.zeros(len(may))
     may_split = genomes.on & genomes.enabled
     if config.mode == "canonical":  # as in the paper's program, never a connection from the constant input
         may_split &= genomes.source != config.num_inputs - 1
-    split, can_split = kth(may_split, share)
-    dropped, can_drop = kth(genomes.on, share)
-    row, has_row = kth(~genomes.on, zero)
-    row2, has_row2 = kth(~genomes.on & (jnp.arange(genomes.on.shape[1])[None] != row[:, None]), zero)
-    free, has_slot = kth(~genomes.node_on, zero)
+    c = lambda x: x[:, None]  # noqa: E731
+    old, has_old = picked(jnp.where(c(adds_node), may_split, genomes.on), draws.one())
+    row, has_row = first(~genomes.on)
+    row2, has_row2 = first(~genomes.on & (jnp.arange(config.max_conns)[None] > c(row)))
     hidden = genomes.node_on & (jnp.arange(config.max_nodes)[None] >= config.num_ends)
-    gone, can_go = kth(hidden, share)
+    free, has_free = first(~genomes.node_on)
+    gone, can_go = picked(hidden, draws.one())
     source, target, has_pair = _pair(config, draws, genomes)
-    fits = has_slot & has_row2
-    adds_node, full_node = adds_node & can_split & fits, adds_node & can_split & ~fits
+    fits = has_free & has_row2
+    adds_node, full_node = adds_node & has_old & fits, adds_node & has_old & ~fits
     adds_conn, full_conn = adds_conn & has_pair & has_row, adds_conn & has_pair & ~has_row
     return Edit(
-        adds_node, adds_conn, del_node & can_go, del_conn & can_drop,
-        old=jnp.where(adds_node, split, dropped), row=row, row2=row2, slot=jnp.where(adds_node, free, gone),
+        adds_node, adds_conn, del_node & can_go, del_conn & has_old, old=old, row=row, row2=row2,
+        slot=jnp.where(adds_node, free, gone),
         source=source, target=target, weight=rates.weight_init * noise(config, draws.one()),
         refused=full_node | full_conn,
     )  # fmt: skip
@@ -135,20 +134,20 @@ def choose_edit(config: NeatConfig, rates: Rates, draws: Draws, genomes: Genomes
 
 def _pair(config: NeatConfig, draws: Draws, genomes: Genomes) -> tuple[Array, Array, Array]:
     """A target at random of those that lack an edge, then a source at random: no edge yet, no cycle if feed-forward."""
-    slots, count = jnp.arange(config.max_nodes)[None], config.max_nodes
+    slots, nodes = jnp.arange(config.max_nodes)[None], config.max_nodes
     forward = config.kind == "feedforward"
     sources = genomes.node_on & ((slots < config.num_inputs) | (slots >= config.num_ends) | (not forward))
     row = jnp.arange(len(genomes.on))[:, None]
-    degree = jnp.zeros(genomes.node_on.shape, jnp.int32).at[row, genomes.target].add(genomes.on.astype(jnp.int32))
-    itself = (forward & (slots >= config.num_ends)).astype(jnp.int32)
-    lacks = degree + itself < jnp.sum(sources, 1, keepdims=True)
-    target, has_target = kth(genomes.node_on & (slots >= config.num_inputs) & lacks, draws.one())
+    degree = jnp.zeros(genomes.node_on.shape).at[row, genomes.target].add(genomes.on.astype(jnp.float32))
+    itself = forward & (slots >= config.num_ends)
+    lacks = degree + itself < count(sources)[:, None]
+    target, has_target = picked(genomes.node_on & (slots >= config.num_inputs) & lacks, draws.one())
     into = genomes.on & (genomes.target == target[:, None])
-    known = jnp.any(into[..., None] & (genomes.source[..., None] == slots[:, None]), 1)
+    known = jnp.zeros_like(sources).at[row, jnp.where(into, genomes.source, nodes)].set(True, mode="drop")
     if forward:
-        after = reachable(singleton(target, count), genomes.source, genomes.target, genomes.on, count)
-        sources &= ~members(after, count)
-    source, found = kth(sources & ~known, draws.one())
+        after = reachable(singleton(target, nodes), genomes.source, genomes.target, genomes.on, nodes)
+        sources &= ~members(after, nodes)
+    source, found = picked(sources & ~known, draws.one())
     return source, target, found & has_target
 
 

@@ -88,6 +88,20 @@ def express(
         UsageError: an unknown form, or "edges" with an aggregation that it lacks.
     """
     assert config.activations is not None
+    return _expressed(config, genomes, None, width, form, index)
+
+
+def _needed(config: NeatConfig, genomes: Genomes) -> Array:
+    """How many sweeps a call takes: int32 `[]`."""
+    if config.kind != "feedforward":
+        return jnp.int32(1)
+    live = genomes.on & genomes.enabled
+    return sweeps(genomes.source, genomes.target, live, config.max_nodes, config.num_inputs)
+
+
+def _expressed(
+    config: NeatConfig, genomes: Genomes, needed: Array | None, width: int | None, form: str | None, index: Any
+) -> Networks:
     width, form = width or config.max_nodes, form or form_of(config, width or config.max_nodes)
     if form not in ("matrix", "edges") or (form == "edges" and not set(config.aggregations) <= set(_SEGMENTS)):
         raise UsageError(f"form={form!r} does not serve {config.aggregations}; legal are matrix, and edges "
@@ -109,12 +123,10 @@ def express(
     else:
         source, target = genomes.source, jnp.where(live, genomes.target, width)
         weight = jnp.where(live, genomes.weight, 0)
-    needed = jnp.int32(1)
-    if config.kind == "feedforward":
-        needed = sweeps(genomes.source, genomes.target, live, config.max_nodes, config.num_inputs)
     nodes = {name: getattr(genomes, name)[:, :width]
              for name in ("bias", "response", "time_constant", "activation", "aggregation")}  # fmt: skip
     index = jnp.arange(count, dtype=jnp.int32) if index is None else index
+    needed = _needed(config, genomes) if needed is None else needed
     return Networks(index, matrix, mask, source, target, weight, **nodes, sweeps=needed, config=config)
 
 
@@ -137,8 +149,8 @@ def with_networks(
         last = jax.lax.pmax(last, over)
     index = jnp.arange(len(genomes.on), dtype=jnp.int32) if index is None else index
     choice = sum((last > width).astype(jnp.int32) for width in config.node_widths[:-1])
-    branches = [lambda g, i, w=width: use(express(config, g, width=w, index=i)) for width in config.node_widths]
-    return jax.lax.switch(choice, branches, genomes, index)
+    branches = [lambda g, n, i, w=width: use(_expressed(config, g, n, w, None, i)) for width in config.node_widths]
+    return jax.lax.switch(choice, branches, genomes, _needed(config, genomes), index)
 
 
 def start(networks: Networks, *batch: int) -> PyTree:

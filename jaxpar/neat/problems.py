@@ -37,6 +37,9 @@ class Table:
         rows, targets = inputs["inputs"], inputs["targets"]
         x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
         y, _ = apply(networks, start(networks, len(rows)), x)
+        if targets.shape != y.shape[1:]:
+            raise UsageError(f"targets have the shape {targets.shape}; legal is {y.shape[1:]}, a row of outputs a row "
+                             "of inputs.")  # fmt: skip
         error = jnp.abs(y - targets[None])
         if self.measure == "paper":
             fitness = jnp.maximum(targets.size - jnp.sum(error, (1, 2)), 0) ** 2
@@ -53,6 +56,8 @@ def xor() -> dict[str, Array]:
 
 def multiplexer(address_bits: int) -> dict[str, Array]:
     """All rows of a multiplexer: a address bits choose one of 2^a data bits; and a constant input."""
+    if address_bits < 1:
+        raise UsageError(f"address_bits={address_bits} must be at least 1.")
     width = address_bits + 2**address_bits
     rows = (np.arange(2**width)[:, None] >> np.arange(width)[::-1]) & 1
     address = rows[:, :address_bits] @ (2 ** np.arange(address_bits)[::-1])

@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxpar.neat.config import NeatConfig, Rates
 from jaxpar.neat.draws import Draws
-from jaxpar.neat.species import Ranking, Species
+from jaxpar.neat.species import Ranking, Species, running
 from jaxpar.types import Array
 
 __all__ = ["Parents", "parents_of"]
@@ -48,28 +49,23 @@ def parents_of(
         ranking: of all genomes.
         fitness: float32, of all genomes.
     """
-    until = jnp.cumsum(counts)
+    until = running(counts)
+    pool = jnp.minimum(jnp.floor(rates.survival * species.size).astype(jnp.int32) + 1, species.size)
     mine = jnp.sum(index[:, None] >= until[None], 1)  # the species' slot
-    first = (until - counts)[mine]
-    is_champion = (index == first) & (species.size[mine] > rates.champion)
-    pool = jnp.floor(rates.survival * species.size).astype(jnp.int32) + 1
-    pool = jnp.minimum(pool, species.size)
-
-    def drawn():
-        return ranking.order[ranking.start[mine] + _below(draws.one(), pool[mine])]
-
-    one, two = drawn(), drawn()
-    alive = jnp.cumsum(species.alive.astype(jnp.int32))
-    any_species = jnp.searchsorted(alive, _below(draws.one(), alive[-1]) + 1, method="compare_all")
-    stranger = ranking.order[ranking.start[any_species]]
-    two = jnp.where(draws.one() < rates.interspecies, stranger, two)
-    is_single = is_champion | (draws.one() < rates.mutate_only)
-    one = jnp.where(is_champion, ranking.order[ranking.start[mine]], one)
-    two = jnp.where(is_single, one, two)
-    swap = fitness[two] > fitness[one]
+    first, size, start, pool = jnp.stack([until - counts, species.size, ranking.start, pool])[:, mine]
+    is_champion = (index == first) & (size > rates.champion)
+    number = _below(draws.take(2), pool[:, None])
+    one, two = start + jnp.where(is_champion, 0, number[:, 0]), start + number[:, 1]  # places in the ranking
+    alive = running(species.alive.astype(jnp.int32))
+    any_species = jnp.sum(alive[None] <= _below(draws.one(), alive[-1])[:, None], 1)
+    two = jnp.where(draws.one() < rates.interspecies, ranking.start[any_species], two)
+    two = jnp.where(is_champion | (draws.one() < rates.mutate_only), one, two)
+    one, two = ranking.order[jnp.stack([one, two])]
+    fitness_one, fitness_two = fitness[jnp.stack([one, two])]
+    swap, equal = fitness_two > fitness_one, fitness_two == fitness_one
     mates_only = (draws.one() < rates.mate_only) & (one != two)
-    equal = fitness[two] == fitness[one]
-    return Parents(jnp.where(swap, two, one), jnp.where(swap, one, two), equal, ~is_champion & ~mates_only)
+    parents = Parents(jnp.where(swap, two, one), jnp.where(swap, one, two), equal, ~is_champion & ~mates_only)
+    return Parents(*jax.lax.optimization_barrier(tuple(parents)))
 
 
 def _below(uniform: Array, count: Array) -> Array:

@@ -14,8 +14,8 @@ from jaxpar.neat.config import NeatConfig, Rates
 from jaxpar.neat.crossover import crossover
 from jaxpar.neat.distance import Centres, centres_of
 from jaxpar.neat.draws import Draws, normal
-from jaxpar.neat.genome import Genomes, initial
-from jaxpar.neat.innovation import Counters, Requests, number
+from jaxpar.neat.genome import Genomes, Packed, initial
+from jaxpar.neat.innovation import Counters, number
 from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers, noise
 from jaxpar.neat.network import Networks, apply, express, start, with_networks
 from jaxpar.neat.reproduce import parents_of
@@ -112,7 +112,8 @@ class Neat:
         if self.problem is None:
             raise UsageError("this Neat has no problem; give one, or use ask and tell.")
         problem, over = self.problem, self._over()
-        judge_key, next_key = jax.random.split(key)
+        self._check(state)
+        judge_key = jax.random.fold_in(key, self.config.population)  # the number of nobody who draws in `tell`
 
         def judged(key, genomes, inputs, index):
             use = lambda networks: _checked(problem(key, networks, inputs), len(index))  # noqa: E731
@@ -122,7 +123,7 @@ class Neat:
             specs = (P(), P(over), P(), P(over))
             judged = jax.shard_map(judged, in_specs=specs, out_specs=P(over), check_vma=False)
         score = judged(judge_key, state.genomes, inputs, self._index())
-        return self.tell(next_key, state, score)
+        return self.tell(key, state, score)
 
     def done(self, state: NeatState) -> Array:
         """Whether some genome solved the problem or reached `rates.target`."""
@@ -152,6 +153,7 @@ class Neat:
         if not isinstance(score, Score):
             fitness = jnp.asarray(score)
             score = Score(fitness, jnp.zeros(fitness.shape, bool))
+        self._check(state)
         score, over = _checked(score, self.config.population), self._over()
 
         def made(key, state, score, index):
@@ -161,6 +163,14 @@ class Neat:
         return self._mapped(made, (P(), specs, P(over), P(over)), over, with_info=True)(
             key, state, score, self._index()
         )
+
+    def _check(self, state: NeatState) -> None:
+        sizes, genomes = self.config, state.genomes
+        found = [jnp.shape(x) for x in (genomes.on, genomes.node_on, state.species.alive)]
+        legal = [(sizes.population, sizes.max_conns), (sizes.population, sizes.max_nodes), (sizes.max_species,)]
+        if found != legal:
+            raise UsageError(f"the state is of another configuration: connections, nodes and species have the shapes "
+                             f"{found}; legal are {legal}.")  # fmt: skip
 
     def axes(self) -> NeatState:
         """Logical axes of the state."""
@@ -247,32 +257,33 @@ def _next_generation(
 ) -> tuple[NeatState, Info]:
     """One generation on a device's share of the population; what concerns all is computed everywhere, from the same."""
     rates = state.rates
-    everyone, member, fitness, solved = _gathered((state.genomes, state.member, *score), over)
+    everyone, member, fitness, solved = _gathered((Packed.of(state.genomes), state.member, *score), over)
     valid = jnp.isfinite(fitness)
     fitness = jnp.where(valid, fitness, -jnp.inf)
-    state = _judged(state, everyone, fitness, solved, jnp.sum(~valid, dtype=jnp.int32))
+    state = _judged(config, state, everyone, fitness, solved, jnp.sum(~valid, dtype=jnp.int32))
 
     stalls = state.generation - state.improved > rates.stall
     state = dataclasses.replace(state, improved=jnp.where(stalls, state.generation, state.improved))
     species, standing = progress(config, rates, state.species, fitness, member, state.generation, stalls)
     ranking = ranked(species, fitness, member)
     counts = offspring(config, species, standing, fitness, member)
-    draws = Draws(config, jax.random.fold_in(key, 0), index)
+    draws = Draws(config, key, index)
     parents = parents_of(config, rates, draws, index, species, counts, ranking, fitness)
     alone = parents.fitter == parents.other
-    pairs = everyone.rows(parents.fitter), everyone.rows(parents.other)
+    pairs = everyone.rows(config, parents.fitter), everyone.rows(config, parents.other)
     children = crossover(config, rates, draws, *pairs, alone, parents.equal)
-    children = jax.lax.optimization_barrier(children)
     edit = choose_edit(config, rates, draws, children, parents.may_mutate)
     # As in the paper's program: a child with a new structure keeps its weights, to begin with.
     children = mutate_numbers(config, rates, draws, children, parents.may_mutate & ~edit.is_change)
-    node, mark, counters = number(_gathered(Requests(*edit.requests(children)), over), state.counters)
+    requests, shares = _gathered((edit.requests(children), draws.one()), over)
+    node, mark, counters = number(requests, state.counters)
     children = jax.lax.optimization_barrier(apply_edit(children, edit, node[index], mark[index]))
 
-    share = jax.random.uniform(jax.random.fold_in(key, 1), (config.max_species,))
+    # The representative of the species in slot s is drawn by the individual of that number.
+    share = shares[jnp.arange(config.max_species) % config.population]
     pick = jnp.minimum((share * species.size).astype(jnp.int32), species.size - 1)
-    centres = centres_of(everyone.rows(ranking.order[ranking.start + jnp.maximum(pick, 0)]))
-    info = _info(state, species, fitness, valid, everyone)
+    centres = centres_of(everyone.rows(config, ranking.order[ranking.start + jnp.maximum(pick, 0)]))
+    info = _info(state, species, fitness, valid, everyone.rows(config, slice(None)))
     species, member = speciate(config, rates, children, index, species, centres, state.generation + 1, over)
     refused = jnp.sum(edit.refused, dtype=jnp.int32)
     state = dataclasses.replace(
@@ -287,13 +298,15 @@ def _next_generation(
     return state, info | {"refused": state.refused.astype(float)}
 
 
-def _judged(state: NeatState, everyone: Genomes, fitness: Array, solves: Array, invalid: Array) -> NeatState:
+def _judged(
+    config: NeatConfig, state: NeatState, everyone: Packed, fitness: Array, solves: Array, invalid: Array
+) -> NeatState:
     best, grew = jnp.max(fitness), jnp.max(fitness) > state.best
     solves |= fitness >= state.rates.target
     solved = jnp.any(solves)
     first = jnp.argmax(jnp.where(solves | ~solved, fitness, -jnp.inf))
     is_champion = jnp.where(state.solved, solved & grew, solved | grew)
-    newest = everyone.rows(first[None])
+    newest = everyone.rows(config, first[None])
     evaluations = state.evaluations + len(fitness)
     return dataclasses.replace(
         state,

@@ -23,6 +23,7 @@ __all__ = [
     "ordered_sum",
     "progress",
     "ranked",
+    "running",
     "speciate",
 ]
 
@@ -126,7 +127,7 @@ _NOBODY = 2**31 - 1
 
 
 def _sizes(config: NeatConfig, member: Array, over: tuple[str, ...]) -> Array:
-    counts = jnp.sum(member[:, None] == jnp.arange(config.max_species)[None], 0, dtype=jnp.int32)
+    counts = jnp.zeros(config.max_species, jnp.int32).at[member].add(1, mode="drop")
     return jax.lax.psum(counts, over) if over else counts
 
 
@@ -138,11 +139,10 @@ def _first(mask: Array, index: Array, over: tuple[str, ...]) -> Array:
 def _founded(config, rates, genomes, index, generation, over, search: _Search) -> _Search:
     species, slot = search.species, jnp.argmin(search.species.alive)
     is_founder = index == search.founder
-    own = jax.tree.map(lambda x: jnp.where(is_founder[:, None], x, jnp.zeros_like(x)), centres_of(genomes))
-    # One row at most differs from zero, here or on another device: a sum that rounds nothing.
-    row = jax.tree.map(lambda x: jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.int32)), 0, keepdims=True), own)
-    row = jax.lax.psum(row, over) if over else row
-    row = dataclasses.replace(row, on=row.on > 0)
+    row = jax.tree.map(lambda x: x[jnp.argmax(is_founder)][None], centres_of(genomes))
+    if over:  # it is on one device, and zero on the others: a sum that rounds nothing
+        own = jax.tree.map(lambda x: jnp.where(jnp.any(is_founder), x, jnp.zeros_like(x)), row)
+        row = dataclasses.replace(jax.lax.psum(own, over), on=jax.lax.pmax(own.on.astype(jnp.int32), over) > 0)
     far = distances(config, rates, genomes, row)[:, 0]
     joins = (search.member == config.max_species) & ((far < rates.threshold) | is_founder)
     member = jnp.where(joins, slot, search.member).astype(jnp.int32)
@@ -235,7 +235,13 @@ def ranked(species: Species, fitness: Array, member: Array) -> Ranking:
     """Ranks all P genomes by one sort; of equals, the first stands first."""
     index = jnp.arange(len(fitness), dtype=jnp.int32)
     order = jax.lax.sort((member, -fitness, index), num_keys=2)[2]
-    return Ranking(order, jnp.cumsum(species.size) - species.size)
+    return Ranking(order, running(species.size) - species.size)
+
+
+def running(counts: Array) -> Array:
+    """Running sums of whole numbers, int32 `[S]`: S^2 additions, but a single loop to compile."""
+    place = jnp.arange(len(counts))
+    return jnp.sum(jnp.where(place[None] <= place[:, None], counts[None], 0), 1)
 
 
 def offspring(config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array) -> Array:
@@ -259,6 +265,7 @@ def offspring(config: NeatConfig, species: Species, standing: Standing, fitness:
     mean = standing.share * total / jnp.maximum(species.size, 1)
     # Where all are equally bad, all are equally good.
     mean = jnp.where(jnp.sum(mean) > 0, mean, standing.share)
-    running = jnp.cumsum(mean)
-    until = jnp.round(config.population * (running / running[-1])).astype(jnp.int32)
+    place = jnp.arange(config.max_species)
+    sums = ordered_sum(jnp.where(place[None] <= place[:, None], mean[None], 0))
+    until = jnp.round(config.population * (sums / sums[-1])).astype(jnp.int32)
     return jnp.diff(until, prepend=0)

@@ -41,6 +41,28 @@ def test_it_goes_on_where_it_was(main, tmp_path):
     assert champions[0] == champions[1]
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_how_many_seeds_solve_it_is_told(main, tmp_path, together):
+    sizes = "population=16 max_nodes=8 max_conns=12 max_species=4 cpu_devices=1".split()
+    said = main(
+        *sizes, "rates.target=0.5", "generations=3", "seeds=4", f"together={together}", of="neat", compiles=True
+    )
+    assert said.code == 0 and "solved     4 of 4" in said.out, said
+    assert "mean 16.00, standard error 0.00" in said.out
+    [path] = tmp_path.glob("runs/neat/neat-*/seeds.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["seed"], row["solved"], row["evaluations"]) for row in rows] == [(k, True, 16) for k in range(4)]
+    assert len({row["best"] for row in rows}) == 4
+
+
+@pytest.mark.parametrize("preset", ["paper_xor", "double_pole_velocities", "double_pole_no_velocities"])
+def test_presets_are_the_papers(preset):
+    config = neat.compose(f"preset={preset}")
+    assert (config.name, config.mode) == (preset, "canonical")
+    search, _ = neat.make_search(config)
+    assert isinstance(search.problem, Examined) == (preset == "double_pole_no_velocities")
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -50,6 +72,9 @@ def test_it_goes_on_where_it_was(main, tmp_path):
         (["population=9"], "does not divide"),
         (["activations=[blub]"], "'blub' is no activation"),
         (["generations=0"], "generations=0"),
+        (["max_steps=-1"], "max_steps=-1"),
+        (["seeds=4", "together=3"], "together=3 must divide seeds=4"),
+        (["preset=xorr"], "there is no preset 'preset/xorr'"),
     ],
 )
 def test_mistakes_are_told(main, flags, words):

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_neat import random_genomes
 
+from envs.double_pole import DoublePole
 from jaxpar.io import Checkpoints
 from jaxpar.loop import run
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.neat import CANONICAL, FAST, Neat, NeatConfig, Table, check_genomes, express, from_json, to_json, xor
+from jaxpar.neat import CANONICAL, FAST, Neat, NeatConfig, Table, check_genomes, express, from_json, play, to_json, xor
 from jaxpar.neat.distance import centres_of, distances
 from jaxpar.types import UsageError
 
@@ -130,3 +131,47 @@ def test_what_is_wrong_with_a_file_is_said(path, value, words):
     parent[path[-1]] = value
     with pytest.raises(UsageError, match=words):
         from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"population": 2.5}, "population=2.5 must be a whole number"),
+        ({"max_nodes": 3}, "max_nodes=3 is too small"),
+        ({"time_step": 0.0}, "time_step=0.0"),
+        ({"rates": FAST.replace(threshold=float("nan"))}, "rates.threshold=nan is no number"),
+        ({"rates": FAST.replace(add_node=np.ones(2))}, "state.rates"),
+        ({"activations": ["tanh", "blub"]}, "'blub' is no activation"),
+    ],
+)
+def test_what_no_search_can_be_is_refused(fields, words):
+    with pytest.raises(UsageError, match=words):
+        NeatConfig(3, 1, **fields)
+
+
+def test_lists_are_tuples():
+    config = NeatConfig(3, 1, activations=["tanh"], evolved=["bias"], widths=[16, 50])
+    assert hash(config) == hash(NeatConfig(3, 1, activations=("tanh",), evolved=("bias",), widths=(16, 50)))
+
+
+def test_what_does_not_fit_together_is_refused():
+    neat = Neat(SMALL, Table())
+    other = jax.eval_shape(lambda: Neat(dataclasses.replace(SMALL, population=8)).init(jax.random.key(0), None))
+    with pytest.raises(UsageError, match=r"of another configuration.*\(8, 16\)"):
+        neat.tell(jax.random.key(0), other, jnp.zeros(12))
+    networks = express(SMALL, random_genomes(np.random.default_rng(0), SMALL, 2))
+    with pytest.raises(UsageError, match=r"targets have the shape \(4, 2\); legal is \(4, 1\)"):
+        Table()(jax.random.key(0), networks, {**xor(), "targets": jnp.zeros((4, 2))})
+    env = DoublePole()
+    with pytest.raises(UsageError, match="3 inputs and 1 outputs; the environment takes 7 and 1"):
+        play(jax.random.key(0), networks, env, env.default_params, 1, 2, 10)
+    seven = express(NeatConfig(7, 1), random_genomes(np.random.default_rng(0), NeatConfig(7, 1), 2))
+    sizes = {"episodes": 1, "lanes": 2, "max_steps": 10}
+    for name, value, words in (
+        *((name, 0, f"{name}=0") for name in sizes),
+        ("output_range", (1.0, 0.0), "must ascend"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            play(jax.random.key(0), seven, env, env.default_params, **(sizes | {name: value}))
+    with pytest.raises(UsageError, match="there is no genome 2; there are 2"):
+        to_json(SMALL, random_genomes(np.random.default_rng(0), SMALL, 2), 2)
