@@ -24,12 +24,11 @@ import numpy as np
 
 from experiments import _run
 from experiments._run import identifying, say
-from experiments._walk import Walk, film
+from experiments._walk import FILMED, Walk, on_one_device, shoot
 from experiments._world import changes, make_world
-from jaxpar.env import gif, grid_of
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
-from jaxpar.mesh import MeshSpec, make_mesh, partition, use_mesh
+from jaxpar.mesh import partition
 from jaxpar.rl import A2c, Dqn, Ppo, Pqn, Recalling, Seeds
 from jaxpar.rollout import NextStep, evaluate
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
@@ -46,8 +45,6 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
 METHODS: dict[str, Any] = {
     "auto": None, "sequential": Sequential(), "newton": Newton(), "quasi": Quasi(), "gauss_seidel": GaussSeidel(),
 }  # fmt: skip
-FILMED = 6
-_WIDTH = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +237,11 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     panels = {"policy": ("train/entropy", "train/clipped", "train/approx_kl"), "value": ("train/explained",),
               "gradient": ("train/grad_norm",), "Q": ("train/q_mean", "train/q_loss")}  # fmt: skip
     plot_metrics(metrics, plots / "learning.png", panels)
-    shot = shoot(config, folder, learner, params, result.state) if config.gif else None
+    agent = learner.agent(greedy=True)
+    walk = Walk(learner.env, params, agent, FILMED, NextStep(), config.draw)
+    first = jax.tree.map(lambda x: x[0], jax.device_get(result.state.weights))
+    shot = shoot(config.seed, walk, config.env, plots / "agent.gif", config.frames, fps=20, weights=first,
+                 carry=agent.first_carry()) if config.gif else None  # fmt: skip
     for path in (shot, plots, metrics, folder / "checkpoints"):
         if path:
             say(f"{path.name:14} {_run.short(path)}")
@@ -256,31 +257,13 @@ def judged(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.nd
                           carry=agent.first_carry())  # fmt: skip
         return jnp.mean(played.returns), jnp.mean(played.finished)
 
-    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
+    with on_one_device():
         weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
         returns, finished = map(np.asarray, jax.jit(lambda weights: jax.lax.map(one, weights))(weights))
     if (cut := 1 - float(finished.mean())) > 0:
         say(f"note       {cut:.1%} of the episodes went on after eval_steps={config.eval_steps}, and count as far as "
             "they came")  # fmt: skip
     return returns
-
-
-def shoot(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, state: PyTree) -> pathlib.Path | None:
-    """Films the first seed's agent in a few lanes, on one device; returns the GIF, None for an env without pictures."""
-    if not hasattr(learner.env, "render"):
-        say(f"note       no film, since {config.env} has no render")
-        return None
-    agent = learner.agent(greedy=True)
-    walk = Walk(learner.env, params, agent, FILMED, NextStep(), config.draw)
-    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
-        weights = jax.tree.map(lambda x: jnp.asarray(x[0]), jax.device_get(state.weights))
-        frames = film(jax.random.key(config.seed), walk, FILMED, config.frames, weights=weights,
-                      carry=agent.first_carry())  # fmt: skip
-    scale = max(1, _WIDTH // max(frames.shape[2:4]))
-    path = folder / "plots" / "agent.gif"
-    path.parent.mkdir(exist_ok=True)
-    gif(grid_of(frames.repeat(scale, 2).repeat(scale, 3), gap=6), path, fps=20)
-    return path
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ TINY = (
 
 def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
     flags = [*TINY, "anneal=false"]
-    first = main(*flags, "steps=128", of="rl", compiles=True)
+    first = main(*flags, "steps=128", "gif=true", "frames=3", of="rl", compiles=True)
     assert first.code == 0 and "return     " in first.out, first
     second = main(*flags, "steps=256", of="rl", compiles=True)
     assert second.code == 0 and "resuming at update 4" in second.out, second
     whole = main(*flags[:-2], "anneal=false", "hydra.run.dir=whole", "steps=256", of="rl", compiles=True)
     assert whole.code == 0, whole
-    for name in ("plots/returns.png", "plots/learning.png", "config.yaml"):
+    for name in ("plots/returns.png", "plots/learning.png", "plots/agent.gif", "config.yaml"):
         assert (tmp_path / "run" / name).stat().st_size > 50, name
     rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
             for run in ("run", "whole")]  # fmt: skip
