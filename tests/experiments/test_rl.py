@@ -59,3 +59,13 @@ def test_flags_make_the_learner():
     assert isinstance(learner, Pqn) and learner.mixer == "vdn" and learner.num_lanes == 8
     assert learner.rates.trace == 0.5 and learner.rates.anneal == rl.num_updates(config, learner)
     assert learner.network.activation == "tanh" and learner.network.hidden == Pqn(learner.env).network.hidden
+
+
+def test_trials_are_told(main, tmp_path):
+    flags = "preset=rl2 num_steps=8 minibatches=2 steps=64 env_fields.num_tasks=3 params.trials=2".split()
+    said = main(*TINY, *flags, "params.trial_steps=5", of="rl", compiles=True)
+    assert said.code == 0, said
+    told = [float(word.split(" ")[0]) for word in said.out.split("trials     ")[1].splitlines()[0].split(", ")]
+    whole = float(said.out.split("return     ")[1].split(" ")[0])
+    assert len(told) == 2 and sum(told) == pytest.approx(whole, rel=0.02, abs=1e-3)
+    assert (tmp_path / "run" / "plots" / "trials.png").stat().st_size > 1000
