@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import rl
+from experiments import _run, rl
 from jaxpar.rl import Pqn
 
 TINY = (
@@ -69,3 +69,12 @@ def test_trials_are_told(main, tmp_path):
     whole = float(said.out.split("return     ")[1].split(" ")[0])
     assert len(told) == 2 and sum(told) == pytest.approx(whole, rel=0.02, abs=1e-3)
     assert (tmp_path / "run" / "plots" / "trials.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("path", sorted((_run.CONF / "preset").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_preset_makes_a_learner_and_opens_with_its_command(path):
+    name = path.stem
+    learner, _ = rl.make_learner(rl.compose(f"preset={name}"))
+    assert learner.num_steps > 1
+    command = path.read_text().splitlines()[1]
+    assert command.startswith("# python -m experiments.rl") and (f"preset={name}" in command or name == "cartpole")
