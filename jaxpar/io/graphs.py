@@ -114,6 +114,7 @@ def plot_seeds(
     if not drawn:
         raise UsageError(f"no finite values of {', '.join(curves)} to draw")
     panel.set(xlabel=xlabel, ylabel=ylabel)
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.legend(frameon=False)
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.margins(x=0.01)
