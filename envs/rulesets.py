@@ -74,6 +74,11 @@ class Tree:
             raise UsageError(f"{self} needs {self.num_things} different things, and there are {len(THINGS)}")
 
     @classmethod
+    def pick(cls) -> "Tree":
+        """Which one of four things is to be picked up: a bandit with legs."""
+        return cls(distractors=3, kinds=(1,))
+
+    @classmethod
     def small(cls) -> "Tree":
         """One production deep, with two distractors and two false rules."""
         return cls(depth=1, prune=0.3, distractors=2, false_rules=2)
@@ -103,8 +108,8 @@ class Tree:
 def generate(key: PRNGKey, tree: Tree, num: int) -> Ruleset:
     """`num` independent rulesets, `rules [num, R, 4]`, `goal [num, 3]`, `objects [num, N]`; consumes `key`.
 
-    `R = 2 (2^depth - 1) + false_rules`, `N = 2^(depth + 1) + distractors`, padded at the end. A million trees of depth
-    one take seconds on a CPU.
+    `R = max(2 (2^depth - 1) + false_rules, 1)`, `N = 2^(depth + 1) + distractors`, padded at the end. A million trees
+    of depth one take seconds on a CPU.
     """
     return jax.vmap(lambda key: _draw(key, tree))(jax.random.split(key, num))
 
@@ -119,7 +124,8 @@ def _draw(key: PRNGKey, tree: Tree) -> Ruleset:
     goal = jnp.stack([goal_kind, things[0], jnp.where(wanted[1], things[1], 0)])
     drawn = jax.random.choice(kinds_key, kinds, (tree.num_nodes,))
     kept = jax.random.bernoulli(prune_key, tree.prune, (tree.num_nodes,))
-    rules, objects, first = [jnp.zeros((0, 4), jnp.uint8)], [], 0
+    # One row at least: no checkpoint holds arrays of size 0.
+    rules, objects, first = [jnp.zeros((0 if tree.depth or tree.false_rules else 1, 4), jnp.uint8)], [], 0
     for level in range(tree.depth):
         here = slice(first, first + 2 ** (level + 1))
         first = here.stop

@@ -217,6 +217,10 @@ class XLand:
         """After the last trial."""
         return state.trial >= params.trials
 
+    def trial(self, state: State, params: Params) -> Array:
+        """The trials that have ended."""
+        return state.trial
+
     def action_mask(self, state: State, params: Params) -> Array:
         """The actions that change anything, bool `[6]`."""
         return scene.legal(state.scene)
@@ -304,11 +308,12 @@ def _holds(kind: Array, a: Array, b: Array, seen: list[Array], action: Array) ->
 def _variants() -> dict[str, Callable[..., XLand]]:
     rooms = ((1, 9), (1, 13), (2, 9), (4, 9), (4, 13), (9, 16))
     trees = {"": rulesets.Tree(), "-Small": rulesets.Tree.small(), "-Medium": rulesets.Tree.medium()}
-    return {
+    made = {
         f"XLand-R{num}-{size}x{size}{word}": functools.partial(XLand, size=size, rooms=num, tree=tree)
         for num, size in rooms
         for word, tree in trees.items()
     }
+    return made | {"XLand-R1-5x5-Pick": functools.partial(XLand, size=5, tree=rulesets.Tree.pick())}
 
 
 VARIANTS: dict[str, Callable[..., XLand]] = _variants()

@@ -1,7 +1,9 @@
 """Lanes under a policy that needs no learning: policies by name, a walk that is consumed whole, a film of a few."""
 
+import contextlib
 import dataclasses
 import inspect
+import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Box, Fields
-from jaxpar.mesh import named_shardings
+from experiments._run import say
+from jaxpar.env import Box, Fields, gif, grid_of
+from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.rollout import (
     Episodes,
     Lanes,
@@ -28,6 +31,10 @@ from jaxpar.rollout.lanes import per_lane, where
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 POLICIES = ("random", "scripted", "noop")
+FILMED = 6
+"""Lanes in a film."""
+_WIDTH = 192
+"""Pixels of a lane in a film, at least half as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,3 +219,38 @@ def film(
     lanes = begin(key, walk.env, walk.params, num_lanes, carry, draw=walk.draw)
     shown = jax.jit(lambda lanes, params: jax.lax.scan(frame(params), lanes, None, num_frames)[1])
     return np.asarray(shown(lanes, walk.params))
+
+
+def shoot(
+    seed: int, walk: Walk, name: str, path: pathlib.Path, num_frames: int, fps: float, **policy: PyTree
+) -> pathlib.Path | None:
+    """Films the first lanes of a walk side by side into a GIF, on one device of this process.
+
+    Args:
+      seed: Of its key.
+      walk: What is filmed.
+      name: Of the environment.
+      path: Of the GIF.
+      num_frames: Steps.
+      fps: Of them in a second.
+      policy: `weights` and `carry`, as `film` takes them.
+
+    Returns:
+      The path, or None, which is told, where the environment has no `render`.
+    """
+    if not hasattr(walk.env, "render"):
+        say(f"note       no film, since {name} has no render.")
+        return None
+    params, policy = jax.device_get((walk.params, policy))  # which may lie on another mesh
+    with on_one_device():
+        walk = dataclasses.replace(walk, params=params)
+        frames = film(jax.random.key(seed), walk, min(FILMED, walk.num_lanes), num_frames, **policy)
+    scale = max(1, _WIDTH // max(frames.shape[2:4]))
+    path.parent.mkdir(exist_ok=True)
+    gif(grid_of(frames.repeat(scale, 2).repeat(scale, 3), gap=6), path, fps=fps)
+    return path
+
+
+def on_one_device() -> contextlib.AbstractContextManager:
+    """A mesh of one device of this process, whatever the ambient one."""
+    return use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1]))

@@ -23,20 +23,15 @@ from jax.experimental import multihost_utils
 
 from experiments import _run
 from experiments._run import identifying, say
-from experiments._walk import POLICIES, Call, Walk, film, player
+from experiments._walk import POLICIES, Call, Walk, player, shoot
 from experiments._world import make_world
-from jaxpar.env import gif, grid_of
 from jaxpar.io import open_progress, open_writers, plot_histograms
-from jaxpar.mesh import MeshSpec, make_mesh, partition, use_mesh
+from jaxpar.mesh import partition
 from jaxpar.rollout import Chunked, Episodes, NextStep, NoReset, Pool, SameStep
 from jaxpar.rollout.draws import check_draw
 from jaxpar.types import UsageError
 
 RESETS = {"chunked": Chunked, "same_step": SameStep, "next_step": NextStep, "none": NoReset, "pool": Pool}
-FILMED = 6
-"""Lanes in the film."""
-_WIDTH = 192
-"""Pixels of a lane in the film, at least half as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +92,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         _tell_start(config, folder, walk)
         with _run.ending_together():
             calls = run(config, folder, walk)
-            _tell_end(config, folder, calls)
+            _tell_end(config, folder, walk, calls)
 
 
 def make_walk(config: Config) -> Walk:
@@ -153,25 +148,6 @@ def totals(calls: Sequence[Call]) -> dict[str, float]:
     return found | {"seconds": seconds, "done_rate": found["num_episodes"] / max(found["num_steps"], 1)}
 
 
-def shoot(config: Config, folder: pathlib.Path) -> pathlib.Path | None:
-    """Films the first lanes side by side, on one device of this process, whatever the ambient mesh.
-
-    Returns:
-      The GIF, or None where the environment has no `render`.
-    """
-    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
-        walk = make_walk(config)
-        if not hasattr(walk.env, "render"):
-            say(f"note: no film, since {config.env} has no render.")
-            return None
-        frames = film(jax.random.key(config.seed), walk, min(FILMED, config.num_envs), config.frames)
-    scale = max(1, _WIDTH // max(frames.shape[2:4]))
-    path = folder / "plots" / "lanes.gif"
-    path.parent.mkdir(exist_ok=True)
-    gif(grid_of(frames.repeat(scale, 2).repeat(scale, 3), gap=6), path, fps=10)
-    return path
-
-
 def _tell_start(config: Config, folder: pathlib.Path, walk: Walk) -> None:
     space, params = str(walk.env.action_space(walk.params)), walk.params
     space = re.sub(r", (dtype=(<[^>]*>|dtype\('\w+'\))|shape=\(\))", "", space)
@@ -187,7 +163,7 @@ def _tell_start(config: Config, folder: pathlib.Path, walk: Walk) -> None:
         f"draw={config.draw}")  # fmt: skip
 
 
-def _tell_end(config: Config, folder: pathlib.Path, calls: Sequence[Call]) -> None:
+def _tell_end(config: Config, folder: pathlib.Path, walk: Walk, calls: Sequence[Call]) -> None:
     found = totals(calls)
     first = Episodes(*multihost_utils.process_allgather(calls[-1].first, tiled=True))
     rate, made = found["num_steps"] / found["seconds"], calls[-1].num_steps * config.num_envs
@@ -201,7 +177,8 @@ def _tell_end(config: Config, folder: pathlib.Path, calls: Sequence[Call]) -> No
         f"{found['length_mean']:.4g}{leaning}")  # fmt: skip
     plot = _tell_first(config, folder, first, calls[-1].num_steps)
     if jax.process_index() == 0:
-        shot = shoot(config, folder) if config.gif else None
+        film = folder / "plots" / "lanes.gif"
+        shot = shoot(config.seed, walk, config.env, film, config.frames, fps=10) if config.gif else None
         for what, path in (("film", shot), ("plot", plot), ("metrics", folder / "metrics.jsonl")):
             if path:
                 say(f"{what:10} {_run.short(path)}")

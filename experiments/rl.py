@@ -6,6 +6,7 @@
     python -m experiments.rl preset=minatar env=Asterix-MinAtar
     python -m experiments.rl env=Spread-3 central=true num_envs=64             # MAPPO; without `central`, IPPO
     python -m experiments.rl algorithm=dqn rates.reward_scale=0.1
+    python -m experiments.rl preset=rl2                                        # RL^2: the return of each trial
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
 unrolls at once. The same command resumes a run that was ended, on any mesh; more steps extend it, if rates are not
@@ -15,7 +16,9 @@ annealed over them (anneal=false).
 import contextlib
 import dataclasses
 import difflib
+import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,14 +27,13 @@ import numpy as np
 
 from experiments import _run
 from experiments._run import identifying, say
-from experiments._walk import Walk, film
+from experiments._walk import FILMED, Walk, on_one_device, shoot
 from experiments._world import changes, make_world
-from jaxpar.env import gif, grid_of
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
-from jaxpar.mesh import MeshSpec, make_mesh, partition, use_mesh
-from jaxpar.rl import A2c, Dqn, Ppo, Pqn, Recalling, Seeds
-from jaxpar.rollout import NextStep, evaluate
+from jaxpar.mesh import partition
+from jaxpar.rl import A2c, Dqn, Ppo, Pqn, Recalling, Seeds, returns_by_trial
+from jaxpar.rollout import NextStep, NoReset, begin, evaluate, unroll
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
 
@@ -46,8 +48,6 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
 METHODS: dict[str, Any] = {
     "auto": None, "sequential": Sequential(), "newton": Newton(), "quasi": Quasi(), "gauss_seidel": GaussSeidel(),
 }  # fmt: skip
-FILMED = 6
-_WIDTH = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     env, params = make_world(config.env, config.env_fields, config.params)
     env = Recalling(env) if config.recall else env
     kind, fixed = ALGORITHMS[config.algorithm]
-    usual = {field.name: field.default for field in dataclasses.fields(kind)}
+    usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     chosen: dict[str, Any] = {"draw": config.draw, **fixed}
     for name in ("num_envs", "num_steps", "epochs", "minibatches", "central"):
         own, value = {"num_envs": "num_lanes"}.get(name, name), getattr(config, name)
@@ -222,6 +222,10 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     say(f"return     {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
         + f", {config.eval_episodes} episodes a seed, likeliest actions: "
         + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
+    trials = judged_by_trial(config, learner, params, result.state)
+    if trials is not None:
+        spread = trials.std(0, ddof=1) / np.sqrt(len(trials)) if len(trials) > 1 else np.full(len(trials[0]), np.nan)
+        say("trials     " + ", ".join(f"{x:.3g} ± {e:.2g}" for x, e in zip(trials.mean(0), spread, strict=True)))
     if result.metrics.get("train/converged", 1.0) < 1:
         say("note       the memory's solver did not converge in the last update (train/converged); method=sequential "
             "has none")  # fmt: skip
@@ -237,10 +241,18 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
                    xlabel="environment steps of a seed", ylabel="return of episodes", title=config.env)  # fmt: skip
     else:
         say(f"note       no curve: not every seed has finished an episode within {int(steps[-1]):,} steps")
+    if trials is not None:
+        plot_seeds({f"{config.algorithm}, memory={config.memory}": (1 + np.arange(len(trials[0])), trials)},
+                   plots / "trials.png", xlabel="trial of an episode", ylabel="return of the trial",
+                   title=config.env)  # fmt: skip
     panels = {"policy": ("train/entropy", "train/clipped", "train/approx_kl"), "value": ("train/explained",),
               "gradient": ("train/grad_norm",), "Q": ("train/q_mean", "train/q_loss")}  # fmt: skip
     plot_metrics(metrics, plots / "learning.png", panels)
-    shot = shoot(config, folder, learner, params, result.state) if config.gif else None
+    agent = learner.agent(greedy=True)
+    walk = Walk(learner.env, params, agent, FILMED, NextStep(), config.draw)
+    first = jax.tree.map(lambda x: x[0], jax.device_get(result.state.weights))
+    shot = shoot(config.seed, walk, config.env, plots / "agent.gif", config.frames, fps=20, weights=first,
+                 carry=agent.first_carry()) if config.gif else None  # fmt: skip
     for path in (shot, plots, metrics, folder / "checkpoints"):
         if path:
             say(f"{path.name:14} {_run.short(path)}")
@@ -248,39 +260,46 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
 
 def judged(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
     """Returns the mean return of each seed's agent, `[S]`, over whole episodes of likeliest actions."""
-    agent = learner.agent(greedy=True)
+    params = jax.device_get(params)
 
-    def one(weights):
-        key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)
+    def play(key, agent, weights):
         played = evaluate(key, learner.env, params, agent, weights, config.eval_episodes, config.eval_steps,
                           carry=agent.first_carry())  # fmt: skip
         return jnp.mean(played.returns), jnp.mean(played.finished)
 
-    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
-        weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
-        returns, finished = map(np.asarray, jax.jit(lambda weights: jax.lax.map(one, weights))(weights))
+    returns, finished = _of_each_seed(config, learner, state, play)
     if (cut := 1 - float(finished.mean())) > 0:
         say(f"note       {cut:.1%} of the episodes went on after eval_steps={config.eval_steps}, and count as far as "
             "they came")  # fmt: skip
     return returns
 
 
-def shoot(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, state: PyTree) -> pathlib.Path | None:
-    """Films the first seed's agent in a few lanes, on one device; returns the GIF, None for an env without pictures."""
-    if not hasattr(learner.env, "render"):
-        say(f"note       no film, since {config.env} has no render")
+def judged_by_trial(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray | None:
+    """Returns what each seed's agent earns in each trial of an episode, `[S, K]`, in the episodes of `judged`.
+
+    None where nothing is recalled, or the environment counts no trials.
+    """
+    if not (config.recall and hasattr(learner.env, "trial")):
         return None
-    agent = learner.agent(greedy=True)
-    walk = Walk(learner.env, params, agent, FILMED, NextStep(), config.draw)
-    with use_mesh(make_mesh(MeshSpec(data=1), devices=jax.local_devices()[:1])):
-        weights = jax.tree.map(lambda x: jnp.asarray(x[0]), jax.device_get(state.weights))
-        frames = film(jax.random.key(config.seed), walk, FILMED, config.frames, weights=weights,
-                      carry=agent.first_carry())  # fmt: skip
-    scale = max(1, _WIDTH // max(frames.shape[2:4]))
-    path = folder / "plots" / "agent.gif"
-    path.parent.mkdir(exist_ok=True)
-    gif(grid_of(frames.repeat(scale, 2).repeat(scale, 3), gap=6), path, fps=20)
-    return path
+    params = jax.device_get(params)
+
+    def play(key, agent, weights):
+        lanes = begin(key, learner.env, params, config.eval_episodes, agent.first_carry())
+        return unroll(key, lanes, learner.env, params, agent, weights, config.eval_steps, reset=NoReset(),
+                      keep=lambda row: (row.reward, jnp.where(row.valid, row.info["trial"], 0)))[1]  # fmt: skip
+
+    rewards, trials = _of_each_seed(config, learner, state, play)
+    of_one = functools.partial(returns_by_trial, num_trials=trials.max() + 1)
+    return np.asarray(jnp.mean(jax.vmap(of_one)(rewards, trials), -1))
+
+
+def _of_each_seed(config: Config, learner: Any, state: PyTree, play: Callable) -> PyTree:
+    """`play(key, agent, weights)` by the likeliest actions of each seed's agent, stacked; on one device."""
+    agent, seed = learner.agent(greedy=True), config.seed
+    with on_one_device():
+        key = jax.random.fold_in(jax.random.key(seed), 2**32 - 3)
+        play_all = jax.jit(lambda weights: jax.lax.map(lambda one: play(key, agent, one), weights))
+        return jax.device_get(play_all(jax.device_get(state.weights)))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class Environment(Protocol):
     | `obs_key(obs, params) -> int32` | one integer an observation, for tree search |
     | `tabular(params) -> arrays` | the whole model, where it is finite |
     | `absorbing: bool` | the claim that a step from a terminal state earns 0 and ends there again |
+    | `trial(state, params) -> int32` | where an episode is several trials of one task: how many have ended |
     | `num_agents: int` | several agents: see below |
 
     With `num_agents = N`, observations, actions, rewards and masks have a leading axis N, `terminal` and `truncated`

@@ -109,10 +109,12 @@ def plot_seeds(
         shares = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), 1000) / len(values)
         low, high = np.percentile(shares @ values, (2.5, 97.5), axis=0)
         panel.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
-        panel.plot(steps, values.mean(0), color=color, linewidth=1.6, label=f"{label} ({len(values)} seeds)")
+        seeds = "1 seed" if len(values) == 1 else f"{len(values)} seeds"
+        panel.plot(steps, values.mean(0), color=color, linewidth=1.6, label=f"{label} ({seeds})")
     if not drawn:
         raise UsageError(f"no finite values of {', '.join(curves)} to draw")
     panel.set(xlabel=xlabel, ylabel=ylabel)
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.legend(frameon=False)
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.margins(x=0.01)

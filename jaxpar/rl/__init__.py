@@ -22,7 +22,7 @@ from jaxpar.rl.memory import Memory, Recurrent, WindowAttention
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
-from jaxpar.rl.recall import Recalling
+from jaxpar.rl.recall import Recalling, returns_by_trial
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
 from jaxpar.rl.train import Seeds, train
 
@@ -47,5 +47,6 @@ __all__ = [
     "lambda_returns",
     "n_step_returns",
     "next_values",
+    "returns_by_trial",
     "train",
 ]

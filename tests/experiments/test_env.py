@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import _run, env
-from experiments._walk import FirstAction
+from experiments._walk import FirstAction, shoot
 from jaxpar.env import Box, Fields
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.rollout import begin, first_episodes, summary, unroll
@@ -146,7 +146,7 @@ def test_noop_takes_the_first_legal_action():
 
 
 def test_an_environment_without_a_picture_is_not_filmed(tmp_path, capsys):
-    assert env.shoot(env.compose("env=Breakout-MinAtar"), tmp_path) is None
+    assert shoot(0, walk_of("env=Breakout-MinAtar"), "Breakout-MinAtar", tmp_path, 5, fps=10) is None
     assert "Breakout-MinAtar has no render" in capsys.readouterr().out
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import rl
+from experiments import _run, rl
 from jaxpar.rl import Pqn
 
 TINY = (
@@ -15,13 +15,13 @@ TINY = (
 
 def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
     flags = [*TINY, "anneal=false"]
-    first = main(*flags, "steps=128", of="rl", compiles=True)
+    first = main(*flags, "steps=128", "gif=true", "frames=3", of="rl", compiles=True)
     assert first.code == 0 and "return     " in first.out, first
     second = main(*flags, "steps=256", of="rl", compiles=True)
     assert second.code == 0 and "resuming at update 4" in second.out, second
     whole = main(*flags[:-2], "anneal=false", "hydra.run.dir=whole", "steps=256", of="rl", compiles=True)
     assert whole.code == 0, whole
-    for name in ("plots/returns.png", "plots/learning.png", "config.yaml"):
+    for name in ("plots/returns.png", "plots/learning.png", "plots/agent.gif", "config.yaml"):
         assert (tmp_path / "run" / name).stat().st_size > 50, name
     rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
             for run in ("run", "whole")]  # fmt: skip
@@ -59,3 +59,22 @@ def test_flags_make_the_learner():
     assert isinstance(learner, Pqn) and learner.mixer == "vdn" and learner.num_lanes == 8
     assert learner.rates.trace == 0.5 and learner.rates.anneal == rl.num_updates(config, learner)
     assert learner.network.activation == "tanh" and learner.network.hidden == Pqn(learner.env).network.hidden
+
+
+def test_trials_are_told(main, tmp_path):
+    flags = "preset=rl2 num_steps=8 minibatches=2 steps=64 env_fields.num_tasks=3 params.trials=2".split()
+    said = main(*TINY, *flags, "params.trial_steps=5", of="rl", compiles=True)
+    assert said.code == 0, said
+    told = [float(word.split(" ")[0]) for word in said.out.split("trials     ")[1].splitlines()[0].split(", ")]
+    whole = float(said.out.split("return     ")[1].split(" ")[0])
+    assert len(told) == 2 and sum(told) == pytest.approx(whole, rel=0.02, abs=1e-3)
+    assert (tmp_path / "run" / "plots" / "trials.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("path", sorted((_run.CONF / "preset").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_preset_makes_a_learner_and_opens_with_its_command(path):
+    name = path.stem
+    learner, _ = rl.make_learner(rl.compose(f"preset={name}"))
+    assert learner.num_steps > 1
+    command = path.read_text().splitlines()[1]
+    assert command.startswith("# python -m experiments.rl") and (f"preset={name}" in command or name == "cartpole")

@@ -7,8 +7,9 @@ import pytest
 
 import envs
 from jaxpar.env import reset, step
-from jaxpar.rl import Recalling
+from jaxpar.rl import Recalling, returns_by_trial
 from jaxpar.rl.features import feature_shape, features
+from jaxpar.rollout import NoReset, begin, first_episodes, random_policy, unroll
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Spread-3", "Combat-3v3"])
@@ -36,3 +37,29 @@ def test_learners_read_it_flat():
     assert feature_shape(space) == (4 + 2 + 1 + 2,)
     obs = {"obs": jnp.arange(4.0), "action": jnp.int32(1), "reward": jnp.float32(0.5), "after": jnp.int32(1)}
     np.testing.assert_array_equal(features(space, obs), [0, 1, 0, 1, 0, 1, 2, 3, 0.5])  # action, after, obs, reward
+
+
+def test_what_each_trial_earned():
+    # Two lanes: the first ends in its third step, the second goes through trials 0, 0, 2, 2 (1 earned nothing).
+    reward = jnp.array([[1.0, 0.0], [0.0, 2.0], [4.0, 0.5], [0.0, 8.0]])
+    trial = jnp.array([[0, 0], [1, 0], [1, 2], [2, 2]])
+    np.testing.assert_array_equal(returns_by_trial(reward, trial, 3), [[1, 2], [4, 0], [0, 8.5]])
+    np.testing.assert_array_equal(returns_by_trial(reward, trial, 1), [[1, 2]])
+
+
+def test_trials_of_an_episode_are_counted_and_paid_as_they_were():
+    inner, params = envs.make("XLand-R1-5x5-Pick", num_tasks=2)
+    env, params = Recalling(inner), params.replace(trials=3, trial_steps=6)
+    key, lanes = jax.random.key(2), 32
+    first = begin(key, env, params, lanes)
+    _, steps = unroll(key, first, env, params, random_policy(env), None, 20, reset=NoReset())
+    got = np.asarray(returns_by_trial(steps.reward, steps.info["trial"], 3))
+    wanted, valid = np.zeros((3, lanes)), np.asarray(steps.valid)
+    for lane in range(lanes):  # by the flag that is seen where a trial begins
+        number = -1
+        for time in range(valid[:, lane].sum()):
+            number += int(steps.obs["obs"]["start"][time, lane])
+            wanted[number, lane] += float(steps.reward[time, lane])
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert (got > 0).any(1).all() and (got == 0).any(1).all()
+    np.testing.assert_allclose(got.sum(0), first_episodes(steps).returns, rtol=1e-6)
