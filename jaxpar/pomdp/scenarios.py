@@ -34,14 +34,15 @@ def default_actions(default: Any, keys: PRNGKey, env: Any, params: PyTree, state
     """What a default policy does in `states`, int32 `[K, A]`.
 
     Args:
-        default: an action, None for uniformly random legal ones, or `(key, state, params) -> action`.
+        default: an action, `(key, state, params) -> action`, or None: the environment's `rollout_action`, or, without
+            one, uniformly random legal actions.
         keys: `[K]`.
         env: the environment.
         params: its parameters.
         states: `[K, A, ...]`.
     """
-    if callable(default):
-        policy: Any = default
+    policy: Any = getattr(env, "rollout_action", None) if default is None else default
+    if callable(policy):
         return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(keys, states)
     shape = jax.tree.leaves(states)[0].shape[:2]
     if default is not None:

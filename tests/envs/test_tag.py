@@ -7,6 +7,7 @@ import numpy as np
 import envs
 from envs.tag import MOVES, SEEN, Tag, TagState
 from jaxpar.env import check_environment
+from jaxpar.pomdp import qmdp
 from jaxpar.pomdp.tabular import from_environment
 
 ENV, PARAMS = Tag(), Tag().default_params
@@ -54,6 +55,18 @@ def test_draws_follow_the_arrays():
 
 def test_keeps_the_promises_of_environments():
     assert "absorbing" in check_environment(*envs.make("Tag"), num_lanes=64).checks
+
+
+def test_a_leaf_does_not_know_where_the_opponent_hides():
+    hidden = ~np.eye(SEEN, dtype=bool)
+    seeing = np.asarray(qmdp(from_environment(ENV, PARAMS)).max(0))[:-1].reshape(SEEN, SEEN)
+    leaf, bound = (
+        np.asarray(jax.vmap(lambda s: value(s, PARAMS))(states())).reshape(SEEN, SEEN)  # noqa: B023
+        for value in (ENV.heuristic, ENV.upper_bound)
+    )
+    np.testing.assert_array_equal(np.diag(leaf), 10)
+    assert leaf[hidden].mean() < seeing[hidden].mean() - 2, "less than with eyes that see everything"
+    assert (bound >= seeing - 1e-4).all()
 
 
 def test_the_picture():
