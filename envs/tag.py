@@ -6,9 +6,9 @@ opponent stays with probability 0.2 and otherwise moves away: 0.4 along each axi
 opponent are level on it; a move into a wall stays. It moves while the robot does, away from where the robot was.
 Both start anywhere. The observation is the robot's cell, or 29 when the opponent is in it.
 
-Source: Pineau, Gordon and Thrun (2003), "Point-based value iteration". In the file TagAvoid.pomdp that SARSOP comes with
-moves are the same in 837 of 841 states (four rows look like slips), and the opponent stands still while a tag misses;
-here, as in DESPOT's code, it runs on. The best known policy earns -5.99 from the start.
+Source: Pineau, Gordon and Thrun (2003), "Point-based value iteration". SARSOP's file TagAvoid.pomdp has the same moves
+in 837 of 841 states (four rows look like slips), and there the opponent stands still while a tag misses; here, as in
+DESPOT's code, it runs on. The best known policy earns -5.99 from the start.
 """
 
 import dataclasses
