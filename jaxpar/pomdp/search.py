@@ -52,7 +52,8 @@ __all__ = [
 ]
 
 LEAVES = ("heuristic", "rollout", "zero")
-"""How a simulation is valued where it stops: the environment's `heuristic`, a random rollout, or 0."""
+"""How a simulation is valued where it stops: the environment's `heuristic`, a rollout or 0. Its `rollout_action` plays
+rollouts, or, without one, chance."""
 
 
 class Path(NamedTuple):
