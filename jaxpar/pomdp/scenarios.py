@@ -41,8 +41,9 @@ def default_actions(default: Any, keys: PRNGKey, env: Any, params: PyTree, state
         params: its parameters.
         states: `[K, A, ...]`.
     """
-    policy: Any = getattr(env, "rollout_action", None) if default is None else default
-    if callable(policy):
+    default = getattr(env, "rollout_action", None) if default is None else default
+    if callable(default):
+        policy: Any = default
         return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(keys, states)
     shape = jax.tree.leaves(states)[0].shape[:2]
     if default is not None:
