@@ -3,6 +3,7 @@
     python -m experiments.pomdp                                                     # RockSample(7, 8), 32 episodes
     python -m experiments.pomdp env=Tag planner=pomcp planner.num_simulations=64 episodes=200 steps=60
     python -m experiments.pomdp env=LightDark planner.iterations=128 belief.num_particles=4000
+    python -m experiments.pomdp env=Tiger planner.leaf=zero planner.eta=1 judge=true    # and what its decisions lose
     python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 steps=90
     python -m experiments.pomdp env=Navigation-13 belief.num_particles=20000 belief.flips=0.001 budget_s=0.1 episodes=4
 
@@ -297,9 +298,7 @@ def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
         f"discount^0), mean length {found.lengths.mean():.3g}")  # fmt: skip
     if found.losses is not None:
         loss, error = mean_and_error(found.losses)
-        say(
-            f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g}, by every decision's exact regret"
-        )
+        say(f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g} (exact regret of decisions)")
     say(f"time       {found.latency:.4g} s a step of {together} episode(s) together, "
         f"{found.seconds / max(steps, 1):.4g} s a step made; {found.seconds:.1f} s in all")  # fmt: skip
     for name, what in (
