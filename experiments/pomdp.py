@@ -3,6 +3,7 @@
     python -m experiments.pomdp                                                     # RockSample(7, 8), 32 episodes
     python -m experiments.pomdp env=Tag planner=pomcp planner.num_simulations=64 episodes=200 steps=60
     python -m experiments.pomdp env=LightDark planner.iterations=128 belief.num_particles=4000
+    python -m experiments.pomdp env=Tiger planner.leaf=zero planner.eta=1 judge=true    # and what its decisions lose
     python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 steps=90
     python -m experiments.pomdp env=Navigation-13 belief.num_particles=20000 belief.flips=0.001 budget_s=0.1 episodes=4
 
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._judge import Judge
 from experiments._pomdp_film import Move, film, moves, planned
 from experiments._rocks import BELIEF, make_belief
 from experiments._run import identifying, say
@@ -63,6 +65,8 @@ class Config(_run.RunConfig):
       episodes: How many.
       steps: Most steps of each.
       budget_s: Seconds a plan; 0 makes planner.iterations batches instead.
+      judge: Whether to say also what the decisions lose against the best policy, exactly, in a model of at most 64
+        states that has `tabular`; the error is then far smaller than that of returns. Needs budget_s=0.
       at_once: Most episodes that are planned together, in one program; more fill an accelerator.
       gif: Whether to film the first episode.
     """
@@ -76,6 +80,7 @@ class Config(_run.RunConfig):
     episodes: int = identifying(32)
     steps: int = identifying(40)
     budget_s: float = identifying(0.0)
+    judge: bool = identifying(False)
     at_once: int = 32
     gif: bool = True
 
@@ -87,6 +92,8 @@ class Config(_run.RunConfig):
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.budget_s < 0:
             raise UsageError(f"budget_s={self.budget_s} must be positive, or 0 for a fixed number of batches.")
+        if self.judge and self.budget_s:
+            raise UsageError("judge=true judges plans of a fixed number of batches; leave budget_s=0.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +108,10 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Of E episodes, NumPy arrays `[E]`; `seconds` are those of planning them all, `latency` of a step's plan."""
+    """Of E episodes, NumPy arrays `[E]`; `seconds` are those of planning them all, `latency` of a step's plan.
+
+    With `judge=true`, `losses` are sums of discounted regrets, and `best` is what the best policy earns.
+    """
 
     returns: np.ndarray
     lengths: np.ndarray
@@ -110,6 +120,8 @@ class Results:
     illegal: np.ndarray
     seconds: float
     latency: float
+    losses: np.ndarray | None = None
+    best: float = float("nan")
 
 
 def compose(*flags: str) -> Config:
@@ -170,12 +182,14 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
         jnp.arange(-(-config.episodes // size) * size)
     )
     env, params, planner, belief = setting.env, setting.params, setting.planner, setting.belief
+    judge = Judge(env, params) if config.judge else None
 
     @jax.jit
     def play(keys: PRNGKey) -> dict[str, jax.Array]:
         got = jax.vmap(lambda key: simulate(key, env, params, planner, belief, config.steps))(keys)
         sums = {name: jnp.sum(getattr(got, name), axis=1) for name in ("depleted", "overflow", "illegal")}
-        return sums | {"returns": got.discounted_return, "lengths": got.length}
+        done = {"actions": got.action, "obs": got.obs, "live": got.live} if judge else {}
+        return sums | done | {"returns": got.discounted_return, "lengths": got.length}
 
     began = time.perf_counter()
     program = play.lower(keys[:size]).compile()
@@ -187,7 +201,15 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
         seconds += time.perf_counter() - began
         whole = {name: np.concatenate([row[name] for row in rows])[: config.episodes] for name in rows[0]}
         told(min(first + size, config.episodes), whole)
-    return Results(**whole, seconds=seconds, latency=seconds / len(rows) / config.steps)
+    found = Results(
+        **{name: whole[name] for name in ("returns", "lengths", "depleted", "overflow", "illegal")},
+        seconds=seconds,
+        latency=seconds / len(rows) / config.steps,
+    )
+    if judge is None:
+        return found
+    losses = judge.losses(whole["actions"], whole["obs"], whole["live"])
+    return dataclasses.replace(found, losses=losses, best=judge.value)
 
 
 def clocked(config: Config, setting: Setting, told: Any) -> Results:
@@ -274,6 +296,9 @@ def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
     together = 1 if config.budget_s else min(config.at_once, config.episodes)
     say(f"return     {mean:.4g} ± {error:.2g} (standard error of {len(found.returns):,} episodes, discounted from "
         f"discount^0), mean length {found.lengths.mean():.3g}")  # fmt: skip
+    if found.losses is not None:
+        loss, error = mean_and_error(found.losses)
+        say(f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g} (exact regret of decisions)")
     say(f"time       {found.latency:.4g} s a step of {together} episode(s) together, "
         f"{found.seconds / max(steps, 1):.4g} s a step made; {found.seconds:.1f} s in all")  # fmt: skip
     for name, what in (

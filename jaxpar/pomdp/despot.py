@@ -145,8 +145,9 @@ class Despot:
         num_scenarios: K.
         iterations: waves (trials).
         max_depth: D, the horizon of tree and rollouts together.
-        default: the policy below the tree: an action that is always taken, None for uniformly random legal ones, or
-            `(key, state, params) -> action`, which must not look at what the agent cannot see.
+        default: the policy below the tree: an action that is always taken, `(key, state, params) -> action`, which must
+            not look at what the agent cannot see, or None: the environment's `rollout_action`, which is such a policy,
+            or, without one, uniformly random legal actions.
         upper: bound of what a state is worth: "bound" (`env.upper_bound(state, params)`), "reward" (`max_reward` at
             every step that is left), "heuristic" (`env.heuristic`, if it is a bound); None takes the first there is.
         max_reward: the largest reward of one step, for "reward".

@@ -111,16 +111,19 @@ def random_legal(draws: Array, mask: Array) -> Array:
 def rollout_values(
     key: PRNGKey, env: Any, params: PyTree, states: PyTree, discount: Any, length: int, live: Array
 ) -> Array:
-    """Discounted returns of `length` uniformly random legal steps from each state, float32 `[n]`; consumes `key`.
+    """Discounted returns of `length` steps from each state, float32 `[n]`; consumes `key`.
 
-    Lanes that are not `live` (bool `[n]`) return 0.
+    The environment's `rollout_action` acts, or, without one, chance, uniformly over legal actions. Lanes that are not
+    `live` (bool `[n]`) return 0.
     """
 
     def advance(carry: tuple, key: PRNGKey) -> tuple:
         states, live, total, weight = carry
         pick, move = jax.random.split(key)
-        mask = legal_actions(env, params, states)
-        action = random_legal(jax.random.uniform(pick, (mask.shape[0],)), mask)
+        if hasattr(env, "rollout_action"):
+            action = jax.vmap(lambda *row: env.rollout_action(*row, params))(jax.random.split(pick, live.size), states)
+        else:
+            action = random_legal(jax.random.uniform(pick, live.shape), legal_actions(env, params, states))
         result = simulate_steps(move, env, params, states, action)
         total = total + jnp.where(live, weight * result.reward, 0.0)
         return (result.state, live & ~result.terminated, total, weight * discount), None

@@ -167,7 +167,7 @@ class Pomcp:
         max_depth: steps within the tree.
         exploration: the constant of UCB1, in units of return.
         discount: in (0, 1]; None takes `params.discount`.
-        leaf: value of a new node: "rollout" (uniform over legal actions), "heuristic" or "zero".
+        leaf: value of a new node: "rollout" (`rollout_action`, else chance), "heuristic" or "zero".
         rollout_depth: steps of a rollout.
         backup: what a node is worth to the edge above: "mean", all returns from it, as published, or "best", its best
             action so far. Means include what exploring cost, much where few simulations meet large penalties; the best

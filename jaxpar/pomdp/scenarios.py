@@ -34,12 +34,14 @@ def default_actions(default: Any, keys: PRNGKey, env: Any, params: PyTree, state
     """What a default policy does in `states`, int32 `[K, A]`.
 
     Args:
-        default: an action, None for uniformly random legal ones, or `(key, state, params) -> action`.
+        default: an action, `(key, state, params) -> action`, or None: the environment's `rollout_action`, or, without
+            one, uniformly random legal actions.
         keys: `[K]`.
         env: the environment.
         params: its parameters.
         states: `[K, A, ...]`.
     """
+    default = getattr(env, "rollout_action", None) if default is None else default
     if callable(default):
         policy: Any = default
         return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(keys, states)

@@ -40,6 +40,7 @@ __all__ = [
     "improve_until",
     "is_waiting",
     "land",
+    "map_lanes",
     "moving",
     "plan",
     "plan_until",
@@ -51,7 +52,8 @@ __all__ = [
 ]
 
 LEAVES = ("heuristic", "rollout", "zero")
-"""How a simulation is valued where it stops: the environment's `heuristic`, a random rollout, or 0."""
+"""How a simulation is valued where it stops: the environment's `heuristic`, a rollout or 0. Its `rollout_action` plays
+rollouts, or, without one, chance."""
 
 
 class Path(NamedTuple):
@@ -193,6 +195,39 @@ def while_live(
         return (state[0] < most) & anyone(live(state[1]))
 
     return jax.lax.while_loop(going, lambda state: (state[0] + 1, level(*state)), (jnp.zeros((), jnp.int32), first))
+
+
+def map_lanes(apply: Callable[[Array], PyTree], active: Array, block: int) -> PyTree:
+    """`apply(indices [block])` of the active ones of n lanes, block by block, as a pytree of `[n, ...]`.
+
+    What comes back in the place of a lane that is not active means nothing. Costs a sort of n, and work in proportion
+    to how many are active, which is worth it where `apply` handles long rows and lanes share them. With a block of n
+    or more it is one call for all.
+
+    Args:
+        apply: of int32 lane numbers `[block]`, or `[n]`.
+        active: bool `[n]`.
+        block: lanes a call.
+    """
+    count = active.shape[0]
+    if block >= count:
+        return apply(jnp.arange(count, dtype=jnp.int32))
+    order = jnp.argsort(~active, stable=True).astype(jnp.int32)
+    padded = jnp.pad(order, (0, -count % block), mode="edge")
+    most = jnp.sum(active, dtype=jnp.int32)
+
+    def going(state: tuple) -> Array:
+        return anyone(state[0] < most)
+
+    def advance(state: tuple) -> tuple:
+        first, made = state
+        indices = jax.lax.dynamic_slice(padded, (first,), (block,))
+        made = jax.tree.map(lambda all, new: all.at[indices].set(new), made, apply(indices))
+        return first + block, made
+
+    shapes = jax.eval_shape(apply, jax.ShapeDtypeStruct((block,), jnp.int32))
+    empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)
+    return jax.lax.while_loop(going, advance, (jnp.zeros((), jnp.int32), empty))[1]
 
 
 def embark(

@@ -29,6 +29,7 @@ __all__ = [
     "empty_tree",
     "insert",
     "lineage",
+    "speaker",
     "take",
     "tell_parents",
 ]
@@ -243,6 +244,12 @@ def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: 
     )
 
 
+def speaker(stamp: Array, ids: Array) -> tuple[Array, Array]:
+    """One of the lanes `[n]` that share an id, int32 `[n]`, and the scratch that names it; of `EMPTY` ids any lane."""
+    stamp = stamp.at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32), mode="drop")
+    return stamp, stamp.at[ids].get(mode="clip")
+
+
 def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tree:
     """Replaces what the visited `nodes` count for in `future_sum` of their `parents`, once for each distinct node.
 
@@ -252,9 +259,8 @@ def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tre
         parents: int32 `[n]`, the edges above; `EMPTY` for the root.
         values: float32 `[n]`, equal for equal nodes.
     """
-    lanes = jnp.arange(nodes.shape[0], dtype=jnp.int32)
-    stamp = tree.stamp.at[nodes].set(lanes, mode="drop")
-    mine = stamp.at[nodes].get(mode="clip") == lanes
+    stamp, who = speaker(tree.stamp, nodes)
+    mine = who == jnp.arange(nodes.shape[0], dtype=jnp.int32)
     mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
     change = mass - tree.weighted.at[nodes].get(mode="clip")
     return dataclasses.replace(

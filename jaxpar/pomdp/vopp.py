@@ -34,12 +34,13 @@ from jaxpar.pomdp.search import (
     Search,
     begin,
     grow,
+    map_lanes,
     plan,
     plan_until,
     report,
     search,
 )
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, lineage, tell_parents
+from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, lineage, speaker, tell_parents
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
@@ -159,7 +160,21 @@ class Vopp:
 
     def select(self, key: PRNGKey, tree: Tree, lanes: Lanes, legal: Array) -> Array:
         """Actions drawn from softmax(eta Psi) over the tried and the prior share of the untried; int32 `[n]`."""
-        row = tree.edges.at[lanes.node].get(mode="clip")
+        number, block = jnp.arange(lanes.node.shape[0], dtype=jnp.int32), row_block(legal.shape[1], lanes.node.shape[0])
+        first = number
+        if block < number.size:  # lanes at one node with one mask draw from one row
+            first = speaker(tree.stamp, lanes.node)[1]
+            first = jnp.where(jnp.all(legal == legal[first], axis=1), first, number)
+        total = map_lanes(
+            lambda some: self._shares(tree, lanes.node[some], legal[some]), (first == number) & lanes.live, block
+        )
+        total = total if first is number else total[first]
+        drawn = self._uniform(key, lanes)[:, None] * total[:, -1:]
+        return jnp.argmax((total > drawn) & legal, axis=1).astype(jnp.int32)
+
+    def _shares(self, tree: Tree, nodes: Array, legal: Array) -> Array:
+        """Cumulative sums of the weights with which actions are drawn at nodes, float32 `[n, A]`."""
+        row = tree.edges.at[nodes].get(mode="clip")
         tried = legal & (row != EMPTY)
         psi = tree.psi.at[row].get(mode="clip")
         if self.unvisited == "paper":
@@ -167,15 +182,13 @@ class Vopp:
         else:
             untried = legal & ~tried
             known, unknown = (jnp.sum(mask, axis=1, keepdims=True) for mask in (tried, untried))
-            visits = tree.node_visits.at[lanes.node].get(mode="clip")[:, None]
+            visits = tree.node_visits.at[nodes].get(mode="clip")[:, None]
             most = self.considered(visits, known + unknown)
             share = jnp.where(known > 0, jnp.maximum(most - known, 0) / jnp.maximum(most, 1), 1.0)
             weights = _weights(psi, tried, self.eta)
             weights = weights / jnp.maximum(weights.sum(1, keepdims=True), 1e-30) * (1 - share)
             weights = jnp.where(untried, share / jnp.maximum(unknown, 1), weights)
-        total = _sums_before(weights)
-        drawn = self._uniform(key, lanes)[:, None] * total[:, -1:]
-        return jnp.argmax((total > drawn) & legal, axis=1).astype(jnp.int32)
+        return _sums_before(weights)
 
     def _uniform(self, key: PRNGKey, lanes: Lanes) -> Array:
         """Numbers in [0, 1), independent but at the root: there evenly spread (by multiples of the golden ratio).
@@ -227,11 +240,19 @@ class Vopp:
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
         total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[edges].get(mode="clip")
         tree = dataclasses.replace(tree, value=tree.value.at[edges].set(total / visits, mode="drop"))
+        if self.iterated and moves is not None:
+            edges, psi, best = self._learn_lanes(tree, nodes, edges, moves)
+        else:
+            edges, psi, best = self._learn(tree, nodes, moves)
+        tree = dataclasses.replace(tree, psi=tree.psi.at[edges].set(psi, mode="drop"))
+        return tell_parents(tree, nodes, parents, best)
+
+    def _learn(self, tree: Tree, nodes: Array, moves: Array | None) -> tuple[Array, Array, Array]:
+        """The edges of nodes `[n, A]`, their new preferences, and the new values of the nodes `[n]`."""
         row = jnp.where((nodes != EMPTY)[:, None], tree.edges.at[nodes].get(mode="clip"), EMPTY)
         tried = row != EMPTY
         values, psi = tree.value.at[row].get(mode="clip"), tree.psi.at[row].get(mode="clip")
-        guesses = tree.leaf_visits.at[nodes].get(mode="clip")
-        leaf = tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(guesses, 1)
+        leaf, guesses = self._guess(tree, nodes)
         if self.iterated:
             first, untried = self._start(tree, nodes, psi, tried, leaf, guesses)
             now = None if moves is None else moves.at[row].get(mode="clip") & tried
@@ -239,10 +260,36 @@ class Vopp:
         else:
             psi = values - jnp.log(jnp.maximum(jnp.sum(tried, axis=1, keepdims=True), 1)) / self.eta
             best = soft_value(psi, tried, self.eta)
-        if self.iterated and moves is not None:  # only the batch's own edges have moved: n writes, not n A
-            row, psi = edges, jnp.sum(jnp.where((row == edges[:, None]) & tried, psi, 0.0), axis=1)
-        tree = dataclasses.replace(tree, psi=tree.psi.at[row].set(psi, mode="drop"))
-        return tell_parents(tree, nodes, parents, jnp.where(jnp.any(tried, axis=1), best, leaf))
+        return row, psi, jnp.where(jnp.any(tried, axis=1), best, leaf)
+
+    def _learn_lanes(self, tree: Tree, nodes: Array, edges: Array, moves: Array) -> tuple[Array, Array, Array]:
+        """The edges of lanes `[n]`, which alone have moved, their preferences, and the values of the nodes `[n]`.
+
+        Where rows are long, one lane speaks for each edge and for each node, and nodes without edges ask no row.
+        """
+        number, block = jnp.arange(nodes.shape[0], dtype=jnp.int32), row_block(tree.edges.shape[1], nodes.shape[0])
+
+        def learn(some: Array) -> tuple[Array, Array]:
+            row, psi, best = self._learn(tree, nodes[some], moves)
+            mine = (row == edges[some][:, None]) & (row != EMPTY)
+            return jnp.sum(jnp.where(mine, psi, 0.0), axis=1), best
+
+        if block >= number.size:
+            return edges, *learn(number)
+        by_edge = speaker(jnp.zeros(tree.psi.shape, jnp.int32), edges)[1]
+        speaks = (by_edge == number) & (edges != EMPTY)
+        stamp = speaker(tree.stamp, nodes)[0]
+        by_node = speaker(stamp, jnp.where(speaks, nodes, EMPTY))[0].at[nodes].get(mode="clip")
+        leaf, guesses = self._guess(tree, nodes)
+        expanded = guesses < tree.node_visits.at[nodes].get(mode="clip")
+        asks = (by_node == number) & (nodes != EMPTY) & expanded
+        psi, best = map_lanes(learn, speaks | asks, block)
+        return edges, psi[by_edge], jnp.where(expanded, best[by_node], leaf)
+
+    def _guess(self, tree: Tree, nodes: Array) -> tuple[Array, Array]:
+        """The mean of the leaf values at nodes, and how many there were."""
+        guesses = tree.leaf_visits.at[nodes].get(mode="clip")
+        return tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(guesses, 1), guesses
 
     def _start(
         self, tree: Tree, nodes: Array, psi: Array, tried: Array, leaf: Array, guesses: Array
@@ -283,6 +330,11 @@ class FixedReference(Vopp):
     """
 
     iterated: ClassVar[bool] = False
+
+
+def row_block(num_actions: int, count: int) -> int:
+    """How many of `count` rows of actions are worked on at a time: all where they are short."""
+    return max(2**19 // num_actions, 1) if num_actions > 64 else count
 
 
 def _weights(psi: Array, among: Array, eta: Any) -> Array:

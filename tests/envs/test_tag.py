@@ -7,6 +7,8 @@ import numpy as np
 import envs
 from envs.tag import MOVES, SEEN, Tag, TagState
 from jaxpar.env import check_environment
+from jaxpar.pomdp import qmdp
+from jaxpar.pomdp.model import rollout_values
 from jaxpar.pomdp.tabular import from_environment
 
 ENV, PARAMS = Tag(), Tag().default_params
@@ -54,6 +56,31 @@ def test_draws_follow_the_arrays():
 
 def test_keeps_the_promises_of_environments():
     assert "absorbing" in check_environment(*envs.make("Tag"), num_lanes=64).checks
+
+
+def test_a_leaf_does_not_know_where_the_opponent_hides():
+    hidden = ~np.eye(SEEN, dtype=bool)
+    seeing = np.asarray(qmdp(from_environment(ENV, PARAMS)).max(0))[:-1].reshape(SEEN, SEEN)
+    leaf, bound = (
+        np.asarray(jax.vmap(lambda s: value(s, PARAMS))(states())).reshape(SEEN, SEEN)  # noqa: B023
+        for value in (ENV.heuristic, ENV.upper_bound)
+    )
+    np.testing.assert_array_equal(np.diag(leaf), 10)
+    assert leaf[hidden].mean() < seeing[hidden].mean() - 2, "less than with eyes that see everything"
+    assert (bound >= seeing - 1e-4).all()
+
+
+def test_rollouts_tag_whom_they_see_and_walk_into_no_wall():
+    everyone = states()
+    seen, keys = np.asarray(everyone.robot == everyone.opponent), jax.random.split(jax.random.key(0), (20, COUNT - 1))
+    act = jax.vmap(jax.vmap(lambda key, state: ENV.rollout_action(key, state, PARAMS)), in_axes=(0, None))
+    actions, robots = np.asarray(act(keys, everyone)), np.asarray(everyone.robot)
+    np.testing.assert_array_equal(actions == 4, np.broadcast_to(seen, actions.shape))
+    assert (MOVES[robots, np.minimum(actions, 3)] != robots)[:, ~seen].all()
+    assert all(set(actions[:, robots == r].ravel()) == {*np.flatnonzero(MOVES[r] != r), 4} for r in range(SEEN))
+    live = jnp.ones(COUNT - 1, bool)
+    one = rollout_values(jax.random.key(1), ENV, PARAMS, everyone, 0.95, 1, live)
+    np.testing.assert_array_equal(one, np.where(seen, 10, -1))
 
 
 def test_the_picture():

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import envs
 from envs.mars import Mars
 from envs.rocksample import RockSample
 from experiments import _run, pomdp
+from experiments._judge import Judge
 from experiments._pomdp_film import moves, planned
 from experiments._rocks import RockBelief
 from jaxpar.env import reset, step
@@ -55,6 +57,17 @@ def test_a_budget_of_time_and_a_film(main, tmp_path):
         assert (folder / "plots" / name).stat().st_size > 1000
 
 
+def test_losses_are_what_decisions_fall_short_by():
+    """Tiger: listening twice with one answer, then the right door, loses nothing; a door at once 19.37 + 26.60."""
+    judge = Judge(*envs.make("Tiger"))
+    assert judge.value == pytest.approx(19.371368, abs=2e-3)
+    actions, obs = np.asarray([[0, 0, 2], [1, 0, 0]]), np.asarray([[0, 0, 0], [0, 0, 0]])
+    got = judge.losses(actions, obs, np.asarray([[True, True, True], [True, False, False]]))
+    np.testing.assert_allclose(got, [0, 19.371368 + 26.59720], atol=5e-3)
+    with pytest.raises(UsageError, match="at most 64 states"):
+        Judge(*envs.make("Tag"))
+
+
 def test_leaves_without_a_heuristic_are_played_out(capsys):
     setting = pomdp.make_setting(pomdp.compose("env=Tiger"))
     assert setting.planner.leaf == "rollout" and "Tiger has no heuristic" in capsys.readouterr().out
@@ -78,6 +91,7 @@ def test_every_planner_plans(main, tmp_path, planner):
         ("episodes=0", "episodes=0 must be at least 1"),
         ("steps=0", "steps=0 must be at least 1"),
         ("budget_s=-1", "budget_s=-1.0 must be positive"),
+        ("judge=true budget_s=1", "leave budget_s=0"),
         (
             "planner=pomcpp",
             "there is no preset 'planner/pomcpp'; legal for planner= are despot, fixed_reference, pft, pomcp",

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
-from jaxpar.pomdp import FixedReference, ParticleBelief, Particles, Vopp, simulate_many
+from jaxpar.pomdp import FixedReference, ParticleBelief, Particles, Vopp, simulate_many, vopp
 from jaxpar.pomdp.tree import EMPTY, Dense, empty_tree
 from jaxpar.pomdp.vopp import preference_step
 from jaxpar.types import UsageError
@@ -266,3 +267,28 @@ def test_closed_loop_on_tiger_is_within_a_fifth_of_the_optimum(seed):
     planner = Vopp(64, 16, max_depth=10, eta=1.0, leaf="zero", max_nodes=4096)
     lost, error = lost_on_tiger(jax.random.key(seed), planner, 400, 60, 100)
     assert lost + 3 * error < 0.2, (lost, error)
+
+
+# ---------------------------------------------------------------- long rows
+
+
+@pytest.mark.parametrize("unvisited, at_once", [("leaf", 3), ("mask", None)])
+def test_rows_that_lanes_share_give_the_same_tree_to_the_bit(monkeypatch, unvisited, at_once):
+    env = RockSample(4, 3)
+    belief = ParticleBelief(64).init(jax.random.key(0), env, env.default_params)
+    planner = Vopp(48, 6, eta=1.0, max_nodes=30, unvisited=unvisited)
+
+    def searched():
+        search = lambda key: planner.search(key, env, env.default_params, belief)  # noqa: E731
+        key = jax.random.key(1)
+        return jit(search)(key) if at_once is None else jit(jax.vmap(search))(jax.random.split(key, at_once))
+
+    whole = searched()
+    monkeypatch.setattr(vopp, "row_block", lambda num_actions, count: 5)
+    shared = searched()
+    assert (whole.tree.overflow > 0).all(), "some lanes find no room"
+    jax.tree.map(np.testing.assert_array_equal, shared, whole)
+
+
+def test_only_long_rows_are_shared():
+    assert vopp.row_block(64, 9000) == 9000 and vopp.row_block(1024, 9000) == 512 and vopp.row_block(2**20, 9000) == 1
