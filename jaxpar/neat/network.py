@@ -87,7 +87,6 @@ def express(
     Raises:
         UsageError: an unknown form, or "edges" with an aggregation that it lacks.
     """
-    assert config.activations is not None
     return _expressed(config, genomes, None, width, form, index)
 
 
@@ -102,6 +101,7 @@ def _needed(config: NeatConfig, genomes: Genomes) -> Array:
 def _expressed(
     config: NeatConfig, genomes: Genomes, needed: Array | None, width: int | None, form: str | None, index: Any
 ) -> Networks:
+    assert config.activations is not None
     width, form = width or config.max_nodes, form or form_of(config, width or config.max_nodes)
     if form not in ("matrix", "edges") or (form == "edges" and not set(config.aggregations) <= set(_SEGMENTS)):
         raise UsageError(f"form={form!r} does not serve {config.aggregations}; legal are matrix, and edges "

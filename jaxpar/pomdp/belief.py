@@ -87,6 +87,9 @@ class ParticleBelief:
     the real one (rejection, as in POMCP). Particles that have ended are given no weight, as an update is only asked
     for while the episode goes on.
 
+    Equal states lie side by side, so that systematic draws take each as often as it weighs, and a planner can give every
+    action its fair share of each.
+
     When no particle explains the observation the belief is *depleted*: `Evidence.depleted` says so, and unless
     `rejuvenate` offers weight, the belief is the prediction, as if nothing had been seen; it is never reset silently.
 
@@ -110,12 +113,14 @@ class ParticleBelief:
         """Equal weights on draws of `env.init`; consumes `key`."""
         keys = jax.random.split(key, self.num_particles)
         states = jax.vmap(lambda key: env.init(key, params))(keys)
+        order = _side_by_side(states)
+        states = jax.tree.map(lambda x: x[order], states)
         return Particles(states, jnp.full((self.num_particles,), -math.log(self.num_particles), jnp.float32))
 
     def update(
         self, key: PRNGKey, belief: Particles, action: Array, obs: PyTree, env: Any, params: PyTree
     ) -> tuple[Particles, Evidence]:
-        """The belief after `action` and `obs`; consumes `key`. Costs P transitions and one cumulative sum."""
+        """The belief after `action` and `obs`; consumes `key`. Costs P transitions, one sort and one cumulative sum."""
         move, pick, hook = jax.random.split(key, 3)
         keys = jax.random.split(move, self.num_particles)
         states, likelihood = jax.vmap(lambda key, state: _move(key, env, params, state, action, obs))(
@@ -129,6 +134,8 @@ class ParticleBelief:
         posterior = Particles(states, jnp.where(depleted, -jnp.inf, joint - jnp.where(depleted, 0.0, evidence)))
         if self.rejuvenate is not None:
             posterior = self.rejuvenate(hook, belief, action, obs, posterior, depleted, env, params)
+        order = _side_by_side(posterior.states)
+        posterior, predicted = jax.tree.map(lambda x: x[order], (posterior, predicted))
         weights = _normalised(posterior.log_weights, predicted)
         ess = jnp.exp(-jax.nn.logsumexp(2 * weights))
         resampled = ess < self.resample_below * self.num_particles
@@ -138,6 +145,20 @@ class ParticleBelief:
         equal = jnp.full_like(weights, -math.log(self.num_particles))
         kept = jax.tree.map(lambda x: x[chosen], posterior.states)
         return Particles(kept, jnp.where(resampled, equal, weights)), Evidence(evidence, ess, depleted, resampled)
+
+
+def _side_by_side(states: PyTree) -> Array:
+    """An order of P states in which equal ones follow each other, by a hash of their bits: int32 `[P]`."""
+    rows = []
+    for x in jax.tree.leaves(states):
+        word = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+        bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, word)
+        rows.append(bits.reshape(len(x), -1).astype(jnp.uint32))
+    words = jnp.concatenate(rows, 1)
+    salt = np.random.default_rng(0).integers(0, 2**32, (1, words.shape[1]), np.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ salt ^ (words >> shift)) * jnp.uint32(factor)
+    return jnp.argsort(jnp.sum(words ^ (words >> 16), 1, dtype=jnp.uint32)).astype(jnp.int32)
 
 
 def _normalised(log_weights: Array, otherwise: Array) -> Array:

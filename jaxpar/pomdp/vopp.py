@@ -193,8 +193,9 @@ class Vopp:
     def _uniform(self, key: PRNGKey, lanes: Lanes) -> Array:
         """Numbers in [0, 1), independent but at the root: there evenly spread (by multiples of the golden ratio).
 
-        Root states come sorted (systematic draws), so every action then sees its fair share of each: most of the
-        variance of rare actions goes away, and each simulation's own number is still uniform.
+        Equal root states come side by side (systematic draws of a table, or of particles that lie so), so every action
+        sees its fair share of each: most of the variance of rare actions goes away, and each simulation's own number is
+        still uniform.
         """
         count = lanes.node.shape[0]
         golden = np.arange(count) * 0.6180339887498949 % 1.0

@@ -61,6 +61,20 @@ def test_particles_on_rocks_match_enumeration():
     np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states.good[:, 1]), 0.5, atol=0.03)
 
 
+def test_equal_particles_lie_side_by_side_and_draws_take_each_as_often_as_it_weighs():
+    env = RockSample(3, 2)
+    params, model = env.default_params, ParticleBelief(300, resample_below=0.0)
+    belief = model.init(jax.random.key(0), env, params)
+    for i in range(2):
+        good = np.asarray(belief.states.good)
+        assert len(np.unique(good, axis=0)) == 4
+        assert (good[1:] != good[:-1]).any(1).sum() == 3
+        weights, drawn = np.exp(belief.log_weights), np.asarray(belief.draw(jax.random.key(i), 40).good)
+        for row in np.unique(good, axis=0):
+            assert abs((drawn == row).all(1).sum() - 40 * weights[(good == row).all(1)].sum()) < 2
+        belief, _ = model.update(jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(2), env, params)
+
+
 def redraw(key, prior, action, obs, posterior, depleted, env, params):
     states = jnp.full_like(posterior.states, obs)
     equal = jnp.full_like(prior.log_weights, -jnp.log(prior.log_weights.shape[0]))
