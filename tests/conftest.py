@@ -1,6 +1,7 @@
 """Strict numerics and eight fake CPU devices for every test."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -18,14 +19,16 @@ jax.config.update("jax_legacy_prng_key", "error")
 
 @pytest.fixture(autouse=True, scope="module")
 def fresh_compiler():
-    """Leaves nothing compiled, nor JAX's cache open, to the next file.
+    """Leaves few programs, and JAX's cache closed, to the next file.
 
-    Programs are kept for good otherwise, each in pieces of memory of its own, of which the system allows a process
-    65,530: thousands of them end in a segmentation fault of the compiler.
+    They are kept for good otherwise, each in pieces of memory of its own, of which the system allows a process 65,530:
+    thousands of programs end in a segmentation fault of the compiler.
     """
     before = jax.config.jax_compilation_cache_dir
     yield
-    jax.clear_caches()
+    pieces = Path("/proc/self/maps")
+    if not pieces.exists() or pieces.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
     if jax.config.jax_compilation_cache_dir != before:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()

@@ -30,6 +30,9 @@ OPTIONAL = {
     "init_level": ["key", "level", "params"],
     "log_likelihood": ["obs", "state", "action", "next_state", "params"],
     "heuristic": ["state", "params"],
+    "upper_bound": ["state", "params"],
+    "rollout_action": ["key", "state", "params"],
+    "trial": ["state", "params"],
     "obs_key": ["obs", "params"],
     "tabular": ["params"],
 }

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from fast import jit
 
 import envs
 from jaxpar.loop import run
@@ -21,7 +22,7 @@ NEAT = Neat(NeatConfig(3, 1, population=16, max_nodes=10, max_conns=16, max_spec
 def learned(learner):
     """Weights after an update, and what the lanes then see."""
     shardings = named_shardings(jax.eval_shape(learner.init, jax.random.key(0), CART_PARAMS), learner.axes())
-    state = jax.jit(learner.init, out_shardings=shardings)(jax.random.key(0), CART_PARAMS)
+    state = jit(learner.init, out_shardings=shardings)(jax.random.key(0), CART_PARAMS)
 
     def step(state):
         state, _ = learner.step(jax.random.key(1), state, CART_PARAMS)
@@ -33,7 +34,7 @@ def learned(learner):
 def evolved():
     """Genomes after three generations."""
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (3, *x.shape)), xor())
-    state = jax.jit(NEAT.init)(jax.random.key(0), None)
+    state = jit(NEAT.init)(jax.random.key(0), None)
     return lambda state: run(NEAT, jax.random.key(1), state, rows, 3)[0].genomes, state
 
 
@@ -60,4 +61,4 @@ def outcome(name, devices):
     with use_mesh(make_mesh(MeshSpec(data=4), devices)) as mesh:
         function, start = PILLARS[name]()
         everywhere = jax.sharding.NamedSharding(mesh, jax.P())
-        return jax.device_get(jax.jit(function, out_shardings=everywhere)(start))
+        return jax.device_get(jit(function, out_shardings=everywhere)(start))

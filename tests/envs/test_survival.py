@@ -51,7 +51,9 @@ class Provided(Survival):
         return state.replace(inventory=jnp.asarray([9, 9, 5, 5, 0, 1, 0, 0, 0, 0, 0], jnp.int32))
 
 
-@pytest.mark.parametrize("env", [SMALL, Provided(size=16, view=5)], ids=["bare", "provided"])
+@pytest.mark.parametrize(
+    "env", [pytest.param(SMALL, marks=pytest.mark.slow), Provided(size=16, view=5)], ids=["bare", "provided"]
+)
 def test_the_twin_agrees_step_by_step(env):
     seen = replay(env, BUSY, 1000)
     assert seen["died"] and seen["slept"] and seen["dark"], seen

@@ -42,7 +42,9 @@ def replay(env, num_steps, trials=3, trial_steps=25):
     return seen
 
 
-@pytest.mark.parametrize("env", [CROWDED, ROOMS], ids=lambda env: env.name)
+@pytest.mark.parametrize(
+    "env", [CROWDED, pytest.param(ROOMS, marks=pytest.mark.slow)], ids=lambda env: getattr(env, "name", None)
+)
 def test_the_twin_agrees_step_by_step(env):
     assert replay(env, 1000)["ended"]
 

@@ -45,6 +45,7 @@ def start():
 # ---------------------------------------------------------------- accumulation
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_whole_batch(start):
     want = step_of(TRAINER)(jax.random.key(1), start, batch_of())
     got = step_of(dataclasses.replace(TRAINER, accumulate=4))(jax.random.key(1), start, batch_of())

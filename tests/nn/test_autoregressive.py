@@ -56,7 +56,9 @@ def test_pixel_cnn_is_a_distribution_and_samples_follow_it():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("model", [Made(num_dims=40, hidden=(32,)), CNN], ids=["made", "pixel_cnn"])
+@pytest.mark.parametrize(
+    "model", [Made(num_dims=40, hidden=(32,)), pytest.param(CNN, marks=pytest.mark.slow)], ids=["made", "pixel_cnn"]
+)
 def test_samples_are_those_of_the_plain_order(model, method):
     params = grown(jax.jit(model.init)(jax.random.key(2)), 1.5)
     draw = jax.jit(lambda key, method: model.sample(key, params, 8, method=method, with_stats=True), static_argnums=1)

@@ -254,6 +254,7 @@ def lost_on_tiger(key, planner, num_episodes, num_steps, batch):
     return np.mean(lost), np.std(lost, ddof=1) / len(lost) ** 0.5
 
 
+@pytest.mark.slow
 def test_closed_loop_on_tiger():
     planner = Vopp(64, 16, max_depth=10, eta=1.0, leaf="zero", max_nodes=2048)
     lost, error = lost_on_tiger(jax.random.key(11), planner, 16, 40, None)

@@ -163,7 +163,7 @@ def test_parameters_can_be_mapped():
     np.testing.assert_allclose(jax.jit(jax.vmap(total))(noises), alone, 1e-5)
 
 
-@pytest.mark.parametrize("trip", [3, 20])
+@pytest.mark.parametrize("trip", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_steps_a_trip_change_nothing(trip):
     """Up to rounding: the compiler may fuse across steps; 12 steps in trips of 3, and in one that is longer."""
     for got, want in zip(jax.tree.leaves(walked(trip=trip)), jax.tree.leaves(walked(trip=1)), strict=True):
