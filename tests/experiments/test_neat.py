@@ -43,7 +43,7 @@ def test_it_goes_on_where_it_was(main, tmp_path):
 
 @pytest.mark.parametrize("together", [1, 2])
 def test_how_many_seeds_solve_it_is_told(main, tmp_path, together):
-    sizes = "population=16 max_nodes=8 max_conns=12 max_species=4 cpu_devices=1".split()
+    sizes = "population=16 max_nodes=8 max_conns=12 max_species=4 cpu_devices=8".split()
     said = main(
         *sizes, "rates.target=0.5", "generations=3", "seeds=4", f"together={together}", of="neat", compiles=True
     )
