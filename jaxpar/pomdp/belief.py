@@ -87,8 +87,8 @@ class ParticleBelief:
     the real one (rejection, as in POMCP). Particles that have ended are given no weight, as an update is only asked
     for while the episode goes on.
 
-    Equal states lie side by side, so that systematic draws take each as often as it weighs, and a planner can give every
-    action its fair share of each.
+    Equal states lie side by side, so that systematic draws take each as often as it weighs, and a planner can give
+    every action its fair share of each.
 
     When no particle explains the observation the belief is *depleted*: `Evidence.depleted` says so, and unless
     `rejuvenate` offers weight, the belief is the prediction, as if nothing had been seen; it is never reset silently.
