@@ -4,9 +4,9 @@
     python -m experiments.neat task=xor mode=canonical population=150 seed=3 # as in the paper of 2002
     python -m experiments.neat task=multiplexer population=1000 generations=500
     python -m experiments.neat task=CartPole-v1 population=100
-    python -m experiments.neat preset=double_pole_velocities         # two poles, velocities seen, as in the paper
-    python -m experiments.neat preset=double_pole_no_velocities      # as in the paper: damping fitness, 625 starts
-    python -m experiments.neat preset=paper_xor seeds=100            # how often, and after how many evaluations?
+    python -m experiments.neat protocol=double_pole_velocities         # two poles, velocities seen, as in the paper
+    python -m experiments.neat protocol=double_pole_no_velocities      # as in the paper: damping fitness, 625 starts
+    python -m experiments.neat protocol=paper_xor seeds=100            # how often, and after how many evaluations?
     python -m experiments.neat rates.threshold=3 rates.add_node=0.05
 
 Tasks are xor, multiplexer, regression, and every environment of `envs` and of gymnax whose actions are one number or a

@@ -92,7 +92,7 @@ def flood(ground, start):
     return reached, beside
 
 
-@pytest.mark.parametrize("size", [16, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) for size in (16, 32)])
 def test_every_island_can_be_lived_on(size):
     grounds, starts = jax.jit(jax.vmap(lambda key: terrain.draw(key, size)))(jax.random.split(jax.random.key(0), 100))
     grounds, areas = np.asarray(grounds), []

@@ -198,6 +198,7 @@ def test_rulesets_differ_and_come_back_from_a_file(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), drawn, rulesets.load_benchmark(path)))
 
 
+@pytest.mark.slow
 def test_many_tasks_are_one_batch():
     """Parameters with one task each, vmapped, give what each gives alone."""
     env = XLand(size=7, tree=Tree.small(), num_tasks=4)

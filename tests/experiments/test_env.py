@@ -102,6 +102,7 @@ def test_how_long_and_how_shown_is_no_part_of_a_runs_identity():
 # ---------------------------------------------------------------- the walk
 
 
+@pytest.mark.slow
 def test_calls_together_are_one_walk():
     walk = walk_of("env=CartPole-v1", "num_envs=8", "reset=same_step")
     calls, key = walked(walk, 3, 20), jax.random.key(0)

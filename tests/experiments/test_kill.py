@@ -130,6 +130,7 @@ def test_the_newest_being_damaged_the_run_goes_on_from_the_one_before(command, c
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["36", "40", "40.refused"]
 
 
+@pytest.mark.slow
 def test_preemption_in_a_save_and_again_in_the_last_save_loses_nothing(command, finished, tmp_path):
     began = time.time()
     process = command.start()

@@ -55,12 +55,12 @@ def test_how_many_seeds_solve_it_is_told(main, tmp_path, together):
     assert len({row["best"] for row in rows}) == 4
 
 
-@pytest.mark.parametrize("preset", ["paper_xor", "double_pole_velocities", "double_pole_no_velocities"])
-def test_presets_are_the_papers(preset):
-    config = neat.compose(f"preset={preset}")
-    assert (config.name, config.mode) == (preset, "canonical")
+@pytest.mark.parametrize("protocol", ["paper_xor", "double_pole_velocities", "double_pole_no_velocities"])
+def test_protocols_are_the_papers(protocol):
+    config = neat.compose(f"protocol={protocol}")
+    assert (config.name, config.mode) == (protocol, "canonical")
     search, _ = neat.make_search(config)
-    assert isinstance(search.problem, Examined) == (preset == "double_pole_no_velocities")
+    assert isinstance(search.problem, Examined) == (protocol == "double_pole_no_velocities")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_presets_are_the_papers(preset):
         (["generations=0"], "generations=0"),
         (["max_steps=-1"], "max_steps=-1"),
         (["seeds=4", "together=3"], "together=3 must divide seeds=4"),
-        (["preset=xorr"], "there is no preset 'preset/xorr'"),
+        (["protocol=xorr"], "there is no preset 'protocol/xorr'"),
     ],
 )
 def test_mistakes_are_told(main, flags, words):

@@ -88,6 +88,7 @@ def xor_runs(seeds, generations):
     return solved_runs(Neat(config, Table()), xor(), seeds, generations)
 
 
+@pytest.mark.slow
 def test_exclusive_or_is_solved_in_time():
     state = xor_runs(6, 60)  # four of five runs are
     assert state.solved.sum() >= 2

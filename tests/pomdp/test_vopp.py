@@ -101,6 +101,7 @@ def test_root_value_with_the_optimum_as_leaf_is_near_the_optimum():
     assert abs(float(info.value) - 19.371368) < 2.2
 
 
+@pytest.mark.slow
 def test_the_fixed_reference_solves_another_problem():
     """Exactly: the soft value of rewards -1, -45, -45 under a uniform reference."""
     planner = FixedReference(4096, 4, max_depth=1, eta=0.05, leaf="zero")
