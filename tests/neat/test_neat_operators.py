@@ -15,6 +15,7 @@ from plain_neat import random_genomes
 from jaxpar.neat import FAST, NeatConfig, check_genomes
 from jaxpar.neat.crossover import crossover, match
 from jaxpar.neat.draws import Draws
+from jaxpar.neat.genome import Packed, first, picked
 from jaxpar.neat.graph import members, reachable, singleton
 from jaxpar.neat.innovation import NOTHING, SPLIT, Counters, Requests, number
 from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
@@ -360,3 +361,30 @@ def fuzz(kind, generations):
     genomes, counters, fine = long(jax.tree.map(lambda x: jnp.repeat(x[:1], 24, 0), genomes), counters)
     assert fine and counters.mark > generations
     check_genomes(config, genomes)
+
+
+def test_every_place_is_picked_as_often():
+    mask = np.zeros(40, bool)
+    mask[[0, 3, 4, 11, 17, 22, 38, 39]] = True
+    draws = jax.random.uniform(jax.random.key(0), (40_000,))
+    place, found = jit(picked)(jnp.broadcast_to(mask, (40_000, 40)), draws)
+    counts = np.bincount(place, minlength=40)
+    assert found.all() and counts[~mask].sum() == 0
+    assert ((counts[mask] - 5000) ** 2 / 5000).sum() < 41  # 7 degrees of freedom: 1e-6
+    assert not picked(jnp.zeros((2, 5), bool), draws[:2])[1].any()
+
+
+def test_the_first_place_is_numpys():
+    mask = np.random.default_rng(0).random((50, 6)) < 0.2
+    for axis in (0, 1):
+        place, found = first(jnp.asarray(mask), axis)
+        np.testing.assert_array_equal(place, mask.argmax(axis))
+        np.testing.assert_array_equal(found, mask.any(axis))
+
+
+def test_packed_rows_are_the_genomes_rows():
+    config = CONFIGS["recurrent"]
+    genomes, index = random_genomes(np.random.default_rng(0), config, 24), jnp.asarray([5, 0, 23, 5])
+    got, want = Packed.of(genomes).rows(config, index), genomes.rows(index)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
