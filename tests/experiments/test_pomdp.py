@@ -61,7 +61,7 @@ def test_losses_are_what_decisions_fall_short_by():
     """Tiger: listening twice with one answer, then the right door, loses nothing; a door at once 19.37 + 26.60."""
     judge = Judge(*envs.make("Tiger"))
     assert judge.value == pytest.approx(19.371368, abs=2e-3)
-    actions = np.asarray([[0, 0, 2], [1, 0, 0], [1, 1, 0]])  # a door resets the belief, so the third loses as much again
+    actions = np.asarray([[0, 0, 2], [1, 0, 0], [1, 1, 0]])  # a door forgets, so the third loses it twice
     live = np.asarray([[True, True, True], [True, False, False], [True, True, False]])
     got, once = judge.losses(actions, np.zeros((3, 3), int), live), 19.371368 + 26.59720
     np.testing.assert_allclose(got, [0, once, once * 1.95], atol=1e-2)
