@@ -107,7 +107,7 @@ def insert(table: Array, slots: Array, wanted: Array, count: Array, capacity: in
         simulation made each new child.
     """
     size, lanes = table.shape[0], capacity + jnp.arange(slots.shape[0], dtype=jnp.int32)
-    missing = wanted & (table[slots] == EMPTY)
+    missing, table = jax.lax.optimization_barrier((wanted & (table[slots] == EMPTY), table))
     claimed = table.at[jnp.where(missing, slots, size)].min(lanes, mode="drop")
     first = missing & (claimed[slots] == lanes)
     new = count + jnp.cumsum(first, dtype=jnp.int32) - 1
