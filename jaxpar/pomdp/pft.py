@@ -37,7 +37,7 @@ from jaxpar.pomdp.search import (
     repeat_until,
     while_live,
 )
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take
+from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take, tally
 from jaxpar.pomdp.widening import (
     Step,
     Store,
@@ -215,11 +215,7 @@ class Pft:
             tree, move = self._descend(step_key, env, params, tree, lanes, before)
             store, states, reward, live = self._arrive(own_key, env, params, store, lanes, move, before)
             stuck = (move.edge != EMPTY) & (move.child == EMPTY) & ~self._is_over(env, params, move)
-            path = path._replace(
-                nodes=path.nodes.at[d + 1].set(jnp.where(move.edge != EMPTY, move.child, EMPTY)),
-                edges=path.edges.at[d].set(move.edge),
-                rewards=path.rewards.at[d].set(reward),
-            )
+            path = path.after(d, jnp.where(move.edge != EMPTY, move.child, EMPTY), move.edge, reward)
             lanes = Lanes(
                 states=states,
                 node=jnp.where(move.edge != EMPTY, move.child, lanes.node),
@@ -253,7 +249,7 @@ class Pft:
         """Every live simulation takes an action and finds its child, by key or by slot."""
         step_key, slot_key = jax.random.split(key)
         allowed = legal_actions(env, params, lanes.states)
-        tree, lanes = moving(tree, lanes, allowed)
+        lanes, stranded = moving(lanes, allowed)
         rank = jnp.where(lanes.live, ranks(jnp.where(lanes.live, lanes.node, EMPTY)), 0)
         legal = self._opened(tree, lanes.node, rank, allowed)
         action = upper_confidence(tree, lanes.node, rank, legal, self.exploration)
@@ -272,6 +268,8 @@ class Pft:
         move = Step(lanes.node, edge, edge, action, result, lanes.live)
         on = (edge != EMPTY) & ~self._is_over(env, params, move)
         tree, child = arrive(tree, children, edge, name.astype(jnp.int32), on)
+        lost = (lanes.live & (edge == EMPTY)) | (on & (child == EMPTY))
+        tree = tally(tree, steps=edge != EMPTY, overflow=lost, stranded=stranded)
         return tree, move._replace(child=child, fresh=(child != EMPTY) & (child >= before))
 
     def _opened(self, tree: Tree, node: Array, rank: Array, legal: Array) -> Array:

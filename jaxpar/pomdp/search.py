@@ -22,7 +22,7 @@ from jaxpar.pomdp.model import (
     num_observations,
     simulate_steps,
 )
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, add_leaves, arrive, empty_tree, take
+from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, add_leaves, arrive, empty_tree, take, tally
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
@@ -70,6 +70,13 @@ class Path(NamedTuple):
     edges: Array
     rewards: Array
     leaf: Array
+
+    def after(self, d: Array, nodes: Array, edges: Array, rewards: Array) -> "Path":
+        """The path with the edges of level `d`, what they earned, and the nodes below them; all `[n]`."""
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)  # unlike `.at`, asks for no bounds
+        return self._replace(
+            nodes=put(self.nodes, nodes, d + 1), edges=put(self.edges, edges, d), rewards=put(self.rewards, rewards, d)
+        )
 
 
 @flax.struct.dataclass
@@ -200,7 +207,7 @@ def while_live(
 def map_lanes(apply: Callable[[Array], PyTree], active: Array, block: int) -> PyTree:
     """`apply(indices [block])` of the active ones of n lanes, block by block, as a pytree of `[n, ...]`.
 
-    What comes back in the place of a lane that is not active means nothing. Costs a sort of n, and work in proportion
+    What comes back in the place of a lane that is not active means nothing. Costs a scatter of n, and work in proportion
     to how many are active, which is worth it where `apply` handles long rows and lanes share them. With a block of n
     or more it is one call for all.
 
@@ -212,9 +219,10 @@ def map_lanes(apply: Callable[[Array], PyTree], active: Array, block: int) -> Py
     count = active.shape[0]
     if block >= count:
         return apply(jnp.arange(count, dtype=jnp.int32))
-    order = jnp.argsort(~active, stable=True).astype(jnp.int32)
-    padded = jnp.pad(order, (0, -count % block), mode="edge")
-    most = jnp.sum(active, dtype=jnp.int32)
+    so_far = jnp.cumsum(active, dtype=jnp.int32)
+    most, place = so_far[-1], jnp.where(active, so_far - 1, EMPTY)
+    padded = jnp.zeros((count + -count % block,), jnp.int32)
+    padded = padded.at[place].set(jnp.arange(count, dtype=jnp.int32), mode="drop", unique_indices=True)
 
     def going(state: tuple) -> Array:
         return anyone(state[0] < most)
@@ -262,11 +270,10 @@ def drawn_from_nothing(belief: Any, count: int) -> Array:
     return jnp.where(getattr(belief, "weightless", False), count, 0).astype(jnp.int32)
 
 
-def moving(tree: Tree, lanes: "Lanes", legal: Array) -> tuple[Tree, "Lanes"]:
-    """Stops, and counts, the live simulations whose states allow no action by `legal` `[n, A]`."""
+def moving(lanes: "Lanes", legal: Array) -> tuple["Lanes", Array]:
+    """Stops the live simulations whose states allow no action by `legal` `[n, A]`, and says which they are."""
     able = jnp.any(legal, axis=1)
-    stranded = tree.stranded + jnp.sum(lanes.live & ~able, dtype=jnp.int32)
-    return dataclasses.replace(tree, stranded=stranded), lanes._replace(live=lanes.live & able)
+    return lanes._replace(live=lanes.live & able), lanes.live & ~able
 
 
 def is_waiting(lanes: "Lanes") -> Array:
@@ -311,9 +318,9 @@ def _descend(
 ) -> tuple[Tree, Path, Lanes]:
     """One level down for every live simulation."""
     select_key, step_key = jax.random.split(key)
-    legal = legal_actions(env, params, lanes.states)
+    legal, stranded = legal_actions(env, params, lanes.states), jnp.zeros(lanes.live.shape, bool)
     if hasattr(env, "action_mask"):
-        tree, lanes = moving(tree, lanes, legal)
+        lanes, stranded = moving(lanes, legal)
         at = jnp.where(lanes.live, lanes.node, EMPTY)
         counts = jnp.sum(legal, axis=1, dtype=jnp.int32)
         tree = dataclasses.replace(tree, node_legal=tree.node_legal.at[at].set(counts, mode="drop"))
@@ -324,11 +331,9 @@ def _descend(
     on = moved & ~result.terminated
     before = tree.num_nodes
     tree, node = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
-    tree = dataclasses.replace(
-        tree,
-        reward_sum=tree.reward_sum.at[edges].add(result.reward, mode="drop"),
-        invalid=tree.invalid + jnp.sum(moved & result.invalid, dtype=jnp.int32),
-    )
+    lost = (lanes.live & ~moved) | (on & (node == EMPTY))
+    tree = tally(tree, steps=moved, overflow=lost, invalid=moved & result.invalid, stranded=stranded)
+    tree = dataclasses.replace(tree, reward_sum=tree.reward_sum.at[edges].add(result.reward, mode="drop"))
     # Who found no edge stays where it is; who never went on keeps its place, too.
     lanes = Lanes(
         states=jax.tree.map(lambda new, old: _where(moved, new, old), result.state, lanes.states),
@@ -337,12 +342,7 @@ def _descend(
         live=on & (node != EMPTY) & ~(planner.stops_at_new & (node >= before)),
         action=jnp.where(moved, actions, lanes.action),
     )
-    path = path._replace(
-        nodes=path.nodes.at[d + 1].set(jnp.where(moved, node, EMPTY)),
-        edges=path.edges.at[d].set(edges),
-        rewards=path.rewards.at[d].set(jnp.where(moved, result.reward, 0.0)),
-    )
-    return tree, path, lanes
+    return tree, path.after(d, jnp.where(moved, node, EMPTY), edges, jnp.where(moved, result.reward, 0.0)), lanes
 
 
 def _where(chosen: Array, new: Array, old: Array) -> Array:

@@ -31,6 +31,7 @@ __all__ = [
     "lineage",
     "speaker",
     "take",
+    "tally",
     "tell_parents",
 ]
 
@@ -107,14 +108,16 @@ def insert(table: Array, slots: Array, wanted: Array, count: Array, capacity: in
         simulation made each new child.
     """
     size, lanes = table.shape[0], capacity + jnp.arange(slots.shape[0], dtype=jnp.int32)
+    # Reads come before writes by this barrier: a read that moves past them has XLA keep a copy of the whole table.
     missing, table = jax.lax.optimization_barrier((wanted & (table[slots] == EMPTY), table))
     claimed = table.at[jnp.where(missing, slots, size)].min(lanes, mode="drop")
     first = missing & (claimed[slots] == lanes)
-    new = count + jnp.cumsum(first, dtype=jnp.int32) - 1
+    so_far = jnp.cumsum(first, dtype=jnp.int32)
+    new = count + so_far - 1
     fits = first & (new < capacity)
     table = claimed.at[jnp.where(first, slots, size)].set(jnp.where(fits, new, EMPTY), mode="drop")
     ids = jnp.where(wanted, table[slots], EMPTY)
-    return table, ids, count + jnp.sum(fits, dtype=jnp.int32), fits
+    return table, ids, jnp.minimum(count + so_far[-1], capacity), fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,14 +211,11 @@ def take(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, A
     capacity, num_actions = tree.edge_visits.shape[0], tree.edges.shape[1]
     slots = jnp.where(live, nodes * num_actions + actions, 0)
     flat, edges, count, _ = insert(tree.edges.reshape(-1), slots, live, tree.num_edges, capacity)
-    lost = jnp.sum(live & (edges == EMPTY), dtype=jnp.int32)
     return dataclasses.replace(
         tree,
         edges=flat.reshape(tree.edges.shape),
         num_edges=count,
         edge_visits=tree.edge_visits.at[edges].add(1, mode="drop"),
-        overflow=tree.overflow + lost,
-        steps=tree.steps + jnp.sum(live, dtype=jnp.int32) - lost,
     ), edges
 
 
@@ -227,8 +227,15 @@ def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) ->
         children=table,
         num_nodes=count,
         node_visits=tree.node_visits.at[nodes].add(1, mode="drop"),
-        overflow=tree.overflow + jnp.sum(live & (nodes == EMPTY), dtype=jnp.int32),
     ), nodes
+
+
+def tally(tree: Tree, **flags: Array) -> Tree:
+    """Adds how many of each `flags` `[n]` are set to the tree's number of that name; one sum, thus one launch, for all."""
+    sums = jnp.sum(jnp.stack(list(flags.values())), axis=1, dtype=jnp.int32)
+    return dataclasses.replace(
+        tree, **{name: getattr(tree, name) + total for name, total in zip(flags, sums, strict=True)}
+    )
 
 
 def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: Any) -> Tree:

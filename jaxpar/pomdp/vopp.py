@@ -349,7 +349,7 @@ def _sums_before(weights: Array) -> Array:
     """Cumulative sums of rows as products with triangles, in blocks of 32: several times faster on every device."""
     size = weights.shape[1]
     if size <= 128:
-        return jnp.matmul(weights, jnp.triu(jnp.ones((size, size))), precision=jax.lax.Precision.HIGHEST)
+        return jnp.matmul(weights, np.triu(np.ones((size, size), np.float32)), precision=jax.lax.Precision.HIGHEST)
     blocks = jnp.pad(weights, ((0, 0), (0, -size % 32))).reshape(weights.shape[0], -1, 32)
     within, totals = _sums_before(blocks.reshape(-1, 32)).reshape(blocks.shape), _sums_before(blocks.sum(2))
     before = jnp.pad(totals[:, :-1], ((0, 0), (1, 0)))
