@@ -234,7 +234,7 @@ def map_lanes(apply: Callable[[Array], PyTree], active: Array, block: int) -> Py
         return first + block, made
 
     shapes = jax.eval_shape(apply, jax.ShapeDtypeStruct((block,), jnp.int32))
-    empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)
+    empty = jax.tree.map(lambda x: jax.lax.empty((count, *x.shape[1:]), x.dtype), shapes)
     return jax.lax.while_loop(going, advance, (jnp.zeros((), jnp.int32), empty))[1]
 
 

@@ -267,7 +267,7 @@ def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tre
         values: float32 `[n]`, equal for equal nodes.
     """
     stamp, who = speaker(tree.stamp, nodes)
-    mine = who == jnp.arange(nodes.shape[0], dtype=jnp.int32)
+    mine = (who == jnp.arange(nodes.shape[0], dtype=jnp.int32)) & (nodes != EMPTY)  # `EMPTY` reads the last node's stamp
     mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
     change = mass - tree.weighted.at[nodes].get(mode="clip")
     return dataclasses.replace(

@@ -1,5 +1,7 @@
 """The tensor tree against a tree of dictionaries, and its parts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from plain_tree import PlainTree, Recorded, RecordedVopp, recorded
 from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
-from jaxpar.pomdp import ParticleBelief
+from jaxpar.pomdp import ParticleBelief, Pomcp, Vopp
 from jaxpar.pomdp.search import while_live
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, empty_tree, insert
 from jaxpar.types import UsageError
@@ -64,6 +66,29 @@ def test_equals_a_plain_tree_node_for_node(world, back_end, unvisited, widen):
         assert int(tree.edge_visits[row]) == visits
         got = [float(x[row]) for x in (tree.reward_sum, tree.psi, tree.value)]
         np.testing.assert_allclose(got, [rewards, psi, value], rtol=1e-4, atol=1e-3)
+
+
+FULL = {"max_depth": 6, "max_nodes": 8, "max_edges": 4096, "children": Dense(2)}
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [
+        Vopp(64, 100, leaf="rollout", eta=0.1, depth_scale=6.0, **FULL),
+        Vopp(64, 100, leaf="rollout", eta=0.1, depth_scale=6.0, sweep="tree", **FULL),
+        Pomcp(64, 100, backup="best", **FULL),
+    ],
+    ids=["visited", "tree", "best"],
+)
+def test_edges_of_a_full_tree_hold_the_sums_of_the_nodes_below_them(planner):
+    """And edges that ended hold 0: a lane that is nowhere must not speak for the last node."""
+    search = jax.jit(lambda key: planner.search(key, Tiger(), Tiger().default_params, Known(0.5)))
+    tree = search(jax.random.key(0)).tree
+    edge, _, node = planner.children.links(tree.children)
+    mass = jnp.where(node == EMPTY, 0.0, tree.weighted.at[node].get(mode="clip"))
+    assert int(tree.overflow) > 0 and int(tree.num_nodes) == 8
+    want = jnp.zeros(tree.future_sum.shape).at[edge].add(mass)
+    np.testing.assert_allclose(tree.future_sum, want, rtol=1e-3, atol=2.0)
 
 
 def test_insertion_gives_equal_slots_one_id_and_counts_what_has_no_room():
