@@ -255,6 +255,8 @@ class Pft:
         action = upper_confidence(tree, lanes.node, rank, legal, self.exploration)
         earlier = tree.edges.at[lanes.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)
+        visits, before_taken = jax.lax.optimization_barrier((visits, tree.edges))  # else XLA copies them, as in `insert`
+        tree = dataclasses.replace(tree, edges=before_taken)
         tree, edge = take(tree, lanes.node, action, lanes.live)
         keys = jax.random.split(step_key, action.shape[0])
         result = jax.vmap(lambda key, state, action: step(key, env, state, action, params))(keys, lanes.states, action)

@@ -164,10 +164,12 @@ def _batch(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, se
     draw_key, level_key, leaf_key = jax.random.split(key, 3)
     discount = discount_of(params, planner.discount)
     search, path, lanes, depth = embark(draw_key, planner, env, params, belief, search)
+    levels = jnp.arange(planner.max_depth)
+    keys = jax.vmap(lambda d: jax.random.split(jax.random.fold_in(level_key, d)))(levels)  # at once: fewer launches
 
     def level(d: Array, carry: tuple) -> tuple:
         tree, path, lanes = carry
-        return _descend(jax.random.fold_in(level_key, d), planner, env, params, tree, path, lanes, d)
+        return _descend(keys[d], planner, env, params, tree, path, lanes, d)
 
     depth, (tree, path, lanes) = while_live(depth, level, (search.tree, path, lanes), lambda carry: carry[2].live)
     waiting, length = is_waiting(lanes), planner.rollout_depth
@@ -314,10 +316,10 @@ class Lanes(NamedTuple):
 
 
 def _descend(
-    key: PRNGKey, planner: Any, env: Any, params: PyTree, tree: Tree, path: Path, lanes: Lanes, d: Array
+    keys: PRNGKey, planner: Any, env: Any, params: PyTree, tree: Tree, path: Path, lanes: Lanes, d: Array
 ) -> tuple[Tree, Path, Lanes]:
-    """One level down for every live simulation."""
-    select_key, step_key = jax.random.split(key)
+    """One level down for every live simulation; consumes both `keys` `[2]`."""
+    select_key, step_key = keys
     legal, stranded = legal_actions(env, params, lanes.states), jnp.zeros(lanes.live.shape, bool)
     if hasattr(env, "action_mask"):
         lanes, stranded = moving(lanes, legal)
