@@ -33,6 +33,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.model import discount_of, is_traced, legal_actions, num_actions
 from jaxpar.pomdp.scenarios import HORIZON, UPPER, default_actions, scenario_bounds, scenario_keys, scenario_steps
 from jaxpar.pomdp.search import PlanInfo, children_of, drawn_from_nothing, plan, refuse_ended, repeat_until
@@ -397,7 +398,7 @@ class Despot:
         return dataclasses.replace(
             tree,
             block=block,
-            edge=tree.edge.at[edges].add(gain, mode="drop"),
+            edge=add_at(tree.edge, edges, gain),
             particle_node=tree.particle_node.at[own].set(ids, mode="drop"),
             particle_block=tree.particle_block.reshape(-1)
             .at[jnp.where(grow, walk.particle, EMPTY)]
@@ -418,7 +419,8 @@ class Despot:
     def _add_nodes(self, tree: ScenarioTree, ids: Array, default: Array, upper: Array) -> tuple[ScenarioTree, Array]:
         """New nodes `ids` `[K, A]`, each the sum of its scenarios, and the values shared among these, `[K, A, 2]`."""
         lanes = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
-        born = tree.born.at[ids].add(jnp.stack([jnp.ones_like(default), default, upper], axis=-1), mode="drop")
+        more = jnp.stack([jnp.ones_like(default), default, upper], axis=-1)
+        born = add_at(tree.born, ids.reshape(-1), more.reshape(-1, 3))
         count, default, utility = jnp.moveaxis(born.at[ids].get(mode="clip"), -1, 0)
         utility = jnp.maximum(utility, default)
         values = jnp.stack([default, jnp.maximum(default, utility - self.regularization)], axis=-1)
@@ -446,8 +448,9 @@ class Despot:
             old = tree.node.at[node].get(mode="clip")
             default = tree.born.at[node].get(mode="clip")[:, DEFAULT, None]
             block, action = (x.at[node].get(mode="fill", fill_value=EMPTY) for x in (tree.block, tree.action))
-            change = jnp.zeros_like(change).at[first].add(change, mode="drop")
-            edge = tree.edge.at[block, action].add(change, mode="drop")
+            change = add_at(jnp.zeros_like(change), first, change)
+            place = jnp.where(block == EMPTY, EMPTY, block * tree.edge.shape[1] + action)
+            edge = add_at(tree.edge.reshape(-1, 2), place, change).reshape(tree.edge.shape)
             rows = edge.at[block].get(mode="clip")
             inner = (block != EMPTY)[:, None]
             new = jnp.where(inner, jnp.maximum(rows.max(axis=1), default), old)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import step
+from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_observations
 from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
@@ -237,7 +238,7 @@ class Pft:
         path = path._replace(rewards=jnp.where(finite, path.rewards, 0.0))
         tree = dataclasses.replace(
             tree,
-            reward_sum=tree.reward_sum.at[path.edges].add(path.rewards, mode="drop"),
+            reward_sum=add_at(tree.reward_sum, path.edges.reshape(-1), path.rewards.reshape(-1)),
             invalid=tree.invalid + jnp.sum(~finite, dtype=jnp.int32),
         )
         tree, path = land(tree, path, lanes, leaves, discount)
@@ -255,7 +256,9 @@ class Pft:
         action = upper_confidence(tree, lanes.node, rank, legal, self.exploration)
         earlier = tree.edges.at[lanes.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)
-        visits, before_taken = jax.lax.optimization_barrier((visits, tree.edges))  # else XLA copies them, as in `insert`
+        visits, before_taken = jax.lax.optimization_barrier(
+            (visits, tree.edges)
+        )  # else XLA copies them, as in `insert`
         tree = dataclasses.replace(tree, edges=before_taken)
         tree, edge = take(tree, lanes.node, action, lanes.live)
         keys = jax.random.split(step_key, action.shape[0])

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -110,7 +111,7 @@ def add_returns(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
         d = depth - i
         edges = path.edges[d]
         future = jnp.where((path.nodes[d] != EMPTY) & (edges == EMPTY), path.leaf, future)
-        sums = tree.future_sum.at[edges].add(future, mode="drop")
+        sums = add_at(tree.future_sum, edges, future)
         total = tree.reward_sum.at[edges].get(mode="clip") + discount * sums.at[edges].get(mode="clip")
         mean = total / jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
         tree = dataclasses.replace(tree, future_sum=sums, value=tree.value.at[edges].set(mean, mode="drop"))

@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.model import (
     discount_of,
     leaf_values,
@@ -335,7 +336,7 @@ def _descend(
     tree, node = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
     lost = (lanes.live & ~moved) | (on & (node == EMPTY))
     tree = tally(tree, steps=moved, overflow=lost, invalid=moved & result.invalid, stranded=stranded)
-    tree = dataclasses.replace(tree, reward_sum=tree.reward_sum.at[edges].add(result.reward, mode="drop"))
+    tree = dataclasses.replace(tree, reward_sum=add_at(tree.reward_sum, edges, result.reward))
     # Who found no edge stays where it is; who never went on keeps its place, too.
     lanes = Lanes(
         states=jax.tree.map(lambda new, old: _where(moved, new, old), result.state, lanes.states),

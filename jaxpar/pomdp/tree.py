@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pomdp.adding import add_at
 from jaxpar.types import Array, UsageError
 
 __all__ = [
@@ -245,9 +246,9 @@ def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: 
     """
     return dataclasses.replace(
         tree,
-        leaf_sum=tree.leaf_sum.at[nodes].add(values, mode="drop"),
+        leaf_sum=add_at(tree.leaf_sum, nodes, values),
         leaf_visits=tree.leaf_visits.at[nodes].add(1, mode="drop"),
-        reward_sum=tree.reward_sum.at[edges].add(discount * values, mode="drop"),
+        reward_sum=add_at(tree.reward_sum, edges, discount * values),
     )
 
 
@@ -267,14 +268,16 @@ def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tre
         values: float32 `[n]`, equal for equal nodes.
     """
     stamp, who = speaker(tree.stamp, nodes)
-    mine = (who == jnp.arange(nodes.shape[0], dtype=jnp.int32)) & (nodes != EMPTY)  # `EMPTY` reads the last node's stamp
+    mine = (who == jnp.arange(nodes.shape[0], dtype=jnp.int32)) & (
+        nodes != EMPTY
+    )  # `EMPTY` reads the last node's stamp
     mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
     change = mass - tree.weighted.at[nodes].get(mode="clip")
     return dataclasses.replace(
         tree,
         stamp=stamp,
         weighted=tree.weighted.at[nodes].set(mass, mode="drop"),
-        future_sum=tree.future_sum.at[jnp.where(mine, parents, EMPTY)].add(change, mode="drop"),
+        future_sum=add_at(tree.future_sum, jnp.where(mine, parents, EMPTY), change),
     )
 
 

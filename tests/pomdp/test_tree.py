@@ -1,6 +1,5 @@
 """The tensor tree against a tree of dictionaries, and its parts."""
 
-import dataclasses
 
 import jax
 import jax.numpy as jnp
