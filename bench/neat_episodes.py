@@ -1,6 +1,6 @@
 """How many useful environment steps a second does evolution make, beside TensorNEAT?
 
-    python bench/neat_episodes.py --tensorneat FOLDER                        # CartPole; FOLDER is a checkout of TensorNEAT
+    python bench/neat_episodes.py --tensorneat FOLDER          # CartPole; FOLDER is a checkout of TensorNEAT
     python bench/neat_episodes.py --tensorneat FOLDER --env DoublePole --population 10000 --generations 10
 
 Both sides evolve from the start, generation by generation, on the same environment code, with as many episodes a

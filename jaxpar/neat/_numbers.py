@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 __all__ = ["NotNumbers", "by_numbers"]
@@ -62,7 +63,7 @@ def by_numbers(f: Callable[..., Sequence[Any]], *likes: Any) -> Callable[..., li
 
 
 def _const(value: Any) -> np.ndarray | None:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise NotNumbers("it closes over a traced array")
     if jnp.issubdtype(jnp.asarray(value).dtype, jax.dtypes.extended):
         return None  # a key; whoever reads it fails
@@ -86,7 +87,8 @@ def _walk(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]
             needed.update(var for var in equation.invars if not isinstance(var, Literal))
 
     def read(atom: Any) -> Any:
-        return _numbers(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, Literal) else names[atom]
+        kind: Any = atom.aval
+        return _numbers(np.asarray(atom.val, kind.dtype)) if isinstance(atom, Literal) else names[atom]
 
     for equation in reversed(live):
         name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
@@ -113,7 +115,7 @@ def _either(branches: Sequence[Any], index: np.ndarray, *values: np.ndarray) -> 
     found = every[0]
     for number, results in enumerate(every[1:], 1):
         here = index[()]
-        chosen = here == number if jnp.result_type(here) != bool else here
+        chosen = here == number if jnp.asarray(here).dtype != jnp.bool_ else here
         found = [_elementwise(lambda old, new, c=chosen: jnp.where(c, new, old), old, new)
                  for old, new in zip(found, results, strict=True)]  # fmt: skip
     return found
@@ -129,7 +131,7 @@ def _applied(name: str, equation: Any, values: list[np.ndarray]) -> list[np.ndar
         return [_reduced(REDUCTIONS[name], values[0], params["axes"])]
     if name in ("argmax", "argmin"):
         return [_extreme(name, values[0], params["axes"], params["index_dtype"])]
-    x = values[0] if values else None
+    x: Any = values[0] if values else None
     match name:
         case "reshape" | "squeeze" | "expand_dims":
             return [x.reshape(shape)]

@@ -196,9 +196,8 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
             return values[..., config.num_inputs : config.num_ends]
 
         by_kernel = on_gpu(networks) and inputs.shape[1] <= _KERNEL_ROWS
-        out = (
-            jax.lax.platform_dependent(default=swept, cuda=lambda: settled(networks, inputs)) if by_kernel else swept()
-        )
+        settle = lambda: settled(networks, inputs)  # noqa: E731
+        out = jax.lax.platform_dependent(default=swept, cuda=settle) if by_kernel else swept()
         return (out if x.ndim == 3 else out[:, 0]), ()
     values = carry if x.ndim == 3 else carry[:, None]
     if config.kind == "recurrent":

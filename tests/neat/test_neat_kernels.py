@@ -2,7 +2,6 @@
 
 import contextlib
 
-import envs
 import gymnax
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from plain_neat import Network, random_genomes
 
+import envs
 from jaxpar.env import adapt
 from jaxpar.neat import Episodes, Neat, NeatConfig, apply, ends_of, express
 from jaxpar.neat._kernels import settled
@@ -31,9 +31,8 @@ def made(name):
 def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
     env, params = made(name)
     config = NeatConfig(*ends_of(env, params, True), 6, nodes, 3 * nodes, 4, "fast", kind=kind)
-    networks = jax.tree.map(
-        jnp.asarray, express(config, random_genomes(np.random.default_rng(8), config, config.population))
-    )
+    genomes = random_genomes(np.random.default_rng(8), config, config.population)
+    networks = jax.tree.map(jnp.asarray, express(config, genomes))
     return _Game(jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0))
 
 
