@@ -35,11 +35,13 @@ def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
     """Dense ids below S C of the centres' marks; every other mark gets S C.
 
     Marks are looked up in a hash table, by their low bits; where two marks of centres fall together, which takes marks
-    that are thousands of innovations apart, by binary search.
+    that are thousands of innovations apart, by binary search. A GPU always searches: that is one kernel, and to ask
+    whether marks collide would make it wait for its host.
 
     Returns:
         Ids of the centres' genes, int32 `[S, C]`, and of `marks`, of their shape.
     """
+    on_gpu = jax.default_backend() == "gpu"
     ordered = jnp.sort(jnp.where(centres.on, centres.mark, _NONE).reshape(-1))
     room = len(ordered)
     is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != _NONE)
@@ -61,10 +63,11 @@ def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
             is_smaller = (further <= room) & (ordered[jnp.minimum(further, room) - 1] < marks)
             return jnp.where(is_smaller, further, at)
 
-        return jax.lax.fori_loop(0, longest, halve, jnp.zeros_like(marks))
+        unroll = longest if on_gpu else 1
+        return jax.lax.fori_loop(0, longest, halve, jnp.zeros_like(marks), unroll=unroll)
 
     asked = jnp.concatenate([centres.mark.reshape(-1), marks.reshape(-1)])
-    at = jax.lax.cond(collides, searched, hashed, asked)
+    at = searched(asked) if on_gpu else jax.lax.cond(collides, searched, hashed, asked)
     found = jnp.where(padded[at] == asked, at, room)
     own = jnp.where(centres.on, found[: centres.mark.size].reshape(centres.mark.shape), room)
     return own, found[centres.mark.size :].reshape(marks.shape)

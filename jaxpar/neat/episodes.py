@@ -4,10 +4,14 @@ P networks have E episodes each, and L lanes play them: a lane that finishes an 
 begun, so a network that lives long holds up its own lane alone. When none is left, those that still play move together
 into half as many lanes, again and again, so few lane-steps are made for nothing. Every draw depends on the episode and
 its step, not on the lane, so neither L nor the number of devices changes a score.
+
+On a CUDA GPU an environment whose steps draw nothing, such as a cart with poles, is played by one kernel instead: a
+program an episode, from its first step to its last (`jaxpar.neat._kernels`).
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxpar.env import Box, Discrete, reset, step
 from jaxpar.mesh import mesh_axes
+from jaxpar.neat._kernels import NotNumbers, Play, on_gpu, played
 from jaxpar.neat.network import Networks, apply, start
 from jaxpar.neat.search import Score
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
@@ -152,6 +157,49 @@ class _Game(NamedTuple):
         kept = jnp.argsort(~busy(now), stable=True)[: max(until, 1)]
         return jax.tree.map(lambda x: x[kept], now), table
 
+    def by_lanes(self, lanes: int, narrows: bool) -> Played:
+        """Plays all episodes on lanes, step by step."""
+        lanes = min(lanes, self.num_jobs)
+        now = self.begun(jnp.arange(lanes, dtype=jnp.int32))
+        table = _Table(jnp.zeros((self.num_jobs, 2), jnp.float32), jnp.int32(0))
+        if lanes < self.num_jobs:
+            now, table = self.refilled(now, table)
+        while lanes:
+            lanes = lanes // 2 if narrows else 0
+            now, table = self.drained(now, table, lanes)
+        returns, lengths = table.results.T.reshape(2, len(self.networks.bias), self.episodes)
+        return Played(returns, lengths.astype(jnp.int32), table.made)
+
+    def in_numbers(self) -> Play:
+        """A step of one episode, in numbers; raises `NotNumbers`."""
+
+        def move(state, params, y):
+            action = act(self.env.action_space(params), y, *self.output_range)
+            after = step(jax.random.key(0), self.env, state, action, params)  # a draw is refused, so no key is used
+            return after.state, after.obs, after.reward, after.terminated | after.truncated
+
+        state = jax.eval_shape(lambda: self.begun(jnp.zeros(1, jnp.int32)).state)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        return Play.of(move, one, self.params, self.networks.config.num_outputs)
+
+    def by_kernel(self, interpret: bool = False) -> Callable[[], Played] | None:
+        """What plays every episode whole inside a kernel, where there is a GPU and the environment permits it."""
+        if not (interpret or on_gpu(self.networks)):
+            return None
+        try:
+            moves = self.in_numbers()
+        except NotNumbers:
+            return None
+
+        def run() -> Played:
+            begun = self.begun(jnp.arange(self.num_jobs, dtype=jnp.int32))
+            returns, lengths = played(moves, self.networks, begun.state, begun.obs, self.episodes, self.max_steps,
+                                      self.constant, interpret=interpret)  # fmt: skip
+            shape = len(self.networks.bias), self.episodes
+            return Played(returns.reshape(shape), lengths.reshape(shape), jnp.sum(lengths))
+
+        return run
+
 
 def play(
     key: PRNGKey, networks: Networks, env: Any, params: PyTree, episodes: int, lanes: int, max_steps: int,
@@ -189,16 +237,8 @@ def play(
         raise UsageError(f"output_range={output_range} must ascend.")
     networks = jax.tree.map(jnp.asarray, networks)  # indexed by traced numbers
     game = _Game(key, networks, env, params, levels, episodes, max_steps, constant, output_range)
-    lanes = min(lanes, game.num_jobs)
-    now = game.begun(jnp.arange(lanes, dtype=jnp.int32))
-    table = _Table(jnp.zeros((game.num_jobs, 2), jnp.float32), jnp.int32(0))
-    if lanes < game.num_jobs:
-        now, table = game.refilled(now, table)
-    while lanes:
-        lanes = lanes // 2 if narrows else 0
-        now, table = game.drained(now, table, lanes)
-    returns, lengths = table.results.T.reshape(2, len(networks.bias), episodes)
-    return Played(returns, lengths.astype(jnp.int32), table.made)
+    kernel, by_lanes = game.by_kernel(), lambda: game.by_lanes(lanes, narrows)
+    return by_lanes() if kernel is None else jax.lax.platform_dependent(default=by_lanes, cuda=kernel)
 
 
 @dataclasses.dataclass(frozen=True)

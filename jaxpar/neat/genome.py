@@ -146,10 +146,14 @@ def initial(config: NeatConfig, weights: Array, biases: Array) -> Genomes:
 def first(mask: Array, axis: int = 1) -> tuple[Array, Array]:
     """The place of the first True along an axis, and whether there is any: int32 (0 where there is none) and bool.
 
-    One reduction of both, which compilers turn into one loop without branches, however `mask` is computed.
+    On a CPU one reduction of both, which compiles to one loop without branches, however `mask` is computed; on a GPU of
+    places alone, into which XLA fuses what computes `mask`.
     """
     places = jax.lax.broadcasted_iota(jnp.int32, mask.shape, axis)
     nowhere = jnp.int32(mask.shape[axis])
+    if jax.default_backend() == "gpu":
+        place = jnp.min(jnp.where(mask, places, nowhere), axis)
+        return jnp.where(place < nowhere, place, 0), place < nowhere
 
     def least(one, two):
         return one[0] | two[0], jnp.minimum(one[1], two[1])

@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.neat._kernels import on_gpu, settled
 from jaxpar.neat.config import NeatConfig
 from jaxpar.neat.functions import activate, aggregate, is_bounded
 from jaxpar.neat.genome import Genomes
@@ -21,6 +22,8 @@ from jaxpar.types import Array, PyTree, UsageError
 __all__ = ["Networks", "apply", "express", "form_of", "start", "with_networks"]
 
 _SEGMENTS = {"sum": 0.0, "mean": 0.0, "product": 1.0, "max": -jnp.inf, "min": jnp.inf}
+_KERNEL_ROWS = 64
+"""Inputs of a network up to which one program a network computes them on a GPU; more go through products."""
 _EDGE_PRICE = 16
 """What a gather and a scatter of one connection cost, in entries of a matrix."""
 
@@ -187,20 +190,26 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
         return jnp.where(is_input, padded, values)
 
     if config.kind == "feedforward":
-        values = jax.lax.fori_loop(0, networks.sweeps, lambda _, v: placed(_computed(networks, v)), padded)
-        new = ()
+
+        def swept():
+            values = jax.lax.fori_loop(0, networks.sweeps, lambda _, v: placed(_computed(networks, v)), padded)
+            return values[..., config.num_inputs : config.num_ends]
+
+        by_kernel = on_gpu(networks) and inputs.shape[1] <= _KERNEL_ROWS
+        settle = lambda: settled(networks, inputs)  # noqa: E731
+        out = jax.lax.platform_dependent(default=swept, cuda=settle) if by_kernel else swept()
+        return (out if x.ndim == 3 else out[:, 0]), ()
+    values = carry if x.ndim == 3 else carry[:, None]
+    if config.kind == "recurrent":
+        values = placed(_computed(networks, placed(values)))
     else:
-        values = carry if x.ndim == 3 else carry[:, None]
-        if config.kind == "recurrent":
-            values = placed(_computed(networks, placed(values)))
-        else:
-            rate = -jnp.expm1(-config.time_step / networks.time_constant)[:, None]
+        rate = -jnp.expm1(-config.time_step / networks.time_constant)[:, None]
 
-            def relax(_, values):
-                return placed(values + rate * (_computed(networks, placed(values)) - values))
+        def relax(_, values):
+            return placed(values + rate * (_computed(networks, placed(values)) - values))
 
-            values = jax.lax.fori_loop(0, config.sub_steps, relax, values)
-        new = values if x.ndim == 3 else values[:, 0]
+        values = jax.lax.fori_loop(0, config.sub_steps, relax, values)
+    new = values if x.ndim == 3 else values[:, 0]
     out = values[..., config.num_inputs : config.num_ends]
     return (out if x.ndim == 3 else out[:, 0]), new
 

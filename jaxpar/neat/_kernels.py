@@ -1,0 +1,263 @@
+"""On a CUDA GPU: all networks in one kernel, and whole episodes in one kernel, by Pallas and Triton.
+
+A program has a network's matrix in registers. `settled` sweeps over its nodes until none changes, which is the deepest
+level of that network and not of all. `played` plays an episode to its end: no lane waits for another, and nothing is
+launched for a step. The environment's step is inlined, number by number (`jaxpar.neat._numbers`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxpar.neat._numbers import NotNumbers, by_numbers
+from jaxpar.neat.config import NeatConfig
+from jaxpar.neat.functions import activate
+from jaxpar.types import Array, PyTree
+
+__all__ = ["NotNumbers", "Play", "WIDEST", "on_gpu", "played", "settled"]
+
+WIDEST = 64
+"""Node slots of a network, at most: a matrix of these fills the registers of four warps."""
+
+NUMBERS = {jnp.dtype(name) for name in ("float32", "int32", "uint32", "bool")}
+
+
+def on_gpu(networks: Any) -> bool:
+    """Whether JAX's first platform is a GPU, and kernels take these networks; what is lowered for others goes on."""
+    config = networks.config
+    plain = config.aggregations == ("sum",) and config.kind in ("feedforward", "recurrent")
+    fits = networks.width <= WIDEST and networks.bias.dtype == jnp.float32
+    return jax.default_backend() == "gpu" and plain and fits
+
+
+def slots_of(width: int) -> int:
+    """The slots of a kernel's network: the next power of two."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+class _Net(NamedTuple):
+    """One network in a program: `[w, w]`, then `[w]` each."""
+
+    matrix: Any
+    bias: Any
+    response: Any
+    activation: Any
+
+    @classmethod
+    def read(cls, *refs: Any) -> "_Net":
+        return cls(*(ref[0] for ref in refs))
+
+    def swept(self, config: NeatConfig, values: Array, inputs: Array) -> Array:
+        """All nodes from all others; `inputs` at the slots of inputs."""
+        names: Any = config.activations
+        total = jnp.sum(self.matrix * values[None, :], 1)
+        new = activate(names, self.activation, self.bias + self.response * total)
+        return jnp.where(_slots(values) < config.num_inputs, inputs, new)
+
+    def called(self, config: NeatConfig, memory: Array, inputs: Array) -> Array:
+        """The nodes after a call: swept once if recurrent, else until none changes."""
+        if config.kind == "recurrent":
+            return self.swept(config, jnp.where(_slots(memory) < config.num_inputs, inputs, memory), inputs)
+
+        def go_on(carry):
+            return carry[1] & (carry[2] < len(inputs))
+
+        def body(carry):
+            new = self.swept(config, carry[0], inputs)
+            return new, jnp.max((new != carry[0]).astype(jnp.int32)) > 0, carry[2] + 1
+
+        return jax.lax.while_loop(go_on, body, (inputs, jnp.bool_(True), jnp.int32(0)))[0]
+
+
+def _slots(values: Array) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
+
+
+def _options(width: int, interpret: bool) -> dict[str, Any]:
+    if interpret:
+        return {"interpret": True}
+    from jax.experimental.pallas import triton
+
+    return {"compiler_params": triton.CompilerParams(num_warps=max(1, width * width // 1024), num_stages=1)}
+
+
+def _padded(networks: Any) -> tuple[Array, ...]:
+    """The arrays of `_Net` of all networks, at a kernel's width."""
+    count, width = networks.bias.shape
+    wide = slots_of(width)
+    more = wide - width
+    if networks.matrix is not None:
+        matrix = jnp.pad(networks.matrix, ((0, 0), (0, more), (0, more))) if more else networks.matrix
+    else:
+        is_edge = networks.target < width
+        place = jnp.where(is_edge, networks.target * wide + networks.source, wide * wide)
+        flat = jnp.zeros((count, wide * wide), networks.weight.dtype)
+        flat = flat.at[jnp.arange(count)[:, None], place].set(networks.weight, mode="drop", unique_indices=True)
+        matrix = flat.reshape(count, wide, wide)
+    rest = (networks.bias, networks.response, networks.activation)
+    return matrix, *(jnp.pad(x, ((0, 0), (0, more))) for x in rest)
+
+
+def _net_specs(wide: int, owner: Callable[[Any], Any]) -> list[pl.BlockSpec]:
+    return [pl.BlockSpec((1, wide, wide), lambda i: (owner(i), 0, 0)),
+            *(pl.BlockSpec((1, wide), lambda i: (owner(i), 0)) for _ in range(3))]  # fmt: skip
+
+
+def settled(networks: Any, x: Array, *, interpret: bool = False) -> Array:
+    """`apply` of feed-forward networks: float32 `[P, B, O]` from `[P, B, I]`; a program a network."""
+    config, wide = networks.config, slots_of(networks.width)
+    count, rows = x.shape[:2]
+    placed = jnp.pad(x, ((0, 0), (0, 0), (0, wide - config.num_inputs)))
+
+    def kernel(*refs):
+        net, x_ref, out_ref = _Net.read(*refs[:4]), refs[4], refs[5]
+
+        def row(b, _):
+            inputs = x_ref[0, b]
+            out_ref[0, b] = net.called(config, inputs, inputs)
+            return 0
+
+        jax.lax.fori_loop(0, rows, row, 0)
+
+    block = pl.BlockSpec((1, rows, wide), lambda i: (i, 0, 0))
+    out = pl.pallas_call(
+        kernel, grid=(count,), in_specs=[*_net_specs(wide, lambda i: i), block], out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(placed.shape, placed.dtype), name="settled", **_options(wide, interpret),
+    )(*_padded(networks), placed)  # fmt: skip
+    return out[..., config.num_inputs : config.num_ends]
+
+
+class Play(NamedTuple):
+    """What episodes do, in numbers: made once by `Play.of`, or refused.
+
+    Attributes:
+        step: numbers of the state, of the parameters and the network's outputs in; the state's, the observation's,
+            the reward and whether the episode ended, out.
+        state: dtypes of the state's numbers.
+        params: the environment's parameters, numbers by dtype.
+    """
+
+    step: Callable[..., list[Any]]
+    state: tuple[Any, ...]
+    params: PyTree
+
+    @classmethod
+    def of(cls, move: Callable[[PyTree, PyTree, Array], tuple], state: PyTree, params: PyTree, outputs: int) -> "Play":
+        """Takes `move(state, params, y) -> (state, obs, reward, ended)` of one episode apart.
+
+        Args:
+            move: pure; what it draws must not matter.
+            state: its state, or `jax.ShapeDtypeStruct`s.
+            params: arrays or numbers.
+            outputs: O, the length of `y`.
+
+        Raises:
+            NotNumbers: with the reason.
+        """
+        params = jax.tree.map(jnp.asarray, params)
+        trees = state, params, jax.ShapeDtypeStruct((outputs,), jnp.float32)
+        leaves, structure = jax.tree.flatten(trees)
+        for leaf in leaves:
+            if leaf.dtype not in NUMBERS:
+                raise NotNumbers(f"an array is {leaf.dtype}")
+
+        def flat(*leaves: Any) -> list[Any]:
+            state, obs, reward, ended = move(*jax.tree.unflatten(structure, leaves))
+            numbers = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(obs)]
+            return [*jax.tree.leaves(state), *numbers, jnp.asarray(reward, jnp.float32), jnp.asarray(ended, bool)]
+
+        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(state) for _ in range(leaf.size))
+        return cls(by_numbers(flat, *leaves), dtypes, params)
+
+
+def _columns(leaves: list[Array], lead: int) -> tuple[Array, Array]:
+    """All numbers of arrays `[*lead, ...]` as float32 and int32 columns, at least one of each."""
+    kinds: tuple[list[Array], list[Array]] = ([], [])
+    for leaf in leaves:
+        flat = leaf.reshape(*leaf.shape[:lead], -1)
+        is_real = leaf.dtype == jnp.float32
+        if leaf.dtype == jnp.uint32:
+            flat = jax.lax.bitcast_convert_type(flat, jnp.int32)
+        kinds[not is_real].append(flat if is_real else flat.astype(jnp.int32))
+    shape = leaves[0].shape[:lead] if leaves else ()
+    nothing = [jnp.zeros((*shape, 1), dtype) for dtype in (jnp.float32, jnp.int32)]
+    reals, whole = (jnp.concatenate([*kind, none], lead) for kind, none in zip(kinds, nothing, strict=True))
+    return reals, whole
+
+
+def _read(dtypes: tuple[Any, ...], real: Callable[[int], Any], whole: Callable[[int], Any]) -> list[Any]:
+    """The numbers that `_columns` put away, in their order."""
+    found, used = [], [0, 0]
+    for dtype in dtypes:
+        kind = int(dtype != jnp.float32)
+        value = (real, whole)[kind](used[kind])
+        used[kind] += 1
+        if dtype == jnp.uint32:
+            value = jax.lax.bitcast_convert_type(value, jnp.uint32)
+        found.append(value != 0 if dtype == jnp.bool_ else value)
+    return found
+
+
+def played(
+    play: Play, networks: Any, states: PyTree, obs: PyTree, episodes: int, max_steps: int, constant: bool,
+    *, interpret: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Plays all episodes of P networks: float32 `[P E]` returns and int32 `[P E]` lengths; a program an episode.
+
+    Args:
+        play: the step, in numbers.
+        networks: P of them.
+        states: of all episodes at their beginning, `[P E, ...]`; network p has those from p E on.
+        obs: what is seen of them.
+        episodes: E.
+        max_steps: of an episode.
+        constant: whether a last input of 1 follows the observation.
+        interpret: runs on any platform, slowly.
+    """
+    config, wide = networks.config, slots_of(networks.width)
+    jobs = len(networks.bias) * episodes
+    dtypes = tuple(x.dtype for x in jax.tree.leaves(play.params) for _ in range(x.size))
+    seen = [jnp.asarray(x, jnp.float32).reshape(jobs, -1) for x in jax.tree.leaves(obs)]
+    reals, wholes = _columns([*jax.tree.leaves(states), *seen], 1)
+    given = _columns(jax.tree.leaves(play.params), 0)
+    count = config.num_inputs - constant
+
+    def kernel(*refs):
+        net, (real, whole, param, flag, returns, lengths) = _Net.read(*refs[:4]), refs[4:]
+        state_and_obs = (*play.state, *(jnp.dtype("float32"),) * count)
+        begun = _read(state_and_obs, lambda k: real[0, k], lambda k: whole[0, k])
+        params = _read(dtypes, lambda k: param[k], lambda k: flag[k])
+        slot = _slots(net.bias)
+
+        def go_on(carry):
+            return ~carry[-1] & (carry[-2] < max_steps)
+
+        def body(carry):
+            *numbers, memory, total, time, _ = carry
+            state, obs = numbers[: len(play.state)], numbers[len(play.state) :]
+            inputs = jnp.where(slot == count, float(constant), 0.0)
+            for k, value in enumerate(obs):
+                inputs = jnp.where(slot == k, value, inputs)
+            nodes = net.called(config, memory, inputs)
+            y = [jnp.sum(jnp.where(slot == config.num_inputs + o, nodes, 0.0)) for o in range(config.num_outputs)]
+            *after, reward, ended = play.step(*state, *params, *y)
+            after = [jnp.asarray(x, dtype) for x, dtype in zip(after, state_and_obs, strict=True)]
+            return (*after, nodes, total + reward, time + 1, jnp.asarray(ended, bool))
+
+        first = (*begun, jnp.zeros_like(net.bias), jnp.float32(0), jnp.int32(0), jnp.bool_(False))
+        *_, total, time, _ = jax.lax.while_loop(go_on, body, first)
+        returns[0], lengths[0] = total, time
+
+    own = lambda x: pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))  # noqa: E731
+    shared = lambda x: pl.BlockSpec(x.shape, lambda i: (0,))  # noqa: E731
+    number = pl.BlockSpec((1,), lambda i: (i,))
+    shape = functools.partial(jax.ShapeDtypeStruct, (jobs,))
+    specs = [*_net_specs(wide, lambda i: i // episodes), own(reals), own(wholes), *map(shared, given)]
+    return tuple(pl.pallas_call(
+        kernel, grid=(jobs,), in_specs=specs, out_specs=[number, number],
+        out_shape=[shape(jnp.float32), shape(jnp.int32)], name="played", **_options(wide, interpret),
+    )(*_padded(networks), reals, wholes, *given))  # fmt: skip

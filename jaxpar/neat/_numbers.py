@@ -1,0 +1,199 @@
+"""A function of small arrays as one of numbers: inside a kernel that plays one episode, every value is one number.
+
+A kernel has no small arrays to stack, slice or concatenate. So the function's jaxpr is walked with every array as a
+NumPy array of numbers: what moves values is done here, once, and what computes is left, number by number.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+__all__ = ["NotNumbers", "by_numbers"]
+
+ELEMENTWISE = frozenset(  # of those that Pallas lowers to Triton
+    "abs add add_any and atan2 cbrt ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt select_n sign sin "
+    "sinh sqrt square sub tan tanh xor".split()
+)
+NESTED = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat")
+SAME = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint")
+REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "reduce_sum": jax.lax.add, "reduce_prod": jax.lax.mul, "reduce_max": jax.lax.max, "reduce_min": jax.lax.min,
+    "reduce_and": jax.lax.bitwise_and, "reduce_or": jax.lax.bitwise_or,
+}  # fmt: skip
+LARGEST = 256
+"""Numbers of an array, at most: each is an instruction."""
+
+
+class NotNumbers(Exception):
+    """The function draws, loops, indexes by what it computes, or handles too many numbers; says which."""
+
+
+def by_numbers(f: Callable[..., Sequence[Any]], *likes: Any) -> Callable[..., list[Any]]:
+    """The function of arrays `f(*arrays) -> arrays` as one of numbers: a list of all of them in, and one out, flat.
+
+    Only what its results need is computed: a key that nothing draws from is never looked at.
+
+    Args:
+        f: takes and returns flat sequences of arrays.
+        likes: arrays or `jax.ShapeDtypeStruct`, what it would be called with.
+
+    Raises:
+        NotNumbers: now, with the reason.
+    """
+    closed = jax.make_jaxpr(f)(*likes)
+
+    def call(*numbers: Any) -> list[Any]:
+        rest, inputs = iter(numbers), []
+        for like in likes:
+            inputs.append(np.empty(jnp.shape(like), object))
+            for place in np.ndindex(inputs[-1].shape):
+                inputs[-1][place] = next(rest)
+        results = _walk(closed.jaxpr, [_const(c) for c in closed.consts], inputs)
+        return [x for result in results for x in result.flat]
+
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct((), x.dtype) for x in likes for _ in range(math.prod(jnp.shape(x)))))
+    return call
+
+
+def _const(value: Any) -> np.ndarray | None:
+    if isinstance(value, Tracer):
+        raise NotNumbers("it closes over a traced array")
+    if jnp.issubdtype(jnp.asarray(value).dtype, jax.dtypes.extended):
+        return None  # a key; whoever reads it fails
+    return _numbers(np.asarray(value))
+
+
+def _numbers(value: np.ndarray) -> np.ndarray:
+    boxed = np.empty(value.shape, object)
+    for place in np.ndindex(value.shape):
+        boxed[place] = value[place]
+    return boxed
+
+
+def _walk(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    names = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
+    live = []
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            live.append(equation)
+            needed.update(var for var in equation.invars if not isinstance(var, Literal))
+
+    def read(atom: Any) -> Any:
+        kind: Any = atom.aval
+        return _numbers(np.asarray(atom.val, kind.dtype)) if isinstance(atom, Literal) else names[atom]
+
+    for equation in reversed(live):
+        name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
+        if any(value is None for value in values) or any(
+            jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in equation.outvars
+        ):
+            raise NotNumbers(f"it draws: {name}")
+        if any(var.aval.size > LARGEST for var in equation.outvars):
+            raise NotNumbers(f"{name} makes more than {LARGEST} numbers")
+        if name in NESTED:
+            inner = next(equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params)
+            inner, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            results = _walk(inner, [_const(c) for c in inner_consts], values)
+        elif name == "cond":
+            results = _either(equation.params["branches"], *values)
+        else:
+            results = _applied(name, equation, values)
+        names.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _either(branches: Sequence[Any], index: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
+    every = [_walk(branch.jaxpr, [_const(c) for c in branch.consts], values) for branch in branches]
+    found = every[0]
+    for number, results in enumerate(every[1:], 1):
+        here = index[()]
+        chosen = here == number if jnp.asarray(here).dtype != jnp.bool_ else here
+        found = [_elementwise(lambda old, new, c=chosen: jnp.where(c, new, old), old, new)
+                 for old, new in zip(found, results, strict=True)]  # fmt: skip
+    return found
+
+
+def _applied(name: str, equation: Any, values: list[np.ndarray]) -> list[np.ndarray]:
+    params, shape = equation.params, equation.outvars[0].aval.shape
+    if name in ELEMENTWISE:
+        return [_elementwise(lambda *x: equation.primitive.bind(*x, **params), *values)]
+    if name in SAME:
+        return list(values)
+    if name in REDUCTIONS:
+        return [_reduced(REDUCTIONS[name], values[0], params["axes"])]
+    if name in ("argmax", "argmin"):
+        return [_extreme(name, values[0], params["axes"], params["index_dtype"])]
+    x: Any = values[0] if values else None
+    match name:
+        case "reshape" | "squeeze" | "expand_dims":
+            return [x.reshape(shape)]
+        case "broadcast_in_dim":
+            spread = [1] * len(shape)
+            for size, place in zip(x.shape, params["broadcast_dimensions"], strict=True):
+                spread[place] = size
+            return [np.broadcast_to(x.reshape(spread), shape)]
+        case "concatenate":
+            return [np.concatenate(values, params["dimension"])]
+        case "stack":
+            return [np.stack(values, params.get("axis", params.get("dimension", 0)))]
+        case "slice":
+            strides = params["strides"] or (1,) * x.ndim
+            places = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+            return [x[tuple(slice(*place) for place in places)]]
+        case "split":
+            return np.split(x, np.cumsum(params["sizes"])[:-1], params["axis"])
+        case "transpose":
+            return [np.transpose(x, params["permutation"])]
+        case "rev":
+            return [np.flip(x, params["dimensions"])]
+        case "iota":
+            axis = np.arange(shape[params["dimension"]], dtype=params["dtype"])
+            spread = [1] * len(shape)
+            spread[params["dimension"]] = -1
+            return [_numbers(np.broadcast_to(axis.reshape(spread), shape))]
+    raise NotNumbers(f"it uses {name}")
+
+
+def _elementwise(f: Callable[..., Any], *values: np.ndarray) -> np.ndarray:
+    shape = np.broadcast_shapes(*(x.shape for x in values))
+    values = tuple(np.broadcast_to(x, shape) for x in values)  # of `select_n` and `clamp`, some are scalars
+    out = np.empty(shape, object)
+    for place in np.ndindex(shape):
+        out[place] = f(*(x[place] for x in values))
+    return out
+
+
+def _reduced(f: Callable[[Any, Any], Any], x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    rest = [axis for axis in range(x.ndim) if axis not in axes]
+    rows = np.transpose(x, [*rest, *axes]).reshape(*(x.shape[axis] for axis in rest), -1)
+    if not rows.shape[-1]:
+        raise NotNumbers("it reduces nothing")
+    out = np.empty(rows.shape[:-1], object)
+    for place in np.ndindex(out.shape):
+        total = rows[(*place, 0)]
+        for k in range(1, rows.shape[-1]):
+            total = f(total, rows[(*place, k)])
+        out[place] = total
+    return out
+
+
+def _extreme(name: str, x: np.ndarray, axes: Sequence[int], dtype: Any) -> np.ndarray:
+    (axis,) = axes
+    rows = np.moveaxis(x, axis, -1)
+    out = np.empty(rows.shape[:-1], object)
+    for place in np.ndindex(out.shape):
+        best, at = rows[(*place, 0)], np.asarray(0, dtype)[()]
+        for k in range(1, rows.shape[-1]):
+            other = rows[(*place, k)]
+            wins = other > best if name == "argmax" else other < best
+            best, at = jnp.where(wins, other, best), jnp.where(wins, np.asarray(k, dtype)[()], at)
+        out[place] = at
+    return out

@@ -1,0 +1,131 @@
+"""What a GPU runs in kernels, here interpreted: the same as the lanes and sweeps that every platform has."""
+
+import contextlib
+
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from plain_neat import Network, random_genomes
+
+import envs
+from jaxpar.env import adapt
+from jaxpar.neat import Episodes, Neat, NeatConfig, apply, ends_of, express
+from jaxpar.neat._kernels import settled
+from jaxpar.neat._numbers import NotNumbers, by_numbers
+from jaxpar.neat.distance import centres_of, slot_ids
+from jaxpar.neat.episodes import _Game
+from jaxpar.neat.genome import first
+from jaxpar.neat.graph import cyclic, reachable, singleton
+
+
+def made(name):
+    if name.startswith("Double"):
+        return envs.make(name)
+    env, params = gymnax.make(name)
+    return adapt(env, params), params
+
+
+def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
+    env, params = made(name)
+    config = NeatConfig(*ends_of(env, params, True), 6, nodes, 3 * nodes, 4, "fast", kind=kind)
+    genomes = random_genomes(np.random.default_rng(8), config, config.population)
+    networks = jax.tree.map(jnp.asarray, express(config, genomes))
+    return _Game(jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0))
+
+
+@pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole", "recurrent"),
+                                        ("Pendulum-v1", "feedforward")])  # fmt: skip
+def test_a_kernel_plays_what_lanes_play(name, kind):
+    game = game_of(name, kind)
+    whole, lanes = jax.jit(game.by_kernel(interpret=True))(), jax.jit(lambda: game.by_lanes(12, False))()
+    np.testing.assert_array_equal(whole.lengths, lanes.lengths)
+    # Rounding of other sums of weights, which a swing-up carries on: float32, 30 steps.
+    np.testing.assert_allclose(whole.returns, lanes.returns, rtol=1e-5, atol=1e-4)
+    assert whole.lane_steps == whole.lengths.sum() <= lanes.lane_steps
+    assert len(np.unique(whole.returns)) > 2
+
+
+@pytest.mark.parametrize("nodes, form, activations", [
+    (14, "matrix", ("sigmoid",)), (30, "edges", ("tanh", "gauss", "relu")), (18, "matrix", ("identity", "sin"))
+])  # fmt: skip
+def test_networks_settle_to_what_sweeps_give(nodes, form, activations):
+    config = NeatConfig(3, 2, 8, nodes, 3 * nodes, 4, "fast", activations=activations, output_activation=activations[0])
+    genomes = random_genomes(np.random.default_rng(5), config, 8)
+    networks = express(config, genomes, form=form)
+    x = jax.random.normal(jax.random.key(1), (8, 3, 3))
+    found, swept = settled(networks, x, interpret=True), apply(networks, (), x)[0]
+    plain = [[Network(config, genomes.rows(p))(row) for row in x[p]] for p in range(8)]
+    # Sums of weights in another order, float32, carried over as many levels as there are.
+    np.testing.assert_allclose(found, swept, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-4)
+    assert int(networks.sweeps) > 2 and np.std(found) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["Acrobot-v1", "Breakout-MinAtar"])
+def test_what_draws_or_indexes_is_left_to_lanes(name):
+    game = game_of(name, "feedforward", nodes=500 if "MinAtar" in name else 14)
+    with pytest.raises(NotNumbers, match="it (draws|uses)|makes more than"):
+        game.in_numbers()
+    assert game.by_kernel(interpret=True) is None
+
+
+def test_a_function_of_arrays_is_one_of_numbers():
+    def f(x, n):
+        ends = jnp.concatenate([x[::-1], jnp.stack([x.max(), x.min()])])
+        square = jnp.outer(x, x)[1:].T.reshape(2, 3)
+        picked = jax.lax.cond(n > 2, lambda: x * 2.0, lambda: -x)
+        return [ends, square.sum(0), jnp.argmax(x), jnp.any(x > 1), jnp.clip(x, -1, 1) ** 3, picked, jnp.arange(3) * n,
+                jnp.where(n > 2, x, 0.0), jnp.prod(x), jnp.argmin(ends)]  # fmt: skip
+
+    for x in ([0.5, 3.0, -2.0], [1.0, 1.0, 0.0]):
+        for n in (1, 5):
+            arrays = jnp.array(x), jnp.int32(n)
+            expected = np.concatenate([np.ravel(leaf) for leaf in f(*arrays)])
+            found = by_numbers(f, *arrays)(*arrays[0], arrays[1])
+            np.testing.assert_allclose(np.array([float(number) for number in found]), expected, rtol=1e-6)
+
+
+def test_only_what_counts_is_looked_at():
+    def f(x):
+        noise = jax.random.normal(jax.random.key(0))
+        return [x + 1, x * noise]
+
+    with pytest.raises(NotNumbers, match="it draws"):
+        by_numbers(f, jnp.float32(1))
+    assert float(by_numbers(lambda x: f(x)[:1], jnp.float32(1))(jnp.float32(1))[0]) == 2
+
+
+def test_the_ways_of_a_gpu_give_the_same(monkeypatch):
+    """Reductions, searches and looks at loops are done otherwise where JAX's first platform is a GPU."""
+    config = NeatConfig(3, 2, 40, 40, 90, 5, "fast", kind="recurrent")
+    genomes = jax.tree.map(jnp.asarray, random_genomes(np.random.default_rng(2), config, 40))
+    ends = genomes.source, genomes.target, genomes.on
+
+    def ways(genomes):
+        centres = centres_of(genomes.rows(slice(0, 5)))
+        begin = singleton(jnp.arange(40, dtype=jnp.int32) % 7, 40)
+        return (first(~genomes.on), first(genomes.on.T, 0), slot_ids(centres, genomes.mark), cyclic(*ends, 40),
+                reachable(begin, *ends, 40))  # fmt: skip
+
+    plain = jax.jit(lambda genomes: ways(genomes))(genomes)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda genomes: ways(genomes))(genomes), plain)
+    assert 0 < plain[3].sum() < 40
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_generation_lowers_for_cuda(monkeypatch, batched):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    env, params = made("CartPole-v1")
+    neat = Neat(NeatConfig(5, 1, 6, 14, 28, 4, "fast"), Episodes(env, 475.0, max_steps=20))
+    step = jax.vmap(neat.step, (0, None, None)) if batched else neat.step
+    key = jax.random.split(jax.random.key(0), 2) if batched else jax.random.key(0)
+    state = jax.eval_shape(lambda: neat.init(jax.random.key(0), None))
+    card = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="cuda")
+    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=card))
+    with mesh if jax.__version_info__ >= (0, 11) else contextlib.nullcontext():
+        text = jax.jit(step).trace(key, state, params).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla.gpu.triton" in text and "played" in text
