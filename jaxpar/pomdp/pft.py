@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import step
+from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_observations
 from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
@@ -35,7 +36,6 @@ from jaxpar.pomdp.search import (
     plan,
     refuse_ended,
     repeat_until,
-    while_live,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take, tally
 from jaxpar.pomdp.widening import (
@@ -255,9 +255,8 @@ class Pft:
         action = upper_confidence(tree, lanes.node, rank, legal, self.exploration)
         earlier = tree.edges.at[lanes.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)
-        visits, before_taken = jax.lax.optimization_barrier((visits, tree.edges))  # else XLA copies them, as in `insert`
-        tree = dataclasses.replace(tree, edges=before_taken)
-        tree, edge = take(tree, lanes.node, action, lanes.live)
+        visits, edges = jax.lax.optimization_barrier((visits, tree.edges))  # reads before writes, as in `insert`
+        tree, edge = take(dataclasses.replace(tree, edges=edges), lanes.node, action, lanes.live)
         keys = jax.random.split(step_key, action.shape[0])
         result = jax.vmap(lambda key, state, action: step(key, env, state, action, params))(keys, lanes.states, action)
         if self.is_keyed(env, params):
