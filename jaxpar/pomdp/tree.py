@@ -163,8 +163,8 @@ class Slots:
 class Hashed:
     """The nodes below edges in one hash table with verified keys: 3 int32 a slot, 4 to 8 slots a node; any int32 key.
 
-    Double hashing in rounds, at most `probes`, while any simulation still searches; since at most a quarter of the slots
-    is ever full, a simulation that has then found none is a rarity (below 1e-8), and is counted as overflow.
+    Double hashing in rounds, at most `probes`, while any simulation still searches. Since at most a quarter of the
+    slots is ever full, one that has then found none is a rarity (below 1e-8), and is counted as overflow.
     """
 
     probes: int = 16
@@ -232,7 +232,7 @@ def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) ->
 
 
 def tally(tree: Tree, **flags: Array) -> Tree:
-    """Adds how many of each `flags` `[n]` are set to the tree's number of that name; one sum, so one launch, for all."""
+    """Adds how many of each `flags` `[n]` are set to the tree's number of that name, by one sum for all."""
     sums = jnp.sum(jnp.stack(list(flags.values())), axis=1, dtype=jnp.int32)
     return dataclasses.replace(
         tree, **{name: getattr(tree, name) + total for name, total in zip(flags, sums, strict=True)}
