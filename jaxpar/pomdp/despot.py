@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.model import discount_of, is_traced, legal_actions, num_actions
 from jaxpar.pomdp.scenarios import HORIZON, UPPER, default_actions, scenario_bounds, scenario_keys, scenario_steps
-from jaxpar.pomdp.search import PlanInfo, children_of, drawn_from_nothing, plan, refuse_ended, repeat_until
+from jaxpar.pomdp.search import PlanInfo, children_of, decided, drawn_from_nothing, plan, refuse, repeat_until
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -215,8 +215,9 @@ class Despot:
         Raises:
             UsageError: every state drawn from the belief has ended.
         """
-        refuse_ended(env, params, belief.draw(jax.random.split(key)[0], self.num_scenarios))
+        discount_of(params, self.discount)  # which cannot refuse what is traced
         tree = jax.tree.map(jnp.copy, _begun(key, self, env, params, belief))  # shared buffers cannot be donated
+        refuse(tree.ended >= 1)
         steps = -1
 
         def done(tree: ScenarioTree) -> bool:
@@ -227,7 +228,7 @@ class Despot:
         def advance(tree: ScenarioTree) -> ScenarioTree:
             return _grown(self, env, params, tree)
 
-        return self.decide(repeat_until(advance, tree, self.iterations, deadline, clock, done))
+        return decided(self, repeat_until(advance, tree, self.iterations, deadline, clock, done))
 
     def decide(self, tree: ScenarioTree) -> tuple[Array, DespotInfo]:
         """The action of the highest lower bound, or the default policy's where none is above what that earns."""

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import step
+from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_observations
 from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
@@ -27,16 +28,17 @@ from jaxpar.pomdp.search import (
     Lanes,
     Path,
     PlanInfo,
+    all_ended,
     begin,
     children_of,
+    decided,
     embark,
     is_waiting,
     land,
     moving,
     plan,
-    refuse_ended,
+    refuse,
     repeat_until,
-    while_live,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take, tally
 from jaxpar.pomdp.widening import (
@@ -143,17 +145,14 @@ class Pft:
         Raises:
             UsageError: every state drawn from the belief has ended.
         """
-        states = belief.draw(key, self.num_simulations)
-        refuse_ended(env, params, states)
-        widened = self.begin(env, params, belief, self.iterations)
-        legal = jnp.all(legal_actions(env, params, states), axis=0)
-        widened = dataclasses.replace(widened, search=dataclasses.replace(widened.search, legal=legal))
-        widened = jax.tree.map(jnp.copy, widened)  # leaves that share a buffer cannot be donated
+        discount_of(params, self.discount)  # which cannot refuse what is traced
+        widened, ended = _begun(key, self, env, params, belief)
+        refuse(ended)
 
         def advance(widened: Widened) -> Widened:
             return _grown(key, self, env, params, belief, widened)
 
-        return self.decide(repeat_until(advance, widened, self.iterations, deadline, clock))
+        return decided(self, repeat_until(advance, widened, self.iterations, deadline, clock))
 
     def decide(self, widened: Widened) -> tuple[Array, PlanInfo]:
         """The action of the highest mean return, and the report; the policy is the visits' share."""
@@ -256,11 +255,8 @@ class Pft:
         action = upper_confidence(tree, lanes.node, rank, legal, self.exploration)
         earlier = tree.edges.at[lanes.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)
-        visits, before_taken = jax.lax.optimization_barrier(
-            (visits, tree.edges)
-        )  # else XLA copies them, as in `insert`
-        tree = dataclasses.replace(tree, edges=before_taken)
-        tree, edge = take(tree, lanes.node, action, lanes.live)
+        visits, edges = jax.lax.optimization_barrier((visits, tree.edges))  # reads before writes, as in `insert`
+        tree, edge = take(dataclasses.replace(tree, edges=edges), lanes.node, action, lanes.live)
         keys = jax.random.split(step_key, action.shape[0])
         result = jax.vmap(lambda key, state, action: step(key, env, state, action, params))(keys, lanes.states, action)
         if self.is_keyed(env, params):
@@ -354,6 +350,16 @@ class Pft:
         states = jax.tree.map(lambda new, old: chosen_rows(inside, new, old), believed, lanes.states)
         over = store.over.at[lanes.node].get(mode="clip") & inside
         return store, path, lanes._replace(states=states), is_waiting(lanes) & ~over
+
+
+@functools.partial(jax.jit, static_argnames=("planner", "env"))
+def _begun(key: PRNGKey, planner: Pft, env: Any, params: PyTree, belief: Any) -> tuple[Widened, Array]:
+    """The empty search, and whether all states drawn have ended."""
+    states = belief.draw(key, planner.num_simulations)
+    widened = planner.begin(env, params, belief, planner.iterations)
+    legal = jnp.all(legal_actions(env, params, states), axis=0)
+    search = dataclasses.replace(widened.search, legal=legal)
+    return dataclasses.replace(widened, search=search), all_ended(env, params, states)
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("widened",))

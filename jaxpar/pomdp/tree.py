@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
 from jaxpar.types import Array, UsageError
 
@@ -163,8 +164,8 @@ class Slots:
 class Hashed:
     """The nodes below edges in one hash table with verified keys: 3 int32 a slot, 4 to 8 slots a node; any int32 key.
 
-    Double hashing in `probes` rounds; since at most a quarter of the slots is ever full, a simulation that has then
-    found none is a rarity (below 1e-8), and is counted as overflow.
+    Double hashing in rounds, at most `probes`, while any simulation still searches. Since at most a quarter of the
+    slots is ever full, one that has then found none is a rarity (below 1e-8), and is counted as overflow.
     """
 
     probes: int = 16
@@ -182,7 +183,7 @@ class Hashed:
         stride = _mix(mixed + jnp.uint32(0x7F4A7C15)) | jnp.uint32(1)
         size = table.node.shape[0]
 
-        def probe(_: int, carry: tuple) -> tuple:
+        def probe(_: Array, carry: tuple) -> tuple:
             table, place, ids, pending, count = carry
             slot = (place & jnp.uint32(size - 1)).astype(jnp.int32)
             nodes, found, count, made = insert(table.node, slot, pending, count, capacity)
@@ -192,7 +193,7 @@ class Hashed:
             return table, place + stride, jnp.where(match, found, ids), pending & ~match, count
 
         first = (table, mixed, jnp.full(keys.shape, EMPTY, jnp.int32), wanted, count)
-        table, _, ids, _, count = jax.lax.fori_loop(0, self.probes, probe, first)
+        _, (table, _, ids, _, count) = while_live(jnp.asarray(self.probes), probe, first, lambda carry: carry[3])
         return table, ids, count
 
     def links(self, table: Slots) -> tuple[Array, Array, Array]:
@@ -232,7 +233,7 @@ def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) ->
 
 
 def tally(tree: Tree, **flags: Array) -> Tree:
-    """Adds how many of each `flags` `[n]` are set to the tree's number of that name; one sum, thus one launch, for all."""
+    """Adds how many of each `flags` `[n]` are set to the tree's number of that name, by one sum for all."""
     sums = jnp.sum(jnp.stack(list(flags.values())), axis=1, dtype=jnp.int32)
     return dataclasses.replace(
         tree, **{name: getattr(tree, name) + total for name, total in zip(flags, sums, strict=True)}
@@ -268,9 +269,8 @@ def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tre
         values: float32 `[n]`, equal for equal nodes.
     """
     stamp, who = speaker(tree.stamp, nodes)
-    mine = (who == jnp.arange(nodes.shape[0], dtype=jnp.int32)) & (
-        nodes != EMPTY
-    )  # `EMPTY` reads the last node's stamp
+    number = jnp.arange(nodes.shape[0], dtype=jnp.int32)
+    mine = (nodes != EMPTY) & (who == number)  # who is nowhere reads the last node's stamp
     mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
     change = mass - tree.weighted.at[nodes].get(mode="clip")
     return dataclasses.replace(

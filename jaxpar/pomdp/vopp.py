@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.pomdp._loops import map_lanes
 from jaxpar.pomdp.model import is_traced
 from jaxpar.pomdp.search import (
     LEAVES,
@@ -34,7 +35,6 @@ from jaxpar.pomdp.search import (
     Search,
     begin,
     grow,
-    map_lanes,
     plan,
     plan_until,
     report,

@@ -56,9 +56,14 @@ def test_nothing_and_zeros(gpu_ways):
         np.testing.assert_array_equal(add_at(jnp.ones(3), ids, jnp.zeros(count)), np.ones(3))
 
 
-@pytest.mark.parametrize("planner", [
-    Vopp(300, 6, max_nodes=2048, max_depth=6, leaf="zero"), Pomcp(300, 6, max_nodes=2048, max_depth=6), Despot(40, 12, max_depth=6)
-])  # fmt: skip
+PLANNERS = [
+    Vopp(300, 6, max_nodes=2048, max_depth=6, leaf="zero"),
+    Pomcp(300, 6, max_nodes=2048, max_depth=6),
+    Despot(40, 12, max_depth=6),
+]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_a_plan_is_the_same_to_rounding(monkeypatch, planner):
     env, params = envs.make("Tiger")
     belief = ParticleBelief(64).init(jax.random.key(0), env, params)

@@ -1,6 +1,5 @@
 """The tensor tree against a tree of dictionaries, and its parts."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,7 @@ from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief, Pomcp, Vopp
-from jaxpar.pomdp.search import while_live
+from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, empty_tree, insert
 from jaxpar.types import UsageError
 
