@@ -9,6 +9,7 @@
 | `model.py` | an environment -> sizes, legal actions, steps and leaf values of n simulations | planners |
 | `belief.py` | belief, action, observation -> belief, evidence | planners, `simulate.py` |
 | `tree.py` | (node, action), (edge, observation) of n simulations -> int32 ids, statistics | planners |
+| `adding.py`, `_loops.py` | sums by index in no order; loops over those simulations that go on | `tree.py`, planners |
 | `search.py` | belief -> a grown tree `[N]` nodes, `[E]` edges; the clock | planners |
 | `vopp.py`, `pomcp.py` | belief -> action, report | users, `simulate.py` |
 | `widening.py` | the number of a visit -> a slot; particles `[m]`, observation -> particles | `pft.py`, `pomcpow.py` |
