@@ -219,7 +219,7 @@ def play(
         env: an environment or adapter; static.
         params: its parameters.
         episodes: E.
-        lanes: L; the number of all episodes at most makes sense.
+        lanes: L; the number of all episodes at most makes sense. A kernel that plays episodes whole needs none.
         max_steps: of an episode, at most.
         constant: whether a last input of 1 follows the observation.
         output_range: what outputs lie in; see `act`.
