@@ -73,7 +73,7 @@ class Config(_run.RunConfig):
       encoder: Widths of layers before the memory.
       hidden: Widths of layers after it; none are the algorithm's own, and so below.
       activation: tanh, relu or silu.
-      conv: Channels of convolutions that read pictures.
+      conv: Channels of 3 x 3 convolutions that read boards, such as conv=[16].
       layer_norm: Whether layers are normalised.
       memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren.
       memory_size: Its units.

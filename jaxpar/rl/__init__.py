@@ -3,6 +3,7 @@
 | file | in -> out | called by |
 | --- | --- | --- |
 | `features`, `distributions` | observations `[*L, ...]` -> `[*L, F]`; heads -> draws and their densities | `agent` |
+| `board` | boards `[N, H, W, C]` -> `[N, H - 2, W - 2, K]`, by one matrix product | `network` |
 | `memory`, `network` | features `[T, B, F]`, starts `[T, B]` -> heads `[T, B, width]`, in one pass | `agent` |
 | `agent` | observations `[T, B, ...]` -> policy and value; one lane's action | learners, `jaxpar.rollout` |
 | `recall` | an environment -> one that tells the last action and reward (RL^2) | users |

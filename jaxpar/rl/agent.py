@@ -70,7 +70,7 @@ class ActorCritic:
             width = self.agents * (jnp.zeros(shape).size + 1)
             params = {
                 "actor": self.network.init(actor_key, shape, heads),
-                "critic": self.network.init(critic_key, (width,), {"value": (1, 1.0)}),
+                "critic": self._critic().init(critic_key, (width,), {"value": (1, 1.0)}),
             }
         if isinstance(self.space, Box):
             params["log_std"] = jnp.zeros(head_size(self.space))
@@ -99,7 +99,7 @@ class ActorCritic:
         heads, carry, converged = dict(out.heads), out.carry, out.converged
         if self.central:
             seen = _together(x)
-            judged = self.network.apply(
+            judged = self._critic().apply(
                 params["critic"], seen.reshape(*rows, seen.shape[-1]), starts.reshape(rows), central
             )
             heads["value"], carry = judged.heads["value"], (carry, judged.carry)
@@ -128,6 +128,10 @@ class ActorCritic:
     def value(self, params: PyTree, obs: PyTree, carry: PyTree) -> Array:
         """The value of an observation in one lane: `[]`, or `[N]` agents."""
         return self._one(params, obs, carry, None).value[0, 0]
+
+    def _critic(self) -> Network:
+        """The network of a central critic, which reads what all see side by side, flat."""
+        return dataclasses.replace(self.network, conv=())
 
     def _one(self, params, obs, carry, action_mask) -> Answers:
         """Answers for one step of one lane: the axes T and B are 1."""

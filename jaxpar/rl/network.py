@@ -9,6 +9,7 @@ import flax.linen as linen
 import jax
 import jax.numpy as jnp
 
+from jaxpar.rl.board import BoardConv, check_board
 from jaxpar.rl.memory import Memory, memory_of
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -41,8 +42,8 @@ class Network:
         encoder: widths of dense layers before the memory, shared by all heads.
         hidden: widths of dense layers of each head, after it.
         activation: "tanh", "relu" or "silu", after each layer.
-        conv: channels of 3 x 3 convolutions that read pictures, before the encoder; without any, pictures are read
-            flat.
+        conv: channels of 3 x 3 convolutions that read boards `[H, W, C]`, before the encoder, each from inside its
+            edge; without any, boards are read flat.
         layer_norm: whether layers are normalised before their activation.
         memory: "none", a name of `MEMORIES`, or a `Memory`.
         memory_size: its units.
@@ -80,7 +81,11 @@ class Network:
             key: consumed.
             shape: of the features of a step, `[F]` or `[H, W, C]`.
             heads: width and gain of each.
+
+        Raises:
+            UsageError: there are convolutions, and no board for them.
         """
+        check_board(self.conv, shape)
         encoder_key, memory_key, heads_key = jax.random.split(key, 3)
         x: Any = jnp.zeros((1, *shape))
         params: dict[str, Any] = {"encoder": self._encoder().init(encoder_key, x)}
@@ -132,8 +137,8 @@ class _Layers(linen.Module):
     def __call__(self, x: Array) -> Array:
         rank = 3 if self.flat and x.ndim in (4, 5) else 1
         lead, x = x.shape[: x.ndim - rank], x.reshape(-1, *x.shape[x.ndim - rank :])
-        for channels in self.conv if rank == 3 else ():
-            x = self._active(linen.Conv(channels, (3, 3), kernel_init=_orthogonal(math.sqrt(2)))(x))
+        for place, channels in enumerate(self.conv):
+            x = self._active(BoardConv(channels, _orthogonal(math.sqrt(2)), name=f"Conv_{place}")(x))
         x = x.reshape(len(x), -1)
         for width in self.widths:
             x = self._active(linen.Dense(width, kernel_init=_orthogonal(math.sqrt(2)))(x))

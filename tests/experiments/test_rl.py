@@ -41,6 +41,7 @@ def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
         (["algorithm=pqn", "env=Pendulum-v1"], "Pendulum"),
         (["algorithm=qmix"], "agents"),
         (["algorithm=dqn", "memory=gru", "num_steps=0"], "memor"),
+        (["conv=[16]"], "conv=[16] reads boards [height, width, channels] of at least 3 x 3; this observation is [4]"),
         (["memory=gur"], "memory='gur' is unknown"),
         (["rates.entropie=1"], "has no rates.entropie"),
         (["env=CartPole"], "there is no environment 'CartPole'"),
