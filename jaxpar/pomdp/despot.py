@@ -217,7 +217,7 @@ class Despot:
         """
         discount_of(params, self.discount)  # which cannot refuse what is traced
         tree = jax.tree.map(jnp.copy, _begun(key, self, env, params, belief))  # shared buffers cannot be donated
-        refuse(tree.ended >= 1)
+        refuse(jnp.stack([tree.ended >= 1, tree.stranded > 0]))
         steps = -1
 
         def done(tree: ScenarioTree) -> bool:

@@ -28,7 +28,6 @@ from jaxpar.pomdp.search import (
     Lanes,
     Path,
     PlanInfo,
-    all_ended,
     begin,
     children_of,
     decided,
@@ -36,6 +35,7 @@ from jaxpar.pomdp.search import (
     is_waiting,
     land,
     moving,
+    nothing_to_plan,
     plan,
     refuse,
     repeat_until,
@@ -146,8 +146,8 @@ class Pft:
             UsageError: every state drawn from the belief has ended.
         """
         discount_of(params, self.discount)  # which cannot refuse what is traced
-        widened, ended = _begun(key, self, env, params, belief)
-        refuse(ended)
+        widened, nothing = _begun(key, self, env, params, belief)
+        refuse(nothing)
 
         def advance(widened: Widened) -> Widened:
             return _grown(key, self, env, params, belief, widened)
@@ -354,12 +354,12 @@ class Pft:
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"))
 def _begun(key: PRNGKey, planner: Pft, env: Any, params: PyTree, belief: Any) -> tuple[Widened, Array]:
-    """The empty search, and whether all states drawn have ended."""
+    """The empty search, and what `refuse` takes."""
     states = belief.draw(key, planner.num_simulations)
     widened = planner.begin(env, params, belief, planner.iterations)
     legal = jnp.all(legal_actions(env, params, states), axis=0)
     search = dataclasses.replace(widened.search, legal=legal)
-    return dataclasses.replace(widened, search=search), all_ended(env, params, states)
+    return dataclasses.replace(widened, search=search), nothing_to_plan(env, params, belief, states)
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("widened",))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxpar.mesh import constrain, mesh_axes, partition
 from jaxpar.pomdp.model import legal_actions
-from jaxpar.pomdp.search import PlanInfo, all_ended, refuse, repeat_until
+from jaxpar.pomdp.search import PlanInfo, nothing_to_plan, refuse, repeat_until
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["RootParallel", "merged"]
@@ -136,7 +136,7 @@ class RootParallel:
             UsageError: every state drawn from the belief has ended.
         """
         states = belief.draw(key, self.planner.num_simulations)
-        refuse(all_ended(env, params, states))
+        refuse(nothing_to_plan(env, params, belief, states))
         keys = jax.random.split(key, self.trees)
         trees = jax.tree.map(jnp.copy, _begun(self, env, keys, params, belief))  # shared buffers cannot be donated
 

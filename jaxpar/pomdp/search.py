@@ -28,7 +28,6 @@ from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, add_leaves, arrive, em
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
-    "all_ended",
     "decided",
     "LEAVES",
     "Path",
@@ -44,6 +43,7 @@ __all__ = [
     "is_waiting",
     "land",
     "moving",
+    "nothing_to_plan",
     "plan",
     "plan_until",
     "refuse",
@@ -328,11 +328,11 @@ def report(
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"))
 def _begun(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any) -> tuple[Search, Array]:
-    """The empty search, and whether all states drawn have ended: one launch, where op by op takes 40 ms on a GPU."""
+    """The empty search, and what `refuse` takes: one launch, where op by op takes 40 ms on a GPU."""
     states = belief.draw(key, planner.num_simulations)
     search = begin(planner, env, params, belief, planner.iterations)
     legal = jnp.all(legal_actions(env, params, states), axis=0)
-    return dataclasses.replace(search, legal=legal), all_ended(env, params, states)
+    return dataclasses.replace(search, legal=legal), nothing_to_plan(env, params, belief, states)
 
 
 @functools.partial(jax.jit, static_argnames=("planner",))
@@ -372,8 +372,8 @@ def improve_until(
         UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
     """
     discount_of(params, planner.discount)  # which cannot refuse what is traced
-    search, ended = _begun(key, planner, env, params, belief)
-    refuse(ended)
+    search, nothing = _begun(key, planner, env, params, belief)
+    refuse(nothing)
 
     def advance(search: Search) -> Search:
         return _grown(key, planner, env, params, belief, search, 1)
@@ -381,14 +381,18 @@ def improve_until(
     return repeat_until(advance, search, planner.iterations, deadline, clock)
 
 
-def all_ended(env: Any, params: PyTree, states: PyTree) -> Array:
-    """Whether all of `states` `[n, ...]` are terminal, bool `[]`."""
-    return jnp.all(jax.vmap(lambda state: env.terminal(state, params))(states))
+def nothing_to_plan(env: Any, params: PyTree, belief: Any, states: PyTree) -> Array:
+    """Whether all of `states` `[n, ...]`, drawn from `belief`, are terminal, and whether it has no weight: bool `[2]`."""
+    ended = jnp.all(jax.vmap(lambda state: env.terminal(state, params))(states))
+    return jnp.stack([ended, jnp.asarray(getattr(belief, "weightless", False))])
 
 
-def refuse(ended: Any) -> None:
-    """`UsageError` where the states of a belief have all `ended`."""
-    if bool(ended):
+def refuse(nothing: Array) -> None:
+    """`UsageError` where there is nothing to plan, which a compiled draw cannot say."""
+    ended, weightless = jax.device_get(nothing)
+    if weightless:
+        raise UsageError("the belief has no particle left with any weight; give it a rejuvenation hook")
+    if ended:
         raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
 
 
