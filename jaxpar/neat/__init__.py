@@ -6,7 +6,7 @@
 | `genome.py` | -> `Genomes`: `[P, N]` nodes, `[P, C]` connections, masks and identities | all |
 | `graph.py` | edges `[P, C]` -> reachable sets, depth, as bits | `mutate.py`, `network.py` |
 | `network.py` | `Genomes` -> `Networks`; inputs `[P, B, I]` -> outputs `[P, B, O]` | problems, users |
-| `_kernels.py`, `_numbers.py` | on a GPU: networks, and episodes step by step in numbers -> outputs, returns | `network.py`, `episodes.py` |
+| `_kernels.py`, `_numbers.py` | on a GPU: networks, a step in numbers -> outputs, returns | two files below |
 | `draws.py` | key, individuals' numbers -> uniform numbers | the operators |
 | `crossover.py`, `mutate.py` | pairs of genomes -> children and their changes | `search.py` |
 | `innovation.py` | changes of a generation `[P]` -> identities | `search.py` |

@@ -382,7 +382,7 @@ def improve_until(
 
 
 def nothing_to_plan(env: Any, params: PyTree, belief: Any, states: PyTree) -> Array:
-    """Whether all of `states` `[n, ...]`, drawn from `belief`, are terminal, and whether it has no weight: bool `[2]`."""
+    """Whether all of `states` `[n, ...]`, drawn from `belief`, have ended, and whether it has no weight: bool `[2]`."""
     ended = jnp.all(jax.vmap(lambda state: env.terminal(state, params))(states))
     return jnp.stack([ended, jnp.asarray(getattr(belief, "weightless", False))])
 
