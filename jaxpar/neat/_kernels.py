@@ -6,6 +6,7 @@ launched for a step. The environment's step is inlined, number by number (`jaxpa
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +32,13 @@ def on_gpu(networks: Any) -> bool:
     config = networks.config
     plain = config.aggregations == ("sum",) and config.kind in ("feedforward", "recurrent")
     fits = networks.width <= WIDEST and networks.bias.dtype == jnp.float32
-    return jax.default_backend() == "gpu" and plain and fits
+    return jax.default_backend() == "gpu" and plain and fits and _lowers_to_triton()
+
+
+@functools.cache
+def _lowers_to_triton() -> bool:
+    """Whether this JAX still has Pallas's way to Triton, which 0.11 calls deprecated; without it there are lanes."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def slots_of(width: int) -> int:

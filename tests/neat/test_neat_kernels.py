@@ -12,6 +12,7 @@ from plain_neat import Network, random_genomes
 
 import envs
 from jaxpar.env import adapt
+from jaxpar.mesh import AXES
 from jaxpar.neat import Episodes, Neat, NeatConfig, apply, ends_of, express
 from jaxpar.neat._kernels import settled
 from jaxpar.neat._numbers import NotNumbers, by_numbers
@@ -116,6 +117,7 @@ def test_the_ways_of_a_gpu_give_the_same(monkeypatch):
     assert 0 < plain[3].sum() < 40
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # by jax 0.11
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_generation_lowers_for_cuda(monkeypatch, batched):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -125,7 +127,7 @@ def test_a_generation_lowers_for_cuda(monkeypatch, batched):
     key = jax.random.split(jax.random.key(0), 2) if batched else jax.random.key(0)
     state = jax.eval_shape(lambda: neat.init(jax.random.key(0), None))
     card = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="cuda")
-    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=card))
-    with mesh if jax.__version_info__ >= (0, 11) else contextlib.nullcontext():
+    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(AXES), AXES, abstract_device=card))
+    with mesh if jax.__version_info__ >= (0, 11) else contextlib.nullcontext():  # 0.11 asks what card it is
         text = jax.jit(step).trace(key, state, params).lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text and "played" in text
