@@ -47,6 +47,8 @@ def by_numbers(f: Callable[..., Sequence[Any]], *likes: Any) -> Callable[..., li
     Raises:
         NotNumbers: now, with the reason.
     """
+    if any(math.prod(jnp.shape(like)) > LARGEST for like in likes):
+        raise NotNumbers(f"it takes an array of more than {LARGEST} numbers")
     closed = jax.make_jaxpr(f)(*likes)
 
     def call(*numbers: Any) -> list[Any]:

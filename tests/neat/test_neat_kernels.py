@@ -96,6 +96,8 @@ def test_only_what_counts_is_looked_at():
 
     with pytest.raises(NotNumbers, match="it draws"):
         by_numbers(f, jnp.float32(1))
+    with pytest.raises(NotNumbers, match="more than 256"):
+        by_numbers(lambda x: [x[0]], jnp.zeros(257))
     assert float(by_numbers(lambda x: f(x)[:1], jnp.float32(1))(jnp.float32(1))[0]) == 2
 
 
