@@ -2,6 +2,7 @@
 
     python bench/neat.py --tensorneat FOLDER                     # CPU; FOLDER is a checkout of TensorNEAT
     python bench/neat.py --population 10000 --sides fast,canonical --generations 200     # a GPU, if JAX finds one
+    python bench/neat.py --population 100000 --sides fast --devices 1,4         # the population on 1 and 4 of them
 
 All sides live in this process and take turns, round after round; each goes on from the generation that it reached, and
 no search ends early. Ours is a program of `--generations` generations, and so is TensorNEAT's, which is GPL-3: run it,
@@ -11,6 +12,7 @@ and seconds of processors beside those of the clock, for machines that are not i
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,6 +32,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpar.loop import run_until  # noqa: E402
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh  # noqa: E402
 from jaxpar.neat import Neat, NeatConfig, Table, xor  # noqa: E402
 
 SIDES = ("fast", "canonical", "neat-python", "tensorneat")
@@ -54,13 +57,15 @@ def compiled(program: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any
     return ready, traced - began, time.perf_counter() - traced, time.process_time() - busy
 
 
-def ours(args: argparse.Namespace, mode: str) -> Side:
-    """`jaxpar.neat`, many generations a program."""
+def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
+    """`jaxpar.neat`, many generations a program, the population split over so many devices; 0 is no mesh."""
     config = NeatConfig(3, 1, args.population, args.nodes, args.conns, args.species, mode)
     neat, data = Neat(config, Table(tolerance=0.0)), xor()
-    key, now = jax.random.key(args.seed + 1), [jax.jit(neat.init)(jax.random.key(args.seed), None)]
-    count = args.generations
-    program, *seconds = compiled(lambda key, state: run_until(neat, key, state, data, count)[0], key, now[0])
+    key, count = jax.random.key(args.seed + 1), args.generations
+    mesh = use_mesh(make_mesh(MeshSpec(data=devices), jax.devices()[:devices])) if devices else contextlib.nullcontext()
+    with mesh:
+        now = [jax.jit(neat.init)(jax.random.key(args.seed), None)]
+        program, *seconds = compiled(lambda key, state: run_until(neat, key, state, data, count)[0], key, now[0])
 
     def advance() -> int:
         now[0] = jax.block_until_ready(program(jax.random.fold_in(key, int(now[0].generation)), now[0]))
@@ -149,6 +154,8 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--tensorneat", default="", help="a checkout of TensorNEAT")
     parser.add_argument("--sides", default="", help=f"of {','.join(SIDES)}; by default all that are there")
+    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    parser.add_argument("--devices", type=numbers, default=[0], help="of ours, such as 1,4; by default no mesh")
     args = parser.parse_args()
     there = [*SIDES[:2], *(["neat-python"] if importlib.util.find_spec("neat") else []),
              *(["tensorneat"] if args.tensorneat else [])]  # fmt: skip
@@ -158,9 +165,14 @@ def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     warnings.simplefilter("ignore")
     makers = {"neat-python": neat_python, "tensorneat": tensorneat}
-    sides = {name: makers[name](args) if name in makers else ours(args, name) for name in chosen}
-    speeds: dict[str, list[float]] = {name: [] for name in chosen}
-    busy: dict[str, list[float]] = {name: [] for name in chosen}
+    sides = {}
+    for name in chosen:
+        if name in makers:
+            sides[name] = makers[name](args)
+        else:
+            sides |= {f"{name} on {n}" if n else name: ours(args, name, n) for n in args.devices}
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    busy: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(args.rounds + 1):  # the first is a warm-up
         for name, side in sides.items():
             began, cpu = time.perf_counter(), time.process_time()
