@@ -114,7 +114,12 @@ def choose_edit(config: NeatConfig, rates: Rates, draws: Draws, genomes: Genomes
     if config.mode == "canonical":  # as in the paper's program, never a connection from the constant input
         may_split &= genomes.source != config.num_inputs - 1
     c = lambda x: x[:, None]  # noqa: E731
-    old, has_old = picked(jnp.where(c(adds_node), may_split, genomes.on), draws.one())
+    draw = draws.one()
+    old, has_old = picked(jnp.where(c(adds_node), may_split, genomes.on), draw)
+    if config.mode == "canonical":
+        older, has_older = _early(may_split, draw)
+        is_small = adds_node & (count(genomes.on) < _SMALL)
+        old, has_old = jnp.where(is_small, older, old), jnp.where(is_small, has_older, has_old)
     row, has_row = first(~genomes.on)
     row2, has_row2 = first(~genomes.on & (jnp.arange(config.max_conns)[None] > c(row)))
     hidden = genomes.node_on & (jnp.arange(config.max_nodes)[None] >= config.num_ends)
@@ -130,6 +135,17 @@ def choose_edit(config: NeatConfig, rates: Rates, draws: Draws, genomes: Genomes
         source=source, target=target, weight=rates.weight_init * noise(config, draws.one()),
         refused=full_node | full_conn,
     )  # fmt: skip
+
+
+_SMALL = 15
+"""Connections below which the paper's program splits old ones: new nodes then lie side by side, not in chains."""
+
+
+def _early(mask: Array, draw: Array) -> tuple[Array, Array]:
+    """The first True of a row, but past each with the chance 0.3; int32 `[P]`, and bool `[P]`, False past the last."""
+    passed = jnp.floor(jnp.log(jnp.maximum(draw, 1e-30)) / jnp.log(0.3))
+    rank = jnp.cumsum(mask.astype(jnp.float32), 1)
+    return first(mask & (rank == passed[:, None] + 1))
 
 
 def _pair(config: NeatConfig, draws: Draws, genomes: Genomes) -> tuple[Array, Array, Array]:

@@ -15,7 +15,7 @@ from plain_neat import random_genomes
 from jaxpar.neat import FAST, NeatConfig, check_genomes
 from jaxpar.neat.crossover import crossover, match
 from jaxpar.neat.draws import Draws
-from jaxpar.neat.genome import Packed, first, picked
+from jaxpar.neat.genome import Packed, first, initial, picked
 from jaxpar.neat.graph import members, reachable, singleton
 from jaxpar.neat.innovation import NOTHING, SPLIT, Counters, Requests, number
 from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
@@ -300,8 +300,26 @@ def test_the_paper_splits_no_connection_of_the_constant_input():
     edit = jit(lambda g: choose_edit(config, NEVER.replace(add_node=1.0), draws, g, jnp.ones(24, bool)))(genomes)
     legal = genomes.on & genomes.enabled & (genomes.source != 1)
     room = (genomes.on.sum(1) <= 18) & ~genomes.node_on.all(1)
-    np.testing.assert_array_equal(edit.adds_node, legal.any(1) & room)
+    assert not np.any(np.asarray(edit.adds_node) & ~(legal.any(1) & room))
     assert all(legal[p, edit.old[p]] for p in np.flatnonzero(edit.adds_node)) and edit.adds_node.sum() > 5
+
+
+def test_the_paper_splits_the_oldest_of_few_connections():
+    """Each legal one, from the first slot on, is passed with the chance 0.3, even the last: then nothing is split."""
+    config = dataclasses.replace(CONFIGS["feedforward"], mode="canonical", max_conns=40)
+    few = dataclasses.replace(config, num_inputs=3, num_outputs=1, max_nodes=30, initial="full")
+    count = 4000
+    draws = Draws(few, jax.random.key(1), jnp.arange(count))
+    for extra, shares in ((0, (0.7, 0.21)), (20, None)):
+        one = initial(few, jnp.ones((count, 40)), jnp.zeros((count, 30)))
+        slots = jnp.arange(40)[None] < 3 + extra  # more than 14: any of them, alike
+        one = dataclasses.replace(one, on=one.on | slots, enabled=one.enabled | slots)
+        edit = jit(lambda g: choose_edit(few, NEVER.replace(add_node=1.0), draws, g, jnp.ones(count, bool)))(one)
+        times = np.bincount(np.asarray(edit.old)[np.asarray(edit.adds_node)], minlength=40) / count
+        legal = np.flatnonzero(np.asarray(one.on & (one.source != 2))[0])
+        expected = shares or [1 / len(legal)] * len(legal)
+        np.testing.assert_allclose(times[legal], expected, atol=4 * 0.5 / count**0.5)
+        np.testing.assert_allclose(times.sum(), sum(expected), atol=0.03)
 
 
 def test_toggle_and_reenable():
