@@ -14,6 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
+from jaxpar.solve._emit import NESTED, called, live_equations
+
 __all__ = ["NotNumbers", "by_numbers"]
 
 ELEMENTWISE = frozenset(  # of those that Pallas lowers to Triton
@@ -21,7 +23,6 @@ ELEMENTWISE = frozenset(  # of those that Pallas lowers to Triton
     "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt select_n sign sin "
     "sinh sqrt square sub tan tanh xor".split()
 )
-NESTED = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat")
 SAME = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint")
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_sum": jax.lax.add, "reduce_prod": jax.lax.mul, "reduce_max": jax.lax.max, "reduce_min": jax.lax.min,
@@ -81,18 +82,12 @@ def _numbers(value: np.ndarray) -> np.ndarray:
 
 def _walk(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     names = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
-    live = []
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            live.append(equation)
-            needed.update(var for var in equation.invars if not isinstance(var, Literal))
 
     def read(atom: Any) -> Any:
         kind: Any = atom.aval
         return _numbers(np.asarray(atom.val, kind.dtype)) if isinstance(atom, Literal) else names[atom]
 
-    for equation in reversed(live):
+    for equation in live_equations(jaxpr):
         name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
         if any(value is None for value in values) or any(
             jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in equation.outvars
@@ -101,8 +96,7 @@ def _walk(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]
         if any(var.aval.size > LARGEST for var in equation.outvars):
             raise NotNumbers(f"{name} makes more than {LARGEST} numbers")
         if name in NESTED:
-            inner = next(equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params)
-            inner, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            inner, inner_consts = called(equation)
             results = _walk(inner, [_const(c) for c in inner_consts], values)
         elif name == "cond":
             results = _either(equation.params["branches"], *values)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-__all__ = ["NotElementwise", "statements", "trimmed"]
+__all__ = ["NESTED", "NotElementwise", "called", "live_equations", "statements", "trimmed"]
 
 BINARY = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "div": "/"} | {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
@@ -87,26 +87,36 @@ def statements(closed, inputs: list[str], prefix: str, lanes: tuple[int, ...]) -
     return lines, _walk(closed.jaxpr, consts, inputs, prefix, lanes, lines)
 
 
-def _walk(jaxpr, consts, inputs, prefix, lanes, lines):
-    names = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-
-    def read(atom):
-        return _number(atom.val) if isinstance(atom, Literal) else names[atom]
-
+def live_equations(jaxpr) -> list:
+    """The equations that its results need, in their order."""
     needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
     live = []
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
             live.append(equation)
             needed.update(var for var in equation.invars if not isinstance(var, Literal))
-    for equation in reversed(live):
+    return live[::-1]
+
+
+def called(equation) -> tuple:
+    """The jaxpr that an equation of `NESTED` calls, and its constants."""
+    inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+
+
+def _walk(jaxpr, consts, inputs, prefix, lanes, lines):
+    names = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+    def read(atom):
+        return _number(atom.val) if isinstance(atom, Literal) else names[atom]
+
+    for equation in live_equations(jaxpr):
         for var in equation.outvars:
             _check_shape(equation.primitive.name, var.aval.shape, lanes)
             _check_dtype(equation.primitive.name, var.aval.dtype)
         name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
         if name in NESTED:
-            inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
-            inner, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            inner, inner_consts = called(equation)
             results = _walk(inner, [_number(c) for c in inner_consts], values, prefix, lanes, lines)
         else:
             results = [f"{prefix}{len(lines)}"]
