@@ -4,6 +4,7 @@ Every form runs on one device's own rows and heads, inside `jaxpar.mesh.local`: 
 GSPMD, which would gather their inputs in silence. `dense` is the reference for the other two.
 """
 
+import importlib.util
 import math
 from typing import Any
 
@@ -15,6 +16,9 @@ from jaxpar.mesh import constrain, local, mesh_axes, platform
 from jaxpar.types import PRNGKey, UsageError
 
 __all__ = ["attention", "dense", "dropout"]
+
+if importlib.util.find_spec("libtpu"):  # before anything is traced, as in `jaxpar.scan._kernels`
+    import jax.experimental.pallas.tpu  # noqa: F401
 
 HEADS = ("batch", None, "heads", "head_dim")
 KV_HEADS = ("batch", None, "kv_heads", "head_dim")

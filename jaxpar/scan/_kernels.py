@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import custom_batching
 
+from jaxpar.scan import _triton
 from jaxpar.scan._rings import LANES, Ring, num_steps, together
 
 __all__ = ["kernel_for"]
 
-_MODULES = {"cuda": "jaxpar.scan._triton", "tpu": "jaxpar.scan._pallas"}
+# Not once it is wanted: jax 0.11 traces and compiles a program twice if its tracing is what imports Pallas for TPUs.
+_pallas = importlib.import_module("jaxpar.scan._pallas") if importlib.util.find_spec("libtpu") else None
 _DTYPES = {jnp.dtype("float32"), jnp.dtype("bfloat16")}
 
 
@@ -53,8 +55,6 @@ def batched(kernel: Callable, axis: int, **how) -> Callable:
 
 
 def _module(platform: str) -> ModuleType | None:
-    name = _MODULES.get(platform)
-    if name is None or importlib.util.find_spec(name) is None:
-        return None
-    module = importlib.import_module(name)
-    return module if module.available() else None
+    if platform == "tpu":
+        return _pallas
+    return _triton if platform == "cuda" and _triton.available() else None

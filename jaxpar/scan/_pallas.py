@@ -5,7 +5,6 @@ a lane waits in scratch memory for the next block while that one is fetched. Ins
 """
 
 import functools
-import importlib.util
 import math
 
 import jax
@@ -14,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["LARGEST_BLOCK", "affine", "available"]
+__all__ = ["LARGEST_BLOCK", "affine"]
 
 LARGEST_BLOCK = 1
 """Diagonal recurrences only."""
@@ -23,11 +22,6 @@ STEPS = 128
 """Steps of a block: with `LANES` lanes in float32, three arrays twice are 3 MiB of the 16 that a kernel may have."""
 
 LANES = 1024
-
-
-def available() -> bool:
-    """Whether programs for a TPU can be compiled here."""
-    return importlib.util.find_spec("libtpu") is not None
 
 
 def affine(a, b, h0, *, axis: int, reverse: bool, interpret: bool = False):
