@@ -1,4 +1,4 @@
-"""PPO beside PureJaxRL's: whole runs, many agents at once, and memories trained on long unrolls.
+"""PPO beside PureJaxRL's: whole runs, many agents at once, memories trained on long unrolls; learners side by side.
 
 Runs of both sides alternate in this one process; seconds are medians, compiling apart. PureJaxRL is given as the path
 of its `purejaxrl` folder and run as it is, through gymnax's wrapper for the old step; what it imports and PPO does not
@@ -9,6 +9,7 @@ need (Brax, Navix) is replaced by empty modules, and Distrax, where it is not in
     python bench/rl.py --purejaxrl PATH --env Breakout-MinAtar --steps 1000000 --lanes 64 --minibatches 8 \
         --activation relu --rate 5e-3 --anneal 1220 --seeds 3
     python bench/rl.py --case memory --unroll 1024,4096                      # seconds an update, by memory
+    python bench/rl.py --case learners --flags "preset=minatar steps=10_000_000" --flags "preset=minatar_pqn"
 """
 
 import argparse
@@ -27,6 +28,7 @@ import numpy as np
 from harness import HERE, Table
 
 import envs
+from experiments.rl import compose, judged, make_learner, num_updates
 from jaxpar.rl import Network, Ppo, PpoRates, train
 from jaxpar.solve import Newton, Sequential
 
@@ -165,11 +167,46 @@ def memories(args: argparse.Namespace, table: Table) -> None:
                          "compile_s": compile_s})  # fmt: skip
 
 
+def learners(args: argparse.Namespace, table: Table) -> None:
+    """Whole runs by flags of `experiments.rl`, all compiled first; a row's seeds run side by side as one program."""
+    programs = []
+    for flags in args.flags:
+        config = compose(*flags.split())
+        learner, params = make_learner(config)
+        updates = num_updates(config, learner)
+        keys = jax.random.split(jax.random.key(config.seed), config.num_seeds)
+
+        def run(key, learner=learner, params=params, updates=updates):
+            state, infos = train(learner, key, params, updates)
+            return state, infos["return_mean"], infos["converged"]
+
+        began = time.perf_counter()
+        program = jax.jit(jax.vmap(run)).lower(keys).compile()
+        programs.append((flags, config, learner, params, keys, program, time.perf_counter() - began))
+    for flags, config, learner, params, keys, program, compile_s in programs:
+        began = time.perf_counter()
+        state, curves, converged = jax.block_until_ready(program(keys))
+        seconds = time.perf_counter() - began
+        table.add({
+            "flags": flags, "seeds": len(keys), "compile_s": compile_s, "seconds": seconds,
+            "steps": curves.shape[1] * learner.num_lanes * learner.num_steps, "converged": bool(converged.all()),
+            "explored": np.nanmean(curves[:, -max(1, curves.shape[1] // 50) :], 1).tolist(),
+            "judged": judged(config, learner, params, state).tolist(),
+        })  # fmt: skip
+
+
+def mean_and_error(values: list[float]) -> str:
+    """Returns "mean ± standard error: each"."""
+    error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+    return f"{np.mean(values):.4g} ± {error:.2g}: " + ", ".join(f"{x:.4g}" for x in values)
+
+
 def main() -> None:
     """Measures one case and writes it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("--case", choices=("runs", "memory"), default="runs")
+    parser.add_argument("--case", choices=("runs", "memory", "learners"), default="runs")
+    parser.add_argument("--flags", action="append", default=[], help="of experiments.rl, a row each")
     parser.add_argument("--purejaxrl", type=pathlib.Path, help="its folder `purejaxrl`")
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--steps", type=int, default=500_000)
@@ -199,6 +236,17 @@ def main() -> None:
         }, args.out)  # fmt: skip
         table.head(f"{jax.devices()[0].device_kind}, rounds in turn")
         runs(args, table)
+    elif args.case == "learners":
+        table = Table({
+            "flags": lambda row: f"`{row['flags']}`", "seeds": lambda row: str(row["seeds"]),
+            "steps of each": lambda row: f"{row['steps']:,}", "compile s": lambda row: f"{row['compile_s']:.1f}",
+            "run s": lambda row: f"{row['seconds']:.2f}",
+            "return, exploring": lambda row: mean_and_error(row["explored"]),
+            "by likeliest actions": lambda row: mean_and_error(row["judged"]),
+            "converged": lambda row: str(row["converged"]),
+        }, args.out)  # fmt: skip
+        table.head(f"{jax.devices()[0].device_kind}: whole runs by flags, seeds side by side")
+        learners(args, table)
     else:
         table = Table({
             "unroll": lambda row: f"{row['unroll']:,}", "memory": lambda row: row["memory"],
