@@ -140,9 +140,9 @@ def trajectory(neat, count, steps=25):
         use_mesh(make_mesh(MeshSpec(data=count), devices=jax.devices()[:count])) if count else contextlib.nullcontext()
     )
     with place:
-        state = jax.jit(neat.init)(jax.random.key(0), None)
+        state = jit(neat.init)(jax.random.key(0), None)
         inputs = jax.tree.map(lambda x: jnp.broadcast_to(x, (steps, *x.shape)), xor())
-        return jax.device_get(jax.jit(lambda k, s: run(neat, k, s, inputs, steps))(jax.random.key(1), state))
+        return jax.device_get(jit(lambda k, s: run(neat, k, s, inputs, steps))(jax.random.key(1), state))
 
 
 @pytest.mark.parametrize("mode", ["fast", pytest.param("canonical", marks=pytest.mark.slow)])
