@@ -218,7 +218,7 @@ for returns, name in ((right, "bootstraps where it was cut"), (wrong, "takes the
     mean, error = np.mean(returns, 0), np.std(returns, 0) / np.sqrt(SEEDS)
     axis.plot(steps, mean, label=name)
     axis.fill_between(steps, mean - 2 * error, mean + 2 * error, alpha=0.25)
-axis.set(xlabel="environment steps", ylabel="return of an episode (two standard errors)")
+axis.set(xlabel="environment steps (bands: two standard errors)", ylabel="return of an episode")
 axis.legend(fontsize=8)
 plt.show()
 whole = {name: np.nanmean(returns, 1) for name, returns in (("right", right), ("wrong", wrong))}  # of each seed
