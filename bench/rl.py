@@ -143,7 +143,7 @@ def runs(args: argparse.Namespace, table: Table) -> None:
 
 
 def memories(args: argparse.Namespace, table: Table) -> None:
-    """Seconds of one update by memory and unroll, all of one width; the ratio is to the GRU by a scan."""
+    """Seconds of one update by memory and unroll, all of one width; the ratio is to the first of them."""
     env, _ = envs.make(args.env if args.env != "CartPole-v1" else "RepeatPrevious-Easy")
     for unroll in args.unroll:
         programs = {}

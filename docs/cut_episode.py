@@ -1,4 +1,4 @@
-"""Draws docs/_static/cut_episode.svg, the last figure of notebook 07, by its own cells: `python docs/cut_episode.py`."""
+"""Draws _static/cut_episode.svg, the last figure of notebook 07, by its own cells: `python docs/cut_episode.py`."""
 
 import pathlib
 

@@ -18,7 +18,7 @@ import dataclasses
 import difflib
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -159,9 +159,23 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     chosen |= changes("fields", f"algorithm={config.algorithm}", free, config.fields)
     learner = kind(env, network, **chosen)
     rates = changes("rates", f"algorithm={config.algorithm}", dataclasses.asdict(learner.rates), config.rates)
+    if config.anneal and "anneal" in rates:
+        raise UsageError("rates.anneal needs anneal=false: with anneal=true the rate falls over the whole run.")
+    _check_rates(rates)
     if config.anneal:
         rates["anneal"] = float(num_updates(config, learner))
     return dataclasses.replace(learner, rates=learner.rates.replace(**rates)), params
+
+
+def _check_rates(rates: dict[str, float]) -> None:
+    """Refuses numbers by which nothing can be learned; a sweep in Python may hold traced ones."""
+    share = {"discount", "trace", "epsilon", "last_epsilon", "target"}
+    signed = {"entropy", "reward_scale"}
+    for name, value in rates.items():
+        least, most = (-np.inf if name in signed else 0.0), (1.0 if name in share else np.inf)
+        if not (np.isfinite(value) and least <= value <= most):
+            legal = "finite" if name in signed else "from 0 to 1" if name in share else "finite and at least 0"
+            raise UsageError(f"rates.{name}={value} must be {legal}.")
 
 
 def num_updates(config: Config, learner: Any) -> int:
@@ -179,7 +193,11 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     """Learns under the ambient mesh, in `folder`; resumes what is there."""
     learner, params = make_learner(config)
     partition(("envs",), (learner.num_lanes,), "num_envs")
-    seeds, updates = Seeds(learner, config.num_seeds), num_updates(config, learner)
+    seeds, updates = Seeds(learner, config.num_seeds, params), num_updates(config, learner)
+    per_update, warmup = learner.num_lanes * learner.num_steps, getattr(learner, "warmup", 0)
+    if updates * per_update < warmup:
+        raise UsageError(f"steps={config.steps} end before the warmup of {warmup} experiences, and nothing would be "
+                         "learned; give more steps or a smaller fields.warmup.")  # fmt: skip
     folder = _run.fresh_folder(folder, config.resume)
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     with contextlib.ExitStack() as stack:
@@ -192,15 +210,22 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
                               config=_run.identity(config))  # fmt: skip
         stack.callback(writer.close)
         stack.enter_context(_run.ending_together())
-        per_update = learner.num_lanes * learner.num_steps * config.num_seeds
         progress = stack.enter_context(open_progress(updates, start, "learning", "update", shown=("return_mean",),
-                                                     tokens_per_step=per_update, token="env steps"))  # fmt: skip
-        hooks = dataclasses.replace(hooks, writer=writer, progress=progress,
+                                                     tokens_per_step=per_update * config.num_seeds,
+                                                     token="env steps"))  # fmt: skip
+        check = functools.partial(_check, min(warmup + per_update, getattr(learner, "capacity", 0)))
+        hooks = dataclasses.replace(hooks, writer=writer, progress=progress, check=check,
                                     report=lambda _: _run.write_start(folder, config))  # fmt: skip
         plan = Fit(updates, config.chunk, save_every=config.save_every)
         result = fit(seeds, jax.random.key(config.seed), lambda _: params, plan, hooks, state=state, start=start)
     _tell_end(config, folder, learner, params, result)
     return result
+
+
+def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
+    """Ends a run whose gradient, of any seed, is no number; DQN's is none until as many experiences are stored."""
+    if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/stored", np.inf) >= warm:
+        raise UsageError(f"the gradient is not finite after update {step}; lower rates.learning_rate.")
 
 
 def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int, start: int) -> None:

@@ -162,5 +162,5 @@ def latest(info: Info, before: dict[str, Array], steps: Steps) -> tuple[Info, di
         The info, and what is known now: "return_mean" and "length_mean", NaN until an episode has ended.
     """
     now = summary(steps)
-    known = {name: jnp.where(jnp.isnan(now[name]), old, now[name]) for name, old in before.items()}
+    known = {name: jnp.where(now["num_episodes"] > 0, now[name], old) for name, old in before.items()}
     return info | known | {"episodes": now["num_episodes"].astype(jnp.float32)}, known

@@ -92,7 +92,9 @@ class Network:
         x = self._encoder().apply(params["encoder"], x)
         if memory := self.remembers():
             params["memory"] = memory.init(memory_key, x.shape[-1])
-            x = jnp.zeros((1, self.memory_size))
+            start = jnp.ones((1, 1), bool)
+            x = jax.eval_shape(memory.apply, params["memory"], x[None], start, memory.initial(1))[0]
+            x = jnp.zeros(x.shape[1:])
         params["heads"] = {
             name: _head(self, width, gain).init(jax.random.fold_in(heads_key, place), x)
             for place, (name, (width, gain)) in enumerate(sorted(heads.items()))

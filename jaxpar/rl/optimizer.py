@@ -20,7 +20,7 @@ class Optimizer:
 
     Attributes:
         name: "adam", "radam" or "rmsprop".
-        eps: added to the root of the mean square.
+        eps: added to the root of the mean square; for rmsprop, which forgets by 0.9, to the mean square under the root.
     """
 
     name: str

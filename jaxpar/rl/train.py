@@ -38,10 +38,13 @@ class Seeds:
     Attributes:
         learner: what each of them is.
         num_seeds: how many.
+        params: of the environment in which they begin, where `init` is given none, as `jaxpar.loop.fit` does; None for
+            the default ones.
     """
 
     learner: Any
     num_seeds: int
+    params: Any = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         """Refuses less than one seed."""
@@ -50,6 +53,7 @@ class Seeds:
 
     def init(self, key: PRNGKey, inputs: PyTree) -> PyTree:
         """The first states, with a leading axis of seeds; consumes `key`."""
+        inputs = self.params if inputs is None else inputs
         return jax.vmap(self.learner.init, (0, None))(self._keys(key), inputs)
 
     def step(self, key: PRNGKey, state: PyTree, inputs: PyTree) -> tuple[PyTree, Info]:

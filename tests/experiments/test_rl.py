@@ -47,11 +47,27 @@ def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
         (["env=CartPole"], "there is no environment 'CartPole'"),
         (["num_envs=3", "minibatches=1"], "does not divide"),
         (["steps=0"], "steps=0 must be at least 1"),
+        (["rates.learning_rate=-1"], "rates.learning_rate=-1.0 must be finite and at least 0"),
+        (["rates.discount=2"], "rates.discount=2.0 must be from 0 to 1"),
+        (["rates.entropy=nan"], "rates.entropy=nan must be finite"),
+        (["rates.anneal=5"], "rates.anneal needs anneal=false"),
+        (["algorithm=dqn", "steps=64"], "steps=64 end before the warmup of 4096 experiences"),
     ],
 )
 def test_mistakes_are_told(main, flags, words):
     said = main(*TINY, *flags, of="rl")
     assert words in said.sentence(), said
+
+
+def test_a_run_that_diverges_ends_with_a_sentence(main):
+    said = main(*TINY, "rates.learning_rate=1e30", "steps=256", of="rl", compiles=True)
+    assert "the gradient is not finite after update" in said.sentence(), said
+
+
+def test_a_buffer_that_fills_is_no_divergence(main):
+    flags = "algorithm=dqn steps=256 fields.warmup=128 fields.capacity=512 fields.batch_size=8 fields.gradients=1"
+    said = main(*TINY, *flags.split(), of="rl", compiles=True)
+    assert said.code == 0 and "return     " in said.out, said
 
 
 def test_flags_make_the_learner():

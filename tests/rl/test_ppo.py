@@ -158,3 +158,13 @@ def test_mistakes_are_told(make, words):
 
 def test_it_is_static():
     assert hash(TINY) == hash(dataclasses.replace(TINY)) and TINY == dataclasses.replace(TINY)
+
+
+def test_seeds_begin_in_the_environment_that_is_asked_for():
+    env, params = envs.make("PendulumSwingUp")
+    params = params.replace(start_spread=3.0)
+    learner, key = Ppo(env, SMALL, num_lanes=2, num_steps=4, minibatches=2), jax.random.key(3)
+    begun = jit(lambda: Seeds(learner, 1, params).init(key, None).lanes)()  # as `fit` begins
+    asked, usual = (jit(learner.init)(jax.random.fold_in(key, 0), x).lanes for x in (params, None))
+    np.testing.assert_array_equal(begun.obs[0], asked.obs)
+    assert np.abs(np.asarray(usual.obs) - asked.obs).max() > 0.1

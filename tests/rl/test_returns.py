@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.rl import advantages, lambda_returns, n_step_returns, next_values
+from jaxpar.rl import advantages, collect, lambda_returns, n_step_returns, next_values
 from jaxpar.types import UsageError
 
 DISCOUNT, TRACE = 0.9, 0.7
@@ -100,3 +100,13 @@ def test_gradients_of_returns_stop_at_a_cut():
 def test_no_returns_over_no_steps():
     with pytest.raises(UsageError, match="num_steps=0"):
         n_step_returns(jnp.zeros((2, 1)), jnp.zeros((2, 1)), jnp.zeros((2, 1), bool), 0.9, 0)
+
+
+def test_a_return_that_is_no_number_is_told_and_an_update_without_an_end_keeps_the_last(monkeypatch):
+    known = {"return_mean": jnp.float32(3), "length_mean": jnp.float32(9)}
+    for count, value, want in ((2, np.nan, np.nan), (0, np.nan, 3.0), (1, 5.0, 5.0)):
+        made = {"return_mean": jnp.float32(value), "length_mean": jnp.float32(1), "num_episodes": jnp.int32(count)}
+        monkeypatch.setattr(collect, "summary", lambda steps, made=made: made)
+        info, after = collect.latest({}, known, None)
+        np.testing.assert_equal(float(info["return_mean"]), want)
+        np.testing.assert_equal(float(after["return_mean"]), want)

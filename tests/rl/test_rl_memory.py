@@ -7,7 +7,7 @@ import pytest
 from fast import jit
 from tolerance import assert_close
 
-from jaxpar.rl.memory import MEMORIES, memory_of
+from jaxpar.rl.memory import MEMORIES, WindowAttention, memory_of
 from jaxpar.rl.network import Network
 from jaxpar.solve import Newton
 
@@ -73,3 +73,10 @@ def test_a_network_starts_orthogonal():
         gram = np.asarray(kernel.T @ kernel)
         np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5)
     assert params["encoder"]["params"]["Conv_0"]["kernel"].shape == (3, 3, 2, 4)
+
+
+def test_a_memory_of_any_width_feeds_the_heads():
+    network = Network((), (8,), memory=WindowAttention(12, window=3), memory_size=64)
+    params = network.init(jax.random.key(0), (5,), {"q": (2, 1.0)})
+    out = network.apply(params, jnp.ones((4, 3, 5)), jnp.zeros((4, 3), bool), network.initial(3))
+    assert out.heads["q"].shape == (4, 3, 2)
