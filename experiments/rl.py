@@ -168,7 +168,7 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
 
 
 def _check_rates(rates: dict[str, float]) -> None:
-    """Refuses numbers by which nothing can be learned; a sweep in Python may hold traced ones."""
+    """Refuses numbers by which nothing can be learned."""
     share = {"discount", "trace", "epsilon", "last_epsilon", "target"}
     signed = {"entropy", "reward_scale"}
     for name, value in rates.items():
