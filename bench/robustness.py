@@ -12,6 +12,12 @@ right but claimed is a silent error; one that is right but not claimed was finis
 Beside ours stand three Newton iterations without a test, as ParaRNN makes them (our own few lines), and DEER with its
 own test.
 
+R2: the same question where entries, rows or steps differ by many orders of magnitude (bench/magnitudes.py): large starts,
+rows and entries, counters, growing modes, in four float types, every method at its default rtol and atol. A result is
+right if every entry of every step has |h - h64| <= 10 (|h_loop - h64| + rtol |h64| + atol), h64 being the float64 loop
+from the same rounded numbers and h_loop `lax.scan` in the type; a claim that is not right is a silent error. Counted are
+also the rows of Newton and Auto that converged without a walk, and those that took over twice the iterations of float64.
+
 G1: gradients of every method by weights and inputs against float64 backpropagation through time, each leaf relative to
 its largest entry; the bar is 1e-5. Beside them the defect of a quasi-Newton method that differentiates through the
 diagonal it iterated with, as ELK does (our own few lines).
@@ -127,8 +133,39 @@ class Judge:
         own = {"fixed K=3": fixed_three, "diagonal adjoint": diagonal_adjoint}
         return own.get(request["row"], recurrence.solver)(request, {}, w, xs)
 
+    def mixed(self, request: dict) -> dict:
+        """Answers a row of R2."""
+        import jax
+        import magnitudes
+        import recurrence
+
+        from jaxpar.solve import Sequential, parallel_scan
+
+        name, dtype = request["problem"], request["dtype"]
+        problem = magnitudes.problems()[name]
+        with jax.enable_x64(dtype == "float64"):
+            if (name, dtype) not in self.known:
+                self.known[name, dtype] = magnitudes.reference(problem, dtype)
+            method = recurrence.method_of(request["row"], False, ())
+
+            def solve(start, xs):
+                return parallel_scan(magnitudes.scan_step(problem), start, xs, method=method, with_stats=True)
+
+            _, ys, stats = jax.jit(solve)(*magnitudes.cast((problem.start, problem.xs), dtype))
+            ys, said = jax.device_get((ys, stats))
+        worst = magnitudes.excess(ys, *self.known[name, dtype], dtype)
+        return {
+            "excess": worst,
+            "right": worst <= 1,
+            "claimed": bool(said.converged),
+            "iterations": int(said.iterations),
+            "is_walk": isinstance(stats.method, Sequential) or not said.iterations,
+        }
+
     def __call__(self, request: dict) -> dict:
-        """Answers a row of R1 or G1."""
+        """Answers a row."""
+        if request["case"] == "R2":
+            return self.mixed(request)
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -185,7 +222,7 @@ def defect(cell: str, w, xs, ys) -> float:
 
 
 def verdict(row: dict) -> str:
-    """Returns what a row of R1 amounts to."""
+    """Returns what a row of R1 or R2 amounts to."""
     if row["claimed"]:
         return "right" if row["right"] else "SILENT ERROR"
     return "finished" if row["right"] else "reported" if not row["row"].startswith("jaxpar") else "WRONG"
@@ -202,6 +239,15 @@ R1_COLUMNS = {
     "lax.scan's": lambda r: f"{r['plain_error']:.1e}",
     "defect": lambda r: f"{r['defect']:.1e}",
     "note": lambda r: "",
+}
+R2_COLUMNS = {
+    "problem": lambda r: r["problem"],
+    "type": lambda r: r["dtype"],
+    "row": lambda r: r["row"],
+    "verdict": verdict,
+    "iterations": lambda r: str(r["iterations"]),
+    "error, of ten times what is allowed": lambda r: f"{r['excess']:.1e}",
+    "note": lambda r: "a walk" if r["is_walk"] else "",
 }
 G1_COLUMNS = {
     "cell": lambda r: r["cell"],
@@ -232,10 +278,43 @@ def measure(args: argparse.Namespace, case: str, bench: harness.Bench) -> list[d
     return table.rows
 
 
-def summary(rows: list[dict]) -> None:
-    """Prints how often each row of R1 had each verdict."""
+def measure_mixed(args: argparse.Namespace, bench: harness.Bench) -> list[dict]:
+    """Runs R2 and prints its rows."""
+    import magnitudes
+
+    table = harness.Table(R2_COLUMNS, args.out.with_stem(f"{args.out.stem}_R2"))
+    table.head("R2: silent errors among mixed magnitudes")
+    names = list(magnitudes.problems())[:: 6 if args.tiny else 1]
+    for row in (f"jaxpar {method}" for method in METHODS):
+        if args.only and not any(word in row for word in args.only.split(",")):
+            continue
+        for name in names:
+            for dtype in magnitudes.TYPES:
+                request = dict(case="R2", problem=name, dtype=dtype, row=row)
+                table.add(request | bench.ask("jax", request))
+    return table.rows
+
+
+def summary_mixed(rows: list[dict]) -> None:
+    """Prints which rows of Newton and Auto were walked, and which took over twice the iterations of float64."""
+    mine = [row for row in rows if row["row"] in ("jaxpar Newton", "jaxpar Auto") and "failed" not in row]
+    mine = [row for row in mine if not (row["claimed"] and row["is_walk"])]  # Auto chose to walk, by cost
+    full = {(row["row"], row["problem"]): row["iterations"] for row in mine if row["dtype"] == "float64"}
+    found = [row for row in mine if row["claimed"]]
+    quick = [row for row in found if row["iterations"] <= 2 * full.get((row["row"], row["problem"]), 0)]
+    print(
+        f"\nNewton and Auto: {len(found)} of {len(mine)} that iterate converged, {len(quick)} of these in at most twice"
+    )
+    print("the iterations of float64. The rest:")
+    for row in mine:
+        if row not in quick:
+            print(f"- {row['row']}, {row['problem']}, {row['dtype']}: {verdict(row)}, {row['iterations']} iterations")
+
+
+def summary(rows: list[dict], case: str) -> None:
+    """Prints how often each row of R1 or R2 had each verdict."""
     kinds = ("right", "finished", "reported", "SILENT ERROR", "WRONG")
-    print(f"\n### R1, counted\n\n| row | {' | '.join(kinds)} | failed |\n|{'---|' * (len(kinds) + 2)}")
+    print(f"\n### {case}, counted\n\n| row | {' | '.join(kinds)} | failed |\n|{'---|' * (len(kinds) + 2)}")
     for name in dict.fromkeys(row["row"] for row in rows):
         mine = [row for row in rows if row["row"] == name]
         found = [verdict(row) for row in mine if "failed" not in row]
@@ -244,7 +323,7 @@ def summary(rows: list[dict]) -> None:
 
 def main() -> None:
     """Parses flags, judges, and exits with 1 if something of ours is wrong."""
-    parser = harness.arguments(__doc__, ("R1", "G1"), "robustness.json", 600)
+    parser = harness.arguments(__doc__, ("R1", "R2", "G1"), "robustness.json", 600)
     parser.add_argument("--deer", type=pathlib.Path, help="a checkout of DEER's source")
     args = parser.parse_args()
     if args.worker:
@@ -253,11 +332,13 @@ def main() -> None:
     command = [__file__, "--worker", "jax"] + (["--deer", str(args.deer)] if args.deer else [])
     bench = harness.Bench({"jax": (command, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})}, args.budget_s, args.row_s)
     bad = []
-    for case in harness.chosen(args.cases, ("G1", "R1")):
-        rows = measure(args, case, bench)
+    for case in harness.chosen(args.cases, ("G1", "R1", "R2")):
+        rows = measure_mixed(args, bench) if case == "R2" else measure(args, case, bench)
         ours = [row for row in rows if row["row"].startswith("jaxpar")]
-        if case == "R1":
-            summary(rows)
+        if case != "G1":
+            summary(rows, case)
+        if case == "R2":
+            summary_mixed(rows)
         for row in ours:
             is_good = "skipped" in row.get("failed", "") or row.get("right", row.get("error", 1.0) <= BAR)
             bad += [] if is_good else [row]

@@ -116,7 +116,7 @@ def walk(cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = Fa
 
 
 @functools.cache
-def newton_source(cell: LaneCell) -> Source:
+def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: float) -> Source:
     """The look-back kernel whose coefficients are the Jacobian and the residual of the cell at the last states."""
     k, xs, cs = cell.k, range(len(cell.x_columns)), range(len(cell.c_columns))
     inputs = [
@@ -124,7 +124,7 @@ def newton_source(cell: LaneCell) -> Source:
         for name, places in (("old", range(k)), ("first", range(k)), ("x", xs), ("c", cs))
         for i in places
     ]
-    outputs = [f"{name}{i}_ptr" for name in ("new", "update", "size") for i in range(k)]
+    outputs = [f"{name}{i}_ptr" for name in ("new", "worst") for i in range(k)]
     body = ["begins = (step == 0)[:, None]", "row = time[:, None].to(tl.int64)"]
     for i in range(k):
         body.append(f"start{i} = tl.load(first{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)[None, :]")
@@ -147,28 +147,39 @@ def newton_source(cell: LaneCell) -> Source:
     for i in range(k):
         finish.append(f"new{i} = old{i} + h{i}")
         finish.append(f"tl.store(new{i}_ptr + at, new{i}, mask=mask)")
-        for name, value in (("update", f"h{i}"), ("size", f"new{i}")):
-            # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
-            finish.append(f"bits = tl.where(mask, tl.abs({value}), 0.0).to(tl.int32, bitcast=True)")
-            finish.append(f"tl.atomic_max({name}{i}_ptr + lane, tl.max(bits, 0), mask=live)")
+        terms = " + ".join(f"tl.abs(j{i}{j} * g{j})" for j in range(k))
+        finish.append(f"bound = {relative!r} * tl.abs(new{i}) + {absolute!r} + {rounding!r} * ({terms})")
+        # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
+        finish.append(f"bits = tl.where(mask, tl.abs(h{i}) / bound, 0.0).to(tl.int32, bitcast=True)")
+        finish.append(f"tl.atomic_max(worst{i}_ptr + lane, tl.max(bits, 0), mask=live)")
     return Source(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear)
 
 
-def newton_step(cell: LaneCell, states, start, xs, constants, *, reverse: bool = False) -> tuple[tuple, tuple, tuple]:
+def newton_step(
+    cell: LaneCell, states, start, xs, constants, *, bound: tuple[float, float, float], reverse: bool = False
+) -> tuple[tuple, tuple]:
     """One Newton step for all lanes and all of time: states + (I - J S)^-1 (f(S states, xs) - states).
 
+    Args:
+      cell: The cell.
+      states: k arrays [T, *lanes].
+      start: k arrays [*lanes].
+      xs: As the cell has them, with a leading T.
+      constants: As the cell has them.
+      bound: Three positive factors; an update is measured by a |new state| + b + c |J| |state before|.
+      reverse: Whether time runs backwards.
+
     Returns:
-      The new states, k arrays [T, *lanes]; the largest |update| of each lane over time, k arrays float32 [*lanes], NaN
-      where one is met; and the largest |new state|, likewise.
+      The new states, k arrays [T, *lanes]; and the largest |update| of each lane in units of its bound, k arrays
+      float32 [*lanes], NaN where one is met.
     """
     k, lanes = cell.k, math.prod(cell.lanes)
     shape = (states[0].shape[0], lanes)
     out = [jax.ShapeDtypeStruct(shape, state.dtype) for state in states]
-    worst = [jax.ShapeDtypeStruct((lanes,), jnp.int32)] * (2 * k)
+    worst = [jax.ShapeDtypeStruct((lanes,), jnp.int32)] * k
     flat = [jnp.reshape(state, shape) for state in states]
     buffers = [*flat, *start, *xs, *constants]
-    zeroed = tuple(range(k, 3 * k))
-    results = launch(newton_source(cell), buffers, [*out, *worst], shape, 0, reverse=reverse, zeroed=zeroed)
+    zeroed = tuple(range(k, 2 * k))
+    results = launch(newton_source(cell, *bound), buffers, [*out, *worst], shape, 0, reverse=reverse, zeroed=zeroed)
     new = tuple(jnp.reshape(x, state.shape) for x, state in zip(results, states, strict=False))
-    largest = [jax.lax.bitcast_convert_type(bits, jnp.float32).reshape(cell.lanes) for bits in results[k:]]
-    return new, tuple(largest[:k]), tuple(largest[k:])
+    return new, tuple(jax.lax.bitcast_convert_type(bits, jnp.float32).reshape(cell.lanes) for bits in results[k:])

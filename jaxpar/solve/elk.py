@@ -39,7 +39,6 @@ class Elk:
       adaptive: False keeps lambda at `lam` in all steps and iterations.
       jac: Structure of the Jacobian, as in `Newton`, and so are the rest.
       window: As there.
-      tol: As there.
       max_iters: As there.
 
     Reference: Gonzalez et al., arXiv:2407.19115 (lambda = 1 / sigma^2); the filter in parallel is Särkkä and
@@ -51,7 +50,6 @@ class Elk:
     adaptive: bool = True
     jac: Any = "auto"
     window: int | None = None
-    tol: float | None = None
     max_iters: int | None = None
 
     def __post_init__(self):

@@ -22,7 +22,6 @@ class Jacobi:
     Attributes:
       jac: Structure of the Jacobian, as in `Newton`, for gradients.
       window: As in `Newton`, and so are the rest.
-      tol: As there.
       max_iters: As there.
 
     Reference: Song et al., arXiv:2002.03629.
@@ -30,7 +29,6 @@ class Jacobi:
 
     jac: Any = "auto"
     window: int | None = None
-    tol: float | None = None
     max_iters: int | None = None
 
     def __post_init__(self):
@@ -54,13 +52,11 @@ class Picard:
     Attributes:
       jac: Structure of the Jacobian, as in `Newton`, for gradients.
       window: As in `Newton`, and so are the rest.
-      tol: As there.
       max_iters: As there.
     """
 
     jac: Any = "auto"
     window: int | None = None
-    tol: float | None = None
     max_iters: int | None = None
 
     def __post_init__(self):

@@ -17,8 +17,9 @@ from jaxpar.scan import _triton
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
-from jaxpar.solve.iterate import bounds, leading, scale, within
+from jaxpar.solve.iterate import ROUNDINGS, TIGHT, is_rounding, leading, once, remaining
 from jaxpar.solve.problem import Outcome, Problem
+from jaxpar.solve.rounding import allowed, fraction
 from jaxpar.solve.sequential import check_unroll, untroubled
 from jaxpar.solve.structure import Leaves
 from jaxpar.solve.windows import walk
@@ -79,57 +80,55 @@ def walked(problem: Problem, unroll: int | None = None) -> Leaves:
     return lax.platform_dependent(default=plain, cuda=kernel)
 
 
-def newton_states(problem: Problem, tol: float | None, max_iters: int | None, on_fail: str) -> tuple[Leaves, Outcome]:
+def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tuple[Leaves, Outcome]:
     """Returns the states by Newton's method over the whole sequence, one kernel an iteration; see `Method.states`.
 
-    Only on CUDA and where `takes(problem)`. Iterates until the last update is under sqrt(eps) of the largest state;
-    then the residual is tested as everywhere, and where a step fails, all are walked.
+    Only on CUDA and where `takes(problem)`. Iterates until the last two updates say that the error is allowed, a few
+    roundings of what enters an entry included; then the residual is tested as everywhere, and where a step fails, all
+    are walked.
     """
     lanes = _lanes(problem)
     assert lanes is not None
     cell, constants = lanes
     most, dims = max_iters or MAX_ITERATIONS, len(cell.lanes)
+    limits = [problem.tolerance(leaf.dtype) for leaf in problem.start]
+    rounding = ROUNDINGS * max(float(jnp.finfo(leaf.dtype).eps) for leaf in problem.start)
+    tightest = min(rtol for rtol, _ in limits), min(atol for _, atol in limits), rounding
 
-    def relative(update, size):
-        axes = tuple(range(-dims, 0))  # of one sequence
-        floors = [jnp.where(jnp.isfinite(leaf), leaf, 0).max(axes, keepdims=True) for leaf in size]
-        return tuple(a / jnp.maximum(b, jnp.finfo(b.dtype).tiny) for a, b in zip(update, floors, strict=True))
+    def largest(worst):  # of each sequence
+        axes = tuple(range(-dims, 0))
+        return jnp.stack([leaf.max(axes, keepdims=True) for leaf in worst]).max(0)
 
     def run(cell, start, xs, constants):
         def advance(carry):
-            states, _, count = carry
-            states, update, size = _fused.newton_step(cell, states, start, xs, constants)
-            return states, relative(update, size), count + 1
+            states, worst, _, count = carry
+            new, update = _fused.newton_step(cell, states, start, xs, constants, bound=tightest)
+            now = largest(update)
+            return new, now, remaining(now, now / worst, count), count + 1
 
         def goes_on(carry):
-            _, update, count = carry
-            limits = [float(jnp.finfo(leaf.dtype).eps) ** 0.5 for leaf in start]
-            small = [jnp.all(leaf <= limit) for leaf, limit in zip(update, limits, strict=True)]
-            return (count < most) & ~jnp.stack(small).all()
+            _, _, error, count = carry
+            return (count < most) & ~jnp.all(error <= 1)
 
         first = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in start)
-        unknown = tuple(jnp.full(cell.lanes, jnp.inf, jnp.float32) for _ in start)
-        states, update, count = lax.while_loop(goes_on, advance, (first, unknown, jnp.int32(0)))
-        return states, update, (count,)
+        unknown = largest([jnp.full(cell.lanes, jnp.inf, jnp.float32) for _ in start])
+        states, _, error, count = lax.while_loop(goes_on, advance, (first, unknown, unknown, jnp.int32(0)))
+        return states, (jnp.broadcast_to(error, cell.lanes),), (count,)
 
-    h, update, (iterations,) = varying_as(
+    h, (error,), (iterations,) = varying_as(
         _batched(run, cell)(problem.start, problem.xs, constants), (problem.start, problem.xs, constants)
     )
-    residual, scales = problem.residual(h), scale(problem, h)
-    is_small = jnp.stack(
-        [
-            (leaf <= bound[-1]).all()
-            for leaf, bound in zip(update, bounds(jnp.ones_like(scales), h, tol, 0.5), strict=True)
-        ]
+    residual = problem.residual(h)
+    residuals = fraction(residual, allowed(problem, h))
+    passes = once(
+        ~(residuals <= TIGHT).all(), lambda _: is_rounding(problem, h, residual), residuals <= TIGHT, problem.start
     )
-    prefix, is_done = leading(problem, within(residual, bounds(scales, h, tol)) & is_small.all())
-    tiny = jnp.finfo(scales.dtype).tiny
-    worst = [jnp.max(jnp.abs(leaf)) / jnp.maximum(size[-1], tiny) for leaf, size in zip(residual, scales, strict=True)]
+    prefix, is_done = leading(problem, passes & (error <= 1).all())
     outcome = Outcome(
         iterations,
         jnp.int32(1),
-        _finite_or_inf(jnp.stack(worst).max()).astype(jnp.float32),
-        _finite_or_inf(jnp.stack([leaf.max() for leaf in update]).max()),
+        _finite_or_inf(residuals.max()),
+        _finite_or_inf(error.max()),
         jnp.where(is_done, problem.length, prefix).astype(jnp.int32),
     )
 
@@ -139,9 +138,7 @@ def newton_states(problem: Problem, tol: float | None, max_iters: int | None, on
         is_kept = jnp.arange(problem.length) < prefix
         return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
 
-    entry = varying_as((~is_done, h), (h, is_done))
-    again = lax.while_loop(lambda pair: pair[0], lambda pair: (jnp.zeros_like(pair[0]), repaired(pair[1])), entry)
-    return again[1], outcome
+    return once(~is_done, repaired, h, (h, is_done)), outcome
 
 
 def _finite_or_inf(value):

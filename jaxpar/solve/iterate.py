@@ -4,7 +4,7 @@ Step t of any method here is exact once the steps before it are, so the steps th
 every iteration lengthens; only what follows it is ever changed or reset.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,23 @@ import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import IterativeMethod, Problem
+from jaxpar.solve.rounding import allowed, fraction, noise, trusted, within
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array
 
-__all__ = ["Fit", "bounds", "iterate", "leading", "most_iterations", "within"]
+__all__ = ["Fit", "as_good_as_rounding", "is_rounding", "iterate", "leading", "most_iterations", "once", "remaining"]
+
+TIGHT = 0.25
+"""Of the allowed error, what a residual may be: it says nothing yet of the error that it grows to."""
+
+FROZEN = 0.02
+"""Of the allowed error, the residual of a step that is not changed again."""
+
+ROUNDINGS = 4.0
+"""Roundings of one step that a residual may hold where it can get no smaller."""
+
+STALLED = 0.9
+"""An update that is not smaller than so much of the one before it has stalled."""
 
 
 class Fit(NamedTuple):
@@ -23,19 +36,23 @@ class Fit(NamedTuple):
 
     Attributes:
       h: States [T, ...].
-      prefix: How many of this device's steps have converged, all steps before them having converged too.
+      residual: f(S h, x) - h, zero at steps that are not changed any more.
+      frozen: How many of this device's steps are not changed any more, all steps before them being so too.
+      prefix: How many have converged, all steps before them having converged too; at least `frozen`.
       is_done: Whether all have, on every device.
       iterations: Made.
-      residual: Largest of the last iteration before its update, relative to the largest |h| of its leaf.
-      update: Largest, likewise.
+      size: Largest update of the last iteration, in units of the allowed error.
+      worst: Largest residual and largest update of the last iteration, in the same units.
     """
 
     h: Leaves
+    residual: Leaves
+    frozen: Array
     prefix: Array
     is_done: Array
     iterations: Array
-    residual: Array
-    update: Array
+    size: Array
+    worst: tuple[Array, Array]
 
 
 def most_iterations(length: int) -> int:
@@ -48,45 +65,91 @@ def most_iterations(length: int) -> int:
 
 
 def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Array, is_sound: Array) -> Fit:
-    """Iterates until residual and update are small at every step, or the method's bound is reached.
+    """Iterates until residual and error are small at every entry of every step, or the method's bound is reached.
 
-    A step passes if |residual| <= tol * scale and |update| <= max(tol, sqrt(eps)) * scale, scale being the largest |h|
-    of the leaf; tol is the method's, or eps^(4/5). The update is what bounds the error where the recurrence amplifies
-    a small residual.
+    Judged is the iterate that is returned: its own residual, and its error, for which the last two updates speak. If
+    those shrink by the factor q an iteration, what is left of the error is q / (1 - q) of the last update. An entry
+    passes if that is at most `rtol |h| + atol` and its residual at most a quarter of it. Where updates shrink no more,
+    rounding has the last word: see `as_good_as_rounding`.
 
     Args:
       method: Whose updates.
-      problem: The recurrence.
+      problem: The recurrence, with rtol and atol.
       guess: First iterate, finite; also what replaces iterates from the first one that is not finite.
       valid: Steps that count; those behind them are padding.
       is_sound: False makes no iteration.
     """
     limit = method.max_iters or most_iterations(problem.parts * problem.length)
     index = jnp.arange(problem.length)
+    is_padding = index >= valid
 
     def advance(fit: Fit) -> Fit:
-        is_fixed = index < fit.prefix
-        residual = _cleared(is_fixed, problem.residual(fit.h))
-        delta = _cleared(is_fixed, method.update(problem, fit.h, residual))
+        is_fixed = index < fit.frozen
+        delta = _cleared(is_fixed, method.update(problem, fit.h, fit.residual))
         h = tuple((a + b).astype(a.dtype) for a, b in zip(fit.h, delta, strict=True))
-        scales = scale(problem, h)
-        passes = within(residual, bounds(scales, h, method.tol)) & within(delta, bounds(scales, h, method.tol, 0.5))
-        prefix, is_done = leading(problem, passes | is_fixed | (index >= valid))
-        after = Fit(
-            _reset(h, guess),
-            prefix,
-            is_done,
-            fit.iterations + 1,
-            _largest(problem, _cleared(index >= valid, residual), scales),
-            _largest(problem, _cleared(index >= valid, delta), scales),
+        h = _reset(h, guess)
+        residual = _cleared(is_fixed, problem.residual(h))
+        bound = allowed(problem, h)
+        residuals, updates = fraction(residual, bound), fraction(delta, bound)
+        size, worst = (_largest(problem, jnp.where(is_padding, 0, steps)) for steps in (updates, residuals))
+        rate = size / fit.size
+        error = remaining(updates, rate, fit.iterations)
+        passes = (residuals <= TIGHT) & (error <= 1)
+        frozen, _ = leading(problem, passes & (residuals <= FROZEN) | is_fixed | is_padding)
+        is_near = (rate > STALLED) & _is_small(problem, residual, h)
+        passes = once(
+            is_near & ~(passes | is_padding).all(),
+            lambda passes: passes | as_good_as_rounding(problem, h, residual, delta, fit.iterations),
+            passes,
+            problem.start,
         )
+        prefix, is_done = leading(problem, passes | is_fixed | is_padding)
+        after = Fit(h, residual, frozen, prefix, is_done, fit.iterations + 1, size, (worst, size))
         return varying_as(after, problem.start)
 
-    prefix, is_done = leading(problem, index >= valid)
+    prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
-    first = Fit(guess, prefix, is_done, jnp.int32(0), nothing, nothing)
+    first = Fit(guess, problem.residual(guess), prefix, prefix, is_done, jnp.int32(0), nothing, (nothing, nothing))
     first = varying_as(first, problem.start)
     return jax.lax.while_loop(lambda fit: is_sound & ~fit.is_done & (fit.iterations < limit), advance, first)
+
+
+def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
+    """Returns the error that is left after updates that shrink by `rate`, in their units: a geometric series' rest.
+
+    A single update speaks for itself. Where nothing changes any more, nothing is left.
+    """
+    factor = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
+    factor = jnp.where(iterations == 0, 1.0, factor)
+    return jnp.where(updates == 0, 0, factor * updates)
+
+
+def is_rounding(problem: Problem, h: Leaves, residual: Leaves, salt: Array | int = 0) -> Array:
+    """Returns at which steps the residual of every entry is a few roundings of what enters it, [T]."""
+    level = noise(problem, h, jax.random.fold_in(jax.random.key(0), salt))
+    most = tuple(TIGHT * a + ROUNDINGS * b for a, b in zip(allowed(problem, h), level, strict=True))
+    return within(residual, most)
+
+
+def as_good_as_rounding(problem: Problem, h: Leaves, residual: Leaves, error: Leaves, salt: Array | int = 0) -> Array:
+    """Returns at which steps arithmetic can give nothing better, [T].
+
+    There the residual is rounding, and the error, of which an update that no longer shrinks is a sample, is not that of
+    chaos.
+    """
+    return is_rounding(problem, h, residual, salt) & within(error, trusted(problem, h))
+
+
+def once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
+    """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed.
+
+    A loop that makes no trip: under `vmap` a `cond` would run both branches.
+    """
+
+    def turn(pair):
+        return varying_as((jnp.zeros_like(pair[0]), repair(pair[1])), like)
+
+    return jax.lax.while_loop(lambda pair: pair[0], turn, varying_as((is_needed, state), like))[1]
 
 
 def leading(problem: Problem, passes: Array) -> tuple[Array, Array]:
@@ -98,55 +161,6 @@ def leading(problem: Problem, passes: Array) -> tuple[Array, Array]:
     counts = counts[::-1] if problem.reverse else counts
     is_before = jnp.arange(problem.parts) < problem.rank
     return jnp.where(jnp.all(~is_before | (counts == len(passes))), count, 0), jnp.all(counts == len(passes))
-
-
-def scale(problem: Problem, h: Leaves) -> Array:
-    """Returns for each leaf and step the largest finite |h| up to it, [leaves, T]; one small gather over the devices.
-
-    Only up to it: what diverges further on must not make a residual look small.
-    """
-    sizes = (jnp.where(jnp.isfinite(leaf), jnp.abs(leaf), 0) for leaf in h)
-    steps = jnp.stack([size.reshape(len(size), -1).max(1).astype(_wide(size)) for size in sizes])
-    largest = _running_max(steps)
-    starts = jnp.stack([jnp.max(jnp.abs(leaf), initial=0).astype(steps.dtype) for leaf in problem.start])
-    if problem.axis_name is not None:
-        ends = jax.lax.all_gather(largest[:, -1], problem.axis_name)
-        ends = ends[::-1] if problem.reverse else ends
-        is_before = jnp.arange(problem.parts) < problem.rank
-        starts = jnp.maximum(starts, jnp.where(is_before[:, None], ends, 0).max(0))
-    return jnp.maximum(largest, starts[:, None])
-
-
-def _running_max(x: Array) -> Array:
-    """Returns the largest of x [leaves, T] up to each step, in two levels: a tree of log2(T) is as many GPU kernels."""
-    leaves, length = x.shape
-    size = max(1, math.isqrt(length))
-    count = -(-length // size)
-    rows = jnp.pad(x, ((0, 0), (0, count * size - length)), mode="edge").reshape(leaves, count, size)
-    inside = jnp.where(jnp.tri(size, dtype=bool)[None, None], rows[:, :, None, :], -jnp.inf).max(-1)
-    before = jnp.where(jnp.tri(count, k=-1, dtype=bool)[None], inside[:, None, :, -1], -jnp.inf).max(-1)
-    return jnp.maximum(inside, before[:, :, None]).reshape(leaves, -1)[:, :length]
-
-
-def bounds(scales: Array, h: Leaves, tol: float | None = None, power: float = 0.8) -> Array:
-    """Returns the bound of each leaf and step, [leaves, T]: its scale times the larger of eps^power and, if given, tol.
-
-    At power 4/5, that of the residual, `tol` stands in place of eps^(4/5).
-    """
-    eps = [float(jnp.finfo(leaf.dtype).eps) for leaf in h]
-    relative = [tol if tol and power == 0.8 else max(tol or 0.0, each**power) for each in eps]
-    return scales * jnp.array(relative, scales.dtype)[:, None]
-
-
-def within(values: Leaves, bound: Array) -> Array:
-    """Returns whether each step's every entry is within its leaf's bound, [T]; no NaN is."""
-    pairs = zip(values, bound, strict=True)
-    tests = [(jnp.abs(leaf) <= _column(limit, leaf)).reshape(len(leaf), -1).all(1) for leaf, limit in pairs]
-    return jnp.all(jnp.stack(tests), 0)
-
-
-def _wide(leaf: Any) -> Any:
-    return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
 def _cleared(where: Array, values: Leaves) -> Leaves:
@@ -166,10 +180,17 @@ def _reset(h: Leaves, guess: Leaves) -> Leaves:
     return tuple(jnp.where(_column(is_kept, a), a, b) for a, b in zip(h, guess, strict=True))
 
 
-def _largest(problem: Problem, values: Leaves, scales: Array) -> Array:
-    """Returns the largest entry relative to its leaf's scale; infinite if one is not finite."""
-    tiny = jnp.finfo(scales.dtype).tiny
-    sizes = [jnp.where(jnp.isfinite(leaf), jnp.abs(leaf), jnp.inf) for leaf in values]
-    each = jnp.stack([size.reshape(len(size), -1).max(1).astype(scales.dtype) for size in sizes])
-    largest = (each / jnp.maximum(scales, tiny)).max().astype(jnp.float32)
+def _largest(problem: Problem, steps: Array) -> Array:
+    """Returns the largest of all steps on all devices, infinite if one is not finite."""
+    largest = jnp.where(jnp.isfinite(steps), steps, jnp.inf).max()
     return largest if problem.axis_name is None else jax.lax.pmax(largest, problem.axis_name)
+
+
+def _is_small(problem: Problem, residual: Leaves, h: Leaves) -> Array:
+    """Returns whether the residual is small beside the largest state: whether it can be rounding at all."""
+    tests = []
+    for a, b in zip(residual, h, strict=True):
+        eps = float(jnp.finfo(b.dtype).eps)
+        tests.append(jnp.abs(a).max(initial=0) <= eps**0.5 * (1 + jnp.abs(b).max(initial=0).astype(a.dtype)))
+    is_small = jnp.stack(tests).all()
+    return is_small if problem.axis_name is None else jax.lax.pmin(is_small.astype(jnp.int32), problem.axis_name) > 0

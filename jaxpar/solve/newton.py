@@ -29,7 +29,6 @@ class Newton:
       jac: Structure of the Jacobian: "auto" reads it off the program of f; "diag", `Block(k)`, "dense" and
         `Dense(batch_dims)` declare it, and a declaration that the program contradicts is refused.
       window: Steps solved at once; None for as many as `jaxpar.solve.windows.WINDOW_BYTES` allows.
-      tol: Bound on the residual, relative to the largest `|h|` of a leaf; None for eps^(4/5) of its dtype.
       max_iters: Bound on the iterations of a window; None for half its length, but 32 to 128.
       damping: A is multiplied by 1 - damping, which trades speed for stability.
       clip: Entries of A are clipped to [-clip, clip].
@@ -40,7 +39,6 @@ class Newton:
 
     jac: Any = "auto"
     window: int | None = None
-    tol: float | None = None
     max_iters: int | None = None
     damping: float = 0.0
     clip: float | None = None
@@ -60,7 +58,7 @@ class Newton:
         is_as_declared = self.jac == "auto" or problem.structure.proved
         if self.window or self.damping or self.clip or guess is not None or not is_as_declared or not takes(problem):
             return plain()
-        kernels = functools.partial(newton_states, problem, self.tol, self.max_iters, on_fail)
+        kernels = functools.partial(newton_states, problem, self.max_iters, on_fail)
         return jax.lax.platform_dependent(default=plain, cuda=kernels)
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
@@ -82,7 +80,6 @@ class Quasi:
       samples: Products an iteration of "hutchinson".
       seed: Of its signs, the same in every iteration.
       window: As in `Newton`, and so are the rest.
-      tol: As there.
       max_iters: As there.
       damping: As there.
       clip: As there.
@@ -95,7 +92,6 @@ class Quasi:
     samples: int = 1
     seed: int = 0
     window: int | None = None
-    tol: float | None = None
     max_iters: int | None = None
     damping: float = 0.0
     clip: float | None = None
@@ -137,8 +133,6 @@ def check_iterative(method: Any) -> None:
         value = getattr(method, field)
         if value is not None and value < 1:
             raise UsageError(f"{field}={value} must be 1 at least, or None.")
-    if method.tol is not None and not method.tol > 0:
-        raise UsageError(f"tol={method.tol} must be positive, or None.")
     if getattr(method, "clip", None) is not None and not method.clip > 0:
         raise UsageError(f"clip={method.clip} must be positive, or None.")
     jac = method.jac

@@ -30,6 +30,8 @@ class Problem:
       structure: Which entries of the new state depend on which of the old.
       axis_name: Mesh axis that the sequence is split over; None if it is whole.
       reverse: Whether the first device along that axis holds the last part. Within a part time runs forwards.
+      rtol: Error that is allowed in an entry, relative to it; None for eps^(3/4) of its dtype.
+      atol: Error that is allowed in every entry beside that; None for a tenth of rtol.
     """
 
     step: Callable[[Leaves, Leaves], Leaves]
@@ -39,6 +41,13 @@ class Problem:
     structure: Structure
     axis_name: str | None = None
     reverse: bool = False
+    rtol: float | None = None
+    atol: float | None = None
+
+    def tolerance(self, dtype: Any) -> tuple[float, float]:
+        """Returns rtol and atol for states of a dtype."""
+        rtol = float(jnp.finfo(dtype).eps) ** 0.75 if self.rtol is None else self.rtol
+        return rtol, rtol / 10 if self.atol is None else self.atol
 
     @property
     def parts(self) -> int:
@@ -103,8 +112,8 @@ class Outcome(NamedTuple):
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many were solved, int32.
-      residual: Largest `|f(S h, x) - h|` when iteration ended, relative to the largest `|h|` of its leaf.
-      update: Largest last update, in the same measure.
+      residual: Largest `|f(S h, x) - h| / (rtol |h| + atol)` of any entry when iteration ended.
+      update: Largest last update, in the same units.
       first_bad: First step whose state was not found by iteration, int32; T if there is none.
     """
 
@@ -140,11 +149,6 @@ class IterativeMethod(Method, Protocol):
     @property
     def window(self) -> int | None:
         """Steps solved at once; None for what a budget of memory allows."""
-        ...
-
-    @property
-    def tol(self) -> float | None:
-        """Bound on the residual, relative to the largest `|h|` of a leaf; None for that of the dtype."""
         ...
 
     @property

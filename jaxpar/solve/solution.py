@@ -33,11 +33,14 @@ class Solve:
     on_fail: str
     axis_name: str | None
     reverse: bool
+    rtol: float | None
+    atol: float | None
 
     def problem(self, consts: Leaves, start: Leaves, xs: Leaves) -> Problem:
         """Returns the recurrence with its arrays."""
         step = functools.partial(self.recurrence.step, consts)
-        return Problem(step, start, xs, self.length, self.structure, self.axis_name, self.reverse)
+        how = self.axis_name, self.reverse, self.rtol, self.atol
+        return Problem(step, start, xs, self.length, self.structure, *how)
 
     @property
     def window(self) -> int:

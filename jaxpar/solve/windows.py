@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
-from jaxpar.solve.iterate import bounds, iterate, leading, scale, within
+from jaxpar.solve.iterate import iterate, leading, once
 from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
+from jaxpar.solve.rounding import entering, trusted, wide, within
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.types import Array
 
@@ -45,7 +46,7 @@ def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, 
         sizes: tuple[int, ...] = (length,)  # one window over all devices
     else:
         sizes = (window, SHORT) if window > 2 * SHORT else (window,)
-    calm = tuple(jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in problem.start)
+    calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
     h, _, outcome = _Solver(method, on_fail).windows(problem, sizes, guess, jnp.int32(length), calm)
     where = jnp.where(outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length)
     first_bad = where + outcome.first_bad
@@ -162,17 +163,18 @@ class _Solver:
         """Solves one window, and again what fails of it."""
         guess = _first_iterate(problem, guess)
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
-        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), _trusted(problem, guess)[:, -1:])[0]
+        entry = tuple(leaf[None] for leaf in problem.start)
+        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), trusted(problem, entry))[0]
         fit = iterate(self.method, problem, guess, valid, is_sound)
         prefix, is_done = fit.prefix, fit.is_done
         after = error
         if chained and self._is_affordable(problem):
             errors = _errors(problem, fit.h, error)
-            is_trusted = within(errors, _trusted(problem, fit.h)) | (jnp.arange(problem.length) >= valid)
+            is_trusted = within(errors, trusted(problem, fit.h)) | (jnp.arange(problem.length) >= valid)
             prefix, is_done = leading(problem, is_trusted & (jnp.arange(problem.length) < prefix))
             after = tuple(leaf[-1] for leaf in errors)
         none = jnp.full_like(prefix, problem.length)
-        outcome = Outcome(fit.iterations, jnp.int32(1), fit.residual, fit.update, none)
+        outcome = Outcome(fit.iterations, jnp.int32(1), *fit.worst, none)
 
         def repair(state: _State) -> _State:
             if sizes[1:]:
@@ -199,15 +201,6 @@ def finished(problem: Problem, h: Leaves, prefix: Array, on_fail: str) -> Leaves
     return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
 
 
-def once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
-    """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed."""
-
-    def turn(pair):
-        return varying_as((jnp.zeros_like(pair[0]), repair(pair[1])), like)
-
-    return jax.lax.while_loop(lambda pair: pair[0], turn, varying_as((is_needed, state), like))[1]
-
-
 def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
     """Returns `guess`, by default f(start, x[t]) at every t; the start where that is not finite."""
     start = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in problem.start)
@@ -220,19 +213,11 @@ def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
 
     Cost: one set of Jacobians and one solve.
     """
-    eps = bounds(scale(problem, h), h, power=1.0)
+    jacobian = problem.jacobian(h)
     keys = jax.random.split(jax.random.key(0), len(h))
-    wide = (jnp.promote_types(leaf.dtype, jnp.float32) for leaf in h)
-    noise = tuple(
-        jax.random.rademacher(key, leaf.shape, dtype) * bound.reshape(-1, *(1,) * (leaf.ndim - 1)).astype(dtype)
-        for key, leaf, dtype, bound in zip(keys, h, wide, eps, strict=True)
-    )
-    return problem.solve(problem.jacobian(h), noise, error)
-
-
-def _trusted(problem: Problem, h: Leaves) -> Array:
-    """Returns the error of each leaf up to which a state counts as found: sqrt(eps) of its scale."""
-    return bounds(scale(problem, h), h, power=0.5)
+    level = entering(problem, jacobian, h)
+    signs = (jax.random.rademacher(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, level, strict=True))
+    return problem.solve(jacobian, tuple(a * b for a, b in zip(signs, level, strict=True)), error)
 
 
 def _merged(outcomes: Outcome, size: int, length: int) -> Outcome:

@@ -1,0 +1,111 @@
+"""What float arithmetic can give: a bound for every entry of every step, from the numbers that enter that entry.
+
+A large entry, row or start says nothing of its neighbours: each entry is judged by `rtol |h| + atol` of its own value.
+Where large numbers cancel, no arithmetic gives that much; there the bound is a few eps of the terms of
+f(h[t-1], x[t]), which the derivative of f makes visible.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.scan.varying import varying_as
+from jaxpar.solve.problem import Problem
+from jaxpar.solve.structure import Jacobian, Leaves
+from jaxpar.types import Array
+
+__all__ = ["allowed", "entering", "fraction", "noise", "trusted", "wide", "within"]
+
+PROBES = 4
+"""Random derivatives that estimate the size of what enters an entry."""
+
+
+def wide(leaf: Array) -> jnp.dtype:
+    """Returns the type in which a leaf is judged: float32 at least."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
+def allowed(problem: Problem, h: Leaves) -> Leaves:
+    """Returns rtol |h| + atol of every entry, [T, ...]."""
+    out = []
+    for leaf in h:
+        rtol, atol = problem.tolerance(leaf.dtype)
+        out.append(rtol * jnp.abs(leaf.astype(wide(leaf))) + atol)
+    return tuple(out)
+
+
+def fraction(values: Leaves, bound: Leaves) -> Array:
+    """Returns the largest |value| / bound of each step, [T]; NaN where a value is NaN, and zero at zero."""
+    tiny = (jnp.finfo(leaf.dtype).tiny for leaf in bound)
+    parts = (jnp.where(a == 0, 0, jnp.abs(a) / jnp.maximum(b, c)) for a, b, c in zip(values, bound, tiny, strict=True))
+    return jnp.stack([part.reshape(len(part), -1).max(1, initial=0).astype(jnp.float32) for part in parts]).max(0)
+
+
+def within(values: Leaves, bound: Leaves) -> Array:
+    """Returns whether each step's every entry is within its bound, [T]; no NaN is."""
+    return fraction(values, bound) <= 1
+
+
+def noise(problem: Problem, h: Leaves, key: Array) -> Leaves:
+    """Estimates the rounding of f(S h, x) in every entry, [T, ...]: eps times the numbers that enter it.
+
+    They are the result, and the terms a[i, j] h[j] and b[i, j] x[j] of its derivative, of which random derivatives give
+    the root of the sum of squares. Cost: `PROBES` Jacobian-vector products. The key is consumed.
+    """
+    before, xs = problem.shift(h), problem.xs
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in xs]
+    floats = tuple(leaf for leaf, yes in zip(xs, is_float, strict=True) if yes)
+
+    def f(before: Leaves, floats: Leaves) -> Leaves:
+        rest = iter(floats)
+        filled = tuple(next(rest) if yes else leaf for leaf, yes in zip(xs, is_float, strict=True))
+        return jax.vmap(problem.step, axis_size=problem.length)(before, filled)
+
+    def shaken(key: Array, leaves: Leaves) -> Leaves:
+        keys = jax.random.split(key, max(1, len(leaves)))
+        shaken = (a * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves, strict=False))
+        return varying_as(tuple(shaken), before)
+
+    def probe(total: Leaves, key: Array) -> tuple[Leaves, None]:
+        one, two = jax.random.split(key)
+        moved = jax.jvp(f, (before, floats), (shaken(one, before), shaken(two, floats)))[1]
+        return tuple(a + jnp.square(b.astype(a.dtype)) for a, b in zip(total, moved, strict=True)), None
+
+    zeros = varying_as(tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in h), before)
+    total, _ = jax.lax.scan(probe, zeros, jax.random.split(key, PROBES))
+    return tuple(
+        _eps(leaf) * (jnp.abs(leaf.astype(squares.dtype)) + _finite(jnp.sqrt(squares / PROBES)))
+        for leaf, squares in zip(h, total, strict=True)
+    )
+
+
+def entering(problem: Problem, jacobian: Jacobian, h: Leaves) -> Leaves:
+    """Returns eps (|h| + |A| |S h|), what `noise` estimates without the inputs, from a Jacobian that is at hand."""
+    before = tuple(jnp.abs(leaf.astype(wide(leaf))) for leaf in problem.shift(h))
+    terms = problem.structure.apply(jax.tree.map(jnp.abs, jacobian), before)
+    return tuple(
+        _eps(leaf) * (jnp.abs(leaf.astype(wide(leaf))) + _finite(term)) for leaf, term in zip(h, terms, strict=True)
+    )
+
+
+def trusted(problem: Problem, h: Leaves) -> Leaves:
+    """Returns the error up to which a state counts as found although errors grow, [T, ...].
+
+    That is sqrt(eps) of the largest that the entry, or one that it is coupled with, has been so far, since rounding of
+    earlier steps is still there where a state passes through zero: more would be chaos.
+    """
+    out, bound = [jnp.abs(leaf.astype(wide(leaf))) for leaf in h], allowed(problem, h)
+    start = tuple(jnp.abs(leaf[None].astype(wide(leaf))) for leaf in problem.start)
+    for group in problem.structure.groups:
+        size, first = (group.flat(leaves).max(-1, keepdims=True, initial=0) for leaves in (tuple(out), start))
+        size = jnp.maximum(jax.lax.cummax(_finite(size), axis=0), _finite(first))
+        group.put(out, jnp.broadcast_to(size, (*size.shape[:-1], group.n)))
+    return tuple(_eps(leaf) ** 0.5 * size + b for leaf, size, b in zip(h, out, bound, strict=True))
+
+
+def _eps(leaf: Array) -> float:
+    return float(jnp.finfo(leaf.dtype).eps)
+
+
+def _finite(size: Array) -> Array:
+    """Returns zero for what is not finite: an overflow must not allow everything."""
+    return jnp.where(jnp.isfinite(size), size, 0)
