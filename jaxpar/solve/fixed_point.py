@@ -38,6 +38,10 @@ class Jacobi:
         """Returns the structure of a diagonal, more than is held."""
         return diagonal_structure(structure)
 
+    def is_exact(self, structure: Structure) -> bool:
+        """Returns False: an update knows little of the Jacobian."""
+        return False
+
     states = by_windows
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
@@ -65,6 +69,10 @@ class Picard:
     def held(self, structure: Structure) -> Structure:
         """Returns the structure of a diagonal, more than is held."""
         return diagonal_structure(structure)
+
+    def is_exact(self, structure: Structure) -> bool:
+        """Returns False: an update knows little of the Jacobian."""
+        return False
 
     states = by_windows
 

@@ -17,9 +17,9 @@ from jaxpar.scan import _triton
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
-from jaxpar.solve.iterate import ROUNDINGS, TIGHT, is_rounding, leading, once, remaining
+from jaxpar.solve.iterate import ROUNDINGS, is_rounding, leading, once, remaining
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.rounding import allowed, fraction
+from jaxpar.solve.rounding import fraction, settled
 from jaxpar.solve.sequential import check_unroll, untroubled
 from jaxpar.solve.structure import Leaves
 from jaxpar.solve.windows import walk
@@ -119,10 +119,8 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
         _batched(run, cell)(problem.start, problem.xs, constants), (problem.start, problem.xs, constants)
     )
     residual = problem.residual(h)
-    residuals = fraction(residual, allowed(problem, h))
-    passes = once(
-        ~(residuals <= TIGHT).all(), lambda _: is_rounding(problem, h, residual), residuals <= TIGHT, problem.start
-    )
+    residuals = fraction(residual, settled(problem, h))
+    passes = once(~(residuals <= 1).all(), lambda _: is_rounding(problem, h, residual), residuals <= 1, problem.start)
     prefix, is_done = leading(problem, passes & (error <= 1).all())
     outcome = Outcome(
         iterations,

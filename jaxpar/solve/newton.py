@@ -52,6 +52,10 @@ class Newton:
         """Returns the structure itself: the whole Jacobian is held."""
         return structure
 
+    def is_exact(self, structure: Structure) -> bool:
+        """Returns whether the Jacobian is taken as it is."""
+        return not self.damping and self.clip is None
+
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Solves window by window; on CUDA, elementwise cells over their whole length by one kernel an iteration."""
         plain = functools.partial(by_windows, self, problem, guess, on_fail)
@@ -106,6 +110,11 @@ class Quasi:
     def held(self, structure: Structure) -> Structure:
         """Returns the structure of the diagonal."""
         return diagonal_structure(structure)
+
+    def is_exact(self, structure: Structure) -> bool:
+        """Returns whether the diagonal is all, and taken as it is."""
+        is_all = self.diagonal == "exact" and max(group.n for group in structure.groups) == 1
+        return is_all and not self.damping and self.clip is None
 
     states = by_windows
 

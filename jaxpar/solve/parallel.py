@@ -31,9 +31,10 @@ class Stats:
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many windows were solved, those that a failure called for included, int32.
-      residual: Largest `|f(h[t-1], x[t]) - h[t]| / (rtol |h[t]| + atol)` of any entry at any step.
-      update: Largest change of an entry in the last iterations, in the same units: what of it is an error that remains
-        is less, as fast as the iteration converged.
+      residual: Largest `|f(h[t-1], x[t]) - h[t]|` of any entry at any step, in units of what passes: a quarter of
+        `rtol |h| + atol`, and eps of `|h|`. Over one where numbers cancel that arithmetic cannot resolve better.
+      update: Largest change of an entry in the last iterations, in units of `rtol |h| + atol`. It may be over one: what
+        is left of it as an error is less, the more so the faster the iteration converged.
       converged: Whether iteration found every state, and the Jacobian has the structure that was declared.
       first_bad: First step that iteration did not find, int32; T if there is none. What stands from there on, up to
         the end of its window at least, is what `on_fail` says.

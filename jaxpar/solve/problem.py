@@ -112,8 +112,8 @@ class Outcome(NamedTuple):
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many were solved, int32.
-      residual: Largest `|f(S h, x) - h| / (rtol |h| + atol)` of any entry when iteration ended.
-      update: Largest last update, in the same units.
+      residual: Largest `|f(S h, x) - h|` of any entry when iteration ended, in units of what settles it (`rounding`).
+      update: Largest last update of any entry, in units of `rtol |h| + atol`.
       first_bad: First step whose state was not found by iteration, int32; T if there is none.
     """
 
@@ -158,6 +158,10 @@ class IterativeMethod(Method, Protocol):
 
     def held(self, structure: Structure) -> Structure:
         """Returns the structure of the A that an update holds, given that of the problem: it says the memory."""
+        ...
+
+    def is_exact(self, structure: Structure) -> bool:
+        """Whether an update solves with the whole Jacobian, so that it is the error but for higher orders."""
         ...
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:

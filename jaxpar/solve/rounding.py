@@ -13,7 +13,7 @@ from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Jacobian, Leaves
 from jaxpar.types import Array
 
-__all__ = ["allowed", "entering", "fraction", "noise", "trusted", "wide", "within"]
+__all__ = ["allowed", "entering", "fraction", "noise", "settled", "trusted", "wide", "within"]
 
 PROBES = 4
 """Random derivatives that estimate the size of what enters an entry."""
@@ -31,6 +31,12 @@ def allowed(problem: Problem, h: Leaves) -> Leaves:
         rtol, atol = problem.tolerance(leaf.dtype)
         out.append(rtol * jnp.abs(leaf.astype(wide(leaf))) + atol)
     return tuple(out)
+
+
+def settled(problem: Problem, h: Leaves) -> Leaves:
+    """Returns what a residual may be, [T, ...]: a quarter of what is allowed, as it may grow, and one rounding."""
+    sizes = (_eps(leaf) * jnp.abs(leaf.astype(wide(leaf))) for leaf in h)
+    return tuple(0.25 * a + b for a, b in zip(allowed(problem, h), sizes, strict=True))
 
 
 def fraction(values: Leaves, bound: Leaves) -> Array:
