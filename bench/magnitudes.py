@@ -5,6 +5,7 @@ inputs, drawn in float64 with numpy; a run rounds start and inputs to its type, 
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -113,8 +114,8 @@ class Judge:
     """What is asked of the states of a problem in a type.
 
     An entry is wrong if |h - h64| > 10 (|h_loop - h64| + rtol |h64| + atol), with h64 the float64 loop from the same
-    rounded numbers, rtol and atol the defaults of `parallel_scan`, and h_loop `lax.scan` in the type. Two programs of
-    that loop, unrolled or not, round apart; the larger of their errors counts. Where one of them would itself be wrong
+    rounded numbers, rtol and atol the defaults of `parallel_scan`, and h_loop `lax.scan` in the type. Programs of that
+    loop round apart: rolled, unrolled, and operation by operation; the largest of their errors counts. Where one of them would itself be wrong
     beside the other, the type does not determine the states, as in chaos: then each step is judged alone, from the
     state before it. Entries that the loop leaves the type's range with are not judged.
     """
@@ -123,10 +124,11 @@ class Judge:
         """Runs the loops."""
         self.dtype, self.problem = dtype, problem
         self.start, self.xs = cast((problem.start, problem.xs), dtype)
-        loops = [self._loop(self.start, self.xs, unroll) for unroll in (1, 8)]
+        loops = [self._loop(self.start, self.xs, unroll) for unroll in (1, 8)] + [self._step_by_step()]
         self.exact = self._in_float64(self._loop, self.start, self.xs)
-        self.plain = jax.tree.map(_farthest, self.exact, *loops)
-        self.is_determined = all(self._excess(loop, other, self.exact) <= 1 for loop, other in (loops, loops[::-1]))
+        self.plain = functools.reduce(functools.partial(jax.tree.map, _farthest, self.exact), loops)
+        pairs = itertools.permutations(loops, 2)
+        self.is_determined = all(self._excess(one, other, self.exact) <= 1 for one, other in pairs)
 
     def __call__(self, states) -> float:
         """Returns the largest error of an entry in units of what is allowed: over one is wrong."""
@@ -143,6 +145,14 @@ class Judge:
         return jax.device_get(
             jax.jit(functools.partial(jax.lax.scan, scan_step(self.problem), unroll=unroll))(start, xs)[1]
         )
+
+    def _step_by_step(self):
+        """The loop operation by operation, each of which rounds."""
+        state, states = self.start, []
+        for index in range(LENGTH):
+            state = self.problem.step(state, jax.tree.map(lambda x, index=index: x[index], self.xs))
+            states.append(jax.device_get(state))
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
     def _step(self, before, xs):
         return jax.jit(jax.vmap(self.problem.step))(before, xs)
@@ -163,6 +173,6 @@ class Judge:
 
 
 def _farthest(true, one, other):
-    """Returns of two results entry by entry the one that is farther from the true one."""
+    """Returns of two results, entry by entry, the one that is farther from the true one."""
     true, one, other = (np.asarray(leaf).astype(np.float64) for leaf in (true, one, other))
     return np.where(np.abs(one - true) >= np.abs(other - true), one, other)

@@ -116,6 +116,10 @@ def parallel_scan(
     """
     if on_fail not in ON_FAIL:
         raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
+    if rtol is not None and not 0 < rtol < 1:
+        raise UsageError(f"rtol={rtol} must lie between 0 and 1, or be None.")
+    if atol is not None and not 0 <= atol < float("inf"):
+        raise UsageError(f"atol={atol} must be zero or positive, and finite, or None.")
     length = _length(xs, length)
     method = _chosen(method, f, init, xs, length, reverse)
     is_plain = isinstance(method, Sequential) and axis_name is None
