@@ -143,7 +143,7 @@ def parallel_scan(
 
 
 def _solved(
-    parts: Division, loop: Loop, method: Method, on_fail: str, guess: Leaves | None
+    parts: Division, loop: Loop, method: Any, on_fail: str, guess: Leaves | None
 ) -> tuple[PyTree, PyTree, Stats]:
     """Returns the last state, the outputs and the stats: what can be is walked first, and the rest solved."""
     program, known = parts.traced, ()
