@@ -23,7 +23,7 @@
 # We train the network twice from the same start, with the loop and with the parallel solve, in double precision, watch
 # both, and let what was learned swing in a world that it has not seen. The last cell asserts the answers.
 #
-# Three minutes on two quiet CPU cores. (There the loop is the faster of the two; what a solve in parallel is for is an
+# Two minutes on two quiet CPU cores. (There the loop is the faster of the two; what a solve in parallel is for is an
 # accelerator, see `docs/benchmarks.md`.)
 
 # %% [markdown]

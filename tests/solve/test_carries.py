@@ -38,7 +38,7 @@ def moved(h, x, by=0.0):
 
 
 def counted(c, x):
-    new = {"h": moved(c["h"], x, 0.1 * c["n"] * (c["n"] % 2)), "n": c["n"] + 2}
+    new = {"h": moved(c["h"], x, 0.1 * c["n"] * (c["n"] % 4)), "n": c["n"] + 2}
     return new, new
 
 
@@ -302,9 +302,14 @@ def test_no_step_and_an_empty_batch(method):
 
 @pytest.mark.parametrize("length", [0, 4])
 def test_choices_are_made_for_such_carries_too(length):
-    choice = choose(counted, {"h": H(), "n": jnp.int32(0)}, jnp.ones((length, 2)), platform="gpu")
-    assert (choice.exponent is None) == (length == 0) and (len(choice.table) > 3) == (length > 0)
-    choice = choose(crossings, (H(), jnp.int32(0)), jnp.ones((4, 2)))
+    xs = jnp.linspace(-1, 1, 2 * length).reshape(length, 2)
+    choice = choose(counted, {"h": H(), "n": jnp.int32(0)}, xs, reverse=True, platform="gpu")
+    assert (len(choice.table) > 3) == (length > 0)
+    if length:  # the count as an input, by hand
+        rows = {"x": xs, "n": 2 * jnp.arange(length)[::-1]}
+        step = lambda h, row: (counted({"h": h, "n": row["n"]}, row["x"])[0]["h"], None)  # noqa: E731
+        assert choice.exponent == choose(step, H(), rows, reverse=True, platform="gpu").exponent
+    choice = choose(crossings, (H(), jnp.int32(0)), jnp.ones((4, 2)), platform="gpu")
     assert isinstance(choice.method, Sequential) and "depends on [0]" in str(choice)
 
 
