@@ -3,6 +3,7 @@
 | file | in -> out shapes | called by |
 |---|---|---|
 | `parallel` | f, init, xs [T, ...] -> last state, outputs [T, ...], `Stats` | users |
+| `carries` | f, its leaves -> which to solve for, and the others before each step [T, ...] | `parallel`, `auto` |
 | `program`, `structure` | f -> its program on leaves; which entries of a state are coupled: [*batch, n] | `parallel` |
 | `solution` | parameters, start, xs -> states [T, ...], with their derivatives | `parallel` |
 | `newton`, `fixed_point`, `sequential` | `Problem` -> states [T, ...]: the methods | `solution` |

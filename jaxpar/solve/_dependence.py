@@ -5,8 +5,9 @@ at axis p, so that the value at an index depends only on the input at the same i
 because a known primitive mixes entries (a product, a sum) is certain; what is lost in a primitive that has no rule here
 is not.
 
-`solve` applies this to the derivative of f, a linear program, so that the relations are exactly the pattern of the
+`structure` applies this to the derivative of f, a linear program, so that the relations are exactly the pattern of the
 Jacobian: integers, comparisons and `stop_gradient` have no part in it, and custom derivatives are what they say.
+`carries` applies it to f itself: there a comparison carries values on, and so does what a loop or a branch turns on.
 """
 
 import dataclasses
@@ -205,11 +206,24 @@ def _open(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def _ruled(name: str, ruler: Relation, results: list[Relation]) -> list[Relation]:
+    """Returns the relations of results that control flow by `ruler` chooses: every entry depends on all of it."""
+    lost = Lost(name, True)
+    whole: Relation = {leaf: (lost,) * len(axes) for leaf, axes in ruler.items()}
+    return [join(result, whole) for result in results]
+
+
 def _while(eqn, operands):
     params = eqn.params
     first = params["cond_nconsts"]
-    consts, carry = operands[first : first + params["body_nconsts"]], operands[first + params["body_nconsts"] :]
-    return _fixed_point(lambda carry: relations(_open(params["body_jaxpr"]), [*consts, *carry]), carry)
+    last = first + params["body_nconsts"]
+    test, consts, carry = operands[:first], operands[first:last], operands[last:]
+
+    def after(carry):
+        [goes_on] = relations(_open(params["cond_jaxpr"]), [*test, *carry])
+        return _ruled("while", goes_on, relations(_open(params["body_jaxpr"]), [*consts, *carry]))
+
+    return _fixed_point(after, carry)
 
 
 def _scan(eqn, operands):
@@ -230,7 +244,7 @@ def _scan(eqn, operands):
 
 def _cond(eqn, operands):
     results = [relations(_open(branch), operands[1:]) for branch in eqn.params["branches"]]
-    return [join(*parts) for parts in zip(*results, strict=True)]
+    return _ruled("cond", operands[0], [join(*parts) for parts in zip(*results, strict=True)])
 
 
 _LOOPS = {"while": _while, "scan": _scan, "cond": _cond}

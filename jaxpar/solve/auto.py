@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.extend.core import Var
 
 from jaxpar.aot.flops import count_flops, inner_jaxprs
+from jaxpar.solve.carries import Loop, divided
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.fused import Fused, takes
 from jaxpar.solve.gauss_seidel import GaussSeidel
@@ -18,7 +19,7 @@ from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.solve.newton import Newton, Quasi, diagonal_structure
 from jaxpar.solve.parallel import parallel_scan
 from jaxpar.solve.problem import Method, Problem
-from jaxpar.solve.program import trace
+from jaxpar.solve.program import leaf_names, trace
 from jaxpar.solve.sequential import ParallelBackward, Sequential
 from jaxpar.solve.structure import LANES, Structure, structure_of
 from jaxpar.solve.windows import auto_window
@@ -166,13 +167,21 @@ def choose(
       platform: Row of `COSTS`; `jax.default_backend()` by default. Batches that `vmap` adds are not seen.
 
     Returns:
-      A `Choice`: `method`, `reason`, and the table of all candidates.
+      A `Choice`: `method`, `reason`, and the table of all candidates; it is empty where there is nothing to solve.
     """
     platform = platform or jax.default_backend()
     if platform not in COSTS:
         raise UsageError(f"platform={platform!r} has no costs; legal are {', '.join(map(repr, COSTS))}.")
     num = length if length is not None else len(jax.tree.leaves(xs)[0])
+    if num == 0:
+        return Choice(Sequential(), "Sequential: there is no step to take.", None, ())
     traced = trace(f, init, xs, None)
+    parts = divided(traced, leaf_names(init))
+    if parts.reason:
+        return Choice(Sequential(), f"Sequential for {num} steps: {parts.reason}.", None, ())
+    if parts.first:
+        _, before = parts.known(Loop(num, reverse, 1, None))
+        return choose(*parts.rest(before), num, reverse, gradient=gradient, jac=jac, platform=platform)
     first = tuple(leaf[0] for leaf in traced.xs)
     structure, program = structure_of(traced.step, traced.init, first, jac), traced.recurrence
     flops = count_flops(traced.step, traced.init, first).total

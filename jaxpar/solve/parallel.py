@@ -1,5 +1,6 @@
 """`parallel_scan`: `jax.lax.scan` with the steps of its state found all at once."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxpar.scan.varying import varying_as
+from jaxpar.solve.carries import Division, Loop, divided
 from jaxpar.solve.newton import Newton
 from jaxpar.solve.problem import Method, Outcome
-from jaxpar.solve.program import Traced, leaf_names, trace
-from jaxpar.solve.sequential import Sequential
+from jaxpar.solve.program import leaf_names, trace
+from jaxpar.solve.sequential import Sequential, check_unroll
 from jaxpar.solve.solution import Solve, states
 from jaxpar.solve.structure import Leaves, probe_tolerance, structure_of
 from jaxpar.types import Array, PyTree, UsageError
@@ -40,7 +42,8 @@ class Stats:
         the end of its window at least, is what `on_fail` says.
       structure_error: Largest `|J v - A v|` for random v, relative, where the declared structure A of J could not be
         decided from the program of f; zero where it could. Too large a one makes every gradient NaN.
-      method: The method.
+      method: The method; `Sequential` where there is nothing to solve, whatever was asked for.
+      reason: Why there is nothing to solve; empty otherwise.
     """
 
     iterations: Array
@@ -51,9 +54,10 @@ class Stats:
     first_bad: Array
     structure_error: Array
     method: Any = flax.struct.field(pytree_node=False)
+    reason: str = flax.struct.field(pytree_node=False, default="")
 
     def __str__(self):
-        name = type(self.method).__name__
+        name = type(self.method).__name__ + (f" ({self.reason})" if self.reason else "")
         if jnp.ndim(self.converged) or isinstance(self.converged, Tracer):
             return f"{name}: {self.converged} of {self.iterations} iterations"
         verdict = "converged" if self.converged else f"not converged from step {int(self.first_bad)} on"
@@ -70,6 +74,7 @@ def parallel_scan(
     xs: PyTree,
     length: int | None = None,
     reverse: bool = False,
+    unroll: int | bool = 1,
     *,
     method: Method | None = None,
     with_stats: bool = False,
@@ -79,27 +84,34 @@ def parallel_scan(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Any:
-    """Returns what `jax.lax.scan(f, init, xs, length, reverse)` does, with its states found in parallel.
+    """Returns what `jax.lax.scan(f, init, xs, length, reverse, unroll)` does, with its states found in parallel.
 
     The states are the root of f(h[t-1], x[t]) - h[t] = 0 over all t; the method iterates on all of them at once until
-    residual and update are as small as rounding allows, so the result is that of the loop up to rounding and not an
-    approximation. Derivatives of any order are exact whatever the method: they are those of the root. Works under
-    `jit`, `vmap` (each sequence with its own convergence), `grad`, `jvp`, `shard_map` and inside loops (there `jvp` of
-    `grad`, but no `grad` of `grad`, which JAX refuses); f may close over traced arrays. Products in f are made at full
-    precision (no TF32) unless they or `jax.default_matmul_precision` say otherwise. Call it under `jit`: outside, every
-    call compiles anew.
+    every entry of every step is within `rtol |h| + atol` of what it must be, or as near as rounding lets its own numbers
+    come, whatever the size of other entries, rows and steps. So the result is a true trajectory and not an
+    approximation: every state is f of the one before, up to rounding. Where errors do not grow along the sequence that is the loop's
+    own; in chaos no two programs have one in common. Leaves of the carry that are not floating (counters, flags, random
+    keys, complex numbers) or have no entries are walked first, and are inputs of the solve; if the values of one depend
+    on an unknown, the whole is walked, and `Stats.reason` says so.
+
+    Derivatives of any order are exact whatever the method: they are those of the root. Works under `jit`, `vmap` (each
+    sequence with its own convergence), `grad`, `jvp`, `shard_map` and inside loops (there `jvp` of `grad`, but no
+    `grad` of `grad`, which JAX refuses); f may close over traced arrays. Products in f are made at full precision (no
+    TF32) unless they or `jax.default_matmul_precision` say otherwise. Call it under `jit`: outside, every call compiles
+    anew.
 
     Args:
-      f: (state, input) -> (state, output), as for `lax.scan`; differentiable forwards. State leaves are floating.
+      f: (state, input) -> (state, output), as for `lax.scan`; differentiable forwards by the floating leaves.
       init: The state before the first step, any pytree.
       xs: Inputs, a pytree of arrays [T, ...], or None.
       length: T; needed if xs has no arrays.
       reverse: Whether the first step is at the end of xs.
+      unroll: As `lax.scan`'s, of what is walked; 1 leaves it to the method.
       method: A method object of `jaxpar.solve`; None for `Newton()`, `Auto()` to choose one by predictability and cost.
       with_stats: Whether to return a `Stats` as third.
-      on_fail: What stands where iteration fails: "finish", the true states, found step by step; "nan"; or "raise", an
+      on_fail: What stands where iteration fails: "finish", a true trajectory, walked; "nan"; or "raise", an
         `ArithmeticError` where values are known, that is outside of jit, and NaN inside.
-      guess: States to start from: like init, with a leading T, in the order of xs.
+      guess: States to start from: like init, with a leading T, in the order of xs. Leaves not solved for are not read.
       axis_name: Mesh axis that the sequence is split over, inside `jax.shard_map`: xs is this device's part, init and
         the returned state are the same on all. What is sent does not depend on T.
       rtol: Error that is allowed in an entry of a state, relative to it; None for eps^(3/4) of its dtype: 6e-6 in
@@ -110,42 +122,74 @@ def parallel_scan(
       The last state, and outputs [T, ...] of every step; with `with_stats` also a `Stats`.
 
     Raises:
-      UsageError: For arguments that do not fit, states that are not floating, a state that f returns with another
-        structure, shape or dtype than it took, and a Jacobian structure that the program of f contradicts.
+      UsageError: For arguments that do not fit, a state that f returns with another structure, shape or dtype than it
+        took, and a Jacobian structure that the program of f contradicts.
       ArithmeticError: See `on_fail`.
     """
     if on_fail not in ON_FAIL:
         raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
+    _check_tolerances(rtol, atol)
+    check_unroll(unroll)
+    length, names = _length(xs, length), leaf_names(init)
+    loop = Loop(length, reverse, max(1, length if unroll is True else int(unroll)), axis_name)
+    method = _chosen(method, f, init, xs, loop)
+    if length == 0 or not names or (isinstance(method, Sequential) and axis_name is None):
+        carry, ys = dataclasses.replace(_unrolled(loop, method), axis_name=None).run(f, init, xs)
+        stats = _untroubled(method, loop)
+        return (carry, ys, stats) if with_stats else (carry, ys)
+    traced = trace(f, init, xs, axis_name)
+    parts = divided(traced, names)
+    near = None if guess is None else _guess_leaves(guess, parts, length)
+    if parts.reason:
+        whole = traced.state_tree.unflatten(traced.init), jax.tree.structure(xs).unflatten(traced.xs)
+        carry, ys = _unrolled(loop, method).run(f, *whole)
+        stats = _untroubled(method if isinstance(method, Sequential) else Sequential(), loop, parts.reason)
+    else:
+        carry, ys, stats = _solved(parts, loop, method, on_fail, near, (rtol, atol))
+    if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
+        raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
+    return (carry, ys, stats) if with_stats else (carry, ys)
+
+
+def _check_tolerances(rtol: float | None, atol: float | None) -> None:
     if rtol is not None and not 0 < rtol < 1:
         raise UsageError(f"rtol={rtol} must lie between 0 and 1, or be None.")
     if atol is not None and not 0 <= atol < float("inf"):
         raise UsageError(f"atol={atol} must be zero or positive, and finite, or None.")
-    length = _length(xs, length)
-    method = _chosen(method, f, init, xs, length, reverse)
-    is_plain = isinstance(method, Sequential) and axis_name is None
-    if is_plain or length == 0 or not jax.tree.leaves(init):
-        unroll = getattr(method, "unroll", None) or 1
-        carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll=unroll)
-        return (carry, ys, _untroubled(method, length)) if with_stats else (carry, ys)
-    traced = trace(f, init, xs, axis_name)
-    names = leaf_names(init)
-    structure = structure_of(traced.step, traced.init, tuple(leaf[0] for leaf in traced.xs), method.jac, names)
-    solve = Solve(traced.recurrence, method, structure, length, on_fail, axis_name, reverse, rtol, atol)
-    states_guess = None if guess is None else _guess_leaves(guess, traced, length)
-    carry, ys, stats = jax.jit(functools.partial(_run, solve))(traced.consts, traced.init, traced.xs, states_guess)
-    if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
-        raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
-    result = traced.state_tree.unflatten(carry), traced.output_tree.unflatten(ys)
-    return (*result, stats) if with_stats else result
 
 
-def _chosen(method: Any, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Method:
+def _solved(
+    parts: Division, loop: Loop, method: Any, on_fail: str, guess: Leaves | None, tolerances: tuple
+) -> tuple[PyTree, PyTree, Stats]:
+    """Returns the last state, the outputs and the stats: what can be is walked first, and the rest solved."""
+    program, known = parts.traced, ()
+    if parts.first:
+        known, before = parts.known(loop)
+        program = trace(*parts.rest(before), loop.axis_name)
+    if loop.unroll != 1 and hasattr(method, "unroll"):
+        method = dataclasses.replace(method, unroll=loop.unroll)
+    first = tuple(leaf[0] for leaf in program.xs)
+    structure = structure_of(program.step, program.init, first, method.jac, [parts.names[n] for n in parts.solved])
+    how = on_fail, loop.axis_name, loop.reverse, *tolerances
+    solve = Solve(program.recurrence, method, structure, loop.length, *how)
+    run = jax.jit(functools.partial(_run, solve))
+    carry, ys, stats = run(program.consts, program.init, program.xs, guess)
+    return parts.traced.state_tree.unflatten(parts.merged(carry, known)), parts.traced.output_tree.unflatten(ys), stats
+
+
+def _chosen(method: Any, f: Callable, init: PyTree, xs: PyTree, loop: Loop) -> Method:
     """Returns the method itself, `Newton` for None, and the choice of an `Auto`, which tries methods with this f."""
     if method is None:
         return Newton()
     if hasattr(method, "choice"):
-        return method.choice(f, init, xs, length, reverse).method if length > 0 else Sequential()
+        return method.choice(f, init, xs, loop.length, loop.reverse).method if loop.length > 0 else Sequential()
     return method
+
+
+def _unrolled(loop: Loop, method: Any) -> Loop:
+    """Returns the loop, unrolled as its method says where the call does not."""
+    own = getattr(method, "unroll", None)
+    return dataclasses.replace(loop, unroll=own) if own and loop.unroll == 1 else loop
 
 
 def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves | None) -> tuple[Leaves, Leaves, Stats]:
@@ -154,10 +198,8 @@ def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves |
     h, outcome, error = states(solve, consts, init, xs, guess)
     problem = solve.problem(consts, init, xs)
     ys = solve.recurrence.outputs(consts, problem.shift(h), xs, h)
-    carry = tuple(leaf[-1] for leaf in h)
+    carry = problem.final(tuple(leaf[-1] for leaf in h))
     if solve.axis_name is not None:
-        is_last = problem.rank == problem.parts - 1
-        carry = tuple(jax.lax.psum(jnp.where(is_last, leaf, 0), solve.axis_name) for leaf in carry)
         outcome, error = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, solve.axis_name), (outcome, error))
     found = (outcome.first_bad == problem.parts * solve.length) & (error <= probe_tolerance(h))
     stats = Stats(**outcome._asdict(), converged=found, structure_error=error, method=solve.method)
@@ -185,20 +227,21 @@ def _length(xs: PyTree, length: int | None) -> int:
     return next(iter(sizes.values()))
 
 
-def _guess_leaves(guess: PyTree, traced: Traced, length: int) -> Leaves:
-    """Returns the leaves of a guess, checked."""
+def _guess_leaves(guess: PyTree, parts: Division, length: int) -> Leaves:
+    """Returns the leaves of a guess that are solved for, all of them checked."""
+    traced = parts.traced
     if jax.tree.structure(guess) != traced.state_tree:
         raise UsageError(f"guess must have the carry's structure {traced.state_tree}, not {jax.tree.structure(guess)}.")
     leaves = tuple(map(jnp.asarray, jax.tree.leaves(guess)))
-    for name, leaf, state in zip(leaf_names(guess), leaves, traced.init, strict=True):
+    for name, leaf, state in zip(parts.names, leaves, traced.init, strict=True):
         if leaf.shape != (length, *state.shape):
             raise UsageError(f"guess leaf {name} has shape {leaf.shape}; it needs {(length, *state.shape)}.")
-    cast = tuple(leaf.astype(state.dtype) for leaf, state in zip(leaves, traced.init, strict=True))
+    cast = tuple(leaves[number].astype(traced.init[number].dtype) for number in parts.solved)
     return varying_as(jax.lax.stop_gradient(cast), traced.init)
 
 
-def _untroubled(method: Method, length: int) -> Stats:
+def _untroubled(method: Method, loop: Loop, reason: str = "") -> Stats:
     """Returns the stats of a plain loop."""
     zero = jnp.zeros((), jnp.float32)
-    outcome = Outcome(jnp.int32(0), jnp.int32(0), zero, zero, jnp.int32(length))
-    return Stats(**outcome._asdict(), converged=jnp.array(True), structure_error=zero, method=method)
+    outcome = Outcome(jnp.int32(0), jnp.int32(0), zero, zero, jnp.int32(loop.parts * loop.length))
+    return Stats(**outcome._asdict(), converged=jnp.array(True), structure_error=zero, method=method, reason=reason)

@@ -71,6 +71,13 @@ class Problem:
         earlier = (jax.lax.ppermute(leaf, self.axis_name, hops) for leaf in last)
         return tuple(jnp.where(self.rank == 0, a, b) for a, b in zip(self.start, earlier, strict=True))
 
+    def final(self, last: Leaves) -> Leaves:
+        """Returns the state after the whole sequence, the same on all devices, given the last state of each."""
+        if self.axis_name is None:
+            return last
+        is_last = self.rank == self.parts - 1
+        return tuple(jax.lax.psum(jnp.where(is_last, leaf, 0), self.axis_name).astype(leaf.dtype) for leaf in last)
+
     def shift(self, h: Leaves) -> Leaves:
         """Returns S h: the state before each step, [T, ...]."""
         before = self.entry(tuple(leaf[-1] for leaf in h))

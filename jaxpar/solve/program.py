@@ -14,7 +14,7 @@ from jaxpar.scan.varying import varying_axes, varying_over
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Recurrence", "Traced", "leaf_names", "trace"]
+__all__ = ["Recurrence", "Traced", "kind", "leaf_names", "trace"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,16 +29,17 @@ class Recurrence:
     jaxpr: Any
     num_carry: int
 
-    def _call(self, consts: Leaves, before: Leaves, x: Leaves) -> list[Array]:
+    def call(self, consts: Leaves, before: Leaves, x: Leaves) -> list[Array]:
+        """Returns the new state and the output."""
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*before, *x)
 
     def step(self, consts: Leaves, before: Leaves, x: Leaves) -> Leaves:
         """Returns the new state."""
-        return tuple(self._call(consts, before, x)[: self.num_carry])
+        return tuple(self.call(consts, before, x)[: self.num_carry])
 
     def output(self, consts: Leaves, before: Leaves, x: Leaves) -> Leaves:
         """Returns the output."""
-        return tuple(self._call(consts, before, x)[self.num_carry :])
+        return tuple(self.call(consts, before, x)[self.num_carry :])
 
     def outputs(self, consts: Leaves, before: Leaves, xs: Leaves, h: Leaves) -> Leaves:
         """Returns all outputs [T, ...]; those that are entries of the new state are not computed again."""
@@ -79,7 +80,7 @@ def trace(f: Callable, init: PyTree, xs: PyTree, axis_name: str | None) -> Trace
     """Traces f for one step; products at full precision unless the user has set another default.
 
     Raises:
-      UsageError: If the state that f returns is not like `init`, or is not floating.
+      UsageError: If the state that f returns is not like `init`.
     """
     names, state_tree = leaf_names(init), jax.tree.structure(init)
     state, inputs = (tuple(map(jnp.asarray, jax.tree.leaves(tree))) for tree in (init, xs))
@@ -124,16 +125,12 @@ def _check(names: list[str], state: Leaves, new: Any) -> None:
     for name, old, aval in zip(names, state, new, strict=True):
         if old.shape != aval.shape or old.dtype != aval.dtype:
             raise UsageError(
-                f"f takes carry leaf {name} as {_kind(old)} but returns it as {_kind(aval)}; they must be alike."
-            )
-        if not jnp.issubdtype(old.dtype, jnp.floating):
-            raise UsageError(
-                f"carry leaf {name} is {_kind(old)}, but only floating states can be solved for: count in xs, "
-                "split complex numbers, or use method=Sequential()."
+                f"f takes carry leaf {name} as {kind(old)} but returns it as {kind(aval)}; they must be alike."
             )
 
 
-def _kind(leaf: Any) -> str:
+def kind(leaf: Any) -> str:
+    """Returns dtype and shape, for messages."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 

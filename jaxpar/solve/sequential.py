@@ -55,9 +55,9 @@ class ParallelBackward:
         return walk(problem, unroll=self.unroll), untroubled(problem)
 
 
-def check_unroll(unroll: int | None) -> None:
-    """Checks the field that all walks share."""
-    if unroll is not None and unroll < 1:
+def check_unroll(unroll: int | bool | None) -> None:
+    """Checks what all walks share: True unrolls a loop wholly, as `lax.scan` does."""
+    if unroll is not None and not isinstance(unroll, bool) and unroll < 1:
         raise UsageError(f"unroll={unroll} must be 1 at least.")
 
 

@@ -351,7 +351,7 @@ def check_structure(f: Callable, init: Any, x: Any, jac: Any) -> Structure:
 
     Args:
       f: As for `parallel_scan`.
-      init: A state.
+      init: A state; leaves that are not floating stay as they are.
       x: One step's input.
       jac: As in the methods.
 
@@ -359,14 +359,19 @@ def check_structure(f: Callable, init: Any, x: Any, jac: Any) -> Structure:
       UsageError: If the declaration is wrong: what is coupled, and along which axis.
     """
     from_tree = jax.tree.structure(init)
+    state, inputs = (tuple(map(jnp.asarray, jax.tree.leaves(tree))) for tree in (init, x))
+    places = [place for place, leaf in enumerate(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     paths = [keystr(path) or "carry" for path, _ in jax.tree_util.tree_flatten_with_path(init)[0]]
-    start, inputs = (tuple(map(jnp.asarray, jax.tree.leaves(tree))) for tree in (init, x))
+    start = tuple(state[place] for place in places)
 
     def step(before, inputs):
-        state, arrived = from_tree.unflatten(before), jax.tree.structure(x).unflatten(inputs)
-        return tuple(jax.tree.leaves(f(state, arrived)[0]))
+        whole = list(state)
+        for place, leaf in zip(places, before, strict=True):
+            whole[place] = leaf
+        new = jax.tree.leaves(f(from_tree.unflatten(whole), jax.tree.structure(x).unflatten(inputs))[0])
+        return tuple(new[place] for place in places)
 
-    structure = structure_of(step, start, inputs, jac, paths)
+    structure = structure_of(step, start, inputs, jac, [paths[place] for place in places])
     keys = jax.random.split(jax.random.key(0), len(start))
     at = tuple(a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, start, strict=True))
     with jax.default_matmul_precision("highest"):

@@ -4,33 +4,88 @@ Each builder returns f(state, x) -> (state, state), so that the ys are the traje
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jaxpar.types import PyTree
+from jaxpar.types import PyTree, UsageError
 
-__all__ = ["langevin_step", "leapfrog", "leapfrog_step", "ode_step", "sde_step"]
+__all__ = ["Interval", "intervals", "langevin_step", "leapfrog", "leapfrog_step", "ode_step", "sde_step"]
 
 Step = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
 
 
-def ode_step(field: Callable[[PyTree, Any], PyTree], dt: float | Array) -> Step:
-    """Returns a step of the classical Runge-Kutta method of order four for dh/dt = field(h, x), x fixed in a step.
+class Interval(NamedTuple):
+    """What one step of `ode_step` goes over; all of a grid as the xs of a scan.
 
-    Args:
-      field: (h, x) -> dh/dt of h's structure; x is what the scan's xs hold for the step (None if there are none).
-      dt: Length of a step, in the units of time of `field`.
+    Attributes:
+      start: Time at its start.
+      length: Time until its end, negative if time runs backwards.
+      x: Inputs, the same throughout it.
     """
 
-    def step(h: PyTree, x: Any) -> tuple[PyTree, PyTree]:
-        k1 = field(h, x)
-        k2 = field(_moved(h, dt / 2, k1), x)
-        k3 = field(_moved(h, dt / 2, k2), x)
-        k4 = field(_moved(h, dt, k3), x)
-        new = jax.tree.map(lambda h, a, b, c, d: h + dt / 6 * (a + 2 * b + 2 * c + d), h, k1, k2, k3, k4)
+    start: Array
+    length: Array
+    x: PyTree
+
+
+def intervals(ts: Float[Array, "T+1"], xs: PyTree = None) -> Interval:
+    """Returns the T intervals between T + 1 times, equally far apart or not, as the xs of a scan of `ode_step`.
+
+    The lengths of a NumPy array are taken in its own precision: late times close to each other are not lost in
+    float32. The derivative by `ts` of what a scan makes of them is that by the times.
+
+    Args:
+      ts: Times in order, in the units of time of the field; the first is that of the scan's init.
+      xs: What the field gets in each interval, a pytree of arrays [T, ...].
+
+    Raises:
+      UsageError: For times that are not an array [T + 1], or, where values are known, not finite or not in order; and
+        for xs of another length.
+    """
+    if np.ndim(ts) != 1 or not len(ts):
+        raise UsageError(f"ts has shape {np.shape(ts)}, but must be an array [T + 1] of the times at T steps' ends.")
+    lengths = np.diff(ts) if isinstance(ts, np.ndarray) else jnp.diff(jnp.asarray(ts))
+    if not isinstance(ts, Tracer):
+        known = np.asarray(lengths, np.float64)
+        if not (np.isfinite(np.asarray(ts, np.float64)).all() and ((known >= 0).all() or (known <= 0).all())):
+            raise UsageError("ts must be finite times in order; sort them, and the inputs with them.")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(xs)[0]:
+        if jnp.shape(leaf)[:1] != (len(ts) - 1,):
+            name = jax.tree_util.keystr(path) or "(the whole of xs)"
+            raise UsageError(f"xs leaf {name} has shape {jnp.shape(leaf)}; {len(ts)} times leave {len(ts) - 1} steps.")
+    return Interval(jnp.asarray(ts[:-1]), jnp.asarray(lengths), xs)
+
+
+def ode_step(field: Callable[[Array, PyTree, Any], PyTree]) -> Step:
+    """Returns a step of the classical Runge-Kutta method of order four for dh/dt = field(t, h, x).
+
+    Over a grid of one's own times, which may lie as far apart as one likes:
+
+        _, states = parallel_scan(ode_step(field), h0, intervals(ts, xs))
+
+    where `states[k]` is h at `ts[k + 1]`. With `jax.lax.scan` it is the sequential twin. The error of a step is of the
+    order of its length to the fifth: put times between those of data that lie too far apart.
+
+    Args:
+      field: (t, h, x) -> dh/dt of h's structure; x is what `intervals` was given for the step, None if nothing.
+
+    Returns:
+      f(h, interval) -> (h at its end, the same).
+    """
+
+    def step(h: PyTree, interval: Interval) -> tuple[PyTree, PyTree]:
+        t, dt, x = interval
+        middle = t + dt / 2
+        k1 = field(t, h, x)
+        k2 = field(middle, _moved(h, dt / 2, k1), x)
+        k3 = field(middle, _moved(h, dt / 2, k2), x)
+        k4 = field(t + dt, _moved(h, dt, k3), x)
+        new = _moved(h, dt / 6, jax.tree.map(lambda a, b, c, d: a + 2 * b + 2 * c + d, k1, k2, k3, k4))
         return new, new
 
     return step
@@ -121,4 +176,5 @@ def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: float |
 
 
 def _moved(h: PyTree, dt: float | Array, rate: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: a + dt * b, h, rate)
+    """Returns h + dt rate, in the types of h."""
+    return jax.tree.map(lambda a, b: (a + dt * b).astype(jnp.result_type(a)), h, rate)

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from tolerance import assert_close
 
 from jaxpar.solve import Newton, parallel_scan
 from jaxpar.solve.gauss_seidel import GaussSeidel
-from jaxpar.solve.systems import langevin_step, leapfrog, leapfrog_step, ode_step, sde_step
+from jaxpar.solve.systems import intervals, langevin_step, leapfrog, leapfrog_step, ode_step, sde_step
+from jaxpar.types import UsageError
 
 NUM = 48
 
@@ -38,14 +40,87 @@ def agrees(make, params, init, xs, length=None, method=None):
     return stats
 
 
-def test_a_neural_ode(x64):
-    params = {"w": 0.7 * normal(0, 5, 3), "v": 0.7 * normal(1, 3, 5)}
+def irregular(num, mean=0.1, seed=9):
+    """num + 1 times, some of them a hundred times as far apart as others."""
+    gaps = np.random.default_rng(seed).lognormal(sigma=1.0, size=num)
+    return np.concatenate([[3.0], 3.0 + np.cumsum(mean * np.minimum(gaps / gaps.mean(), 4.0))])
 
-    def make(params):
-        return ode_step(lambda h, x: params["v"] @ jnp.tanh(params["w"] @ h) - h + x, 0.2)
 
-    stats = agrees(make, params, jnp.ones(3), normal(2, NUM, 3))
+def neural_field(params):
+    """A driven and damped network that knows the time."""
+    return lambda t, h, x: params["v"] @ jnp.tanh(params["w"] @ h + params["b"] * jnp.sin(t)) - h + x
+
+
+NEURAL = {"w": 0.7 * normal(0, 5, 2), "v": 0.7 * normal(1, 2, 5), "b": jnp.ones(5)}
+
+
+def test_a_neural_ode_at_times_of_its_own(x64):
+    """Over thousands of steps; also by the times themselves."""
+    num = 4096
+    xs = normal(2, num, 2)
+
+    def make(scan):
+        def value(params, ts, init):
+            last, states, *stats = scan(ode_step(neural_field(params)), init, intervals(ts, xs))
+            return (jnp.cos(states) * states).sum() + last.sum(), (states, stats)
+
+        return jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
+
+    args = jax.tree.map(lambda a: a.astype(jnp.float64), NEURAL), jnp.asarray(irregular(num)), jnp.ones(2)
+    (_, (got, (stats,))), got_grad = make(lambda *args: parallel_scan(*args, with_stats=True))(*args)
+    (_, (want, _)), want_grad = make(jax.lax.scan)(*args)
     assert stats.converged and stats.iterations < 12
+    assert_close(got, want, 1e-10)
+    assert_close(got_grad, want_grad, 1e-9)
+
+
+def test_steps_are_of_order_four_in_their_length(x64):
+    """Against dh/dt = x h cos(t), h = exp(x sin(t)), on a grid and on its halves; and backwards in time."""
+
+    def error(ts):
+        xs = jnp.full(len(ts) - 1, 1.5)
+        step = jax.jit(lambda h, over: jax.lax.scan(ode_step(lambda t, h, x: x * h * jnp.cos(t)), h, over)[1])
+        return jnp.abs(step(jnp.exp(1.5 * jnp.sin(ts[0])), intervals(ts, xs)) - jnp.exp(1.5 * jnp.sin(ts[1:]))).max()
+
+    ts = irregular(64)
+    halved = np.interp(np.arange(129) / 2, np.arange(65), ts)
+    coarse, fine, back = error(ts), error(halved), error(halved[::-1])
+    assert 12 < coarse / fine < 22 and fine < 1e-4 and back < 1e-3
+
+
+def test_inputs_are_held_between_times(x64):
+    """dh/dt = -h + x has an exact step."""
+    ts, xs = irregular(16, 0.02), np.arange(16.0)
+    got = jax.lax.scan(ode_step(lambda t, h, x: x - h), jnp.array(2.0), intervals(ts, jnp.asarray(xs)))[1]
+    want, h = [], 2.0
+    for dt, x in zip(np.diff(ts), xs, strict=True):
+        h = x + (h - x) * np.exp(-dt)
+        want.append(h)
+    np.testing.assert_allclose(got, want, rtol=1e-7)
+
+
+def test_late_times_keep_their_distance():
+    """In float32 the times around 1e6 are 0.06 apart."""
+    ts = irregular(32)
+    run = jax.jit(lambda over: jax.lax.scan(ode_step(lambda t, h, x: -h), jnp.ones(2, jnp.bfloat16), over)[1])
+    assert_close(run(intervals(1e6 + ts)), run(intervals(ts)), 1e-6)
+    assert run(intervals(ts)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "ts, xs, sentence",
+    [
+        (np.zeros((3, 1)), None, "has shape"),
+        (np.zeros(0), None, "has shape"),
+        (np.array([0.0, 2.0, 1.0]), None, "in order"),
+        (np.array([0.0, np.nan, 1.0]), None, "finite"),
+        (jnp.array([0.0, jnp.inf]), None, "finite"),
+        (np.array([0.0, 1.0, 2.0]), {"u": np.zeros(3)}, r"\['u'\] has shape \(3,\); 3 times leave 2 steps"),
+    ],
+)
+def test_a_grid_that_is_none(ts, xs, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        intervals(ts, xs)
 
 
 def test_a_stochastic_differential_equation(x64):
@@ -123,22 +198,22 @@ def lorenz(h):
 
 def test_a_stabilised_observer_of_a_chaotic_system(x64):
     """Lorenz's system is chaotic; a copy that is pulled towards what is seen of it forgets its own start."""
-    step = ode_step(lambda h, _: lorenz(h), 0.02)
-    truth = jax.lax.scan(step, jnp.array([1.0, 1.0, 20.0]), None, 300)[1]
+    step, ts = ode_step(lambda t, h, _: lorenz(h)), 0.02 * np.arange(301)
+    truth = jax.lax.scan(step, jnp.array([1.0, 1.0, 20.0]), intervals(ts))[1]
 
     def observer(gain):
-        return ode_step(lambda h, seen: lorenz(h) + gain * jnp.array([0.0, 1.0, 0.0]) * (seen - h[0]), 0.02)
+        return ode_step(lambda t, h, seen: lorenz(h) + gain * jnp.array([0.0, 1.0, 0.0]) * (seen - h[0]))
 
-    seen = truth[:, 0]
+    seen = intervals(ts, truth[:, 0])
     stats = agrees(observer, jnp.array(30.0), jnp.array([-5.0, 5.0, 15.0]), seen)
     assert stats.converged and stats.iterations < 20
 
 
 def test_an_unstable_system_is_walked_and_reported():
-    step = ode_step(lambda h, _: lorenz(h), 0.02)
+    step, over = ode_step(lambda t, h, _: lorenz(h)), intervals(0.02 * np.arange(601))
     init = jnp.array([1.0, 1.0, 20.0])
-    want = jax.jit(lambda init: jax.lax.scan(step, init, None, 600)[1])(init)
-    _, got, stats = jax.jit(lambda init: parallel_scan(step, init, None, 600, with_stats=True))(init)
+    want = jax.jit(lambda init: jax.lax.scan(step, init, over)[1])(init)
+    _, got, stats = jax.jit(lambda init: parallel_scan(step, init, over, with_stats=True))(init)
     assert not stats.converged and 0 < stats.first_bad < 600
     # The part that was iterated on is as close as rounding lets any two evaluations be.
     assert jnp.isfinite(got).all()
