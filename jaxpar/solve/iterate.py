@@ -129,7 +129,7 @@ def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
 
 def is_rounding(problem: Problem, h: Leaves, residual: Leaves, salt: Array | int = 0) -> Array:
     """Returns at which steps the residual of every entry is a few roundings of what enters it, [T]."""
-    level = noise(problem, h, jax.random.fold_in(jax.random.key(0), salt))
+    level = noise(problem, h, salt)
     most = tuple(a + ROUNDINGS * b for a, b in zip(settled(problem, h), level, strict=True))
     return within(residual, most)
 

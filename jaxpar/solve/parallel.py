@@ -87,12 +87,12 @@ def parallel_scan(
     """Returns what `jax.lax.scan(f, init, xs, length, reverse, unroll)` does, with its states found in parallel.
 
     The states are the root of f(h[t-1], x[t]) - h[t] = 0 over all t; the method iterates on all of them at once until
-    every entry of every step is within `rtol |h| + atol` of what it must be, or as near as rounding lets its own numbers
-    come, whatever the size of other entries, rows and steps. So the result is a true trajectory and not an
-    approximation: every state is f of the one before, up to rounding. Where errors do not grow along the sequence that is the loop's
-    own; in chaos no two programs have one in common. Leaves of the carry that are not floating (counters, flags, random
-    keys, complex numbers) or have no entries are walked first, and are inputs of the solve; if the values of one depend
-    on an unknown, the whole is walked, and `Stats.reason` says so.
+    every entry of every step is within `rtol |h| + atol` of what it must be, or as near as rounding lets its own
+    numbers come, whatever the size of other entries, rows and steps. The result is a true trajectory and not an
+    approximation: every state is f of the one before, up to rounding. Where errors do not grow along the sequence that
+    is the loop's own; in chaos no two programs have one in common. Leaves of the carry that are not floating (counters,
+    flags, random keys, complex numbers) or have no entries are walked first, and are inputs of the solve; if the values
+    of one depend on an unknown, the whole is walked, and `Stats.reason` says so.
 
     Derivatives of any order are exact whatever the method: they are those of the root. Works under `jit`, `vmap` (each
     sequence with its own convergence), `grad`, `jvp`, `shard_map` and inside loops (there `jvp` of `grad`, but no

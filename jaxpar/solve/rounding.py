@@ -13,7 +13,7 @@ from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Jacobian, Leaves
 from jaxpar.types import Array
 
-__all__ = ["allowed", "entering", "fraction", "noise", "settled", "trusted", "wide", "within"]
+__all__ = ["allowed", "entering", "fraction", "noise", "settled", "spread", "trusted", "wide", "within"]
 
 PROBES = 4
 """Random derivatives that estimate the size of what enters an entry."""
@@ -51,11 +51,11 @@ def within(values: Leaves, bound: Leaves) -> Array:
     return fraction(values, bound) <= 1
 
 
-def noise(problem: Problem, h: Leaves, key: Array) -> Leaves:
+def noise(problem: Problem, h: Leaves, salt: Array | int) -> Leaves:
     """Estimates the rounding of f(S h, x) in every entry, [T, ...]: eps times the numbers that enter it.
 
     They are the result, and the terms a[i, j] h[j] and b[i, j] x[j] of its derivative, of which random derivatives give
-    the root of the sum of squares. Cost: `PROBES` Jacobian-vector products. The key is consumed.
+    the root of the sum of squares. Cost: `PROBES` Jacobian-vector products. Another salt draws others.
     """
     before, xs = problem.shift(h), problem.xs
     is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in xs]
@@ -66,22 +66,31 @@ def noise(problem: Problem, h: Leaves, key: Array) -> Leaves:
         filled = tuple(next(rest) if yes else leaf for leaf, yes in zip(xs, is_float, strict=True))
         return jax.vmap(problem.step, axis_size=problem.length)(before, filled)
 
-    def shaken(key: Array, leaves: Leaves) -> Leaves:
-        keys = jax.random.split(key, max(1, len(leaves)))
-        shaken = (a * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves, strict=False))
-        return varying_as(tuple(shaken), before)
+    def shaken(salt: Array, leaves: Leaves) -> Leaves:
+        return varying_as(tuple(a * spread(a, salt + place) for place, a in enumerate(leaves)), before)
 
-    def probe(total: Leaves, key: Array) -> tuple[Leaves, None]:
-        one, two = jax.random.split(key)
-        moved = jax.jvp(f, (before, floats), (shaken(one, before), shaken(two, floats)))[1]
+    def probe(total: Leaves, salt: Array) -> tuple[Leaves, None]:
+        moved = jax.jvp(f, (before, floats), (shaken(salt, before), shaken(salt + len(before), floats)))[1]
         return tuple(a + jnp.square(b.astype(a.dtype)) for a, b in zip(total, moved, strict=True)), None
 
     zeros = varying_as(tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in h), before)
-    total, _ = jax.lax.scan(probe, zeros, jax.random.split(key, PROBES))
+    total, _ = jax.lax.scan(probe, zeros, (salt * PROBES + jnp.arange(PROBES)) * (len(before) + len(floats)))
     return tuple(
         _eps(leaf) * (jnp.abs(leaf.astype(squares.dtype)) + _finite(jnp.sqrt(squares / PROBES)))
         for leaf, squares in zip(h, total, strict=True)
     )
+
+
+def spread(like: Array, salt: Array | int) -> Array:
+    """Returns numbers of mean zero and variance one, of an array's shape and type, by a multiplicative hash.
+
+    They only have to be unrelated to the problem, and `jax.random` compiles for longer than all the rest.
+    """
+    index = jnp.arange(like.size, dtype=jnp.uint32) + jnp.asarray(salt, jnp.uint32) * jnp.uint32(0x9E3779B9)
+    for _ in range(2):
+        index = (index ^ (index >> 16)) * jnp.uint32(0x45D9F3B)
+    signed = (index >> 8).astype(jnp.float32) * 2.0**-23 - 1
+    return (signed * 3**0.5).reshape(like.shape).astype(like.dtype)
 
 
 def entering(problem: Problem, jacobian: Jacobian, h: Leaves) -> Leaves:

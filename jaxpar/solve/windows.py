@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.iterate import iterate, leading, once
 from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
-from jaxpar.solve.rounding import entering, trusted, wide, within
+from jaxpar.solve.rounding import entering, spread, trusted, wide, within
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.types import Array
 
@@ -214,10 +214,8 @@ def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
     Cost: one set of Jacobians and one solve.
     """
     jacobian = problem.jacobian(h)
-    keys = jax.random.split(jax.random.key(0), len(h))
     level = entering(problem, jacobian, h)
-    signs = (jax.random.rademacher(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, level, strict=True))
-    return problem.solve(jacobian, tuple(a * b for a, b in zip(signs, level, strict=True)), error)
+    return problem.solve(jacobian, tuple(a * spread(a, place) for place, a in enumerate(level)), error)
 
 
 def _merged(outcomes: Outcome, size: int, length: int) -> Outcome:
