@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import loss
@@ -63,9 +64,11 @@ class Trainer:
 
     model: LMConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    num_steps: int = 1000
-    accumulate: int = 1
-    max_skipped: int = 10
+    num_steps: int = field(1000, AtLeast(1))
+    accumulate: int = field(1, AtLeast(1))
+    max_skipped: int = field(10, AtLeast(1))
+
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey, inputs: Any = None) -> TrainState:
         """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""

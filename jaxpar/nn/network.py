@@ -10,10 +10,11 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.mesh import axes_like, constrain
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.mixer import MIXERS, mixed, mixer_cell, mixer_leaves
-from jaxpar.types import Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Info, PRNGKey, PyTree
 
 __all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer"]
 
@@ -36,21 +37,17 @@ class SequenceNetwork:
       method: How the recurrences are solved, for a cell without a closed form.
     """
 
-    inputs: int
-    outputs: int
-    cell: str = "para_gru"
-    size: int = 64
-    layers: int = 2
-    heads: int = 1
+    inputs: int = field(legal=AtLeast(1))
+    outputs: int = field(legal=AtLeast(1))
+    cell: str = field("para_gru", OneOf(MIXERS))
+    size: int = field(64, AtLeast(1))
+    layers: int = field(2, AtLeast(1))
+    heads: int = field(1, AtLeast(1))
     method: Any = None
 
     def __post_init__(self):
         """Refuses what no network can be."""
-        if self.cell not in MIXERS:
-            raise UsageError(f"cell={self.cell!r} is unknown; legal are {', '.join(MIXERS)}.")
-        for name in ("inputs", "outputs", "size", "layers"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_fields(self)
         self.unit()
 
     def unit(self) -> Any:
@@ -132,12 +129,14 @@ class SequenceTrainer:
     """
 
     network: SequenceNetwork
-    learning_rate: float = 3e-3
-    num_steps: int = 1000
-    warmup_steps: int = 20
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    learning_rate: float = field(3e-3, Positive())
+    num_steps: int = field(1000, AtLeast(1))
+    warmup_steps: int = field(20, AtLeast(0))
+    weight_decay: float = field(0.0, AtLeast(0))
+    clip_norm: float = field(1.0, Positive())
     classes: bool = True
+
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey, inputs: Any = None) -> SequenceState:
         """Draws the parameters. Consumes `key`; ignores `inputs`."""

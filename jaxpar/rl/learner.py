@@ -8,16 +8,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import check_fields
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, collect, epochs, latest
 from jaxpar.rollout import Lanes, begin
-from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, Info, PRNGKey, PyTree
 
 __all__ = [
     "LearnerState",
     "actor_critic",
     "begun",
-    "check_counts",
+    "check_learner",
     "descended",
     "has_memory",
     "learned",
@@ -47,11 +48,10 @@ class LearnerState:
     known: dict[str, Array]
 
 
-def check_counts(learner: Any, *names: str) -> None:
-    """Refuses counts below 1."""
-    for name in names:
-        if getattr(learner, name) < 1:
-            raise UsageError(f"{name}={getattr(learner, name)} must be at least 1.")
+def check_learner(learner: Any) -> None:
+    """Refuses counts and rates by which nothing can be learned; rates that are traced are not looked at."""
+    check_fields(learner)
+    check_fields(learner.rates, "rates.")
 
 
 def has_memory(learner: Any) -> bool:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.types import Array, PyTree, UsageError
+from jaxpar.fields import OneOf, Positive, check_fields, field
+from jaxpar.types import Array, PyTree
 
 __all__ = ["Optimizer"]
 
@@ -23,13 +24,12 @@ class Optimizer:
         eps: added to the root of the mean square; for rmsprop, which forgets by 0.9, to the mean square under the root.
     """
 
-    name: str
-    eps: float
+    name: str = field(legal=OneOf(SCALES))
+    eps: float = field(legal=Positive())
 
     def __post_init__(self):
         """Refuses unknown optimizers."""
-        if self.name not in SCALES:
-            raise UsageError(f"optimizer={self.name!r} is unknown; legal are {', '.join(SCALES)}.")
+        check_fields(self, "optimizer.")
 
     def init(self, weights: PyTree) -> PyTree:
         """The first state."""

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Leaves
 from jaxpar.solve.windows import walk
-from jaxpar.types import UsageError
 
-__all__ = ["ParallelBackward", "Sequential", "check_unroll", "untroubled"]
+__all__ = ["ParallelBackward", "Sequential", "untroubled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,10 @@ class Sequential:
       jac: Structure of the Jacobian for the gradient over a split sequence; elsewhere `lax.scan`'s own is taken.
     """
 
-    unroll: int = 1
+    unroll: int = field(1, AtLeast(1))
     jac: Any = "auto"
 
-    def __post_init__(self):
-        check_unroll(self.unroll)
+    __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""
@@ -44,21 +43,14 @@ class ParallelBackward:
     """
 
     jac: Any = "auto"
-    window: int | None = None
-    unroll: int | None = None
+    window: int | None = field(None, AtLeast(1))
+    unroll: int | None = field(None, AtLeast(1))
 
-    def __post_init__(self):
-        check_unroll(self.unroll)
+    __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""
         return walk(problem, unroll=self.unroll), untroubled(problem)
-
-
-def check_unroll(unroll: int | None) -> None:
-    """Checks the field that all walks share."""
-    if unroll is not None and unroll < 1:
-        raise UsageError(f"unroll={unroll} must be 1 at least.")
 
 
 def untroubled(problem: Problem) -> Outcome:
