@@ -54,8 +54,8 @@ FIXED = [
     ("layout=zero2,zero3", "layout=zero2,zero3 has several values; -m at the end makes a run of each"),
     ("rules.embed=[data,fsdp]", r"rules.embed=\[data,fsdp\] is of the wrong type; rules.embed takes str"),
     ("mesh=3", "mesh=3 is of the wrong type; mesh takes no value but flags of its own, for data, fsdp"),
-    ("seed=-1", "seed=-1 is out of range; legal are 0 to 4294967295"),
-    ("seed=99999999999999999999", "seed=99999999999999999999 is out of range"),
+    ("seed=-1", "seed=-1 must be at least 0 and at most 4294967295"),
+    ("seed=99999999999999999999", "seed=99999999999999999999 must be at least 0"),
     ("metrics=[paper]", "metrics cannot go to 'paper'; choose among tensorboard, wandb"),
     # train and mode
     ("train.accumulate=3", "train.accumulate=3 does not divide data.batch_size=8"),

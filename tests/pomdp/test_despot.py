@@ -244,8 +244,8 @@ def test_deadlines():
     [
         ({"num_scenarios": 0}, "num_scenarios"),
         ({"max_depth": 0}, "max_depth"),
-        ({"leaf": "rollout"}, "leaf is one of"),
-        ({"upper": "guess"}, "upper is one of"),
+        ({"leaf": "rollout"}, "leaf='rollout' is unknown"),
+        ({"upper": "guess"}, "upper='guess' is unknown"),
         ({"regularization": -1.0}, "regularization"),
         ({"gap_ratio": 0.0}, "gap_ratio"),
         ({"gap_ratio": 1.5}, "gap_ratio"),
