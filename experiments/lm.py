@@ -307,8 +307,8 @@ def _make_check(config: Config):
     def check(step: int, metrics: Mapping[str, float]) -> None:
         if metrics["train/skipped_in_a_row"] >= config.train.max_skipped:
             raise UsageError(
-                f"the loss or its gradient was not finite for {config.train.max_skipped} steps up to step {step}; "
-                "lower optimizer.learning_rate, or resume from the last checkpoint with another setting."
+                f"the loss, its gradient or the new parameters were not finite for {config.train.max_skipped} steps "
+                f"up to step {step}; lower optimizer.learning_rate, or resume from the last checkpoint with another setting."
             )
 
     return check

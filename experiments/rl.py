@@ -209,6 +209,8 @@ def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
     """Ends a run whose gradient, of any seed, is no number; DQN's is none until as many experiences are stored."""
     if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/stored", np.inf) >= warm:
         raise UsageError(f"the gradient is not finite after update {step}; lower rates.learning_rate.")
+    if metrics["train/skipped"]:
+        raise UsageError(f"the new weights are not finite after update {step}; lower rates.learning_rate.")
 
 
 def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int, start: int) -> None:

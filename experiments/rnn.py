@@ -240,6 +240,8 @@ def _place(batch: Mapping[str, np.ndarray]) -> PyTree:
 def _check(step: int, metrics: Mapping[str, float]) -> None:
     if not np.isfinite(metrics["train/loss"]):
         raise UsageError(f"the loss is not finite after step {step}; lower optimizer.learning_rate.")
+    if metrics["train/skipped"]:
+        raise UsageError(f"the update is not finite after step {step}; lower optimizer.learning_rate.")
 
 
 def _text(metrics: Mapping[str, float]) -> str:

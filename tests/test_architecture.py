@@ -20,6 +20,7 @@ ORDER = [
     {"loop"},
     {"scan"},
     {"solve"},
+    {"optim"},
     {"nn"},
     {"parallel"},
 ]

@@ -10,6 +10,7 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.nn.muon import scale_by_whole_muon
+from jaxpar.optim import in_widest_float
 from jaxpar.types import PyTree
 
 __all__ = ["OptimizerConfig", "learning_rate", "make_optimizer"]
@@ -63,11 +64,10 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     else:
         fall = max(1, steps // 5)
         after = optax.linear_schedule(peak, end, fall, transition_begin=steps - fall)
-    if not config.warmup_steps:
-        return after
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps), after], [config.warmup_steps]
-    )
+    if config.warmup_steps:
+        rise = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps)
+        after = optax.join_schedules([rise, after], [config.warmup_steps])
+    return in_widest_float(after)
 
 
 def muon_dimensions(model: LMConfig) -> PyTree:

@@ -14,6 +14,7 @@ from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.mesh import axes_like, constrain
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.mixer import MIXERS, mixed, mixer_cell, mixer_leaves
+from jaxpar.optim import finite_or_old, in_widest_float
 from jaxpar.types import Info, PRNGKey, PyTree
 
 __all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer"]
@@ -153,7 +154,8 @@ class SequenceTrainer:
         """Makes one optimizer step on a batch as `metrics` takes it. `key` is not needed.
 
         Returns:
-          The new state, and scalars: those of `metrics`, grad_norm before clipping, learning_rate.
+          The new state, and scalars: those of `metrics`, grad_norm before clipping, learning_rate, and skipped: 1 where
+          loss, gradient or new parameters are not finite, so that these are not taken.
         """
         del key
 
@@ -163,8 +165,10 @@ class SequenceTrainer:
 
         grads, info = jax.grad(loss, has_aux=True)(state.params)
         updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
-        info |= {"grad_norm": optax.tree.norm(grads), "learning_rate": jnp.asarray(self._rate()(state.step))}
-        params = optax.apply_updates(state.params, updates)
+        new, norm = (optax.apply_updates(state.params, updates), opt_state), optax.tree.norm(grads)
+        old = state.params, state.opt_state
+        (params, opt_state), good = finite_or_old(new, old, norm, jnp.isfinite(info["loss"]))
+        info |= {"grad_norm": norm, "learning_rate": self._rate()(state.step), "skipped": ~good}
         return SequenceState(params, opt_state, state.step + 1), jax.tree.map(jnp.float32, info)
 
     def metrics(self, params: PyTree, batch: dict[str, jax.Array]) -> Info:
@@ -183,8 +187,9 @@ class SequenceTrainer:
         return info | {"loss": (weights * losses).sum(), "accuracy": right.sum()}
 
     def _rate(self) -> optax.Schedule:
-        return optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, self.warmup_steps, max(self.num_steps, self.warmup_steps + 1), 0.0
+        steps = max(self.num_steps, self.warmup_steps + 1)
+        return in_widest_float(
+            optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup_steps, steps, 0.0)
         )
 
     def _optimizer(self) -> optax.GradientTransformation:

@@ -188,7 +188,8 @@ class Dqn:
 
         keys = jax.random.split(learn_key, self.gradients)
         unknown = jax.eval_shape(gradient, learned, keys[0])[1]
-        waiting = {name: jnp.full(self.gradients, 1.0 if name == "converged" else jnp.nan) for name in unknown}
+        idle = {"converged": 1.0, "skipped": 0.0}
+        waiting = {name: jnp.full(self.gradients, idle.get(name, jnp.nan)) for name in unknown}
         (weights, opt_state, target, gradients), infos = jax.lax.cond(
             buffer.size >= self.warmup, lambda: jax.lax.scan(gradient, learned, keys), lambda: (learned, waiting)
         )
@@ -219,11 +220,11 @@ class Dqn:
         weights, opt_state, target, gradients = learned
         lesson = taught(agent, weights, target, rows, self.double)
         grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, lesson)
-        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        weights, opt_state, said = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
         gradients = gradients + 1
         share = jnp.where(gradients % self.target_period == 0, rates.target, 0.0)
         target = jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, weights)
-        return (weights, opt_state, target, gradients), info | {"grad_norm": norm}
+        return (weights, opt_state, target, gradients), info | said
 
 
 def experiences(

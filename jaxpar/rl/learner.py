@@ -123,7 +123,7 @@ def descended(
 ) -> tuple[PyTree, PyTree, Info]:
     """Weights and optimizer's state after all epochs of a batch; and infos `[epochs, minibatches]`; consumes `key`.
 
-    `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm" and "learning_rate" are added.
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm", "skipped" and "learning_rate" are added.
     """
     rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
     rate = optimizer.annealed(rates, state.updates)
@@ -131,8 +131,8 @@ def descended(
     def update(carry, part):
         weights, opt_state = carry
         grads, info = jax.grad(loss, has_aux=True)(weights, agent, part)
-        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
-        return (weights, opt_state), info | {"grad_norm": norm, "learning_rate": rate}
+        weights, opt_state, said = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        return (weights, opt_state), info | said | {"learning_rate": rate}
 
     (weights, opt_state), infos = epochs(
         key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory
@@ -141,8 +141,9 @@ def descended(
 
 
 def summed_up(infos: Info) -> Info:
-    """The mean of each metric over all updates, and the least "converged"."""
-    return jax.tree.map(jnp.mean, infos) | {"converged": jnp.min(infos["converged"])}
+    """The mean of each metric over all updates; the least "converged"; and how many updates were "skipped"."""
+    ends = {"converged": jnp.min(infos["converged"]), "skipped": jnp.sum(infos["skipped"])}
+    return jax.tree.map(jnp.mean, infos) | ends
 
 
 def _explained(batch: Batch) -> Array:
