@@ -308,7 +308,8 @@ def _make_check(config: Config):
         if metrics["train/skipped_in_a_row"] >= config.train.max_skipped:
             raise UsageError(
                 f"the loss, its gradient or the new parameters were not finite for {config.train.max_skipped} steps "
-                f"up to step {step}; lower optimizer.learning_rate, or resume from the last checkpoint with another setting."
+                f"up to step {step}; lower optimizer.learning_rate, or resume from the last checkpoint with another "
+                "setting."
             )
 
     return check

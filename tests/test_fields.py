@@ -1,4 +1,4 @@
-"""Every configuration refuses impossible numbers, by one table of fields, of values outside, and of ends."""
+"""Every configuration, of library, environments and experiments, refuses impossible numbers: one table."""
 
 import dataclasses
 import importlib
@@ -15,6 +15,20 @@ import pytest
 import envs
 import experiments
 import jaxpar
+from envs import grid, memory, particles
+from envs.combat import Combat
+from envs.crowd import Crowd
+from envs.foraging import Foraging
+from envs.laser_tag import LaserTag
+from envs.light_dark import LightDark
+from envs.mars import Mars
+from envs.mine_sweeper import MineSweeper
+from envs.navigation import Navigation
+from envs.rocksample import RockSample
+from envs.rulesets import Tree
+from envs.sub_hunt import SubHunt
+from envs.survival import Survival
+from envs.xland import XLand
 from experiments import env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
@@ -70,6 +84,7 @@ OVER_0 = (0.0, 1.1), (1.0,)
 OPEN = (0.0, 1.0), (0.5,)
 AXIS = (0, -2), (-1, 1)
 SEED = (-1, 2**32), (0, 2**32 - 1)
+VIEW = (1, 2, 33), (0, 3, 31)
 SIGNED = (), (-5, 0)
 UNBOUNDED = (), (INF, -INF, 0.0)
 
@@ -241,6 +256,30 @@ TABLE = {
     },
     pomdp.Config: {"episodes steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
+    Combat: {"size": ((3,), (4,))},
+    Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
+    Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},
+    grid.Empty: {"size": ((3,), (4,))},
+    grid.DoorKey: {"size": ((4,), (5,))},
+    grid.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},
+    grid.Memory: {"size": ((6,), (7,))},
+    grid.GridWorld: {"view": VIEW},
+    LaserTag: {"width height": PAIR, "num_obstacles layout start": LEAST_0},
+    LightDark: {"radius big_step": COUNT, "light": SIGNED},
+    Mars: {"size": ((2, 128), (3, 127)), "num_rocks": COUNT, "layout": LEAST_0},
+    memory.RepeatFirst: {"num_cards num_kinds": PAIR},
+    memory.RepeatPrevious: {"num_cards num_kinds": PAIR, "k": COUNT},
+    memory.CountRecall: {"num_cards num_kinds": PAIR},
+    memory.Autoencode: {"num_cards": PAIR, "num_kinds": ((1, 128), (2, 127))},
+    MineSweeper: {"size": PAIR, "num_mines": COUNT},
+    Navigation: {"size": ((4, 16), (5, 15)), "num_obstacles layout": LEAST_0},
+    particles.Spread: {"num_agents num_landmarks": COUNT},
+    particles.Tag: {"num_chasers num_prey": COUNT, "num_obstacles": LEAST_0},
+    RockSample: {"size num_rocks": COUNT, "layout": LEAST_0},
+    Tree: {"depth distractors false_rules": LEAST_0, "prune": SHARE, "kinds": ((0, 12), (1, 11))},
+    SubHunt: {"size": ((2,), (3,)), "speed": COUNT},
+    Survival: {"size": ((15,), (16,)), "view": ((4,), (5,))},
+    XLand: {"size": ((4,), (5,)), "rooms num_tasks": COUNT, "view": VIEW},
 }
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 
@@ -274,7 +313,7 @@ def own_numbers(cls):
 
 def configurations():
     """Every public frozen dataclass with numbers of its own in the library and its experiments."""
-    for package in (jaxpar, experiments):
+    for package in (jaxpar, envs, experiments):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             parts = module.name.split(".")
             if package is jaxpar and any(part.startswith("_") for part in parts):
@@ -282,6 +321,8 @@ def configurations():
             for name, cls in vars(importlib.import_module(module.name)).items():
                 if not (inspect.isclass(cls) and dataclasses.is_dataclass(cls)) or cls.__module__ != module.name:
                     continue
+                if package is envs and hasattr(cls, "_flax_dataclass"):
+                    continue  # parameters, which are traced; flags that change them are checked where they are read
                 known = f"{'.'.join(parts[1:])}.{name}" in RESULTS or name.startswith("_")
                 if cls.__dataclass_params__.frozen and not known and any(True for _ in own_numbers(cls)):
                     yield cls
