@@ -174,7 +174,7 @@ def _why(value: Any, legal: Between | OneOf, kinds: set) -> str:
         return ", ".join(filter(None, [f"must be {noun}", str(legal)]))
     if value in legal:
         return ""
-    finite = [] if math.isfinite(value) else ["a finite number"]
+    finite = [] if isinstance(value, numbers.Integral) or math.isfinite(value) else ["a finite number"]
     return "must be " + ", ".join(filter(None, [*finite, str(legal)]))
 
 

@@ -292,7 +292,7 @@ def test_files_that_are_no_benchmarks_are_refused(tmp_path):
     [
         (lambda: XLand(rooms=3), "layouts of 1, 2, 4 and 9 rooms, not of 3"),
         (lambda: XLand(rooms=9, size=9), "9 rooms need a size of at least 13, not 9"),
-        (lambda: XLand(view=2), "odd number of cells"),
+        (lambda: XLand(view=4), "odd number of cells"),
         (lambda: Tree(kinds=(0,)), "kinds=.* must be at least 1 and at most 11"),
         (lambda: Tree(prune=2.0), "prune=2.0 must be at least 0 and at most 1"),
         (lambda: Tree(distractors=0, false_rules=1), "distractors, of which this tree has none"),
