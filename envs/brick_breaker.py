@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Box, Discrete, picture
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.fields import OneOf, check_fields, field
+from jaxpar.types import Array, PRNGKey
 
 from . import sprites
 
@@ -68,11 +69,10 @@ class BrickBreaker:
         observed: "full" or "partial"; states, rewards and ends are the same.
     """
 
-    observed: str = "full"
+    observed: str = field("full", OneOf(("full", "partial")))
 
     def __post_init__(self):
-        if self.observed not in ("full", "partial"):
-            raise UsageError(f"BrickBreaker is observed in full or partial, not {self.observed!r}")
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxpar.env import picture
 from jaxpar.env.spaces import Box, Discrete
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["KINDS", "VARIANTS", "Combat", "scripted"]
@@ -89,19 +90,20 @@ class Combat:
 
     first: tuple[str, ...] = ("melee", "ranged", "healer")
     second: tuple[str, ...] = ("melee", "ranged", "healer")
-    size: int = 8
+    size: int = field(8, AtLeast(4))
     both: bool = False
     absorbing = True  # nobody earns anything once a team is dead
 
     def __post_init__(self) -> None:
         """Refuses what cannot be built."""
+        check_fields(self)
         for kind in self.first + self.second:
             if kind not in KINDS:
                 raise UsageError(f"Combat has units of the kinds {', '.join(KINDS)}, not {kind!r}.")
         if not self.first or not self.second:
             raise UsageError("Combat needs at least one unit in each team.")
-        if self.size < 4 or max(len(self.first), len(self.second)) > 2 * self.size:
-            raise UsageError(f"Combat needs a size of at least 4 and room in two columns a team, not size {self.size}.")
+        if max(len(self.first), len(self.second)) > 2 * self.size:
+            raise UsageError(f"Combat needs room in two columns a team, which a size of {self.size} has not.")
 
     @property
     def num_agents(self) -> int:

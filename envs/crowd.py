@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Discrete, MultiDiscrete, picture
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "Crowd", "CrowdParams", "CrowdState"]
@@ -63,15 +64,16 @@ class Crowd:
         layout: seed of where they stand.
     """
 
-    width: int = 9
-    height: int = 5
-    num_people: int = 4
-    reach: int = 2
-    layout: int = 0
+    width: int = field(9, AtLeast(3))
+    height: int = field(5, AtLeast(1))
+    num_people: int = field(4, AtLeast(1))
+    reach: int = field(2, AtLeast(0))
+    layout: int = field(0, AtLeast(0))
 
     absorbing = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.num_people <= (self.width - 2) * self.height:
             raise UsageError(f"{self.num_people} people have no place in a hall of {self.width} x {self.height} cells")
         if (self.width * self.height) ** self.num_people >= 2**31:

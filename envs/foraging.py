@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxpar.env import picture
 from jaxpar.env.spaces import Box, Discrete
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "Foraging", "scripted"]
@@ -81,24 +82,20 @@ class Foraging:
         view: `"vector"` or `"grid"`.
     """
 
-    size: int = 8
-    num_agents: int = 2
-    num_food: int = 2
-    sight: int = 0
-    max_strength: int = 2
+    size: int = field(8, AtLeast(3))
+    num_agents: int = field(2, AtLeast(1))
+    num_food: int = field(2, AtLeast(1))
+    sight: int = field(0, AtLeast(0))
+    max_strength: int = field(2, AtLeast(1))
     together: bool = False
-    view: str = "vector"
+    view: str = field("vector", OneOf(("vector", "grid")))
     absorbing = True  # nothing can be earned where nothing is left
 
     def __post_init__(self) -> None:
         """Refuses what cannot be built."""
-        for field, least in (("size", 3), ("num_agents", 1), ("num_food", 1), ("sight", 0), ("max_strength", 1)):
-            if getattr(self, field) < least:
-                raise UsageError(f"Foraging needs {field} of at least {least}, not {getattr(self, field)}.")
+        check_fields(self)
         if self.num_agents > self.size**2 - 1:
             raise UsageError(f"{self.num_agents} agents and food need more cells than the {self.size**2} of this grid.")
-        if self.view not in ("vector", "grid"):
-            raise UsageError(f"Foraging's view is 'vector' or 'grid', not {self.view!r}.")
 
     @property
     def name(self) -> str:

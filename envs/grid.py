@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from envs import scene, tiles
 from jaxpar.env import Box, Discrete
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "DoorKey", "Empty", "FourRooms", "GridWorld", "Level", "Memory", "Params", "State", "level_of"]
@@ -63,20 +64,15 @@ def level_of(grid: Array, cell: Array, direction: Array, win: Array, lose: Any =
     return Level(scene=body, win=jnp.asarray(win, jnp.int32), lose=jnp.asarray(lose, jnp.int32))
 
 
-def _at_least(name: str, size: int, smallest: int) -> None:
-    if size < smallest:
-        raise UsageError(f"{name} needs a size of at least {smallest}, not {size}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Empty:
     """A room with the goal in its lower right corner; the agent starts in the upper left one, or anywhere."""
 
-    size: int = 8
+    size: int = field(8, AtLeast(4))
     random_start: bool = False
 
     def __post_init__(self):
-        _at_least("Empty", self.size, 4)
+        check_fields(self)
 
     name = "Empty"
     picks = True
@@ -102,10 +98,10 @@ class Empty:
 class DoorKey:
     """A wall with a locked yellow door parts the room; agent and key are on its left, the goal on its right."""
 
-    size: int = 8
+    size: int = field(8, AtLeast(5))
 
     def __post_init__(self):
-        _at_least("DoorKey", self.size, 5)
+        check_fields(self)
 
     name = "DoorKey"
     picks = True
@@ -142,11 +138,11 @@ class DoorKey:
 class FourRooms:
     """Four rooms, joined by four gaps; agent and goal anywhere (Sutton, Precup and Singh 1999)."""
 
-    size: int = 19
-    max_steps: int = 100
+    size: int = field(19, AtLeast(7))
+    max_steps: int = field(100, AtLeast(1))
 
     def __post_init__(self):
-        _at_least("FourRooms", self.size, 7)
+        check_fields(self)
 
     name = "FourRooms"
     picks = True
@@ -173,11 +169,11 @@ class FourRooms:
 class Memory:
     """A thing in the first room, a hallway, and at its end two things: beside the same one is `win`, else `lose`."""
 
-    size: int = 13
+    size: int = field(13, AtLeast(7))
     random_length: bool = False
 
     def __post_init__(self):
-        _at_least("Memory", self.size, 7)
+        check_fields(self)
         if self.size % 2 == 0:
             raise UsageError(f"Memory needs an odd size, not {self.size}")
 
@@ -218,11 +214,12 @@ class GridWorld:
     """A layout, played from an egocentric `view` (odd; 0 for the whole map), through walls or not."""
 
     layout: Any = DoorKey()
-    view: int = 7
+    view: int = field(7, Between(3, 31, also=(0,)))
     see_through: bool = False
 
     def __post_init__(self):
-        if self.view != 0 and (self.view < 3 or self.view > 31 or self.view % 2 == 0):
+        check_fields(self)
+        if self.view and self.view % 2 == 0:
             raise UsageError(f"a view is an odd number of cells from 3 to 31, or 0 for the whole map, not {self.view}")
 
     @property

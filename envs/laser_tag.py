@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Discrete, MultiDiscrete, picture
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "LaserTag", "LaserTagParams", "LaserTagState"]
@@ -63,21 +64,22 @@ class LaserTag:
         start: the robot's first cell; None is any, unknown to it.
     """
 
-    width: int = 11
-    height: int = 7
-    num_obstacles: int = 8
-    layout: int = 0
-    start: int | None = None
+    width: int = field(11, AtLeast(2))
+    height: int = field(7, AtLeast(2))
+    num_obstacles: int = field(8, AtLeast(0))
+    layout: int = field(0, AtLeast(0))
+    start: int | None = field(None, AtLeast(0))
 
     absorbing = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         cells = self.width * self.height
-        if not (self.width > 1 and self.height > 1 and 0 <= self.num_obstacles <= cells - 2):
+        if self.num_obstacles > cells - 2:
             raise UsageError(f"{self.num_obstacles} obstacles leave no room on {self.width} x {self.height} cells")
         if np.prod(np.asarray(self._readings(), np.int64)) >= 2**31:
             raise UsageError(f"a floor of {self.width} x {self.height} has too many observations to be numbered")
-        if self.start is not None and not 0 <= self.start < cells - self.num_obstacles:
+        if self.start is not None and not self.start < cells - self.num_obstacles:
             raise UsageError(f"start is a cell from 0 to {cells - self.num_obstacles - 1}, not {self.start}")
 
     @property

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Box, Discrete, picture
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.fields import AtLeast, Finite, check_fields, field
+from jaxpar.types import Array, PRNGKey
 
 __all__ = ["VARIANTS", "LightDark", "LightDarkParams", "LightDarkState"]
 
@@ -55,15 +56,14 @@ class LightDark:
         big_step: of actions 0 and 4.
     """
 
-    radius: int = 60
-    light: int = 10
-    big_step: int = 10
+    radius: int = field(60, AtLeast(1))
+    light: int = field(10, Finite())
+    big_step: int = field(10, AtLeast(1))
 
     absorbing = True
 
     def __post_init__(self) -> None:
-        if self.radius < 1 or self.big_step < 1:
-            raise UsageError(f"radius={self.radius} and big_step={self.big_step} must be at least 1")
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Discrete, picture
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .rocksample import BAD, GOOD, MOVES, NOTHING, SAMPLE, check_rocks
@@ -73,17 +74,16 @@ class Mars:
         rocks: k places (x, y) instead of the seed's.
     """
 
-    size: int = 20
-    num_rocks: int = 20
-    layout: int = 0
+    size: int = field(20, Between(3, 127))
+    num_rocks: int = field(20, AtLeast(1))
+    layout: int = field(0, AtLeast(0))
     rocks: tuple[tuple[int, int], ...] | None = None
 
     absorbing = True
 
     def __post_init__(self) -> None:
-        if not 3 <= self.size <= 127:
-            raise UsageError(f"a map for two rovers has 3 to 127 cells a side, not {self.size}")
-        if not 1 <= self.num_rocks <= self.size**2 - 2:
+        check_fields(self)
+        if self.num_rocks > self.size**2 - 2:
             raise UsageError(
                 f"{self.num_rocks} rocks have no place beside two rovers on {self.size} x {self.size} cells"
             )

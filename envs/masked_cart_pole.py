@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Box
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.fields import OneOf, check_fields, field
+from jaxpar.types import Array, PRNGKey
 
 from .classic import CartPole, CartPoleParams, CartPoleState
 
@@ -49,11 +50,10 @@ class MaskedCartPole(CartPole):
         observed: "positions", "velocities" or "all" of (x, x', theta, theta').
     """
 
-    observed: str = "positions"
+    observed: str = field("positions", OneOf(VIEWS))
 
     def __post_init__(self):
-        if self.observed not in VIEWS:
-            raise UsageError(f"the cart and pole are observed by {', '.join(VIEWS)}, not {self.observed!r}")
+        check_fields(self)
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class MaskedCartPole(CartPole):
 class NoisyCartPole(MaskedCartPole):
     """CartPole whose observed numbers come with Gaussian noise of standard deviation `params.noise`."""
 
-    observed: str = "all"
+    observed: str = field("all", OneOf(VIEWS))
 
     @property
     def default_params(self) -> NoisyParams:

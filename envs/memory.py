@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Discrete, MultiDiscrete, picture
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import sprites
@@ -57,7 +58,7 @@ def deal(key: PRNGKey, left: Array) -> tuple[Array, Array]:
 
 def check_deck(name: str, num_cards: int, num_kinds: int) -> None:
     """Raises `UsageError` unless the deck holds equally many cards, at least one, of each of at least two kinds."""
-    if num_kinds < 2 or num_cards < num_kinds or num_cards % num_kinds:
+    if num_cards % num_kinds:
         raise UsageError(
             f"{name} needs two or more kinds and a multiple of their number of cards, "
             f"not {num_cards} cards of {num_kinds} kinds"
@@ -88,10 +89,11 @@ class RepeatFirstState:
 class RepeatFirst:
     """Name the first card at every step. Observation and action: a kind, int32."""
 
-    num_cards: int = 52
-    num_kinds: int = 4
+    num_cards: int = field(52, AtLeast(2))
+    num_kinds: int = field(4, AtLeast(2))
 
     def __post_init__(self):
+        check_fields(self)
         check_deck("RepeatFirst", self.num_cards, self.num_kinds)
 
     @property
@@ -154,13 +156,14 @@ class RepeatPreviousState:
 class RepeatPrevious:
     """Name the card k cards ago (1: the one in sight). Observation and action: a kind, int32."""
 
-    num_cards: int = 52
-    k: int = 4
-    num_kinds: int = 4
+    num_cards: int = field(52, AtLeast(2))
+    k: int = field(4, AtLeast(1))
+    num_kinds: int = field(4, AtLeast(2))
 
     def __post_init__(self):
+        check_fields(self)
         check_deck("RepeatPrevious", self.num_cards, self.num_kinds)
-        if not 0 < self.k < self.num_cards:
+        if not self.k < self.num_cards:
             raise UsageError(f"RepeatPrevious looks back k = 1 to {self.num_cards - 1} cards, not {self.k}")
 
     @property
@@ -241,10 +244,11 @@ class CountRecall:
     from a second deck.
     """
 
-    num_cards: int = 52
-    num_kinds: int = 2
+    num_cards: int = field(52, AtLeast(2))
+    num_kinds: int = field(2, AtLeast(2))
 
     def __post_init__(self):
+        check_fields(self)
         check_deck("CountRecall", self.num_cards, self.num_kinds)
 
     @property
@@ -318,13 +322,12 @@ class Autoencode:
     int32, ignored while watching.
     """
 
-    num_cards: int = 52
-    num_kinds: int = 4
+    num_cards: int = field(52, AtLeast(2))
+    num_kinds: int = field(4, Between(2, 127))
 
     def __post_init__(self):
+        check_fields(self)
         check_deck("Autoencode", self.num_cards, self.num_kinds)
-        if self.num_kinds > 127:
-            raise UsageError(f"Autoencode keeps its cards in int8: 127 kinds at most, not {self.num_kinds}")
 
     @property
     def name(self) -> str:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Box, Discrete, picture
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import sprites
@@ -65,18 +66,17 @@ class MineSweeper:
         observed: "full" or "partial"; states, rewards and ends are the same.
     """
 
-    size: int = 6
-    num_mines: int = 6
-    observed: str = "full"
+    size: int = field(6, AtLeast(2))
+    num_mines: int = field(6, AtLeast(1))
+    observed: str = field("full", OneOf(("full", "partial")))
 
     def __post_init__(self):
-        if self.size < 2 or not 0 < self.num_mines < self.size**2:
+        check_fields(self)
+        if not self.num_mines < self.size**2:
             raise UsageError(
                 f"MineSweeper of size {self.size} takes 1 to {self.size**2 - 1} mines on 2 x 2 cells or more, "
                 f"not {self.num_mines}"
             )
-        if self.observed not in ("full", "partial"):
-            raise UsageError(f"MineSweeper is observed in full or partial, not {self.observed!r}")
 
     @property
     def name(self) -> str:

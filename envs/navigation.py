@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Discrete, picture
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "Navigation", "NavigationParams", "NavigationState"]
@@ -68,17 +69,18 @@ class Navigation:
         layout: seed of their places.
     """
 
-    size: int = 13
-    num_obstacles: int = 31
-    layout: int = 0
+    size: int = field(13, Between(5, 15))
+    num_obstacles: int = field(31, AtLeast(0))
+    layout: int = field(0, AtLeast(0))
 
     absorbing = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.size not in range(5, 16, 2):
             raise UsageError(f"the map has an odd number of rows from 5 to 15, not {self.size}")
         most = self.size * (self.size - 2)
-        if not 0 <= self.num_obstacles <= most:
+        if self.num_obstacles > most:
             raise UsageError(f"num_obstacles is between 0 and {most}, not {self.num_obstacles}")
 
     @property

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxpar.env import picture
 from jaxpar.env.spaces import Box, Discrete
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "SpeakerListener", "Spread", "Tag", "scripted"]
@@ -160,14 +161,6 @@ def action_space(env: Any) -> Box | Discrete:
     return Box(0.0, 1.0, (env.num_agents, 5)) if env.continuous else Discrete(5, (env.num_agents,))
 
 
-def require_counts(env: Any, **least: int) -> None:
-    """Raises where a count of `env` is below its least legal value."""
-    for name, smallest in least.items():
-        count = getattr(env, name)
-        if not isinstance(count, int) or count < smallest:
-            raise UsageError(f"{type(env).__name__} needs {name} of at least {smallest}, not {count!r}.")
-
-
 @dataclasses.dataclass(frozen=True)
 class Spread:
     """Agents cover all landmarks without running into each other (`simple_spread_v3`).
@@ -181,13 +174,13 @@ class Spread:
         continuous: whether actions are five strengths instead of one of five choices.
     """
 
-    num_agents: int = 3
-    num_landmarks: int = 3
+    num_agents: int = field(3, AtLeast(1))
+    num_landmarks: int = field(3, AtLeast(1))
     continuous: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what cannot be built."""
-        require_counts(self, num_agents=1, num_landmarks=1)
+        check_fields(self)
 
     @property
     def name(self) -> str:
@@ -267,14 +260,14 @@ class Tag:
         continuous: whether actions are five strengths instead of one of five choices.
     """
 
-    num_chasers: int = 3
-    num_prey: int = 1
-    num_obstacles: int = 2
+    num_chasers: int = field(3, AtLeast(1))
+    num_prey: int = field(1, AtLeast(1))
+    num_obstacles: int = field(2, AtLeast(0))
     continuous: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what cannot be built."""
-        require_counts(self, num_chasers=1, num_prey=1, num_obstacles=0)
+        check_fields(self)
 
     @property
     def num_agents(self) -> int:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Discrete, picture
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "RockSample", "RockSampleParams", "RockSampleState"]
@@ -74,15 +75,16 @@ class RockSample:
         rocks: k places (x, y); None takes the standard map or the seed's.
     """
 
-    size: int = 7
-    num_rocks: int = 8
-    layout: int = 0
+    size: int = field(7, AtLeast(1))
+    num_rocks: int = field(8, AtLeast(1))
+    layout: int = field(0, AtLeast(0))
     rocks: tuple[tuple[int, int], ...] | None = None
 
     absorbing = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_rocks <= self.size**2:
+        check_fields(self)
+        if self.num_rocks > self.size**2:
             raise UsageError(f"{self.num_rocks} rocks have no place on {self.size} x {self.size} cells; take 1 to all")
         check_rocks(self.rocks, self.num_rocks, self.size)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import tiles
+from jaxpar.fields import AtLeast, Between, Each, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["Ruleset", "Tree", "check", "distinct", "generate", "load_benchmark", "sample_ruleset", "save_benchmark"]
@@ -55,21 +56,18 @@ class Tree:
         kinds: which of the kinds 1 to 11 occur; `(1, 2, 7)` ignores sides.
     """
 
-    depth: int = 0
-    prune: float = 0.0
-    distractors: int = 3
-    false_rules: int = 0
-    kinds: tuple[int, ...] = tuple(range(1, NUM_KINDS))
+    depth: int = field(0, AtLeast(0))
+    prune: float = field(0.0, Between(0, 1))
+    distractors: int = field(3, AtLeast(0))
+    false_rules: int = field(0, AtLeast(0))
+    kinds: tuple[int, ...] = field(tuple(range(1, NUM_KINDS)), Each(Between(1, NUM_KINDS - 1)))
 
     def __post_init__(self):
-        if not self.kinds or not set(self.kinds) <= set(range(1, NUM_KINDS)):
+        check_fields(self)
+        if not self.kinds:
             raise UsageError(f"the kinds of rules and goals are some of 1 to {NUM_KINDS - 1}, not {self.kinds}")
-        if not 0 <= self.prune <= 1:
-            raise UsageError(f"prune is a probability, not {self.prune}")
         if self.false_rules and not self.distractors:
             raise UsageError("false rules are about distractors, of which this tree has none")
-        if min(self.depth, self.distractors, self.false_rules) < 0:
-            raise UsageError(f"depth, distractors and false_rules cannot be negative, as in {self}")
         if self.num_things > len(THINGS):
             raise UsageError(f"{self} needs {self.num_things} different things, and there are {len(THINGS)}")
 
@@ -221,11 +219,11 @@ def check(arrays: dict[str, np.ndarray], name: str) -> None:
     """Refuses in one sentence arrays that are no rulesets: names, dtypes, shapes, kinds, bytes of things."""
     if set(arrays) != set(_RANKS):
         raise UsageError(f"{name} must hold {', '.join(_RANKS)}, not {', '.join(sorted(arrays)) or 'nothing'}")
-    for field, rank in _RANKS.items():
-        array = arrays[field]
+    for part, rank in _RANKS.items():
+        array = arrays[part]
         if array.dtype != np.uint8 or array.ndim != rank:
-            raise UsageError(f"{name}: {field} must be uint8 of rank {rank}, not {array.dtype} {list(array.shape)}")
-    rules, goal, objects = (arrays[field] for field in _RANKS)
+            raise UsageError(f"{name}: {part} must be uint8 of rank {rank}, not {array.dtype} {list(array.shape)}")
+    rules, goal, objects = (arrays[part] for part in _RANKS)
     if not len(goal) or {len(rules), len(objects)} != {len(goal)}:
         raise UsageError(f"{name}: {len(rules)} rules, {len(goal)} goals and {len(objects)} objects must be as many")
     if rules.shape[2] != 4 or goal.shape[1] != 3:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Box, Discrete, picture
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.types import Array, PRNGKey
 
 __all__ = ["VARIANTS", "SubHunt", "SubHuntParams", "SubHuntState"]
 
@@ -72,14 +73,13 @@ class SubHunt:
         speed: cells of one move of the hunter.
     """
 
-    size: int = 20
-    speed: int = 3
+    size: int = field(20, AtLeast(3))
+    speed: int = field(3, AtLeast(1))
 
     absorbing = True
 
     def __post_init__(self) -> None:
-        if self.size < 3 or self.speed < 1:
-            raise UsageError(f"size={self.size} must be at least 3 and speed={self.speed} at least 1")
+        check_fields(self)
 
     @property
     def name(self) -> str:

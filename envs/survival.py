@@ -37,6 +37,7 @@ import numpy as np
 from envs import terrain, tiles
 from envs.terrain import COAL, DIAMOND, FURNACE, GRASS, IRON, PATH, STONE, TABLE, TREE, WATER
 from jaxpar.env import Box, Discrete, Fields
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["ACHIEVEMENTS", "ACTIONS", "VARIANTS", "Noise", "Params", "State", "Survival", "noise"]
@@ -134,13 +135,12 @@ def noise(key: PRNGKey) -> Noise:
 class Survival:
     """An island of `size` by `size` cells, seen `view` by `view` around the agent."""
 
-    size: int = 64
-    view: int = 9
+    size: int = field(64, AtLeast(16))
+    view: int = field(9, AtLeast(5))
 
     def __post_init__(self):
-        if self.size < 16:
-            raise UsageError(f"an island needs at least 16 cells a side, not {self.size}")
-        if self.view < 5 or self.view % 2 == 0:
+        check_fields(self)
+        if self.view % 2 == 0:
             raise UsageError(f"a view is an odd number of cells from 5, not {self.view}")
 
     @property

@@ -42,6 +42,7 @@ import numpy as np
 from envs import rulesets, scene, tiles
 from envs.rulesets import Ruleset
 from jaxpar.env import Box, Discrete, Fields
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "Level", "Params", "State", "XLand"]
@@ -109,21 +110,22 @@ class XLand:
         num_tasks: and how many.
     """
 
-    size: int = 9
-    rooms: int = 1
-    view: int = 5
+    size: int = field(9, AtLeast(5))
+    rooms: int = field(1, AtLeast(1))
+    view: int = field(5, Between(3, 31, also=(0,)))
     see_through: bool = True
     shuffle: bool = False
     tree: rulesets.Tree = rulesets.Tree()
-    num_tasks: int = 64
+    num_tasks: int = field(64, AtLeast(1))
 
     def __post_init__(self):
+        check_fields(self)
         if self.rooms not in _LATTICE:
             raise UsageError(f"there are layouts of 1, 2, 4 and 9 rooms, not of {self.rooms}")
         smallest = 4 * _LATTICE[self.rooms][0] + 1
         if self.size < smallest:
             raise UsageError(f"{self.rooms} rooms need a size of at least {smallest}, not {self.size}")
-        if self.view != 0 and (self.view < 3 or self.view > 31 or self.view % 2 == 0):
+        if self.view and self.view % 2 == 0:
             raise UsageError(f"a view is an odd number of cells from 3 to 31, or 0 for the whole map, not {self.view}")
 
     @property

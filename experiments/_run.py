@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import jaxpar
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.mesh import (
     MeshSpec,
     make_mesh,
@@ -58,8 +59,12 @@ class Processes:
     """How this process finds the others; empty on one machine, and where the cluster can be detected."""
 
     coordinator: str = ""
-    num_processes: int = 0
-    process_id: int = -1
+    num_processes: int = field(0, AtLeast(0))
+    process_id: int = field(-1, AtLeast(-1))
+
+    def __post_init__(self):
+        """Refuses impossible counts."""
+        check_fields(self, "processes.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,24 +85,23 @@ class RunConfig:
     """
 
     name: str = "run"
-    seed: int = 0
+    seed: int = field(0, Between(0, 2**32 - 1))
     resume: bool = True
     mesh: MeshSpec = MeshSpec(data=-1)
     layout: str = "zero3"
     rules: dict[str, str] = dataclasses.field(default_factory=dict)
-    cpu_devices: int = 0
+    cpu_devices: int = field(0, AtLeast(0))
     metrics: list[str] = dataclasses.field(default_factory=list)
     processes: Processes = Processes()
 
     def __post_init__(self):
-        """Refuses seeds of which a key would hold only a part."""
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed={self.seed} is out of range; legal are 0 to {2**32 - 1}.")
+        """Refuses what no field may hold, such as seeds of which a key would hold only a part."""
+        check_fields(self)
 
 
-def identifying(default: Any = None, **kinds: Any) -> Any:
+def identifying(default: Any = dataclasses.MISSING, legal: Any = None, **kinds: Any) -> Any:
     """A field whose flag says what a run is, not how it runs: another value makes another run (`identity`)."""
-    return dataclasses.field(metadata={"identity": True}, **(kinds or {"default": default}))
+    return field(default, legal, identity=True, **kinds)
 
 
 def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]) -> None:
@@ -177,14 +181,14 @@ def identity(config: Any) -> dict[str, Any]:
     those of `identity="changed"`, which came after the first runs, count where they are not the default.
     """
     flat = {"seed": config.seed}
-    own = [field.name for field in dataclasses.fields(config) if field.metadata.get("identity") is True]
+    own = [flag.name for flag in dataclasses.fields(config) if flag.metadata.get("identity") is True]
     flat |= {name: getattr(config, name) for name in own}
     for part in ("model", "data", "optimizer"):
         value = getattr(config, part, None)
-        for field in dataclasses.fields(value) if value is not None else ():
-            chosen, counts = getattr(value, field.name), field.metadata.get("identity", True)
-            if counts is True or (counts == "changed" and chosen != field.default):
-                flat[f"{part}.{field.name}"] = chosen
+        for declared in dataclasses.fields(value) if value is not None else ():
+            chosen, counts = getattr(value, declared.name), declared.metadata.get("identity", True)
+            if counts is True or (counts == "changed" and chosen != declared.default):
+                flat[f"{part}.{declared.name}"] = chosen
     return flat
 
 
@@ -318,9 +322,9 @@ def _schema_node(schema: type) -> DictConfig:
     `LMConfig()` fills head_dim from embed_dim; a preset that changes embed_dim alone must not keep that.
     """
     node = _thaw(OmegaConf.structured(schema))
-    for field in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(field.type) and field.default == field.type():
-            node[field.name] = _thaw(OmegaConf.structured(field.type))
+    for part in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(part.type) and part.default == part.type():
+            node[part.name] = _thaw(OmegaConf.structured(part.type))
     return node
 
 
@@ -387,10 +391,10 @@ def _type_name(kind: Any) -> str:
 
 def _flags(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields each flag and its type."""
-    for field in dataclasses.fields(schema):
-        yield prefix + field.name, field.type
-        if dataclasses.is_dataclass(field.type):
-            yield from _flags(field.type, f"{prefix}{field.name}.")
+    for flag in dataclasses.fields(schema):
+        yield prefix + flag.name, flag.type
+        if dataclasses.is_dataclass(flag.type):
+            yield from _flags(flag.type, f"{prefix}{flag.name}.")
 
 
 def accelerator() -> str | None:

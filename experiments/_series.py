@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import UsageError
 
 __all__ = ["SeriesConfig", "Task", "open_task", "read_series"]
@@ -36,24 +37,20 @@ class SeriesConfig:
     task: str = "digits"
     path: str = ""
     validation_path: str = ""
-    validation: float = 0.2
-    length: int = 100
-    symbols: int = 10
-    batch_size: int = 64
+    validation: float = field(0.2, Between(0, 1, "()"))
+    length: int = field(100, AtLeast(1))
+    symbols: int = field(10, AtLeast(1))
+    batch_size: int = field(64, AtLeast(1))
 
     def __post_init__(self):
         """Refuses what is no task."""
+        check_fields(self, "data.")
         if self.task not in TASKS:
             raise UsageError(f"data.task={self.task!r} is unknown; legal are {', '.join(TASKS)}.")
         if self.task == "file" and not self.path:
             raise UsageError("data.task=file needs data.path= to name a .ts, .arff, .csv, .tsv or .npz file.")
         if self.task != "file" and (self.path or self.validation_path):
             raise UsageError(f"data.path is read by data.task=file alone, not by data.task={self.task}.")
-        if not 0 < self.validation < 1:
-            raise UsageError(f"data.validation={self.validation} is no share; give one between 0 and 1.")
-        for name in ("length", "symbols", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"data.{name}={getattr(self, name)} must be at least 1.")
 
 
 class Task(NamedTuple):

@@ -2,9 +2,11 @@
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 import envs
+from jaxpar.fields import Between, check_value
 from jaxpar.types import UsageError
 
 
@@ -17,7 +19,12 @@ def make_world(env: str, env_fields: dict[str, Any], params: dict[str, Any]) -> 
         fields = changes("env_fields", env, legal, env_fields)
     made, own = envs.make(env, **fields)
     legal = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)} if own else {}
-    return made, own.replace(**changes("params", env, legal, params)) if params else own
+    changed = changes("params", env, legal, params)
+    for name, value in changed.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                check_value(f"params.{name}", number, Between(-math.inf, math.inf))
+    return made, own.replace(**changed) if changed else own
 
 
 def changes(flag: str, owner: str, usual: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from experiments import _run
 from experiments._run import identifying, say
 from experiments._walk import POLICIES, Call, Walk, player, shoot
 from experiments._world import make_world
+from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.mesh import partition
 from jaxpar.rollout import Chunked, Episodes, NextStep, NoReset, Pool, SameStep
 from jaxpar.rollout.draws import check_draw
-from jaxpar.types import UsageError
 
 RESETS = {"chunked": Chunked, "same_step": SameStep, "next_step": NextStep, "none": NoReset, "pool": Pool}
 
@@ -57,23 +57,17 @@ class Config(_run.RunConfig):
     env: str = identifying("DoorKey-8x8")
     env_fields: dict[str, Any] = identifying(default_factory=dict)
     params: dict[str, Any] = identifying(default_factory=dict)
-    policy: str = identifying("random")
-    num_envs: int = identifying(4096)
-    num_steps: int = 1024
-    reset: str = identifying("chunked")
+    policy: str = identifying("random", OneOf(POLICIES))
+    num_envs: int = identifying(4096, AtLeast(1))
+    num_steps: int = field(1024, AtLeast(1))
+    reset: str = identifying("chunked", OneOf(RESETS))
     draw: str = identifying("lane")
     gif: bool = True
-    frames: int = 120
+    frames: int = field(120, AtLeast(1))
 
     def __post_init__(self):
         """Refuses counts that no walk can have, and unknown names."""
         super().__post_init__()
-        for name in ("num_envs", "num_steps", "frames"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name, legal in (("policy", POLICIES), ("reset", tuple(RESETS))):
-            if getattr(self, name) not in legal:
-                raise UsageError(f"{name}={getattr(self, name)!r} is unknown; legal are {', '.join(legal)}.")
         check_draw(self.draw)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from experiments import _run
 from experiments._run import say
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss, write_arrays
 from jaxpar.lm import (
     LMConfig,
@@ -61,24 +62,19 @@ class TrainConfig:
       profile: "first:last", steps to write a profile of.
     """
 
-    steps: int = 1000
-    accumulate: int = 1
-    eval_every: int = 100
-    eval_batches: int = 20
-    save_every: int = 100
-    keep: int = 2
-    keep_every_s: float = 0
-    max_skipped: int = 10
+    steps: int = field(1000, AtLeast(1))
+    accumulate: int = field(1, AtLeast(1))
+    eval_every: int = field(100, AtLeast(0))
+    eval_batches: int = field(20, AtLeast(0))
+    save_every: int = field(100, AtLeast(0))
+    keep: int = field(2, AtLeast(1))
+    keep_every_s: float = field(0, AtLeast(0))
+    max_skipped: int = field(10, AtLeast(1))
     profile: str = ""
 
     def __post_init__(self):
         """Refuses counts that no run can have."""
-        least = dict(
-            steps=1, accumulate=1, keep=1, max_skipped=1, eval_every=0, eval_batches=0, save_every=0, keep_every_s=0
-        )
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise UsageError(f"train.{name}={getattr(self, name)} must be at least {value}.")
+        check_fields(self, "train.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,8 +307,9 @@ def _make_check(config: Config):
     def check(step: int, metrics: Mapping[str, float]) -> None:
         if metrics["train/skipped_in_a_row"] >= config.train.max_skipped:
             raise UsageError(
-                f"the loss or its gradient was not finite for {config.train.max_skipped} steps up to step {step}; "
-                "lower optimizer.learning_rate, or resume from the last checkpoint with another setting."
+                f"the loss, its gradient or the new parameters were not finite for {config.train.max_skipped} steps "
+                f"up to step {step}; lower optimizer.learning_rate, or resume from the last checkpoint with another "
+                "setting."
             )
 
     return check

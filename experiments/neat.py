@@ -16,6 +16,7 @@ box. The same command resumes a run that was ended, on any mesh; more generation
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ import envs
 from envs.double_pole import DoublePole, generalisation_starts
 from experiments import _run
 from experiments._run import identifying, say
+from jaxpar.fields import AtLeast, Between, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume, run_until
 from jaxpar.mesh import partition
@@ -95,31 +97,26 @@ class Config(_run.RunConfig):
     task: str = identifying("xor")
     mode: str = identifying("fast")
     kind: str = identifying("feedforward")
-    population: int = identifying(150)
-    generations: int = 300
-    max_nodes: int = identifying(32)
-    max_conns: int = identifying(64)
-    max_species: int = identifying(20)
+    population: int = identifying(150, AtLeast(1))
+    generations: int = field(300, AtLeast(1))
+    max_nodes: int = identifying(32, AtLeast(1))
+    max_conns: int = identifying(64, AtLeast(1))
+    max_species: int = identifying(20, AtLeast(1))
     activations: list[str] = identifying(default_factory=list)
     aggregations: list[str] = identifying(default_factory=lambda: ["sum"])
     rates: dict[str, float] = identifying(default_factory=dict)
-    goal: float = identifying(float("inf"))
-    episodes: int = identifying(1)
-    max_steps: int = identifying(0)
-    chunk: int = 5
-    save_every: int = 100
-    seeds: int = 1
-    together: int = 0
+    goal: float = identifying(float("inf"), Between(-math.inf, math.inf))
+    episodes: int = identifying(1, AtLeast(1))
+    max_steps: int = identifying(0, AtLeast(0))
+    chunk: int = field(5, AtLeast(1))
+    save_every: int = field(100, AtLeast(0))
+    seeds: int = field(1, AtLeast(1))
+    together: int = field(0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses counts that no search can have, and unknown rates."""
         super().__post_init__()
-        for name in ("generations", "episodes", "chunk", "seeds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.max_steps < 0:
-            raise UsageError(f"max_steps={self.max_steps} must be at least 1, or 0 for the usual number.")
-        if self.together < 0 or self.seeds % (self.together or self.seeds):
+        if self.seeds % (self.together or self.seeds):
             raise UsageError(f"together={self.together} must divide seeds={self.seeds}, or be 0.")
         known = [field.name for field in dataclasses.fields(Rates)]
         for name in self.rates:

@@ -28,6 +28,7 @@ from experiments._rocks import BELIEF, make_belief
 from experiments._run import identifying, say
 from experiments._world import changes, make_world
 from jaxpar.env import gif
+from jaxpar.fields import AtLeast, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.pomdp import Despot, FixedReference, Pft, Pomcp, Pomcpow, Vopp, simulate
 from jaxpar.pomdp.model import discount_of
@@ -77,21 +78,16 @@ class Config(_run.RunConfig):
     params: dict[str, Any] = identifying(default_factory=dict)
     planner: dict[str, Any] = identifying(default_factory=lambda: {"kind": "vopp"})
     belief: dict[str, Any] = identifying(default_factory=dict)
-    episodes: int = identifying(32)
-    steps: int = identifying(40)
-    budget_s: float = identifying(0.0)
+    episodes: int = identifying(32, AtLeast(1))
+    steps: int = identifying(40, AtLeast(1))
+    budget_s: float = identifying(0.0, AtLeast(0))
     judge: bool = identifying(False)
-    at_once: int = 32
+    at_once: int = field(32, AtLeast(1))
     gif: bool = True
 
     def __post_init__(self):
         """Refuses counts that no run can have."""
         super().__post_init__()
-        for name in ("episodes", "steps", "at_once"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.budget_s < 0:
-            raise UsageError(f"budget_s={self.budget_s} must be positive, or 0 for a fixed number of batches.")
         if self.judge and self.budget_s:
             raise UsageError("judge=true judges plans of a fixed number of batches; leave budget_s=0.")
 

@@ -29,6 +29,7 @@ from experiments import _run
 from experiments._run import identifying, say
 from experiments._walk import FILMED, Walk, on_one_device, shoot
 from experiments._world import changes, make_world
+from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import partition
@@ -93,41 +94,35 @@ class Config(_run.RunConfig):
     params: dict[str, Any] = identifying(default_factory=dict)
     recall: bool = identifying(False)
     algorithm: str = identifying("ppo")
-    num_seeds: int = identifying(4)
-    steps: int = 500_000
-    num_envs: int = identifying(0)
-    num_steps: int = identifying(0)
-    epochs: int = identifying(0)
-    minibatches: int = identifying(0)
+    num_seeds: int = identifying(4, AtLeast(1))
+    steps: int = field(500_000, AtLeast(1))
+    num_envs: int = identifying(0, AtLeast(0))
+    num_steps: int = identifying(0, AtLeast(0))
+    epochs: int = identifying(0, AtLeast(0))
+    minibatches: int = identifying(0, AtLeast(0))
     rates: dict[str, float] = identifying(default_factory=dict)
     anneal: bool = identifying(True)
     fields: dict[str, Any] = identifying(default_factory=dict)
     central: bool = identifying(False)
-    encoder: list[int] = identifying(default_factory=list)
-    hidden: list[int] = identifying(default_factory=list)
+    encoder: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
+    hidden: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     activation: str = identifying("")
-    conv: list[int] = identifying(default_factory=list)
+    conv: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     layer_norm: bool | None = identifying(None)
     memory: str = identifying("none")
-    memory_size: int = identifying(64)
+    memory_size: int = identifying(64, AtLeast(1))
     method: str = identifying("auto")
     draw: str = identifying("lane")
-    chunk: int = 10
-    save_every: int = 0
-    eval_episodes: int = 64
-    eval_steps: int = 1000
+    chunk: int = field(10, AtLeast(1))
+    save_every: int = field(0, AtLeast(0))
+    eval_episodes: int = field(64, AtLeast(1))
+    eval_steps: int = field(1000, AtLeast(1))
     gif: bool = True
-    frames: int = 200
+    frames: int = field(200, AtLeast(1))
 
     def __post_init__(self):
         """Refuses counts that no run can have, and unknown names."""
         super().__post_init__()
-        for name in ("num_seeds", "steps", "chunk", "eval_episodes", "eval_steps", "frames"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("num_envs", "num_steps", "epochs", "minibatches"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1, or 0 for the algorithm's own.")
         for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS)):
             if getattr(self, name) not in legal:
                 near = difflib.get_close_matches(getattr(self, name), legal, n=3) or legal
@@ -161,21 +156,9 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     rates = changes("rates", f"algorithm={config.algorithm}", dataclasses.asdict(learner.rates), config.rates)
     if config.anneal and "anneal" in rates:
         raise UsageError("rates.anneal needs anneal=false: with anneal=true the rate falls over the whole run.")
-    _check_rates(rates)
     if config.anneal:
         rates["anneal"] = float(num_updates(config, learner))
     return dataclasses.replace(learner, rates=learner.rates.replace(**rates)), params
-
-
-def _check_rates(rates: dict[str, float]) -> None:
-    """Refuses numbers by which nothing can be learned."""
-    share = {"discount", "trace", "epsilon", "last_epsilon", "target"}
-    signed = {"entropy", "reward_scale"}
-    for name, value in rates.items():
-        least, most = (-np.inf if name in signed else 0.0), (1.0 if name in share else np.inf)
-        if not (np.isfinite(value) and least <= value <= most):
-            legal = "finite" if name in signed else "from 0 to 1" if name in share else "finite and at least 0"
-            raise UsageError(f"rates.{name}={value} must be {legal}.")
 
 
 def num_updates(config: Config, learner: Any) -> int:
@@ -226,6 +209,8 @@ def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
     """Ends a run whose gradient, of any seed, is no number; DQN's is none until as many experiences are stored."""
     if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/stored", np.inf) >= warm:
         raise UsageError(f"the gradient is not finite after update {step}; lower rates.learning_rate.")
+    if metrics["train/skipped"]:
+        raise UsageError(f"the new weights are not finite after update {step}; lower rates.learning_rate.")
 
 
 def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int, start: int) -> None:

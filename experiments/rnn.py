@@ -23,6 +23,7 @@ import numpy as np
 from experiments import _run
 from experiments._run import say
 from experiments._series import SeriesConfig, Task, open_task
+from jaxpar.fields import AtLeast, Positive, check_fields, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import named_shardings, partition, place_rows
@@ -45,11 +46,15 @@ class ModelConfig:
     """
 
     cell: str = "para_gru"
-    size: int = 64
-    layers: int = 2
-    heads: int = 1
-    method: str = dataclasses.field(default="auto", metadata={"identity": False})
-    window: int = dataclasses.field(default=0, metadata={"identity": False})
+    size: int = field(64, AtLeast(1))
+    layers: int = field(2, AtLeast(1))
+    heads: int = field(1, AtLeast(1))
+    method: str = field("auto", identity=False)
+    window: int = field(0, AtLeast(0), identity=False)
+
+    def __post_init__(self):
+        """Refuses what no network can be."""
+        check_fields(self, "model.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +68,14 @@ class OptimizerConfig:
       clip_norm: Largest norm of a gradient.
     """
 
-    learning_rate: float = 1e-2
-    warmup_steps: int = 20
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
+    learning_rate: float = field(1e-2, Positive())
+    warmup_steps: int = field(20, AtLeast(0))
+    weight_decay: float = field(0.01, AtLeast(0))
+    clip_norm: float = field(1.0, Positive())
+
+    def __post_init__(self):
+        """Refuses impossible numbers."""
+        check_fields(self, "optimizer.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +89,14 @@ class TrainConfig:
       keep: Newest checkpoints to keep; the best is kept as well.
     """
 
-    steps: int = 300
-    eval_every: int = 100
-    save_every: int = 100
-    keep: int = 2
+    steps: int = field(300, AtLeast(1))
+    eval_every: int = field(100, AtLeast(0))
+    save_every: int = field(100, AtLeast(0))
+    keep: int = field(2, AtLeast(1))
 
     def __post_init__(self):
         """Refuses counts that no run can have."""
-        for name, value in dict(steps=1, keep=1, eval_every=0, save_every=0).items():
-            if getattr(self, name) < value:
-                raise UsageError(f"train.{name}={getattr(self, name)} must be at least {value}.")
+        check_fields(self, "train.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +240,8 @@ def _place(batch: Mapping[str, np.ndarray]) -> PyTree:
 def _check(step: int, metrics: Mapping[str, float]) -> None:
     if not np.isfinite(metrics["train/loss"]):
         raise UsageError(f"the loss is not finite after step {step}; lower optimizer.learning_rate.")
+    if metrics["train/skipped"]:
+        raise UsageError(f"the update is not finite after step {step}; lower optimizer.learning_rate.")
 
 
 def _text(metrics: Mapping[str, float]) -> str:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, Progress, Writer
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, UsageError
@@ -102,21 +103,19 @@ class Fit:
         for every chunk.
     """
 
-    num_steps: int
-    chunk: int = 1
-    eval_every: int = 0
-    save_every: int = 0
+    num_steps: int = field(legal=AtLeast(1))
+    chunk: int = field(1, AtLeast(1))
+    eval_every: int = field(0, AtLeast(0))
+    save_every: int = field(0, AtLeast(0))
     profile: str = ""
     until_done: bool = False
 
     def __post_init__(self):
         """Refuses counts that do not fit together."""
-        for name in ("num_steps", "chunk"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_fields(self)
         for name in ("eval_every", "save_every"):
             every = getattr(self, name)
-            if every < 0 or every % self.chunk:
+            if every % self.chunk:
                 raise UsageError(f"{name}={every} must be 0 or a multiple of chunk={self.chunk}.")
         if self.profile:
             self.profile_steps()

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import PyTree, UsageError
 
 __all__ = [
@@ -113,13 +114,17 @@ class MeshSpec:
       stage: Pipeline stages.
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    stage: int = 1
-    inner: int = 1
+    data: int = field(1, AtLeast(1, also=(-1,)))
+    fsdp: int = field(1, AtLeast(1, also=(-1,)))
+    tensor: int = field(1, AtLeast(1, also=(-1,)))
+    context: int = field(1, AtLeast(1, also=(-1,)))
+    expert: int = field(1, AtLeast(1, also=(-1,)))
+    stage: int = field(1, AtLeast(1, also=(-1,)))
+    inner: int = field(1, AtLeast(1))
+
+    def __post_init__(self):
+        """Refuses what is no size."""
+        check_fields(self, "mesh.")
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Returns the size of each axis for `num_devices` devices, in the order of `AXES`.
@@ -129,9 +134,6 @@ class MeshSpec:
         """
         sizes = {name: getattr(self, name) for name in AXES if name != "inner"}
         asked = " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "data=1"
-        for name, size in sizes.items():
-            if size < 1 and size != -1:
-                raise UsageError(f"mesh axis {name}={size} is not a size; give 1 or more, or -1 for the rest.")
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise UsageError(f"mesh {asked} leaves {' and '.join(free)} open; only one axis may be -1.")
@@ -148,7 +150,7 @@ class MeshSpec:
             )
         if free:
             sizes[free[0]] = num_devices // fixed
-        if self.inner < 1 or sizes["fsdp"] % self.inner:
+        if sizes["fsdp"] % self.inner:
             legal = [n for n in range(1, sizes["fsdp"] + 1) if sizes["fsdp"] % n == 0]
             raise UsageError(
                 f"mesh inner={self.inner} does not divide fsdp={sizes['fsdp']}; legal are {', '.join(map(str, legal))}."

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import Positive, check_fields, field
 from jaxpar.types import Array, UsageError
 
 __all__ = [
@@ -143,7 +144,9 @@ class Animation:
     """Frames uint8 `[T, H, W, 3]` that a notebook shows as a moving picture when this is the value of a cell."""
 
     frames: Any
-    fps: float = 15
+    fps: float = field(15, Positive())
+
+    __post_init__ = check_fields
 
     def _repr_html_(self) -> str:
         with io.BytesIO() as file:

@@ -13,6 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxpar.fields import AtLeast, OneOf, check_value
 from jaxpar.io import layers, reading, storage
 from jaxpar.io.reading import Damaged, OtherRun
 from jaxpar.io.snapshot import fits_twice, on_all_processes, pinned, prepare, snapshot
@@ -63,14 +64,10 @@ class Checkpoints:
         snapshot: Literal["auto", "device", "host"] = "auto",
         read_only: bool = False,
     ):
-        if keep < 1:
-            raise UsageError(f"keep={keep} would keep no checkpoint; it must be at least 1")
-        if not keep_every_s >= 0:
-            raise UsageError(f"keep_every_s={keep_every_s} must be 0 or a number of seconds")
-        if best_mode not in ("min", "max"):
-            raise UsageError(f'best_mode={best_mode!r} must be "min" or "max"')
-        if snapshot not in ("auto", "device", "host"):
-            raise UsageError(f'snapshot={snapshot!r} must be "auto", "device" or "host"')
+        check_value("keep", keep, AtLeast(1), int)
+        check_value("keep_every_s", keep_every_s, AtLeast(0))
+        check_value("best_mode", best_mode, OneOf(("min", "max")))
+        check_value("snapshot", snapshot, OneOf(("auto", "device", "host")))
         self._folder = storage.absolute(folder)
         self._ranking = storage.Ranking(best_metric, best_mode)
         self._on_device = None if snapshot == "auto" else snapshot == "device"

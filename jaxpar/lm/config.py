@@ -3,32 +3,25 @@
 import dataclasses
 from typing import Any
 
+from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.nn.mixer import MIXERS, equal_size, mixer_cell
 from jaxpar.nn.solvers import METHODS
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
 
-CHOICES = {
-    "norm": ("rms", "layer"),
-    "positions": ("rope", "learned"),
-    "activation": ("swiglu", "gelu", "gelu_exact"),
-    "dtype": ("bfloat16", "float16", "float32", "float64"),
-    "remat": ("none", "dots", "names", "full", "offload"),
-    "attention": ("auto", "cudnn", "splash", "xla"),
-    "mixer": ("attention", *MIXERS),
-    "solver": tuple(METHODS),
-}
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def _execution(default):
+def _execution(default: Any, legal: Any = None) -> Any:
     """A field that says how to compute and not what: it is no part of a run's identity."""
-    return dataclasses.field(default=default, metadata={"identity": False})
+    return field(default, legal, identity=False)
 
 
-def _later(default):
+def _later(default: Any, legal: Any) -> Any:
     """A field that runs made before it was there lack: part of a run's identity where it is not the default."""
-    return dataclasses.field(default=default, metadata={"identity": "changed"})
+    return field(default, legal, identity="changed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,60 +67,48 @@ class LMConfig:
       loss_chunk: Tokens a device whose logits exist at the same time.
     """
 
-    vocab_size: int = 256
-    max_seq_len: int = 1024
-    num_layers: int = 4
-    embed_dim: int = 128
-    num_heads: int = 4
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    mlp_dim: int = 384
-    mixer: str = _later("attention")
-    mixer_dim: int = _later(0)
-    norm: str = "rms"
-    norm_eps: float = 1e-5
-    positions: str = "rope"
-    rope_theta: float = 10000.0
-    rope_factor: float = 1.0
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_len: int = 8192
-    activation: str = "swiglu"
+    vocab_size: int = field(256, AtLeast(1))
+    max_seq_len: int = field(1024, AtLeast(1))
+    num_layers: int = field(4, AtLeast(1))
+    embed_dim: int = field(128, AtLeast(1))
+    num_heads: int = field(4, AtLeast(1))
+    num_kv_heads: int = field(0, AtLeast(0))
+    head_dim: int = field(0, AtLeast(0))
+    mlp_dim: int = field(384, AtLeast(1))
+    mixer: str = _later("attention", OneOf(("attention", *MIXERS)))
+    mixer_dim: int = _later(0, AtLeast(0))
+    norm: str = field("rms", OneOf(("rms", "layer")))
+    norm_eps: float = field(1e-5, Positive())
+    positions: str = field("rope", OneOf(("rope", "learned")))
+    rope_theta: float = field(10000.0, Positive())
+    rope_factor: float = field(1.0, AtLeast(1))
+    rope_low_freq_factor: float = field(1.0, Positive())
+    rope_high_freq_factor: float = field(4.0, Positive())
+    rope_original_len: int = field(8192, AtLeast(1))
+    activation: str = field("swiglu", OneOf(("swiglu", "gelu", "gelu_exact")))
     bias: bool = False
     tied: bool = False
-    dropout: float = 0.0
-    init_std: float = 0.02
-    dtype: str = "bfloat16"
+    dropout: float = field(0.0, Between(0, 1, "[)"))
+    init_std: float = field(0.02, Positive())
+    dtype: str = field("bfloat16", OneOf(DTYPES))
     low_logits: bool = False
-    remat: str = _execution("none")
-    attention: str = _execution("auto")
-    solver: str = _execution("auto")
+    remat: str = _execution("none", OneOf(("none", "dots", "names", "full", "offload")))
+    attention: str = _execution("auto", OneOf(("auto", "cudnn", "splash", "xla")))
+    solver: str = _execution("auto", OneOf(METHODS))
     scan_layers: bool = _execution(True)
-    loss_chunk: int = _execution(8192)
+    loss_chunk: int = _execution(8192, AtLeast(1))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
-        for name, legal in CHOICES.items():
-            if getattr(self, name) not in legal:
-                raise UsageError(f"model.{name}={getattr(self, name)!r} is unknown; legal are {', '.join(legal)}.")
-        for name in (
-            "vocab_size",
-            "max_seq_len",
-            "num_layers",
-            "embed_dim",
-            "num_heads",
-            "mlp_dim",
-            "loss_chunk",
-        ):
-            if getattr(self, name) < 1:
-                raise UsageError(f"model.{name}={getattr(self, name)} must be at least 1.")
-        if self.head_dim < 0:
-            raise UsageError(f"model.head_dim={self.head_dim} must be at least 1, or 0 for embed_dim / num_heads.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise UsageError(f"model.dropout={self.dropout} must be at least 0 and under 1.")
+        check_fields(self, "model.")
+        if self.rope_factor != 1 and not self.rope_low_freq_factor < self.rope_high_freq_factor:
+            raise UsageError(
+                f"model.rope_high_freq_factor={self.rope_high_freq_factor} must be over "
+                f"model.rope_low_freq_factor={self.rope_low_freq_factor}."
+            )
         if not self.num_kv_heads:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             legal = [g for g in range(1, self.num_heads + 1) if self.num_heads % g == 0]
             raise UsageError(
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}; "

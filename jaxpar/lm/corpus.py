@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
 
@@ -46,15 +47,14 @@ class DataConfig:
     path: str = ""
     tokenizer: str = "bytes"
     split: str = "hash:0.1"
-    seq_len: int = 256
-    batch_size: int = 64
+    seq_len: int = field(256, AtLeast(1))
+    batch_size: int = field(64, AtLeast(1))
     pack: bool = False
 
     def __post_init__(self):
+        check_fields(self, "data.")
         vocab_size_of(self.tokenizer)
         _split_of(self.split)
-        if min(self.seq_len, self.batch_size) < 1:
-            raise UsageError(f"seq_len={self.seq_len} and batch_size={self.batch_size} must be at least 1")
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpar.fields import AtLeast, Finite, check_fields, field
 from jaxpar.lm.corpus import Corpus, DataConfig, Tokens, open_corpus
 from jaxpar.types import UsageError
 
@@ -62,12 +63,13 @@ class Windows:
     """
 
     tokens: Tokens
-    seq_len: int
-    batch_size: int
-    seed: int
+    seq_len: int = field(legal=AtLeast(1))
+    batch_size: int = field(legal=AtLeast(1))
+    seed: int = field(legal=Finite())
     pack: bool = False
 
     def __post_init__(self):
+        check_fields(self)
         if len(self.tokens) <= self.seq_len:
             have, need = len(self.tokens), self.seq_len + 1
             raise UsageError(f"the stream has {have} tokens but one window needs {need}; lower seq_len or add text")

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxpar.lm.config import CHOICES, LMConfig
+from jaxpar.lm.config import DTYPES, LMConfig
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
@@ -384,8 +384,8 @@ def _architecture(config: LMConfig) -> Architecture:
 
 def _check(flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: str | Path | None) -> None:
     """Refuses what `to_hf` cannot write, before it writes."""
-    if dtype not in CHOICES["dtype"]:
-        raise UsageError(f"dtype={dtype!r} is unknown; legal are {', '.join(CHOICES['dtype'])}.")
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r} is unknown; legal are {', '.join(DTYPES)}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} already holds something; give a folder that is absent or empty.")
     if tokenizer is not None and not Path(tokenizer).is_file():

@@ -6,10 +6,12 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.nn.muon import scale_by_whole_muon
-from jaxpar.types import PyTree, UsageError
+from jaxpar.optim import in_widest_float
+from jaxpar.types import PyTree
 
 __all__ = ["OptimizerConfig", "learning_rate", "make_optimizer"]
 
@@ -32,30 +34,21 @@ class OptimizerConfig:
       clip_norm: Largest global gradient norm; 0 switches clipping off.
     """
 
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    final_ratio: float = 0.1
-    schedule: str = "cosine"
-    warmup_steps: int = 20
-    decay_steps: int = 0
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    name: str = field("adamw", OneOf(("adamw", "muon")))
+    learning_rate: float = field(1e-3, Positive())
+    final_ratio: float = field(0.1, Between(0, 1))
+    schedule: str = field("cosine", OneOf(("cosine", "linear", "constant", "wsd")))
+    warmup_steps: int = field(20, AtLeast(0))
+    decay_steps: int = field(0, AtLeast(0))
+    b1: float = field(0.9, Between(0, 1, "[)"))
+    b2: float = field(0.95, Between(0, 1, "[)"))
+    eps: float = field(1e-8, Positive())
+    weight_decay: float = field(0.1, AtLeast(0))
+    clip_norm: float = field(1.0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses unknown names and impossible numbers."""
-        for field, legal in (("name", ("adamw", "muon")), ("schedule", ("cosine", "linear", "constant", "wsd"))):
-            if getattr(self, field) not in legal:
-                raise UsageError(
-                    f"optimizer.{field}={getattr(self, field)!r} is unknown; legal are {', '.join(legal)}."
-                )
-        if self.learning_rate <= 0 or self.warmup_steps < 0 or self.clip_norm < 0:
-            raise UsageError(
-                "optimizer.learning_rate must be over 0, warmup_steps and clip_norm at least 0; got "
-                f"{self.learning_rate}, {self.warmup_steps}, {self.clip_norm}."
-            )
+        check_fields(self, "optimizer.")
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -71,11 +64,10 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     else:
         fall = max(1, steps // 5)
         after = optax.linear_schedule(peak, end, fall, transition_begin=steps - fall)
-    if not config.warmup_steps:
-        return after
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps), after], [config.warmup_steps]
-    )
+    if config.warmup_steps:
+        rise = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps)
+        after = optax.join_schedules([rise, after], [config.warmup_steps])
+    return in_widest_float(after)
 
 
 def muon_dimensions(model: LMConfig) -> PyTree:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.lm.blocks import SAMPLED, block, norm
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, head, place
@@ -32,19 +33,15 @@ class Sampling:
       stop_token: A row ends when it draws this token; -1 means never.
     """
 
-    max_new_tokens: int = 100
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    stop_token: int = -1
+    max_new_tokens: int = field(100, AtLeast(1))
+    temperature: float = field(1.0, AtLeast(0))
+    top_k: int = field(0, AtLeast(0))
+    top_p: float = field(1.0, Between(0, 1, "(]"))
+    stop_token: int = field(-1, AtLeast(-1))
 
     def __post_init__(self):
         """Refuses impossible numbers."""
-        if self.max_new_tokens < 1 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UsageError(
-                "sampling needs max_new_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1; got "
-                f"{self.max_new_tokens}, {self.temperature}, {self.top_k}, {self.top_p}."
-            )
+        check_fields(self, "sampling.")
 
 
 def empty_cache(config: LMConfig, batch: int, length: int) -> PyTree:

@@ -8,22 +8,33 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import loss
 from jaxpar.lm.optim import OptimizerConfig, learning_rate, make_optimizer
 from jaxpar.mesh import axes_like, constrain
+from jaxpar.optim import finite_or_old
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["Health", "TrainState", "Trainer"]
 
 SPIKE_DEVIATIONS = 6.0
-MEMORY = 0.98  # of the running mean and variance of the loss: about the last 50 steps
+MEMORY = 0.98  # of the running mean and deviation of the loss: about the last 50 steps
 
 
 @struct.dataclass
 class Health:
-    """Counts of what went wrong, and the running loss that spikes are judged by."""
+    """Counts of what went wrong, and the running loss that spikes are judged by.
+
+    Attributes:
+      skipped: Steps that changed nothing, int32 [], and so the next two.
+      skipped_in_a_row: Of these, those up to now.
+      spikes: Losses far above the running mean.
+      loss_mean: Running mean over good steps; 0 before the first.
+      loss_variance: Running mean of twice the square of what lies above `loss_mean`: the variance of a loss that
+        scatters evenly, and nearly nothing while it falls, however steeply.
+    """
 
     skipped: jax.Array
     skipped_in_a_row: jax.Array
@@ -58,14 +69,16 @@ class Trainer:
       optimizer: The update rule.
       num_steps: Length of the run, which the learning-rate schedule needs.
       accumulate: Parts that a batch is cut into, one after the other; equal to the whole batch at once.
-      max_skipped: Steps in a row with a non-finite loss or gradient after which `done` is true.
+      max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
     """
 
     model: LMConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    num_steps: int = 1000
-    accumulate: int = 1
-    max_skipped: int = 10
+    num_steps: int = field(1000, AtLeast(1))
+    accumulate: int = field(1, AtLeast(1))
+    max_skipped: int = field(10, AtLeast(1))
+
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey, inputs: Any = None) -> TrainState:
         """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
@@ -84,23 +97,20 @@ class Trainer:
     def step(self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]) -> tuple[TrainState, Info]:
         """Makes one optimizer step on a batch as `jaxpar.lm.loss` takes it. Consumes `key` for dropout.
 
-        A step whose loss or gradient is not finite changes no parameter and no optimizer state; it is
-        counted.
+        A step whose loss, gradient or new parameters are not finite changes no parameter and no
+        optimizer state; it is counted.
 
         Returns:
           The new state, and scalars: loss (nats a token), grad_norm (before clipping), learning_rate,
-          skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 standard deviations above its
-          running mean) and spikes (their count).
+          skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
+          mean, by what lies above it) and spikes (their count).
         """
         value, grads = self._gradient(key, state.params, inputs)
         grad_norm = optax.tree.norm(grads)
-        good = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-
-        def choose(new, old):
-            return jnp.where(good, new, old)
-
+        new = optax.apply_updates(state.params, updates), opt_state
+        old = state.params, state.opt_state
+        (params, opt_state), good = finite_or_old(new, old, grad_norm, jnp.isfinite(value))
         health, spike = _watch(state.health, value, good)
         info = {
             "loss": value,
@@ -111,7 +121,6 @@ class Trainer:
             "spike": spike,
             "spikes": health.spikes,
         }
-        params, opt_state = jax.tree.map(choose, (params, opt_state), (state.params, state.opt_state))
         return TrainState(params, opt_state, state.step + 1, health), jax.tree.map(jnp.float32, info)
 
     def done(self, state: TrainState) -> jax.Array:
@@ -155,7 +164,7 @@ class Trainer:
 
 
 def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, jax.Array]:
-    """Updates the counts, and the running mean and variance of the loss over good steps."""
+    """Updates the counts, and the running mean and deviation of the loss over good steps."""
     seen = health.loss_mean != 0
     gap = value - health.loss_mean
     # Under 1 % of the mean nothing is a spike, however quiet the run.
@@ -163,7 +172,9 @@ def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, j
     spike = good & seen & (gap > SPIKE_DEVIATIONS * scale)
     rate = jnp.where(seen, 1 - MEMORY, 1.0)
     mean = health.loss_mean + rate * gap
-    variance = jnp.where(seen, MEMORY * (health.loss_variance + rate * gap**2), 0.0)
+    # The mean lags behind a falling loss. That lag is trend, not scatter, and only what lies above the mean is counted.
+    above = jnp.maximum(gap, 0.0)
+    variance = jnp.where(seen, MEMORY * (health.loss_variance + rate * 2 * above**2), 0.0)
     bad = (~good).astype(jnp.int32)
     new = Health(
         skipped=health.skipped + bad,

@@ -1,11 +1,13 @@
 """What a search is: sizes and kinds, which compile, and rates, which are numbers and can be swept."""
 
 import dataclasses
+import math
 import numbers
 from typing import Any
 
 import flax.struct
 
+from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, check_names
 from jaxpar.types import UsageError
 
@@ -58,39 +60,39 @@ class Rates:
         target: fitness that ends the search; out of reach by default.
     """
 
-    weights: Any = 1.0
-    weight_perturb: Any = 0.8
-    weight_replace: Any = 0.1
-    weight_power: Any = 0.5
-    weight_init: Any = 1.0
-    weight_limit: Any = 30.0
-    node_perturb: Any = 0.7
-    node_replace: Any = 0.1
-    node_power: Any = 0.5
-    bias_init: Any = 1.0
-    redraw: Any = 0.05
-    add_node: Any = 0.1
-    add_conn: Any = 0.2
-    del_node: Any = 0.05
-    del_conn: Any = 0.1
-    toggle: Any = 0.01
-    reenable: Any = 0.01
-    excess: Any = 1.0
-    disjoint: Any = 1.0
-    difference: Any = 0.5
-    small: Any = 0.0
-    threshold: Any = 2.0
-    survival: Any = 0.2
-    mutate_only: Any = 0.25
-    mate_only: Any = 0.0
-    interspecies: Any = 0.001
-    disable: Any = 0.75
-    average: Any = 0.0
-    champion: Any = 2.0
-    stagnation: Any = 15.0
-    stale: Any = 0.0
-    stall: Any = 1e9
-    target: Any = 3e38
+    weights: Any = field(1.0, Between(0, 1))
+    weight_perturb: Any = field(0.8, Between(0, 1))
+    weight_replace: Any = field(0.1, Between(0, 1))
+    weight_power: Any = field(0.5, AtLeast(0))
+    weight_init: Any = field(1.0, AtLeast(0))
+    weight_limit: Any = field(30.0, AtLeast(0))
+    node_perturb: Any = field(0.7, Between(0, 1))
+    node_replace: Any = field(0.1, Between(0, 1))
+    node_power: Any = field(0.5, AtLeast(0))
+    bias_init: Any = field(1.0, AtLeast(0))
+    redraw: Any = field(0.05, Between(0, 1))
+    add_node: Any = field(0.1, Between(0, 1))
+    add_conn: Any = field(0.2, Between(0, 1))
+    del_node: Any = field(0.05, Between(0, 1))
+    del_conn: Any = field(0.1, Between(0, 1))
+    toggle: Any = field(0.01, Between(0, 1))
+    reenable: Any = field(0.01, Between(0, 1))
+    excess: Any = field(1.0, AtLeast(0))
+    disjoint: Any = field(1.0, AtLeast(0))
+    difference: Any = field(0.5, AtLeast(0))
+    small: Any = field(0.0, AtLeast(0))
+    threshold: Any = field(2.0, AtLeast(0))
+    survival: Any = field(0.2, Between(0, 1))
+    mutate_only: Any = field(0.25, Between(0, 1))
+    mate_only: Any = field(0.0, Between(0, 1))
+    interspecies: Any = field(0.001, Between(0, 1))
+    disable: Any = field(0.75, Between(0, 1))
+    average: Any = field(0.0, Between(0, 1))
+    champion: Any = field(2.0, AtLeast(0))
+    stagnation: Any = field(15.0, AtLeast(0))
+    stale: Any = field(0.0, Between(0, 1))
+    stall: Any = field(1e9, AtLeast(0))
+    target: Any = field(3e38, Between(-math.inf, math.inf))
 
 
 FAST = Rates()
@@ -130,33 +132,30 @@ class NeatConfig:
         widths: node slots of the compiled forms of a network, ascending; the last must be N. () chooses them.
     """
 
-    num_inputs: int
-    num_outputs: int
-    population: int = 150
-    max_nodes: int = 50
-    max_conns: int = 100
-    max_species: int = 20
-    mode: str = "fast"
-    kind: str = "feedforward"
+    num_inputs: int = field(legal=AtLeast(1))
+    num_outputs: int = field(legal=AtLeast(1))
+    population: int = field(150, AtLeast(1))
+    max_nodes: int = field(50, AtLeast(1))
+    max_conns: int = field(100, AtLeast(1))
+    max_species: int = field(20, AtLeast(1))
+    mode: str = field("fast", OneOf(MODES))
+    kind: str = field("feedforward", OneOf(KINDS))
     activations: tuple[str, ...] | None = None
     output_activation: str | None = None
     aggregations: tuple[str, ...] = ("sum",)
     evolved: tuple[str, ...] | None = None
-    initial: str = "full"
-    time_step: float = 0.1
-    sub_steps: int = 1
+    initial: str = field("full", OneOf(("full", "none")))
+    time_step: float = field(0.1, Positive())
+    sub_steps: int = field(1, AtLeast(1))
     rates: Rates | None = None
-    widths: tuple[int, ...] = ()
+    widths: tuple[int, ...] = field((), Each(AtLeast(1)))
 
     def __post_init__(self):
         """Fills what depends on the mode and refuses what cannot be."""
         for name in ("activations", "aggregations", "evolved", "widths"):  # lists would have no hash
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, value, legal in (("mode", self.mode, MODES), ("kind", self.kind, KINDS),
-                                   ("initial", self.initial, ("full", "none"))):  # fmt: skip
-            if value not in legal:
-                raise UsageError(f"{name}={value!r} is unknown; legal are {', '.join(legal)}.")
+        check_fields(self)
         is_fast = self.mode == "fast"
         self._fill("rates", FAST if is_fast else CANONICAL)
         self._fill("activations", ("sigmoid",) if is_fast else ("steep_sigmoid",))
@@ -172,22 +171,17 @@ class NeatConfig:
                 raise UsageError(f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}.")
         self._check_sizes()
         for name, value in vars(self.rates).items():
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
+            if not isinstance(value, numbers.Real):
                 raise UsageError(f"rates.{name}={value!r} is no number; arrays of rates go into a state, by "
                                  "state.rates.replace.")  # fmt: skip
+        check_fields(self.rates, "rates.")
 
     def _fill(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
     def _check_sizes(self) -> None:
-        for name in ("num_inputs", "num_outputs", "population", "max_species", "max_conns", "sub_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-                raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not self.time_step > 0:
-            raise UsageError(f"time_step={self.time_step!r} must be above 0.")
-        if not hasattr(self.max_nodes, "__index__") or self.max_nodes < self.num_ends:
+        if self.max_nodes < self.num_ends:
             raise UsageError(
                 f"max_nodes={self.max_nodes} is too small for {self.num_inputs} inputs and {self.num_outputs} outputs; "
                 f"give at least {self.num_ends}."

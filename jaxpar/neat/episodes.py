@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Box, Discrete, reset, step
+from jaxpar.fields import AtLeast, Between, Each, Finite, check_fields, field
 from jaxpar.mesh import mesh_axes
 from jaxpar.neat._kernels import NotNumbers, Play, on_gpu, played
 from jaxpar.neat.network import Networks, apply, start
@@ -258,12 +259,14 @@ class Episodes:
     """
 
     env: Any
-    goal: float
-    episodes: int = 1
-    lanes: int = 0
-    max_steps: int = 1000
+    goal: float = field(legal=Between(-math.inf, math.inf))
+    episodes: int = field(1, AtLeast(1))
+    lanes: int = field(0, AtLeast(0))
+    max_steps: int = field(1000, AtLeast(1))
     constant: bool = True
-    output_range: tuple[float, float] = (0.0, 1.0)
+    output_range: tuple[float, float] = field((0.0, 1.0), Each(Finite()))
+
+    __post_init__ = check_fields
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: PyTree) -> Score:
         """Scores P networks; consumes `key`."""
@@ -313,9 +316,11 @@ class Examined:
 
     search: Episodes
     env: Any
-    long_steps: int = 100_000
-    short_steps: int = 1000
-    needed: int = 200
+    long_steps: int = field(100_000, AtLeast(1))
+    short_steps: int = field(1000, AtLeast(1))
+    needed: int = field(200, AtLeast(0))
+
+    __post_init__ = check_fields
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: Trials) -> Score:
         """Scores P networks; consumes `key`."""

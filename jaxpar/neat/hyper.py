@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS
 from jaxpar.neat.network import Networks, apply, start
 from jaxpar.neat.search import Score
@@ -43,19 +44,18 @@ class Substrate:
     """
 
     layers: tuple[Layer, ...]
-    threshold: float = 0.2
-    largest: float = 3.0
-    activation: str = "sigmoid"
+    threshold: float = field(0.2, AtLeast(0))
+    largest: float = field(3.0, Positive())
+    activation: str = field("sigmoid", OneOf(ACTIVATIONS))
 
     def __post_init__(self):
         """Refuses layers that do not fit together."""
+        check_fields(self)
         dims = {len(place) for layer in self.layers for place in layer}
         if len(self.layers) < 2 or len(dims) != 1:
             raise UsageError(
                 f"a substrate has two layers or more, of places in one space, not of {sorted(dims)} numbers."
             )
-        if self.activation not in ACTIVATIONS:
-            raise UsageError(f"{self.activation!r} is no activation; legal are {', '.join(ACTIVATIONS)}.")
 
     @property
     def num_inputs(self) -> int:
@@ -115,7 +115,9 @@ class Painted:
     """
 
     substrate: Paintable
-    tolerance: float = 0.5
+    tolerance: float = field(0.5, AtLeast(0))
+
+    __post_init__ = check_fields
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Any]) -> Score:
         """Scores P networks; `key` is not needed."""

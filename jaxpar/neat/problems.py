@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.neat.network import Networks, apply, start
 from jaxpar.neat.search import Score
 from jaxpar.types import Array, PRNGKey, UsageError
@@ -24,13 +25,10 @@ class Table:
         tolerance: it is solved when no error is as large. 0.5 means that every rounded output is right.
     """
 
-    measure: str = "paper"
-    tolerance: float = 0.5
+    measure: str = field("paper", OneOf(MEASURES))
+    tolerance: float = field(0.5, AtLeast(0))
 
-    def __post_init__(self):
-        """Refuses an unknown measure."""
-        if self.measure not in MEASURES:
-            raise UsageError(f"measure={self.measure!r} is unknown; legal are {', '.join(MEASURES)}.")
+    __post_init__ = check_fields
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
         """Scores P networks; `key` is not needed. Networks with memory start anew at every row."""

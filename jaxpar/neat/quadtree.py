@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.neat.functions import ACTIVATIONS, check_names
+from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
+from jaxpar.neat.functions import ACTIVATIONS
 from jaxpar.neat.hyper import Layer
 from jaxpar.neat.network import Networks, apply, start
 from jaxpar.types import Array, UsageError
@@ -46,29 +47,23 @@ class Quadtree:
 
     inputs: Layer
     outputs: Layer
-    initial_depth: int = 2
-    max_depth: int = 3
-    division: float = 0.03
-    variance: float = 0.03
-    band: float = 0.3
-    iterations: int = 1
-    largest: float = 3.0
-    activation: str = "sigmoid"
-    sweeps: int = 0
+    initial_depth: int = field(2, AtLeast(1))
+    max_depth: int = field(3, AtLeast(1))
+    division: float = field(0.03, AtLeast(0))
+    variance: float = field(0.03, Positive())
+    band: float = field(0.3, AtLeast(0))
+    iterations: int = field(1, AtLeast(0))
+    largest: float = field(3.0, Positive())
+    activation: str = field("sigmoid", OneOf(ACTIVATIONS))
+    sweeps: int = field(0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses places outside the plane and trees that cannot be."""
+        check_fields(self)
         if not self.inputs or not self.outputs or {len(place) for place in (*self.inputs, *self.outputs)} != {2}:
             raise UsageError("a quadtree has inputs and outputs at places of two numbers each.")
-        if not 1 <= self.initial_depth <= self.max_depth:
+        if self.initial_depth > self.max_depth:
             raise UsageError(f"initial_depth={self.initial_depth} must lie between 1 and max_depth={self.max_depth}.")
-        for name in ("iterations", "sweeps"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 0.")
-        if min(self.division, self.band) < 0 or self.variance <= 0:
-            raise UsageError(f"division={self.division} and band={self.band} must be at least 0, and "
-                             f"variance={self.variance} above it.")  # fmt: skip
-        check_names((self.activation,), tuple(ACTIVATIONS), "activation")
 
     @property
     def places(self) -> np.ndarray:

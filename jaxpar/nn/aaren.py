@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn.cells import gate_leaves, gate_products
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp, Monoid, scan_monoid
@@ -32,14 +33,15 @@ class Aaren:
       heads: H; each has K = n / H of them.
     """
 
-    size: int
-    heads: int = 1
+    size: int = field(legal=AtLeast(1))
+    heads: int = field(1, AtLeast(1))
     gates = ("k", "v")
 
     def __post_init__(self):
         """Refuses heads that do not divide the units."""
-        if self.heads < 1 or self.size < 1 or self.size % self.heads:
-            raise UsageError(f"size={self.size} of Aaren must be a multiple of heads={self.heads}, both at least 1.")
+        check_fields(self)
+        if self.size % self.heads:
+            raise UsageError(f"size={self.size} of Aaren must be a multiple of heads={self.heads}.")
 
     def leaves(self, input_dim: int) -> dict[str, Leaf]:
         """Declares wk, wv [D, n], bk, bv [n] and the queries q [n]."""

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax, nn
 from jaxtyping import Array, Float, Int
 
+from jaxpar.fields import AtLeast, Each, check_fields, field
 from jaxpar.solve.causal import CausalStats, Order, causal_fixed_point
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.types import PRNGKey, PyTree, UsageError
@@ -34,12 +35,13 @@ class Made:
       hidden: Widths of the hidden layers.
     """
 
-    num_dims: int
-    hidden: tuple[int, ...] = (64,)
+    num_dims: int = field(legal=AtLeast(2))
+    hidden: tuple[int, ...] = field((64,), Each(AtLeast(1)))
 
     def __post_init__(self):
-        if self.num_dims < 2 or not self.hidden or min(self.hidden) < 1:
-            raise UsageError(f"Made needs num_dims >= 2 and positive widths in hidden, but got {self}.")
+        check_fields(self)
+        if not self.hidden:
+            raise UsageError("hidden=() leaves Made no hidden layer; give one width or more.")
 
     def init(self, key: PRNGKey) -> PyTree:
         """Draws the weights (He et al.'s scale on the unmasked inputs); consumes `key`."""
@@ -114,17 +116,14 @@ class PixelCnn:
       mixtures: Logistic distributions of a pixel.
     """
 
-    height: int
-    width: int
-    levels: int = 256
-    channels: int = 32
-    num_blocks: int = 3
-    mixtures: int = 5
+    height: int = field(legal=AtLeast(1))
+    width: int = field(legal=AtLeast(1))
+    levels: int = field(256, AtLeast(2))
+    channels: int = field(32, AtLeast(1))
+    num_blocks: int = field(3, AtLeast(1))
+    mixtures: int = field(5, AtLeast(1))
 
-    def __post_init__(self):
-        sizes = dataclasses.asdict(self)
-        if min(sizes.values()) < 1 or self.levels < 2:
-            raise UsageError(f"PixelCnn needs positive sizes and at least two levels, but got {sizes}.")
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey) -> PyTree:
         """Draws the weights (variance 1 / inputs); consumes `key`."""

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.scan import affine_scan
 from jaxpar.types import PRNGKey, PyTree, UsageError
@@ -78,25 +79,21 @@ class Cell:
     """
 
     step: Callable[[Any, Any, Any], Any]
-    size: int
+    size: int = field(legal=AtLeast(1))
     gates: tuple[str, ...] = ()
     weights: Callable[["Cell"], dict[str, Leaf]] | None = None
-    lanes: int = 1
-    jacobian: str = "auto"
+    lanes: int = field(1, AtLeast(1))
+    jacobian: str = field("auto", OneOf(JACOBIANS))
     affine: Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None = None
-    heads: int = 1
+    heads: int = field(1, AtLeast(1))
 
     def __post_init__(self):
         """Refuses what no cell can be."""
         name = getattr(self.step, "__name__", "step").strip("_")
-        for field in ("size", "lanes", "heads"):
-            if getattr(self, field) < 1:
-                raise UsageError(f"{field}={getattr(self, field)} of cell {name} must be at least 1.")
+        check_fields(self, f"{name}.")
         if self.size % self.heads:
             legal = ", ".join(str(h) for h in range(1, self.size + 1) if self.size % h == 0)
             raise UsageError(f"heads={self.heads} of cell {name} do not divide size={self.size}; legal are {legal}.")
-        if self.jacobian not in JACOBIANS:
-            raise UsageError(f"jacobian={self.jacobian!r} is unknown; legal are {', '.join(JACOBIANS)}.")
 
     def leaves(self, input_dim: int) -> dict[str, Leaf]:
         """Declares the parameters: w<g> [D, n] and b<g> [n] of each gate g, then the recurrent ones."""

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.solve.causal import CausalStats, Order, causal_fixed_point
 from jaxpar.solve.fixed_point import Jacobi
-from jaxpar.types import PRNGKey, PyTree, UsageError
+from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["DenseDepth"]
 
@@ -29,13 +30,11 @@ class DenseDepth:
       width: Features of each layer.
     """
 
-    input_dim: int
-    num_layers: int
-    width: int
+    input_dim: int = field(legal=AtLeast(1))
+    num_layers: int = field(legal=AtLeast(1))
+    width: int = field(legal=AtLeast(1))
 
-    def __post_init__(self):
-        if min(self.input_dim, self.num_layers, self.width) < 1:
-            raise UsageError(f"DenseDepth needs positive sizes, but got {self}.")
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey) -> PyTree:
         """Draws the weights, of variance 1 / inputs of the layer; consumes `key`."""

@@ -10,10 +10,12 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.mesh import axes_like, constrain
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.mixer import MIXERS, mixed, mixer_cell, mixer_leaves
-from jaxpar.types import Info, PRNGKey, PyTree, UsageError
+from jaxpar.optim import finite_or_old, in_widest_float
+from jaxpar.types import Info, PRNGKey, PyTree
 
 __all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer"]
 
@@ -36,21 +38,17 @@ class SequenceNetwork:
       method: How the recurrences are solved, for a cell without a closed form.
     """
 
-    inputs: int
-    outputs: int
-    cell: str = "para_gru"
-    size: int = 64
-    layers: int = 2
-    heads: int = 1
+    inputs: int = field(legal=AtLeast(1))
+    outputs: int = field(legal=AtLeast(1))
+    cell: str = field("para_gru", OneOf(MIXERS))
+    size: int = field(64, AtLeast(1))
+    layers: int = field(2, AtLeast(1))
+    heads: int = field(1, AtLeast(1))
     method: Any = None
 
     def __post_init__(self):
         """Refuses what no network can be."""
-        if self.cell not in MIXERS:
-            raise UsageError(f"cell={self.cell!r} is unknown; legal are {', '.join(MIXERS)}.")
-        for name in ("inputs", "outputs", "size", "layers"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_fields(self)
         self.unit()
 
     def unit(self) -> Any:
@@ -132,12 +130,14 @@ class SequenceTrainer:
     """
 
     network: SequenceNetwork
-    learning_rate: float = 3e-3
-    num_steps: int = 1000
-    warmup_steps: int = 20
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    learning_rate: float = field(3e-3, Positive())
+    num_steps: int = field(1000, AtLeast(1))
+    warmup_steps: int = field(20, AtLeast(0))
+    weight_decay: float = field(0.0, AtLeast(0))
+    clip_norm: float = field(1.0, Positive())
     classes: bool = True
+
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey, inputs: Any = None) -> SequenceState:
         """Draws the parameters. Consumes `key`; ignores `inputs`."""
@@ -154,7 +154,8 @@ class SequenceTrainer:
         """Makes one optimizer step on a batch as `metrics` takes it. `key` is not needed.
 
         Returns:
-          The new state, and scalars: those of `metrics`, grad_norm before clipping, learning_rate.
+          The new state, and scalars: those of `metrics`, grad_norm before clipping, learning_rate, and skipped: 1 where
+          loss, gradient or new parameters are not finite, so that these are not taken.
         """
         del key
 
@@ -164,8 +165,10 @@ class SequenceTrainer:
 
         grads, info = jax.grad(loss, has_aux=True)(state.params)
         updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
-        info |= {"grad_norm": optax.tree.norm(grads), "learning_rate": jnp.asarray(self._rate()(state.step))}
-        params = optax.apply_updates(state.params, updates)
+        new, norm = (optax.apply_updates(state.params, updates), opt_state), optax.tree.norm(grads)
+        old = state.params, state.opt_state
+        (params, opt_state), good = finite_or_old(new, old, norm, jnp.isfinite(info["loss"]))
+        info |= {"grad_norm": norm, "learning_rate": self._rate()(state.step), "skipped": ~good}
         return SequenceState(params, opt_state, state.step + 1), jax.tree.map(jnp.float32, info)
 
     def metrics(self, params: PyTree, batch: dict[str, jax.Array]) -> Info:
@@ -184,8 +187,9 @@ class SequenceTrainer:
         return info | {"loss": (weights * losses).sum(), "accuracy": right.sum()}
 
     def _rate(self) -> optax.Schedule:
-        return optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, self.warmup_steps, max(self.num_steps, self.warmup_steps + 1), 0.0
+        steps = max(self.num_steps, self.warmup_steps + 1)
+        return in_widest_float(
+            optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup_steps, steps, 0.0)
         )
 
     def _optimizer(self) -> optax.GradientTransformation:

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn.cells import along
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.scan import affine_scan
-from jaxpar.types import PRNGKey, PyTree, UsageError
+from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["S5"]
 
@@ -34,12 +35,9 @@ class S5:
       size: n, states and outputs.
     """
 
-    size: int
+    size: int = field(legal=AtLeast(1))
 
-    def __post_init__(self):
-        """Refuses no units."""
-        if self.size < 1:
-            raise UsageError(f"size={self.size} of S5 must be at least 1.")
+    __post_init__ = check_fields
 
     def leaves(self, input_dim: int) -> dict[str, Leaf]:
         """Declares br, bi [D, n], cr, ci [n, n]; the poles and steps start as `init` says."""

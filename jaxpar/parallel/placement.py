@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import UsageError
 
 __all__ = ["OPS", "Broadcast", "Partial", "Placement", "Split", "Step", "conversion"]
@@ -30,7 +31,9 @@ OPS = ("sum", "max", "min")
 class Split:
     """Each device along the axis holds a block of dimension `dim`, in order."""
 
-    dim: int
+    dim: int = field(legal=AtLeast(0))
+
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)

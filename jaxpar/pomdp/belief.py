@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.pomdp.model import is_traced
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -99,15 +100,11 @@ class ParticleBelief:
         rejuvenate: hook that may replace the posterior after each update; it is told whether the belief is depleted.
     """
 
-    num_particles: int = 1000
-    resample_below: float = 0.5
+    num_particles: int = field(1000, AtLeast(1))
+    resample_below: float = field(0.5, Between(0, 1))
     rejuvenate: Rejuvenate | None = None
 
-    def __post_init__(self) -> None:
-        if self.num_particles < 1:
-            raise UsageError(f"a particle belief needs num_particles >= 1, not {self.num_particles}")
-        if not 0 <= self.resample_below <= 1:
-            raise UsageError(f"resample_below is a share in [0, 1], not {self.resample_below}")
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey, env: Any, params: PyTree) -> Particles:
         """Equal weights on draws of `env.init`; consumes `key`."""

@@ -33,8 +33,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, Between, Finite, OneOf, check_fields, field
 from jaxpar.pomdp.adding import add_at
-from jaxpar.pomdp.model import discount_of, is_traced, legal_actions, num_actions
+from jaxpar.pomdp.model import discount_of, legal_actions, num_actions
 from jaxpar.pomdp.scenarios import HORIZON, UPPER, default_actions, scenario_bounds, scenario_keys, scenario_steps
 from jaxpar.pomdp.search import PlanInfo, children_of, decided, drawn_from_nothing, plan, refuse, repeat_until
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed
@@ -162,35 +163,25 @@ class Despot:
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations. Used for one wave at a time.
     """
 
-    num_scenarios: int = 100
-    iterations: int = 30
-    max_depth: int = 30
+    num_scenarios: int = field(100, AtLeast(1))
+    iterations: int = field(30, AtLeast(1))
+    max_depth: int = field(30, AtLeast(1))
     default: int | Callable[..., Array] | None = None
-    upper: str | None = None
-    max_reward: Any = None
-    leaf: str = "zero"
-    regularization: Any = 0.0
-    gap_ratio: Any = 0.95
+    upper: str | None = field(None, OneOf(UPPER))
+    max_reward: Any = field(None, Finite())
+    leaf: str = field("zero", OneOf(HORIZON))
+    regularization: Any = field(0.0, AtLeast(0))
+    gap_ratio: Any = field(0.95, Between(0, 1, "(]"))
     wide: bool = True
-    discount: Any = None
-    max_nodes: int = 1 << 18
-    max_particles: int = 1 << 16
+    discount: Any = field(None, Between(0, 1, "(]"))
+    max_nodes: int = field(1 << 18, AtLeast(1))
+    max_particles: int = field(1 << 16, AtLeast(1))
     children: Dense | Hashed | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_scenarios", "iterations", "max_depth", "max_nodes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_fields(self)
         if self.max_particles < self.num_scenarios:
             raise UsageError(f"max_particles must be at least num_scenarios = {self.num_scenarios}, for the root")
-        if self.upper is not None and self.upper not in UPPER:
-            raise UsageError(f"upper is one of {', '.join(UPPER)}, not {self.upper!r}")
-        if self.leaf not in HORIZON:
-            raise UsageError(f"leaf is one of {', '.join(HORIZON)}, not {self.leaf!r}")
-        if not is_traced(self.regularization) and not self.regularization >= 0:
-            raise UsageError(f"regularization must not be negative, as {self.regularization} is")
-        if not is_traced(self.gap_ratio) and not 0 < self.gap_ratio <= 1:
-            raise UsageError(f"gap_ratio lies in (0, 1], not at {self.gap_ratio}")
 
     plan = plan
 

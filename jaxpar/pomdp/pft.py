@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import step
+from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
-from jaxpar.pomdp.model import discount_of, is_traced, leaf_values, legal_actions, num_observations
+from jaxpar.pomdp.model import discount_of, leaf_values, legal_actions, num_observations
 from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
     LEAVES,
@@ -85,40 +86,25 @@ class Pft:
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
     """
 
-    num_simulations: int = 32
-    iterations: int = 64
-    max_depth: int = 20
-    num_particles: int = 16
-    exploration: Any = 20.0
-    k_observations: Any = 4.0
-    alpha_observations: Any = 0.5
-    k_actions: Any = None
-    alpha_actions: Any = 0.5
+    num_simulations: int = field(32, AtLeast(1))
+    iterations: int = field(64, AtLeast(1))
+    max_depth: int = field(20, AtLeast(1))
+    num_particles: int = field(16, AtLeast(1))
+    exploration: Any = field(20.0, AtLeast(0))
+    k_observations: Any = field(4.0, Positive())
+    alpha_observations: Any = field(0.5, Between(0, 1))
+    k_actions: Any = field(None, Positive())
+    alpha_actions: Any = field(0.5, Between(0, 1))
     keyed: bool | None = None
-    discount: Any = None
-    leaf: str = "rollout"
-    rollout_depth: int = 20
-    backup: str = "mean"
-    max_nodes: int = 1 << 16
-    max_edges: int | None = None
+    discount: Any = field(None, Between(0, 1, "(]"))
+    leaf: str = field("rollout", OneOf(LEAVES))
+    rollout_depth: int = field(20, AtLeast(1))
+    backup: str = field("mean", OneOf(BACKUPS))
+    max_nodes: int = field(1 << 16, AtLeast(1))
+    max_edges: int | None = field(None, AtLeast(1))
     children: Dense | Hashed | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("num_simulations", "iterations", "max_depth", "num_particles", "rollout_depth", "max_nodes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("k_observations", "k_actions"):
-            rate = getattr(self, name)
-            if rate is not None and not is_traced(rate) and not rate > 0:
-                raise UsageError(f"{name} must be positive, not {rate}")
-        for name in ("alpha_observations", "alpha_actions"):
-            power = getattr(self, name)
-            if not is_traced(power) and not 0 <= power <= 1:
-                raise UsageError(f"{name} lies in [0, 1], not at {power}")
-        if self.leaf not in LEAVES:
-            raise UsageError(f"leaf is one of {', '.join(LEAVES)}, not {self.leaf!r}")
-        if self.backup not in BACKUPS:
-            raise UsageError(f"backup is one of {', '.join(BACKUPS)}, not {self.backup!r}")
+    __post_init__ = check_fields
 
     ranked_by: ClassVar[str] = "values"
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.search import (
     LEAVES,
@@ -28,7 +29,7 @@ from jaxpar.pomdp.search import (
     search,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, tell_parents
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.types import Array, PRNGKey
 
 __all__ = [
     "BACKUPS",
@@ -178,29 +179,22 @@ class Pomcp:
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
     """
 
-    num_simulations: int = 32
-    iterations: int = 128
-    max_depth: int = 30
-    exploration: Any = 20.0
-    discount: Any = None
-    leaf: str = "rollout"
-    rollout_depth: int = 30
-    backup: str = "mean"
-    max_nodes: int = 1 << 18
-    max_edges: int | None = None
+    num_simulations: int = field(32, AtLeast(1))
+    iterations: int = field(128, AtLeast(1))
+    max_depth: int = field(30, AtLeast(1))
+    exploration: Any = field(20.0, AtLeast(0))
+    discount: Any = field(None, Between(0, 1, "(]"))
+    leaf: str = field("rollout", OneOf(LEAVES))
+    rollout_depth: int = field(30, AtLeast(1))
+    backup: str = field("mean", OneOf(BACKUPS))
+    max_nodes: int = field(1 << 18, AtLeast(1))
+    max_edges: int | None = field(None, AtLeast(1))
     children: Dense | Hashed | None = None
 
     stops_at_new: ClassVar[bool] = True
     ranked_by: ClassVar[str] = "values"
 
-    def __post_init__(self) -> None:
-        for name in ("num_simulations", "iterations", "max_depth", "rollout_depth", "max_nodes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.leaf not in LEAVES:
-            raise UsageError(f"leaf is one of {', '.join(LEAVES)}, not {self.leaf!r}")
-        if self.backup not in BACKUPS:
-            raise UsageError(f"backup is one of {', '.join(BACKUPS)}, not {self.backup!r}")
+    __post_init__ = check_fields
 
     def depth_of(self, k: Any) -> Any:
         """At most one level more than the batches so far."""

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import constrain, mesh_axes, partition
 from jaxpar.pomdp.model import legal_actions
 from jaxpar.pomdp.search import PlanInfo, nothing_to_plan, refuse, repeat_until
@@ -87,11 +88,10 @@ class RootParallel:
     """
 
     planner: Any
-    trees: int = 8
+    trees: int = field(8, AtLeast(1))
 
     def __post_init__(self) -> None:
-        if self.trees < 1:
-            raise UsageError(f"trees must be at least 1, not {self.trees}")
+        check_fields(self)
         if not hasattr(self.planner, "ranked_by"):
             raise UsageError(f"{type(self.planner).__name__}'s roots cannot be merged; give it a larger budget instead")
 

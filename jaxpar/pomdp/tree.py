@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
 from jaxpar.types import Array, UsageError
@@ -126,7 +127,9 @@ def insert(table: Array, slots: Array, wanted: Array, count: Array, capacity: in
 class Dense:
     """The nodes below an edge in a row `[O]`: no search, E x O int32 of memory. For few observations."""
 
-    num_observations: int
+    num_observations: int = field(legal=AtLeast(1))
+
+    __post_init__ = check_fields
 
     def empty(self, num_nodes: int, num_edges: int) -> Array:
         """int32 `[E * O]`."""
@@ -168,7 +171,9 @@ class Hashed:
     slots is ever full, one that has then found none is a rarity (below 1e-8), and is counted as overflow.
     """
 
-    probes: int = 16
+    probes: int = field(16, AtLeast(1))
+
+    __post_init__ = check_fields
 
     def empty(self, num_nodes: int, num_edges: int) -> Slots:
         """A table for `num_nodes` nodes."""

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.pomdp._loops import map_lanes
-from jaxpar.pomdp.model import is_traced
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -41,7 +41,7 @@ from jaxpar.pomdp.search import (
     search,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, lineage, speaker, tell_parents
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.types import Array, PRNGKey
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
 
@@ -111,21 +111,21 @@ class Vopp:
         children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
     """
 
-    num_simulations: int = 256
-    iterations: int = 64
-    max_depth: int = 30
-    eta: Any = 2.0
-    discount: Any = None
-    depth_scale: float = 1.0
-    depth_power: float = 1.0
-    leaf: str = "heuristic"
-    rollout_depth: int = 20
-    unvisited: str = "leaf"
-    sweep: str = "visited"
-    widen: Any = 8.0
-    widen_power: Any = 0.5
-    max_nodes: int = 1 << 20
-    max_edges: int | None = None
+    num_simulations: int = field(256, AtLeast(1))
+    iterations: int = field(64, AtLeast(1))
+    max_depth: int = field(30, AtLeast(1))
+    eta: Any = field(2.0, Positive())
+    discount: Any = field(None, Between(0, 1, "(]"))
+    depth_scale: float = field(1.0, Positive())
+    depth_power: float = field(1.0, AtLeast(0))
+    leaf: str = field("heuristic", OneOf(LEAVES))
+    rollout_depth: int = field(20, AtLeast(1))
+    unvisited: str = field("leaf", OneOf(UNVISITED))
+    sweep: str = field("visited", OneOf(("visited", "tree")))
+    widen: Any = field(8.0, Positive())
+    widen_power: Any = field(0.5, Between(0, 1))
+    max_nodes: int = field(1 << 20, AtLeast(1))
+    max_edges: int | None = field(None, AtLeast(1))
     children: Dense | Hashed | None = None
 
     iterated: ClassVar[bool] = True
@@ -136,15 +136,7 @@ class Vopp:
         """Whether a simulation stops at the first node that it makes: there the guess is made that "leaf" needs."""
         return self.unvisited == "leaf"
 
-    def __post_init__(self) -> None:
-        for name in ("num_simulations", "iterations", "max_depth", "max_nodes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name, legal in (("leaf", LEAVES), ("unvisited", UNVISITED), ("sweep", ("visited", "tree"))):
-            if getattr(self, name) not in legal:
-                raise UsageError(f"{name} is one of {', '.join(legal)}, not {getattr(self, name)!r}")
-        if not is_traced(self.eta) and not self.eta > 0:
-            raise UsageError(f"eta must be positive, not {self.eta}")
+    __post_init__ = check_fields
 
     def depth_of(self, k: Any) -> Any:
         """How deep batch k goes: an int of an int, an int32 of a traced number."""

@@ -6,10 +6,11 @@ from typing import Any
 import flax.struct
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, Between, Finite, Positive, field
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch
 from jaxpar.rl.distributions import entropy, log_prob
-from jaxpar.rl.learner import LearnerState, actor_critic, begun, check_counts, has_memory, learned, learner_axes
+from jaxpar.rl.learner import LearnerState, actor_critic, begun, check_learner, has_memory, learned, learner_axes
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.types import Array, Info, PRNGKey, PyTree
@@ -21,14 +22,14 @@ __all__ = ["A2c", "A2cRates", "a2c_loss"]
 class A2cRates:
     """Numbers of A2C, as `PpoRates`."""
 
-    learning_rate: Any = 7e-4
-    anneal: Any = 0.0
-    discount: Any = 0.99
-    trace: Any = 1.0
-    value: Any = 0.5
-    entropy: Any = 0.01
-    max_grad_norm: Any = 0.5
-    reward_scale: Any = 1.0
+    learning_rate: Any = field(7e-4, Positive())
+    anneal: Any = field(0.0, AtLeast(0))
+    discount: Any = field(0.99, Between(0, 1))
+    trace: Any = field(1.0, Between(0, 1))
+    value: Any = field(0.5, AtLeast(0))
+    entropy: Any = field(0.01, Finite())
+    max_grad_norm: Any = field(0.5, AtLeast(0))
+    reward_scale: Any = field(1.0, Finite())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,8 @@ class A2c:
     env: Any
     network: Network = Network()
     rates: A2cRates = A2cRates()
-    num_lanes: int = 16
-    num_steps: int = 8
+    num_lanes: int = field(16, AtLeast(1))
+    num_steps: int = field(8, AtLeast(1))
     central: bool = False
     draw: str = "lane"
     reset: Any = None
@@ -64,7 +65,7 @@ class A2c:
 
     def __post_init__(self):
         """Refuses what no learner can be."""
-        check_counts(self, "num_lanes", "num_steps")
+        check_learner(self)
         self.agent()
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:

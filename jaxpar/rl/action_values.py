@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Discrete
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.rl.distributions import masked
 from jaxpar.rl.features import acted, feature_shape, features, num_agents, observed
 from jaxpar.rl.mixers import MIXERS, init_mixer, mixed
@@ -54,23 +55,20 @@ class ActionValues:
 
     env: Any
     network: Network
-    mixer: str = "none"
-    mixer_size: int = 32
+    mixer: str = field("none", OneOf(MIXERS))
+    mixer_size: int = field(32, AtLeast(1))
     greedy: bool = False
 
     def __post_init__(self):
         """Refuses environments that have no best action, and teams of one."""
+        check_fields(self)
         name = getattr(self.env, "name", type(self.env).__name__)
         if not isinstance(self.space, Discrete) or self.space.shape:
             raise UsageError(
                 f"{name} takes actions of {self.space}; Q-learners act by one Discrete choice an agent: learn with Ppo."
             )
-        if self.mixer not in MIXERS:
-            raise UsageError(f"mixer={self.mixer!r} is unknown; legal are {', '.join(MIXERS)}.")
         if self.mixer != "none" and self.agents < 2:
             raise UsageError(f"mixer={self.mixer!r} needs several agents; {name} has one: give mixer='none'.")
-        if self.mixer_size < 1:
-            raise UsageError(f"mixer_size={self.mixer_size} must be at least 1.")
 
     agents, space, seen = property(num_agents), property(acted), property(observed)
 

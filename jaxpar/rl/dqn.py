@@ -7,10 +7,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.buffer import Buffer, add, empty, sample
 from jaxpar.rl.collect import latest, marks
-from jaxpar.rl.learner import LearnerState, begun, check_counts, has_memory, learner_axes, summed_up
+from jaxpar.rl.learner import LearnerState, begun, check_learner, has_memory, learner_axes, summed_up
+from jaxpar.rl.mixers import MIXERS
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.returns import n_step_returns
@@ -37,15 +39,15 @@ class DqnRates:
         reward_scale: what rewards are multiplied by before anything is learned from them.
     """
 
-    learning_rate: Any = 2.5e-4
-    anneal: Any = 0.0
-    discount: Any = 0.99
-    epsilon: Any = 1.0
-    last_epsilon: Any = 0.05
-    explore: Any = 500.0
-    target: Any = 1.0
-    max_grad_norm: Any = 10.0
-    reward_scale: Any = 1.0
+    learning_rate: Any = field(2.5e-4, Positive())
+    anneal: Any = field(0.0, AtLeast(0))
+    discount: Any = field(0.99, Between(0, 1))
+    epsilon: Any = field(1.0, Between(0, 1))
+    last_epsilon: Any = field(0.05, Between(0, 1))
+    explore: Any = field(500.0, AtLeast(0))
+    target: Any = field(1.0, Between(0, 1))
+    max_grad_norm: Any = field(10.0, AtLeast(0))
+    reward_scale: Any = field(1.0, Finite())
 
 
 @flax.struct.dataclass
@@ -118,17 +120,17 @@ class Dqn:
     env: Any
     network: Network = Network(hidden=(120, 84), activation="relu", layer_norm=True)
     rates: DqnRates = DqnRates()
-    num_lanes: int = 8
-    num_steps: int = 16
-    gradients: int = 16
-    batch_size: int = 128
-    capacity: int = 65536
-    warmup: int = 4096
-    n_step: int = 3
+    num_lanes: int = field(8, AtLeast(1))
+    num_steps: int = field(16, AtLeast(1))
+    gradients: int = field(16, AtLeast(1))
+    batch_size: int = field(128, AtLeast(1))
+    capacity: int = field(65536, AtLeast(1))
+    warmup: int = field(4096, AtLeast(0))
+    n_step: int = field(3, AtLeast(1))
     double: bool = True
-    target_period: int = 100
-    mixer: str = "none"
-    mixer_size: int = 32
+    target_period: int = field(100, AtLeast(1))
+    mixer: str = field("none", OneOf(MIXERS))
+    mixer_size: int = field(32, AtLeast(1))
     draw: str = "lane"
     reset: Any = None
 
@@ -137,7 +139,7 @@ class Dqn:
 
     def __post_init__(self):
         """Refuses what no learner can be."""
-        check_counts(self, "num_lanes", "num_steps", "gradients", "batch_size", "n_step", "target_period")
+        check_learner(self)
         least = max(self.num_lanes * self.num_steps, self.warmup)
         if self.capacity < least:
             raise UsageError(
@@ -186,7 +188,8 @@ class Dqn:
 
         keys = jax.random.split(learn_key, self.gradients)
         unknown = jax.eval_shape(gradient, learned, keys[0])[1]
-        waiting = {name: jnp.full(self.gradients, 1.0 if name == "converged" else jnp.nan) for name in unknown}
+        idle = {"converged": 1.0, "skipped": 0.0}
+        waiting = {name: jnp.full(self.gradients, idle.get(name, jnp.nan)) for name in unknown}
         (weights, opt_state, target, gradients), infos = jax.lax.cond(
             buffer.size >= self.warmup, lambda: jax.lax.scan(gradient, learned, keys), lambda: (learned, waiting)
         )
@@ -217,11 +220,11 @@ class Dqn:
         weights, opt_state, target, gradients = learned
         lesson = taught(agent, weights, target, rows, self.double)
         grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, lesson)
-        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        weights, opt_state, said = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
         gradients = gradients + 1
         share = jnp.where(gradients % self.target_period == 0, rates.target, 0.0)
         target = jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, weights)
-        return (weights, opt_state, target, gradients), info | {"grad_norm": norm}
+        return (weights, opt_state, target, gradients), info | said
 
 
 def experiences(

@@ -8,16 +8,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import check_fields
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, collect, epochs, latest
 from jaxpar.rollout import Lanes, begin
-from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, Info, PRNGKey, PyTree
 
 __all__ = [
     "LearnerState",
     "actor_critic",
     "begun",
-    "check_counts",
+    "check_learner",
     "descended",
     "has_memory",
     "learned",
@@ -47,11 +48,10 @@ class LearnerState:
     known: dict[str, Array]
 
 
-def check_counts(learner: Any, *names: str) -> None:
-    """Refuses counts below 1."""
-    for name in names:
-        if getattr(learner, name) < 1:
-            raise UsageError(f"{name}={getattr(learner, name)} must be at least 1.")
+def check_learner(learner: Any) -> None:
+    """Refuses counts and rates by which nothing can be learned; rates that are traced are not looked at."""
+    check_fields(learner)
+    check_fields(learner.rates, "rates.")
 
 
 def has_memory(learner: Any) -> bool:
@@ -123,7 +123,7 @@ def descended(
 ) -> tuple[PyTree, PyTree, Info]:
     """Weights and optimizer's state after all epochs of a batch; and infos `[epochs, minibatches]`; consumes `key`.
 
-    `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm" and "learning_rate" are added.
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm", "skipped" and "learning_rate" are added.
     """
     rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
     rate = optimizer.annealed(rates, state.updates)
@@ -131,8 +131,8 @@ def descended(
     def update(carry, part):
         weights, opt_state = carry
         grads, info = jax.grad(loss, has_aux=True)(weights, agent, part)
-        weights, opt_state, norm = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
-        return (weights, opt_state), info | {"grad_norm": norm, "learning_rate": rate}
+        weights, opt_state, said = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        return (weights, opt_state), info | said | {"learning_rate": rate}
 
     (weights, opt_state), infos = epochs(
         key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory
@@ -141,8 +141,9 @@ def descended(
 
 
 def summed_up(infos: Info) -> Info:
-    """The mean of each metric over all updates, and the least "converged"."""
-    return jax.tree.map(jnp.mean, infos) | {"converged": jnp.min(infos["converged"])}
+    """The mean of each metric over all updates; the least "converged"; and how many updates were "skipped"."""
+    ends = {"converged": jnp.min(infos["converged"]), "skipped": jnp.sum(infos["skipped"])}
+    return jax.tree.map(jnp.mean, infos) | ends
 
 
 def _explained(batch: Batch) -> Array:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn import S5, SequenceCell
 from jaxpar.nn.layer import first_state, unroll
 from jaxpar.nn.leaf import Leaf, draw
@@ -84,16 +85,15 @@ class WindowAttention:
         window: steps.
     """
 
-    size: int
-    heads: int = 4
-    window: int = 64
+    size: int = field(legal=AtLeast(1))
+    heads: int = field(4, AtLeast(1))
+    window: int = field(64, AtLeast(1))
 
     def __post_init__(self):
         """Refuses heads that do not divide the units, and no window."""
-        if self.heads < 1 or self.size < 1 or self.size % self.heads:
-            raise UsageError(f"size={self.size} of attention must be a multiple of heads={self.heads}, both over 0.")
-        if self.window < 1:
-            raise UsageError(f"window={self.window} must be at least 1.")
+        check_fields(self)
+        if self.size % self.heads:
+            raise UsageError(f"size={self.size} of attention must be a multiple of heads={self.heads}.")
 
     def init(self, key: PRNGKey, input_dim: int) -> PyTree:
         """Draws the parameters for features `[D]`; consumes `key`."""

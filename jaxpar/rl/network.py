@@ -9,9 +9,10 @@ import flax.linen as linen
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, Each, OneOf, check_fields, field
 from jaxpar.rl.board import BoardConv, check_board
 from jaxpar.rl.memory import Memory, memory_of
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = ["Network", "Outputs"]
 
@@ -50,24 +51,18 @@ class Network:
         method: how its recurrence is solved.
     """
 
-    encoder: tuple[int, ...] = ()
-    hidden: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    conv: tuple[int, ...] = ()
+    encoder: tuple[int, ...] = field((), Each(AtLeast(1)))
+    hidden: tuple[int, ...] = field((64, 64), Each(AtLeast(1)))
+    activation: str = field("tanh", OneOf(ACTIVATIONS))
+    conv: tuple[int, ...] = field((), Each(AtLeast(1)))
     layer_norm: bool = False
     memory: Any = "none"
-    memory_size: int = 64
+    memory_size: int = field(64, AtLeast(1))
     method: Any = None
 
     def __post_init__(self):
         """Refuses what no network can be."""
-        if self.activation not in ACTIVATIONS:
-            raise UsageError(f"activation={self.activation!r} is unknown; legal are {', '.join(ACTIVATIONS)}.")
-        for name in ("encoder", "hidden", "conv"):
-            if any(width < 1 for width in getattr(self, name)):
-                raise UsageError(f"{name}={getattr(self, name)} must be positive widths.")
-        if self.memory_size < 1:
-            raise UsageError(f"memory_size={self.memory_size} must be at least 1.")
+        check_fields(self)
         self.remembers()
 
     def remembers(self) -> Memory | None:

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.types import Array, PyTree, UsageError
+from jaxpar.fields import OneOf, Positive, check_fields, field
+from jaxpar.optim import finite_or_old
+from jaxpar.types import Array, Info, PyTree
 
 __all__ = ["Optimizer"]
 
@@ -23,13 +25,12 @@ class Optimizer:
         eps: added to the root of the mean square; for rmsprop, which forgets by 0.9, to the mean square under the root.
     """
 
-    name: str
-    eps: float
+    name: str = field(legal=OneOf(SCALES))
+    eps: float = field(legal=Positive())
 
     def __post_init__(self):
         """Refuses unknown optimizers."""
-        if self.name not in SCALES:
-            raise UsageError(f"optimizer={self.name!r} is unknown; legal are {', '.join(SCALES)}.")
+        check_fields(self, "optimizer.")
 
     def init(self, weights: PyTree) -> PyTree:
         """The first state."""
@@ -37,12 +38,18 @@ class Optimizer:
 
     def update(
         self, weights: PyTree, state: PyTree, grads: PyTree, rate: Array, max_norm: Array
-    ) -> tuple[PyTree, PyTree, Array]:
-        """Weights after a step at `rate`, gradients shortened to `max_norm`; the state; the gradients' norm before."""
+    ) -> tuple[PyTree, PyTree, Info]:
+        """Makes a step at `rate`, with gradients shortened to `max_norm`.
+
+        Returns:
+            Weights; the state; "grad_norm" before, and "skipped": 1 where they would not be finite, and are the old.
+        """
         norm = optax.tree.norm(grads)
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12)), grads)
-        updates, state = self._scale().update(grads, state, weights)
-        return jax.tree.map(lambda w, u: w - rate * u, weights, updates), state, norm
+        updates, moved = self._scale().update(grads, state, weights)
+        new = jax.tree.map(lambda w, u: w - rate * u, weights, updates), moved
+        (weights, state), good = finite_or_old(new, (weights, state), norm)
+        return weights, state, {"grad_norm": norm, "skipped": (~good).astype(jnp.float32)}
 
     def annealed(self, rates: Any, updates: Array) -> Array:
         """The learning rate after so many updates: falling in a line to 0 over `rates.anneal` of them, if not 0."""

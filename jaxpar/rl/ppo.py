@@ -6,10 +6,11 @@ from typing import Any
 import flax.struct
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, Between, Finite, Positive, field
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, check_minibatches
 from jaxpar.rl.distributions import entropy, log_prob
-from jaxpar.rl.learner import LearnerState, actor_critic, begun, check_counts, has_memory, learned, learner_axes
+from jaxpar.rl.learner import LearnerState, actor_critic, begun, check_learner, has_memory, learned, learner_axes
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.types import Array, Info, PRNGKey, PyTree
@@ -33,15 +34,15 @@ class PpoRates:
         reward_scale: what rewards are multiplied by before anything is learned from them.
     """
 
-    learning_rate: Any = 2.5e-4
-    anneal: Any = 0.0
-    discount: Any = 0.99
-    trace: Any = 0.95
-    clip: Any = 0.2
-    value: Any = 0.5
-    entropy: Any = 0.01
-    max_grad_norm: Any = 0.5
-    reward_scale: Any = 1.0
+    learning_rate: Any = field(2.5e-4, Positive())
+    anneal: Any = field(0.0, AtLeast(0))
+    discount: Any = field(0.99, Between(0, 1))
+    trace: Any = field(0.95, Between(0, 1))
+    clip: Any = field(0.2, AtLeast(0))
+    value: Any = field(0.5, AtLeast(0))
+    entropy: Any = field(0.01, Finite())
+    max_grad_norm: Any = field(0.5, AtLeast(0))
+    reward_scale: Any = field(1.0, Finite())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +70,10 @@ class Ppo:
     env: Any
     network: Network = Network()
     rates: PpoRates = PpoRates()
-    num_lanes: int = 4
-    num_steps: int = 128
-    epochs: int = 4
-    minibatches: int = 4
+    num_lanes: int = field(4, AtLeast(1))
+    num_steps: int = field(128, AtLeast(1))
+    epochs: int = field(4, AtLeast(1))
+    minibatches: int = field(4, AtLeast(1))
     central: bool = False
     draw: str = "lane"
     reset: Any = None
@@ -82,7 +83,7 @@ class Ppo:
 
     def __post_init__(self):
         """Refuses what no learner can be."""
-        check_counts(self, "num_lanes", "num_steps", "epochs")
+        check_learner(self)
         check_minibatches(self.num_steps, self.num_lanes, self.minibatches, self.has_memory)
         self.agent()
 

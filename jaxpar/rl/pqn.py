@@ -6,9 +6,11 @@ from typing import Any
 import flax.struct
 import jax
 
+from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.collect import carried, check_minibatches, latest, marks
-from jaxpar.rl.learner import LearnerState, begun, check_counts, descended, has_memory, learner_axes, summed_up
+from jaxpar.rl.learner import LearnerState, begun, check_learner, descended, has_memory, learner_axes, summed_up
+from jaxpar.rl.mixers import MIXERS
 from jaxpar.rl.network import Network
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.returns import lambda_returns, next_values
@@ -34,15 +36,15 @@ class PqnRates:
         reward_scale: what rewards are multiplied by before anything is learned from them.
     """
 
-    learning_rate: Any = 2.5e-4
-    anneal: Any = 0.0
-    discount: Any = 0.99
-    trace: Any = 0.95
-    epsilon: Any = 1.0
-    last_epsilon: Any = 0.05
-    explore: Any = 50.0
-    max_grad_norm: Any = 10.0
-    reward_scale: Any = 1.0
+    learning_rate: Any = field(2.5e-4, Positive())
+    anneal: Any = field(0.0, AtLeast(0))
+    discount: Any = field(0.99, Between(0, 1))
+    trace: Any = field(0.95, Between(0, 1))
+    epsilon: Any = field(1.0, Between(0, 1))
+    last_epsilon: Any = field(0.05, Between(0, 1))
+    explore: Any = field(50.0, AtLeast(0))
+    max_grad_norm: Any = field(10.0, AtLeast(0))
+    reward_scale: Any = field(1.0, Finite())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +74,12 @@ class Pqn:
     env: Any
     network: Network = Network(hidden=(128, 128), activation="relu", layer_norm=True)
     rates: PqnRates = PqnRates()
-    num_lanes: int = 32
-    num_steps: int = 64
-    epochs: int = 4
-    minibatches: int = 16
-    mixer: str = "none"
-    mixer_size: int = 32
+    num_lanes: int = field(32, AtLeast(1))
+    num_steps: int = field(64, AtLeast(1))
+    epochs: int = field(4, AtLeast(1))
+    minibatches: int = field(16, AtLeast(1))
+    mixer: str = field("none", OneOf(MIXERS))
+    mixer_size: int = field(32, AtLeast(1))
     draw: str = "lane"
     reset: Any = None
 
@@ -86,7 +88,7 @@ class Pqn:
 
     def __post_init__(self):
         """Refuses what no learner can be."""
-        check_counts(self, "num_lanes", "num_steps", "epochs")
+        check_learner(self)
         check_minibatches(self.num_steps, self.num_lanes, self.minibatches, self.has_memory)
         self.agent()
 

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.loop import run
-from jaxpar.types import Algorithm, Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Algorithm, Info, PRNGKey, PyTree
 
 __all__ = ["Seeds", "train"]
 
@@ -43,13 +44,10 @@ class Seeds:
     """
 
     learner: Any
-    num_seeds: int
+    num_seeds: int = field(legal=AtLeast(1))
     params: Any = dataclasses.field(default=None, compare=False)
 
-    def __post_init__(self):
-        """Refuses less than one seed."""
-        if self.num_seeds < 1:
-            raise UsageError(f"num_seeds={self.num_seeds} must be at least 1.")
+    __post_init__ = check_fields
 
     def init(self, key: PRNGKey, inputs: PyTree) -> PyTree:
         """The first states, with a leading axis of seeds; consumes `key`."""

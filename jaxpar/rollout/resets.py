@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import step
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import platform
 from jaxpar.rollout.costs import operations
 from jaxpar.rollout.draws import first_key, lane_keys
@@ -36,11 +37,6 @@ class SameStep:
     """
 
 
-def _checked(size: int | None, name: str) -> None:
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise UsageError(f"{name}(size={size}) is not a number of lanes; give 1 or more.")
-
-
 @flax.struct.dataclass
 class Chunked:
     """The same, but only finished lanes reset, `size` at a time: exact, and nothing is done where none finished.
@@ -53,11 +49,11 @@ class Chunked:
             operations of both (`jaxpar.rollout.costs`); on accelerators, cheap resets go without a loop, all at once.
     """
 
-    size: int | None = flax.struct.field(pytree_node=False, default=None)
+    size: int | None = field(None, AtLeast(1), pytree_node=False)
 
     def __post_init__(self):
         """Refuses an empty chunk."""
-        _checked(self.size, "Chunked")
+        check_fields(self, "Chunked.")
 
 
 @flax.struct.dataclass
@@ -70,11 +66,11 @@ class Pool:
         size: states in the pool. Every device holds all of them.
     """
 
-    size: int = flax.struct.field(pytree_node=False, default=256)
+    size: int = field(256, AtLeast(1), pytree_node=False)
 
     def __post_init__(self):
         """Refuses an empty pool."""
-        _checked(self.size, "Pool")
+        check_fields(self, "Pool.")
 
 
 @flax.struct.dataclass

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, field
 from jaxpar.solve.newton import check_iterative, diagonal_structure, exact_diagonal
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.solve.windows import by_windows
-from jaxpar.types import UsageError
 
 __all__ = ["Elk", "trusted"]
 
@@ -46,16 +46,14 @@ class Elk:
     """
 
     quasi: bool = False
-    lam: float = 1.0
+    lam: float = field(1.0, AtLeast(0))
     adaptive: bool = True
     jac: Any = "auto"
-    window: int | None = None
-    max_iters: int | None = None
+    window: int | None = field(None, AtLeast(1))
+    max_iters: int | None = field(None, AtLeast(1))
 
     def __post_init__(self):
         check_iterative(self)
-        if not 0 <= self.lam < float("inf"):
-            raise UsageError(f"lam={self.lam} must be zero or positive, and finite.")
 
     def held(self, structure: Structure) -> Structure:
         """Returns the structure of the part of the Jacobian that an update uses."""

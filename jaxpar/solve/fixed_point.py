@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, field
 from jaxpar.solve.newton import check_iterative, diagonal_structure
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Leaves, Structure
@@ -28,8 +29,8 @@ class Jacobi:
     """
 
     jac: Any = "auto"
-    window: int | None = None
-    max_iters: int | None = None
+    window: int | None = field(None, AtLeast(1))
+    max_iters: int | None = field(None, AtLeast(1))
 
     def __post_init__(self):
         check_iterative(self)
@@ -60,8 +61,8 @@ class Picard:
     """
 
     jac: Any = "auto"
-    window: int | None = None
-    max_iters: int | None = None
+    window: int | None = field(None, AtLeast(1))
+    max_iters: int | None = field(None, AtLeast(1))
 
     def __post_init__(self):
         check_iterative(self)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import custom_batching, lax
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.scan import _triton
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve import _fused
@@ -20,7 +21,7 @@ from jaxpar.solve._emit import NotElementwise, trimmed
 from jaxpar.solve.iterate import ROUNDINGS, is_rounding, leading, once, remaining
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.rounding import fraction, settled
-from jaxpar.solve.sequential import check_unroll, untroubled
+from jaxpar.solve.sequential import untroubled
 from jaxpar.solve.structure import Leaves
 from jaxpar.solve.windows import walk
 
@@ -46,11 +47,10 @@ class Fused:
     """
 
     jac: Any = "auto"
-    window: int | None = None
-    unroll: int | None = None
+    window: int | None = field(None, AtLeast(1))
+    unroll: int | None = field(None, AtLeast(1))
 
-    def __post_init__(self):
-        check_unroll(self.unroll)
+    __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""

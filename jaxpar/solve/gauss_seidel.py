@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.fields import AtLeast, field
 from jaxpar.scan.varying import moving_with, varying_as
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.iterate import as_good_as_rounding, leading, once
@@ -48,17 +49,15 @@ class GaussSeidel:
     Reference: Song et al., arXiv:2002.03629; Lions, Maday and Turinici 2001 for parareal.
     """
 
-    block: int = 64
+    block: int = field(64, AtLeast(1))
     correction: bool = False
     jac: Any = "auto"
-    window: int | None = None
-    max_iters: int | None = None
-    shot_above: int = 16
+    window: int | None = field(None, AtLeast(1))
+    max_iters: int | None = field(None, AtLeast(1))
+    shot_above: int = field(16, AtLeast(0))
 
     def __post_init__(self):
         check_iterative(self)
-        if self.block < 1:
-            raise UsageError(f"block={self.block} must be 1 at least.")
         if self.window is not None and self.window < self.block:
             raise UsageError(f"window={self.window} must hold one block of {self.block} at least.")
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, check_fields, field
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.fused import newton_states, takes
 from jaxpar.solve.problem import Outcome, Problem
@@ -38,15 +39,13 @@ class Newton:
     """
 
     jac: Any = "auto"
-    window: int | None = None
-    max_iters: int | None = None
-    damping: float = 0.0
-    clip: float | None = None
+    window: int | None = field(None, AtLeast(1))
+    max_iters: int | None = field(None, AtLeast(1))
+    damping: float = field(0.0, Between(0, 1))
+    clip: float | None = field(None, Positive())
 
     def __post_init__(self):
         check_iterative(self)
-        if not 0 <= self.damping <= 1:
-            raise UsageError(f"damping={self.damping} must lie in [0, 1].")
 
     def held(self, structure: Structure) -> Structure:
         """Returns the structure itself: the whole Jacobian is held."""
@@ -91,21 +90,17 @@ class Quasi:
     Reference: Gonzalez et al., arXiv:2407.19115, whose gradients it does not share.
     """
 
-    diagonal: str = "exact"
+    diagonal: str = field("exact", OneOf(("exact", "hutchinson")))
     jac: Any = "auto"
-    samples: int = 1
-    seed: int = 0
-    window: int | None = None
-    max_iters: int | None = None
-    damping: float = 0.0
-    clip: float | None = None
+    samples: int = field(1, AtLeast(1))
+    seed: int = field(0, Finite())
+    window: int | None = field(None, AtLeast(1))
+    max_iters: int | None = field(None, AtLeast(1))
+    damping: float = field(0.0, Between(0, 1))
+    clip: float | None = field(None, Positive())
 
     def __post_init__(self):
         check_iterative(self)
-        if self.diagonal not in ("exact", "hutchinson"):
-            raise UsageError(f"diagonal={self.diagonal!r} is unknown; legal are 'exact' and 'hutchinson'.")
-        if self.samples < 1:
-            raise UsageError(f"samples={self.samples} must be 1 at least.")
 
     def held(self, structure: Structure) -> Structure:
         """Returns the structure of the diagonal."""
@@ -138,12 +133,7 @@ def check_iterative(method: Any) -> None:
     Raises:
       UsageError: Naming the field and what is legal.
     """
-    for field in ("window", "max_iters"):
-        value = getattr(method, field)
-        if value is not None and value < 1:
-            raise UsageError(f"{field}={value} must be 1 at least, or None.")
-    if getattr(method, "clip", None) is not None and not method.clip > 0:
-        raise UsageError(f"clip={method.clip} must be positive, or None.")
+    check_fields(method)
     jac = method.jac
     if not (jac in ("auto", "diag", "dense") or isinstance(jac, Block | Dense)):
         raise UsageError(f"jac={jac!r} is unknown; legal are 'auto', 'diag', 'dense', Block(k) and Dense(batch_dims).")

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.structure import Leaves
 from jaxpar.solve.windows import walk
@@ -22,11 +23,10 @@ class Sequential:
       jac: Structure of the Jacobian for the gradient over a split sequence; elsewhere `lax.scan`'s own is taken.
     """
 
-    unroll: int = 1
+    unroll: int = field(1, AtLeast(1))
     jac: Any = "auto"
 
-    def __post_init__(self):
-        check_unroll(self.unroll)
+    __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""
@@ -44,11 +44,10 @@ class ParallelBackward:
     """
 
     jac: Any = "auto"
-    window: int | None = None
-    unroll: int | None = None
+    window: int | None = field(None, AtLeast(1))
+    unroll: int | None = field(None, AtLeast(1))
 
-    def __post_init__(self):
-        check_unroll(self.unroll)
+    __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
         """Walks; there is nothing to guess nor to fail."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.scan import affine_lanes, affine_scan
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve._dependence import Lost, Relation, relations
@@ -50,14 +51,18 @@ Leaves = tuple[Array, ...]
 class Block:
     """Declares Jacobians of k x k blocks: k leaves of one shape coupled elementwise, or leaves [..., k]."""
 
-    k: int
+    k: int = field(legal=AtLeast(1))
+
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
     """Declares that all entries are coupled, but for `batch_dims` leading axes that all leaves share."""
 
-    batch_dims: int = 0
+    batch_dims: int = field(0, AtLeast(0))
+
+    __post_init__ = check_fields
 
 
 class Group(NamedTuple):

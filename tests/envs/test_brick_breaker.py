@@ -107,5 +107,5 @@ def test_the_curtain_hides_the_ball_only_behind_it():
 
 
 def test_an_unknown_view_is_refused():
-    with pytest.raises(UsageError, match="full or partial, not 'foggy'"):
+    with pytest.raises(UsageError, match="observed='foggy' is unknown; legal are full, partial"):
         BrickBreaker("foggy")

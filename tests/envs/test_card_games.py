@@ -128,10 +128,10 @@ def test_no_state_tells_the_next_card():
     ("make", "message"),
     [
         (lambda: RepeatFirst(10, 4), "RepeatFirst needs .* not 10 cards of 4 kinds"),
-        (lambda: CountRecall(52, 1), "not 52 cards of 1 kinds"),
+        (lambda: CountRecall(52, 1), "num_kinds=1 must be at least 2"),
         (lambda: RepeatPrevious(8, 8), "k = 1 to 7 cards, not 8"),
-        (lambda: RepeatPrevious(8, 0), "k = 1 to 7 cards, not 0"),
-        (lambda: Autoencode(256, 128), "127 kinds at most, not 128"),
+        (lambda: RepeatPrevious(8, 0), "k=0 must be at least 1"),
+        (lambda: Autoencode(256, 128), "num_kinds=128 must be at least 2 and at most 127"),
     ],
 )
 def test_impossible_decks_are_refused(make, message):

@@ -191,7 +191,7 @@ def test_the_picture_shows_the_map():
     ("make", "says"),
     [
         (lambda: Memory(8), "odd size, not 8"),
-        (lambda: DoorKey(4), "at least 5, not 4"),
+        (lambda: DoorKey(4), "size=4 must be at least 5"),
         (lambda: GridWorld(view=4), "odd number of cells from 3 to 31, or 0 for the whole map, not 4"),
     ],
 )

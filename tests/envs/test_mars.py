@@ -156,7 +156,7 @@ def test_sizes_and_maps():
     assert env.action_space(params).n == 625 and envs.make("MARS-50-50")[0].action_space(params).n == 3025
     assert env.init(jax.random.key(0), params).place.tolist() == [[0, 11], [0, 9]]
     assert env.map.tolist() != Mars(20, 20, layout=1).map.tolist() and len({tuple(r) for r in env.map.tolist()}) == 20
-    for fields, message in (({"size": 2}, "3 to 127"), ({"size": 3, "num_rocks": 8}, "no place"),
+    for fields, message in (({"size": 2}, "at least 3 and at most 127"), ({"size": 3, "num_rocks": 8}, "no place"),
                             ({"size": 5, "num_rocks": 1, "rocks": ((5, 0),)}, "different cells")):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             Mars(**fields)

@@ -86,5 +86,5 @@ def test_likelihood_is_the_density_of_the_noise():
 
 
 def test_an_unknown_view_is_refused():
-    with pytest.raises(UsageError, match="positions, velocities, not 'angles'"):
+    with pytest.raises(UsageError, match="observed='angles' is unknown; legal are .*positions, velocities"):
         MaskedCartPole("angles")

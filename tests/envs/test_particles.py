@@ -204,7 +204,7 @@ def test_promises_of_strengths_are_kept(env):
 
 
 def test_bad_counts_are_refused():
-    with pytest.raises(UsageError, match="num_agents of at least 1"):
+    with pytest.raises(UsageError, match="num_agents=0 must be at least 1"):
         Spread(num_agents=0)
     with pytest.raises(UsageError, match="as many landmarks"):
         env = Spread(num_landmarks=1)

@@ -142,7 +142,7 @@ def test_the_picture_shows_the_island():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(lambda: Survival(size=8), "at least 16"), (lambda: Survival(view=4), "odd number of cells")]
+    ("make", "says"), [(lambda: Survival(size=8), "at least 16"), (lambda: Survival(view=6), "odd number of cells")]
 )
 def test_sizes_that_make_no_sense_are_refused(make, says):
     with pytest.raises(UsageError, match=says):

@@ -292,12 +292,12 @@ def test_files_that_are_no_benchmarks_are_refused(tmp_path):
     [
         (lambda: XLand(rooms=3), "layouts of 1, 2, 4 and 9 rooms, not of 3"),
         (lambda: XLand(rooms=9, size=9), "9 rooms need a size of at least 13, not 9"),
-        (lambda: XLand(view=2), "odd number of cells"),
-        (lambda: Tree(kinds=(0,)), "some of 1 to 11"),
-        (lambda: Tree(prune=2.0), "a probability, not 2.0"),
+        (lambda: XLand(view=4), "odd number of cells"),
+        (lambda: Tree(kinds=(0,)), "kinds=.* must be at least 1 and at most 11"),
+        (lambda: Tree(prune=2.0), "prune=2.0 must be at least 0 and at most 1"),
         (lambda: Tree(distractors=0, false_rules=1), "distractors, of which this tree has none"),
         (lambda: Tree(depth=5), "needs 129 different things, and there are 60"),
-        (lambda: Tree(depth=-1), "cannot be negative"),
+        (lambda: Tree(depth=-1), "depth=-1 must be at least 0"),
         (lambda: CRAMPED.init(jax.random.key(0), CRAMPED.default_params), "9 cells of floor, too few for 10 objects"),
     ],
 )

@@ -79,6 +79,7 @@ def test_what_did_not_finish_is_told(main):
         ("draw=twice", "draw='twice' is unknown; legal are lane and batch"),
         ("params.gravty=5", "CartPole-v1 has no params.gravty; the nearest are gravity"),
         ("params.gravity=strong", "params.gravity='strong' does not fit CartPole-v1, where it is 9.8; give a number"),
+        ("params.gravity=nan", "params.gravity=nan must be a finite number"),
         ("params.max_steps=2.5", "params.max_steps=2.5 does not fit CartPole-v1, where it is 500; give an integer"),
         ("env_fields.size=3", "CartPole-v1 has no env_fields.size; it has none"),
         ("env=Combat-3v3 params.reach=[1,2]", r"give a list of 3, each an integer"),

@@ -14,7 +14,7 @@ FIXED = [
     # layout
     ("mesh.data=3", "mesh data=3 needs 3 devices but 8 are here; the nearest legal choice is data=8"),
     ("mesh.data=2 mesh.fsdp=8", "mesh data=2 fsdp=8 needs 16 devices .* nearest legal choice is fsdp=4"),
-    ("mesh.data=0", "mesh axis data=0 is not a size"),
+    ("mesh.data=0", "mesh.data=0 must be at least 1, or -1"),
     ("mesh.data=-1 mesh.fsdp=-1", "leaves data and fsdp open; only one axis may be -1"),
     ("mesh.data=1 mesh.fsdp=8 model.embed_dim=36", "params.embedding: dimension 1 .embed. of size 36 .* 32 or 40"),
     ("mesh.data=2 mesh.tensor=4", "params.layers.wk: dimension 2 .kv_heads. of size 2 does not divide over tensor=4"),
@@ -36,7 +36,7 @@ FIXED = [
     ("optimizer.name=sgd", "optimizer.name='sgd' is unknown; legal are adamw, muon"),
     ("data.tokenizer=words", "tokenizer must be 'bytes' or 'bpe:N'"),
     ("data.split=half", "split must be 'hash:f' or 'tail:f'"),
-    ("sampling.top_p=2", "0 < top_p <= 1; got .*2.0"),
+    ("sampling.top_p=2", "sampling.top_p=2.0 must be over 0 and at most 1"),
     # the command line
     ("model.num_layer=3", "unknown flag 'model.num_layer'; did you mean model.num_layers[?]"),
     ("optimiser.learning_rate=3", "unknown flag 'optimiser.learning_rate'; did you mean optimizer.learning_rate[?]"),
@@ -54,8 +54,8 @@ FIXED = [
     ("layout=zero2,zero3", "layout=zero2,zero3 has several values; -m at the end makes a run of each"),
     ("rules.embed=[data,fsdp]", r"rules.embed=\[data,fsdp\] is of the wrong type; rules.embed takes str"),
     ("mesh=3", "mesh=3 is of the wrong type; mesh takes no value but flags of its own, for data, fsdp"),
-    ("seed=-1", "seed=-1 is out of range; legal are 0 to 4294967295"),
-    ("seed=99999999999999999999", "seed=99999999999999999999 is out of range"),
+    ("seed=-1", "seed=-1 must be at least 0 and at most 4294967295"),
+    ("seed=99999999999999999999", "seed=99999999999999999999 must be at least 0"),
     ("metrics=[paper]", "metrics cannot go to 'paper'; choose among tensorboard, wandb"),
     # train and mode
     ("train.accumulate=3", "train.accumulate=3 does not divide data.batch_size=8"),

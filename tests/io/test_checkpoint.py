@@ -224,7 +224,7 @@ def test_wrong_use_is_one_sentence(tmp_path, opened):
         Checkpoints(tmp_path, keep=0)
     with pytest.raises(UsageError, match="keep_every_s=-1 must be"):
         Checkpoints(tmp_path, keep_every_s=-1)
-    with pytest.raises(UsageError, match='"min" or "max"'):
+    with pytest.raises(UsageError, match="best_mode='least' is unknown"):
         Checkpoints(tmp_path, best_mode="least")
 
 

@@ -160,7 +160,7 @@ def test_auto_decides_at_the_first_save_for_good(opened, gate, monkeypatch):
 
 
 def test_an_unknown_place_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="snapshot='disk' must be"):
+    with pytest.raises(UsageError, match="snapshot='disk' is unknown"):
         Checkpoints(tmp_path, snapshot="disk")
 
 

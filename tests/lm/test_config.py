@@ -24,7 +24,8 @@ from jaxpar.types import UsageError
             dict(num_heads=6, num_kv_heads=4, embed_dim=48),
             "model.num_heads=6 is not a multiple of model.num_kv_heads=4; legal are 1, 2, 3, 6.",
         ),
-        (dict(num_kv_heads=-1), "model.num_heads=4 is not a multiple of model.num_kv_heads=-1; legal are 1, 2, 4."),
+        (dict(num_kv_heads=-1), "model.num_kv_heads=-1 must be at least 0."),
+        (dict(rope_factor=8.0, rope_low_freq_factor=4.0), "model.rope_high_freq_factor=4.0 must be over"),
         (
             dict(embed_dim=130),
             "model.embed_dim=130 is not a multiple of model.num_heads=4; nearest is 128, or give model.head_dim.",

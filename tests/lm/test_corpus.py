@@ -313,8 +313,8 @@ assert not Windows(corpus.train, 1024, 512, 0)(2**40)["tokens"].any()
         ({"split": "tail:1.0"}, "split must be"),
         ({"split": "tail:nan"}, "split must be"),
         ({"split": "random:0.1"}, "split must be"),
-        ({"seq_len": 0}, "seq_len=0 and batch_size=8 must be at least 1"),
-        ({"batch_size": -1}, "seq_len=16 and batch_size=-1 must be at least 1"),
+        ({"seq_len": 0}, "data.seq_len=0 must be at least 1"),
+        ({"batch_size": -1}, "data.batch_size=-1 must be at least 1"),
     ],
 )
 def test_bad_configurations(changes, sentence):

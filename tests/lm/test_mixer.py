@@ -161,7 +161,7 @@ def test_a_hugging_face_folder_is_refused(tmp_path):
         (dict(mixer="rnn"), "model.mixer='rnn' is unknown; legal are attention, para_gru"),
         (dict(mixer_dim=8), "model.mixer_dim=8 is the size of recurrent mixers, not of attention"),
         (dict(mixer="gru", mixer_dim=10), "heads=4 of cell gru do not divide size=10"),
-        (dict(mixer="para_gru", mixer_dim=-1), "size=-1 of cell para_gru must be at least 1"),
+        (dict(mixer="para_gru", mixer_dim=-1), "model.mixer_dim=-1 must be at least 0"),
         (dict(mixer="para_gru", solver="newt"), "model.solver='newt' is unknown; legal are auto, newton"),
     ],
 )

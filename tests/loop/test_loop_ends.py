@@ -164,7 +164,7 @@ def test_a_failed_save_ends_the_run(meet, last):
         (dict(num_steps=5, chunk=0), "chunk=0 must be at least 1"),
         (dict(num_steps=5, chunk=2, eval_every=3), "eval_every=3 must be 0 or a multiple of chunk=2"),
         (dict(num_steps=5, chunk=2, save_every=1), "save_every=1 must be 0 or a multiple of chunk=2"),
-        (dict(num_steps=5, save_every=-1), "save_every=-1 must be 0"),
+        (dict(num_steps=5, save_every=-1), "save_every=-1 must be at least 0"),
         (dict(num_steps=5, profile="2"), "profile='2' is not first:last"),
         (dict(num_steps=5, profile="3:3"), "profile='3:3' is not first:last"),
         (dict(num_steps=5, profile="5:7"), "profile='5:7' .* 5 steps"),

@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_file_is_said(path, value, words):
         ({"population": 2.5}, "population=2.5 must be a whole number"),
         ({"max_nodes": 3}, "max_nodes=3 is too small"),
         ({"time_step": 0.0}, "time_step=0.0"),
-        ({"rates": FAST.replace(threshold=float("nan"))}, "rates.threshold=nan is no number"),
+        ({"rates": FAST.replace(threshold=float("nan"))}, "rates.threshold=nan must be a finite number"),
         ({"rates": FAST.replace(add_node=np.ones(2))}, "state.rates"),
         ({"activations": ["tanh", "blub"]}, "'blub' is no activation"),
     ],

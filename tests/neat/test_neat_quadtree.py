@@ -95,9 +95,9 @@ def test_painters_of_growing_networks_learn_exclusive_or():
     [
         (dict(initial_depth=4), "between 1 and max_depth=3"),
         (dict(inputs=((0.0,),)), "two numbers"),
-        (dict(variance=0.0), "above it"),
+        (dict(variance=0.0), "variance=0.0 must be over 0"),
         (dict(iterations=-1), "iterations=-1"),
-        (dict(activation="blub"), "'blub' is no activation"),
+        (dict(activation="blub"), "activation='blub' is unknown"),
     ],
 )
 def test_mistakes_are_told(change, words):

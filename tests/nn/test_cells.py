@@ -304,7 +304,7 @@ def test_cells_are_static_arguments():
 @pytest.mark.parametrize(
     "make, sentence",
     [
-        (lambda: ParaGRU(0), "size=0 of cell para_gru must be at least 1"),
+        (lambda: ParaGRU(0), "para_gru.size=0 must be at least 1"),
         (lambda: GRU(6, heads=4), "heads=4 of cell gru do not divide size=6; legal are 1, 2, 3, 6"),
         (lambda: Cell(leaky, 4, jacobian="full"), "jacobian='full' is unknown; legal are diag, block, dense, auto"),
         (lambda: Aaren(6, 4), "size=6 of Aaren must be a multiple of heads=4"),

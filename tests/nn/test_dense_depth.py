@@ -41,5 +41,5 @@ def test_a_tolerance_saves_sweeps():
 
 
 def test_bad_sizes():
-    with pytest.raises(UsageError, match="positive"):
+    with pytest.raises(UsageError, match="num_layers=0 must be at least 1"):
         DenseDepth(3, 0, 4)

@@ -194,8 +194,8 @@ def test_deadlines():
         ({"k_observations": 0.0}, "k_observations"),
         ({"alpha_observations": 1.5}, "alpha_observations"),
         ({"k_actions": -1.0}, "k_actions"),
-        ({"leaf": "guess"}, "leaf is one of"),
-        ({"backup": "worst"}, "backup is one of"),
+        ({"leaf": "guess"}, "leaf='guess' is unknown"),
+        ({"backup": "worst"}, "backup='worst' is unknown"),
     ],
 )
 def test_bad_fields_are_refused(fields, match):

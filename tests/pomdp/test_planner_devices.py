@@ -141,7 +141,7 @@ def test_deadlines_of_several_trees(kind, count):
 
 
 def test_bad_trees_are_refused():
-    with pytest.raises(UsageError, match="trees must be at least 1"):
+    with pytest.raises(UsageError, match="trees=0 must be at least 1"):
         RootParallel(VOPP, 0)
     with pytest.raises(UsageError, match="Despot's roots cannot be merged"):
         RootParallel(Despot(4))

@@ -67,7 +67,7 @@ def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
 
 
 def test_bad_sizes_are_refused():
-    with pytest.raises(UsageError, match="leaf is one of"):
+    with pytest.raises(UsageError, match="is unknown; legal are"):
         Pomcp(leaf="guess")
     with pytest.raises(UsageError, match="num_simulations"):
         Pomcp(num_simulations=0)

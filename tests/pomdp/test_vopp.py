@@ -193,9 +193,9 @@ def test_deadlines():
     [
         ({"num_simulations": 0}, "num_simulations"),
         ({"eta": 0.0}, "eta"),
-        ({"leaf": "guess"}, "leaf is one of"),
-        ({"unvisited": "no"}, "unvisited is one of"),
-        ({"sweep": "no"}, "sweep is one of"),
+        ({"leaf": "guess"}, "leaf='guess' is unknown"),
+        ({"unvisited": "no"}, "unvisited='no' is unknown"),
+        ({"sweep": "no"}, "sweep='no' is unknown"),
     ],
 )
 def test_bad_fields_are_refused(fields, match):

@@ -24,6 +24,7 @@ CART, CART_PARAMS = envs.make("CartPole-v1")
 SMALL = Network(hidden=(8,))
 TINY = Ppo(CART, SMALL, num_lanes=8, num_steps=4, epochs=2, minibatches=2)
 LOSSES = {"ppo": (ppo_loss, PpoRates(clip=0.1, entropy=0.02)), "a2c": (a2c_loss, A2cRates(entropy=0.02))}
+STEP = jit(TINY.step)
 
 
 def batch_of(seed, dtype):
@@ -91,10 +92,9 @@ def test_losses_and_their_gradients_by_hand(name, x64):
 @pytest.fixture(scope="module")
 def stepped():
     """A fresh learner's first and second update."""
-    step = jit(TINY.step)
     first = jit(TINY.init)(jax.random.key(0), CART_PARAMS)
-    second, info = step(jax.random.key(1), first, CART_PARAMS)
-    return first, second, info, step(jax.random.key(2), second, CART_PARAMS)
+    second, info = STEP(jax.random.key(1), first, CART_PARAMS)
+    return first, second, info, STEP(jax.random.key(2), second, CART_PARAMS)
 
 
 def test_a_fresh_policy_has_ratio_one(stepped):
@@ -102,6 +102,16 @@ def test_a_fresh_policy_has_ratio_one(stepped):
     # The same weights on the same steps: only how rows are laid out in products differs.
     assert info["ratio_error"] <= 16 * EXACT_MATHS["float32"] and later["ratio_error"] <= 16 * EXACT_MATHS["float32"]
     assert info["approx_kl"] > 1e-9, "later minibatches are after a step, so there ratios differ"
+
+
+def test_an_update_that_is_not_finite_is_not_taken(stepped):
+    first, second, info, _ = stepped
+    endless = first.replace(rates=first.rates.replace(learning_rate=jnp.float32(jnp.inf)))
+    after, said = STEP(jax.random.key(1), endless, CART_PARAMS)
+    before = first.weights, first.opt_state
+    jax.tree.map(np.testing.assert_array_equal, (after.weights, after.opt_state), before)
+    assert said["skipped"] == TINY.epochs * TINY.minibatches and np.isfinite(said["grad_norm"])
+    assert info["skipped"] == 0 and second.updates == after.updates == 1
 
 
 def test_eight_devices_learn_as_one(stepped):

@@ -118,7 +118,7 @@ def test_given_levels_for_all_lanes_or_one_a_lane():
 def test_only_legal_policies():
     lanes = begin(KEY, ENV, PARAMS, 4, 0)
     for make, said in (
-        (lambda: Chunked(0), r"Chunked\(size=0\) is not a number of lanes"),
+        (lambda: Chunked(0), "Chunked.size=0 must be at least 1"),
         (lambda: Pool(-1), r"Pool\(size=-1\) is not"),
         (lambda: NextStep(NoReset()), r"NextStep\(by=NoReset\) contradicts itself; legal are Chunked, SameStep"),
         (lambda: NextStep(NextStep()), "contradicts itself"),

@@ -168,7 +168,7 @@ ERRORS = {
     "max_iters=0 must be": lambda: Jacobi(max_iters=0),
     "window=0 must be 1": lambda: Picard(window=0),
     "clip=0 must be": lambda: Newton(clip=0),
-    "damping=2 must lie": lambda: Newton(damping=2),
+    "damping=2 must be at least 0 and at most 1": lambda: Newton(damping=2),
     "jac='sparse' is unknown": lambda: Newton(jac="sparse"),
     "diagonal='all' is unknown": lambda: Quasi("all"),
     "samples=0 must be": lambda: Quasi("hutchinson", samples=0),
