@@ -170,7 +170,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def sample(config: Config, folder: pathlib.Path) -> None:
     """Prints a sample of a saved run or a Hugging Face folder."""
     config, params, tokenizer = _load(config)
-    say(draw_sample(config, params, tokenizer, config.prompt or "\n"))
+    say(draw_sample(config, params, tokenizer, config.prompt or ("" if tokenizer.begin else "\n")))
 
 
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
@@ -264,15 +264,24 @@ def make_evaluate(config: Config, corpus: Corpus):
 
 
 def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: str) -> str:
-    """Returns the prompt and its continuation."""
-    ids = tokenizer.encode(prompt)
+    """Returns the prompt and its continuation, which begins and ends as the tokenizer's texts do."""
+    ids, begin = tokenizer.encode(prompt), np.array(tokenizer.begin, np.int32)
+    added = 0 if np.array_equal(ids[: len(begin)], begin) else len(begin)  # a prompt may spell it
+    ids = np.concatenate([begin, ids]) if added else ids
     if not len(ids):
         raise UsageError("the prompt has no tokens; give at least one character.")
+    if (largest := max([*ids, *tokenizer.ends])) >= config.model.vocab_size:
+        raise UsageError(
+            f"the tokenizer's token {largest} is none of the model's {config.model.vocab_size} symbols; legal are 0 to "
+            f"{config.model.vocab_size - 1}."
+        )
     rows = math.prod(jax.sharding.get_mesh().shape[axis] for axis in mesh_axes("batch"))
     batch = np.broadcast_to(ids, (rows, len(ids)))
     draw = jax.jit(generate, static_argnums=(3, 4))
-    tokens, lengths = draw(jax.random.key(config.seed), params, jnp.asarray(batch), config.model, config.sampling)
-    return tokenizer.decode(np.asarray(tokens)[0, : int(lengths[0])])
+    key = jax.random.key(config.seed)
+    tokens, lengths = draw(key, params, jnp.asarray(batch), config.model, config.sampling, stop_tokens=tokenizer.ends)
+    text = np.asarray(tokens)[0, : int(lengths[0])]
+    return tokenizer.decode(text[added : -1 if text[-1] in tokenizer.ends else None])
 
 
 def _place(windows: Windows, step: int) -> PyTree:

@@ -129,7 +129,7 @@ def in_blocks(
 ) -> Float[Array, "B T H K"]:
     """Computes `dense` attention of queries that see the keys 0 to `last`, `QUERIES` of them at a time.
 
-    For prompts: a query's sums are those of `dense`, and the scores of all, B H T S, never exist. Memory: B H QUERIES S.
+    A query's sums are those of `dense`, and the scores of all, B H T S, never exist. Memory: B H QUERIES S.
     """
     batch, length = last.shape
 

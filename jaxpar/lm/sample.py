@@ -1,6 +1,7 @@
 """Sampling with a key-value cache or a recurrent state: prefill once, then the whole loop in one `while_loop`."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,8 @@ class Sampling:
       temperature: Logits are divided by it; 0 takes the likeliest token.
       top_k: Only the k likeliest tokens may be drawn; 0 means all.
       top_p: Only the smallest set of likeliest tokens whose probability reaches p may be drawn.
-      stop_token: A row ends when it draws this token; -1 means never.
+      stop_token: A row ends when it draws this token; -1 is none. A Hugging Face folder's own ends are `generate`'s
+        `stop_tokens`.
     """
 
     max_new_tokens: int = 100
@@ -152,6 +154,7 @@ def generate(
     sampling: Sampling = Sampling(),
     *,
     prompt_lengths: Int[Array, " B"] | None = None,
+    stop_tokens: Sequence[int] = (),
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
     """Continues each prompt; pure, so jit it with `config` and `sampling` static.
 
@@ -165,6 +168,7 @@ def generate(
       config: The model.
       sampling: How tokens are drawn.
       prompt_lengths: At least 1 each; by default T.
+      stop_tokens: Tokens that end a row as `sampling.stop_token` does, such as the `ends` of a tokenizer.
 
     Returns:
       Tokens [B, T + max_new_tokens] (prompt, then what was drawn, then zeros) and the length of each row, the
@@ -180,14 +184,14 @@ def generate(
             f"{start} prompt and {sampling.max_new_tokens} new tokens are over model.max_seq_len={config.max_seq_len}."
         )
     lengths = jnp.full((batch,), start) if prompt_lengths is None else jnp.asarray(prompt_lengths)
-    rows = jnp.arange(batch)
+    rows, stops = jnp.arange(batch), jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32)
     logits, cache = prefill(params, prompt, lengths, config, total)
     tokens = jnp.where(jnp.arange(total)[None, :] < lengths[:, None], jnp.pad(prompt, ((0, 0), (0, total - start))), 0)
 
     def draw(tokens, lengths, ended, logits):
         new = _draw(key, logits, lengths, sampling)
         tokens = tokens.at[rows, lengths].set(jnp.where(ended, tokens[rows, lengths], new), mode="drop")
-        return tokens, jnp.where(ended, lengths, lengths + 1), ended | (new == sampling.stop_token), new
+        return tokens, jnp.where(ended, lengths, lengths + 1), ended | jnp.isin(new, stops), new
 
     def go_on(carry):
         return (carry[0] < sampling.max_new_tokens) & ~carry[3].all()
