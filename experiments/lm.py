@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._mesh import LM_AXES, check_split, refuse_idle
 from experiments._run import say
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss, write_arrays
 from jaxpar.lm import (
@@ -31,6 +32,7 @@ from jaxpar.lm import (
     OptimizerConfig,
     Sampling,
     Trainer,
+    axes,
     flops_per_token,
     from_hf,
     generate,
@@ -170,6 +172,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def sample(config: Config, folder: pathlib.Path) -> None:
     """Prints a sample of a saved run or a Hugging Face folder."""
     config, params, tokenizer = _load(config)
+    refuse_idle("sampling", (axes(config.model), "batch"))
     say(draw_sample(config, params, tokenizer, config.prompt or ("" if tokenizer.begin else "\n")))
 
 
@@ -230,11 +233,14 @@ def make_trainer(config: Config) -> Trainer:
     trainer = Trainer(
         config.model, config.optimizer, config.train.steps, config.train.accumulate, config.train.max_skipped
     )
+    refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
-    rows = config.data.batch_size
-    if rows % config.train.accumulate:
-        raise UsageError(f"train.accumulate={config.train.accumulate} does not divide data.batch_size={rows}.")
-    partition(("batch", "seq"), (rows // config.train.accumulate, config.data.seq_len), "the batch")
+    rows, parts = config.data.batch_size, config.train.accumulate
+    if rows % parts:
+        raise UsageError(f"train.accumulate={parts} does not divide data.batch_size={rows}.")
+    check_split("data.batch_size", rows, "batch", "train.accumulate", parts)
+    check_split("data.seq_len", config.data.seq_len, "seq")
+    partition(("batch", "seq"), (rows // parts, config.data.seq_len), "the batch")  # two rules may clash
     return trainer
 
 
