@@ -354,7 +354,7 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
     say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
     say(corpus.describe().replace("corpus ", "corpus     ", 1))
     if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:
-        say(f"note       the tokenizer has {corpus.tokenizer.vocab_size:,} of the model's {model.vocab_size:,} symbols; "
+        say(f"note       the tokenizer has {corpus.tokenizer.vocab_size:,} of {model.vocab_size:,} symbols; "
             f"model.vocab_size={enough} leaves the others out")  # fmt: skip
     say(f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens, {flops / 1e9:,.1f} GFLOP")
 
