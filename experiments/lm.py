@@ -179,6 +179,9 @@ def sample(config: Config, folder: pathlib.Path) -> None:
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     """Prints the loss over the whole validation split of a saved run, or of a Hugging Face folder on `data.path`."""
     config, params, tokenizer = _load(config)
+    refuse_idle("a language model", (axes(config.model), LM_AXES))
+    check_split("data.batch_size", config.data.batch_size, "batch")
+    check_split("data.seq_len", config.data.seq_len, "seq")
     corpus = open_corpus(config.data, pathlib.Path(config.run) / "data", tokenizer)
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))

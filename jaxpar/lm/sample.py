@@ -117,8 +117,14 @@ def prefill(
 
     Returns:
       Logits after each row's last token, in float32 at least, and the cache: what `extend` goes on from.
+
+    Raises:
+      UsageError: If T is over the slots, or over learned positions.
     """
     params, (batch, length) = hold(params, config), tokens.shape
+    most = min(slots, config.max_seq_len) if config.positions == "learned" else slots
+    if length > most:
+        raise UsageError(f"prompts of {length} tokens are over the {most} that the cache and learned positions have.")
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
 
     def body(x, layer) -> Any:

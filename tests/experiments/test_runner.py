@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import _run, lm, plan
+from experiments import _run, env, lm, neat, plan, pomdp, rl, rnn
 from jaxpar.lm import gpt2, llama, num_params
 from jaxpar.lm.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -158,3 +158,25 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path, flags):
 def test_a_folder_without_configuration_is_refused(tmp_path):
     with pytest.raises(UsageError, match="it has no config.yaml"):
         _run.load(tmp_path, lm.Config)
+
+
+def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
+    monkeypatch.setattr(_run, "_quieten", lambda: None)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    kinds = (lm, (2, 2, 2)), (rl, (2, 2, 1)), (env, (2, 2, 1)), (neat, (2, 2, 1)), (pomdp, (1, 1, 1)), (rnn, (2, 2, 2))
+    opened = []
+
+    def record(config, *usual):
+        with open_devices(config, *usual) as mesh:
+            opened.append(tuple(mesh.shape[axis] for axis in ("data", "fsdp", "tensor")))
+        raise UsageError("that is all")
+
+    open_devices = _run.open_devices
+    monkeypatch.setattr(_run, "open_devices", record)
+    for experiment, sizes in kinds:
+        for flags, want in (("", sizes), ("mesh.data=8", (8, 1, 1))):
+            with pytest.raises(UsageError, match="that is all"):
+                experiment.execute(experiment.compose("cpu_devices=8", *flags.split()), tmp_path)
+            assert opened[-1] == want, experiment
+    jax.config.update("jax_compilation_cache_dir", before)

@@ -322,6 +322,17 @@ def test_the_command_begins_and_ends_as_the_folder_says(folder, monkeypatch, cap
     out = capsys.readouterr().out.splitlines()
     assert asked == [([14, 5, 6], (2, 3)), ([14, 5, 6], (2, 3)), ([14], (2, 3))]
     assert out == ["w5 w6 w7", "<s> w5 w6 w7", "w7"]
+    with (
+        use_mesh(make_mesh(MeshSpec(context=8))),
+        pytest.raises(UsageError, match="sampling has nothing along context"),
+    ):
+        lm.sample(config, folder)
+    for spec, sentence in (
+        (MeshSpec(stage=8), "mesh.stage=8 leaves 8 devices with the same work"),
+        (MeshSpec(data=8), "data.batch_size=12 does not divide over mesh.data=8"),
+    ):
+        with use_mesh(make_mesh(spec)), pytest.raises(UsageError, match=sentence):
+            lm.evaluate(lm.compose("mode=eval", f"run={folder}", "data.batch_size=12"), folder)
     change(folder / "generation_config.json", dict(eos_token_id=99))
     with pytest.raises(UsageError, match="token 99 is none of the model's 16 symbols"):
         lm.sample(config, folder)

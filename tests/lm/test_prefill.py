@@ -15,6 +15,7 @@ from jaxpar.lm import LMConfig, Sampling, apply, attention, axes, generate
 from jaxpar.lm.params import abstract
 from jaxpar.lm.sample import empty_cache, extend, prefill
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
+from jaxpar.types import UsageError
 
 SMALL = dict(vocab_size=32, num_layers=2, embed_dim=32, mlp_dim=48, init_std=0.3, dtype="float32")
 MODELS = {
@@ -69,6 +70,15 @@ def test_a_prompt_longer_than_a_block_goes_on_as_the_whole_model_would():
     want = np.asarray(jit(apply, static_argnums=2)(params, tokens, config)).argmax(-1)
     for row, first in enumerate((length, length - 30)):
         np.testing.assert_array_equal(tokens[row, first : first + new], want[row, first - 1 : first + new - 1])
+
+
+@pytest.mark.parametrize(("name", "slots"), [("llama", 12), ("gpt2", 20)])
+def test_prompts_that_have_no_room_are_refused(name, slots):
+    tokens = np.zeros((1, 13), np.int32)
+    with pytest.raises(
+        UsageError, match="prompts of 13 tokens are over the 12 that the cache and learned positions have"
+    ):
+        prefill(noisy_params(MODELS[name]), tokens, np.array([13]), MODELS[name], slots)
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(data=2, context=2, tensor=2), MeshSpec(data=2, fsdp=2, tensor=2)])
