@@ -24,6 +24,7 @@ from jaxpar.lm.keys import (
     Kind,
     check,
     one_of,
+    plain,
     read_json,
     refuse_unknown,
     shown,
@@ -78,8 +79,8 @@ def _read_llama(values: dict) -> dict:
 def _read_rope(values: dict) -> dict:
     """Translates `rope_theta`, `rope_scaling` and `rope_parameters`, which may hold parts of each other."""
     rope: dict[str, Any] = {}
-    plain = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
-    for part in (plain, values.get("rope_scaling", {}), values.get("rope_parameters", {})):
+    beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
+    for part in (beside, values.get("rope_scaling", {}), values.get("rope_parameters", {})):
         for key, value in part.items():
             if value is not None and rope.setdefault(key, value) != value:
                 raise UsageError(f"{key} is {shown(rope[key])} and {shown(value)}; legal is one value.")
@@ -93,7 +94,9 @@ def _read_rope(values: dict) -> dict:
         raise UsageError(f"rope type 'llama3' also needs {', '.join(absent)}.")
     for key, value in rope.items():
         if key not in kinds:
-            raise UsageError(f"rope type {kind!r} does not honour {key}={shown(value)}; legal are {', '.join(kinds)}.")
+            raise UsageError(
+                f"rope type {kind!r} does not honour {plain(key)}={shown(value)}; legal are {', '.join(kinds)}."
+            )
         check("the rope of config.json", key, value, kinds[key])
     if keys and not rope["high_freq_factor"] > rope["low_freq_factor"]:
         raise UsageError(
@@ -221,7 +224,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     arch = next((a for a in (LLAMA, GPT2) if name in (a.name, a.model_type) and kind in (a.model_type, None)), None)
     if arch is None:
         raise UsageError(
-            f"{path} is of architecture {name} (model_type {kind}); legal are "
+            f"{path} is of architecture {plain(name)} (model_type {plain(kind)}); legal are "
             f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in (LLAMA, GPT2))}."
         )
     known = {key: kind for key, kind, *_ in arch.fields.values()} | arch.others | COMMON

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from jaxpar.lm.architectures import Architecture, Row, architecture_of, config_json, read_config
 from jaxpar.lm.config import CHOICES, LMConfig
-from jaxpar.lm.keys import read_json, shown
+from jaxpar.lm.keys import plain, read_json, shown
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
@@ -299,5 +299,7 @@ def _file_names(index: Path) -> list[str]:
         raise UsageError(f"{index} has weight_map={shown(places)}; legal is an object of tensors and their files.")
     for tensor, name in places.items():
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
-            raise UsageError(f"{index} says that {tensor} lies in {shown(name)}; legal is a file of that folder.")
+            raise UsageError(
+                f"{index} says that {plain(tensor)} lies in {shown(name)}; legal is a file of that folder."
+            )
     return sorted(set(places.values()))

@@ -23,6 +23,7 @@ __all__ = [
     "Kind",
     "check",
     "one_of",
+    "plain",
     "read_json",
     "refuse_unknown",
     "shown",
@@ -91,6 +92,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def plain(name: Any) -> Any:
+    """Returns a name as it is, unless it would break an error's line."""
+    return shown(name) if isinstance(name, str) and not (name.isprintable() and len(name) <= 80) else name
+
+
 def check(where: Any, key: str, value: Any, kind: Kind) -> None:
     """Raises `UsageError` unless `value`, the one of `key` in the file `where`, is of its kind."""
     if not kind.holds(value):
@@ -116,8 +122,8 @@ def refuse_unknown(where: Any, values: Mapping[str, Any], known: Mapping[str, Ki
                 )
         elif key not in HARMLESS and not key.startswith("_") and value is not False:
             raise UsageError(
-                f"{where} has {key}={shown(value)}, which is not honoured here and may change what the model computes; "
-                "legal is null, false, or no such key."
+                f"{where} has {plain(key)}={shown(value)}, which is not honoured here and may change what the model "
+                "computes; legal is null, false, or no such key."
             )
 
 

@@ -155,7 +155,9 @@ def _token(folder: Path, tokenizer: tokenizers.Tokenizer, settings: dict[str, An
 
 
 def _values(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(folder / name) if (folder / name).is_file() else {}
+    """Returns what a file of the folder says, if it is there; null is as good as nothing."""
+    values = read_json(folder / name) if (folder / name).is_file() else {}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def vocab_size_of(spec: str) -> int:

@@ -153,6 +153,16 @@ def test_what_is_switched_off_changes_nothing(folders, tmp_path):
     assert config_from_hf(tmp_path, dtype="float32") == CONFIGS["llama"]
 
 
+@pytest.mark.parametrize("name", ["a\nb", "\ud800", "x" * 5000, ""])
+def test_a_name_cannot_break_the_sentence(folders, tmp_path, name):
+    values = json.loads((folders / "llama" / "config.json").read_text())
+    rope = values["rope_scaling"] | {name: 1}
+    for changes in ({name: 1}, {"model_type": name}, {"architectures": [name]}, {"rope_scaling": rope}):
+        (tmp_path / "config.json").write_text(json.dumps(values | changes))
+        said = sentence_of(config_from_hf, tmp_path).replace(str(tmp_path), "")
+        assert len(said.encode()) < 400
+
+
 def test_json_that_python_cannot_hold_is_refused(tmp_path):
     for text in ("[" * 10**5, '{"vocab_size": ' + "9" * 5000 + "}", '"\xff"'.encode("latin-1")):
         (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
