@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -46,6 +47,8 @@ from jaxpar.types import UsageError
 CONF = pathlib.Path(__file__).resolve().parent / "conf"
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
+SHOWN = MeshSpec(data=2, fsdp=2, tensor=2)
+"""What eight simulated devices are for: a mesh of three axes."""
 FAREWELL_S = 3.0
 """Seconds that a process which ends by an error waits for the others to end as well."""
 # What a flag that does not fit raises, by Hydra, by OmegaConf, and by a frozen dataclass that lacks it.
@@ -75,8 +78,8 @@ class RunConfig:
       name: First part of the run folder's name; each preset sets its own.
       seed: Of everything random.
       resume: Whether to go on in the run's folder; false starts anew in a new one.
-      mesh: Sizes of the mesh axes. Left alone, it is data=2 fsdp=2 tensor=2 on eight simulated CPU devices, and
-        data=all on accelerators.
+      mesh: Sizes of the mesh axes. Left alone, it is data=all on accelerators, and on eight simulated CPU devices what
+        suits the experiment: data=2 fsdp=2 tensor=2 for language models.
       layout: What is split when, of zero3, zero2, zero1, hybrid, nested and sequence; two are joined by +.
       rules: Changes to the table of logical axes, such as rules.embed=none.
       cpu_devices: CPU devices of this process where there is no accelerator; 0 means 8, or 1 if it is one of several.
@@ -240,8 +243,14 @@ def ending_together():
         os._exit(code)
 
 
-def open_devices(config: RunConfig):
-    """Joins the other processes, finds or simulates devices, and returns the mesh as a context, ambient inside."""
+def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
+    """Joins the other processes, finds or simulates devices, and returns the mesh as a context, ambient inside.
+
+    Args:
+      config: The experiment's.
+      usual: The mesh where none is asked for and there are eight simulated CPU devices, of which it may leave some out;
+        `MeshSpec()` is one device, and is so anywhere.
+    """
     _quieten()
     joined = start_processes(**dataclasses.asdict(config.processes))
     with_accelerator = accelerator()
@@ -257,10 +266,15 @@ def open_devices(config: RunConfig):
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(pathlib.Path.home() / ".cache" / "jaxpar")
     jax.config.update("jax_compilation_cache_dir", cache)
     check_same_on_all_processes(repr(config).replace(repr(config.processes), ""), "the configuration")
-    spec = config.mesh
-    if spec == MeshSpec(data=-1) and jax.default_backend() == "cpu" and jax.device_count() == 8:
-        spec = MeshSpec(data=2, fsdp=2, tensor=2)
-    return use_mesh(make_mesh(spec), rules_from(config.rules, config.layout))
+    spec, devices = config.mesh, jax.devices()
+    if spec == MeshSpec(data=-1):
+        if usual == MeshSpec():
+            spec, devices = usual, jax.local_devices()[:1]
+        elif jax.default_backend() == "cpu" and len(devices) == 8:
+            size = math.prod(dataclasses.astuple(usual))
+            if size == 8 or jax.process_count() == 1:  # every process needs devices of its own in the mesh
+                spec, devices = usual, devices[:size]
+    return use_mesh(make_mesh(spec, devices), rules_from(config.rules, config.layout))
 
 
 def short(path: pathlib.Path) -> str:

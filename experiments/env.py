@@ -22,12 +22,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments import _run
+from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
 from experiments._walk import POLICIES, Call, Walk, player, shoot
 from experiments._world import make_world
 from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
-from jaxpar.mesh import partition
+from jaxpar.mesh import MeshSpec
 from jaxpar.rollout import Chunked, Episodes, NextStep, NoReset, Pool, SameStep
 from jaxpar.rollout.draws import check_draw
 
@@ -78,8 +79,9 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Walks under the mesh of the flags; writes metrics.jsonl, plots/episodes.png and plots/lanes.gif."""
-    with _run.open_devices(config):
-        partition(("envs",), (config.num_envs,), "num_envs")
+    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+        refuse_idle("a walk", "envs")
+        check_split("num_envs", config.num_envs, "envs")
         walk = make_walk(config)
         folder = _run.fresh_folder(folder, config.resume)
         _run.write_start(folder, config)

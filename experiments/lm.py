@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._mesh import LM_AXES, check_split, refuse_idle
 from experiments._run import say
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss, write_arrays
@@ -32,6 +33,7 @@ from jaxpar.lm import (
     OptimizerConfig,
     Sampling,
     Trainer,
+    axes,
     flops_per_token,
     from_hf,
     generate,
@@ -166,12 +168,16 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def sample(config: Config, folder: pathlib.Path) -> None:
     """Prints a sample of a saved run or a Hugging Face folder."""
     config, params, tokenizer = _load(config)
-    say(draw_sample(config, params, tokenizer, config.prompt or "\n"))
+    refuse_idle("sampling", (axes(config.model), "batch"))
+    say(draw_sample(config, params, tokenizer, config.prompt or ("" if tokenizer.begin else "\n")))
 
 
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     """Prints the loss over the whole validation split of a saved run, or of a Hugging Face folder on `data.path`."""
     config, params, tokenizer = _load(config)
+    refuse_idle("a language model", (axes(config.model), LM_AXES))
+    check_split("data.batch_size", config.data.batch_size, "batch")
+    check_split("data.seq_len", config.data.seq_len, "seq")
     corpus = open_corpus(config.data, pathlib.Path(config.run) / "data", tokenizer)
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))
@@ -226,11 +232,14 @@ def make_trainer(config: Config) -> Trainer:
     trainer = Trainer(
         config.model, config.optimizer, config.train.steps, config.train.accumulate, config.train.max_skipped
     )
+    refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
-    rows = config.data.batch_size
-    if rows % config.train.accumulate:
-        raise UsageError(f"train.accumulate={config.train.accumulate} does not divide data.batch_size={rows}.")
-    partition(("batch", "seq"), (rows // config.train.accumulate, config.data.seq_len), "the batch")
+    rows, parts = config.data.batch_size, config.train.accumulate
+    if rows % parts:
+        raise UsageError(f"train.accumulate={parts} does not divide data.batch_size={rows}.")
+    check_split("data.batch_size", rows, "batch", "train.accumulate", parts)
+    check_split("data.seq_len", config.data.seq_len, "seq")
+    partition(("batch", "seq"), (rows // parts, config.data.seq_len), "the batch")  # two rules may clash
     return trainer
 
 
@@ -260,15 +269,24 @@ def make_evaluate(config: Config, corpus: Corpus):
 
 
 def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: str) -> str:
-    """Returns the prompt and its continuation."""
-    ids = tokenizer.encode(prompt)
+    """Returns the prompt and its continuation, which begins and ends as the tokenizer's texts do."""
+    ids, begin = tokenizer.encode(prompt), np.array(tokenizer.begin, np.int32)
+    added = 0 if np.array_equal(ids[: len(begin)], begin) else len(begin)  # a prompt may spell it
+    ids = np.concatenate([begin, ids]) if added else ids
     if not len(ids):
         raise UsageError("the prompt has no tokens; give at least one character.")
+    if (largest := max([*ids, *tokenizer.ends])) >= config.model.vocab_size:
+        raise UsageError(
+            f"the tokenizer's token {largest} is none of the model's {config.model.vocab_size} symbols; legal are 0 to "
+            f"{config.model.vocab_size - 1}."
+        )
     rows = math.prod(jax.sharding.get_mesh().shape[axis] for axis in mesh_axes("batch"))
     batch = np.broadcast_to(ids, (rows, len(ids)))
     draw = jax.jit(generate, static_argnums=(3, 4))
-    tokens, lengths = draw(jax.random.key(config.seed), params, jnp.asarray(batch), config.model, config.sampling)
-    return tokenizer.decode(np.asarray(tokens)[0, : int(lengths[0])])
+    key = jax.random.key(config.seed)
+    tokens, lengths = draw(key, params, jnp.asarray(batch), config.model, config.sampling, stop_tokens=tokenizer.ends)
+    text = np.asarray(tokens)[0, : int(lengths[0])]
+    return tokenizer.decode(text[added : -1 if text[-1] in tokenizer.ends else None])
 
 
 def _place(windows: Windows, step: int) -> PyTree:
@@ -335,6 +353,9 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
     say(f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}")
     say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
     say(corpus.describe().replace("corpus ", "corpus     ", 1))
+    if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:
+        say(f"note       the tokenizer has {corpus.tokenizer.vocab_size:,} of {model.vocab_size:,} symbols; "
+            f"model.vocab_size={enough} leaves the others out")  # fmt: skip
     say(f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens, {flops / 1e9:,.1f} GFLOP")
 
 

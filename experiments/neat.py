@@ -28,11 +28,12 @@ import numpy as np
 import envs
 from envs.double_pole import DoublePole, generalisation_starts
 from experiments import _run
+from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
 from jaxpar.fields import AtLeast, Between, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume, run_until
-from jaxpar.mesh import partition
+from jaxpar.mesh import MeshSpec
 from jaxpar.neat import (
     CANONICAL,
     FAST,
@@ -180,14 +181,15 @@ def _curve() -> dict[str, Any]:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Searches under the mesh of the flags."""
-    with _run.open_devices(config):
+    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+        refuse_idle("a search", "population")
+        check_split("population", config.population, "population")
         (search if config.seeds == 1 else repeat)(config, folder)
 
 
 def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Makes `seeds` searches that end when solved, and tells how each ended: a row of `folder/seeds.jsonl` each."""
     neat, inputs = make_search(config)
-    partition(("population",), (config.population,), "population")
     folder = _run.fresh_folder(folder, resume=False)
     _run.write_start(folder, config)
 
@@ -231,7 +233,6 @@ def _tell_seeds(rows: list[dict[str, Any]]) -> None:
 def search(config: Config, folder: pathlib.Path) -> FitResult:
     """Evolves under the ambient mesh, in `folder`, until solved; resumes what is there."""
     neat, inputs = make_search(config)
-    partition(("population",), (config.population,), "population")
     folder = _run.fresh_folder(folder, config.resume)
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     with contextlib.ExitStack() as stack:

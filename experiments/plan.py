@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from experiments import _plan_report as report
 from experiments import _run
+from experiments._mesh import check_split, refuse_idle
 from experiments._run import say
 from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
@@ -193,6 +194,8 @@ def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
 def decode_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     """Returns one token of sampling a row, with a full cache."""
     model, rows, length = config.model, config.data.batch_size, config.data.seq_len
+    refuse_idle("sampling", (declared.axes(model), "batch"))
+    check_split("data.batch_size", rows, "batch")
     params = declared.abstract(model, jnp.dtype(model.dtype))
     token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     cache = jax.eval_shape(lambda: empty_cache(model, rows, length))

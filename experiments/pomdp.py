@@ -23,6 +23,7 @@ import numpy as np
 
 from experiments import _run
 from experiments._judge import Judge
+from experiments._mesh import refuse_idle
 from experiments._pomdp_film import Move, film, moves, planned
 from experiments._rocks import BELIEF, make_belief
 from experiments._run import identifying, say
@@ -30,6 +31,7 @@ from experiments._world import changes, make_world
 from jaxpar.env import gif
 from jaxpar.fields import AtLeast, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
+from jaxpar.mesh import MeshSpec
 from jaxpar.pomdp import Despot, FixedReference, Pft, Pomcp, Pomcpow, Vopp, simulate
 from jaxpar.pomdp.model import discount_of
 from jaxpar.types import PRNGKey, UsageError
@@ -127,7 +129,8 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Plans, on one device; writes metrics.jsonl, plots/returns.png and plots/episode.gif."""
-    with _run.open_devices(config):
+    with _run.open_devices(config, MeshSpec()):
+        refuse_idle("planning", ())
         setting = make_setting(config)
         folder = _run.fresh_folder(folder, config.resume)
         _run.write_start(folder, config)

@@ -26,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
 from experiments._walk import FILMED, Walk, on_one_device, shoot
 from experiments._world import changes, make_world
 from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
-from jaxpar.mesh import partition
+from jaxpar.mesh import MeshSpec
 from jaxpar.rl import A2c, Dqn, Ppo, Pqn, Recalling, Seeds, returns_by_trial
 from jaxpar.rollout import NextStep, NoReset, begin, evaluate, unroll
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
@@ -168,14 +169,15 @@ def num_updates(config: Config, learner: Any) -> int:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Learns under the mesh of the flags; writes metrics.jsonl, checkpoints, plots/returns.png and plots/agent.gif."""
-    with _run.open_devices(config):
+    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
         learn(config, folder)
 
 
 def learn(config: Config, folder: pathlib.Path) -> FitResult:
     """Learns under the ambient mesh, in `folder`; resumes what is there."""
     learner, params = make_learner(config)
-    partition(("envs",), (learner.num_lanes,), "num_envs")
+    refuse_idle("learning", "envs")
+    check_split("num_envs", learner.num_lanes, "envs")
     seeds, updates = Seeds(learner, config.num_seeds, params), num_updates(config, learner)
     per_update, warmup = learner.num_lanes * learner.num_steps, getattr(learner, "warmup", 0)
     if updates * per_update < warmup:

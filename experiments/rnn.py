@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._mesh import check_split, refuse_idle
 from experiments._run import say
 from experiments._series import SeriesConfig, Task, open_task
 from jaxpar.fields import AtLeast, Positive, check_fields, field
 from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
-from jaxpar.mesh import named_shardings, partition, place_rows
+from jaxpar.mesh import named_shardings, place_rows
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.solvers import solver
 from jaxpar.types import PyTree, UsageError
@@ -201,8 +202,9 @@ def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     )
     trainer = SequenceTrainer(network, num_steps=config.train.steps, classes=task.classes,
                               **dataclasses.asdict(optimizer))  # fmt: skip
+    refuse_idle("a recurrent network", (trainer.axes(), "batch"))
     named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
-    partition(("batch",), (config.data.batch_size,), "the batch")
+    check_split("data.batch_size", config.data.batch_size, "batch")
     return trainer
 
 

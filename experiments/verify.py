@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import _run
+from experiments._mesh import LM_AXES, refuse_idle
 from experiments._run import say
 from jaxpar.aot import topology
 from jaxpar.io import plot_layouts
@@ -28,7 +29,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, axes, init, loss
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.optim import make_optimizer
 from jaxpar.lm.transfers import declared_transfers
-from jaxpar.mesh import LAYOUTS, MeshSpec
+from jaxpar.mesh import LAYOUTS, MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, Model, Row, every_layout, verify
 
@@ -78,6 +79,11 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     """Verifies, prints the table, writes layouts.json and plots/layouts.png."""
     with _run.open_devices(config):
         layouts = chosen_layouts(config.layouts, jax.device_count())
+    for layout in layouts:
+        if layout.num_devices <= jax.device_count():  # others are told below
+            mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
+            with use_mesh(mesh, rules_from(config.rules, layout.name)):
+                refuse_idle("a language model", (axes(config.model), LM_AXES))
     if jax.process_count() > 1:
         raise UsageError("verify compares with one device of this process; start it with one process.")
     devices = slice_of(config.topology, layouts)

@@ -109,8 +109,9 @@ def test_files_and_functions_are_short(path):
 
 def test_the_language_model_stays_small():
     # 2,500 for the model, its data and its files; 200 for what it declares of itself to planner and verifier; 60 for
-    # the choice of a mixer in config, parameters, block and cache (mixers themselves are in jaxpar.nn).
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "jaxpar" / "lm").rglob("*.py")) < 2760
+    # the choice of a mixer in config, parameters, block and cache (mixers themselves are in jaxpar.nn); 300 for what a
+    # folder of others may say, key by key, and its special tokens; 80 for reading whole prompts.
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "jaxpar" / "lm").rglob("*.py")) < 3140
 
 
 def public_names(tree):

@@ -14,7 +14,7 @@ from jaxpar.aot.flops import Flops, flops_of
 from jaxpar.aot.job import Job
 from jaxpar.aot.memory import analyse, arguments, saved_bytes
 from jaxpar.aot.roofline import Roofline, roofline
-from jaxpar.aot.topology import Chip, chip_of, hbm_bytes
+from jaxpar.aot.topology import Chip, chip_of, hbm_bytes, status_of
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.types import UsageError
 
@@ -168,7 +168,11 @@ def compile_job(job: Job, effort: str = "low") -> Outcome:
         except jax.errors.JaxRuntimeError as error:
             wanted = _TOO_MUCH.search(str(error)) or _USED_OF.search(str(error))
             if "RESOURCE_EXHAUSTED" not in str(error) or not wanted:
-                raise
+                kind = job.mesh.devices.flat[0].device_kind
+                raise UsageError(
+                    f"the compiler for {kind} does not take this step ({status_of(error)}); effort=none plans it "
+                    "without compiling."
+                ) from error
             need, unit, have, other = wanted.groups()
             sizes = (float(need) * 2.0 ** _UNITS[unit], float(have) * 2.0 ** _UNITS[other])
             return Outcome(None, _dumped(folder), *sizes)

@@ -7,13 +7,12 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jaxpar.types import UsageError
 
-__all__ = ["CHIPS", "Chip", "Topology", "chip_of", "devices", "hbm_bytes", "parse"]
+__all__ = ["CHIPS", "Chip", "Topology", "chip_of", "devices", "hbm_bytes", "parse", "status_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ def parse(text: str) -> Topology:
 
 
 def devices(topology: Topology) -> list[Any]:
-    """Returns compile-only devices of a TPU slice, of which none needs to exist; silent unless it fails.
+    """Returns compile-only devices of a TPU slice, of which none needs to exist; silent.
 
     Sets `TPU_SKIP_MDS_QUERY` and `ALLOW_MULTIPLE_LIBTPU_LOAD` for this process (no question to a cloud's metadata
     server; no refusal because another process holds libtpu's lock file). One chip to thousands: 0.2 s for 6,144.
@@ -133,8 +132,21 @@ def devices(topology: Topology) -> list[Any]:
         with _quiet():
             return list(topologies.get_topology_desc(f"{topology.chip.name}:{shape}", "tpu", **options).devices)
     except Exception as error:  # jaxlib raises its own kind, and libtpu says in many lines what it dislikes
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"libtpu refuses topology={topology.text}: {reason}.") from error
+        if "INVALID_ARGUMENT" in str(error):
+            example = f"{topology.chip.name}:{topology.chip.example}"
+            raise UsageError(
+                f"topology={topology.text} is no slice that libtpu knows; legal is a shape such as {example}."
+            ) from error
+        raise UsageError(
+            f"libtpu does not start for topology={topology.text} ({status_of(error)}); another process may hold it, or "
+            "it does not fit this jaxlib."
+        ) from error
+
+
+def status_of(error: BaseException) -> str:
+    """Returns the kind of error that XLA's and libtpu's messages begin with, in words: "invalid argument"."""
+    found = re.match(r"\s*([A-Z]+(?:_[A-Z]+)*):", str(error))
+    return found[1].lower().replace("_", " ") if found else "it does not say why"
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -154,17 +166,13 @@ def hbm_bytes(device: Any) -> float | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Holds back what C++ writes to stderr; shows it if the block raises."""
+    """Drops what C++ writes to stderr: libtpu tells its authors which of its files met what."""
     sys.stderr.flush()
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
         try:
             yield
-        except BaseException:
-            held.seek(0)
-            os.write(kept, held.read())
-            raise
         finally:
             sys.stderr.flush()
             os.dup2(kept, 2)

@@ -12,6 +12,7 @@ from etils import epath
 
 from jaxpar.io import layers
 from jaxpar.io.digest import numpy_digest
+from jaxpar.io.storage import unreadable_reason
 from jaxpar.types import PyTree, UsageError
 
 __all__ = [
@@ -94,8 +95,12 @@ def read_arrays(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) 
             if (arrays[path].shape, arrays[path].dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(f"{path} is of another shape or dtype than was saved")
         return arrays
-    except jax.errors.JaxRuntimeError:
-        raise  # the device's memory, not the checkpoint
+    except jax.errors.JaxRuntimeError as error:  # the device's memory, not the checkpoint
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UsageError(
+            f"the checkpoint {folder} does not fit into the devices' memory; take more devices, or split more of it"
+        ) from error
     except Exception as error:
         raise _unreadable(folder, error) from error
 
@@ -165,5 +170,4 @@ def _check(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
 
 
 def _unreadable(folder: epath.Path, error: Exception) -> Damaged:
-    detail = (str(error).splitlines() or [""])[0]
-    return Damaged(f"the checkpoint {folder} cannot be read ({type(error).__name__}: {detail:.200})")
+    return Damaged(f"the checkpoint {folder} cannot be read: {unreadable_reason(error)}")

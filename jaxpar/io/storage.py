@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 
 import jax
@@ -13,7 +14,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxpar.io.snapshot import on_all_processes
 from jaxpar.types import UsageError
 
-__all__ = ["Ranking", "absolute", "open_folder", "open_manager", "set_aside", "storage_reason"]
+__all__ = ["Ranking", "absolute", "open_folder", "open_manager", "set_aside", "storage_reason", "unreadable_reason"]
 
 # What TensorStore writes into a ValueError when the operating system refuses a write.
 _REFUSALS = (
@@ -24,6 +25,17 @@ _REFUSALS = (
     "permission denied",
     "resource_exhausted",
 )
+# How TensorStore's messages begin, in front of what only its authors can read.
+_STATUS = re.compile(
+    r"(ABORTED|ALREADY_EXISTS|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|INVALID_ARGUMENT|"
+    r"NOT_FOUND|OUT_OF_RANGE|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|UNIMPLEMENTED|UNKNOWN): "
+)
+# What stands anywhere in an error of reading, and what it means; else the content is at fault.
+_UNREADABLE = {
+    "permission denied": ("permission denied", "permission_denied", "permissionerror", "unauthenticated"),
+    "the storage cannot be reached": ("unavailable", "deadline_exceeded", "connection", "timed out"),
+    "a file of it is missing": ("not_found", "not found", "filenotfound", "no such file", "does not exist", "keyerror"),
+}
 
 
 class Ranking:
@@ -152,5 +164,17 @@ def storage_reason(error: BaseException | None) -> str | None:
             return said[0]
         if isinstance(error, OSError):
             return (error.strerror or str(error)).lower()
+        if isinstance(error, (ValueError, RuntimeError)) and (status := _STATUS.match(str(error))):
+            return f"the storage answers {status[1].lower().replace('_', ' ')}"
         error = error.__cause__ or error.__context__
     return None
+
+
+def unreadable_reason(error: BaseException) -> str:
+    """Says in our words why a checkpoint cannot be read, whatever Orbax, TensorStore or JSON said of it."""
+    said, link = "", error
+    while link is not None:
+        said += f" {type(link).__name__} {link}".lower()
+        link = link.__cause__ or link.__context__
+    reasons = (reason for reason, words in _UNREADABLE.items() if any(word in said for word in words))
+    return next(reasons, "a file of it is not as it was written")

@@ -7,11 +7,13 @@
 | `blocks`, `attention`, `model` | params, tokens [B, T] -> features [B, T, D] or logits [B, T, V] | `loss`, `sample` |
 | `loss`, `optim`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step | `jaxpar.verify` |
-| `sample`, `exchange` | prompt [B, T] -> tokens [B, S]; Hugging Face folder <-> params | experiments |
+| `sample` | prompt [B, T] -> tokens [B, S] | experiments |
+| `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
 """
 
+from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
-from jaxpar.lm.exchange import config_from_hf, from_hf, to_hf
+from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.optim import OptimizerConfig

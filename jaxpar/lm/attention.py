@@ -15,7 +15,10 @@ from jaxtyping import Array, Float, Int
 from jaxpar.mesh import constrain, local, mesh_axes, platform
 from jaxpar.types import PRNGKey, UsageError
 
-__all__ = ["attention", "dense", "dropout"]
+__all__ = ["attention", "dense", "dropout", "in_blocks"]
+
+QUERIES = 256
+"""Queries of a prompt whose dense scores exist at the same time."""
 
 if importlib.util.find_spec("libtpu"):  # before anything is traced, as in `jaxpar.scan._kernels`
     import jax.experimental.pallas.tpu  # noqa: F401
@@ -34,6 +37,7 @@ def attention(
     impl: str = "auto",
     dropout_rate: float = 0.0,
     dropout_key: PRNGKey | None = None,
+    prompt: bool = False,
 ) -> Float[Array, "B T H K"]:
     """Computes softmax(q k^T / sqrt(K)) v, each position seeing itself and what came before.
 
@@ -47,21 +51,23 @@ def attention(
       impl: "auto", "cudnn", "splash" or "xla" (dense).
       dropout_rate: Share of attention weights dropped; needs `dropout_key` and dense form.
       dropout_key: Key of the dropout; None while not training.
+      prompt: Whether this is a prompt, of any length, which no mesh axis splits and nothing is differentiated through.
 
-    Cost: O(B H T^2 K) operations; memory O(B H T^2) for "xla", O(B H T) for the kernels.
+    Cost: O(B H T^2 K) operations; memory O(B H T^2) for "xla", of a prompt O(B H T), as for the kernels.
 
     Raises:
       UsageError: If a kernel asked for by name cannot take this dtype, head size, length or dropout.
     """
     # Projected where their tokens are; a split sequence is gathered here and nowhere earlier.
-    q, k, v = constrain(q, *SPLIT), constrain(k, *KV_SPLIT), constrain(v, *KV_SPLIT)
+    split, kv_split = (HEADS, KV_HEADS) if prompt else (SPLIT, KV_SPLIT)
+    q, k, v = constrain(q, *split), constrain(k, *kv_split), constrain(v, *kv_split)
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         kv_axes = HEADS
     else:
         kv_axes = KV_HEADS
     rate = dropout_rate if dropout_key is not None else 0.0
-    impl = _choose(impl, q, rate, segments is not None)
+    impl = _choose(impl, q, rate, segments is not None, prompt)
     key_args = () if dropout_key is None or not rate else (jax.random.bits(dropout_key, (q.shape[0], q.shape[2])),)
     segment_args = () if segments is None else (segments,)
 
@@ -72,6 +78,8 @@ def attention(
             return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
         if impl == "splash":
             return _splash(q, k, v, seg)
+        if prompt:
+            return in_blocks(q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2]))
         seen = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))[None]
         if seg is not None:
             seen = seen & (seg[:, :, None] == seg[:, None, :])
@@ -80,7 +88,7 @@ def attention(
     in_axes = [HEADS, kv_axes, kv_axes]
     in_axes += [("batch", None)] * len(segment_args) + [("batch", "heads")] * len(key_args)
     out = local(block, in_axes, HEADS, check=impl == "xla")(q, k, v, *segment_args, *key_args)
-    return constrain(out, *SPLIT)
+    return constrain(out, *split)
 
 
 def dense(
@@ -116,6 +124,30 @@ def dense(
     return out.reshape(batch, length, heads, width)
 
 
+def in_blocks(
+    q: Float[Array, "B T H K"], k: Float[Array, "B S G K"], v: Float[Array, "B S G K"], last: Int[Array, "B T"]
+) -> Float[Array, "B T H K"]:
+    """Computes `dense` attention of queries that see the keys 0 to `last`, `QUERIES` of them at a time.
+
+    A query's sums are those of `dense`, and the scores of all, B H T S, never exist. Memory: B H QUERIES S.
+    """
+    batch, length = last.shape
+
+    def some(part):
+        q, last = part
+        return dense(q, k, v, jnp.arange(k.shape[1])[None, None, :] <= last[:, :, None])
+
+    if length <= QUERIES:
+        return some((q, last))
+
+    def cut(x):
+        x = jnp.pad(x, [(0, 0), (0, -length % QUERIES)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, -1, QUERIES, *x.shape[2:]), 1, 0)
+
+    out = jnp.moveaxis(jax.lax.map(some, (cut(q), cut(last))), 0, 1)
+    return out.reshape(batch, -1, *q.shape[2:])[:, :length]
+
+
 def dropout(x: jax.Array, rate: float, key: PRNGKey | None) -> jax.Array:
     """Zeroes a share `rate` of `x` and scales the rest; the identity without a key. Consumes `key`."""
     if key is None or rate == 0.0:
@@ -123,8 +155,8 @@ def dropout(x: jax.Array, rate: float, key: PRNGKey | None) -> jax.Array:
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
 
 
-def _choose(impl: str, q: jax.Array, rate: float, has_segments: bool) -> str:
-    """Resolves "auto", and refuses a kernel that cannot do what is asked."""
+def _choose(impl: str, q: jax.Array, rate: float, has_segments: bool, prompt: bool) -> str:
+    """Resolves "auto", and refuses a kernel that cannot do what is asked; a prompt's length is filled up for splash."""
     length, width = q.shape[1], q.shape[3]
     limits = {
         "cudnn": [
@@ -134,7 +166,7 @@ def _choose(impl: str, q: jax.Array, rate: float, has_segments: bool) -> str:
         ],
         "splash": [
             (q.dtype in (jnp.bfloat16, jnp.float32), f"dtype bfloat16 or float32, not {q.dtype}"),
-            (length % 128 == 0, f"a length that is a multiple of 128, not {length}"),
+            (prompt or length % 128 == 0, f"a length that is a multiple of 128, not {length}"),
             (width % 64 == 0, f"head_dim a multiple of 64, not {width}"),
             (rate == 0.0, "dropout 0"),
         ],
@@ -156,6 +188,9 @@ def _splash(q, k, v, segments):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    asked = q.shape[1]
+    if segments is None:  # what is filled up comes last, so that no query of ours sees it
+        q, k, v = (jnp.pad(x, ((0, 0), (0, -asked % 128), (0, 0), (0, 0))) for x in (q, k, v))
     length = q.shape[1]
     size = next(b for b in (512, 256, 128) if length % b == 0)
     blocks = splash.BlockSizes(
@@ -166,4 +201,4 @@ def _splash(q, k, v, segments):
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(q.shape[-1]), k, v))
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     out: Any = jax.vmap(kernel)(q, k, v, ids)
-    return jnp.swapaxes(out, 1, 2)
+    return jnp.swapaxes(out, 1, 2)[:, :asked]

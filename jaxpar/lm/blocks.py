@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxpar.lm.attention import attention, dense, dropout
+from jaxpar.lm.attention import attention, dropout, in_blocks
 from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import constrain, gather, in_role, mesh_axes, scatter
 from jaxpar.nn.mixer import mixed, starts
@@ -106,16 +106,19 @@ def _qkv(x, layer, config: LMConfig, positions):
     return tuple(checkpoint_name(part, "qkv") for part in (q, k, v))
 
 
-def _attend(x, layer, config: LMConfig, positions, segments, key, cache):
+def _attend(x, layer, config: LMConfig, positions, segments, key, cache, begins):
     """Attention of [B, T, D] over itself, or over the cache and itself; the new cache."""
     q, k, v = _qkv(x, layer, config, positions)
     if cache is None:
         out = attention(q, k, v, segments=segments, impl=config.attention, dropout_rate=config.dropout, dropout_key=key)
+    elif begins:
+        # A kernel that training asked for by name may be another machine's; "auto" takes it wherever it runs.
+        out = attention(q, k, v, impl="xla" if config.attention == "xla" else "auto", prompt=True)
+        cache = tuple(jax.lax.dynamic_update_slice_in_dim(old, x, 0, 1) for old, x in zip(cache, (k, v), strict=True))
     else:
         rows = jnp.arange(x.shape[0])[:, None]
         cache = cache[0].at[rows, positions].set(k), cache[1].at[rows, positions].set(v)
-        slots = jnp.arange(cache[0].shape[1])
-        out = dense(q, *cache, seen=slots[None, None, :] <= positions[:, :, None])
+        out = in_blocks(q, *cache, positions)
     out = checkpoint_name(out, "attention")
     return _matmul("bthk,hkd->btd", out, layer, "o", config, ("heads", "head_dim", "embed")), cache
 
@@ -188,6 +191,7 @@ def block(
     key: PRNGKey | None = None,
     cache: PyTree | None = None,
     ends: Int[Array, " B"] | None = None,
+    begins: bool = False,
 ) -> tuple[jax.Array, PyTree | None]:
     """Applies one pre-norm layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 
@@ -201,6 +205,7 @@ def block(
       cache: Keys and values [B, S, G, K] of what came before; the new ones are written at `positions`, and a query
         sees the slots up to its own position. Of a recurrent mixer: the state that came before.
       ends: Place of each row's last token, whose state a recurrent mixer returns; by default the last place.
+      begins: Whether the tokens are the first of an empty cache: attention is then as in training, over them alone.
 
     Returns:
       The residual stream, and the cache with the new keys and values (None without one), or the new state.
@@ -217,7 +222,7 @@ def block(
 
     h = enter(norm(x, layer["attn_norm"], config))
     if config.mixer == "attention":
-        out, cache = _attend(h, layer, config, positions, segments, keys[0], cache)
+        out, cache = _attend(h, layer, config, positions, segments, keys[0], cache, begins)
     else:
         out, cache = _recur(h, layer["mixer"], config, segments, cache, ends)
     x = x + dropout(leave(out), config.dropout, keys[1])

@@ -1,6 +1,7 @@
 """Sampling with a key-value cache or a recurrent state: prefill once, then the whole loop in one `while_loop`."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxpar.mesh import constrain
 from jaxpar.nn.mixer import unit_axes
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["Sampling", "cache_axes", "empty_cache", "extend", "generate"]
+__all__ = ["Sampling", "cache_axes", "empty_cache", "extend", "generate", "prefill"]
 
 CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
 
@@ -30,7 +31,8 @@ class Sampling:
       temperature: Logits are divided by it; 0 takes the likeliest token.
       top_k: Only the k likeliest tokens may be drawn; 0 means all.
       top_p: Only the smallest set of likeliest tokens whose probability reaches p may be drawn.
-      stop_token: A row ends when it draws this token; -1 means never.
+      stop_token: A row ends when it draws this token; -1 is none. A Hugging Face folder's own ends are `generate`'s
+        `stop_tokens`.
     """
 
     max_new_tokens: int = field(100, AtLeast(1))
@@ -86,21 +88,65 @@ def extend(
       Logits in float32 at least, and the cache with the new keys and values, or the state after `ends`.
     """
     params = hold(params, config)
-    x = embed(params["embedding"], tokens, SAMPLED)
-    if config.positions == "learned":
-        x = x + place(params["positions"], positions)
-    x = constrain(x.astype(config.dtype), *SAMPLED)
 
     def body(x, layer_and_cache) -> Any:
         layer, cache = layer_and_cache
         return block(x, layer, config, positions, cache=cache, ends=ends)
 
-    x, cache = jax.lax.scan(body, x, (params["layers"], cache))
+    x, cache = jax.lax.scan(body, _enter(params, tokens, positions, config), (params["layers"], cache))
+    return _logits(params, x, config), _split(cache, config)
+
+
+def prefill(
+    params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], config: LMConfig, slots: int
+) -> tuple[Float[Array, "B V"], PyTree]:
+    """Runs whole prompts through the model, at the price of a forward pass of training.
+
+    Attention is that of training (cuDNN on GPU, splash on TPU), and the dense form takes a block of queries at a time:
+    memory grows with T, not with T^2. Only the last token of each row meets the head.
+
+    Args:
+      params: As from `jaxpar.lm.init`.
+      tokens: Prompts, left-aligned.
+      lengths: Tokens of each row that count, at least 1.
+      config: The model; static.
+      slots: S, slots of the cache, at least T; static.
+
+    Returns:
+      Logits after each row's last token, in float32 at least, and the cache: what `extend` goes on from.
+
+    Raises:
+      UsageError: If T is over the slots, or over learned positions.
+    """
+    params, (batch, length) = hold(params, config), tokens.shape
+    most = min(slots, config.max_seq_len) if config.positions == "learned" else slots
+    if length > most:
+        raise UsageError(f"prompts of {length} tokens are over the {most} that the cache and learned positions have.")
+    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+
+    def body(x, layer) -> Any:
+        empty = jax.tree.map(lambda x: x[0], empty_cache(dataclasses.replace(config, num_layers=1), batch, slots))
+        return block(x, layer, config, positions, cache=empty, ends=lengths - 1, begins=True)
+
+    x, cache = jax.lax.scan(body, _enter(params, tokens, positions, config), params["layers"])
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    return _logits(params, last, config)[:, 0], _split(cache, config)
+
+
+def _enter(params: PyTree, tokens: jax.Array, positions: jax.Array, config: LMConfig) -> jax.Array:
+    """Tokens [B, T] -> residual stream [B, T, D]."""
+    x = embed(params["embedding"], tokens, SAMPLED)
+    if config.positions == "learned":
+        x = x + place(params["positions"], positions)
+    return constrain(x.astype(config.dtype), *SAMPLED)
+
+
+def _logits(params: PyTree, x: jax.Array, config: LMConfig) -> jax.Array:
+    """Residual stream [B, T, D] -> logits [B, T, V]."""
     x = norm(x, params["final_norm"], config)
     weight = constrain(head(params).astype(x.dtype), "vocab", None)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
-    return logits, _split(cache, config)
+    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
 
 
 def generate(
@@ -111,11 +157,12 @@ def generate(
     sampling: Sampling = Sampling(),
     *,
     prompt_lengths: Int[Array, " B"] | None = None,
+    stop_tokens: Sequence[int] = (),
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
     """Continues each prompt; pure, so jit it with `config` and `sampling` static.
 
     Row b's token at position t is drawn with `fold_in(fold_in(key, t), b)`: what a row draws depends on no other row's
-    length. Every step reads all weights once and the cache once.
+    length. The prompts are read by `prefill`; every step after it reads all weights once and the cache once.
 
     Args:
       key: Consumed.
@@ -124,6 +171,7 @@ def generate(
       config: The model.
       sampling: How tokens are drawn.
       prompt_lengths: At least 1 each; by default T.
+      stop_tokens: Tokens that end a row as `sampling.stop_token` does, such as the `ends` of a tokenizer.
 
     Returns:
       Tokens [B, T + max_new_tokens] (prompt, then what was drawn, then zeros) and the length of each row, the
@@ -139,15 +187,14 @@ def generate(
             f"{start} prompt and {sampling.max_new_tokens} new tokens are over model.max_seq_len={config.max_seq_len}."
         )
     lengths = jnp.full((batch,), start) if prompt_lengths is None else jnp.asarray(prompt_lengths)
-    rows = jnp.arange(batch)
-    slots = jnp.broadcast_to(jnp.arange(start), (batch, start))
-    logits, cache = extend(params, prompt, slots, empty_cache(config, batch, total), config, lengths - 1)
+    rows, stops = jnp.arange(batch), jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32)
+    logits, cache = prefill(params, prompt, lengths, config, total)
     tokens = jnp.where(jnp.arange(total)[None, :] < lengths[:, None], jnp.pad(prompt, ((0, 0), (0, total - start))), 0)
 
     def draw(tokens, lengths, ended, logits):
         new = _draw(key, logits, lengths, sampling)
         tokens = tokens.at[rows, lengths].set(jnp.where(ended, tokens[rows, lengths], new), mode="drop")
-        return tokens, jnp.where(ended, lengths, lengths + 1), ended | (new == sampling.stop_token), new
+        return tokens, jnp.where(ended, lengths, lengths + 1), ended | jnp.isin(new, stops), new
 
     def go_on(carry):
         return (carry[0] < sampling.max_new_tokens) & ~carry[3].all()
@@ -158,7 +205,7 @@ def generate(
         return (count + 1, *draw(tokens, lengths, ended, logits[:, 0]), cache)
 
     never = jnp.zeros((batch,), bool)
-    first = draw(tokens, lengths, never, logits[rows, lengths - 1])
+    first = draw(tokens, lengths, never, logits)
     _, tokens, lengths, _, _, _ = jax.lax.while_loop(go_on, step, (jnp.int32(1), *first, cache))
     return tokens, lengths
 

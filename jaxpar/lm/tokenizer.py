@@ -4,22 +4,28 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxpar.lm.keys import FLAG, IDS, check, read_json, shown
 from jaxpar.types import UsageError
 
 __all__ = ["Bpe", "Bytes", "Tokenizer", "load_tokenizer", "train_bpe", "vocab_size_of"]
 
 
 class Tokenizer(Protocol):
-    """A mapping between text and ids below `vocab_size`; `identity` changes when the mapping does."""
+    """A mapping between text and ids below `vocab_size`; `identity` changes when the mapping does.
+
+    A sample begins with the ids of `begin` and ends at the first of `ends`, which `encode` never adds.
+    """
 
     vocab_size: int
     identity: str
+    begin: tuple[int, ...]
+    ends: tuple[int, ...]
 
     def encode(self, text: str) -> np.ndarray: ...  # noqa: D102
 
@@ -31,6 +37,7 @@ class Bytes:
 
     vocab_size = 256
     identity = "bytes"
+    begin = ends = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Maps text to its UTF-8 bytes, int32 `[n]`; escaped bytes of a command line come back as they were."""
@@ -46,11 +53,12 @@ class Bpe:
 
     Neither a beginning-of-text nor any other special token is added, so that the pieces of a stream can
     be encoded one by one; where the text spells a special token, it becomes that token. `vocab_size` is
-    one more than the largest id; `identity` holds the sha256 of the JSON, however its file was formatted.
+    one more than the largest id; `identity` holds the sha256 of the JSON, however its file was formatted. `begin` and
+    `ends` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging Face folder.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: tokenizers.Tokenizer, begin: tuple[int, ...] = (), ends: tuple[int, ...] = ()):
+        self._tokenizer, self.begin, self.ends = tokenizer, begin, ends
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = "bpe:" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
@@ -79,15 +87,77 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Bpe:
 
 
 def load_tokenizer(path: str | Path) -> Bpe:
-    """Reads a `tokenizer.json`, or the one in a Hugging Face folder."""
+    """Reads a `tokenizer.json`, or the one in a Hugging Face folder, with that folder's BOS and EOS.
+
+    Raises:
+      UsageError: If there is none, it is damaged, or the folder's special tokens are none of its symbols.
+    """
     path = Path(path)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(f"there is no tokenizer file {path}; give a tokenizer.json or a folder with one")
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"there is no tokenizer file {file}; give a tokenizer.json or a folder with one")
     try:
-        return Bpe(tokenizers.Tokenizer.from_str(path.read_text("utf-8")))
+        tokenizer = tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
+        added = tokenizer.encode("a").special_tokens_mask
     except Exception as error:  # the library raises no narrower class
-        raise UsageError(f"{path} is not a tokenizer of the tokenizers library: {error}") from error
+        raise UsageError(f"{file} is not a tokenizer of the tokenizers library: {error}") from error
+    if not path.is_dir():
+        return Bpe(tokenizer)
+    # What stands before the text, if there is anything of the text.
+    before = tokenizer.encode("a").ids[: added.index(0)] if 0 in added else []
+    return Bpe(tokenizer, _begin(path, tokenizer, before), _ends(path, tokenizer))
+
+
+def _begin(folder: Path, tokenizer: tokenizers.Tokenizer, before: list[int]) -> tuple[int, ...]:
+    """Returns what the folder's tokenizer puts before a text: `add_bos_token` decides, else tokenizer.json does."""
+    settings = _values(folder, "tokenizer_config.json")
+    adds = settings.get("add_bos_token", bool(before))
+    check(folder / "tokenizer_config.json", "add_bos_token", adds, FLAG)
+    if not adds or before:
+        return tuple(before) if adds else ()
+    named = _token(folder, tokenizer, settings, "bos_token")
+    ids = [named] if named is not None else _ids(folder, "bos_token_id")
+    if not ids:
+        raise UsageError(
+            f"{folder / 'tokenizer_config.json'} has add_bos_token=true, and nothing says which token it is."
+        )
+    return tuple(ids[:1])
+
+
+def _ends(folder: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a text: of `generation_config.json`, else `config.json`, else the tokenizer's."""
+    if ids := _ids(folder, "eos_token_id"):
+        return tuple(ids)
+    named = _token(folder, tokenizer, _values(folder, "tokenizer_config.json"), "eos_token")
+    return () if named is None else (named,)
+
+
+def _ids(folder: Path, key: str) -> list[int]:
+    """Returns the ids that the folder's configurations give a special token, as transformers looks for them."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _values(folder, name).get(key)
+        if ids is not None:
+            check(folder / name, key, ids, IDS)
+            return ids if isinstance(ids, list) else [ids]
+    return []
+
+
+def _token(folder: Path, tokenizer: tokenizers.Tokenizer, settings: dict[str, Any], key: str) -> int | None:
+    """Returns the id of a special token that `tokenizer_config.json` spells, plainly or in an object."""
+    value = settings.get(key)
+    text = value.get("content") if isinstance(value, dict) else value
+    found = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    if found is None and value is not None:
+        raise UsageError(
+            f"{folder / 'tokenizer_config.json'} has {key}={shown(value)}; legal is a token of tokenizer.json, or null."
+        )
+    return found
+
+
+def _values(folder: Path, name: str) -> dict[str, Any]:
+    """Returns what a file of the folder says, if it is there; null is as good as nothing."""
+    values = read_json(folder / name) if (folder / name).is_file() else {}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def vocab_size_of(spec: str) -> int:

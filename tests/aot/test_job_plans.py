@@ -1,6 +1,7 @@
 """Plans of a step that is no language model's, on the devices at hand; and refusals for want of memory."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -134,3 +135,18 @@ def test_search_ranks_by_the_compiler_and_keeps_the_illegal():
 def test_search_without_a_legal_candidate():
     with pytest.raises(UsageError, match="no candidate is legal: .*does not divide over tensor=3"):
         search([(1, 1, 3)], build, CHIPS["v5e"])
+
+
+def test_what_a_compiler_says_of_a_step_is_said_in_our_words(monkeypatch):
+    def refuse(*args):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: Mosaic failed to compile TPU kernel: bad\nAt location: loc(x)")
+
+    monkeypatch.setattr(importlib.import_module("jaxpar.aot.plan"), "compile_lowered", refuse)
+    mesh = make_mesh(MeshSpec(data=8))
+    job = Job(lambda x: 2 * x, (jax.ShapeDtypeStruct((8,), jnp.float32),), (("batch",),), mesh)
+    with pytest.raises(UsageError) as caught:
+        plan(job)
+    assert str(caught.value) == (
+        "the compiler for cpu does not take this step (unimplemented); effort=none plans it without compiling."
+    )
+    assert not plan(job, effort="none").compiled

@@ -79,3 +79,39 @@ def test_compile_only_devices_come_in_silence():
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.split("\n")[:-1] == [f"{name} {count} {name.split(':')[0]}" for name, count in SIZES.items()]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "INVALID_ARGUMENT: Invalid hosts: {x = 5000, y = 3, z = 1, w = nullopt}\n=== Source Location Trace ===",
+            "topology=v5e:5000x3 is no slice that libtpu knows; legal is a shape such as v5e:4x4.",
+        ),
+        (
+            "ABORTED: The TPU is already in use by process with pid 7.\nlearning/45eac/tfrc/runtime/libtpu_init.cc:370",
+            "libtpu does not start for topology=v5e:5000x3 (aborted); another process may hold it, "
+            "or it does not fit this jaxlib.",
+        ),
+        (
+            "",
+            "libtpu does not start for topology=v5e:5000x3 (it does not say why); another process may hold it, "
+            "or it does not fit this jaxlib.",
+        ),
+    ],
+    ids=["shape", "held", "silent"],
+)
+def test_what_libtpu_says_is_said_in_our_words(text, sentence, monkeypatch, capfd):
+    from jax.experimental import topologies
+
+    def refuse(*args, **kwargs):
+        os.write(2, b"E0000 common_lib.cc:906] INVALID_ARGUMENT\n")
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    with pytest.raises(UsageError) as caught:
+        devices(parse("v5e:5000x3"))
+    assert str(caught.value) == sentence and capfd.readouterr() == ("", "")

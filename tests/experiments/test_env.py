@@ -70,7 +70,7 @@ def test_what_did_not_finish_is_told(main):
         ("env=CartPole-v2", "there is no environment 'CartPole-v2'; the nearest are CartPole-v1"),
         ("num_envs=0", "num_envs=0 must be at least 1"),
         ("num_envs=-8", "num_envs=-8 must be at least 1"),
-        ("num_envs=9", "num_envs: .* of size 9 does not divide over .*; the nearest legal sizes are 8 or 12"),
+        ("num_envs=9", "num_envs=9 does not divide over .*; the nearest legal are 8 or 12"),
         ("num_steps=0", "num_steps=0 must be at least 1"),
         ("frames=0", "frames=0 must be at least 1"),
         ("policy=clever", "policy='clever' is unknown; legal are random, scripted, noop"),

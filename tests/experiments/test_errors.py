@@ -18,9 +18,29 @@ FIXED = [
     ("mesh.data=-1 mesh.fsdp=-1", "leaves data and fsdp open; only one axis may be -1"),
     ("mesh.data=1 mesh.fsdp=8 model.embed_dim=36", "params.embedding: dimension 1 .embed. of size 36 .* 32 or 40"),
     ("mesh.data=2 mesh.tensor=4", "params.layers.wk: dimension 2 .kv_heads. of size 2 does not divide over tensor=4"),
-    ("mesh.data=8 data.batch_size=12", "the batch: dimension 0 .batch. of size 12 .* 8 or 16"),
-    ("mesh.data=1 mesh.context=8 data.seq_len=12", "the batch: dimension 1 .seq. of size 12 .* 8 or 16"),
-    ("mesh.data=8 train.accumulate=2", "the batch: dimension 0 .batch. of size 4 does not divide over data=8"),
+    (
+        "mesh.data=8 data.batch_size=12",
+        "data.batch_size=12 does not divide over mesh.data=8; the nearest legal are 8 or 16",
+    ),
+    (
+        "mesh.data=1 mesh.context=8 data.seq_len=12",
+        "data.seq_len=12 does not divide over mesh.context=8; .* 8 or 16",
+    ),
+    (
+        "mesh.data=8 train.accumulate=2",
+        "data.batch_size=8 in train.accumulate=2 parts does not divide over mesh.data=8; the nearest legal is 16",
+    ),
+    (
+        "mesh.data=2 mesh.fsdp=4 mesh.inner=2 data.batch_size=12",
+        "data.batch_size=12 does not divide over mesh.data=2 x mesh.fsdp=4 = 8; the nearest legal are 8 or 16",
+    ),
+    (
+        "mesh.data=1 mesh.stage=8",
+        "mesh.stage=8 leaves 8 devices with the same work: .* splits stage alone; legal",
+    ),
+    ("mesh.data=4 mesh.expert=2", "mesh.expert=2 leaves 2 devices .* a language model has nothing along expert"),
+    ("rules.batch=none rules.embed=none", "mesh.data=2 .* has nothing along data, which splits population"),
+    ("mesh.data=1 mesh.tensor=8 rules.heads=none rules.kv_heads=none rules.mlp=none rules.vocab=none", "mesh.tensor=8"),
     ("rules.embed=up", "rule embed=up names unknown mesh axis 'up'; legal are .*fsdp"),
     ("rules.emb=fsdp", "rule for unknown axis 'emb'; logical axes are .*embed"),
     ("mesh.data=1 mesh.fsdp=8 mesh.inner=3", "mesh inner=3 does not divide fsdp=8; legal are 1, 2, 4, 8"),
@@ -108,6 +128,46 @@ OTHERS = [
     ("plan", "topology=h100:8 search=true mesh.fsdp=8", "search=true tries every mesh; leave mesh and show out"),
     ("plan", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
     ("plan", "hf=/nonexistent", "/nonexistent"),
+    ("plan", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 leaves 8 devices with the same work"),
+    (
+        "plan",
+        "topology=h100:8 decode=true mesh.context=8",
+        "mesh.context=8 .* sampling has nothing along context",
+    ),
+    ("plan", "topology=h100:8 decode=true data.batch_size=6", "data.batch_size=6 does not divide over mesh.fsdp=8"),
+    ("verify", "layouts=[data8,stage8] topology=none", "mesh.stage=8 leaves 8 devices with the same work"),
+    (
+        "rl",
+        "mesh.data=4 mesh.tensor=2 cpu_devices=8",
+        "mesh.tensor=2 leaves .* learning has nothing along tensor, .* data or fsdp",
+    ),
+    (
+        "rl",
+        "num_envs=6 cpu_devices=8",
+        "num_envs=6 does not divide over mesh.data=2 x mesh.fsdp=2 = 4; the nearest legal are 4 or 8",
+    ),
+    ("env", "mesh.context=8 mesh.data=1 cpu_devices=8", "mesh.context=8 leaves .* a walk has nothing along context"),
+    (
+        "env",
+        "mesh.data=8 num_envs=12 cpu_devices=8",
+        "num_envs=12 does not divide over mesh.data=8; the nearest legal are 8 or 16",
+    ),
+    ("neat", "mesh.data=4 mesh.expert=2 cpu_devices=8", "mesh.expert=2 leaves .* a search has nothing along expert"),
+    (
+        "neat",
+        "population=10 cpu_devices=8",
+        "population=10 does not divide over mesh.data=2 x mesh.fsdp=2 = 4; .* are 8 or 12",
+    ),
+    (
+        "pomdp",
+        "mesh.data=8 cpu_devices=8",
+        "mesh.data=8 leaves .* planning has nothing along data, .* mesh.data=1: it runs on one",
+    ),
+    (
+        "rnn",
+        "mesh.data=4 mesh.stage=2 cpu_devices=8",
+        "mesh.stage=2 leaves .* a recurrent network has nothing along stage",
+    ),
 ]
 
 

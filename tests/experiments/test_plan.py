@@ -162,7 +162,7 @@ def test_the_layout_is_heeded():
         ("topology=h100:8 effort=full", "effort=full needs a compiler, and there is none for h100:8 here"),
         ("topology=h100:16", "start a new one"),
         ("topology=h100:8 mesh.fsdp=3", "mesh .* needs 3 devices|mesh .*fsdp=3"),
-        ("topology=h100:8 data.batch_size=12", "the batch: dimension 0 .batch. of size 12"),
+        ("topology=h100:8 data.batch_size=12", "data.batch_size=12 does not divide over mesh.fsdp=8"),
         ("hf=nowhere.json", "there is no nowhere.json"),
         ("topologie=v5p:4x4x4", "unknown flag 'topologie'; did you mean topology"),
         ("search=true", "search=true ranks by a chip's peaks"),

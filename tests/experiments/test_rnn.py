@@ -53,7 +53,7 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
         ("model.method=sequential model.window=4", "window=4 does not fit method='sequential'"),
         ("model.sise=3", "unknown flag 'model.sise'; did you mean model.size"),
         ("train.steps=0", "train.steps=0 must be at least 1"),
-        ("mesh.data=8 data.batch_size=12", "the batch: dimension 0 .batch. of size 12"),
+        ("mesh.data=8 data.batch_size=12", "data.batch_size=12 does not divide over mesh.data=8"),
         ("mode=test", "mode='test' is unknown; legal are train, eval"),
         ("mode=eval", "mode=eval needs run= to name a run folder"),
         ("mode=eval run=nowhere", "nowhere is no run folder"),

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import _run, lm
-from jaxpar.lm import num_params
+from experiments import _run, env, lm, neat, plan, pomdp, rl, rnn
+from jaxpar.lm import gpt2, llama, num_params
 from jaxpar.lm.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -41,17 +41,26 @@ def test_each_preset_opens_with_its_command(preset):
     assert lm.compose(*flags).name == preset
 
 
-@pytest.mark.parametrize(
-    "flags, published",
-    [
-        ("model=gpt2_124m model.vocab_size=50257", 124_439_808),
-        ("model=gpt2_124m", 124_439_808 + 47 * 768),  # 47 rows of padding to a multiple of 64
-        ("model=llama_1b model.vocab_size=128256", 1_235_814_400),
-        ("model=llama_8b model.vocab_size=128256", 8_030_261_248),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(flags, published):
-    assert num_params(lm.compose(*flags.split()).model) == published
+PUBLISHED = {"gpt2_124m": 124_439_808 + 47 * 768, "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_is_the_model_that_it_is_named_after_whatever_the_tokenizer(preset):
+    """Planned, trained over bytes and trained over its own tokens, it has the same number of parameters."""
+    config = lm.compose(f"model={preset}")
+    assert num_params(config.model) == num_params(plan.compose(f"model={preset}").model) == PUBLISHED[preset]
+    assert lm.with_vocabulary(config, Bytes()).model == config.model
+    count, _, unit = re.fullmatch(r"\w+_([\d]+)(\.\d+)?([mb])", preset).groups()
+    assert float(count) == pytest.approx(PUBLISHED[preset] / {"m": 1e6, "b": 1e9}[unit], abs=0.5)
+    lines = (_run.CONF / "model" / f"{preset}.yaml").read_text()
+    assert f"{PUBLISHED[preset]:,} parameters" in lines
+
+
+def test_gpt2_without_padding_is_the_published_one():
+    assert (
+        num_params(lm.compose("model=gpt2_124m", "model.vocab_size=50257").model) == num_params(gpt2()) == 124_439_808
+    )
+    assert num_params(llama()) == PUBLISHED["llama_1b"]
 
 
 @pytest.mark.parametrize(
@@ -149,3 +158,25 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path, flags):
 def test_a_folder_without_configuration_is_refused(tmp_path):
     with pytest.raises(UsageError, match="it has no config.yaml"):
         _run.load(tmp_path, lm.Config)
+
+
+def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
+    monkeypatch.setattr(_run, "_quieten", lambda: None)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    kinds = (lm, (2, 2, 2)), (rl, (2, 2, 1)), (env, (2, 2, 1)), (neat, (2, 2, 1)), (pomdp, (1, 1, 1)), (rnn, (2, 2, 2))
+    opened = []
+
+    def record(config, *usual):
+        with open_devices(config, *usual) as mesh:
+            opened.append(tuple(mesh.shape[axis] for axis in ("data", "fsdp", "tensor")))
+        raise UsageError("that is all")
+
+    open_devices = _run.open_devices
+    monkeypatch.setattr(_run, "open_devices", record)
+    for experiment, sizes in kinds:
+        for flags, want in (("", sizes), ("mesh.data=8", (8, 1, 1))):
+            with pytest.raises(UsageError, match="that is all"):
+                experiment.execute(experiment.compose("cpu_devices=8", *flags.split()), tmp_path)
+            assert opened[-1] == want, experiment
+    jax.config.update("jax_compilation_cache_dir", before)

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpointing import (
     abstract,
@@ -21,6 +22,7 @@ from checkpointing import (
 )
 
 from jaxpar.io import Checkpoints, SaveError
+from jaxpar.io.storage import storage_reason, unreadable_reason
 from jaxpar.types import UsageError
 
 
@@ -47,6 +49,48 @@ def test_errors_that_storage_did_not_cause_keep_their_type(tmp_path, opened):
         checkpoints.wait()
     save_scalar(checkpoints, 3)
     assert checkpoints.steps() == [1, 3]
+
+
+TENSORSTORE = {  # as it writes them
+    'NOT_FOUND: Error opening "zarr" driver: Metadata at local file "/a/w/.zarray" does not exist [source locations='
+    "'tensorstore/driver/kvs_backed_chunk_driver.cc:1271']": (
+        "the storage answers not found", "a file of it is missing",
+    ),
+    "DATA_LOSS: Error reading local file \"/a/ocdbt.process_0/d/1\": CRC-32C checksum verification failed "
+    "[source locations='tensorstore/internal/riegeli/digest_suffixed_reader.cc:68']": (
+        "the storage answers data loss", "a file of it is not as it was written",
+    ),
+    'UNAVAILABLE: Error writing "gs://b/a/d/1": HTTP response code: 503 [tensorstore_spec=\'{"driver":"gcs"}\']': (
+        "the storage answers unavailable", "the storage cannot be reached",
+    ),
+    'PERMISSION_DENIED: Error opening "zarr" driver [tensorstore_spec=\'{}\']': (
+        "the storage answers permission denied", "permission denied",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TENSORSTORE, ids=lambda text: text.partition(":")[0])
+def test_what_tensorstore_says_is_said_in_our_words(text):
+    writing, reading = TENSORSTORE[text]
+    wrapped = RuntimeError("Orbax failed")
+    wrapped.__cause__ = ValueError(text)
+    assert [storage_reason(error) for error in (ValueError(text), wrapped)] == [writing] * 2
+    assert [unreadable_reason(error) for error in (ValueError(text), wrapped)] == [reading] * 2
+    assert storage_reason(jax.errors.JaxRuntimeError(text)) is None, "of the devices, not of the storage"
+    assert storage_reason(ValueError("no status in it: " + text)) is None
+
+
+def test_a_state_that_no_device_can_hold_is_told(tmp_path, opened, monkeypatch):
+    checkpoints = opened(tmp_path)
+    save_scalar(checkpoints, 1)
+
+    def full(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.")
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", full)
+    with pytest.raises(UsageError, match=r"1 does not fit into the devices' memory; take more devices") as caught:
+        checkpoints.restore(1, abstract({"x": jnp.zeros(4)}, 1))
+    assert "RESOURCE" not in str(caught.value)
 
 
 def fill_up(folder):

@@ -9,6 +9,7 @@ import pytest
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, apply, generate, init
 from jaxpar.lm.attention import attention
+from jaxpar.lm.sample import prefill
 from jaxpar.loop import compile_step
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 
@@ -75,3 +76,19 @@ def test_generate_equals_teacher_forcing():
         tokens, _ = generate(jax.random.key(2), params, prompt, model, Sampling(8, temperature=0.0))
         logits = apply(params, tokens, model)
     np.testing.assert_array_equal(tokens[:, 7:], logits[:, 6:-1].argmax(-1))
+
+
+@pytest.mark.parametrize("length", [4096, 4001])
+def test_a_long_prompt_is_read_by_cudnn_in_little_memory(length):
+    params = jax.jit(init, static_argnums=(1, 2))(jax.random.key(0), SMALL, "bfloat16")
+    prompt = jax.random.randint(jax.random.key(1), (1, length), 0, 512)
+
+    def run(config):
+        step = jax.jit(prefill, static_argnums=(3, 4))
+        return step.lower(params, prompt, jnp.array([length]), config, length + 8).compile()
+
+    program, dense = run(SMALL), run(dataclasses.replace(SMALL, attention="xla"))
+    assert any(name in program.as_text().lower() for name in ("fmha", "sdpa"))
+    assert program.memory_analysis().temp_size_in_bytes < SMALL.num_heads * length**2 * 4 / 4
+    logits = (run(params, prompt, jnp.array([length]))[0] for run in (program, dense))
+    assert relative(*logits) < 3e-2

@@ -1,0 +1,59 @@
+"""Whether a job fits the ambient mesh, told by the flags that the user typed."""
+
+import math
+
+import jax
+
+from jaxpar.mesh import RULES, mesh_axes
+from jaxpar.types import PyTree, UsageError
+
+LM_AXES = ("batch", "seq", "seq_layer")
+"""Logical axes of what a language model computes; those of what it holds are its parameters'."""
+
+
+def refuse_idle(job: str, axes: PyTree) -> None:
+    """Refuses a mesh with an axis over 1 along which nothing of a job is split.
+
+    All devices along such an axis would do the same work.
+
+    Args:
+      job: What runs, for the sentence, such as "a language model".
+      axes: Pytree of logical axes, of all that the job splits.
+    """
+    names = {name for name in jax.tree.leaves(axes) if name is not None}
+    names |= {f"{name}_{role}" for name in names for role in ("weight", "grad")} & RULES.keys()
+    used = {axis for name in names for axis in mesh_axes(name)}
+    for axis, size in jax.sharding.get_abstract_mesh().shape.items():
+        if size > 1 and axis not in used:
+            users = [name for name in RULES if axis in mesh_axes(name)]
+            what = f"which splits {', '.join(users)} alone" if users else "which no rule names"
+            free = sorted({other for name in names for other in RULES[name]} - {"inner", axis})
+            legal = f", with its devices on {' or '.join(free)}" if free else ": it runs on one device"
+            raise UsageError(
+                f"mesh.{axis}={size} leaves {size} devices with the same work: {job} has nothing along {axis}, {what}; "
+                f"legal is mesh.{axis}=1{legal}."
+            )
+
+
+def check_split(flag: str, size: int, name: str, part_flag: str = "", parts: int = 1) -> None:
+    """Refuses a size that does not divide over the mesh axes that split it.
+
+    Args:
+      flag: That gave the size, such as "data.batch_size".
+      size: Its value.
+      name: The logical axis, such as "batch".
+      part_flag: The flag that cuts it into parts first.
+      parts: Its value.
+    """
+    mesh, over = jax.sharding.get_abstract_mesh().shape, mesh_axes(name)
+    shares = math.prod(mesh[axis] for axis in over)
+    if size % (shares * parts):
+        sizes = {axis: mesh[axis] for axis in over}
+        if "inner" in sizes:  # a part of the flag mesh.fsdp
+            sizes["fsdp"] = sizes.get("fsdp", 1) * sizes.pop("inner")
+        below = size // (shares * parts) * shares * parts
+        cut = f" in {part_flag}={parts} parts" if parts > 1 else ""
+        flags = " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items())
+        total = f" = {shares}" if len(sizes) > 1 else ""
+        choices = f"are {below} or {below + shares * parts}" if below else f"is {shares * parts}"
+        raise UsageError(f"{flag}={size}{cut} does not divide over {flags}{total}; the nearest legal {choices}.")

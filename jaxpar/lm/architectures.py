@@ -1,0 +1,258 @@
+"""The kinds of Hugging Face folders that there are: what their `config.json` means, and where each leaf lies.
+
+An architecture is one table: where each leaf of `jaxpar.lm.params.leaves` lies in the files, and which key of
+`config.json` holds each field of `LMConfig`. Both directions read the same table.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.lm.config import LMConfig
+from jaxpar.lm.keys import (
+    FLAG,
+    IDS,
+    LAYERS,
+    NAMES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RAISING,
+    SHARE,
+    SIZE,
+    TABLE,
+    TEXT,
+    Kind,
+    check,
+    one_of,
+    plain,
+    read_json,
+    refuse_unknown,
+    shown,
+)
+from jaxpar.types import UsageError
+
+__all__ = ["Architecture", "Row", "architecture_of", "config_from_hf", "config_json", "read_config"]
+
+
+class Row(NamedTuple):
+    """Where a leaf lies in the files."""
+
+    name: str  # of the tensor; in a layer, what follows the layer's prefix
+    layout: str  # the leaf's axes > the tensor's, commas between; "dhk>hk,d": Linear [out, in], out = h * K + k
+    third: int | None = None  # which third of the tensor's last axis, where three leaves are fused
+
+
+class Architecture(NamedTuple):
+    """One kind of folder; the parts of `config.json` that are not one key a field go through `read` and `write`."""
+
+    name: str  # in "architectures"
+    model_type: str
+    layer: str  # prefix of a layer's tensors; a file may lack its first word
+    passed_over: str  # pattern of tensors that are no parameters
+    rows: dict[str, Row]  # leaf -> place
+    fields: dict[str, tuple]  # field -> its key and kind, and the default of transformers unless required
+    others: dict[str, Kind]  # keys that `read` translates
+    fixed: dict[str, Any]  # key -> the one value that this library computes
+    read: Callable[[dict], dict]  # config.json without nulls -> the other fields
+    write: Callable[[LMConfig], dict]  # its inverse
+    needs: Callable[[LMConfig], dict[str, tuple]]  # config -> legal values of the fields that are not free
+
+
+ROPE = {
+    "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_len": "original_max_position_embeddings",
+}  # fmt: skip
+ROPE_KINDS = {
+    "rope_theta": POSITIVE, "partial_rotary_factor": one_of(1.0, 1), "factor": RAISING, "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE, "original_max_position_embeddings": SIZE,
+}  # fmt: skip
+GELU = {"gelu_new": "gelu", "gelu": "gelu_exact"}
+
+
+def _read_llama(values: dict) -> dict:
+    bias = values.get("mlp_bias", False)
+    if values.get("attention_bias", False) != bias:
+        raise UsageError(f"mlp_bias={bias} and attention_bias={not bias} differ; legal are both true or both false.")
+    return _read_rope(values) | {"bias": bias, "norm": "rms", "positions": "rope", "activation": "swiglu"}
+
+
+def _read_rope(values: dict) -> dict:
+    """Translates `rope_theta`, `rope_scaling` and `rope_parameters`, which may hold parts of each other."""
+    rope: dict[str, Any] = {}
+    beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
+    for part in (beside, values.get("rope_scaling", {}), values.get("rope_parameters", {})):
+        for key, value in part.items():
+            if value is not None and rope.setdefault(key, value) != value:
+                raise UsageError(f"{key} is {shown(rope[key])} and {shown(value)}; legal is one value.")
+    old_name = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_name)
+    if kind not in ("default", "llama3"):
+        raise UsageError(f"rope type {shown(kind)} is unknown; legal are default and llama3.")
+    keys = ROPE if kind == "llama3" else {}
+    kinds = ROPE_KINDS if keys else {key: ROPE_KINDS[key] for key in ("rope_theta", "partial_rotary_factor")}
+    if absent := [key for key in keys.values() if key not in rope]:
+        raise UsageError(f"rope type 'llama3' also needs {', '.join(absent)}.")
+    for key, value in rope.items():
+        if key not in kinds:
+            raise UsageError(
+                f"rope type {kind!r} does not honour {plain(key)}={shown(value)}; legal are {', '.join(kinds)}."
+            )
+        check("the rope of config.json", key, value, kinds[key])
+    if keys and not rope["high_freq_factor"] > rope["low_freq_factor"]:
+        raise UsageError(
+            f"high_freq_factor={rope['high_freq_factor']} is not over low_freq_factor={rope['low_freq_factor']}, "
+            "between which wavelengths are blended."
+        )
+    return {ours: rope[key] for ours, key in keys.items()} | {"rope_theta": rope.get("rope_theta", 10000.0)}
+
+
+def _write_llama(c: LMConfig) -> dict:
+    # The older spelling, which every version of transformers reads.
+    scaling = {"rope_type": "llama3"} | {key: getattr(c, ours) for ours, key in ROPE.items()}
+    rope = {"rope_theta": c.rope_theta, "rope_scaling": None if c.rope_factor == 1.0 else scaling}
+    return rope | {"attention_bias": c.bias, "mlp_bias": c.bias}
+
+
+def _needs_llama(c: LMConfig) -> dict[str, tuple]:
+    # transformers refuses an uneven width even where head_dim is given.
+    width = c.embed_dim // c.num_heads * c.num_heads or c.num_heads
+    kind = {"mixer": ("attention",), "norm": ("rms",), "positions": ("rope",)}
+    return kind | {"activation": ("swiglu",), "embed_dim": (width,)}
+
+
+def _read_gpt2(values: dict) -> dict:
+    activation = GELU[values.get("activation_function", "gelu_new")]
+    width = values.get("n_inner", 4 * values["n_embd"])
+    return {"mlp_dim": width, "activation": activation, "norm": "layer", "positions": "learned", "bias": True}
+
+
+def _write_gpt2(c: LMConfig) -> dict:
+    name = next(key for key, ours in GELU.items() if ours == c.activation)
+    return {"n_inner": c.mlp_dim, "activation_function": name, "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+
+
+def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
+    kind = {"mixer": ("attention",), "norm": ("layer",), "positions": ("learned",), "bias": (True,)}
+    kind |= {"activation": tuple(GELU.values())}
+    return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
+
+
+LLAMA = Architecture(
+    "LlamaForCausalLM", "llama", "model.layers.{}.", r"rotary_emb\.inv_freq$",
+    rows={
+        "embedding": Row("model.embed_tokens.weight", "vd>v,d"), "head": Row("lm_head.weight", "vd>v,d"),
+        "final_norm.scale": Row("model.norm.weight", "d>d"),
+        "layers.attn_norm.scale": Row("input_layernorm.weight", "d>d"),
+        "layers.mlp_norm.scale": Row("post_attention_layernorm.weight", "d>d"),
+        "layers.wq": Row("self_attn.q_proj.weight", "dhk>hk,d"), "layers.bq": Row("self_attn.q_proj.bias", "hk>hk"),
+        "layers.wk": Row("self_attn.k_proj.weight", "dgk>gk,d"), "layers.bk": Row("self_attn.k_proj.bias", "gk>gk"),
+        "layers.wv": Row("self_attn.v_proj.weight", "dgk>gk,d"), "layers.bv": Row("self_attn.v_proj.bias", "gk>gk"),
+        "layers.wo": Row("self_attn.o_proj.weight", "hkd>d,hk"), "layers.bo": Row("self_attn.o_proj.bias", "d>d"),
+        "layers.w_gate": Row("mlp.gate_proj.weight", "df>f,d"), "layers.b_gate": Row("mlp.gate_proj.bias", "f>f"),
+        "layers.w_up": Row("mlp.up_proj.weight", "df>f,d"), "layers.b_up": Row("mlp.up_proj.bias", "f>f"),
+        "layers.w_down": Row("mlp.down_proj.weight", "fd>d,f"), "layers.b_down": Row("mlp.down_proj.bias", "d>d"),
+    },
+    fields={
+        "vocab_size": ("vocab_size", SIZE), "num_layers": ("num_hidden_layers", LAYERS),
+        "embed_dim": ("hidden_size", SIZE), "num_heads": ("num_attention_heads", SIZE),
+        "mlp_dim": ("intermediate_size", SIZE), "head_dim": ("head_dim", SIZE, 0),
+        "num_kv_heads": ("num_key_value_heads", SIZE, 0), "max_seq_len": ("max_position_embeddings", SIZE, 2048),
+        "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-6), "tied": ("tie_word_embeddings", FLAG, False),
+        "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
+    },
+    others={
+        "mlp_bias": FLAG, "attention_bias": FLAG, "rope_theta": POSITIVE, "partial_rotary_factor": one_of(1.0, 1),
+        "rope_scaling": TABLE, "rope_parameters": TABLE,
+    },
+    fixed={"hidden_act": "silu"}, read=_read_llama, write=_write_llama, needs=_needs_llama,
+)  # fmt: skip
+
+GPT2 = Architecture(
+    "GPT2LMHeadModel", "gpt2", "transformer.h.{}.", r"\.attn\.(masked_)?bias$",
+    rows={
+        "embedding": Row("transformer.wte.weight", "vd>v,d"), "positions": Row("transformer.wpe.weight", "td>t,d"),
+        "final_norm.scale": Row("transformer.ln_f.weight", "d>d"),
+        "final_norm.bias": Row("transformer.ln_f.bias", "d>d"),
+        "layers.attn_norm.scale": Row("ln_1.weight", "d>d"), "layers.attn_norm.bias": Row("ln_1.bias", "d>d"),
+        "layers.mlp_norm.scale": Row("ln_2.weight", "d>d"), "layers.mlp_norm.bias": Row("ln_2.bias", "d>d"),
+        "layers.wq": Row("attn.c_attn.weight", "dhk>d,hk", 0), "layers.bq": Row("attn.c_attn.bias", "hk>hk", 0),
+        "layers.wk": Row("attn.c_attn.weight", "dhk>d,hk", 1), "layers.bk": Row("attn.c_attn.bias", "hk>hk", 1),
+        "layers.wv": Row("attn.c_attn.weight", "dhk>d,hk", 2), "layers.bv": Row("attn.c_attn.bias", "hk>hk", 2),
+        "layers.wo": Row("attn.c_proj.weight", "hkd>hk,d"), "layers.bo": Row("attn.c_proj.bias", "d>d"),
+        "layers.w_up": Row("mlp.c_fc.weight", "df>d,f"), "layers.b_up": Row("mlp.c_fc.bias", "f>f"),
+        "layers.w_down": Row("mlp.c_proj.weight", "fd>f,d"), "layers.b_down": Row("mlp.c_proj.bias", "d>d"),
+    },
+    fields={
+        "vocab_size": ("vocab_size", SIZE), "num_layers": ("n_layer", LAYERS), "embed_dim": ("n_embd", SIZE),
+        "num_heads": ("n_head", SIZE), "max_seq_len": ("n_positions", SIZE),
+        "norm_eps": ("layer_norm_epsilon", NOT_NEGATIVE, 1e-5), "dropout": ("resid_pdrop", SHARE, 0.1),
+        "tied": ("tie_word_embeddings", FLAG, True), "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
+    },
+    others={"activation_function": one_of(*GELU), "n_inner": SIZE, "embd_pdrop": SHARE, "attn_pdrop": SHARE},
+    fixed={
+        "tie_word_embeddings": True, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False, "add_cross_attention": False,
+    },
+    read=_read_gpt2, write=_write_gpt2, needs=_needs_gpt2,
+)  # fmt: skip
+
+FULL = "full_attention"
+COMMON = {
+    "bos_token_id": IDS, "eos_token_id": IDS, "use_sliding_window": one_of(False), "pruned_heads": one_of({}),
+    "layer_types": Kind(f"a list of {FULL!r}", lambda x: isinstance(x, list) and all(item == FULL for item in x)),
+}  # fmt: skip
+"""Keys of all architectures."""
+
+
+def config_from_hf(path: str | Path, *, dtype: str = "bfloat16") -> LMConfig:
+    """Returns the model that a `config.json` describes, or that of the folder it lies in; reads no parameter.
+
+    Raises:
+      UsageError: If the file is absent or damaged, the architecture is unknown, or a key is not honoured.
+    """
+    return read_config(Path(path), dtype)[1]
+
+
+def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
+    """Translates `config.json`; an absent key means what it means to transformers, and so does null."""
+    path = path if path.is_file() else path / "config.json"
+    values = {key: value for key, value in read_json(path).items() if value is not None}
+    for key, what in (("model_type", TEXT), ("architectures", NAMES)):
+        check(path, key, values.get(key, "" if what is TEXT else []), what)
+    kind = values.get("model_type")
+    name = (values.get("architectures") or [kind])[0]
+    arch = next((a for a in (LLAMA, GPT2) if name in (a.name, a.model_type) and kind in (a.model_type, None)), None)
+    if arch is None:
+        raise UsageError(
+            f"{path} is of architecture {plain(name)} (model_type {plain(kind)}); legal are "
+            f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in (LLAMA, GPT2))}."
+        )
+    known = {key: kind for key, kind, *_ in arch.fields.values()} | arch.others | COMMON
+    refuse_unknown(path, values, known | {key: one_of(value) for key, value in arch.fixed.items()})
+    if absent := [key for key, _, *default in arch.fields.values() if not default and key not in values]:
+        raise UsageError(f"{path} lacks {', '.join(absent)}.")
+    fields = {ours: values.get(key, *default) for ours, (key, _, *default) in arch.fields.items()}
+    return arch, LMConfig(**fields, **arch.read(values), dtype=dtype)
+
+
+def architecture_of(config: LMConfig) -> Architecture:
+    """Returns the architecture that expresses `config`, or says which fields stand in the way."""
+    reasons = []
+    for arch in (LLAMA, GPT2):
+        wrong = {field: legal for field, legal in arch.needs(config).items() if getattr(config, field) not in legal}
+        if not wrong:
+            return arch
+        parts = (f"model.{field}={' or '.join(map(str, legal))}" for field, legal in wrong.items())
+        reasons.append((wrong, f"{arch.name} needs {' and '.join(parts)}"))
+    fields = " ".join(f"{field}={getattr(config, field)}" for field in dict.fromkeys(f for w, _ in reasons for f in w))
+    raise UsageError(f"no folder can hold a model with {fields}: {'; '.join(text for _, text in reasons)}.")
+
+
+def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, Any]:
+    """Returns what `config.json` of a model says."""
+    values = {"architectures": [arch.name], "model_type": arch.model_type, "torch_dtype": dtype}
+    # Left out, these would be the ids of transformers' own vocabularies.
+    values |= {"bos_token_id": None, "eos_token_id": None}
+    return (
+        values | arch.fixed | {key[0]: getattr(config, ours) for ours, key in arch.fields.items()} | arch.write(config)
+    )

@@ -1,0 +1,146 @@
+"""What the JSON files of a Hugging Face folder may hold: read, judged key by key, refused by name."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.types import UsageError
+
+__all__ = [
+    "FLAG",
+    "IDS",
+    "LAYERS",
+    "NAMES",
+    "NOT_NEGATIVE",
+    "POSITIVE",
+    "RAISING",
+    "SHARE",
+    "SIZE",
+    "TABLE",
+    "TEXT",
+    "Kind",
+    "check",
+    "one_of",
+    "plain",
+    "read_json",
+    "refuse_unknown",
+    "shown",
+]
+
+
+class Kind(NamedTuple):
+    """What a key may hold: in words, and as a test that takes any JSON value."""
+
+    legal: str
+    holds: Callable[[Any], bool]
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most  # true and false are ints to Python
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # False for NaN
+
+
+def _id(value: Any) -> bool:
+    return _whole(value, 0, 2**31 - 1)
+
+
+SIZE = Kind("a whole number from 1 to 2147483647", lambda x: _whole(x, 1, 2**31 - 1))
+LAYERS = Kind("a whole number from 1 to 65535", lambda x: _whole(x, 1, 65535))
+POSITIVE = Kind("a finite number over 0", lambda x: _finite(x) and x > 0)
+NOT_NEGATIVE = Kind("a finite number of at least 0", lambda x: _finite(x) and x >= 0)
+RAISING = Kind("a finite number of at least 1", lambda x: _finite(x) and x >= 1)
+SHARE = Kind("a number from 0 to under 1", lambda x: _finite(x) and 0 <= x < 1)
+FLAG = Kind("true or false", lambda x: type(x) is bool)
+TEXT = Kind("a string", lambda x: isinstance(x, str))
+TABLE = Kind("an object", lambda x: isinstance(x, dict))
+NAMES = Kind("a list of strings", lambda x: isinstance(x, list) and all(isinstance(item, str) for item in x))
+IDS = Kind(
+    "a token's number or a list of them", lambda x: _id(x) or isinstance(x, list) and bool(x) and all(map(_id, x))
+)
+
+
+def one_of(*values: Any) -> Kind:
+    """Returns the kind that holds these values, and no others that Python takes for equal."""
+    return Kind(" or ".join(map(repr, values)), lambda x: any(type(x) is type(v) and x == v for v in values))
+
+
+# Keys that change no number that a model computes: where it comes from, how transformers runs, trains or samples it,
+# classification heads that a causal model lacks.
+HARMLESS = frozenset(
+    "architectures attention_dropout attn_pdrop embd_pdrop resid_pdrop bad_words_ids begin_suppress_tokens "
+    "cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype "
+    "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id "
+    "forced_eos_token_id gradient_checkpointing id2label is_decoder is_llama_config label2id length_penalty max_length "
+    "max_sequence_length max_window_layers min_length model_max_length model_type n_ctx no_repeat_ngram_size "
+    "num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states output_past "
+    "output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty "
+    "return_dict return_dict_in_generate sep_token_id summary_activation summary_first_dropout summary_proj_to_labels "
+    "summary_type summary_use_proj suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class "
+    "top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed "
+    "unsloth_version use_bfloat16 use_cache".split()
+)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error names it: on one line, and short."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def plain(name: Any) -> Any:
+    """Returns a name as it is, unless it would break an error's line."""
+    return shown(name) if isinstance(name, str) and not (name.isprintable() and len(name) <= 80) else name
+
+
+def check(where: Any, key: str, value: Any, kind: Kind) -> None:
+    """Raises `UsageError` unless `value`, the one of `key` in the file `where`, is of its kind."""
+    if not kind.holds(value):
+        raise UsageError(f"{where} has {key}={shown(value)}; legal is {kind.legal}.")
+
+
+def refuse_unknown(where: Any, values: Mapping[str, Any], known: Mapping[str, Kind]) -> None:
+    """Judges the keys of a `config.json`, nulls left out: the known ones by their kinds, others unless they are off.
+
+    A key that nobody knows may change what the model computes, so it passes only if it is harmless, or false.
+
+    Raises:
+      UsageError: For the first key that is not honoured, or of another kind.
+    """
+    windowed = values.get("use_sliding_window", True)
+    for key, value in values.items():
+        if key in known:
+            check(where, key, value, known[key])
+        elif key == "sliding_window":
+            if windowed is not False:
+                raise UsageError(
+                    f"{where} has sliding_window={shown(value)}; legal is null, or use_sliding_window=false."
+                )
+        elif key not in HARMLESS and not key.startswith("_") and value is not False:
+            raise UsageError(
+                f"{where} has {plain(key)}={shown(value)}, which is not honoured here and may change what the model "
+                "computes; legal is null, false, or no such key."
+            )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object that a JSON file holds.
+
+    Raises:
+      UsageError: If it is absent, no JSON, or no object.
+    """
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no {path}; give a folder with config.json and safetensors files.") from None
+    except RecursionError:
+        raise UsageError(f"{path} is not a JSON file that can be read: it is nested too deep.") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a JSON file: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} holds {type(values).__name__} instead of an object.")
+    return values

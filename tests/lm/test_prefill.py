@@ -1,0 +1,163 @@
+"""Whole prompts at once: equal to token by token, by training's attention, and in memory that grows with T."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+from jax.extend import core
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.lm import LMConfig, Sampling, apply, attention, axes, generate
+from jaxpar.lm.params import abstract
+from jaxpar.lm.sample import empty_cache, extend, prefill
+from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
+from jaxpar.types import UsageError
+
+SMALL = dict(vocab_size=32, num_layers=2, embed_dim=32, mlp_dim=48, init_std=0.3, dtype="float32")
+MODELS = {
+    "llama": LMConfig(**SMALL, num_heads=8, num_kv_heads=2),
+    "gpt2": LMConfig(
+        **SMALL, num_heads=4, norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.3,
+        max_seq_len=12,
+    ),
+    "para_gru": LMConfig(**SMALL, mixer="para_gru", mixer_dim=16),
+}  # fmt: skip
+T, SLOTS, LENGTHS = 8, 12, np.array([8, 1, 3, 6])
+TOKENS = np.random.default_rng(0).integers(0, 32, (4, SLOTS))
+LONG = LMConfig(**SMALL | {"num_layers": 1, "vocab_size": 512}, num_heads=8, num_kv_heads=2)
+
+
+def by_tokens(config, params):
+    """The last logits and the cache of each row, its tokens fed one at a time."""
+    run = jit(functools.partial(extend, config=config))
+    rows = []
+    for row, length in enumerate(LENGTHS):
+        cache = empty_cache(config, 1, SLOTS)
+        for t in range(length):
+            logits, cache = run(params, TOKENS[row : row + 1, t : t + 1], np.array([[t]]), cache)
+        rows.append((logits[0, 0], jax.tree.map(lambda x: x[:, 0], cache)))
+    return rows
+
+
+@pytest.mark.parametrize("queries", [3, 256], ids=["in blocks", "at once"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_equal_one_token_after_the_other(name, queries, monkeypatch):
+    monkeypatch.setattr(attention, "QUERIES", queries)
+    config = MODELS[name]
+    params = noisy_params(config)
+    logits, cache = jit(prefill, static_argnums=(3, 4))(params, TOKENS[:, :T], LENGTHS, config, SLOTS)
+    assert logits.shape == (4, 32) and jax.tree.all(jax.tree.map(lambda x: x.shape[1] == 4, cache))
+    for row, (want, state) in enumerate(by_tokens(config, params)):
+        assert_close(logits[row], want, EXACT_MATHS["float32"])
+        got = jax.tree.map(lambda x, row=row: x[:, row], cache)
+        if config.mixer == "attention":  # what lies beyond the prompt is overwritten before it is seen
+            got, state = (jax.tree.map(lambda x, n=LENGTHS[row]: x[:, :n], tree) for tree in (got, state))
+        assert_close(got, state, EXACT_MATHS["float32"])
+
+
+def test_a_prompt_longer_than_a_block_goes_on_as_the_whole_model_would():
+    config, length, new = dataclasses.replace(LONG, num_layers=2), attention.QUERIES + 44, 3
+    params = noisy_params(config)
+    prompt = np.random.default_rng(1).integers(0, 512, (2, length))
+    sampling = Sampling(new, temperature=0.0)
+    tokens, _ = jit(generate, static_argnums=(3, 4))(
+        jax.random.key(0), params, prompt, config, sampling, prompt_lengths=np.array([length, length - 30])
+    )
+    want = np.asarray(jit(apply, static_argnums=2)(params, tokens, config)).argmax(-1)
+    for row, first in enumerate((length, length - 30)):
+        np.testing.assert_array_equal(tokens[row, first : first + new], want[row, first - 1 : first + new - 1])
+
+
+@pytest.mark.parametrize(("name", "slots"), [("llama", 12), ("gpt2", 20)])
+def test_prompts_that_have_no_room_are_refused(name, slots):
+    tokens = np.zeros((1, 13), np.int32)
+    with pytest.raises(
+        UsageError, match="prompts of 13 tokens are over the 12 that the cache and learned positions have"
+    ):
+        prefill(noisy_params(MODELS[name]), tokens, np.array([13]), MODELS[name], slots)
+
+
+@pytest.mark.parametrize("spec", [MeshSpec(data=2, context=2, tensor=2), MeshSpec(data=2, fsdp=2, tensor=2)])
+def test_prompts_of_any_length_on_a_mesh(spec, monkeypatch):
+    monkeypatch.setattr(attention, "QUERIES", 3)
+    config = dataclasses.replace(MODELS["llama"], num_kv_heads=4)
+    params = noisy_params(config)
+    run = jit(prefill, static_argnums=(3, 4))
+    want = run(params, TOKENS[:, :7], np.array([7, 1, 3, 6]), config, SLOTS)
+    with use_mesh(make_mesh(spec)):
+        got = run(shard(params, axes(config)), TOKENS[:, :7], np.array([7, 1, 3, 6]), config, SLOTS)
+    assert_close(jax.device_get(got), jax.device_get(want), EXACT_MATHS["float32"])
+
+
+# ---------------------------------------------------------------- memory
+
+
+def traced(config, length, rows=1, **kinds):
+    """The jaxpr of a prefill, and its arguments."""
+    args = abstract(config, config.dtype), jax.ShapeDtypeStruct((rows, length), np.int32), jnp.full((rows,), length)
+    return jax.make_jaxpr(lambda *args: prefill(*args, config, length + 8))(*args).jaxpr, args
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr)):
+            inner = getattr(part, "jaxpr", part)
+            if isinstance(inner, core.Jaxpr):
+                yield from equations(inner)
+
+
+def test_nothing_is_as_large_as_scores_of_all_pairs_or_logits_of_all_places():
+    length = 4096
+    jaxpr, args = traced(LONG, length)
+    sizes = [var.aval.size for eqn in equations(jaxpr) for var in eqn.outvars if hasattr(var.aval, "size")]
+    assert max(sizes) == LONG.num_heads * attention.QUERIES * length  # the scores of a block
+    assert jaxpr.outvars[0].aval.shape == (1, LONG.vocab_size)
+    shapes = {var.aval.shape for eqn in equations(jaxpr) for var in eqn.outvars if hasattr(var.aval, "shape")}
+    assert not [shape for shape in shapes if length in shape and LONG.vocab_size in shape]
+    program = jit(lambda *args: prefill(*args, LONG, length + 8)).lower(*args).compile()
+    assert program.memory_analysis().temp_size_in_bytes < LONG.num_heads * length**2 * 4 / 5  # a few blocks
+
+
+# ---------------------------------------------------------------- kernels
+
+WIDE = dataclasses.replace(LONG, head_dim=64, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("asked", ["auto", "cudnn", "splash"])
+def test_a_tpu_reads_prompts_of_any_length_by_splash(asked, monkeypatch):
+    monkeypatch.setattr(attention, "platform", lambda: "tpu")
+    jaxpr, _ = traced(dataclasses.replace(WIDE, attention=asked), 200)
+    kernels = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "pallas_call"]
+    assert len(kernels) == 1 and (8, 256, 64) in {var.aval.shape for var in kernels[0].invars}
+    assert not [e for e in equations(traced(dataclasses.replace(WIDE, attention="xla"), 200)[0])
+                if e.primitive.name == "pallas_call"]  # fmt: skip
+
+
+def test_a_gpu_reads_prompts_by_cudnn(monkeypatch):
+    asked = []
+
+    def kernel(q, k, v, **options):
+        asked.append((q.shape, options["implementation"], options["is_causal"]))
+        return q
+
+    monkeypatch.setattr(attention, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    traced(WIDE, 201)
+    assert set(asked) == {((1, 201, 8, 64), "cudnn", True)}
+
+
+def test_splash_fills_up_what_no_query_sees(monkeypatch):
+    """The kernel itself, interpreted, at a length that it does not take."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    make = functools.partial(splash.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash, "make_splash_mha", make)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 130, 2, 64)), jnp.float32) for _ in range(3))
+    want = attention.attention(q, k, v, impl="xla")
+    assert_close(attention._splash(q, k, v, None), want, 1e-4)
