@@ -1,13 +1,10 @@
 """Runnable experiments: `python -m experiments.lm model=tiny train.steps=50`."""
 
+import signal
 import sys
 
-if sys.argv[0] == "-m":  # as `python -m experiments.lm` begins, seconds before all is imported
+if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # As `python -m experiments.lm` begins, seconds before all is imported. An exception could be lost in an import.
+    from experiments import _interrupt
 
-    def _end(kind, error, trace) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            sys.__excepthook__(kind, error, trace)
-        else:
-            print("interrupted before anything began.", file=sys.stderr)
-
-    sys.excepthook = _end
+    signal.signal(signal.SIGINT, _interrupt.before_start)
