@@ -101,6 +101,7 @@ def held(folder: pathlib.Path, what: str = "run folder") -> Iterator[None]:
         yield
     finally:
         if file >= 0:
+            os.truncate(file, 0)  # nobody has it
             os.close(file)
 
 

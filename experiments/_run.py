@@ -127,9 +127,6 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
             mistakes.append(error)
         except KeyboardInterrupt:
             answer.number = answer.number or signal.SIGINT
-        except (Exception, SystemExit):
-            if not answer.number:  # else it is what became of the KeyboardInterrupt
-                raise
         if answer.number:
             answer.leave()
     if mistakes:
@@ -149,6 +146,10 @@ def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list
         except (UsageError, OSError, *_FLAG_ERRORS) as error:  # Hydra would print a line of its own about them
             mistakes.append(error)
             return
+        except (Exception, SystemExit):
+            if _interrupt.answer.number:  # it is what became of a KeyboardInterrupt, and Hydra would print a line
+                raise KeyboardInterrupt from None
+            raise
         if number := getattr(ended, "interrupted", 0):
             _interrupt.answer.number = number
             raise KeyboardInterrupt  # out of a sweep as well

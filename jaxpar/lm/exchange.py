@@ -439,12 +439,21 @@ def _read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     return arch, LMConfig(**fields, **arch.read(values), dtype=dtype)
 
 
+def _shards(index: Path) -> list[str]:
+    """Returns the files that an index names, which are those beside it: a name must not lead to another folder."""
+    names = _json(index).get("weight_map", {}).values()
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00]+\.safetensors", name):
+            raise UsageError(f"{index} has the file {name!r}; legal are names of .safetensors files beside it.")
+    return sorted(set(names))
+
+
 def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: ExitStack) -> dict[str, Any]:
     """Opens the files, without reading them, and returns every tensor's slicer once names and shapes are right."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not whole.is_file() and not index.is_file():
         raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
-    names = [whole.name] if whole.is_file() else sorted(set(_json(index).get("weight_map", {}).values()))
+    names = [whole.name] if whole.is_file() else _shards(index)
     prefix, found = arch.layer.split(".")[0] + ".", {}
     for path in (folder / name for name in names):
         try:
