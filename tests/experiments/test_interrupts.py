@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,24 +273,33 @@ SWEPT = TINY | {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_at_random_moments_of_every_command(command, tmp_path, name):
-    """Once or twice, within a start of whatever length: each start goes on from what the one before has left."""
-    shuffle, counts = random.Random(name), {}
+    """Once or twice, from a start's first imports to its end; each start goes on from what the one before has left."""
+    shuffle, counts, run = random.Random(name), {}, tmp_path / "run"
     flags = SWEPT[name].split() + (command.flags if name in ("lm", "launch") else ["hydra.run.dir=run"])
-    for _ in range(int(os.environ.get("INTERRUPTS", "20"))):
+    for trial in range(int(os.environ.get("INTERRUPTS", "20"))):
+        began = time.time()
         process = start(name, flags, tmp_path, command.env)
-        time.sleep(0.3 + shuffle.uniform(0, 20))
+        time.sleep(0.3 + shuffle.uniform(0, 10))
+        while trial % 2 and process.poll() is None and not touched(run / "metrics.jsonl", began):
+            time.sleep(0.05)  # every other time it shall be on its way
+        time.sleep(shuffle.uniform(0, 4) if trial % 2 else 0)
         came = process.poll() is None
         process.send_signal(signal.SIGINT)
         if shuffle.random() < 0.3:
             time.sleep(shuffle.uniform(0, 0.3))
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=240)
+        sentence = check(process.returncode, err) if came else "ended before"
+        assert came or process.returncode == 0, (out, err)
+        assert "refused" not in out + err
+        newest = max([int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit()], default=0)
+        assert f"checkpoint of step {newest} is whole, and" in sentence or "is whole, and" not in sentence
+        sentence = re.sub(r"\d+", "N", sentence)
+        counts[sentence] = counts.get(sentence, 0) + 1
         if not came:
-            assert process.returncode == 0, (out, err)
-            sentence = "finished before"
-        else:
-            sentence = check(process.returncode, err)
-        counts[sentence := re.sub(r"\d+", "N", sentence)] = counts.get(sentence, 0) + 1
-        newest = [int(path.name) for path in (tmp_path / "run" / "checkpoints").glob("*") if path.name.isdigit()]
-        assert ("is whole, and" in sentence) <= bool(newest) and "refused" not in out + err
+            shutil.rmtree(run)
     print(name, counts)
+
+
+def touched(path, since):
+    return path.exists() and path.stat().st_size and path.stat().st_mtime > since
