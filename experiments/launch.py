@@ -98,7 +98,7 @@ class Group:
             code = ends[-1][1]
             if code and not failed:
                 failed = True
-                if code != 2:
+                if code != 2 and not self.asked:  # else all are ending already
                     self._send(signal.SIGTERM)
         return ends
 
@@ -229,4 +229,4 @@ def _flags(processes: int, devices: int) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _interrupt.leave(main(sys.argv[1:]))
