@@ -4,6 +4,7 @@
 Only the standard library is imported here, since this comes first.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -24,7 +25,7 @@ def before_start(number: int, frame: object) -> NoReturn:
 
 
 def at_end(number: int, frame: object) -> NoReturn:
-    """Answers when the experiment is done and Python takes itself apart."""
+    """Answers when the experiment has ended, and all that is left is for the process to end."""
     _leave_with(number, "interrupted when all was done.")
 
 
@@ -108,6 +109,18 @@ def leave(code: int) -> NoReturn:
         farewell.start()
         farewell.join(FAREWELL_S)
     _end(code)
+
+
+def finish(code: int) -> None:
+    """Ends a command that has come to its end, as Python would, but Ctrl-C is answered to the last moment.
+
+    Where this process is not the command's own, as in a test, `SystemExit` tells the code, if it is not 0.
+    """
+    if signal.getsignal(signal.SIGINT) is at_end:
+        atexit._run_exitfuncs()  # JAX waits for the other processes here; what Python does next, nobody can interrupt
+        _end(code)
+    if code:
+        sys.exit(code)
 
 
 def _leave_with(number: int, sentence: str) -> NoReturn:

@@ -118,7 +118,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
     """
     _end_with_launcher()
     with _interrupt.answering() as answer:
-        mistakes = []
+        mistakes, code = [], 0
         try:
             _register(name, schema)
             _refuse_malformed(sys.argv[1:])
@@ -127,11 +127,13 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
             mistakes.append(error)
         except KeyboardInterrupt:
             answer.number = answer.number or signal.SIGINT
+        except SystemExit as end:  # of an experiment whose result is a failure
+            code = end.code or 0
         if answer.number:
             answer.leave()
     if mistakes:
         print(f"error: {_sentence(mistakes[0], schema)}", file=sys.stderr)
-        sys.exit(2)
+    _interrupt.finish(2 if mistakes else code)
 
 
 def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list[BaseException]) -> Callable[[], None]:
