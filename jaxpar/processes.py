@@ -194,8 +194,8 @@ def interruptible() -> Iterator[Interruption]:
     def handle(number, frame):
         waits = interruption.gentle or jax.process_count() > 1
         if number == signal.SIGINT and (interruption.number or not waits):
-            usual = before[number] if callable(before[number]) else signal.default_int_handler
-            usual(number, frame)
+            usual = before[number]
+            (usual if callable(usual) else signal.default_int_handler)(number, frame)
         interruption.number = interruption.number or number
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
