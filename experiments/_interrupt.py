@@ -1,7 +1,7 @@
 """Ctrl-C at any moment of a command: no crash, one true sentence, exit code 130.
 
-`before_start` answers while modules are imported, an `Answer` while the experiment runs, `at_end` when Python ends.
-Only the standard library is imported here, since this comes first.
+`experiments.before_start` answers while modules are imported, an `Answer` while the experiment runs, `at_end` when the
+process ends.
 """
 
 import atexit
@@ -13,15 +13,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from experiments import before_start
+
 FAREWELL_S = 3.0
 """Seconds that a process of several which ends early waits for the others to end as well."""
 SHOW_CURSOR = "\x1b[?25h\n"
 """What gives a terminal back on which a bar is being drawn."""
-
-
-def before_start(number: int, frame: object) -> NoReturn:
-    """Answers while modules are imported, when there is nothing to leave behind."""
-    _leave_with(number, "interrupted before anything began.")
 
 
 def at_end(number: int, frame: object) -> NoReturn:

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from typing import Any, NoReturn
 
-from experiments import _interrupt, _run
+from experiments import _interrupt, _run, before_start
 from jaxpar.types import UsageError
 
 DEVICES = 8
@@ -142,7 +142,7 @@ def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) ->
     finally:
         group.close()
         for number, handler in before.items():
-            signal.signal(number, _interrupt.at_end if handler is _interrupt.before_start else handler)
+            signal.signal(number, _interrupt.at_end if handler is before_start else handler)
     failures = [(index, code) for index, code in ends if code]
     if group.asked and all(code != 2 for _, code in failures):
         if not failures:
