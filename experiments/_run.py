@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -23,16 +24,18 @@ from typing import Any, get_args
 
 import hydra
 import jax
-import numpy as np
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
-from jax.experimental import multihost_utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import jaxpar
+from experiments import _interrupt
+from experiments._folder import fresh_folder as fresh_folder
+from experiments._folder import replace_text
+from experiments._folder import short as short
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.mesh import (
     MeshSpec,
@@ -49,8 +52,6 @@ LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
 SHOWN = MeshSpec(data=2, fsdp=2, tensor=2)
 """What eight simulated devices are for: a mesh of three axes."""
-FAREWELL_S = 3.0
-"""Seconds that a process which ends by an error waits for the others to end as well."""
 # What a flag that does not fit raises, by Hydra, by OmegaConf, and by a frozen dataclass that lacks it.
 _FLAG_ERRORS = (HydraException, OmegaConfBaseException, dataclasses.FrozenInstanceError)
 # What Gloo, NCCL and the coordination service say where another process is gone.
@@ -98,8 +99,12 @@ class RunConfig:
     processes: Processes = Processes()
 
     def __post_init__(self):
-        """Refuses what no field may hold, such as seeds of which a key would hold only a part."""
+        """Refuses names that lead out of the folder of runs, and what no field may hold."""
         check_fields(self)
+        if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", self.name):
+            raise UsageError(
+                f"name={self.name!r} cannot name a folder; legal are names without / and \\ that begin with no dot."
+            )
 
 
 def identifying(default: Any = dataclasses.MISSING, legal: Any = None, **kinds: Any) -> Any:
@@ -107,38 +112,58 @@ def identifying(default: Any = dataclasses.MISSING, legal: Any = None, **kinds: 
     return field(default, legal, identity=True, **kinds)
 
 
-def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], None]) -> None:
+def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any]) -> None:
     """Parses the command line and calls `execute(config, folder)`; ends with exit code 2 on a user's mistake.
+
+    Ctrl-C ends it at any moment with one sentence and exit code 130.
 
     Args:
       name: The experiment; `conf/<name>.yaml` is its primary configuration.
       schema: Its frozen dataclass; must have the fields that `identity` reads.
-      execute: The experiment.
+      execute: The experiment. What it returns may have `interrupted`, as `FitResult` does: the number of a signal that
+        ended it in good order, which becomes the exit code 128 + number.
     """
     _end_with_launcher()
-    _register(name, schema)
+    with _interrupt.answering() as answer:
+        mistakes, code = [], 0
+        try:
+            _register(name, schema)
+            _refuse_malformed(sys.argv[1:])
+            _main(name, execute, mistakes)()
+        except (UsageError, OSError, *_FLAG_ERRORS) as error:
+            mistakes.append(error)
+        except KeyboardInterrupt:
+            answer.number = answer.number or signal.SIGINT
+        except SystemExit as end:  # of an experiment whose result is a failure
+            code = end.code or 0
+        if answer.number:
+            answer.leave()
+    if mistakes:
+        print(f"error: {_sentence(mistakes[0], schema)}", file=sys.stderr)
+    _interrupt.finish(2 if mistakes else code)
+
+
+def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list[BaseException]) -> Callable[[], None]:
+    """Returns the experiment as Hydra's main function; it adds to `mistakes` what the user did wrong."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed by Hydra
-    mistakes = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
     def task(node: DictConfig) -> None:
         try:
             with ending_together():
-                execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
+                ended = execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
         except (UsageError, OSError, *_FLAG_ERRORS) as error:  # Hydra would print a line of its own about them
             mistakes.append(error)
+            return
+        except (Exception, SystemExit):
+            if _interrupt.answer.number:  # it is what became of a KeyboardInterrupt, and Hydra would print a line
+                raise KeyboardInterrupt from None
+            raise
+        if number := getattr(ended, "interrupted", 0):
+            _interrupt.answer.number = number
+            raise KeyboardInterrupt  # out of a sweep as well
 
-    try:
-        _refuse_malformed(sys.argv[1:])
-        task()
-    except (UsageError, OSError, *_FLAG_ERRORS) as error:
-        mistakes.append(error)
-    except KeyboardInterrupt:
-        print("interrupted; what was saved is whole, and the same command goes on from it.", file=sys.stderr)
-        sys.exit(130)
-    if mistakes:
-        print(f"error: {_sentence(mistakes[0], schema)}", file=sys.stderr)
-        sys.exit(2)
+    return task
 
 
 def compose(name: str, schema: type, flags: list[str]) -> Any:
@@ -159,6 +184,9 @@ def _refuse_malformed(flags: list[str]) -> None:
             raise UsageError(f"flag {flag!r} has no name; flags are name=value, such as seed=3.")
         if re.fullmatch(r"model=(null|true|false|[\[{-]?[\d.].*|)", flag, re.IGNORECASE):
             raise UsageError(f"there is no preset {flag[6:]!r}; legal for model= are {_presets('model')}.")
+        group, _, preset = flag.partition("=")
+        if "/" in preset and (CONF / group).is_dir() and group.isidentifier():
+            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {_presets(group)}.")
 
 
 def _presets(group: str) -> str:
@@ -166,14 +194,32 @@ def _presets(group: str) -> str:
 
 
 def load(folder: pathlib.Path, schema: type) -> Any:
-    """Returns the configuration that a run folder was made with."""
+    """Returns the configuration that a run folder was made with: plain data, whoever wrote it.
+
+    Raises:
+      UsageError: It is not there, not of this schema, or asks for more than data, as `${oc.env:HOME}` does.
+    """
     path = folder / "config.yaml"
     if not path.is_file():
         raise UsageError(f"{folder} is no run folder: it has no config.yaml; give run= the folder of a run.")
     try:
-        return _to_config(OmegaConf.merge(_schema_node(schema), OmegaConf.load(path)))
-    except (*_FLAG_ERRORS, yaml.YAMLError) as error:
+        saved = OmegaConf.load(path)
+        _refuse_references(path, OmegaConf.to_container(saved, resolve=False))
+        return _to_config(OmegaConf.merge(_schema_node(schema), saved))
+    except (*_FLAG_ERRORS, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path} is not the configuration of such a run ({_sentence(error, schema)}).") from error
+
+
+def _refuse_references(path: pathlib.Path, content: Any, name: str = "") -> None:
+    """Refuses what OmegaConf would look up or run: ours are written with every value in place."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            _refuse_references(path, value, f"{name}.{key}" if name else str(key))
+    elif isinstance(content, list):
+        for i, value in enumerate(content):
+            _refuse_references(path, value, f"{name}[{i}]")
+    elif isinstance(content, str) and "${" in content:
+        raise UsageError(f"{path} has {name}={content!r}, which refers to something else; legal are plain values.")
 
 
 def identity(config: Any) -> dict[str, Any]:
@@ -201,19 +247,6 @@ def folder_name(config: Any) -> str:
     return f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def fresh_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
-    """Returns `folder`, or if the run shall not resume and it is used, the next of folder-2, folder-3, ..."""
-    count, candidate = 1, folder
-    while not resume and candidate.exists() and any(candidate.iterdir()):
-        count += 1
-        candidate = folder.with_name(f"{folder.name}-{count}")
-    if not resume and jax.process_count() > 1:  # a process that looks later finds the files of the others
-        count = int(multihost_utils.broadcast_one_to_all(np.int32(count)))
-        candidate = folder if count == 1 else folder.with_name(f"{folder.name}-{count}")
-    candidate.mkdir(parents=True, exist_ok=True)
-    return candidate
-
-
 @contextlib.contextmanager
 def ending_together():
     """Ends this process at an error inside if it is one of several, with its sentence or traceback.
@@ -226,6 +259,8 @@ def ending_together():
     except Exception as error:
         if not jax.distributed.is_initialized():
             raise
+        if _interrupt.answer.number:
+            _interrupt.answer.leave()
         code, text = 1, "".join(traceback.format_exception(error))
         if isinstance(error, (UsageError, OSError)):
             code, text = 2, f"error: {_sentence(error)}"
@@ -236,11 +271,7 @@ def ending_together():
                 "all again, goes on from the newest checkpoint."
             )
         print(text.rstrip(), file=sys.stderr, flush=True)
-        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-        farewell.start()
-        farewell.join(FAREWELL_S)
-        sys.stdout.flush()
-        os._exit(code)
+        _interrupt.leave(code)
 
 
 def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
@@ -277,17 +308,11 @@ def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
     return use_mesh(make_mesh(spec, devices), rules_from(config.rules, config.layout))
 
 
-def short(path: pathlib.Path) -> str:
-    """Returns a path as a person would type it here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
-
-
 def write_start(folder: pathlib.Path, config: Any) -> None:
     """Writes config.yaml and env.json, from process 0."""
     if jax.process_index():
         return
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=CONF, check=False)
     facts = {
         "jaxpar": jaxpar.__version__,
@@ -297,7 +322,7 @@ def write_start(folder: pathlib.Path, config: Any) -> None:
         "devices": [device.device_kind for device in jax.devices()],
         "processes": jax.process_count(),
     }
-    (folder / "env.json").write_text(json.dumps(facts, indent=1) + "\n")
+    replace_text(folder / "env.json", json.dumps(facts, indent=1) + "\n")
 
 
 def say(text: str) -> None:
@@ -435,6 +460,6 @@ def _quieten() -> None:
     def report(unraisable) -> None:
         # The first of many writes to fail closes the loop under the others.
         if str(unraisable.exc_value) != "Event loop is closed":
-            sys.__unraisablehook__(unraisable)
+            _interrupt.answer.lost(unraisable)
 
     sys.unraisablehook = report

@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments import _run
+from experiments._folder import run_folder
 from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
 from experiments._walk import POLICIES, Call, Walk, player, shoot
@@ -83,12 +84,12 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         refuse_idle("a walk", "envs")
         check_split("num_envs", config.num_envs, "envs")
         walk = make_walk(config)
-        folder = _run.fresh_folder(folder, config.resume)
-        _run.write_start(folder, config)
-        _tell_start(config, folder, walk)
-        with _run.ending_together():
-            calls = run(config, folder, walk)
-            _tell_end(config, folder, walk, calls)
+        with run_folder(folder, config.resume) as folder:
+            _run.write_start(folder, config)
+            _tell_start(config, folder, walk)
+            with _run.ending_together():
+                calls = run(config, folder, walk)
+                _tell_end(config, folder, walk, calls)
 
 
 def make_walk(config: Config) -> Walk:

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from typing import Any, NoReturn
 
-from experiments import _run
+from experiments import _interrupt, _run, before_start
 from jaxpar.types import UsageError
 
 DEVICES = 8
@@ -57,7 +57,7 @@ class Group:
     def __init__(self, command: list[str], flags: list[list[str]], folder: pathlib.Path):
         self._folder = folder
         self._ends: queue.Queue[tuple[int, int]] = queue.Queue()
-        self._asked = False
+        self.asked = 0  # the first signal that was passed on
         # In groups of their own, so that Ctrl-C reaches the launcher alone, which passes it on once.
         env = os.environ | {_run.LAUNCHED: "1", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         self._processes = []
@@ -78,8 +78,8 @@ class Group:
 
     def forward(self, number: int, frame: object = None) -> None:
         """Passes a signal on; a second Ctrl-C kills."""
-        self._send(signal.SIGKILL if self._asked and number == signal.SIGINT else number)
-        self._asked = True
+        self._send(signal.SIGKILL if self.asked and number == signal.SIGINT else number)
+        self.asked = self.asked or number
 
     def wait(self) -> list[tuple[int, int]]:
         """Waits for all, and stops the others when one fails; returns (index, exit code) in the order of their ends.
@@ -98,7 +98,7 @@ class Group:
             code = ends[-1][1]
             if code and not failed:
                 failed = True
-                if code != 2:
+                if code != 2 and not self.asked:  # else all are ending already
                     self._send(signal.SIGTERM)
         return ends
 
@@ -142,13 +142,17 @@ def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) ->
     finally:
         group.close()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, _interrupt.at_end if handler is before_start else handler)
     failures = [(index, code) for index, code in ends if code]
+    if group.asked and all(code != 2 for _, code in failures):
+        if not failures:
+            print("interrupted when all was done.", file=sys.stderr)
+        elif dict(ends)[0] != 128 + group.asked:  # else process 0 has said how to go on
+            print("interrupted; the newest checkpoint, if there is one, is whole.", file=sys.stderr)
+        return 128 + group.asked
     if not failures:
         return 0
     index, code = failures[0]
-    if code in (130, -signal.SIGINT):
-        return 130
     if code == 2:
         if (0, 2) not in failures:
             print(next(line for line in reversed(group.said(index)) if line.startswith("error: ")), file=sys.stderr)
@@ -225,4 +229,4 @@ def _flags(processes: int, devices: int) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _interrupt.leave(main(sys.argv[1:]))

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._folder import owning, saving
 from experiments._mesh import LM_AXES, check_split, refuse_idle
 from experiments._run import say
 from jaxpar.fields import AtLeast, check_fields, field
@@ -116,7 +117,7 @@ def compose(*flags: str) -> Config:
     return _run.compose("lm", Config, list(flags))
 
 
-def execute(config: Config, folder: pathlib.Path) -> None:
+def execute(config: Config, folder: pathlib.Path) -> Any:
     """Does what `config.mode` says."""
     modes = {"train": train, "sample": sample, "eval": evaluate, "export": export}
     if config.mode not in modes:
@@ -125,20 +126,20 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         raise UsageError(f"checkpoint={config.checkpoint!r} is unknown; legal are best, newest.")
     with _run.open_devices(config) as mesh:
         say("mesh       " + _mesh_text(mesh))
-        modes[config.mode](config, folder)
+        return modes[config.mode](config, folder)
 
 
+@owning
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
-    folder = _run.fresh_folder(folder, config.resume)
     corpus = open_corpus(config.data, folder / "data")
     config = with_vocabulary(config, corpus.tokenizer)
     trainer = make_trainer(config)
-    keep = dict(keep=config.train.keep, keep_every_s=config.train.keep_every_s)
-    checkpoints = Checkpoints(checkpoint_folder(config, folder), **keep)
-    metadata = _run.identity(config) | {"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity}
     with contextlib.ExitStack() as stack:
-        stack.callback(checkpoints.close)
+        where = checkpoint_folder(config, folder) if config.checkpoints else ""
+        keep = dict(keep=config.train.keep, keep_every_s=config.train.keep_every_s)
+        checkpoints = stack.enter_context(saving(folder, config.resume, where, **keep))
+        metadata = _run.identity(config) | {"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity}
         hooks = Hooks(axes=trainer.axes(), checkpoints=checkpoints, metadata=metadata)
         start, state = resume(trainer, hooks) or (0, None)  # before a file of another run is touched
         _tell_start(config, folder, corpus, trainer, start)
@@ -361,7 +362,6 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
 
 def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitResult, start: int) -> None:
     if result.interrupted:
-        say(f"interrupted after step {result.step}; its checkpoint is written, and the same command goes on from it.")
         return
     if start >= config.train.steps:
         say(f"this run is finished; extend it with train.steps={2 * result.step} (which stretches its schedule).")

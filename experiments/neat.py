@@ -15,6 +15,7 @@ box. The same command resumes a run that was ended, on any mesh; more generation
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -28,10 +29,11 @@ import numpy as np
 import envs
 from envs.double_pole import DoublePole, generalisation_starts
 from experiments import _run
+from experiments._folder import owning, saving
 from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
 from jaxpar.fields import AtLeast, Between, field
-from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_stream
+from jaxpar.io import open_progress, open_writers, plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume, run_until
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import (
@@ -179,18 +181,18 @@ def _curve() -> dict[str, Any]:
     return {"inputs": jnp.asarray(inputs, float), "targets": jnp.asarray(0.5 + (x**3 - x)[:, None], float)}
 
 
-def execute(config: Config, folder: pathlib.Path) -> None:
+def execute(config: Config, folder: pathlib.Path) -> Any:
     """Searches under the mesh of the flags."""
     with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
         refuse_idle("a search", "population")
         check_split("population", config.population, "population")
-        (search if config.seeds == 1 else repeat)(config, folder)
+        return (search if config.seeds == 1 else repeat)(config, folder)
 
 
+@functools.partial(owning, resume=False)
 def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Makes `seeds` searches that end when solved, and tells how each ended: a row of `folder/seeds.jsonl` each."""
     neat, inputs = make_search(config)
-    folder = _run.fresh_folder(folder, resume=False)
     _run.write_start(folder, config)
 
     def one(key):
@@ -230,13 +232,12 @@ def _tell_seeds(rows: list[dict[str, Any]]) -> None:
         )
 
 
+@owning
 def search(config: Config, folder: pathlib.Path) -> FitResult:
     """Evolves under the ambient mesh, in `folder`, until solved; resumes what is there."""
     neat, inputs = make_search(config)
-    folder = _run.fresh_folder(folder, config.resume)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     with contextlib.ExitStack() as stack:
-        stack.callback(checkpoints.close)
+        checkpoints = stack.enter_context(saving(folder, config.resume, keep=2))
         hooks = Hooks(axes=neat.axes(), checkpoints=checkpoints, metadata=_run.identity(config))
         start, state = resume(neat, hooks) or (0, None)
         say(f"run        {_run.short(folder)}" + (f" (resuming at generation {start})" if start else ""))
@@ -258,8 +259,7 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
 
 def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, result: FitResult) -> None:
     state: Any = result.state
-    if result.interrupted and not bool(state.solved):
-        say(f"interrupted after generation {result.step}; its checkpoint is written, and the same command goes on.")
+    if result.interrupted:
         return
     count = int(state.solved_after) if bool(state.solved) else int(state.evaluations)
     verdict = "solved" if bool(state.solved) else "unsolved"

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._folder import run_folder
 from experiments._judge import Judge
 from experiments._mesh import refuse_idle
 from experiments._pomdp_film import Move, film, moves, planned
@@ -132,10 +133,10 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     with _run.open_devices(config, MeshSpec()):
         refuse_idle("planning", ())
         setting = make_setting(config)
-        folder = _run.fresh_folder(folder, config.resume)
-        _run.write_start(folder, config)
-        _tell_start(config, folder, setting)
-        _tell_end(config, folder, run(config, folder, setting))
+        with run_folder(folder, config.resume) as folder:
+            _run.write_start(folder, config)
+            _tell_start(config, folder, setting)
+            _tell_end(config, folder, run(config, folder, setting))
 
 
 def make_setting(config: Config) -> Setting:

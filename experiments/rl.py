@@ -26,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._folder import owning, saving
 from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
 from experiments._walk import FILMED, Walk, on_one_device, shoot
 from experiments._world import changes, make_world
 from jaxpar.fields import AtLeast, Each, field
-from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
+from jaxpar.io import open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import MeshSpec
 from jaxpar.rl import A2c, Dqn, Ppo, Pqn, Recalling, Seeds, returns_by_trial
@@ -167,12 +168,13 @@ def num_updates(config: Config, learner: Any) -> int:
     return -(-config.steps // (learner.num_lanes * learner.num_steps * config.chunk)) * config.chunk
 
 
-def execute(config: Config, folder: pathlib.Path) -> None:
+def execute(config: Config, folder: pathlib.Path) -> FitResult:
     """Learns under the mesh of the flags; writes metrics.jsonl, checkpoints, plots/returns.png and plots/agent.gif."""
     with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
-        learn(config, folder)
+        return learn(config, folder)
 
 
+@owning
 def learn(config: Config, folder: pathlib.Path) -> FitResult:
     """Learns under the ambient mesh, in `folder`; resumes what is there."""
     learner, params = make_learner(config)
@@ -183,10 +185,8 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     if updates * per_update < warmup:
         raise UsageError(f"steps={config.steps} end before the warmup of {warmup} experiences, and nothing would be "
                          "learned; give more steps or a smaller fields.warmup.")  # fmt: skip
-    folder = _run.fresh_folder(folder, config.resume)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     with contextlib.ExitStack() as stack:
-        stack.callback(checkpoints.close)
+        checkpoints = stack.enter_context(saving(folder, config.resume, keep=2))
         metadata = _run.identity(config) | ({"steps": config.steps} if config.anneal else {})
         hooks = Hooks(axes=seeds.axes(), checkpoints=checkpoints, metadata=metadata)
         start, state = resume(seeds, hooks) or (0, None)
@@ -227,7 +227,6 @@ def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int
 
 def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, result: FitResult) -> None:
     if result.interrupted:
-        say(f"interrupted after update {result.step}; its checkpoint is written, and the same command goes on.")
         return
     returns = judged(config, learner, params, result.state)
     error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._folder import owning, saving
 from experiments._mesh import check_split, refuse_idle
 from experiments._run import say
 from experiments._series import SeriesConfig, Task, open_task
@@ -127,23 +128,22 @@ def compose(*flags: str) -> Config:
     return _run.compose("rnn", Config, list(flags))
 
 
-def execute(config: Config, folder: pathlib.Path) -> None:
+def execute(config: Config, folder: pathlib.Path) -> Any:
     """Does what `config.mode` says."""
     modes = {"train": train, "eval": evaluate}
     if config.mode not in modes:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
     with _run.open_devices(config):
-        modes[config.mode](config, folder)
+        return modes[config.mode](config, folder)
 
 
+@owning
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
-    folder = _run.fresh_folder(folder, config.resume)
     task = open_task(config.data, config.seed)
     trainer = make_trainer(config, task)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep)
     with contextlib.ExitStack() as stack:
-        stack.callback(checkpoints.close)
+        checkpoints = stack.enter_context(saving(folder, config.resume, keep=config.train.keep))
         hooks = Hooks(axes=trainer.axes(), checkpoints=checkpoints, metadata=_run.identity(config))
         start, state = resume(trainer, hooks) or (0, None)
         _tell_start(config, folder, task, trainer, start)
@@ -261,7 +261,6 @@ def _tell_start(config: Config, folder: pathlib.Path, task: Task, trainer: Seque
 
 def _tell_end(config: Config, folder: pathlib.Path, result: FitResult, start: int) -> None:
     if result.interrupted:
-        say(f"interrupted after step {result.step}; its checkpoint is written, and the same command goes on from it.")
         return
     if start >= config.train.steps:
         say(f"this run is finished; extend it with train.steps={2 * result.step} (which stretches its schedule).")

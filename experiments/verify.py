@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import _run
+from experiments._folder import run_folder
 from experiments._mesh import LM_AXES, refuse_idle
 from experiments._run import say
 from jaxpar.aot import topology
@@ -92,9 +93,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     rows = verify_lm(config, layouts, devices)
     if all(row.refused for row in rows):
         raise UsageError(f"no layout is legal here; {rows[0].layout!s}: {rows[0].refused}")
-    folder = _run.fresh_folder(folder, config.resume)
-    (folder / "layouts.json").write_text(json.dumps([as_json(row) for row in rows], indent=1) + "\n")
-    plot_layouts(folder / "layouts.json", folder / "plots" / "layouts.png", TOLERANCE)
+    with run_folder(folder, config.resume) as folder:
+        (folder / "layouts.json").write_text(json.dumps([as_json(row) for row in rows], indent=1) + "\n")
+        plot_layouts(folder / "layouts.json", folder / "plots" / "layouts.png", TOLERANCE)
     Console(width=None if sys.stdout.isatty() else 160).print(table_of(rows))
     for row in rows:
         for breach in row.breaches:

@@ -6,8 +6,6 @@ it or driving it by hand makes the same steps.
 
 import contextlib
 import dataclasses
-import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,16 +18,10 @@ import numpy as np
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, Progress, Writer
 from jaxpar.mesh import named_shardings, platform
+from jaxpar.processes import AGREE_EVERY, interruptible
 from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["AGREE_EVERY", "Fit", "FitResult", "Hooks", "compile_step", "fit", "resume", "run", "run_until"]
-
-AGREE_EVERY = 10
-"""Steps between two times that many processes agree whether one of them was told to stop.
-
-So a signal ends the run at most this many steps after it came, and one chunk. A cluster must wait that long, and for
-the save, before it kills.
-"""
 
 XLA_OPTIONS: dict[str, Any] = {
     "gpu": {
@@ -168,14 +160,15 @@ class FitResult:
       state: The last state.
       step: Steps made.
       metrics: The last value of every metric.
-      interrupted: Whether Ctrl-C or SIGTERM ended it early; its checkpoint is written.
+      interrupted: Number of the signal that came, 2 of Ctrl-C and 15 of SIGTERM, whose checkpoint of `step` is written;
+        0 where none did.
       compile_s: Seconds of compilation.
     """
 
     state: PyTree
     step: int
     metrics: dict[str, float]
-    interrupted: bool
+    interrupted: int
     compile_s: float
 
 
@@ -214,7 +207,8 @@ def fit(
 
     The device is always one step ahead: metrics of a step are fetched after the next one was sent off, so
     the host's work hides behind the device's. Ctrl-C and SIGTERM finish the step, save and return; a second Ctrl-C
-    ends at once. Run it under `use_mesh` to have the state laid out.
+    is Python's own again, as is the first before there is a step to save. Run it under `use_mesh` to have the state
+    laid out.
 
     Args:
       algorithm: What is trained.
@@ -238,10 +232,10 @@ def fit(
 
     if has_ended():
         metrics = dict(hooks.evaluate(state)) if hooks.evaluate else {}
-        return FitResult(state, step, metrics, False, 0.0)
+        return FitResult(state, step, metrics, 0, 0.0)
     programs: dict[int, jax.stages.Compiled] = {}
-    with _interruptible() as interrupted, _profiler(plan, hooks.profile_folder) as profiler:
-        stop = done = False
+    with interruptible() as interruption, _profiler(plan, hooks.profile_folder) as profiler:
+        stop, done = 0, False
         while not (done or stop):
             length = min(plan.chunk - step % plan.chunk, plan.num_steps - step)
             inputs = batch(step) if length == 1 else _stack([batch(step + i) for i in range(length)])
@@ -249,9 +243,9 @@ def fit(
                 programs[length] = driver.compile(algorithm, state, inputs, length)
             profiler(step, length)
             state, infos = programs[length](key, np.int32(step), state, inputs)
-            step += length
+            interruption.gentle, step = True, step + length
             driver.sent(step, length, infos)
-            stop, done = interrupted(step), has_ended()
+            stop, done = interruption.agreed(step), has_ended()
             if hooks.evaluate and (done or (plan.eval_every and step % plan.eval_every == 0)):
                 driver.evaluated(step, hooks.evaluate(state))
             if hooks.checkpoints and (done or stop or (plan.save_every and step % plan.save_every == 0)):
@@ -260,7 +254,7 @@ def fit(
         driver.flush()
         if hooks.checkpoints:
             hooks.checkpoints.wait()
-    return FitResult(state, step, driver.latest, not done, driver.compile_s)
+    return FitResult(state, step, driver.latest, stop or interruption.number, driver.compile_s)
 
 
 def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -> tuple[int, PyTree] | None:
@@ -387,42 +381,6 @@ class _Driver:
                 self._hooks.check(step - length + 1 + i, values)
         if self._hooks.progress:
             self._hooks.progress.update(step, self.latest)
-
-
-@contextlib.contextmanager
-def _interruptible():
-    """Yields a function that tells whether Ctrl-C or SIGTERM came; a second Ctrl-C is Python's own.
-
-    With many processes the answer is agreed on every `AGREE_EVERY` steps, so that all stop after the same one.
-    """
-    came = threading.Event()
-    agreed = -1
-
-    def handle(number, frame):
-        if came.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        came.set()
-
-    def interrupted(step: int) -> bool:
-        nonlocal agreed
-        if jax.process_count() == 1:
-            return came.is_set()
-        if step // AGREE_EVERY == agreed:
-            return False
-        agreed = step // AGREE_EVERY
-        from jax.experimental import multihost_utils
-
-        return bool(np.any(multihost_utils.process_allgather(np.array(came.is_set()))))
-
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,16 @@
-"""Start-up of many processes: finding each other, and stopping when one is missing or was started otherwise."""
+"""The processes of a run: finding each other, refusing what differs, and stopping together after a signal."""
 
+import contextlib
 import hashlib
 import importlib.util
 import math
 import os
+import signal
 import socket
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +18,21 @@ import numpy as np
 
 from jaxpar.types import UsageError
 
-__all__ = ["HEARTBEAT_S", "check_same_on_all_processes", "start_processes"]
+__all__ = [
+    "AGREE_EVERY",
+    "HEARTBEAT_S",
+    "Interruption",
+    "check_same_on_all_processes",
+    "interruptible",
+    "start_processes",
+]
+
+AGREE_EVERY = 10
+"""Steps between two times that many processes agree whether one of them was told to stop.
+
+So a signal ends the run at most this many steps after it came, and one chunk. A cluster must wait that long, and for
+the save, before it kills.
+"""
 
 HEARTBEAT_S = 60
 """Seconds without a sign of life after which a process counts as dead, and JAX ends all others."""
@@ -131,3 +149,60 @@ def check_same_on_all_processes(text: str, what: str) -> None:
     odd = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
     if odd:
         raise UsageError(f"{what} on process {odd[0]} differs from process 0; start all with the same flags and files.")
+
+
+class Interruption:
+    """What Ctrl-C and SIGTERM do to a loop, as `interruptible` gives it.
+
+    Attributes:
+      number: Of the first signal that came to this process, 0 while none has.
+      gentle: Whether the first Ctrl-C only counts as `number`. Otherwise it raises at once, as it must while there is
+        no step to save, such as in minutes of compilation. Of many processes none leaves alone, so there it counts.
+    """
+
+    def __init__(self):
+        self.number = 0
+        self.gentle = False
+        self._agreed = -1
+
+    def agreed(self, step: int) -> int:
+        """Returns the signal to stop for after `step`, 0 for none.
+
+        With many processes the answer is agreed on every `AGREE_EVERY` steps, so that all stop after the same one.
+        """
+        if jax.process_count() == 1:
+            return self.number
+        if step // AGREE_EVERY == self._agreed:
+            return 0
+        self._agreed = step // AGREE_EVERY
+        from jax.experimental import multihost_utils
+
+        return int(np.max(multihost_utils.process_allgather(np.int32(self.number))))
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Takes Ctrl-C and SIGTERM over while inside; outside the main thread, where no signal arrives, does nothing.
+
+    A second Ctrl-C is that of whoever handled it before: Python's own raises `KeyboardInterrupt`.
+    """
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+
+    def handle(number, frame):
+        waits = interruption.gentle or jax.process_count() > 1
+        if number == signal.SIGINT and (interruption.number or not waits):
+            usual = before[number]
+            (usual if callable(usual) else signal.default_int_handler)(number, frame)
+        interruption.number = interruption.number or number
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

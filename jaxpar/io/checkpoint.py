@@ -85,6 +85,10 @@ class Checkpoints:
         self.wait()
         return sorted(self._manager.all_steps())
 
+    def on_disk(self) -> list[int]:
+        """Returns the steps of the checkpoints that are whole now, ascending; waits for no save that is under way."""
+        return sorted(ocp.utils.checkpoint_steps(self._folder))
+
     def newest(self) -> int | None:
         """Returns the largest step that has a whole checkpoint; finishes a save under way first."""
         return max(self.steps(), default=None)

@@ -142,6 +142,8 @@ def open_corpus(config: DataConfig, cache: str | Path, tokenizer: Tokenizer | No
     record = json.loads((entry / "corpus.json").read_text())
     if tokenizer is None:
         tokenizer = Bytes() if config.tokenizer == "bytes" else load_tokenizer(entry)
+    if record["data"] not in ("tokens.bin", files[0][0]):  # or a cache that came with a run would lead anywhere
+        raise UsageError(f"{entry / 'corpus.json'} names the tokens {record['data']!r}; remove that folder")
     data = np.memmap(entry / record["data"], record["dtype"], "r", shape=(record["tokens"],))
     data = data.view(np.ndarray)  # cheaper to slice
     lengths, validation = np.array(record["lengths"], np.int64), np.array(record["validation"], bool)

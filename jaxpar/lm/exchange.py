@@ -298,8 +298,8 @@ def _file_names(index: Path) -> list[str]:
     if not isinstance(places, dict) or not places:
         raise UsageError(f"{index} has weight_map={shown(places)}; legal is an object of tensors and their files.")
     for tensor, name in places.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
             raise UsageError(
-                f"{index} says that {plain(tensor)} lies in {shown(name)}; legal is a file of that folder."
+                f"{index} says that {plain(tensor)} lies in {shown(name)}; legal is a safetensors file of that folder."
             )
     return sorted(set(places.values()))

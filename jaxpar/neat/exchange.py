@@ -93,7 +93,7 @@ def from_json(text: str, *, max_nodes: int = 0, max_conns: int = 0, **changes: A
         return _read(document, max_nodes, max_conns, changes)
     except json.JSONDecodeError as error:
         raise UsageError(f"this is no JSON: {error}.") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"this is no network in neat-python's format {FORMAT_VERSION}: {error!r}.") from None

@@ -123,13 +123,14 @@ def main(monkeypatch, capfd, tmp_path, cache, text):
     It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another experiment, which
     gets no flags but those given.
     """
-    from experiments import _run
+    from experiments import _interrupt, _run
     from jaxpar import loop
 
     def refuse(*args, **kwargs):
         raise AssertionError("a training step is compiled")
 
     monkeypatch.setattr(_run, "_quieten", lambda: None)  # it silences loggers for good
+    monkeypatch.setattr(_interrupt, "_end", sys.exit)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)

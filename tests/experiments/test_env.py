@@ -39,7 +39,7 @@ def test_it_counts_what_happened(main, tmp_path, monkeypatch):
     said = main(*TINY, "params.max_steps=5", of="env")
     assert said.code == 0, said
     folder = tmp_path / "run"
-    assert {"config.yaml", "env.json", "metrics.jsonl", "plots"} == {path.name for path in folder.iterdir()}
+    assert {".lock", "config.yaml", "env.json", "metrics.jsonl", "plots"} == {path.name for path in folder.iterdir()}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 8, 12]
     assert [row["rollout/num_episodes"] for row in rows] == [0, 8, 8]

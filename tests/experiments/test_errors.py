@@ -240,16 +240,6 @@ def test_a_real_process_says_nothing_but_the_sentence(command, flags, words):
     assert len(finished.err.splitlines()) == 1, finished.err
 
 
-def test_ctrl_c_while_all_is_imported():
-    code = "import sys; sys.argv[0] = '-m'; import experiments; raise {}"
-    ends = []
-    for error in ("KeyboardInterrupt", "ValueError"):
-        line = [sys.executable, "-c", code.format(error)]
-        ends.append(subprocess.run(line, capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2]))
-    assert ends[0].stderr == "interrupted before anything began.\n" and ends[0].returncode in (-2, 130)
-    assert "Traceback" in ends[1].stderr  # of a mistake of ours nothing is hidden
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from test_kill import half_written, losses, rows
 
-from experiments import _run, launch
+from experiments import _interrupt, _run, launch
 
 # Adam divides by |g| + eps: where a gradient is nothing but rounding, the usual eps of 1e-8 would let another order of
 # sums move a parameter by a whole learning rate.
@@ -137,9 +137,9 @@ def test_ctrl_c_saves_a_kill_ends_all_and_both_resume(command):
     run.wait_for_step(5)
     run.process.send_signal(signal.SIGINT)
     said = run.finish()
-    assert said.code == 0 and "Traceback" not in said.err, said
-    step = int(re.search(r"interrupted after step (\d+); its checkpoint is written", said.out)[1])
-    assert said.out.count("interrupted") == 1 and (command.cwd / "run" / "checkpoints" / str(step)).is_dir()
+    assert said.code == 130 and "Traceback" not in said.err, said
+    step = int(re.search(r"interrupted; the checkpoint of step (\d+) is whole", said.err)[1])
+    assert said.err.count("interrupted") == 1 and (command.cwd / "run" / "checkpoints" / str(step)).is_dir()
 
     run = Launched(command, 2, 1, "train.steps=400", "optimizer.decay_steps=400")
     run.wait_for_step(step + 9)  # past a checkpoint
@@ -247,7 +247,7 @@ def test_without_a_launcher_the_survivor_ends_with_a_sentence(command):
     began = time.monotonic()
     said = command.finish(first)
     command.finish(second)
-    assert time.monotonic() - began < _run.FAREWELL_S + 20
+    assert time.monotonic() - began < _interrupt.FAREWELL_S + 20
     errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
     assert said.code in (1, -signal.SIGABRT) and "Traceback" not in said.err, said
     assert len(errors) == 1 and "another process of this run ended or cannot be reached" in errors[0]

@@ -182,7 +182,7 @@ def test_any_index_is_refused_in_a_sentence(folder, places):
     said = sentence_of(from_hf, folder)
     assert "legal is" in said or "is not a whole safetensors file" in said
     if places in NOWHERE[:-1]:
-        assert "legal is a file of that folder" in said
+        assert "legal is a safetensors file of that folder" in said
 
 
 def test_a_tensor_that_lies_there_twice_is_refused(folder):

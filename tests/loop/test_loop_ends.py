@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from noisy_walk import KEY, WALK, Recorder, State, assert_same_bits, batch, first, stacked, whole
 
-from jaxpar import loop
+from jaxpar import loop, processes
 from jaxpar.io import SaveError
 from jaxpar.loop import Fit, Hooks, compile_step, fit
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -40,7 +40,7 @@ def test_an_interrupted_run_saves_and_resumes(tmp_path, opened, number, place, l
         evaluate=lambda state: signal_at("evaluate", int(state.count)) or {},
     )
     result = fit(WALK, KEY, draw, Fit(20, eval_every=3), hooks)
-    assert (result.step, result.interrupted) == (last, True)
+    assert (result.step, result.interrupted) == (last, number)
     assert hooks.checkpoints.steps() == [last]
     assert list(writer.column("train/loss")) == list(range(1, last + 1))
     assert_same_bits(result.state, whole(last)[0])
@@ -50,9 +50,26 @@ def test_an_interrupted_run_saves_and_resumes(tmp_path, opened, number, place, l
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_signal_in_the_last_step_is_no_interruption():
+def test_a_signal_in_the_last_step_is_told_as_well():
     result = fit(WALK, KEY, lambda step: step == 4 and os.kill(os.getpid(), signal.SIGINT) or batch(step), Fit(5))
-    assert (result.step, result.interrupted) == (5, False)
+    assert (result.step, result.interrupted) == (5, signal.SIGINT)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, opened, monkeypatch):
+    def compile_step(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("compiling goes on")
+
+    monkeypatch.setattr(loop, "compile_step", compile_step)
+    checkpoints = opened(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(WALK, KEY, batch, Fit(20), Hooks(checkpoints=checkpoints))
+    assert checkpoints.steps() == []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with processes.interruptible() as interruption:  # of several processes none leaves the others
+        os.kill(os.getpid(), signal.SIGINT)
+    assert interruption.number == signal.SIGINT
 
 
 def test_a_run_ends_after_the_chunk_in_which_it_is_done(tmp_path, opened):
@@ -103,7 +120,7 @@ def test_signals_while_a_save_is_written_lose_neither_checkpoint(tmp_path, opene
     monkeypatch.setattr(manager, "save", slow)
     checkpoints = opened(tmp_path)
     result = fit(WALK, KEY, draw, Fit(20, save_every=4), Hooks(checkpoints=checkpoints))
-    assert (result.step, result.interrupted, came) == (5, True, [4, 5])
+    assert (result.step, result.interrupted, came) == (5, signal.SIGTERM, [4, 5])
     assert checkpoints.steps() == [4, 5]
 
 
@@ -111,15 +128,18 @@ def test_many_processes_agree_within_the_bound(monkeypatch):
     """Whatever the chunk: each process asks at the same steps, at most `AGREE_EVERY` and a chunk apart."""
     asked = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: asked.append(step) or x)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: asked.append(step) or [x, other])
+    other = 0
     for chunk in (1, 3, 4, 7, 10, 25):
         asked.clear()
-        with loop._interruptible() as interrupted:
+        with processes.interruptible() as interruption:
             for step in range(chunk, 20 * chunk, chunk):
-                assert not interrupted(step)
+                assert not interruption.agreed(step)
         gaps = np.diff([0, *asked])
         assert len(asked) > 1 and gaps.max() <= loop.AGREE_EVERY + chunk
         assert chunk > 1 or list(asked) == [1, 10]
+    other = signal.SIGTERM
+    assert processes.Interruption().agreed(10) == signal.SIGTERM
 
 
 def test_fit_outside_the_main_thread_leaves_signals_alone():

@@ -1,0 +1,134 @@
+"""Ctrl-C at any moment of a command: no crash, one true sentence, exit code 130.
+
+`experiments.before_start` answers while modules are imported, an `Answer` while the experiment runs, `at_end` when the
+process ends.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from experiments import before_start
+
+FAREWELL_S = 3.0
+"""Seconds that a process of several which ends early waits for the others to end as well."""
+SHOW_CURSOR = "\x1b[?25h\n"
+"""What gives a terminal back on which a bar is being drawn."""
+
+
+def at_end(number: int, frame: object) -> NoReturn:
+    """Answers when the experiment has ended, and all that is left is for the process to end."""
+    _leave_with(number, "interrupted when all was done.")
+
+
+class Answer:
+    """What Ctrl-C does while an experiment runs: the first raises `KeyboardInterrupt`, a second ends the process.
+
+    An exception may be lost, or become another one, in code that is not ours. So `number` is what tells that Ctrl-C
+    came, and whatever the experiment then ends with counts as its end.
+
+    Attributes:
+      number: Of the signal that ended the experiment, 0 while none has; 2 is Ctrl-C.
+      saved: Returns what is there to go on from.
+    """
+
+    def __init__(self):
+        self.number = 0
+        self.saved: Callable[[], str] = lambda: "no checkpoint had been saved since this start"
+
+    def sentence(self) -> str:
+        """Says what there is to go on from, as the disk has it now."""
+        try:
+            return f"interrupted; {self.saved()}."
+        except Exception:  # storage may be gone, and the process still has to end
+            return "interrupted; the checkpoints cannot be listed now."
+
+    def leave(self) -> NoReturn:
+        """Says the sentence and ends the process, from the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # or a second Ctrl-C would say it again
+        with contextlib.suppress(OSError):
+            print(self.sentence(), file=sys.stderr, flush=True)
+        leave(128 + self.number)
+
+    def handle(self, number: int, frame: object) -> None:
+        """Is the handler of SIGINT."""
+        if self.number:
+            _leave_with(number, self.sentence())
+        self.number = number
+        raise KeyboardInterrupt
+
+    def lost(self, unraisable: Any) -> None:
+        """Is the hook for exceptions that Python would only print, such as one raised while an object is deleted."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt) and self.number:
+            _leave_with(self.number, self.sentence())
+        sys.__unraisablehook__(unraisable)
+
+
+answer = Answer()
+"""That of the experiment which runs now, or ran last."""
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[Answer]:
+    """Has a fresh `answer` handle Ctrl-C while inside, where this is the main thread and Ctrl-C is not ignored."""
+    global answer
+    answer = Answer()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+        yield answer
+        return
+    hook = sys.unraisablehook
+    try:
+        sys.unraisablehook = answer.lost
+        signal.signal(signal.SIGINT, answer.handle)
+        yield answer
+    finally:
+        signal.signal(signal.SIGINT, at_end if before is before_start else before)
+        sys.unraisablehook = hook
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process now.
+
+    Python's own end takes the devices' runtime apart, also under a compilation that an interrupted main thread no
+    longer waits for: jaxlib then calls into what is gone, which is a segmentation fault. And it waits for other
+    processes, which may never come.
+    """
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        farewell.start()
+        farewell.join(FAREWELL_S)
+    _end(code)
+
+
+def finish(code: int) -> None:
+    """Ends a command that has come to its end, as Python would, but Ctrl-C is answered to the last moment.
+
+    Where this process is not the command's own, as in a test, `SystemExit` tells the code, if it is not 0.
+    """
+    if signal.getsignal(signal.SIGINT) is at_end:
+        atexit._run_exitfuncs()  # JAX waits for the other processes here; what Python does next, nobody can interrupt
+        _end(code)
+    if code:
+        sys.exit(code)
+
+
+def _leave_with(number: int, sentence: str) -> NoReturn:
+    """Says a sentence and ends this process, from a signal handler: the main thread may be in the middle of a print."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}{sentence}\n".encode())
+    _end(128 + number)
+
+
+def _end(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
