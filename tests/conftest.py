@@ -1,5 +1,6 @@
 """Strict numerics and eight fake CPU devices for every test."""
 
+import collections
 import os
 from pathlib import Path
 
@@ -39,3 +40,17 @@ def x64():
     """Double precision for one test: what separates rounding from bugs."""
     with jax.enable_x64(True):
         yield
+
+
+seconds = collections.Counter()  # by file, of setting up, running and tearing down its tests, on all workers
+
+
+def pytest_runtest_logreport(report):
+    seconds[report.location[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    if len(seconds) > 1:
+        terminalreporter.section("slowest files")
+        for file, spent in seconds.most_common(10):
+            terminalreporter.write_line(f"{spent:7.1f}s {file}")
