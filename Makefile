@@ -57,7 +57,7 @@ notebooks: $(VENV)/.test
 	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
 
 clean:
-	rm -rf $(VENV) .venv-* docs/_build build dist
+	rm -rf $(VENV) .venv-* .pytest_cache docs/_build build dist
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11, 3.12 or 3.13, on the PATH or in pyenv."; exit 2; }

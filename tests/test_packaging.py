@@ -14,6 +14,7 @@ import pytest
 import jaxpar
 
 ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -31,6 +32,16 @@ def test_version_is_one():
         PROJECT["tool"]["hatch"]["version"]["path"] == "jaxpar/__init__.py"
         and "version" in PROJECT["project"]["dynamic"]
     )
+
+
+def test_the_versions_of_python_are_the_same_everywhere():
+    tested = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["project"]["classifiers"]), re.MULTILINE)
+    first, last = tested[0], tested[-1]
+    assert PROJECT["project"]["requires-python"] == f">={first}"
+    assert f"Python {first} to {last}" in (ROOT / "README.md").read_text()
+    named = re.findall(r"python(3\.\d+)", re.search(r"^PYTHONS = (.*?)^\w", MAKEFILE, re.MULTILINE | re.DOTALL)[1])
+    bounds = re.search(r"\(3, (\d+)\) <= v < \(3, (\d+)\)", MAKEFILE)
+    assert named == tested[::-1] and (f"3.{bounds[1]}", f"3.{int(bounds[2]) - 1}") == (first, last)
 
 
 def test_declared_dependencies_can_be_imported():
