@@ -1,11 +1,11 @@
 # make run [exp=lm] [args="train.steps=50"]   make test [PYTHON=python3.11]   and the rest below.
 
-# One interpreter of each supported version, newest first: those on the PATH, and pyenv's own, since what pyenv puts on
-# the PATH runs only where its version was selected.
-PYTHONS = $(shell for p in python3.13 python3.12 python3.11 python3 python $$(pyenv root 2>/dev/null)/versions/*/bin/python; \
-  do $$p -c 'import ensurepip, sys; v = sys.version_info; (3, 11) <= v < (3, 14) and print(v.minor, sys.executable)' \
+# One interpreter of each version that CI tests, newest first: those on the PATH, and pyenv's own, since what pyenv puts
+# on the PATH runs only where its version was selected. Where there is none, 3.13 may do.
+PYTHONS = $(shell for p in python3.12 python3.11 python3 python $$(pyenv root 2>/dev/null)/versions/*/bin/python; \
+  do $$p -c 'import ensurepip, sys; v = sys.version_info; (3, 11) <= v < (3, 13) and print(v.minor, sys.executable)' \
   2>/dev/null; done | sort -run -k1,1 | cut -d" " -f2)
-PYTHON ?= $(firstword $(PYTHONS))
+PYTHON ?= $(firstword $(PYTHONS) $(shell command -v python3.13))
 # Each interpreter that is asked for by name has an environment of its own.
 VENV ?= .venv$(if $(filter-out file,$(origin PYTHON)),-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null))
 exp ?= lm
