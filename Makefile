@@ -1,9 +1,15 @@
-# make run [exp=lm] [args="train.steps=50"]   make test   and the rest below.
-PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3 python; do \
-  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+# make run [exp=lm] [args="train.steps=50"]   make test [PYTHON=python3.11]   and the rest below.
+
+# One interpreter of each version that CI tests, newest first: those on the PATH, and pyenv's own, since what pyenv puts
+# on the PATH runs only where its version was selected. Where there is none, 3.13 may do.
+PYTHONS = $(shell for p in python3.12 python3.11 python3 python $$(pyenv root 2>/dev/null)/versions/*/bin/python; \
+  do $$p -c 'import ensurepip, sys; v = sys.version_info; (3, 11) <= v < (3, 13) and print(v.minor, sys.executable)' \
+  2>/dev/null; done | sort -run -k1,1 | cut -d" " -f2)
+PYTHON ?= $(firstword $(PYTHONS) $(shell command -v python3.13))
+# Each interpreter that is asked for by name has an environment of its own.
+VENV ?= .venv$(if $(filter-out file,$(origin PYTHON)),-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null))
 exp ?= lm
 args ?=
-VENV ?= .venv
 PY = $(VENV)/bin/python
 
 # The JAX that fits this machine's hardware.
@@ -12,13 +18,26 @@ ACCELERATOR := $(shell if [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ]; then ech
 comma := ,
 EXTRAS = experiments$(if $(ACCELERATOR),$(comma)$(ACCELERATOR))
 
-.PHONY: run test test-slow lint docs bench notebooks clean
+# What a version of Python or of JAX breaks first, in three minutes: see CONTRIBUTING.md.
+PART = tests/contracts/test_algorithms.py tests/contracts/test_planners.py tests/scan/test_affine.py tests/scan/test_sharded.py \
+  tests/solve/test_parallel_scan.py tests/lm/test_model.py tests/lm/test_config.py tests/io/test_digest.py \
+  tests/experiments/test_runner.py tests/test_mesh.py tests/test_packaging.py tests/test_startup.py
+
+.PHONY: run test test-slow test-part install oldest lint docs bench notebooks clean
 
 run: $(VENV)/.run
 	$(PY) -m experiments.$(exp) $(args)
 
 test: $(VENV)/.test
 	$(PY) -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(args)
+
+test-part: $(VENV)/.test
+	$(PY) -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(PART) $(args)
+
+install: $(VENV)/.test
+
+oldest:
+	@set -- $(PYTHONS); [ $$# -lt 2 ] || { shift $$(($$# - 1)); echo $$1; }
 
 test-slow: $(VENV)/.test
 	$(PY) -m pytest -m slow $(args)
@@ -38,10 +57,10 @@ notebooks: $(VENV)/.test
 	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
 
 clean:
-	rm -rf $(VENV) docs/_build build dist
+	rm -rf $(VENV) .venv-* .pytest_cache docs/_build build dist
 
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 or newer on the PATH."; exit 2; }
+	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11, 3.12 or 3.13, on the PATH or in pyenv."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 

@@ -7,6 +7,7 @@ Works on any model that is a loss of parameters with logical axes (`Model`).
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -192,22 +193,24 @@ def verify(
     Returns:
       A row a layout and dtype, and one for the topology. Compile time dominates the cost: one program each.
     """
-    rows, one = [], {}
+    rows = []
+
+    @functools.cache
+    def one(dtype: str):
+        """The outcome on one device, computed for the first layout that turns out to be legal."""
+        alone = _Case(Layout(MeshSpec()), batch, batch_axes, rules_from(rules), declared)
+        return _outcome(model(dtype), alone, steps)[0]
 
     def add(row: Row) -> None:
         rows.append(row)
         if report:
             report(row)
 
-    for dtype in dtypes:
-        with jax.enable_x64(dtype == "float64"):
-            alone = _Case(Layout(MeshSpec()), batch, batch_axes, rules_from(rules), declared)
-            one[dtype] = _outcome(model(dtype), alone, steps)[0]
     for layout in layouts:
         case = _Case(layout, batch, batch_axes, rules_from(rules, layout.name), declared)
         for dtype in dtypes:
             with jax.enable_x64(dtype == "float64"):
-                add(_compare(case, dtype, model(dtype), steps, one[dtype]))
+                add(_compare(case, dtype, model(dtype), steps, one))
             if rows[-1].refused:
                 break
         if topology is not None and not rows[-1].refused:
@@ -225,7 +228,7 @@ class _Case(NamedTuple):
     declared: Callable[[], list[Transfer]] | None
 
 
-def _compare(case: _Case, dtype: str, model: Model, steps: int, one) -> Row:
+def _compare(case: _Case, dtype: str, model: Model, steps: int, one: Callable[[str], Any]) -> Row:
     """Makes the row of one layout and dtype."""
     row = Row(case.layout, dtype)
     try:
@@ -233,7 +236,7 @@ def _compare(case: _Case, dtype: str, model: Model, steps: int, one) -> Row:
     except UsageError as error:
         row.refused = str(error)
         return row
-    one_value, one_grads, one_state = one
+    one_value, one_grads, one_state = one(dtype)
     row.loss = abs(float(value) - float(one_value)) / (abs(float(one_value)) or 1.0)
     row.worst, row.gradient = _worst(leaf_errors(grads, one_grads))
     # Parameters and moments differ in size by orders, so each is measured by its own norm.

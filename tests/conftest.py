@@ -1,5 +1,6 @@
 """Strict numerics and eight fake CPU devices for every test."""
 
+import collections
 import os
 from pathlib import Path
 
@@ -12,7 +13,15 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+ROOT = Path(__file__).parents[1]
+
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: tests compile much and run on next to nothing
+# What an earlier run compiled is loaded, which takes a tenth of the time; a program is known by all of its text.
+if not jax.config.jax_compilation_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
 
@@ -39,3 +48,17 @@ def x64():
     """Double precision for one test: what separates rounding from bugs."""
     with jax.enable_x64(True):
         yield
+
+
+seconds = collections.Counter()  # by file, of setting up, running and tearing down its tests, on all workers
+
+
+def pytest_runtest_logreport(report):
+    seconds[report.location[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    if len(seconds) > 1:
+        terminalreporter.section("slowest files")
+        for file, spent in seconds.most_common(10):
+            terminalreporter.write_line(f"{spent:7.1f}s {file}")

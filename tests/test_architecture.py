@@ -1,13 +1,11 @@
-"""The shape of the library: who imports whom, and how long things are."""
+"""The shape of the library: who imports whom, and how long things are. Each file is parsed once, by `files`."""
 
 import ast
+import functools
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = sorted((ROOT / "jaxpar").rglob("*.py"))
-ALL = sorted(path for top in ("jaxpar", "envs", "experiments", "bench") for path in (ROOT / top).rglob("*.py"))
 PILLARS = {"lm", "pomdp", "neat", "rl"}
 
 # Left to right: a part imports only from parts on its left, and from itself. Parts in one entry do not know each other.
@@ -30,88 +28,35 @@ ALLOWED["rollout"] = {"types", "fields", "mesh", "env"}
 ALLOWED |= {pillar: set().union(*ORDER) | {"env", "rollout"} for pillar in PILLARS}
 ALLOWED["lm"] -= {"env", "rollout"}
 
-
-def name_of(path):
-    return str(path.relative_to(ROOT))
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def tree_of(path):
-    return ast.parse(path.read_text())
+class File(NamedTuple):
+    """What the tests ask of a source file; its tree, which is large, is forgotten."""
+
+    name: str  # jaxpar/scan/affine.py
+    num_lines: int
+    imported: set[str]  # every module that it imports, relative ones resolved, with the names taken from it
+    words: set[str]  # every variable and attribute, and every part of what it imports
+    functions: list[tuple[str, int]]  # their names and numbers of lines
+    undocumented: list[str]  # public names without a docstring; "the file" for itself
+
+    @property
+    def part(self):
+        """What stands second in its path: the room of the library that it belongs to."""
+        return self.name.removesuffix(".py").split("/")[1]
 
 
-def imported(path):
-    """Every module that a file imports, relative ones resolved, with the names taken from it."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(tree_of(path)):
+def imports_of(name, nodes):
+    package = name.split("/")[:-1]
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def part_of(path):
-    return path.relative_to(ROOT / "jaxpar").with_suffix("").parts[0]
-
-
-each_file = pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-
-
-def test_there_is_a_library():
-    assert {"types", "mesh", "lm", "io"} <= {part_of(path) for path in LIBRARY}
-
-
-@each_file
-def test_imports_point_one_way(path):
-    part = part_of(path)
-    if part == "__init__":
-        wanted = {name for name in imported(path) if name.startswith("jaxpar")}
-        assert not wanted, f"importing jaxpar must import no part of it, but it imports {sorted(wanted)}"
-        return
-    assert part in ALLOWED, f"jaxpar/{part} has no place in the order of imports; give it one here and in the design"
-    parts = {name.split(".")[1] for name in imported(path) if name.startswith("jaxpar.")}
-    assert parts <= ALLOWED[part] | {part}, f"{part} must not import {sorted(parts - ALLOWED[part] - {part})}"
-
-
-@each_file
-def test_the_library_knows_no_configuration_framework_nor_its_users(path):
-    tops = {name.split(".")[0] for name in imported(path)}
-    assert not tops & {"hydra", "omegaconf", "experiments", "envs", "notebooks", "tests"}
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "envs").rglob("*.py")), ids=name_of)
-def test_environments_import_the_protocol_only(path):
-    names = {name for name in imported(path) if name.split(".")[0] in ("jaxpar", "experiments", "envs")}
-    assert all(
-        name.startswith(("jaxpar.env", "jaxpar.fields", "jaxpar.types", "envs")) or name == "jaxpar" for name in names
-    )
-
-
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_one_file_names_axis_types_and_none_pmap(path):
-    names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
-    names |= {part for name in imported(path) for part in name.split(".")}
-    assert "pmap" not in names
-    assert "AxisType" not in names or path == ROOT / "jaxpar" / "mesh.py"
-
-
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_files_and_functions_are_short(path):
-    assert len(path.read_text().splitlines()) <= 500
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
-            assert length <= 80, f"{node.name} has {length} lines"
-
-
-def test_the_language_model_stays_small():
-    # 2,500 for the model, its data and its files; 200 for what it declares of itself to planner and verifier; 60 for
-    # the choice of a mixer in config, parameters, block and cache (mixers themselves are in jaxpar.nn); 300 for what a
-    # folder of others may say, key by key, and its special tokens; 80 for reading whole prompts.
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "jaxpar" / "lm").rglob("*.py")) < 3140
 
 
 def public_names(tree):
@@ -122,10 +67,96 @@ def public_names(tree):
     return []
 
 
-@each_file
-def test_public_names_are_documented(path):
-    tree = tree_of(path)
-    assert ast.get_docstring(tree), "every file says what it is for"
+def undocumented(tree):
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    missing = [name for name in public_names(tree) if name in defined and not ast.get_docstring(defined[name])]
-    assert not missing
+    public = {"the file": tree} | {name: defined[name] for name in public_names(tree) if name in defined}
+    return [name for name, node in public.items() if not ast.get_docstring(node)]
+
+
+def read(path):
+    name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    imported = set(imports_of(name, nodes))
+    words = {node.id for node in nodes if isinstance(node, ast.Name)}
+    words |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    words |= {part for module in imported for part in module.split(".")}
+    functions = [(node.name, node.end_lineno - node.lineno + 1) for node in nodes if isinstance(node, FUNCTION)]
+    return File(name, len(text.splitlines()), imported, words, functions, undocumented(tree))
+
+
+@functools.cache
+def files(*tops):
+    """The source files below folders of the repository."""
+    if len(tops) > 1:
+        return [file for top in tops for file in files(top)]
+    return [read(path) for path in sorted((ROOT / tops[0]).rglob("*.py"))]
+
+
+def library():
+    return files("jaxpar")
+
+
+def everything():
+    return files("jaxpar", "envs", "experiments", "bench")
+
+
+def none_of(offences):
+    """Fails with every offence that it is given, one a line."""
+    offences = list(offences)
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_there_is_a_library():
+    assert {"types", "mesh", "lm", "io"} <= {file.part for file in library()}
+    assert {"jaxpar", "envs", "experiments", "bench"} == {file.name.split("/")[0] for file in everything()}
+
+
+def test_imports_point_one_way():
+    def offences(file):
+        parts = {name.split(".")[1] for name in file.imported if name.startswith("jaxpar.")}
+        if file.part == "__init__":
+            if wanted := sorted(name for name in file.imported if name.startswith("jaxpar")):
+                yield f"importing jaxpar must import no part of it, but it imports {wanted}"
+        elif file.part not in ALLOWED:
+            yield f"jaxpar/{file.part} has no place in the order of imports; give it one here and in the design"
+        elif wrong := sorted(parts - ALLOWED[file.part] - {file.part}):
+            yield f"{file.name}: {file.part} must not import {wrong}"
+
+    none_of(offence for file in library() for offence in offences(file))
+
+
+def test_the_library_knows_no_configuration_framework_nor_its_users():
+    strangers = {"hydra", "omegaconf", "experiments", "envs", "notebooks", "tests"}
+    found = [(file, sorted({name.split(".")[0] for name in file.imported} & strangers)) for file in library()]
+    none_of(f"{file.name} must not import {tops}" for file, tops in found if tops)
+
+
+def test_environments_import_the_protocol_only():
+    legal = ("jaxpar.env", "jaxpar.fields", "jaxpar.types", "envs")
+    names = [(file, name) for file in files("envs") for name in sorted(file.imported)]
+    ours = [(file, name) for file, name in names if name.split(".")[0] in ("jaxpar", "experiments", "envs")]
+    none_of(f"{file.name} imports {name}" for file, name in ours if not name.startswith(legal) and name != "jaxpar")
+
+
+def test_one_file_names_axis_types_and_none_pmap():
+    none_of(f"{file.name} names pmap" for file in everything() if "pmap" in file.words)
+    named = {file.name for file in everything() if "AxisType" in file.words}
+    none_of(f"{name} names AxisType" for name in sorted(named - {"jaxpar/mesh.py"}))
+
+
+def test_files_and_functions_are_short():
+    none_of(f"{file.name} has {file.num_lines} lines" for file in everything() if file.num_lines > 500)
+    functions = [(file, *function) for file in everything() for function in file.functions]
+    none_of(f"{file.name}: {name} has {length} lines" for file, name, length in functions if length > 80)
+
+
+def test_the_language_model_stays_small():
+    # 2,500 for the model, its data and its files; 200 for what it declares of itself to planner and verifier; 60 for
+    # the choice of a mixer in config, parameters, block and cache (mixers themselves are in jaxpar.nn); 300 for what a
+    # folder of others may say, key by key, and its special tokens; 80 for reading whole prompts.
+    assert sum(file.num_lines for file in library() if file.part == "lm") < 3140
+
+
+def test_public_names_are_documented():
+    none_of(f"{file.name}: {name} has no docstring" for file in library() for name in file.undocumented)

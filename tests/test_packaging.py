@@ -14,6 +14,7 @@ import pytest
 import jaxpar
 
 ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -31,6 +32,19 @@ def test_version_is_one():
         PROJECT["tool"]["hatch"]["version"]["path"] == "jaxpar/__init__.py"
         and "version" in PROJECT["project"]["dynamic"]
     )
+
+
+def test_the_versions_of_python_are_the_same_everywhere():
+    """Those that CI tests, and one more that may do, as the Makefile tries them."""
+    tested = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["project"]["classifiers"]), re.MULTILINE)
+    tried, more = re.findall(r"^PYTHONS? \??= (.*)$", MAKEFILE, re.MULTILINE)
+    bounds = re.search(r"\(3, (\d+)\) <= v < \(3, (\d+)\)", MAKEFILE)
+    assert re.findall(r"python(3\.\d+)", tried) == tested[::-1]
+    assert (f"3.{bounds[1]}", f"3.{int(bounds[2]) - 1}") == (tested[0], tested[-1])
+    assert PROJECT["project"]["requires-python"] == f">={tested[0]}"
+    last = re.search(r"python(3\.\d+)", more)[1]
+    assert f"Python {tested[0]} to {last}" in (ROOT / "README.md").read_text()
+    assert f"{tested[0]}, {tested[-1]} or {last}" in (ROOT / "docs" / "quickstart.md").read_text()
 
 
 def test_declared_dependencies_can_be_imported():

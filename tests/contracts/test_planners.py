@@ -1,5 +1,6 @@
 """What every planner keeps, one row a planner; a new one is added to `ROWS` and nothing else."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -11,6 +12,7 @@ from fast import jit
 
 import envs
 from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, RootParallel, Vopp
+from jaxpar.types import UsageError
 
 ENV, PARAMS = envs.make("RockSample-2-2")
 ACTIONS = ENV.action_space(PARAMS).n
@@ -31,11 +33,12 @@ def compiled(name):
     """The row's jitted plan, and its number of traces so far."""
     traces = []
 
-    def plan(key, belief):
+    def plan(key, belief, params=PARAMS):
         traces.append(name)
-        return ROWS[name].plan(key, ENV, PARAMS, belief)
+        return ROWS[name].plan(key, ENV, params, belief)
 
-    return jit(plan), traces
+    plan = jit(plan)
+    return lambda key, belief, params=PARAMS: plan(key, belief, params), traces
 
 
 @functools.cache
@@ -59,6 +62,7 @@ def test_plans_a_legal_action_and_reports_it_by_one_trace_to_the_bit(name):
     other = plan(jax.random.key(2), belief())
     assert len(traces) == 1
     assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, ((action, info), again)), strict=True))
+    assert not all((a == b).all() for a, b in zip(*map(jax.tree.leaves, (info, other[1])), strict=True))
     assert isinstance(info, PlanInfo) and action.shape == () and action.dtype == jnp.int32
     mask = np.asarray(ENV.action_mask(jax.tree.map(lambda x: x[0], belief().states), PARAMS))
     assert info.legal.tolist() == mask.tolist() and mask[int(action)] and mask[int(other[0])]
@@ -69,6 +73,23 @@ def test_plans_a_legal_action_and_reports_it_by_one_trace_to_the_bit(name):
     assert not np.asarray(info.visits)[~mask].any() and np.isneginf(np.asarray(info.values)[~mask]).all()
     np.testing.assert_allclose(float(info.policy.sum()), 1.0, rtol=1e-5)
     assert int(info.iterations) == ROWS[name].iterations and int(info.overflow) == int(info.invalid) == 0
+
+
+@each_row
+def test_a_terminal_root_is_told(name):
+    left = belief().states.replace(place=jnp.full_like(belief().states.place, ENV.size))
+    ended = dataclasses.replace(belief(), states=left)
+    action, info = compiled(name)[0](jax.random.key(1), ended)
+    assert float(info.ended) == 1 and int(info.steps) == 0 and 0 <= int(action) < ACTIONS
+    with pytest.raises(UsageError, match="terminal"):
+        ROWS[name].plan_until(jax.random.key(1), ENV, PARAMS, ended, 1e9)
+
+
+@each_row
+def test_rewards_that_are_not_finite_are_counted(name):
+    action, info = compiled(name)[0](jax.random.key(1), belief(), PARAMS.replace(bad_reward=jnp.nan))
+    assert int(info.invalid) > 0 and info.legal[action]
+    assert np.isfinite(np.asarray(info.values)[info.legal]).all() and np.isfinite(float(info.value))
 
 
 @pytest.mark.slow

@@ -37,9 +37,18 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """A folder of compiled programs that all commands share, so that a restart compiles nothing."""
+def compiled(tmp_path_factory):
+    """A folder of compiled programs that all processes share, so that a restart compiles nothing.
+
+    It is not kept for the next run of the tests: some of those who write to it are killed.
+    """
     return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="session")
+def cache():
+    """The folder of compiled programs of the tests' own process."""
+    return jax.config.jax_compilation_cache_dir
 
 
 @pytest.fixture(scope="session")
@@ -83,13 +92,13 @@ class Command:
 
 
 @pytest.fixture(scope="session")
-def command_in(cache, text):
+def command_in(compiled, text):
     """`command_in(folder)` is the `Command` of that folder."""
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     }

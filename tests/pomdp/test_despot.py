@@ -157,25 +157,6 @@ def test_default_policies(default):
     np.testing.assert_allclose(float(none.born[0, 1]), want, atol=15.0)  # 3.5 deviations of the mean of 256
 
 
-@pytest.mark.slow
-def test_same_key_same_plan_to_the_bit_and_another_key_another():
-    belief = ParticleBelief(32).init(jax.random.key(1), ROCKS, ROCKS.default_params)
-    planner = Despot(32, 6, max_depth=8, default=1, upper="heuristic")
-    first, again, other = (planned(planner, jax.random.key(k), ROCKS, ROCKS.default_params, belief) for k in (0, 0, 1))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, again))
-    assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, other))
-
-
-@pytest.mark.slow
-def test_vmapped_plans_are_those_of_a_loop():
-    keys = jax.random.split(jax.random.key(0), 3)
-    batch = jit(jax.vmap(lambda key: SHORT.plan(key, TIGER, PARAMS, Known(0.5))))(keys)
-    for i, key in enumerate(keys):
-        one = planned(SHORT, key, TIGER, PARAMS, Known(0.5))
-        for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(one), strict=True):
-            np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-3)
-
-
 def test_masked_actions_are_never_taken():
     env = Tiger(mask=(False, True, False))
     action, info = planned(dataclasses.replace(SHORT, default=None), jax.random.key(0), env, PARAMS, Known(0.5))

@@ -13,7 +13,7 @@ from plain_pft import Line, LineParams, PlainWidening, RecordedPft, RecordedPomc
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from jaxpar.env import Transition
-from jaxpar.pomdp import ParticleBelief, Particles, Pft, Pomcpow, simulate_many, summarize
+from jaxpar.pomdp import ParticleBelief, Pft, Pomcpow, simulate_many, summarize
 from jaxpar.pomdp.tree import EMPTY
 from jaxpar.pomdp.widening import filter_step, open_slots, slot_of_visit
 from jaxpar.types import UsageError
@@ -126,18 +126,6 @@ class Weighed(Leaving):
         return jnp.zeros(())
 
 
-@pytest.mark.slow
-@BOTH
-def test_same_key_same_plan_and_vmapped_plans_are_those_of_a_loop(kind):
-    planner = kind(8, 10, max_depth=4, num_particles=8, exploration=3.0, leaf="heuristic", k_actions=1.0)
-    keys = jax.random.split(jax.random.key(0), 2)
-    one, again = (planned(planner, keys[0], LINE, ON_LINE, on_line()) for _ in range(2))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, again))
-    batch = jit(jax.vmap(lambda key: planner.plan(key, LINE, ON_LINE, on_line())))(keys)
-    for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(one), strict=True):
-        np.testing.assert_allclose(a[0], b, rtol=1e-4, atol=1e-4)
-
-
 def test_actions_open_by_the_visits():
     planner = Pft(1, 30, max_depth=2, num_particles=4, leaf="zero", k_actions=0.6, alpha_actions=0.3)
     _, info = planned(planner, jax.random.key(0), LINE, ON_LINE, on_line())
@@ -151,27 +139,6 @@ def test_masks_and_small_capacities(kind):
     action, info = planned(planner, jax.random.key(0), env, PARAMS, Known(0.5))
     assert int(action) == 1 and (np.asarray(info.visits) > 0).tolist() == [False, True, False]
     assert int(info.overflow) > 0 and int(info.nodes) == 12 and np.isfinite(float(info.value))
-
-
-@dataclasses.dataclass(frozen=True)
-class Broken(Tiger):
-    def reward(self, state, action, next_state, params):
-        return jnp.where(action == 1, jnp.nan, -1.0)
-
-
-def test_rewards_that_are_not_finite_are_counted():
-    planner = Pft(16, 20, max_depth=2, leaf="zero")
-    _, info = planned(planner, jax.random.key(0), Broken(), PARAMS, Known(0.5))
-    assert int(info.invalid) >= int(info.visits[1]) > 0 and np.isfinite(np.asarray(info.values)).all()
-
-
-def test_a_terminal_root_is_told():
-    ended = Particles(jnp.full((4,), 9.0), jnp.full((4,), -np.log(4), jnp.float32))
-    planner = Pft(8, 2, leaf="zero")
-    _, info = planned(planner, jax.random.key(0), LINE, ON_LINE, ended)
-    assert float(info.ended) == 1 and int(info.steps) == 0
-    with pytest.raises(UsageError, match="terminal"):
-        planner.plan_until(jax.random.key(0), LINE, ON_LINE, ended, 1e9)
 
 
 def test_deadlines():

@@ -11,7 +11,7 @@ from fast import jit
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
-from jaxpar.pomdp import FixedReference, ParticleBelief, Particles, Vopp, simulate_many, vopp
+from jaxpar.pomdp import FixedReference, ParticleBelief, Vopp, simulate_many, vopp
 from jaxpar.pomdp.tree import EMPTY, Dense, empty_tree
 from jaxpar.pomdp.vopp import preference_step
 from jaxpar.types import UsageError
@@ -123,57 +123,11 @@ def test_simulations_that_end_early_have_no_future():
     np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.4)
 
 
-def test_same_key_same_plan_to_the_bit_and_another_key_another():
-    env = RockSample(3, 2)
-    belief = ParticleBelief(32).init(jax.random.key(1), env, env.default_params)
-    planner = Vopp(64, 10, max_depth=6)
-    first, again, other = (planned(planner, jax.random.key(k), env, env.default_params, belief) for k in (0, 0, 1))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, again))
-    assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, other))
-
-
-@pytest.mark.slow
-def test_vmapped_plans_are_those_of_a_loop():
-    keys = jax.random.split(jax.random.key(0), 3)
-    batch = jax.jit(jax.vmap(lambda key: Vopp(32, 6, max_depth=4).plan(key, TIGER, PARAMS, Known(0.5))))(keys)
-    for i, key in enumerate(keys):
-        one = planned(Vopp(32, 6, max_depth=4), key, TIGER, PARAMS, Known(0.5))
-        for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(one), strict=True):
-            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
-
-
-def test_masked_actions_are_never_taken():
-    env = Tiger(mask=(False, True, False))
-    action, info = planned(SHORT, jax.random.key(0), env, PARAMS, Known(0.5))
-    assert int(action) == 1 and info.visits.tolist() == [0, 512 * 60, 0] and info.legal.tolist() == [False, True, False]
-
-
 def test_small_capacities_are_counted_and_still_plan():
-    full, tight = (dataclasses.replace(SHORT, max_depth=5, max_nodes=m) for m in (4096, 20))
-    _, want = planned(full, jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    tight = dataclasses.replace(SHORT, max_depth=5, max_nodes=20)
     action, info = planned(tight, jax.random.key(0), TIGER, PARAMS, Known(0.5))
-    assert int(info.overflow) > 0 and int(info.nodes) == 20 and int(info.edges) <= 20 and int(want.overflow) == 0
+    assert int(info.overflow) > 0 and int(info.nodes) == 20 and int(info.edges) <= 20
     assert int(action) == 0 and np.isfinite(float(info.value))
-
-
-@dataclasses.dataclass(frozen=True)
-class Broken(Tiger):
-    def reward(self, state, action, next_state, params):
-        return jnp.where(action == 1, jnp.nan, -1.0)
-
-
-def test_rewards_that_are_not_finite_are_counted():
-    _, info = planned(SHORT, jax.random.key(0), Broken(), PARAMS, Known(0.5))
-    assert int(info.invalid) >= int(info.visits[1]) > 0 and np.isfinite(np.asarray(info.values)).all()
-
-
-def test_a_terminal_root_is_told():
-    env = Leaving()
-    ended = Particles(jnp.full((4,), 9, jnp.int32), jnp.full((4,), -np.log(4), jnp.float32))
-    action, info = planned(Vopp(8, 2, leaf="zero"), jax.random.key(0), env, PARAMS, ended)
-    assert float(info.ended) == 1 and int(info.steps) == 0 and int(action) == 0
-    with pytest.raises(UsageError, match="terminal"):
-        Vopp(8, 2, leaf="zero").plan_until(jax.random.key(0), env, PARAMS, ended, 1e9)
 
 
 def test_deadlines():

@@ -1,0 +1,190 @@
+"""Each claim of the README beside the fast tests that would go red if it were false."""
+
+import ast
+import contextlib
+import functools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from experiments import lm, verify
+from jaxpar.lm.tokenizer import Bytes
+from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.types import UsageError
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+# Words of the README -> the tests of them. Times and speeds are no tests' matter: bench/ measures them, and
+# docs/benchmarks.md says how.
+CLAIMS = {
+    # the first page
+    "agree in value and in gradient": "scan/test_affine.py::derivatives_are_those_of_the_loop "
+    "solve/test_gradients.py::gradients_to_everything_are_those_of_the_loop "
+    "distributed/test_layouts.py::layout_equals_one_device_float32 "
+    "rollout/test_unroll.py::gradient_of_the_return_equals_the_plain_loops "
+    "nn/test_recurrent.py::every_method_gives_the_loops_values_and_gradients",
+    "Python 3.11 to 3.13": "test_packaging.py::the_versions_of_python_are_the_same_everywhere",
+    "the run simulates eight CPU devices": "test_mesh.py::simulated_devices",
+    "853,120 parameters in 4 layers": "test_claims.py::the_run_shown_is_that_of_the_default_flags",
+    "runs/lm/tiny-90ecd57b": "test_docs.py::the_run_folder_shown_is_the_one_of_the_default_run",
+    "loss plot": "experiments/test_kill.py::the_uninterrupted_run_leaves_its_files",
+    "the same command goes on from where it was": "experiments/test_kill.py::two_kills_change_no_bit "
+    "experiments/test_kill.py::ctrl_c_says_how_to_go_on_and_any_mesh_does",
+    # what is there
+    "GPT-2 and Llama 3 as one config": "lm/test_params.py::published_sizes lm/test_blocks.py::layer_equals_loop",
+    "vocabulary-parallel chunked loss": "lm/test_loss.py::split_vocabulary_equals_naive_float64 "
+    "lm/test_loss.py::logits_of_a_chunk_only_in_the_model",
+    "AdamW, Muon": "lm/test_optim.py::eps_reaches_every_adam lm/test_optim.py::muon_equals_one_matrix_at_a_time",
+    "KV-cache sampling": "lm/test_sample.py::cache_equals_the_whole_forward",
+    "Hugging Face folders both ways": "lm/test_exchange.py::written_tensors_compute_the_same_logits_in_numpy "
+    "lm/test_exchange.py::read_tensors_compute_the_same_logits_as_numpy",
+    "affine scans": "scan/test_affine.py::equals_the_loop",
+    "a drop-in for `lax.scan`": "solve/test_parallel_scan.py::every_method_gives_the_states_of_the_loop "
+    "solve/test_parallel_scan.py::whatever_a_loop_takes",
+    "one fused kernel": "solve/test_kernels_cells.py::walk_equals_scan",
+    "gradients exact whatever the method": "solve/test_gradients.py::gradients_to_everything_are_those_of_the_loop "
+    "solve/test_elk.py::values_and_gradients_are_those_of_the_loop",
+    "failures reported and finished": "solve/test_parallel_scan.py"
+    "::what_does_not_converge_is_walked_or_nan_or_an_error solve/test_robustness.py::no_error_is_silent",
+    "GRU, LSTM, minGRU": "nn/test_cells.py::a_cell_is_its_papers_equations "
+    "nn/test_aaren.py::it_equals_masked_softmax_attention",
+    "streams with constant memory": "nn/test_recurrent.py::chunks_and_single_steps_equal_the_whole "
+    "nn/test_aaren.py::its_state_does_not_grow",
+    "mixes in `jaxpar.lm`": "lm/test_mixer.py::streaming_equals_the_whole_sequence",
+    "torch's GRU and LSTM to 1e-13": "nn/test_cells.py::gru_equals_torch nn/test_cells.py::lstm_equals_torch",
+    "gymnax's, JaxMARL's and others' in": "env/test_adapt.py::gymnax_steps_as_gymnax_does "
+    "env/test_adapt.py::dictionaries_are_stacked_padded_and_masked",
+    "gymnax and Gymnasium out": "env/test_facade.py::it_runs_in_gymnax_own_tools "
+    "env/test_gymnasium.py::check_env_passes",
+    "a policy in thousands of lanes": "rollout/test_unroll.py::equals_a_plain_loop",
+    "only finished lanes begin anew": "rollout/test_resets.py"
+    "::every_finished_lane_is_reset_once_and_nothing_without_one "
+    "rollout/test_resets.py::chunks_give_each_finished_lane_its_own_start_and_leave_the_others",
+    "one table from logical axes to mesh axes": "test_docs.py::rules_of_the_sharding_page_are_those_of_the_table "
+    "test_mesh.py::shard_places_by_the_rules",
+    "ZeRO-1 to 3, hybrid": "test_mesh.py::layouts_are_changes_of_the_table "
+    "test_docs.py::verify_of_ones_own_model_holds",
+    "each layout against one device": "experiments/test_verify_command.py::rows_table_plot_and_exit_code",
+    "for your own model by one function": "test_verify.py::a_right_model_holds_in_both_dtypes "
+    "test_verify.py::a_wrong_gradient_is_named",
+    "96 of 96 rows hold": "test_claims.py::there_are_32_legal_layouts_of_eight_devices",
+    "compiled for eight v5e chips": "distributed/test_tpu.py::tpu_program",
+    "chips that you do not have": "experiments/test_plan.py::gpus_are_planned_without_one "
+    "aot/test_memory.py::the_account_is_near_the_compiled_program "
+    "aot/test_roofline.py::prediction_is_near_the_h100",
+    "any environment, ours or gymnax's": "experiments/test_env.py::it_counts_what_happened",
+    "beliefs, exact oracles": "pomdp/test_belief.py::particles_follow_the_exact_belief_of_tiger "
+    "pomdp/test_exact.py::published_values_between_the_bounds",
+    "tree planners whose simulations run together": "pomdp/test_tree.py::equals_a_plain_tree_node_for_node "
+    "pomdp/test_pft.py::equals_a_plain_tree_node_for_node pomdp/test_despot.py::equals_a_plain_tree_node_for_node",
+    "the same bits every time": "contracts/test_planners.py"
+    "::plans_a_legal_action_and_reports_it_by_one_trace_to_the_bit",
+    "innovations numbered inside `jit`": "neat/test_neat_operators.py::equal_requests_get_equal_numbers",
+    "a generation as one program, bit-equal on 1 to 8 devices": "neat/test_neat_species.py::devices_give_the_same_bits",
+    "neat-python's JSON": "neat/test_neat_exchange.py::there_and_back "
+    "neat/test_neat_exchange.py::neat_python_gives_the_same_outputs",
+    "PPO, A2C, PQN, DQN": "rl/test_ppo.py::losses_and_their_gradients_by_hand "
+    "rl/test_pqn.py::an_update_equals_its_equations rl/test_dqn.py::an_update_equals_its_equations "
+    "contracts/test_algorithms.py::types_of_the_state_never_change",
+    "IPPO, MAPPO, VDN and QMIX": "rl/test_agent.py::a_central_critic_sees_all_and_an_actor_itself_alone "
+    "rl/test_mixers.py::a_mixer_equals_its_equations",
+    "memories trained over whole unrolls at once": "rl/test_rl_memory.py::a_whole_unroll_equals_its_steps",
+    "episodes' starts inside the parallel pass": "rl/test_rl_memory.py::the_past_before_a_start_is_forgotten",
+    "equal to backpropagation through time in float64": "rl/test_pqn.py"
+    "::gradients_through_a_memory_equal_backpropagation_through_time",
+    "checkpoints without a topology": "io/test_checkpoint.py::state_returns_bit_for_bit_on_another_mesh",
+    "one changed element is always noticed": "io/test_digest.py::every_flip_of_one_bit_shows",
+    "the newest whole one used": "io/test_checkpoint.py"
+    "::a_damaged_newest_is_named_and_set_aside_and_the_one_before_it_used",
+    "one killed process ends all": "experiments/test_launch.py::ctrl_c_saves_a_kill_ends_all_and_both_resume",
+    "the only loops": "loop/test_loop.py::fit_in_any_chunks_is_run_bit_for_bit",
+    "equals the unbroken one bit for bit": "loop/test_loop.py::a_crashed_run_resumes_with_the_same_bits",
+    # flags
+    "python -m experiments.lm train.steps=500 seed=3": "test_docs.py::flags_exist",
+    "mode=sample": "experiments/test_kill.py::eval_and_sample_work_on_a_run",
+    "mode=export": "experiments/test_export.py::a_hugging_face_folder_gives_the_same_logits",
+    "python -m experiments.rnn": "test_docs.py::flags_of_other_experiments_exist "
+    "experiments/test_rnn.py::it_trains_resumes_and_streams",
+    "python -m experiments.neat": "test_docs.py::flags_of_other_experiments_exist "
+    "experiments/test_neat.py::it_solves_and_tells",
+    "python -m experiments.rl": "test_docs.py::flags_of_other_experiments_exist "
+    "experiments/test_rl.py::it_learns_and_goes_on_where_it_was",
+    "python -m experiments.pomdp": "pomdp/test_pomdp_page.py::flags_exist",
+    "Four real processes": "distributed/test_processes.py::two_processes_equal_one "
+    "experiments/test_launch.py::help_has_examples",
+    "`--help` lists all": "experiments/test_launch.py::help_has_examples",
+    "the nearest legal choice is data=8": "experiments/test_errors.py::bad_flags",
+    # as a library
+    "`data=2, fsdp=2, tensor=2` prints the same number": "test_docs.py::readme_snippet_learns_the_same_on_both_meshes",
+    "the pillars `lm`, `pomdp`, `neat`, `rl`": "test_claims.py::the_rooms_named_are_those_of_the_library",
+    "environments, one a file": "env/test_page.py::every_environment_is_named_once",
+    "01: one language model": "test_notebooks.py::runs_small",
+    "[quick start](docs/quickstart.md)": "test_docs.py::links_resolve",
+}
+
+
+@functools.cache
+def fast_tests(name):
+    """The tests of a file that `make test` runs, at least with some of their parameters."""
+    path = ROOT / "tests" / name
+    if not path.is_file():
+        return set()
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    slow = {node.name for node in functions if "pytest.mark.slow" in map(ast.unparse, node.decorator_list)}
+    return {node.name for node in functions} - slow
+
+
+def test_each_claim_has_fast_tests():
+    readme = " ".join(README.split())
+    gone = [f"the README does not say {words!r}" for words in CLAIMS if " ".join(words.split()) not in readme]
+    for words, tests in CLAIMS.items():
+        for file, _, test in (test.partition("::") for test in tests.split()):
+            if f"test_{test}" not in fast_tests(file):
+                gone.append(f"{words!r}: tests/{file} has no fast test_{test}")
+    assert not gone, "\n" + "\n".join(gone)
+
+
+def test_each_row_and_each_experiment_of_the_readme_is_claimed():
+    rows = re.findall(r"^\| (`jaxpar\.|`experiments\.)(.*)\|$", README, re.MULTILINE)
+    unclaimed = [row for _, row in rows if not any(words in row for words in CLAIMS)]
+    assert len(rows) >= 13 and not unclaimed
+    files = {test.partition("::")[0] for tests in CLAIMS.values() for test in tests.split()}
+    experiments = set(re.findall(r"python -m experiments\.(\w+)", README))
+    tested = {re.sub(r"experiments/test_(\w+?)(_command)?\.py", r"\1", file) for file in files}
+    assert experiments - tested <= {"lm", "pomdp"}, "of which test_kill.py and pomdp/test_pomdp_page.py run"
+
+
+def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
+    said, config = [], lm.with_vocabulary(lm.compose(), Bytes())
+    monkeypatch.setattr(lm, "say", said.append)
+    mesh, corpus = (
+        make_mesh(MeshSpec(data=2, fsdp=2, tensor=2)),
+        SimpleNamespace(describe=lambda: "corpus e124d2ad1937"),
+    )
+    said.append(f"mesh       {lm._mesh_text(mesh)}")
+    with use_mesh(mesh):
+        lm._tell_start(config, tmp_path, corpus, lm.make_trainer(config), 0)
+    lines = [line for line in said if not line.startswith("run ")]
+    assert len(lines) == 5 and not [line for line in lines if line not in README]
+
+
+def test_there_are_32_legal_layouts_of_eight_devices():
+    """Three rows of each: float32, float64, and compiled for a TPU."""
+    config, legal = lm.with_vocabulary(lm.compose(), Bytes()), 0
+    for layout in verify.chosen_layouts(["all"], 8):
+        with contextlib.suppress(UsageError), use_mesh(make_mesh(layout.mesh), rules_from(config.rules, layout.name)):
+            lm.make_trainer(config)
+            legal += 1
+    assert (legal, 3 * legal) == tuple(
+        int(re.search(pattern, README)[1]) for pattern in (r"(\d+) legal layouts", r"(\d+) rows hold")
+    )
+
+
+def test_the_rooms_named_are_those_of_the_library():
+    named = re.search(r"the library: (.*?), and the pillars (.*?) \|", README)
+    rooms = set(re.findall(r"`(\w+)`", named[1] + named[2]))
+    found = {
+        path.stem for path in (ROOT / "jaxpar").iterdir() if not path.stem.startswith("_") and path.suffix != ".typed"
+    }
+    assert rooms == found
