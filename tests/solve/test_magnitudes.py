@@ -97,10 +97,10 @@ COUPLING = normal(6, 6) / 10
 
 
 def scaled(state, x):
-    """Six coupled entries, each with a unit of its own; the unit rides along."""
+    """Six coupled entries, each with a unit of its own, that forget: where errors grow, the loop is off as well."""
     h, unit = state
     v = h / unit
-    return 0.3 * h + unit * 0.6 * jnp.tanh(2 * v + x + v @ jnp.asarray(COUPLING, h.dtype)), unit
+    return 0.3 * h + unit * 0.6 * jnp.tanh(v + x + v @ jnp.asarray(COUPLING, h.dtype)), unit
 
 
 @functools.cache
@@ -155,13 +155,12 @@ def test_an_iterate_that_overflows_is_started_anew():
         h = 0.5 * h - 0.1 * h**3 + x
         return h, h
 
-    xs = jnp.sin(jnp.arange(200.0))
-    guess = jnp.where(jnp.arange(200) < 20, 0.1, 1e30)  # its cube is not finite
+    xs, guess = jnp.sin(jnp.arange(40.0)), jnp.full(40, 20.0)  # where the Jacobian is -120, and its powers overflow
     solve = jit(
-        lambda xs: parallel_scan(f, jnp.float32(0), xs, guess=guess, with_stats=True, method=Newton(window=200))
+        lambda xs: parallel_scan(f, jnp.float32(0), xs, guess=guess, with_stats=True, method=Newton(max_iters=60))
     )
     _, ys, stats = solve(xs)
-    assert stats.converged and stats.windows == 1
+    assert stats.converged and stats.windows == 1, str(stats)
     np.testing.assert_allclose(ys, jax.lax.scan(f, jnp.float32(0), xs)[1], atol=1e-5)
 
 
