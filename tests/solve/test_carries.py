@@ -344,7 +344,7 @@ def test_loops_are_unrolled_as_asked():
     assert unrolls(method=Sequential(), unroll=3) == unrolls(method=Sequential(unroll=3)) == {3}
     assert unrolls(method=Sequential(unroll=2), unroll=3) == {3}
     assert unrolls(method=Sequential(), unroll=True) == {T} and unrolls(method=Sequential(), unroll=False) == {1}
-    assert unrolls(method=ParallelBackward(), unroll=3) == {3}
+    assert unrolls(method=ParallelBackward(unroll=2), unroll=3) == {3}
     assert 3 in unrolls(method=Jacobi(), unroll=3)
 
 
