@@ -170,7 +170,7 @@ def _solved(
         method = dataclasses.replace(method, unroll=loop.unroll)
     first = tuple(leaf[0] for leaf in program.xs)
     structure = structure_of(program.step, program.init, first, method.jac, [parts.names[n] for n in parts.solved])
-    how = on_fail, loop.axis_name, loop.reverse, *tolerances
+    how = on_fail, loop.axis_name, loop.reverse, *tolerances, loop.unroll if loop.unroll != 1 else None
     solve = Solve(program.recurrence, method, structure, loop.length, *how)
     run = jax.jit(functools.partial(_run, solve))
     carry, ys, stats = run(program.consts, program.init, program.xs, guess)

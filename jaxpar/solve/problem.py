@@ -32,6 +32,7 @@ class Problem:
       reverse: Whether the first device along that axis holds the last part. Within a part time runs forwards.
       rtol: Error that is allowed in an entry, relative to it; None for eps^(3/4) of its dtype.
       atol: Error that is allowed in every entry beside that; None for a tenth of rtol.
+      unroll: Of what is walked; None leaves it to who walks.
     """
 
     step: Callable[[Leaves, Leaves], Leaves]
@@ -43,6 +44,7 @@ class Problem:
     reverse: bool = False
     rtol: float | None = None
     atol: float | None = None
+    unroll: int | None = None
 
     def tolerance(self, dtype: Any) -> tuple[float, float]:
         """Returns rtol and atol for states of a dtype."""

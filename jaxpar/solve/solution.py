@@ -35,11 +35,12 @@ class Solve:
     reverse: bool
     rtol: float | None
     atol: float | None
+    unroll: int | None
 
     def problem(self, consts: Leaves, start: Leaves, xs: Leaves) -> Problem:
         """Returns the recurrence with its arrays."""
         step = functools.partial(self.recurrence.step, consts)
-        how = self.axis_name, self.reverse, self.rtol, self.atol
+        how = self.axis_name, self.reverse, self.rtol, self.atol, self.unroll
         return Problem(step, start, xs, self.length, self.structure, *how)
 
     @property

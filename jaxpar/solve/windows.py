@@ -86,6 +86,7 @@ def walk(problem: Problem, h: Leaves | None = None, prefix: Array | int = 0, unr
     With `axis_name` the devices take turns, each passing one state on. `unroll` is `lax.scan`'s; None for 8 on CUDA,
     where the step of an XLA loop costs 20 microseconds whatever is in it, and 1 elsewhere.
     """
+    unroll = problem.unroll if unroll is None else unroll
     if h is None:
         h = tuple(jnp.zeros((problem.length, *leaf.shape), leaf.dtype) for leaf in problem.start)
     is_kept = jnp.arange(problem.length) < prefix
