@@ -126,9 +126,7 @@ def parallel_scan(
         took, and a Jacobian structure that the program of f contradicts.
       ArithmeticError: See `on_fail`.
     """
-    if on_fail not in ON_FAIL:
-        raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
-    _check_tolerances(rtol, atol)
+    _check(on_fail, rtol, atol)
     check_unroll(unroll)
     length, names = _length(xs, length), leaf_names(init)
     loop = Loop(length, reverse, max(1, length if unroll is True else int(unroll)), axis_name)
@@ -151,7 +149,9 @@ def parallel_scan(
     return (carry, ys, stats) if with_stats else (carry, ys)
 
 
-def _check_tolerances(rtol: float | None, atol: float | None) -> None:
+def _check(on_fail: str, rtol: float | None, atol: float | None) -> None:
+    if on_fail not in ON_FAIL:
+        raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
     if rtol is not None and not 0 < rtol < 1:
         raise UsageError(f"rtol={rtol} must lie between 0 and 1, or be None.")
     if atol is not None and not 0 <= atol < float("inf"):
@@ -159,7 +159,7 @@ def _check_tolerances(rtol: float | None, atol: float | None) -> None:
 
 
 def _solved(
-    parts: Division, loop: Loop, method: Any, on_fail: str, guess: Leaves | None, tolerances: tuple
+    parts: Division, loop: Loop, method: Any, on_fail: str, guess: Leaves | None, tolerances: tuple[Any, Any]
 ) -> tuple[PyTree, PyTree, Stats]:
     """Returns the last state, the outputs and the stats: what can be is walked first, and the rest solved."""
     program, known = parts.traced, ()
@@ -170,8 +170,8 @@ def _solved(
         method = dataclasses.replace(method, unroll=loop.unroll)
     first = tuple(leaf[0] for leaf in program.xs)
     structure = structure_of(program.step, program.init, first, method.jac, [parts.names[n] for n in parts.solved])
-    how = on_fail, loop.axis_name, loop.reverse, *tolerances, loop.unroll if loop.unroll != 1 else None
-    solve = Solve(program.recurrence, method, structure, loop.length, *how)
+    what = program.recurrence, method, structure, loop.length, on_fail, loop.axis_name, loop.reverse
+    solve = Solve(*what, *tolerances, loop.unroll if loop.unroll != 1 else None)
     run = jax.jit(functools.partial(_run, solve))
     carry, ys, stats = run(program.consts, program.init, program.xs, guess)
     return parts.traced.state_tree.unflatten(parts.merged(carry, known)), parts.traced.output_tree.unflatten(ys), stats
@@ -195,7 +195,8 @@ def _unrolled(loop: Loop, method: Any) -> Loop:
 def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves | None) -> tuple[Leaves, Leaves, Stats]:
     """Returns the leaves of the last state and of all outputs, and the stats."""
     xs, guess = _in_time(solve, (xs, guess))
-    h, outcome, error = states(solve, consts, init, xs, guess)
+    solution: Any = states(solve, consts, init, xs, guess)
+    h, outcome, error = solution
     problem = solve.problem(consts, init, xs)
     ys = solve.recurrence.outputs(consts, problem.shift(h), xs, h)
     carry = problem.final(tuple(leaf[-1] for leaf in h))

@@ -93,7 +93,7 @@ def trace(f: Callable, init: PyTree, xs: PyTree, axis_name: str | None) -> Trace
             closed, (new_tree, output_tree) = _program(f, state, inputs, state_tree, jax.tree.structure(xs))
             if new_tree != state_tree:
                 raise UsageError(f"f takes a carry of structure {state_tree} but returns one of {new_tree}.")
-            new = closed.out_avals[: len(state)]
+            new: Any = closed.out_avals[: len(state)]
             promoted = tuple(
                 leaf.astype(aval.dtype) if jax.typeof(leaf).weak_type and leaf.dtype != aval.dtype else leaf
                 for leaf, aval in zip(state, new, strict=True)

@@ -7,6 +7,7 @@ the transpose, so that the Jacobians of one window are alive at a time. Multiple
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def states(
 
 @functools.partial(states.defjvp, symbolic_zeros=True)
 def _states_jvp(solve: Solve, primals, tangents):
-    h, outcome, error = out = states(solve, *primals)
+    out: Any = states(solve, *primals)
+    h, outcome, error = out
     consts, start, xs, _ = primals
     d_consts, d_start, d_xs, _ = tangents
     dh = _tangent(solve, (consts, start, xs), (d_consts, d_start, d_xs), h)
