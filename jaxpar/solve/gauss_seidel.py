@@ -120,7 +120,7 @@ class GaussSeidel:
         narrow = tuple(leaf.dtype for leaf in h)
         wide = tuple(jnp.promote_types(dtype, jnp.float32) for dtype in narrow)
         method = dataclasses.replace(self, correction=False)
-        # A tangent may be of any size, so that only its own counts; a quarter of rtol is for residuals.
+        # A tangent may be of any size, so that only its own sequence's counts; a quarter of rtol is for residuals.
         rtol = 32 * max(float(jnp.finfo(dtype).eps) for dtype in wide)
         atol = max(float(jnp.finfo(dtype).tiny) for dtype in wide)
 
@@ -135,8 +135,9 @@ class GaussSeidel:
                 b, at, x = row[: len(v)], row[len(v) : 2 * len(v)], row[2 * len(v) :]
                 return _sum(product(v, at, x), b)
 
-            inputs = (*b, *at, *xs)
-            linear = Problem(step, start, inputs, problem.length, problem.structure, rtol=rtol, atol=atol)
+            inputs, floor = (*b, *at, *xs), tuple(rtol * size for size in _sizes(problem.structure, b, start))
+            tolerance = {"rtol": rtol, "atol": atol, "floor": floor}
+            linear = Problem(step, start, inputs, problem.length, problem.structure, **tolerance)
             return method.states(linear, None, "finish")[0]
 
         def matvec(pair):
@@ -161,6 +162,16 @@ class GaussSeidel:
         d_start, drive = _cast(d_start, wide), _cast(drive, wide)
         pair = moving_with(d_start, (h, drive)), moving_with(drive, (h, d_start))
         return _cast(lax.custom_linear_solve(matvec, pair, solve, transpose_solve)[1], narrow)
+
+
+def _sizes(structure: Structure, drive: Leaves, start: Leaves) -> Leaves:
+    """Returns the largest |drive| and |start| of each leaf's coupled entries over all steps, [1, ...]."""
+    whole = tuple(jnp.concatenate([a[None].astype(b.dtype), b]) for a, b in zip(start, drive, strict=True))
+    out = [jnp.abs(leaf).max(0, keepdims=True) for leaf in whole]
+    for group in structure.groups:
+        size = group.flat(tuple(out)).max(-1, keepdims=True, initial=0)
+        group.put(out, jnp.broadcast_to(size, (*size.shape[:-1], group.n)))
+    return tuple(out)
 
 
 def _cast(leaves: Leaves, dtypes: Iterable) -> Leaves:

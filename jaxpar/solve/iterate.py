@@ -21,7 +21,7 @@ __all__ = ["Fit", "as_good_as_rounding", "is_rounding", "iterate", "leading", "m
 FROZEN = 0.02
 """Of the allowed error, the residual of a step that is not changed again."""
 
-ROUNDINGS = 1.0
+ROUNDINGS = 4.0
 """Roundings of one step that a residual may hold where it can get no smaller."""
 
 STALLED = 0.9
@@ -68,7 +68,7 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
 
     Judged is the iterate that is returned: its own residual, and its error, for which the last two updates speak. If
     those shrink by the factor q an iteration, what is left of the error is q / (1 - q) of the last update. An entry
-    passes if that is at most `rtol |h| + atol` and its residual at most a quarter of it. Where the updates of a method
+    passes if that is at most `rtol |h| + atol` and its residual as small (`settled`). Where the updates of a method
     that solves with the true Jacobian shrink no more, rounding has the last word: see `as_good_as_rounding`. Those of
     others may shrink slowly for another reason, and have to pass.
 
@@ -82,6 +82,7 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
     limit = method.max_iters or most_iterations(problem.parts * problem.length)
     index = jnp.arange(problem.length)
     is_padding = index >= valid
+    is_exact = method.is_exact(problem.structure)
 
     def advance(fit: Fit) -> Fit:
         is_fixed = index < fit.frozen
@@ -90,14 +91,14 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
         h = _reset(h, guess)
         residual = _cleared(is_fixed, problem.residual(h))
         bound = allowed(problem, h)
-        residuals, updates = fraction(residual, settled(problem, h)), fraction(delta, bound)
+        residuals, updates = fraction(residual, settled(problem, h, is_exact)), fraction(delta, bound)
         size, worst = (_largest(problem, jnp.where(is_padding, 0, steps)) for steps in (updates, residuals))
         rate = size / fit.size
         error = remaining(updates, rate, fit.iterations)
         passes = (residuals <= 1) & (error <= 1)
         frozen, _ = leading(problem, passes & (residuals <= FROZEN) | is_fixed | is_padding)
         stalls = jnp.where((fit.iterations > 0) & (rate > STALLED), fit.stalls + 1, 0)
-        if method.is_exact(problem.structure):
+        if is_exact:
             passes = once(
                 (stalls > 1) & ~(passes | is_padding).all(),
                 lambda passes: passes | as_good_as_rounding(problem, h, residual, delta, fit.iterations),

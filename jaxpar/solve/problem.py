@@ -30,9 +30,10 @@ class Problem:
       structure: Which entries of the new state depend on which of the old.
       axis_name: Mesh axis that the sequence is split over; None if it is whole.
       reverse: Whether the first device along that axis holds the last part. Within a part time runs forwards.
-      rtol: Error that is allowed in an entry, relative to it; None for eps^(3/4) of its dtype.
+      rtol: Error that is allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype.
       atol: Error that is allowed in every entry beside that; None for a tenth of rtol.
       unroll: Of what is walked; None leaves it to who walks.
+      floor: Error that is allowed beside both, arrays that broadcast against [T, ...]; None for none.
     """
 
     step: Callable[[Leaves, Leaves], Leaves]
@@ -45,10 +46,11 @@ class Problem:
     rtol: float | None = None
     atol: float | None = None
     unroll: int | None = None
+    floor: Leaves | None = None
 
     def tolerance(self, dtype: Any) -> tuple[float, float]:
         """Returns rtol and atol for states of a dtype."""
-        rtol = float(jnp.finfo(dtype).eps) ** 0.75 if self.rtol is None else self.rtol
+        rtol = 1.5 * float(jnp.finfo(dtype).eps) ** 0.75 if self.rtol is None else self.rtol
         return rtol, rtol / 10 if self.atol is None else self.atol
 
     @property

@@ -19,7 +19,7 @@ from jaxpar.types import UsageError
 def excess(states, loop, exact, dtype):
     """The largest |h - h64| / (10 (|h_loop - h64| + rtol |h64| + atol)) of any entry; over one is an error."""
     states, loop, exact = (np.asarray(leaf).astype(np.float64) for leaf in (states, loop, exact))
-    rtol = float(jnp.finfo(dtype).eps) ** 0.75
+    rtol = 1.5 * float(jnp.finfo(dtype).eps) ** 0.75
     return np.max(np.abs(states - exact) / (10 * (np.abs(loop - exact) + rtol * np.abs(exact) + rtol / 10)))
 
 
