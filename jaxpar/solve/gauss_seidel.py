@@ -18,7 +18,7 @@ from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.iterate import as_good_as_rounding, leading, once
 from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.rounding import allowed, within
+from jaxpar.solve.rounding import settled, within
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.solve.windows import by_windows, finished, scanned
 from jaxpar.types import UsageError
@@ -86,12 +86,13 @@ class GaussSeidel:
         start = None if guess is None else tuple(leaf[block - 1 :: block][:count] for leaf in guess)
         options = {"jac": self.jac, "max_iters": self.max_iters}
         method = (Newton if self.correction else Jacobi)(window=self.window and self.window // block, **options)
-        h, outcome = by_windows(method, ends, start, "nan")
+        h, outcome = by_windows(method, ends, start, "nan", confirm=False)
 
         inside = jax.vmap(walk, axis_size=count)(ends.shift(h), rows)
-        # Where errors grow, a block that is walked by another program may end elsewhere: then it was not found.
+        # This is the residual of the ends that were found. Where errors grow, a block that is walked by another program
+        # may end elsewhere, too: then it was not found.
         gap = tuple(a[:, -1] - b for a, b in zip(inside, h, strict=True))
-        is_met = within(gap, allowed(ends, h))
+        is_met = within(gap, settled(ends, h, self.correction))
         is_met = once(~is_met.all(), lambda met: met | as_good_as_rounding(ends, h, gap, gap), is_met, problem.start)
         is_found = problem.rank * count + jnp.arange(count) < outcome.first_bad
         prefix, is_done = leading(ends, is_found & is_met)

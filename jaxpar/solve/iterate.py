@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import IterativeMethod, Problem
-from jaxpar.solve.rounding import allowed, fraction, noise, settled, trusted, within
+from jaxpar.solve.rounding import allowed, fraction, noise, settled, trusted, wide, within
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array
 
@@ -63,7 +63,9 @@ def most_iterations(length: int) -> int:
     return min(128, max(length // 2, min(length + 1, 32)))
 
 
-def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Array, is_sound: Array) -> Fit:
+def iterate(
+    method: IterativeMethod, problem: Problem, guess: Leaves, valid: Array, is_sound: Array, confirm: bool = True
+) -> Fit:
     """Iterates until residual and error are small at every entry of every step, or the method's bound is reached.
 
     Judged is the iterate that is returned: its own residual, and its error, for which the last two updates speak. If
@@ -78,6 +80,8 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
       guess: First iterate, finite; also what replaces iterates from the first one that is not finite.
       valid: Steps that count; those behind them are padding.
       is_sound: False makes no iteration.
+      confirm: False judges the residual that the last update began with, and saves an evaluation of f: for who looks
+        at the residual of what is returned.
     """
     limit = method.max_iters or most_iterations(problem.parts * problem.length)
     index = jnp.arange(problem.length)
@@ -86,10 +90,11 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
 
     def advance(fit: Fit) -> Fit:
         is_fixed = index < fit.frozen
-        delta = _cleared(is_fixed, method.update(problem, fit.h, fit.residual))
+        before = fit.residual if confirm else _cleared(is_fixed, problem.residual(fit.h))
+        delta = _cleared(is_fixed, method.update(problem, fit.h, before))
         h = tuple((a + b).astype(a.dtype) for a, b in zip(fit.h, delta, strict=True))
         h = _reset(h, guess)
-        residual = _cleared(is_fixed, problem.residual(h))
+        residual = _cleared(is_fixed, problem.residual(h)) if confirm else before
         bound = allowed(problem, h)
         residuals, updates = fraction(residual, settled(problem, h, is_exact)), fraction(delta, bound)
         size, worst = (_largest(problem, jnp.where(is_padding, 0, steps)) for steps in (updates, residuals))
@@ -111,9 +116,8 @@ def iterate(method: IterativeMethod, problem: Problem, guess: Leaves, valid: Arr
 
     prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
-    first = Fit(
-        guess, problem.residual(guess), prefix, prefix, is_done, jnp.int32(0), nothing, jnp.int32(0), (nothing, nothing)
-    )
+    unknown = problem.residual(guess) if confirm else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
+    first = Fit(guess, unknown, prefix, prefix, is_done, jnp.int32(0), nothing, jnp.int32(0), (nothing, nothing))
     first = varying_as(first, problem.start)
     return jax.lax.while_loop(lambda fit: is_sound & ~fit.is_done & (fit.iterations < limit), advance, first)
 

@@ -38,8 +38,10 @@ def auto_window(structure: Structure, length: int) -> int:
     return max(1, math.ceil(length / math.ceil(length / most)))
 
 
-def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-    """Returns the states of a problem by a method's updates, as `Method.states`."""
+def by_windows(
+    method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str, *, confirm: bool = True
+) -> tuple[Leaves, Outcome]:
+    """Returns the states of a problem by a method's updates, as `Method.states`; `confirm` is that of `iterate`."""
     length = problem.length
     window = min(length, method.window or auto_window(method.held(problem.structure), length))
     if problem.axis_name is not None:
@@ -47,7 +49,7 @@ def by_windows(method: IterativeMethod, problem: Problem, guess: Leaves | None, 
     else:
         sizes = (window, SHORT) if window > 2 * SHORT else (window,)
     calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
-    h, _, outcome = _Solver(method, on_fail).windows(problem, sizes, guess, jnp.int32(length), calm)
+    h, _, outcome = _Solver(method, on_fail, confirm).windows(problem, sizes, guess, jnp.int32(length), calm)
     where = jnp.where(outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length)
     first_bad = where + outcome.first_bad
     if problem.axis_name is not None:
@@ -119,10 +121,11 @@ class _State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Solver:
-    """A method, and what stands where it fails."""
+    """A method, what stands where it fails, and whether its iterates are confirmed here."""
 
     method: IterativeMethod
     on_fail: str
+    confirm: bool
 
     def windows(
         self,
@@ -166,7 +169,7 @@ class _Solver:
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
         entry = tuple(leaf[None] for leaf in problem.start)
         is_sound = is_finite & within(tuple(leaf[None] for leaf in error), trusted(problem, entry))[0]
-        fit = iterate(self.method, problem, guess, valid, is_sound)
+        fit = iterate(self.method, problem, guess, valid, is_sound, self.confirm)
         prefix, is_done = fit.prefix, fit.is_done
         after = error
         if chained and self._is_affordable(problem):
