@@ -132,6 +132,18 @@ def test_a_cell_is_its_papers_equations(name, x64):
             assert_close(got[row], want, EXACT)
 
 
+@pytest.mark.parametrize("name", ["min_gru", "min_lstm"])
+def test_gates_start_by_keeping_the_state(name):
+    """Without an input, a new cell keeps half of its state at least, and some units more than others."""
+    params = CELLS[name].init(jax.random.key(0), D)
+    zeros, ones = jnp.zeros((1, 1, D)), jnp.ones((1, N))
+    kept = (
+        recurrent(CELLS[name], params, zeros, ones, method=Sequential())[1]
+        - recurrent(CELLS[name], params, zeros, 0 * ones, method=Sequential())[1]
+    )
+    assert float(kept.min()) > 0.49 and float(kept.max()) > 0.6 and bool((jnp.diff(kept[0]) > 0).all())
+
+
 def torch_weights(module, names):
     """torch's stacked weights by gate: input matrices, recurrent matrices, both biases."""
     w, u, bw, bu = (getattr(module, name).detach().double().numpy() for name in

@@ -131,3 +131,13 @@ def test_every_constant_has_a_source_and_platforms_are_known():
     assert all(costs.source and min(costs[:-2]) > 0 for costs in COSTS.values())
     with pytest.raises(UsageError, match="no costs"):
         choose(gated(0.5), INIT, XS, platform="abacus")
+
+
+def test_growth_counts_over_the_whole_sequence_and_not_over_the_steps_that_were_tried():
+    """A hundredth of a nat a step is harmless over 128 steps, and e^40 over 4,000."""
+    grown = choose(lambda h, x: (1.01 * h + x, h), jnp.zeros(2), XS[:4000, :2], platform="gpu")
+    assert grown.exponent == pytest.approx(0.00995, rel=1e-3)
+    tried = [row for row in grown.table if isinstance(row.method, Newton | GaussSeidel)]
+    assert tried and all(row.seconds == float("inf") and "errors grow" in row.note for row in tried)
+    calm = choose(lambda h, x: (1.0001 * h + x, h), jnp.zeros(2), XS[:4000, :2], platform="gpu")
+    assert not any("errors grow" in row.note for row in calm.table)
