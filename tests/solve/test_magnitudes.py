@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, Picard, Quasi, parallel_scan
-from jaxpar.solve.problem import Outcome
+from jaxpar.solve.problem import Outcome, Problem
+from jaxpar.solve.rounding import noise
+from jaxpar.solve.structure import elementwise
 from jaxpar.solve.windows import _merged
 from jaxpar.types import UsageError
 
@@ -202,3 +204,19 @@ def test_looser_tolerances_take_fewer_iterations_and_are_kept(x64):
 def test_tolerances_that_mean_nothing_are_refused(name, value):
     with pytest.raises(UsageError, match=f"{name}={value} must"):
         parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), **{name: value})
+
+
+def test_a_slow_iteration_is_not_taken_for_rounding():
+    """In bfloat16 a count that Jacobi's iterates reach step by step moves by a few roundings at a time."""
+
+    def step(h, x):
+        return jnp.stack([h[0] + 1, 0.3 * h[1] + 0.6 * jnp.tanh(h[1] + jnp.sin(0.1 * h[0]) + x)])
+
+    error, stats = judged(step, np.zeros(2), normal(300), Jacobi(), jnp.bfloat16)
+    assert error <= 1, f"{error} {stats}"
+
+
+def test_an_overflow_allows_nothing():
+    problem = Problem(lambda h, _: (h[0] * 1e30,), (jnp.float32(1e30),), (), 3, elementwise([()]))
+    (level,) = noise(problem, (jnp.full(3, 1e30, jnp.float32),), 0)
+    np.testing.assert_allclose(level, jnp.finfo(jnp.float32).eps * 1e30, rtol=1e-6)
