@@ -140,16 +140,33 @@ def test_magnitudes_over_twelve_decades(method, unit, start, seed):
 
 
 def test_a_small_residual_is_not_a_small_error(x64):
-    """Where a recurrence hardly forgets, a residual grows a hundredfold: the last update has to pass as well."""
+    """Where a recurrence hardly forgets, a residual grows two hundredfold: the updates have to pass as well."""
 
     def step(h, x):
-        return 0.99 * h + x
+        return 0.995 * h + x
 
-    args = jnp.zeros(2), jnp.asarray(normal(300, 2))
-    solve = functools.partial(parallel_scan, lambda h, x: (step(h, x),) * 2, *args, method=Jacobi(max_iters=300))
-    _, ys, stats = jit(lambda: solve(rtol=1e-3, atol=1e-3, with_stats=True))()
-    error = np.abs(ys - loop(step, *args)).max()
-    assert error <= 1e-3 * (1 + np.abs(ys).max()), f"{error} {stats}"
+    args = jnp.zeros(2), jnp.abs(jnp.asarray(normal(400, 2)))
+    solve = functools.partial(parallel_scan, lambda h, x: (step(h, x),) * 2, *args, method=Jacobi(max_iters=400))
+    _, ys, stats = jit(lambda: solve(rtol=1e-2, atol=1e-2, with_stats=True))()
+    want = loop(step, *args)
+    worst = float(jnp.max(jnp.abs(ys - want) / (1e-2 * jnp.abs(want) + 1e-2)))
+    assert worst <= 2, f"{worst} {stats}"
+
+
+def test_a_small_update_is_not_a_small_residual():
+    """A step that is small for a large entry may change all for one that is a function of it."""
+
+    def step(h, x):
+        return jnp.stack([h[0] + 1e4, jnp.tanh(h[0] - x)])
+
+    count = 1e4 * np.arange(400)
+    xs = jnp.asarray(count + normal(400), jnp.float32)
+    near = (count + 1e4) * (1 + 6e-6)  # allowed, and 24 off at the end, where tanh is flat
+    guess = jnp.asarray(np.stack([near, np.tanh(np.append(0, near[:-1]) - xs)], 1), jnp.float32)
+    _, ys, _ = jit(
+        lambda guess: parallel_scan(lambda h, x: (step(h, x),) * 2, jnp.zeros(2), xs, guess=guess, with_stats=True)
+    )(guess)
+    np.testing.assert_allclose(ys, loop(step, jnp.zeros(2), xs), rtol=1e-4, atol=1e-4)
 
 
 def test_an_iterate_that_overflows_is_started_anew():
