@@ -150,7 +150,7 @@ def test_a_small_residual_is_not_a_small_error(x64):
     _, ys, stats = jit(lambda: solve(rtol=1e-2, atol=1e-2, with_stats=True))()
     want = loop(step, *args)
     worst = float(jnp.max(jnp.abs(ys - want) / (1e-2 * jnp.abs(want) + 1e-2)))
-    assert worst <= 2, f"{worst} {stats}"
+    assert worst <= 1, f"{worst} {stats}"
 
 
 def test_a_small_update_is_not_a_small_residual():
@@ -159,14 +159,15 @@ def test_a_small_update_is_not_a_small_residual():
     def step(h, x):
         return jnp.stack([h[0] + 1e4, jnp.tanh(h[0] - x)])
 
-    count = 1e4 * np.arange(400)
-    xs = jnp.asarray(count + normal(400), jnp.float32)
-    near = (count + 1e4) * (1 + 6e-6)  # allowed, and 24 off at the end, where tanh is flat
-    guess = jnp.asarray(np.stack([near, np.tanh(np.append(0, near[:-1]) - xs)], 1), jnp.float32)
+    count = 4e6 + 1e4 * np.arange(40)
+    xs = jnp.asarray(count + normal(40), jnp.float32)
+    near = (count + 1e4) * (1 + 6e-6)  # allowed, and 24 off, where tanh is flat
+    guess = jnp.stack([jnp.asarray(near, jnp.float32), jnp.ones(40)], 1).at[0, 1].set(jnp.tanh(4e6 - xs[0]))
+    start = jnp.array([4e6, 0.0])
     _, ys, _ = jit(
-        lambda guess: parallel_scan(lambda h, x: (step(h, x),) * 2, jnp.zeros(2), xs, guess=guess, with_stats=True)
+        lambda guess: parallel_scan(lambda h, x: (step(h, x),) * 2, start, xs, guess=guess, with_stats=True)
     )(guess)
-    np.testing.assert_allclose(ys, loop(step, jnp.zeros(2), xs), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ys, loop(step, start, xs), rtol=1e-4, atol=1e-4)
 
 
 def test_an_iterate_that_overflows_is_started_anew():
