@@ -216,6 +216,8 @@ def test_looser_tolerances_take_fewer_iterations_and_are_kept(x64):
         assert stats.converged and float(jnp.abs(ys - want).max()) <= 2 * tol
         counts.append(int(stats.iterations))
     assert counts[0] < counts[1] < counts[2]
+    absolute = jit(lambda xs: run(xs, rtol=1e-10, atol=1e-3, with_stats=True))(xs)[2]
+    assert absolute.converged and absolute.iterations < counts[1]
 
 
 @pytest.mark.parametrize("name, value", [("rtol", float("nan")), ("rtol", 0.0), ("rtol", 1.0), ("atol", -1.0)])
