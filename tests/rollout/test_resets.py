@@ -119,7 +119,7 @@ def test_only_legal_policies():
     lanes = begin(KEY, ENV, PARAMS, 4, 0)
     for make, said in (
         (lambda: Chunked(0), "Chunked.size=0 must be at least 1"),
-        (lambda: Pool(-1), r"Pool\(size=-1\) is not"),
+        (lambda: Pool(-1), "Pool.size=-1 must be at least 1"),
         (lambda: NextStep(NoReset()), r"NextStep\(by=NoReset\) contradicts itself; legal are Chunked, SameStep"),
         (lambda: NextStep(NextStep()), "contradicts itself"),
     ):
