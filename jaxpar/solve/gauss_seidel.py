@@ -114,8 +114,9 @@ class GaussSeidel:
     def tangent(self, problem: Problem, h: Leaves, drive: Leaves, d_start: Leaves) -> Leaves:
         """Returns dh[t] = A[t] dh[t-1] + drive[t] from dh[-1] = `d_start`, A the Jacobians along the states `h`.
 
-        By shooting again, to a residual of 8 eps of each entry, and what that does not find is walked. The transpose is
-        shot backwards. Cost: a Jacobian-vector (or vector-Jacobian) product of every step in every pass; memory as `h`.
+        By shooting again, to a residual of 8 eps of each entry and of its sequence's largest drive; what that does not
+        find is walked. The transpose is shot backwards. Cost: a Jacobian-vector (or vector-Jacobian) product of every
+        step in every pass; memory as `h`.
         """
         before = problem.shift(h)
         narrow = tuple(leaf.dtype for leaf in h)
