@@ -1,7 +1,8 @@
 """Recurrences whose entries, rows or steps differ by many orders of magnitude, and what is asked of their solutions.
 
 All forget but those that are named for not doing so: none is chaotic. A problem is `step(h, x) -> h`, a start and
-inputs, drawn in float64 with numpy; a run rounds start and inputs to its type, and the float64 loop runs on those.
+inputs, drawn in float64 with numpy; a run rounds start and inputs to its type, and the float64 loop runs on those. The
+same goes for matrices and growth factors: in bfloat16 a turn by 0.1 is another turn, whoever solves it.
 """
 
 import functools
@@ -29,6 +30,7 @@ def problems(dtype: str, length: int = LENGTH, seed: int = 0) -> dict[str, Probl
     is_short = dtype == "float16"
     large, step, growth = (1e3, 50.0, 1.015) if is_short else (1e6, 1000.0, 1.03)
     starts = (1e2, 1e3, 1e4) if is_short else (1e3, 1e5, 1e6, 1e7)
+    growth, fading = float(rounded(growth, dtype)), float(rounded(0.99, dtype))
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.standard_normal((length, *shape))  # noqa: E731
     w = rng.normal(size=(8, 8)) / np.sqrt(8) * 0.8
@@ -37,7 +39,7 @@ def problems(dtype: str, length: int = LENGTH, seed: int = 0) -> dict[str, Probl
     slow_turn = np.array([[np.cos(0.1), -np.sin(0.1)], [np.sin(0.1), np.cos(0.1)]])
 
     def times(a, h):
-        return jnp.matmul(h, jnp.asarray(a, h.dtype), precision="highest")
+        return jnp.matmul(h, jnp.asarray(rounded(a, dtype), h.dtype), precision="highest")
 
     def settling(h, x):
         return 0.3 * h + 0.6 * jnp.tanh(h + x)
@@ -66,7 +68,7 @@ def problems(dtype: str, length: int = LENGTH, seed: int = 0) -> dict[str, Probl
     return {
         "order one: network": Problem(lambda h, x: jnp.tanh(times(w, h) + x), np.zeros(8), normal(8)),
         "order one: gated": Problem(gated, np.zeros(6), normal(6)),
-        "order one: slow": Problem(lambda h, x: 0.99 * h + 0.01 * jnp.tanh(h + x), np.zeros(4), normal(4)),
+        "order one: slow": Problem(lambda h, x: fading * h + 0.01 * jnp.tanh(h + x), np.zeros(4), normal(4)),
         "large entry": Problem(beside(lambda h, x: h + step), two, normal()),
         "large leaf": Problem(lambda h, x: (h[0] + step, bistable(h[1], x)), (np.zeros(()), np.zeros(())), normal()),
         "large entry that cancels": Problem(
@@ -76,7 +78,7 @@ def problems(dtype: str, length: int = LENGTH, seed: int = 0) -> dict[str, Probl
         "large start, network": Problem(network, np.full(8, large / 10), normal(8)),
         "large start, gated": Problem(gated, np.full(6, large / 100), normal(6)),
         "large start of an entry": Problem(beside(lambda h, x: 0.9 * h), np.array([large, 0]), normal()),
-        "large entry that fades": Problem(beside(lambda h, x: 0.99 * h), np.array([large, 0]), normal()),
+        "large entry that fades": Problem(beside(lambda h, x: fading * h), np.array([large, 0]), normal()),
         "large row, elementwise": Problem(lambda h, x: bistable(h, x) + x, np.zeros((8, 4)), normal(8, 4) * rows),
         "large row, saturated": Problem(bistable, np.zeros((8, 4)), normal(8, 4) * rows),
         "large row, dense": Problem(
@@ -93,6 +95,11 @@ def problems(dtype: str, length: int = LENGTH, seed: int = 0) -> dict[str, Probl
         "oscillator": Problem(lambda h, x: times(slow_turn, h) + 0 * x, np.array([1.0, 0]), normal(2)),
         "random walk": Problem(lambda h, x: h + x, np.zeros(4), normal(4)),
     }
+
+
+def rounded(values, dtype: str):
+    """Returns numbers in float64, rounded to a type."""
+    return np.asarray(values).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def scan_step(problem: Problem):

@@ -103,8 +103,8 @@ def _columns(leaf, lanes: tuple[int, ...]) -> int:
 def _function(name: str, function, arguments, cell: LaneCell) -> str:
     closed = jax.make_jaxpr(function)(*arguments)
     lines, results = statements(closed, cell.arguments, "v", cell.lanes)
-    # A result that is one number everywhere must be a tile like the others.
-    results = [result if result.isidentifier() else f"g0 * 0.0 + {result}" for result in results]
+    # A result that is one number everywhere, or one a lane, must be a tile like the others.
+    results = [f"tl.where(g0 == g0, {result}, {result})" for result in results]
     body = "".join(f"    {line}\n" for line in [*lines, f"return {', '.join(results)}"])
     return f"{FUNCTIONS}\n\n@triton.jit\ndef {name}({', '.join(cell.arguments)}):\n{body}"
 

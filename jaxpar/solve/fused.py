@@ -70,11 +70,11 @@ def walked(problem: Problem, unroll: int | None = None) -> Leaves:
         return plain()
     cell, constants = lanes
 
-    def run(cell, start, xs, constants):
+    def run(cell, start, xs, constants, _):
         return _fused.walk(cell, start, xs, constants, steps=problem.length), (), ()
 
     def kernel():
-        states = _batched(run, cell)(problem.start, problem.xs, constants)[0]
+        states = _batched(run, cell)(problem.start, problem.xs, constants, ())[0]
         return varying_as(states, (problem.start, problem.xs, constants))
 
     return lax.platform_dependent(default=plain, cuda=kernel)
@@ -84,8 +84,8 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
     """Returns the states by Newton's method over the whole sequence, one kernel an iteration; see `Method.states`.
 
     Only on CUDA and where `takes(problem)`. Iterates until the last two updates say that the error is allowed, a few
-    roundings of what enters an entry included; then the residual is tested as everywhere, and where a step fails, all
-    are walked.
+    roundings of what enters an entry included; then the residual is tested as everywhere. Where a step fails iteration
+    goes on, and at its bound all are walked.
     """
     lanes = _lanes(problem)
     assert lanes is not None
@@ -99,34 +99,43 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
         axes = tuple(range(-dims, 0))
         return jnp.stack([leaf.max(axes, keepdims=True) for leaf in worst]).max(0)
 
-    def run(cell, start, xs, constants):
+    def run(cell, start, xs, constants, states):
         def advance(carry):
-            states, worst, _, count = carry
+            states, last, _, count = carry
             new, update = _fused.newton_step(cell, states, start, xs, constants, bound=tightest)
-            now = largest(update)
-            return new, now, remaining(now, now / worst, count), count + 1
+            size = largest(update)
+            return new, size, remaining(size, size / last, count), count + 1
 
         def goes_on(carry):
-            _, _, error, count = carry
-            return (count < most) & ~jnp.all(error <= 1)
+            _, last, error, count = carry
+            return (count < most) & ~jnp.all((error <= 1) | jnp.isnan(last))  # no iterate recovers from NaN
 
-        first = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in start)
         unknown = largest([jnp.full(cell.lanes, jnp.inf, jnp.float32) for _ in start])
-        states, _, error, count = lax.while_loop(goes_on, advance, (first, unknown, unknown, jnp.int32(0)))
+        states, _, error, count = lax.while_loop(goes_on, advance, (states, unknown, unknown, jnp.int32(0)))
         return states, (jnp.broadcast_to(error, cell.lanes),), (count,)
 
-    h, (error,), (iterations,) = varying_as(
-        _batched(run, cell)(problem.start, problem.xs, constants), (problem.start, problem.xs, constants)
-    )
-    residual = problem.residual(h)
-    residuals = fraction(residual, settled(problem, h))
-    passes = once(~(residuals <= 1).all(), lambda _: is_rounding(problem, h, residual), residuals <= 1, problem.start)
-    prefix, is_done = leading(problem, passes & (error <= 1).all())
+    inputs = problem.start, problem.xs, constants
+
+    def turn(fit):
+        h, (error,), (count,) = _batched(run, cell)(*inputs, fit[0])
+        residual = problem.residual(h)
+        sizes = fraction(residual, settled(problem, h))
+        passes = once(~(sizes <= 1).all(), lambda _: is_rounding(problem, h, residual), sizes <= 1, problem.start)
+        return varying_as((h, passes & (error <= 1).all(), sizes.max(), error.max(), fit[4] + count), inputs)
+
+    def goes_on(fit):
+        _, passes, _, error, count = fit
+        # Updates that happen to fall steeply far from the solution promise too much, which the residual shows.
+        return ~passes.all() & (error <= 1) & (count < most)
+
+    h = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in problem.start)
+    h, passes, residual, error, iterations = lax.while_loop(goes_on, turn, turn((h, None, None, None, jnp.int32(0))))
+    prefix, is_done = leading(problem, passes)
     outcome = Outcome(
         iterations,
         jnp.int32(1),
-        _finite_or_inf(residuals.max()),
-        _finite_or_inf(error.max()),
+        _finite_or_inf(residual),
+        _finite_or_inf(error),
         jnp.where(is_done, problem.length, prefix).astype(jnp.int32),
     )
 
@@ -154,22 +163,26 @@ def _lanes(problem: Problem):
 
 
 def _batched(run: Callable, cell: _fused.LaneCell) -> Callable:
-    """Returns `(start, xs, constants) -> run(cell, ...)`, whose batch under `vmap` is more lanes of one kernel.
+    """Returns `(start, xs, constants, states) -> run(cell, ...)`, whose batch under `vmap` is more lanes of one kernel.
 
     `run` returns arrays [T, *lanes], arrays [*lanes], and numbers that all lanes share.
     """
 
     @custom_batching.custom_vmap
-    def call(start, xs, constants):
-        return run(cell, start, xs, constants)
+    def call(start, xs, constants, states):
+        return run(cell, start, xs, constants, states)
 
     @call.def_vmap
-    def _(size, is_batched, start, xs, constants):
-        in_start, in_xs, in_constants = is_batched
+    def _(size, is_batched, start, xs, constants, states):
+        in_start, in_xs, in_constants, in_states = is_batched
         whole = math.prod((size, *cell.lanes))
-        start = tuple(
-            x if yes else jnp.broadcast_to(x, (size, *x.shape)) for x, yes in zip(start, in_start, strict=True)
-        )
+
+        def everywhere(leaves, is_batched):
+            pairs = zip(leaves, is_batched, strict=True)
+            return tuple(x if yes else jnp.broadcast_to(x, (size, *x.shape)) for x, yes in pairs)
+
+        start = everywhere(start, in_start)
+        states = tuple(jnp.moveaxis(x, 0, 1) for x in everywhere(states, in_states))
         xs = tuple(jnp.moveaxis(_spread(x, cell, 2), 0, 1) if yes else x for x, yes in zip(xs, in_xs, strict=True))
         constants = [_spread(x, cell, 1) if yes else x for x, yes in zip(constants, in_constants, strict=True)]
         wide = dataclasses.replace(
@@ -178,7 +191,7 @@ def _batched(run: Callable, cell: _fused.LaneCell) -> Callable:
             x_columns=tuple(whole if yes else n for n, yes in zip(cell.x_columns, in_xs, strict=True)),
             c_columns=tuple(whole if yes else n for n, yes in zip(cell.c_columns, in_constants, strict=True)),
         )
-        timed, lanes, shared = _batched(run, wide)(start, xs, constants)
+        timed, lanes, shared = _batched(run, wide)(start, xs, constants, states)
         timed = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), timed)
         shared = jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), shared)
         out = timed, lanes, shared

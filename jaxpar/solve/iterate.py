@@ -25,7 +25,7 @@ ROUNDINGS = 4.0
 """Roundings of one step that a residual may hold where it can get no smaller."""
 
 STALLED = 0.9
-"""An update that is not smaller than so much of the one before it, twice in a row, has stalled."""
+"""An update that is not smaller than so much of the one before it has stalled."""
 
 
 class Fit(NamedTuple):
@@ -39,7 +39,6 @@ class Fit(NamedTuple):
       is_done: Whether all have, on every device.
       iterations: Made.
       size: Largest update of the last iteration, in units of the allowed error.
-      stalls: How many of the last iterations, in a row, had updates that did not shrink.
       worst: Largest residual, in units of what settles it, and largest update, in units of the allowed error.
     """
 
@@ -50,7 +49,6 @@ class Fit(NamedTuple):
     is_done: Array
     iterations: Array
     size: Array
-    stalls: Array
     worst: tuple[Array, Array]
 
 
@@ -102,22 +100,21 @@ def iterate(
         error = remaining(updates, rate, fit.iterations)
         passes = (residuals <= 1) & (error <= 1)
         frozen, _ = leading(problem, passes & (residuals <= FROZEN) | is_fixed | is_padding)
-        stalls = jnp.where((fit.iterations > 0) & (rate > STALLED), fit.stalls + 1, 0)
         if is_exact:
             passes = once(
-                (stalls > 1) & ~(passes | is_padding).all(),
+                (fit.iterations > 0) & (rate > STALLED) & ~(passes | is_padding).all(),
                 lambda passes: passes | as_good_as_rounding(problem, h, residual, delta, fit.iterations),
                 passes,
                 problem.start,
             )
         prefix, is_done = leading(problem, passes | is_fixed | is_padding)
-        after = Fit(h, residual, frozen, prefix, is_done, fit.iterations + 1, size, stalls, (worst, size))
+        after = Fit(h, residual, frozen, prefix, is_done, fit.iterations + 1, size, (worst, size))
         return varying_as(after, problem.start)
 
     prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
     unknown = problem.residual(guess) if confirm else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
-    first = Fit(guess, unknown, prefix, prefix, is_done, jnp.int32(0), nothing, jnp.int32(0), (nothing, nothing))
+    first = Fit(guess, unknown, prefix, prefix, is_done, jnp.int32(0), nothing, (nothing, nothing))
     first = varying_as(first, problem.start)
     return jax.lax.while_loop(lambda fit: is_sound & ~fit.is_done & (fit.iterations < limit), advance, first)
 

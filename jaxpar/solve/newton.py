@@ -59,7 +59,10 @@ class Newton:
         """Solves window by window; on CUDA, elementwise cells over their whole length by one kernel an iteration."""
         plain = functools.partial(by_windows, self, problem, guess, on_fail)
         is_as_declared = self.jac == "auto" or problem.structure.proved
-        if self.window or self.damping or self.clip or guess is not None or not is_as_declared or not takes(problem):
+        # In float16 an iterate that overshoots ends at infinity, which only `by_windows` resets.
+        is_half = any(leaf.dtype == jnp.float16 for leaf in problem.start)
+        is_plain = not (self.window or self.damping or self.clip or guess is not None or is_half)
+        if not (is_plain and is_as_declared and takes(problem)):
             return plain()
         kernels = functools.partial(newton_states, problem, self.max_iters, on_fail)
         return jax.lax.platform_dependent(default=plain, cuda=kernels)

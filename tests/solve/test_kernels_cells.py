@@ -40,7 +40,13 @@ def odds_and_ends(h, x):
     return (jnp.cos(h) * jax.nn.relu(h) + jnp.sin(b) + jnp.log(2 + h * h) + jnp.sign(c) * (1 + h * h) ** -2,)
 
 
-CELLS = {"gru": (gru, 1), "lstm": (lstm, 2), "odds and ends": (odds_and_ends, 1)}
+CELLS = {
+    "gru": (gru, 1),
+    "lstm": (lstm, 2),
+    "odds and ends": (odds_and_ends, 1),
+    "a Jacobian of ones": (lambda h, x: (h[0] + x[0],), 1),
+    "a Jacobian of a weight a lane": (lambda h, x: (WEIGHTS[0][None] * h[0] + x[1],), 1),
+}
 each_cell = pytest.mark.parametrize("name", CELLS)
 
 
@@ -97,6 +103,7 @@ def test_statements_compute_the_cell_and_its_jacobian(name):
     got = scope["cell"](*args)
     np.testing.assert_allclose(got if k > 1 else [got], want, rtol=1e-5, atol=1e-6)
     both = scope["cell_and_jacobian"](*args)
+    assert all(np.shape(each) == (2, 5) for each in both)  # Triton's scan takes tiles of one shape only
     np.testing.assert_allclose(both[:k], want, rtol=1e-5, atol=1e-6)
     full = jax.jacobian(lambda *h: step(h, first(xs)), argnums=tuple(range(k)))(*start)
     columns = [[np.einsum("abab->ab", np.asarray(full[i][j])) for j in range(k)] for i in range(k)]
