@@ -19,7 +19,7 @@ comma := ,
 EXTRAS = experiments$(if $(ACCELERATOR),$(comma)$(ACCELERATOR))
 
 # What a version of Python or of JAX breaks first, in three minutes: see CONTRIBUTING.md.
-PART = tests/contracts/test_algorithms.py tests/contracts/test_planners.py tests/scan/test_affine.py tests/scan/test_sharded.py \
+PART = tests/rl/test_ppo.py tests/contracts/test_planners.py tests/scan/test_affine.py tests/scan/test_sharded.py \
   tests/solve/test_parallel_scan.py tests/lm/test_model.py tests/lm/test_config.py tests/io/test_digest.py \
   tests/experiments/test_runner.py tests/test_mesh.py tests/test_packaging.py tests/test_startup.py
 
