@@ -5,7 +5,6 @@ Hydra stops here: experiments get the library's own frozen dataclasses.
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import importlib.util
 import json
@@ -19,23 +18,22 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any
 
 import hydra
 import jax
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import jaxpar
 from experiments import _interrupt
 from experiments._folder import fresh_folder as fresh_folder
 from experiments._folder import replace_text
 from experiments._folder import short as short
+from experiments._mistakes import CONF, FLAG_ERRORS, presets_of, sentence_of
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.mesh import (
     MeshSpec,
@@ -47,13 +45,10 @@ from jaxpar.mesh import (
 from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
 
-CONF = pathlib.Path(__file__).resolve().parent / "conf"
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
 SHOWN = MeshSpec(data=2, fsdp=2, tensor=2)
 """What eight simulated devices are for: a mesh of three axes."""
-# What a flag that does not fit raises, by Hydra, by OmegaConf, and by a frozen dataclass that lacks it.
-_FLAG_ERRORS = (HydraException, OmegaConfBaseException, dataclasses.FrozenInstanceError)
 # What Gloo, NCCL and the coordination service say where another process is gone.
 _LOST = re.compile(r"gloo|nccl|connection|socket|peer|heartbeat|coordination|unavailable|barrier", re.IGNORECASE)
 
@@ -130,7 +125,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
             _register(name, schema)
             _refuse_malformed(sys.argv[1:])
             _main(name, execute, mistakes)()
-        except (UsageError, OSError, *_FLAG_ERRORS) as error:
+        except (UsageError, OSError, *FLAG_ERRORS) as error:
             mistakes.append(error)
         except KeyboardInterrupt:
             answer.number = answer.number or signal.SIGINT
@@ -139,7 +134,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
         if answer.number:
             answer.leave()
     if mistakes:
-        print(f"error: {_sentence(mistakes[0], schema)}", file=sys.stderr)
+        print(f"error: {sentence_of(mistakes[0], schema)}", file=sys.stderr)
     _interrupt.finish(2 if mistakes else code)
 
 
@@ -152,7 +147,7 @@ def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list
         try:
             with ending_together():
                 ended = execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
-        except (UsageError, OSError, *_FLAG_ERRORS) as error:  # Hydra would print a line of its own about them
+        except (UsageError, OSError, *FLAG_ERRORS) as error:  # Hydra would print a line of its own about them
             mistakes.append(error)
             return
         except (Exception, SystemExit):
@@ -173,8 +168,8 @@ def compose(name: str, schema: type, flags: list[str]) -> Any:
         _refuse_malformed(flags)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             return _to_config(hydra.compose(name, overrides=flags))
-    except _FLAG_ERRORS as error:
-        raise UsageError(_sentence(error, schema)) from error
+    except FLAG_ERRORS as error:
+        raise UsageError(sentence_of(error, schema)) from error
 
 
 def _refuse_malformed(flags: list[str]) -> None:
@@ -183,14 +178,10 @@ def _refuse_malformed(flags: list[str]) -> None:
         if re.match(r"[+~]*(=|$)", flag):
             raise UsageError(f"flag {flag!r} has no name; flags are name=value, such as seed=3.")
         if re.fullmatch(r"model=(null|true|false|[\[{-]?[\d.].*|)", flag, re.IGNORECASE):
-            raise UsageError(f"there is no preset {flag[6:]!r}; legal for model= are {_presets('model')}.")
+            raise UsageError(f"there is no preset {flag[6:]!r}; legal for model= are {presets_of('model')}.")
         group, _, preset = flag.partition("=")
         if "/" in preset and (CONF / group).is_dir() and group.isidentifier():
-            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {_presets(group)}.")
-
-
-def _presets(group: str) -> str:
-    return ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {presets_of(group)}.")
 
 
 def load(folder: pathlib.Path, schema: type) -> Any:
@@ -206,8 +197,8 @@ def load(folder: pathlib.Path, schema: type) -> Any:
         saved = OmegaConf.load(path)
         _refuse_references(path, OmegaConf.to_container(saved, resolve=False))
         return _to_config(OmegaConf.merge(_schema_node(schema), saved))
-    except (*_FLAG_ERRORS, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} is not the configuration of such a run ({_sentence(error, schema)}).") from error
+    except (*FLAG_ERRORS, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} is not the configuration of such a run ({sentence_of(error, schema)}).") from error
 
 
 def _refuse_references(path: pathlib.Path, content: Any, name: str = "") -> None:
@@ -263,7 +254,7 @@ def ending_together():
             _interrupt.answer.leave()
         code, text = 1, "".join(traceback.format_exception(error))
         if isinstance(error, (UsageError, OSError)):
-            code, text = 2, f"error: {_sentence(error)}"
+            code, text = 2, f"error: {sentence_of(error)}"
         elif isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error)):
             text = (
                 "error: another process of this run ended or cannot be reached "
@@ -385,55 +376,6 @@ def _to_config(node: DictConfig) -> Any:
     OmegaConf.set_struct(content, False)
     content.pop("hydra", None)
     return OmegaConf.to_object(content)
-
-
-def _sentence(error: BaseException, schema: type | None = None) -> str:
-    """Says in one sentence what the system says in a word or two, and Hydra in many lines."""
-    if isinstance(error, OSError) and not isinstance(error, HydraException):
-        return f"{error.filename or 'a file'} cannot be opened or written: {error.strerror or error}."
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    for link in chain:
-        if isinstance(link, UsageError):
-            return str(link)
-    if isinstance(error, OverrideParseException):
-        return (
-            f"flag {error.override!r} cannot be read; flags are name=value, such as seed=3, and a value with brackets, "
-            "commas or = in it is quoted, such as prompt='\"a, b\"'."
-        )
-    text, flags = str(error), dict(_flags(schema)) if schema else {}
-    if wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text):
-        whole = get_args(flags.get(wrong[1].rpartition(".")[0]))  # of rules, for rules.embed
-        if kind := flags.get(wrong[1]) or (whole and whole[-1]):
-            return f"{wrong[1]}={wrong[2].split(':')[0]} is of the wrong type; {wrong[1]} takes {_type_name(kind)}."
-    if unknown := re.search(
-        r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
-    ):
-        asked = unknown[1] or unknown[2] or unknown[3]
-        near = difflib.get_close_matches(asked, list(flags), n=1)
-        return f"unknown flag {asked!r}; " + (f"did you mean {near[0]}?" if near else "--help lists them all.")
-    if missing := re.search(r"Could not find '([^']*)'", text):
-        group = pathlib.Path(missing[1]).parent
-        return f"there is no preset {missing[1]!r}; legal for {group}= are {_presets(str(group))}."
-    if several := re.match(r"Ambiguous value for argument '(.*)'", text):
-        return f"{several[1]} has several values; -m at the end makes a run of each."
-    first = [str(link).strip().splitlines()[0] for link in chain if str(link).strip()]
-    return ": ".join(dict.fromkeys([first[0], first[-1]]))
-
-
-def _type_name(kind: Any) -> str:
-    if dataclasses.is_dataclass(kind):
-        return "no value but flags of its own, for " + ", ".join(field.name for field in dataclasses.fields(kind))
-    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-
-
-def _flags(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each flag and its type."""
-    for flag in dataclasses.fields(schema):
-        yield prefix + flag.name, flag.type
-        if dataclasses.is_dataclass(flag.type):
-            yield from _flags(flag.type, f"{prefix}{flag.name}.")
 
 
 def accelerator() -> str | None:

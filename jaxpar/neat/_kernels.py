@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.extend.core import Literal
 
-from jaxpar.neat._numbers import NotNumbers, by_numbers
+from jaxpar.neat._numbers import ELEMENTWISE, NotNumbers, by_numbers
 from jaxpar.neat.config import NeatConfig
 from jaxpar.neat.functions import activate
+from jaxpar.solve._emit import NESTED, called, live_equations
 from jaxpar.types import Array, PyTree
 
-__all__ = ["NotNumbers", "Play", "WIDEST", "on_gpu", "played", "settled"]
+__all__ = ["NotNumbers", "Play", "WIDEST", "inlined", "on_gpu", "played", "settled"]
 
 WIDEST = 64
 """Node slots of a network, at most: a matrix of these fills the registers of four warps."""
@@ -32,7 +34,32 @@ def on_gpu(networks: Any) -> bool:
     config = networks.config
     plain = config.aggregations == ("sum",) and config.kind in ("feedforward", "recurrent")
     fits = networks.width <= WIDEST and networks.bias.dtype == jnp.float32
-    return jax.default_backend() == "gpu" and plain and fits and _lowers_to_triton()
+    own = dict(config.own_activations)
+    known = all(inlined(own[name]) for name in config.activations if name in own)
+    return jax.default_backend() == "gpu" and plain and fits and known and _lowers_to_triton()
+
+
+@functools.cache
+def inlined(function: Callable[[Array], Array]) -> bool:
+    """Whether kernels take an activation of one's own: each of its operations is one of `_numbers.ELEMENTWISE`.
+
+    Other ones, and arrays that it closes over, kernels cannot have; such networks go by sweeps and lanes.
+    """
+    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16,), jnp.float32))
+
+    def plain(jaxpr: Any, consts: Any) -> bool:
+        return not consts and all(map(fits, live_equations(jaxpr)))
+
+    def fits(equation: Any) -> bool:
+        name = equation.primitive.name
+        if any(isinstance(atom, Literal) and (jnp.ndim(atom.val) or isinstance(atom.val, jax.Array))
+               for atom in equation.invars):  # fmt: skip
+            return False
+        if name in NESTED:
+            return plain(*called(equation))
+        return name in ELEMENTWISE or (name == "broadcast_in_dim" and equation.invars[0].aval.shape == ())
+
+    return plain(closed.jaxpr, closed.consts)
 
 
 @functools.cache
@@ -60,9 +87,8 @@ class _Net(NamedTuple):
 
     def swept(self, config: NeatConfig, values: Array, inputs: Array) -> Array:
         """All nodes from all others; `inputs` at the slots of inputs."""
-        names: Any = config.activations
         total = jnp.sum(self.matrix * values[None, :], 1)
-        new = activate(names, self.activation, self.bias + self.response * total)
+        new = activate(config.activation_functions, self.activation, self.bias + self.response * total)
         return jnp.where(_slots(values) < config.num_inputs, inputs, new)
 
     def called(self, config: NeatConfig, memory: Array, inputs: Array) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 import flax.struct
 
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
-from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, check_names
+from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, Activation, check_names, check_own
 from jaxpar.types import UsageError
 
 __all__ = ["CANONICAL", "FAST", "NeatConfig", "Rates"]
@@ -130,6 +130,9 @@ class NeatConfig:
         sub_steps: steps of a "ctrnn" in one call.
         rates: first values of the state's rates; None means the mode's.
         widths: node slots of the compiled forms of a network, ascending; the last must be N. () chooses them.
+        own_activations: pairs (name, function) that `activations` may name beside those of `jaxpar.neat.functions`. A
+            function takes an array and gives a number from each number; it is known by its identity, so another one,
+            even of the same name, compiles anew. Files have its name.
     """
 
     num_inputs: int = field(legal=AtLeast(1))
@@ -149,10 +152,11 @@ class NeatConfig:
     sub_steps: int = field(1, AtLeast(1))
     rates: Rates | None = None
     widths: tuple[int, ...] = field((), Each(AtLeast(1)))
+    own_activations: tuple[tuple[str, Activation], ...] = ()
 
     def __post_init__(self):
         """Fills what depends on the mode and refuses what cannot be."""
-        for name in ("activations", "aggregations", "evolved", "widths"):  # lists would have no hash
+        for name in ("activations", "aggregations", "evolved", "widths", "own_activations"):  # lists have no hash
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_fields(self)
@@ -161,7 +165,8 @@ class NeatConfig:
         self._fill("activations", ("sigmoid",) if is_fast else ("steep_sigmoid",))
         self._fill("evolved", ("bias",) if is_fast else ())
         assert self.activations is not None and self.evolved is not None
-        check_names(self.activations, tuple(ACTIVATIONS), "activation")
+        check_own(self.own_activations)
+        check_names(self.activations, (*ACTIVATIONS, *dict(self.own_activations)), "activation")
         check_names(self.aggregations, AGGREGATIONS, "aggregation")
         self._fill("output_activation", self.activations[0])
         if self.output_activation not in self.activations:
@@ -200,6 +205,13 @@ class NeatConfig:
     def num_ends(self) -> int:
         """I + O."""
         return self.num_inputs + self.num_outputs
+
+    @property
+    def activation_functions(self) -> tuple[Activation, ...]:
+        """What `activations` name, in their order."""
+        assert self.activations is not None
+        known = ACTIVATIONS | dict(self.own_activations)
+        return tuple(known[name] for name in self.activations)
 
     @property
     def node_widths(self) -> tuple[int, ...]:

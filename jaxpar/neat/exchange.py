@@ -1,14 +1,15 @@
 """One genome in other people's forms: neat-python's network files, Graphviz, a formula."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.neat.config import KINDS, NeatConfig
-from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS
+from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, Activation, check_own
 from jaxpar.neat.genome import Genomes, check_genomes
 from jaxpar.types import UsageError
 
@@ -16,7 +17,6 @@ __all__ = ["FORMAT_VERSION", "expressions", "from_json", "node_label", "one_of",
 
 FORMAT_VERSION = "1.0"
 _OURS = {"steep_sigmoid"}
-_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def one_of(genomes: Genomes, number: int = 0) -> Any:
@@ -30,10 +30,12 @@ def to_json(config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: 
     """A genome's network in neat-python's exported-network format, version 1.0.
 
     Inputs are -1, -2, ..., outputs 0, 1, ..., hidden nodes their identity minus the number of inputs. Disabled
-    connections are written as such. `metadata` is copied: "fitness", "generation", ...
+    connections are written as such. `metadata` is copied: "fitness", "generation", ... An activation of one's own is
+    written by its name; whoever reads the file gives the function.
     """
     one, ends = one_of(genomes, number), config.num_inputs
     assert config.activations is not None
+    custom = _OURS | set(dict(config.own_activations))
 
     def key(slot):
         return -1 - int(slot) if slot < ends else int(one.node_id[slot]) - ends
@@ -43,7 +45,7 @@ def to_json(config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: 
         row = {
             "id": key(slot),
             "type": "output" if slot < config.num_ends else "hidden",
-            "activation": {"name": activation, "custom": activation in _OURS},
+            "activation": {"name": activation, "custom": activation in custom},
             "aggregation": {"name": config.aggregations[one.aggregation[slot]], "custom": False},
             "bias": float(one.bias[slot]),
             "response": float(one.response[slot]),
@@ -73,24 +75,30 @@ def to_json(config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: 
     return json.dumps(document, indent=2)
 
 
-def from_json(text: str, *, max_nodes: int = 0, max_conns: int = 0, **changes: Any) -> tuple[NeatConfig, Genomes]:
+def from_json(
+    text: str, *, max_nodes: int = 0, max_conns: int = 0, own_activations: Sequence[tuple[str, Activation]] = (),
+    **changes: Any,
+) -> tuple[NeatConfig, Genomes]:  # fmt: skip
     """Reads a network in neat-python's exported-network format: its configuration and one genome, `[1]`.
 
     Marks and identities are new, in the order of the file. A node that is named by connections alone, as neat-python
-    writes recurrent nodes without inputs, is one that stays 0.
+    writes recurrent nodes without inputs, is one that stays 0. Numbers are of JAX's default precision, so float64 where
+    `jax_enable_x64` is set.
 
     Args:
         text: the document.
         max_nodes: N, at least what the network has.
         max_conns: C, likewise.
+        own_activations: pairs (name, function), for the names of the file that are none of `jaxpar.neat.functions`.
         changes: more fields of `NeatConfig`, such as `population`.
 
     Raises:
-        UsageError: it is no such document, or names a function that is not there.
+        UsageError: it is no such document, or names a function that is neither there nor given.
     """
+    check_own(own_activations)
     try:
         document = json.loads(text)
-        return _read(document, max_nodes, max_conns, changes)
+        return _read(document, max_nodes, max_conns, {"own_activations": tuple(own_activations), **changes})
     except json.JSONDecodeError as error:
         raise UsageError(f"this is no JSON: {error}.") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -115,14 +123,15 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
             nodes.setdefault(end, silent)
     slots = {key: slot for slot, key in enumerate([*inputs, *outputs, *(key for key in nodes if key not in outputs)])}
     names = {
-        "activations": _names(nodes.values(), "activation", tuple(ACTIVATIONS)),
+        "activations": _names(nodes.values(), "activation", (*ACTIVATIONS, *dict(changes["own_activations"]))),
         "aggregations": _names(nodes.values(), "aggregation", AGGREGATIONS),
     }
     fields: dict[str, Any] = {"kind": kind, "initial": "none", "population": 1, **names, **changes}
     config = NeatConfig(len(inputs), len(outputs), max_nodes=max(max_nodes, len(slots)),
                         max_conns=max(max_conns, len(connections), 1), **fields)  # fmt: skip
     nodes_of = (1, config.max_nodes)
-    arrays: dict[str, Any] = {name: np.zeros(nodes_of, np.float32) for name in ("bias", "response", "time_constant")}
+    real = jnp.result_type(float)  # as of genomes that were evolved: float64 under x64
+    arrays: dict[str, Any] = {name: np.zeros(nodes_of, real) for name in ("bias", "response", "time_constant")}
     arrays |= {name: np.zeros(nodes_of, np.int32) for name in ("node_id", "activation", "aggregation")}
     slot = np.arange(config.max_nodes)[None]
     arrays |= {"node_on": slot < len(slots), "node_id": np.where(slot < len(slots), slot, 0).astype(np.int32)}
@@ -135,7 +144,7 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
     columns = {"source": [slots[c["from"]] for c in connections], "target": [slots[c["to"]] for c in connections],
                "weight": [c["weight"] for c in connections], "mark": range(len(connections)),
                "enabled": [c.get("enabled", True) for c in connections], "on": [True] * len(connections)}  # fmt: skip
-    kinds = {"weight": np.float32, "enabled": bool, "on": bool}
+    kinds = {"weight": real, "enabled": bool, "on": bool}
     for name, column in columns.items():
         arrays[name] = np.zeros((1, config.max_conns), kinds.get(name, np.int32))
         arrays[name][0, : len(connections)] = list(column)
@@ -149,10 +158,12 @@ def _check_numbers(nodes: list[Any], connections: list[Any]) -> None:
     named = [(f"node {node['id']}", name, node[name]) for node in nodes for name in ("bias", "response")]
     named += [(f"node {node['id']}", "time_constant", node.get("time_constant", 1.0)) for node in nodes]
     named += [(f"the edge from {c['from']} to {c['to']}", "weight", c["weight"]) for c in connections]
+    real = jnp.finfo(jnp.result_type(float))
+    largest, smallest = float(real.max), float(real.tiny)
     for owner, name, value in named:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < largest:
             raise UsageError(f"{owner} has the {name} {value!r}, which is no finite number.")
-        if name == "time_constant" and value < _SMALLEST:
+        if name == "time_constant" and value < smallest:
             raise UsageError(f"{owner} has the {name} {value!r}; legal are seconds above 0.")
     for c in connections:
         if not isinstance(c.get("enabled", True), bool):
@@ -172,7 +183,8 @@ def _names(nodes: Any, field: str, known: tuple[str, ...]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(node[field]["name"] for node in nodes))
     for name in found:
         if name not in known:
-            raise UsageError(f"{field} {name!r} is unknown; legal are {', '.join(known)}.")
+            own = ", and what own_activations= gives" if field == "activation" else ""
+            raise UsageError(f"{field} {name!r} is unknown; legal are {', '.join(known)}{own}.")
     return found
 
 

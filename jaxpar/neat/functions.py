@@ -1,13 +1,16 @@
 """Activations and aggregations, with neat-python's exact formulas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.types import Array, UsageError
 
-__all__ = ["ACTIVATIONS", "AGGREGATIONS", "activate", "aggregate", "check_names", "is_bounded"]
+__all__ = [
+    "ACTIVATIONS", "AGGREGATIONS", "Activation", "activate", "aggregate", "check_names", "check_own", "is_bounded",
+]  # fmt: skip
 
 
 def _clipped(z: Array, slope: float) -> Array:
@@ -19,7 +22,9 @@ def _selu(z: Array) -> Array:
     return jnp.where(z > 0, scale * z, scale * alpha * jnp.expm1(jnp.minimum(z, 0)))
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+Activation = Callable[[Array], Array]
+
+ACTIVATIONS: dict[str, Activation] = {
     "sigmoid": lambda z: jax.nn.sigmoid(_clipped(z, 5.0)),
     "tanh": lambda z: jnp.tanh(_clipped(z, 2.5)),
     "sin": lambda z: jnp.sin(_clipped(z, 5.0)),
@@ -56,16 +61,37 @@ def check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> No
         raise UsageError(f"{which}; legal are tuples of {', '.join(known)}.")
 
 
+def check_own(own: Any) -> None:
+    """Refuses activations of one's own that are no pairs of a new name and a function of numbers, one by one."""
+    if not isinstance(own, tuple | list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in own):
+        raise UsageError(f"own_activations={own!r}; legal is a tuple of pairs (name, function).")
+    for place, (name, function) in enumerate(own):
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f"own_activations: {name!r} is no name; legal are names as Python has them.")
+        if name in ACTIVATIONS or name in [other for other, _ in own[:place]]:
+            raise UsageError(f"own_activations: {name!r} is the name of another activation; give a new one.")
+        if not callable(function) or not isinstance(function, Hashable):
+            raise UsageError(f"own_activations: {name!r} is {function!r}; legal are hashable functions.")
+        like = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+        try:
+            found: Any = jax.eval_shape(function, like)
+        except Exception as error:  # whatever a function of users raises
+            what = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".:")
+            raise UsageError(f"own_activations: {name!r} takes no array of float32 numbers ({what}).") from None
+        if getattr(found, "shape", None) != like.shape or found.dtype != like.dtype:
+            raise UsageError(f"own_activations: {name!r} makes {found} of {like}; legal is a number from each number.")
+
+
 def is_bounded(names: tuple[str, ...]) -> bool:
     """Whether no activation among them can overflow."""
     return set(names) <= _BOUNDED
 
 
-def activate(names: tuple[str, ...], choice: Array, z: Array) -> Array:
-    """Applies to each number the function that `choice`, its index into `names`, says; shapes broadcast."""
-    out = ACTIVATIONS[names[0]](z)
-    for index, name in enumerate(names[1:], 1):
-        out = jnp.where(choice == index, ACTIVATIONS[name](z), out)
+def activate(functions: tuple[Activation, ...], choice: Array, z: Array) -> Array:
+    """Applies to each number the function that `choice`, its index into `functions`, says; shapes broadcast."""
+    out = functions[0](z)
+    for index, function in enumerate(functions[1:], 1):
+        out = jnp.where(choice == index, function(z), out)
     return out
 
 

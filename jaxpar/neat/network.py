@@ -46,6 +46,8 @@ class Networks:
         aggregation: int32 `[P, w]`.
         sweeps: int32 `[]`, of the deepest feed-forward network.
         config: static.
+
+    Numbers are of the genomes' own dtype, float64 where those are.
     """
 
     index: Array
@@ -120,7 +122,7 @@ def _expressed(
             flat = jnp.zeros((count, width * width), dtype)
             return flat.at[row, place].set(values, mode="drop", unique_indices=True).reshape(count, width, width)
 
-        matrix = square(genomes.weight, float)
+        matrix = square(genomes.weight, genomes.weight.dtype)
         if set(config.aggregations) != {"sum"} or not is_bounded(config.activations):
             mask = square(live, bool)
     else:
@@ -160,7 +162,7 @@ def start(networks: Networks, *batch: int) -> PyTree:
     """What networks remember before their first call: `()` or zeros, float32 `[P, *batch, w]`."""
     if networks.config.kind == "feedforward":
         return ()
-    return jnp.zeros((len(networks.bias), *batch, networks.width), float)
+    return jnp.zeros((len(networks.bias), *batch, networks.width), networks.bias.dtype)
 
 
 def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
@@ -216,11 +218,10 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
 
 def _computed(networks: Networks, values: Array) -> Array:
     """Every node from every other: float32 `[P, B, w]`."""
-    names: Any = networks.config.activations
     per_node = [x[:, None] for x in (networks.bias, networks.response, networks.activation, networks.aggregation)]
     bias, response, activation, aggregation = per_node
     total = _by_edges(networks, values) if networks.matrix is None else _by_matrix(networks, values, aggregation)
-    return activate(names, activation, bias + response * total)
+    return activate(networks.config.activation_functions, activation, bias + response * total)
 
 
 def _by_matrix(networks: Networks, values: Array, aggregation: Array) -> Array:
@@ -240,7 +241,7 @@ def _by_edges(networks: Networks, values: Array) -> Array:
     names, width = networks.config.aggregations, networks.width
     terms = weight[:, None] * jnp.take_along_axis(values, source[:, None], -1)
     row = jnp.arange(len(weight))[:, None]
-    count = jnp.zeros((len(weight), width)).at[row, target].add(1.0, mode="drop")[:, None]
+    count = jnp.zeros((len(weight), width), weight.dtype).at[row, target].add(1, mode="drop")[:, None]
 
     def gathered(name):
         begin = jnp.full(values.shape, _SEGMENTS[name], values.dtype)

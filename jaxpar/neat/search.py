@@ -171,6 +171,10 @@ class Neat:
         if found != legal:
             raise UsageError(f"the state is of another configuration: connections, nodes and species have the shapes "
                              f"{found}; legal are {legal}.")  # fmt: skip
+        held, real = genomes.weight.dtype, jnp.result_type(float)
+        if held != real:
+            raise UsageError(f"the state's numbers are {held}, and JAX makes {real} now; legal is one made "
+                             "under the same jax_enable_x64.")  # fmt: skip
 
     def axes(self) -> NeatState:
         """Logical axes of the state."""

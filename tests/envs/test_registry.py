@@ -36,7 +36,7 @@ def test_gymnax_fills_what_we_lack_and_no_more():
     env, params = envs.make("Catch-bsuite")
     assert type(env).__name__ == "Adapted" and env == envs.make("Catch-bsuite")[0]
     env, params = envs.make("MountainCarContinuous-v0")
-    assert type(env).__module__ == "envs.classic"
+    assert type(env).__module__ == "envs.mountain_car"
     with pytest.raises(UsageError, match="Catch-bsuite, which is gymnax's, cannot be made"):
         envs.make("Catch-bsuite", sise=3)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from twin_folders import twin_logits
 
 from jaxpar.lm import exchange
 from jaxpar.lm.config import LMConfig
@@ -63,92 +64,6 @@ DROP = "drop this field"
 # The twins: one sequence, one head, one position at a time, in float64, from names and config.json alone.
 
 
-def causal_attention(q, k, v):
-    out = np.zeros_like(q)
-    for t in range(len(q)):
-        scores = np.array([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(q.shape[1])
-        weights = np.exp(scores - scores.max())
-        out[t] = (weights / weights.sum()) @ v[: t + 1]
-    return out
-
-
-def rotate(x, theta, scaling):
-    width, out = x.shape[1], x.copy()
-    for t in range(len(x)):
-        for i in range(width // 2):
-            freq = theta ** (-2 * i / width)
-            if scaling:
-                wavelength, old = 2 * math.pi / freq, scaling["original_max_position_embeddings"]
-                low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-                if wavelength > old / low:
-                    freq = freq / scaling["factor"]
-                elif wavelength > old / high:
-                    smooth = (old / wavelength - low) / (high - low)
-                    freq = (1 - smooth) * freq / scaling["factor"] + smooth * freq
-            a, b = x[t, i], x[t, i + width // 2]
-            c, s = math.cos(t * freq), math.sin(t * freq)
-            out[t, i], out[t, i + width // 2] = a * c - b * s, b * c + a * s
-    return out
-
-
-def llama_twin(cfg, w, tokens):
-    heads, groups = cfg["num_attention_heads"], cfg["num_key_value_heads"]
-
-    def rms(x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg["rms_norm_eps"]) * w[name]
-
-    def linear(x, name):
-        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0.0)
-
-    x = w["model.embed_tokens.weight"][tokens]
-    for layer in range(cfg["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        h = rms(x, at + "input_layernorm.weight")
-        q = np.split(linear(h, at + "self_attn.q_proj"), heads, axis=1)
-        k = np.split(linear(h, at + "self_attn.k_proj"), groups, axis=1)
-        v = np.split(linear(h, at + "self_attn.v_proj"), groups, axis=1)
-        q, k = ([rotate(part, cfg["rope_theta"], cfg["rope_scaling"]) for part in parts] for parts in (q, k))
-        mixed = [causal_attention(q[n], k[n * groups // heads], v[n * groups // heads]) for n in range(heads)]
-        x = x + linear(np.concatenate(mixed, axis=1), at + "self_attn.o_proj")
-        h = rms(x, at + "post_attention_layernorm.weight")
-        gate = linear(h, at + "mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, at + "mlp.up_proj"), at + "mlp.down_proj")
-    head = "model.embed_tokens.weight" if cfg["tie_word_embeddings"] else "lm_head.weight"
-    return rms(x, "model.norm.weight") @ w[head].T
-
-
-def gpt2_twin(cfg, w, tokens):
-    def layer_norm(x, name):
-        x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg["layer_norm_epsilon"])
-        return x * w[name + ".weight"] + w[name + ".bias"]
-
-    def conv1d(x, name):
-        return x @ w[name + ".weight"] + w[name + ".bias"]
-
-    def gelu(x):
-        if cfg["activation_function"] == "gelu_new":
-            return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-    x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: len(tokens)]
-    for layer in range(cfg["n_layer"]):
-        at = f"transformer.h.{layer}."
-        parts = np.split(conv1d(layer_norm(x, at + "ln_1"), at + "attn.c_attn"), 3, axis=1)
-        q, k, v = (np.split(part, cfg["n_head"], axis=1) for part in parts)
-        mixed = [causal_attention(*qkv) for qkv in zip(q, k, v, strict=True)]
-        x = x + conv1d(np.concatenate(mixed, axis=1), at + "attn.c_proj")
-        x = x + conv1d(gelu(conv1d(layer_norm(x, at + "ln_2"), at + "mlp.c_fc")), at + "mlp.c_proj")
-    return layer_norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T
-
-
-def twin_logits(folder):
-    cfg = json.loads((folder / "config.json").read_text())
-    w = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
-    twin = {"llama": llama_twin, "gpt2": gpt2_twin}[cfg["model_type"]]
-    return np.stack([twin(cfg, w, row) for row in TOKENS])
-
-
 @pytest.fixture(params=CONFIGS)
 def config(request):
     return CONFIGS[request.param]
@@ -168,7 +83,7 @@ def mesh():
 def test_written_tensors_compute_the_same_logits_in_numpy(config, folder):
     ours = logits(random_params(config), TOKENS, config)
     assert np.abs(ours).max() > 0.5
-    np.testing.assert_allclose(ours, twin_logits(folder), rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(ours, twin_logits(folder, TOKENS), rtol=1e-4, atol=2e-5)
 
 
 def test_read_tensors_compute_the_same_logits_as_numpy(config, folder):
@@ -178,7 +93,7 @@ def test_read_tensors_compute_the_same_logits_as_numpy(config, folder):
     other = {name: 0.5 * rng.standard_normal(x.shape, np.float32) for name, x in load_file(path).items()}
     save_file(other, path)
     read, params = from_hf(folder, dtype="float32")
-    np.testing.assert_allclose(logits(params, TOKENS, read), twin_logits(folder), rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(logits(params, TOKENS, read), twin_logits(folder, TOKENS), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("limit", [None, 1500])

@@ -5,6 +5,7 @@ import json
 import math
 import warnings
 
+import jax
 import jax.numpy as jnp
 import neat
 import numpy as np
@@ -14,7 +15,7 @@ from neat.activations import ActivationFunctionSet
 from neat.aggregations import AggregationFunctionSet
 from neat.ctrnn import CTRNNNodeEval
 from neat.export import export_network_json
-from plain_neat import ACTIVATIONS, AGGREGATIONS, random_genomes
+from plain_neat import ACTIVATIONS, AGGREGATIONS, Network, random_genomes
 
 from jaxpar.neat import NeatConfig, apply, draw_network, express, expressions, from_json, start, to_dot, to_json
 from jaxpar.types import UsageError
@@ -120,6 +121,90 @@ def test_neat_pythons_continuous_networks_give_the_same_outputs():
         np.testing.assert_allclose(want[:, number], got, rtol=2e-5, atol=2e-6)
         read, one = from_json(exported(files), time_step=0.2, sub_steps=2)
         np.testing.assert_allclose(calls(read, one, xs)[:, 0], got, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind, form", [("feedforward", "matrix"), ("feedforward", "edges"), ("ctrnn", "edges")])
+def test_files_are_read_in_double_precision(kind, form, x64):
+    config = NeatConfig(3, 2, max_nodes=8, max_conns=14, kind=kind, activations=("tanh", "lelu"),
+                        aggregations=("sum", "mean", "max"))  # fmt: skip
+    document = json.loads(to_json(config, random_genomes(np.random.default_rng(1), config, 1, hidden=3, conns=12)))
+    document["connections"][0]["weight"], document["nodes"][0]["bias"] = 1 / 3, 1e-40
+    read, one = from_json(json.dumps(document))
+    assert one.weight[0, 0] == 1 / 3 and one.bias[0, 3] == 1e-40
+    xs = np.random.default_rng(2).normal(size=(3, 3))
+
+    def outputs(genomes):
+        networks = express(read, genomes, form=form)
+        carry, ys = start(networks), []
+        for x in xs:
+            y, carry = jit(apply)(networks, carry, x[None])
+            ys.append(y)
+        return np.stack(ys)[:, 0]
+
+    plain = Network(read, one.rows(0))
+    np.testing.assert_allclose(outputs(one), [plain(x) for x in xs], rtol=1e-12)
+    # Genomes that were made without it are computed in what they hold.
+    single = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, one)
+    assert outputs(single).dtype == np.float32
+    np.testing.assert_allclose(outputs(single), outputs(one), rtol=1e-4)
+    document["connections"][0]["weight"] = 1e39
+    assert from_json(json.dumps(document))[1].weight[0, 0] == 1e39
+    with jax.enable_x64(False), pytest.raises(UsageError, match="no finite number"):
+        from_json(json.dumps(document))
+
+
+def leaky(slope):
+    return lambda z: jnp.where(z > 0, z, slope * z)
+
+
+def test_activations_of_ones_own_are_computed_and_known_by_their_functions(monkeypatch):
+    genomes, x = None, np.float32([0.3, -0.8, 0.5])
+    names, calls = ("tanh", "leaky"), jit(lambda networks, x: apply(networks, (), x)[0])
+    first, second = (("leaky", leaky(0.001)),), [["leaky", leaky(0.5)]]
+    found = []
+    for slope, own in ((0.001, first), (0.5, [tuple(pair) for pair in second]), (0.001, first)):
+        config = NeatConfig(3, 2, max_nodes=10, max_conns=20, activations=names, own_activations=own)
+        if genomes is None:
+            genomes = random_genomes(np.random.default_rng(0), config, 6)
+        monkeypatch.setitem(ACTIVATIONS, "leaky", lambda z, slope=slope: z if z > 0 else slope * z)
+        networks = express(config, genomes)
+        found.append(calls(networks, np.broadcast_to(x, (6, 3))))
+        want = [Network(config, genomes.rows(p))(x) for p in range(6)]
+        np.testing.assert_allclose(found[-1], want, rtol=1e-5, atol=1e-6)
+        assert networks.mask is not None  # it may overflow
+    assert calls._cache_size() == 2 and np.abs(found[0] - found[1]).max() > 1e-2
+    assert hash(config) == hash(dataclasses.replace(config, own_activations=first))
+
+
+def test_files_name_activations_of_ones_own():
+    own = (("leaky", leaky(0.001)), ("wave", jnp.sin))
+    config = NeatConfig(3, 2, max_nodes=10, max_conns=20, activations=("leaky", "tanh"), own_activations=own)
+    genomes = random_genomes(np.random.default_rng(0), config, 2)
+    text = to_json(config, genomes, 1)
+    functions = [node["activation"] for node in json.loads(text)["nodes"] if node["type"] != "input"]
+    assert {"name": "leaky", "custom": True} in functions and {"name": "tanh", "custom": False} in functions
+    xs = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
+    read, one = from_json(text, own_activations=list(own))
+    assert set(read.activations) == {"leaky", "tanh"} and "leaky(" in str(expressions(read, one))
+    np.testing.assert_allclose(calls(read, one, xs)[:, 0], calls(config, genomes, xs)[:, 1], rtol=2e-5, atol=2e-6)
+    for given in ((), own[1:]):
+        with pytest.raises(UsageError, match="activation 'leaky' is unknown; legal are .*, and what own_activations="):
+            from_json(text, own_activations=given)
+
+
+@pytest.mark.parametrize("own, words", [
+    ("leaky", "legal is a tuple of pairs"), ((jnp.sin,), "legal is a tuple of pairs"),
+    (((1, jnp.sin),), "1 is no name"), ((("my sin", jnp.sin),), "'my sin' is no name"),
+    ((("tanh", jnp.sin),), "'tanh' is the name of another"),
+    ((("a", jnp.sin), ("a", jnp.cos)), "'a' is the name of another"), ((("a", "sin"),), "hashable functions"),
+    ((("a", jnp.sum),), "a number from each number"), ((("a", lambda z: (z, z)),), "a number from each number"),
+    ((("a", lambda: 0),), "takes no array of float32 numbers"), ((("a", lambda z: z > 0),), "a number from each"),
+])  # fmt: skip
+def test_what_is_no_activation_is_refused(own, words):
+    for refuses in (lambda: NeatConfig(3, 1, own_activations=own), lambda: from_json("{}", own_activations=own)):
+        with pytest.raises(UsageError, match=words) as raised:
+            refuses()
+        assert str(raised.value).endswith(".") and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a GPU runs in kernels, here interpreted: the same as the lanes and sweeps that every platform has."""
 
 import contextlib
+import math
 
 import gymnax
 import jax
@@ -8,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from plain_neat import Network, random_genomes
+from plain_neat import ACTIVATIONS, Network, random_genomes
 
 import envs
 from jaxpar.env import adapt
 from jaxpar.mesh import AXES
 from jaxpar.neat import Episodes, Neat, NeatConfig, apply, ends_of, express
-from jaxpar.neat._kernels import settled
+from jaxpar.neat._kernels import on_gpu, settled
 from jaxpar.neat._numbers import NotNumbers, by_numbers
 from jaxpar.neat.distance import centres_of, slot_ids
 from jaxpar.neat.episodes import _Game
@@ -119,6 +120,39 @@ def test_the_ways_of_a_gpu_give_the_same(monkeypatch):
     assert 0 < plain[3].sum() < 40
 
 
+def for_cuda(f, *args):
+    """What `f` is lowered to for a CUDA GPU, here."""
+    card = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="cuda")
+    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(AXES), AXES, abstract_device=card))
+    with mesh if jax.__version_info__ >= (0, 11) else contextlib.nullcontext():  # 0.11 asks what card it is
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+SLOPE = jnp.float32(0.001)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # by jax 0.11
+@pytest.mark.parametrize("function, plain, inlines", [
+    (lambda z: jnp.where(z > 0, z, 0.001 * z), lambda z: z if z > 0 else 0.001 * z, True),
+    (jax.nn.silu, lambda z: z / (1 + math.exp(-z)), True),
+    (jax.lax.erf, math.erf, False),  # what Triton may lack
+    (lambda z: jnp.where(z > 0, z, SLOPE * z), lambda z: z if z > 0 else 0.001 * z, False),  # no kernel takes the array
+])  # fmt: skip
+def test_activations_of_ones_own_are_inlined_or_left_to_sweeps(monkeypatch, function, plain, inlines):
+    own = (("mine", function),)
+    config = NeatConfig(3, 2, 4, 10, 20, 4, "fast", activations=("tanh", "mine"), own_activations=own)
+    networks = express(config, random_genomes(np.random.default_rng(5), config, 4))
+    x = jax.random.normal(jax.random.key(1), (4, 2, 3))
+    calls = lambda networks, x: apply(networks, (), x)[0]  # noqa: E731
+    monkeypatch.setitem(ACTIVATIONS, "mine", plain)
+    genomes = random_genomes(np.random.default_rng(5), config, 4)
+    want = [[Network(config, genomes.rows(p))(row) for row in x[p]] for p in range(4)]
+    found = settled(networks, x, interpret=True) if inlines else jax.jit(calls)(networks, x)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert on_gpu(networks) == inlines == ("xla.gpu.triton" in for_cuda(calls, networks, x))
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # by jax 0.11
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_generation_lowers_for_cuda(monkeypatch, batched):
@@ -128,8 +162,5 @@ def test_a_generation_lowers_for_cuda(monkeypatch, batched):
     step = jax.vmap(neat.step, (0, None, None)) if batched else neat.step
     key = jax.random.split(jax.random.key(0), 2) if batched else jax.random.key(0)
     state = jax.eval_shape(lambda: neat.init(jax.random.key(0), None))
-    card = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="cuda")
-    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(AXES), AXES, abstract_device=card))
-    with mesh if jax.__version_info__ >= (0, 11) else contextlib.nullcontext():  # 0.11 asks what card it is
-        text = jax.jit(step).trace(key, state, params).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(step, key, state, params)
     assert "xla.gpu.triton" in text and "played" in text

@@ -156,9 +156,12 @@ def test_lists_are_tuples():
 
 def test_what_does_not_fit_together_is_refused():
     neat = Neat(SMALL, Table())
+    one = jax.eval_shape(lambda: neat.init(jax.random.key(0), None))
     other = jax.eval_shape(lambda: Neat(dataclasses.replace(SMALL, population=8)).init(jax.random.key(0), None))
     with pytest.raises(UsageError, match=r"of another configuration.*\(8, 16\)"):
         neat.tell(jax.random.key(0), other, jnp.zeros(12))
+    with jax.enable_x64(True), pytest.raises(UsageError, match="are float32, and JAX makes float64 now; legal is"):
+        neat.tell(jax.random.key(0), one, jnp.zeros(12))
     networks = express(SMALL, random_genomes(np.random.default_rng(0), SMALL, 2))
     with pytest.raises(UsageError, match=r"targets have the shape \(4, 2\); legal is \(4, 1\)"):
         Table()(jax.random.key(0), networks, {**xor(), "targets": jnp.zeros((4, 2))})

@@ -1,0 +1,71 @@
+"""A user's mistake in one sentence: what the system says in a word or two, and Hydra in many lines."""
+
+import dataclasses
+import difflib
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from jaxpar.types import UsageError
+
+CONF = pathlib.Path(__file__).resolve().parent / "conf"
+# What a flag that does not fit raises, by Hydra, by OmegaConf, and by a frozen dataclass that lacks it.
+FLAG_ERRORS = (HydraException, OmegaConfBaseException, dataclasses.FrozenInstanceError)
+
+
+def presets_of(group: str) -> str:
+    """Returns the names of the presets of a group."""
+    return ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+
+
+def sentence_of(error: BaseException, schema: type | None = None) -> str:
+    """Says in one sentence what the system says in a word or two, and Hydra in many lines."""
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error.filename or 'a file'} cannot be opened or written: {error.strerror or error}."
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    for link in chain:
+        if isinstance(link, UsageError):
+            return str(link)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"flag {error.override!r} cannot be read; flags are name=value, such as seed=3, and a value with brackets, "
+            "commas or = in it is quoted, such as prompt='\"a, b\"'."
+        )
+    text, flags = str(error), dict(_flags(schema)) if schema else {}
+    if wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text):
+        whole = get_args(flags.get(wrong[1].rpartition(".")[0]))  # of rules, for rules.embed
+        if kind := flags.get(wrong[1]) or (whole and whole[-1]):
+            return f"{wrong[1]}={wrong[2].split(':')[0]} is of the wrong type; {wrong[1]} takes {_type_name(kind)}."
+    if unknown := re.search(
+        r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
+    ):
+        asked = unknown[1] or unknown[2] or unknown[3]
+        near = difflib.get_close_matches(asked, list(flags), n=1)
+        return f"unknown flag {asked!r}; " + (f"did you mean {near[0]}?" if near else "--help lists them all.")
+    if missing := re.search(r"Could not find '([^']*)'", text):
+        group = pathlib.Path(missing[1]).parent
+        return f"there is no preset {missing[1]!r}; legal for {group}= are {presets_of(str(group))}."
+    if several := re.match(r"Ambiguous value for argument '(.*)'", text):
+        return f"{several[1]} has several values; -m at the end makes a run of each."
+    first = [str(link).strip().splitlines()[0] for link in chain if str(link).strip()]
+    return ": ".join(dict.fromkeys([first[0], first[-1]]))
+
+
+def _type_name(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return "no value but flags of its own, for " + ", ".join(field.name for field in dataclasses.fields(kind))
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+
+
+def _flags(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each flag and its type."""
+    for flag in dataclasses.fields(schema):
+        yield prefix + flag.name, flag.type
+        if dataclasses.is_dataclass(flag.type):
+            yield from _flags(flag.type, f"{prefix}{flag.name}.")

@@ -1,0 +1,281 @@
+"""What is legal of each number of each configuration: of library, environments and experiments."""
+
+import math
+
+from envs import grid, memory, particles
+from envs.combat import Combat
+from envs.crowd import Crowd
+from envs.foraging import Foraging
+from envs.laser_tag import LaserTag
+from envs.light_dark import LightDark
+from envs.mars import Mars
+from envs.mine_sweeper import MineSweeper
+from envs.navigation import Navigation
+from envs.rocksample import RockSample
+from envs.rulesets import Tree
+from envs.sub_hunt import SubHunt
+from envs.survival import Survival
+from envs.xland import XLand
+from experiments import env, lm, neat, pomdp, rl, rnn
+from experiments._run import Processes, RunConfig
+from experiments._series import SeriesConfig
+from jaxpar.env.picture import Animation
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm.corpus import DataConfig
+from jaxpar.lm.data import Windows
+from jaxpar.lm.sample import Sampling
+from jaxpar.loop import Fit
+from jaxpar.mesh import MeshSpec
+from jaxpar.neat import NeatConfig
+from jaxpar.neat.config import Rates
+from jaxpar.neat.episodes import Episodes, Examined
+from jaxpar.neat.hyper import Painted, Substrate
+from jaxpar.neat.problems import Table
+from jaxpar.neat.quadtree import Quadtree
+from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.autoregressive import Made, PixelCnn
+from jaxpar.nn.cells import Cell
+from jaxpar.nn.dense_depth import DenseDepth
+from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.s5 import S5
+from jaxpar.parallel.placement import Split
+from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
+from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
+from jaxpar.rl.a2c import A2cRates
+from jaxpar.rl.action_values import ActionValues
+from jaxpar.rl.dqn import DqnRates
+from jaxpar.rl.memory import WindowAttention
+from jaxpar.rl.optimizer import Optimizer
+from jaxpar.rl.ppo import PpoRates
+from jaxpar.rl.pqn import PqnRates
+from jaxpar.rollout import Chunked, Pool
+from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, ParallelBackward, Quasi, Sequential, structure
+from jaxpar.solve.fixed_point import Picard
+from jaxpar.solve.fused import Fused
+
+NAN, INF = math.nan, math.inf
+# What is illegal just outside of a range, and what is legal at its ends.
+COUNT = (0, -1), (1,)
+PAIR = (1, 0), (2,)
+LEAST_0 = (-1,), (0,)
+LEAST_MINUS_1 = (-2,), (-1, 0)
+FRACTION_FROM_0 = (-1e-9,), (0.0,)
+POSITIVE = (0.0, -1.0), (1e-30,)
+FACTOR = (0.0, 0.5), (1.0,)
+SHARE = (-0.1, 1.1), (0.0, 1.0)
+UNDER_1 = (-0.1, 1.0), (0.0,)
+OVER_0 = (0.0, 1.1), (1.0,)
+OPEN = (0.0, 1.0), (0.5,)
+AXIS = (0, -2), (-1, 1)
+SEED = (-1, 2**32), (0, 2**32 - 1)
+VIEW = (1, 2, 33), (0, 3, 31)
+SIGNED = (), (-5, 0)
+UNBOUNDED = (), (INF, -INF, 0.0)
+
+TABLE = {
+    LMConfig: {
+        "vocab_size max_seq_len num_layers embed_dim num_heads mlp_dim rope_original_len loss_chunk": COUNT,
+        "num_kv_heads head_dim mixer_dim": LEAST_0,
+        "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
+        "rope_factor": FACTOR,
+        "dropout": UNDER_1,
+    },
+    OptimizerConfig: {
+        "learning_rate eps": POSITIVE,
+        "final_ratio": SHARE,
+        "warmup_steps decay_steps": LEAST_0,
+        "weight_decay clip_norm": FRACTION_FROM_0,
+        "b1 b2": UNDER_1,
+    },
+    Trainer: {"num_steps accumulate max_skipped": COUNT},
+    Sampling: {
+        "max_new_tokens": COUNT,
+        "temperature": FRACTION_FROM_0,
+        "top_k": LEAST_0,
+        "top_p": OVER_0,
+        "stop_token": LEAST_MINUS_1,
+    },
+    DataConfig: {"seq_len batch_size": COUNT},
+    Windows: {"seq_len batch_size": COUNT, "seed": SIGNED},
+    Fit: {"num_steps chunk": COUNT, "eval_every save_every": LEAST_0},
+    MeshSpec: {"data fsdp tensor context expert stage": AXIS, "inner": COUNT},
+    Rates: {
+        "weights weight_perturb weight_replace node_perturb node_replace redraw add_node add_conn del_node del_conn "
+        "toggle reenable survival mutate_only mate_only interspecies disable average stale": SHARE,
+        "weight_power weight_init weight_limit node_power bias_init excess disjoint difference small threshold "
+        "champion stagnation stall": FRACTION_FROM_0,
+        "target": UNBOUNDED,
+    },
+    NeatConfig: {
+        "num_inputs num_outputs population max_nodes max_conns max_species sub_steps widths": COUNT,
+        "time_step": POSITIVE,
+    },
+    Episodes: {"goal": UNBOUNDED, "episodes max_steps": COUNT, "lanes": LEAST_0, "output_range": SIGNED},
+    Examined: {"long_steps short_steps": COUNT, "needed": LEAST_0},
+    Substrate: {"threshold": FRACTION_FROM_0, "largest": POSITIVE},
+    Painted: {"tolerance": FRACTION_FROM_0},
+    Table: {"tolerance": FRACTION_FROM_0},
+    Quadtree: {
+        "initial_depth max_depth": COUNT,
+        "iterations sweeps": LEAST_0,
+        "division band": FRACTION_FROM_0,
+        "variance largest": POSITIVE,
+    },
+    Aaren: {"size heads": COUNT},
+    Made: {"num_dims": PAIR, "hidden": COUNT},
+    PixelCnn: {"height width channels num_blocks mixtures": COUNT, "levels": PAIR},
+    Cell: {"size lanes heads": COUNT},
+    DenseDepth: {"input_dim num_layers width": COUNT},
+    S5: {"size": COUNT},
+    SequenceNetwork: {"inputs outputs size layers heads": COUNT},
+    SequenceTrainer: {
+        "learning_rate clip_norm": POSITIVE,
+        "num_steps": COUNT,
+        "warmup_steps": LEAST_0,
+        "weight_decay": FRACTION_FROM_0,
+    },
+    Split: {"dim": LEAST_0},
+    ParticleBelief: {"num_particles": COUNT, "resample_below": SHARE},
+    Despot: {
+        "num_scenarios iterations max_depth max_nodes max_particles": COUNT,
+        "max_reward": SIGNED,
+        "regularization": FRACTION_FROM_0,
+        "gap_ratio discount": OVER_0,
+    },
+    Pft: {
+        "num_simulations iterations max_depth num_particles rollout_depth max_nodes max_edges": COUNT,
+        "exploration": FRACTION_FROM_0,
+        "k_observations k_actions": POSITIVE,
+        "alpha_observations alpha_actions": SHARE,
+        "discount": OVER_0,
+    },
+    Pomcp: {
+        "num_simulations iterations max_depth rollout_depth max_nodes max_edges": COUNT,
+        "exploration": FRACTION_FROM_0,
+        "discount": OVER_0,
+    },
+    RootParallel: {"trees": COUNT},
+    tree.Dense: {"num_observations": COUNT},
+    tree.Hashed: {"probes": COUNT},
+    Vopp: {
+        "num_simulations iterations max_depth rollout_depth max_nodes max_edges": COUNT,
+        "eta depth_scale widen": POSITIVE,
+        "depth_power": FRACTION_FROM_0,
+        "widen_power": SHARE,
+        "discount": OVER_0,
+    },
+    A2cRates: {
+        "learning_rate": POSITIVE,
+        "anneal value max_grad_norm": FRACTION_FROM_0,
+        "discount trace": SHARE,
+        "entropy reward_scale": SIGNED,
+    },
+    PpoRates: {
+        "learning_rate": POSITIVE,
+        "anneal clip value max_grad_norm": FRACTION_FROM_0,
+        "discount trace": SHARE,
+        "entropy reward_scale": SIGNED,
+    },
+    PqnRates: {
+        "learning_rate": POSITIVE,
+        "anneal explore max_grad_norm": FRACTION_FROM_0,
+        "discount trace epsilon last_epsilon": SHARE,
+        "reward_scale": SIGNED,
+    },
+    DqnRates: {
+        "learning_rate": POSITIVE,
+        "anneal explore max_grad_norm": FRACTION_FROM_0,
+        "discount epsilon last_epsilon target": SHARE,
+        "reward_scale": SIGNED,
+    },
+    A2c: {"num_lanes num_steps": COUNT},
+    Ppo: {"num_lanes num_steps epochs minibatches": COUNT},
+    Pqn: {"num_lanes num_steps epochs minibatches mixer_size": COUNT},
+    Dqn: {
+        "num_lanes num_steps gradients batch_size capacity n_step target_period mixer_size": COUNT,
+        "warmup": LEAST_0,
+    },
+    ActionValues: {"mixer_size": COUNT},
+    WindowAttention: {"size heads window": COUNT},
+    Network: {"encoder hidden conv memory_size": COUNT},
+    Optimizer: {"eps": POSITIVE},
+    Seeds: {"num_seeds": COUNT},
+    Chunked: {"size": COUNT},
+    Pool: {"size": COUNT},
+    Animation: {"fps": POSITIVE},
+    Newton: {"window max_iters": COUNT, "clip": POSITIVE, "damping": SHARE},
+    Quasi: {"samples window max_iters": COUNT, "seed": SIGNED, "clip": POSITIVE, "damping": SHARE},
+    Elk: {"lam": FRACTION_FROM_0, "window max_iters": COUNT},
+    Jacobi: {"window max_iters": COUNT},
+    Picard: {"window max_iters": COUNT},
+    GaussSeidel: {"block window max_iters": COUNT, "shot_above": LEAST_0},
+    Sequential: {"unroll": COUNT},
+    ParallelBackward: {"window unroll": COUNT},
+    Fused: {"window unroll": COUNT},
+    structure.Block: {"k": COUNT},
+    structure.Dense: {"batch_dims": LEAST_0},
+    RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
+    Processes: {"num_processes": LEAST_0, "process_id": LEAST_MINUS_1},
+    lm.TrainConfig: {
+        "steps accumulate keep max_skipped": COUNT,
+        "eval_every eval_batches save_every": LEAST_0,
+        "keep_every_s": FRACTION_FROM_0,
+    },
+    rnn.ModelConfig: {"size layers heads": COUNT, "window": LEAST_0},
+    rnn.OptimizerConfig: {
+        "learning_rate clip_norm": POSITIVE,
+        "warmup_steps": LEAST_0,
+        "weight_decay": FRACTION_FROM_0,
+    },
+    rnn.TrainConfig: {"steps keep": COUNT, "eval_every save_every": LEAST_0},
+    SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
+    rl.Config: {
+        "num_seeds steps chunk eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
+        "num_envs num_steps epochs minibatches save_every": LEAST_0,
+    },
+    neat.Config: {
+        "population generations max_nodes max_conns max_species episodes chunk seeds": COUNT,
+        "max_steps save_every together": LEAST_0,
+        "goal": UNBOUNDED,
+    },
+    pomdp.Config: {"episodes steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
+    env.Config: {"num_envs num_steps frames": COUNT},
+    Combat: {"size": ((3,), (4,))},
+    Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
+    Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},
+    grid.Empty: {"size": ((3,), (4,))},
+    grid.DoorKey: {"size": ((4,), (5,))},
+    grid.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},
+    grid.Memory: {"size": ((6,), (7,))},
+    grid.GridWorld: {"view": VIEW},
+    LaserTag: {"width height": PAIR, "num_obstacles layout start": LEAST_0},
+    LightDark: {"radius big_step": COUNT, "light": SIGNED},
+    Mars: {"size": ((2, 128), (3, 127)), "num_rocks": COUNT, "layout": LEAST_0},
+    memory.RepeatFirst: {"num_cards num_kinds": PAIR},
+    memory.RepeatPrevious: {"num_cards num_kinds": PAIR, "k": COUNT},
+    memory.CountRecall: {"num_cards num_kinds": PAIR},
+    memory.Autoencode: {"num_cards": PAIR, "num_kinds": ((1, 128), (2, 127))},
+    MineSweeper: {"size": PAIR, "num_mines": COUNT},
+    Navigation: {"size": ((4, 16), (5, 15)), "num_obstacles layout": LEAST_0},
+    particles.Spread: {"num_agents num_landmarks": COUNT},
+    particles.Tag: {"num_chasers num_prey": COUNT, "num_obstacles": LEAST_0},
+    RockSample: {"size num_rocks": COUNT, "layout": LEAST_0},
+    Tree: {"depth distractors false_rules": LEAST_0, "prune": SHARE, "kinds": ((0, 12), (1, 11))},
+    SubHunt: {"size": ((2,), (3,)), "speed": COUNT},
+    Survival: {"size": ((15,), (16,)), "view": ((4,), (5,))},
+    XLand: {"size": ((4,), (5,)), "rooms num_tasks": COUNT, "view": VIEW},
+}
+"""Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
+
+RESULTS = {
+    "aot.job.Job", "aot.plan.Plan", "aot.roofline.Roofline", "aot.search.Finding", "aot.topology.Chip",
+    "env.check.Report", "env.spaces.Box", "env.spaces.Discrete", "env.spaces.MultiDiscrete", "fields.Between",
+    "io.layers.Source", "parallel.chain.Plan", "parallel.placement.Step",
+    "pomdp.exact.Exact", "pomdp.outline.Branch", "solve.carries.Division",
+    "solve.carries.Loop", "solve.problem.Problem", "solve.program.Recurrence",
+    "solve.solution.Solve", "plan.Candidate", "pomdp.Results", "_rocks.Flips",
+    "_walk.Walk",
+}  # fmt: skip
+"""Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
+BY_HAND = {(Despot, "default")}
+"""Numbers whose range another field or the environment gives: here, an action."""
