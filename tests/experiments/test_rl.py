@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from experiments import _run, rl
@@ -86,6 +87,17 @@ def test_trials_are_told(main, tmp_path):
     whole = float(said.out.split("return     ")[1].split(" ")[0])
     assert len(told) == 2 and sum(told) == pytest.approx(whole, rel=0.02, abs=1e-3)
     assert (tmp_path / "run" / "plots" / "trials.png").stat().st_size > 1000
+
+
+def test_chance_and_scripted_play_are_told_beside(main):
+    flags = "preset=combat steps=64 minibatches=2 eval_episodes=16 params.max_steps=8".split()
+    said = main(*flags, *TINY, "eval_steps=8", of="rl", compiles=True)
+    assert said.code == 0, said
+    least, most = (float(said.out.split(f"\n{name} ")[1].split("±")[0]) for name in ("random", "scripted"))
+    assert least < most and "standard errors above" in said.out and "learned / scripted" in said.out
+    lines = rl.told_beside(np.array([0.0, 0.2]), np.array([-1.0, -1.0]), np.array([0.4, 0.6]))
+    assert "is 11.0 standard errors above" in lines[0] and "learned / scripted 0.2, " in lines[1], lines
+    assert lines[1].endswith("(scripted - random) 0.733")
 
 
 @pytest.mark.parametrize("path", sorted((_run.CONF / "preset").glob("*.yaml")), ids=lambda path: path.stem)
