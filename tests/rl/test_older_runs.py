@@ -39,8 +39,12 @@ def test_a_lone_agent_goes_on(tmp_path):
 
 
 def test_ends_are_split_over_devices_as_their_lanes():
+    assert Ppo(Forks(), **SMALL).axes().gone == ("envs", None) and Ppo(Fork(), **SMALL).axes().gone is None
+
+
+@pytest.mark.slow
+def test_a_team_learns_on_eight_devices():
     learner = Ppo(Forks(), **SMALL)
-    assert learner.axes().gone == ("envs", None)
     with use_mesh(make_mesh(MeshSpec(data=8))):
         state = jit(learner.init)(jax.random.key(0), None)
         assert jit(learner.step)(jax.random.key(1), state, None)[0].gone.shape == (8, 2)
