@@ -312,8 +312,8 @@ def compared(config: Config, learner: Any, params: PyTree) -> tuple[np.ndarray, 
     """Returns what episodes of random legal play earn, and of scripted play, None where the environment has none."""
     env = learner.env.env if config.recall else learner.env
     params, found = jax.device_get(params), []
-    key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 4)
     with on_one_device():
+        key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 4)
         for name in ("random", "scripted"):
             try:
                 shown, policy = player(name, env)
@@ -332,14 +332,18 @@ def told_beside(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarray | 
     def spread(x):
         return x.mean(), x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else float("nan")
 
+    def over(part, whole):  # all alike, or a scripted team that returns 0, is no reason to stop
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.float64(part) / np.float64(whole)
+
     (mean, error), (least, blur) = spread(returns), spread(chance)
-    above = (mean - least) / np.hypot(error, blur)
+    above = over(mean - least, np.hypot(error, blur))
     lines = [f"random     {least:.5g} ± {blur:.2g}; what was learned is {above:.1f} standard errors above"]
     if scripted is not None:
         most, blur = spread(scripted)
         lines.append(
-            f"scripted   {most:.5g} ± {blur:.2g}; learned / scripted {mean / most:.3g}, (learned - random) / "
-            f"(scripted - random) {(mean - least) / (most - least):.3f}"
+            f"scripted   {most:.5g} ± {blur:.2g}; learned / scripted {over(mean, most):.3g}, (learned - random) / "
+            f"(scripted - random) {over(mean - least, most - least):.3f}"
         )
     return lines
 

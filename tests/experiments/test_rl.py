@@ -90,15 +90,23 @@ def test_trials_are_told(main, tmp_path):
     assert (tmp_path / "run" / "plots" / "trials.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_chance_and_scripted_play_are_told_beside(main):
     flags = "preset=combat steps=64 minibatches=2 eval_episodes=16 params.max_steps=8".split()
     said = main(*flags, *TINY, "eval_steps=8", of="rl", compiles=True)
     assert said.code == 0, said
     least, most = (float(said.out.split(f"\n{name} ")[1].split("±")[0]) for name in ("random", "scripted"))
     assert least < most and "standard errors above" in said.out and "learned / scripted" in said.out
+
+
+def test_scripted_play_beats_chance_and_shares_are_those_of_arithmetic():
+    config = rl.compose("env=Spread-3", "eval_episodes=16", "eval_steps=25")
+    chance, scripted = rl.compared(config, *rl.make_learner(config))
+    assert chance.shape == scripted.shape == (16,) and scripted.mean() > chance.mean() + 10
     lines = rl.told_beside(np.array([0.0, 0.2]), np.array([-1.0, -1.0]), np.array([0.4, 0.6]))
     assert "is 11.0 standard errors above" in lines[0] and "learned / scripted 0.2, " in lines[1], lines
     assert lines[1].endswith("(scripted - random) 0.733")
+    assert rl.told_beside(np.ones(2), np.zeros(2), None)[0].endswith("is inf standard errors above")
 
 
 def learned(*flags, seeds):
