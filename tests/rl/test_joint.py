@@ -42,7 +42,7 @@ class PlainPqn(Pqn):
 
 
 SIZES = {"num_lanes": 16, "num_steps": STEPS, "epochs": 2, "minibatches": 2}
-PPO = PlainPpo(Tapes(), NETWORK, PpoRates(clip=0.1, entropy=0.3, value=0.7, **DECIDED), **SIZES)
+PPO = PlainPpo(Tapes(), NETWORK, PpoRates(clip=0.02, entropy=0.3, value=0.7, **DECIDED), **SIZES)
 PQN = PlainPqn(Tapes(), NETWORK, PqnRates(epsilon=0.5, last_epsilon=0.5, **DECIDED), **SIZES)
 
 
