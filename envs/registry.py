@@ -18,6 +18,7 @@ MODULES: tuple[str, ...] = (
     "masked_cart_pole",
     "mine_sweeper",
     "brick_breaker",
+    "arcade",
     "particles",
     "foraging",
     "combat",

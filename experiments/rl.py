@@ -29,7 +29,7 @@ from experiments import _run
 from experiments._folder import owning, saving
 from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
-from experiments._walk import FILMED, Walk, on_one_device, shoot
+from experiments._walk import FILMED, Walk, on_one_device, player, shoot
 from experiments._world import changes, make_world
 from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
@@ -86,6 +86,7 @@ class Config(_run.RunConfig):
       save_every: Updates between checkpoints, a multiple of chunk; 0 means at the end alone.
       eval_episodes: Of each seed, at the end, acting by the likeliest action.
       eval_steps: Most steps of such an episode.
+      beside: Whether to tell at the end what chance and scripted play return, where there is such play.
       gif: Whether to film the first seed's agent, where the environment can be rendered.
       frames: Of the film.
     """
@@ -119,6 +120,7 @@ class Config(_run.RunConfig):
     save_every: int = field(0, AtLeast(0))
     eval_episodes: int = field(64, AtLeast(1))
     eval_steps: int = field(1000, AtLeast(1))
+    beside: bool = False
     gif: bool = True
     frames: int = field(200, AtLeast(1))
 
@@ -233,6 +235,8 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     say(f"return     {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
         + f", {config.eval_episodes} episodes a seed, likeliest actions: "
         + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
+    for line in told_beside(returns, *compared(config, learner, params)) if config.beside else ():
+        say(line)
     trials = judged_by_trial(config, learner, params, result.state)
     if trials is not None:
         spread = trials.std(0, ddof=1) / np.sqrt(len(trials)) if len(trials) > 1 else np.full(len(trials[0]), np.nan)
@@ -302,6 +306,46 @@ def judged_by_trial(config: Config, learner: Any, params: PyTree, state: PyTree)
     rewards, trials = _of_each_seed(config, learner, state, play)
     of_one = functools.partial(returns_by_trial, num_trials=trials.max() + 1)
     return np.asarray(jnp.mean(jax.vmap(of_one)(rewards, trials), -1))
+
+
+def compared(config: Config, learner: Any, params: PyTree) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns what episodes of random legal play earn, and of scripted play, None where the environment has none."""
+    env = learner.env.env if config.recall else learner.env
+    params, found = jax.device_get(params), []
+    with on_one_device():
+        key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 4)
+        for name in ("random", "scripted"):
+            try:
+                shown, policy = player(name, env)
+            except UsageError:
+                found.append(None)
+                continue
+            played = evaluate(key, shown, params, policy, params, config.eval_episodes, config.eval_steps)
+            returns = np.asarray(played.returns, np.float64)
+            found.append(returns.reshape(len(returns), -1).mean(1))
+    return found[0], found[1]
+
+
+def told_beside(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarray | None) -> list[str]:
+    """Returns lines: how far what each seed learned is above chance, and how far on the way to scripted play."""
+
+    def spread(x):
+        return x.mean(), x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else float("nan")
+
+    def over(part, whole):  # all alike, or a scripted team that returns 0, is no reason to stop
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.float64(part) / np.float64(whole)
+
+    (mean, error), (least, blur) = spread(returns), spread(chance)
+    above = over(mean - least, np.hypot(error, blur))
+    lines = [f"random     {least:.5g} ± {blur:.2g}; what was learned is {above:.1f} standard errors above"]
+    if scripted is not None:
+        most, blur = spread(scripted)
+        lines.append(
+            f"scripted   {most:.5g} ± {blur:.2g}; learned / scripted {over(mean, most):.3g}, (learned - random) / "
+            f"(scripted - random) {over(mean - least, most - least):.3f}"
+        )
+    return lines
 
 
 def _of_each_seed(config: Config, learner: Any, state: PyTree, play: Callable) -> PyTree:

@@ -69,6 +69,39 @@ class Gymnax(GymnaxEnvironment):
         """Gymnax's space of the observations."""
         return _gymnax_space(self.env.observation_space(self._params if params is None else params))
 
+    def state_space(self, params: PyTree = None) -> gymnax_spaces.Space:
+        """Gymnax's space of the states: their fields, each within what its dtype can hold; keys are left out."""
+        params = self._params if params is None else params
+        return _space_of(jax.eval_shape(lambda: reset(jax.random.key(0), self.env, params)[1]))
+
+    def observe(self, key: PRNGKey, state: PyTree, action: PyTree | None, params: PyTree) -> PyTree:
+        """What is seen of a state, entered by `action` (None at a start); consumes `key`."""
+        return self._part("observe")(key, state, action, params)
+
+    def get_obs(self, state: PyTree, params: PyTree = None, key: PRNGKey | None = None) -> PyTree:
+        """Gymnax's older name of `observe`; without a key where nothing is drawn for an observation.
+
+        Raises:
+            UsageError: no key, and the observation is drawn; or the environment is an adapter, which has no such part.
+        """
+        params, observe = self._params if params is None else params, self._part("observe")
+        try:
+            return observe(key, state, None, params)
+        except TypeError as error:
+            if key is not None:
+                raise
+            raise UsageError(f"an observation of {self.name} is drawn: give get_obs a key.") from error
+
+    def is_terminated(self, state: PyTree, params: PyTree) -> Array:
+        """Whether the process has ended in `state`; `is_terminal` and `discount` are gymnax's, by this."""
+        return jnp.asarray(self._part("terminal")(state, params), bool)
+
+    def is_truncated(self, state: PyTree, params: PyTree) -> Array:
+        """Whether the episode is cut in `state`, though the process goes on."""
+        self._part("transition")
+        cut = getattr(self.env, "truncated", None)
+        return jnp.asarray(False if cut is None else cut(state, params), bool)
+
     def reset_env(self, key: PRNGKey, params: PyTree) -> tuple[PyTree, PyTree]:
         """Begins an episode; consumes `key`."""
         return reset(key, self.env, params)
@@ -91,6 +124,12 @@ class Gymnax(GymnaxEnvironment):
         kept_obs, kept_state = jax.tree.map(lambda new, old: jnp.where(over, new, old), fresh, (obs, next_state))
         info = {**info, "terminated": terminated, "final_observation": obs}
         return kept_obs, kept_state, reward, terminated, info["truncated"], info
+
+    def _part(self, name: str) -> Any:
+        """A part of the environment; adapters have `reset` and `step` alone."""
+        if not hasattr(self.env, name):
+            raise UsageError(f"{self.name} is an adapter, of which reset and step can be asked, but no {name}.")
+        return getattr(self.env, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,4 +239,35 @@ def _gymnax_space(space: Space) -> gymnax_spaces.Space:
             low, high = space.bounds()
             return gymnax_spaces.Box(jnp.asarray(low), jnp.asarray(high), space.shape, space.dtype)
         case Fields():
-            return gymnax_spaces.Dict({name: _gymnax_space(inner) for name, inner in space.items})
+            return _Named({name: _gymnax_space(inner) for name, inner in space.items})
+
+
+class _Named(gymnax_spaces.Dict):
+    """A space of fields by name; gymnax's own finds those of objects alone, not those of dictionaries."""
+
+    def contains(self, x: Any) -> Array:
+        """Whether every field is in its space."""
+        found = [space.contains(x[k] if isinstance(x, dict) else getattr(x, k)) for k, space in self.spaces.items()]
+        return jnp.all(jnp.asarray(found, bool))
+
+
+def _space_of(shape: Any) -> gymnax_spaces.Space:
+    """The space of everything that has these shapes and dtypes."""
+    if isinstance(shape, jax.ShapeDtypeStruct):
+        if jnp.issubdtype(shape.dtype, jnp.floating):
+            return gymnax_spaces.Box(-jnp.inf, jnp.inf, shape.shape, shape.dtype)
+        low, high = (0, 1) if shape.dtype == bool else (jnp.iinfo(shape.dtype).min, jnp.iinfo(shape.dtype).max)
+        return gymnax_spaces.Box(low, high, shape.shape, shape.dtype)
+    if dataclasses.is_dataclass(shape):
+        fields = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape)}
+    elif isinstance(shape, dict) or hasattr(shape, "_asdict"):
+        fields = dict(shape if isinstance(shape, dict) else shape._asdict())
+    else:
+        return gymnax_spaces.Tuple([_space_of(inner) for inner in shape if not _is_key(inner)])
+    return _Named(
+        {name: _space_of(inner) for name, inner in fields.items() if inner is not None and not _is_key(inner)}
+    )
+
+
+def _is_key(shape: Any) -> bool:
+    return isinstance(shape, jax.ShapeDtypeStruct) and jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)

@@ -10,6 +10,7 @@
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
 | `collect`, `optimizer`, `learner` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `mixers`, `action_values` | observations `[T, B, ...]` -> values of actions, of agents and teams | `pqn`, `dqn` |
+| `saliency` | observations `[T, B, ...]` -> what the value of a step owes to each of them | users |
 | `buffer` | rows `[M, ...]` -> a ring of them -> random rows | `dqn` |
 | `ppo`, `a2c`, `pqn`, `dqn` | environment's parameters -> an update | `jaxpar.loop` |
 | `train` | a learner -> its whole run, or many seeds' | users, experiments |
@@ -25,6 +26,7 @@ from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
 from jaxpar.rl.recall import Recalling, returns_by_trial
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
+from jaxpar.rl.saliency import saliency
 from jaxpar.rl.train import Seeds, train
 
 __all__ = [
@@ -49,5 +51,6 @@ __all__ = [
     "n_step_returns",
     "next_values",
     "returns_by_trial",
+    "saliency",
     "train",
 ]

@@ -11,7 +11,7 @@ from jaxpar.rl.returns import advantages, next_values
 from jaxpar.rollout import Lanes, Steps, summary, unroll
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["Batch", "check_minibatches", "collect", "epochs", "judged", "latest", "marks"]
+__all__ = ["Batch", "check_minibatches", "collect", "ended_by", "epochs", "judged", "latest", "marks"]
 
 
 @flax.struct.dataclass
@@ -44,13 +44,22 @@ class Batch:
 
 
 def collect(
-    key: PRNGKey, lanes: Lanes, agent: Any, params: PyTree, weights: PyTree, rates: Any, num_steps: int, **rollout: Any
+    key: PRNGKey,
+    lanes: Lanes,
+    gone: Array | None,
+    agent: Any,
+    params: PyTree,
+    weights: PyTree,
+    rates: Any,
+    num_steps: int,
+    **rollout: Any,
 ) -> tuple[Lanes, Batch, Steps]:
     """Walks `num_steps` steps with the policy and judges them; consumes `key`.
 
     Args:
         key: consumed.
         lanes: where to go on.
+        gone: `ended_by` the steps before.
         agent: an `ActorCritic`.
         params: of the environment.
         weights: of the agent.
@@ -61,7 +70,7 @@ def collect(
     carry = lanes.carry
     lanes, steps = unroll(key, lanes, agent.env, params, agent, weights, num_steps, value=agent.value, **rollout)
     last = jax.vmap(agent.value, (None, 0, 0))(weights, lanes.obs, carried(lanes))
-    return lanes, judged(steps, last, carry, rates), steps
+    return lanes, judged(steps, last, carry, rates, gone), steps
 
 
 def carried(lanes: Lanes) -> PyTree:
@@ -74,11 +83,11 @@ def carried(lanes: Lanes) -> PyTree:
     return jax.tree.map(lambda first, now: one(first[None], now), lanes.first_carry, lanes.carry)
 
 
-def judged(steps: Steps, last_value: Array, carry: PyTree, rates: Any) -> Batch:
-    """Steps with advantages and targets; `last_value` is that of the observation after them."""
+def judged(steps: Steps, last_value: Array, carry: PyTree, rates: Any, gone: Array | None = None) -> Batch:
+    """Steps with advantages and targets; `last_value` is that of the observation after them, `gone` as of `marks`."""
     extras = steps.extras
     value, reward = extras["value"], steps.reward * rates.reward_scale
-    cut, weight = marks(steps)
+    cut, weight = marks(steps, gone)
     following = next_values(value, last_value, cut, steps.bootstrap)
     advantage = advantages(reward, value, following, cut, rates.discount, rates.trace)
     return Batch(
@@ -95,13 +104,28 @@ def judged(steps: Steps, last_value: Array, carry: PyTree, rates: Any) -> Batch:
     )
 
 
-def marks(steps: Steps) -> tuple[Array, Array]:
-    """Where trajectories are cut, bool `[T, B, (N)]`, and what counts, float32: 1, or 0 where nobody was there."""
+def marks(steps: Steps, gone: Array | None = None) -> tuple[Array, Array]:
+    """Where trajectories are cut, bool `[T, B, (N)]`, and what counts, float32: 1, or 0 where nobody was there.
+
+    Args:
+        steps: `[T, B]`.
+        gone: bool `[B, N]`, which of several agents had ended before them; None if none had.
+    """
     ended = _per_agent(steps.ended, steps.reward)
     cut = steps.terminated | steps.truncated | ended
     # An agent that ended before its episode did waits; whatever its policy says then, counts for nothing.
-    gone = jnp.concatenate([jnp.zeros_like(cut[:1]), steps.terminated[:-1]]) & ~_per_agent(steps.start, steps.reward)
-    return cut, (_per_agent(steps.valid, steps.reward) & ~gone).astype(jnp.float32)
+    before = jnp.zeros_like(cut[:1]) if gone is None else gone[None]
+    over = jnp.concatenate([before, (steps.terminated | steps.truncated)[:-1]])
+    waits = over & ~_per_agent(steps.start, steps.reward)
+    return cut, (_per_agent(steps.valid, steps.reward) & ~waits).astype(jnp.float32)
+
+
+def ended_by(steps: Steps) -> Array | None:
+    """Which of several agents have ended when the steps have, bool `[B, N]`, for the `marks` of those that follow.
+
+    None for a lone agent, whose end is the episode's.
+    """
+    return (steps.terminated | steps.truncated)[-1] if steps.reward.ndim > 2 else None
 
 
 def _per_agent(flag: Array, like: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.buffer import Buffer, add, empty, sample
-from jaxpar.rl.collect import latest, marks
+from jaxpar.rl.collect import ended_by, latest, marks
 from jaxpar.rl.learner import LearnerState, begun, check_learner, has_memory, learner_axes, summed_up
 from jaxpar.rl.mixers import MIXERS
 from jaxpar.rl.network import Network
@@ -162,7 +162,7 @@ class Dqn:
         first = begun(self, key, inputs)
         params = self.env.default_params if inputs is None else inputs
         acting = first.weights, jnp.float32(1)
-        found = jax.eval_shape(lambda key: self._walk(key, first.lanes, acting, params, first.rates)[2], key)
+        found = jax.eval_shape(lambda key: self._walk(key, first, acting, params)[2], key)
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), found)
         return DqnState(
             **vars(first),
@@ -176,7 +176,7 @@ class Dqn:
         params = self.env.default_params if inputs is None else inputs
         act_key, learn_key = jax.random.split(key)
         epsilon = epsilon_at(state.rates, state.updates)
-        lanes, steps, found = self._walk(act_key, state.lanes, (state.weights, epsilon), params, state.rates)
+        lanes, steps, found = self._walk(act_key, state, (state.weights, epsilon), params)
         found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
         keep = jnp.any(found.weight.reshape(len(found.weight), -1) > 0, -1)
         buffer = add(state.buffer, found, keep)
@@ -204,15 +204,18 @@ class Dqn:
             gradients=gradients,
             buffer=buffer,
             lanes=lanes,
+            gone=ended_by(steps),
             updates=state.updates + 1,
             known=known,
         )
         return now, info
 
-    def _walk(self, key, lanes, acting, params, rates) -> tuple[Lanes, Steps, Experience]:
+    def _walk(self, key, state, acting, params) -> tuple[Lanes, Steps, Experience]:
         agent, reset = self.agent(), NextStep(Chunked() if self.reset is None else self.reset)
-        lanes, steps = unroll(key, lanes, self.env, params, agent, acting, self.num_steps, draw=self.draw, reset=reset)
-        found = experiences(agent, steps, lanes.obs, masks_of(self.env, lanes.state, params), rates, self.n_step)
+        lanes, steps = unroll(key, state.lanes, self.env, params, agent, acting, self.num_steps, draw=self.draw,
+                              reset=reset)  # fmt: skip
+        masks = masks_of(self.env, lanes.state, params)
+        found = experiences(agent, steps, lanes.obs, masks, state.rates, self.n_step, state.gone)
         return lanes, steps, found
 
     def _gradient(self, learned, rows: Experience, rates, rate) -> tuple[tuple, Info]:
@@ -228,7 +231,13 @@ class Dqn:
 
 
 def experiences(
-    agent: ActionValues, steps: Steps, last_obs: PyTree, last_mask: Array | None, rates: Any, num_steps: int
+    agent: ActionValues,
+    steps: Steps,
+    last_obs: PyTree,
+    last_mask: Array | None,
+    rates: Any,
+    num_steps: int,
+    gone: Array | None = None,
 ) -> Experience:
     """What each step of an unroll led to within `num_steps` steps, fewer where an episode or the unroll ends.
 
@@ -241,19 +250,20 @@ def experiences(
         last_mask: legal actions there, or None.
         rates: with `discount` and `reward_scale`.
         num_steps: n.
+        gone: as of `marks`; a mixer's team has nobody leave.
     """
     obs, drawn, mask = steps.obs, steps.extras["drawn"], steps.extras.get("action_mask")
     steps = of_team(agent, steps)
-    cut, weight = marks(steps)
+    cut, weight = marks(steps, gone if agent.mixer == "none" else None)
     nothing, going = jnp.zeros_like(steps.reward), (~steps.terminated).astype(jnp.float32)
     reward = n_step_returns(steps.reward * rates.reward_scale, nothing, cut, rates.discount, num_steps)
     discount = n_step_returns(nothing, going, cut, rates.discount, num_steps)
-    count, lanes = steps.ended.shape
-    after = jnp.broadcast_to(jnp.arange(1.0, count + 1)[:, None], (count, lanes))
-    led_to = n_step_returns(jnp.zeros_like(after), after, steps.ended, 1.0, num_steps).astype(jnp.int32)
+    after = jnp.broadcast_to(jnp.arange(1.0, len(cut) + 1).reshape(-1, *[1] * (cut.ndim - 1)), cut.shape)
+    # By agent: one that was cut alone was led to what it saw then, not to what others have still to see.
+    led_to = n_step_returns(jnp.zeros_like(after), after, cut, 1.0, num_steps).astype(jnp.int32)
 
     def then(x, last):
-        return jnp.concatenate([x, last[None]])[led_to, jnp.arange(lanes)[None]]
+        return jnp.concatenate([x, last[None]])[led_to, *jnp.indices(cut.shape, sparse=True)[1:]]
 
     next_mask = None if mask is None else then(mask, last_mask)
     return Experience(obs, drawn, reward, discount, jax.tree.map(then, obs, last_obs), next_mask, weight)

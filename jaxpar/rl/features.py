@@ -10,7 +10,16 @@ import numpy as np
 from jaxpar.env import Box, Discrete, Fields, MultiDiscrete
 from jaxpar.types import Array, PyTree
 
-__all__ = ["acted", "feature_shape", "features", "num_agents", "observed", "of_one_agent", "zeros_of"]
+__all__ = [
+    "acted",
+    "feature_shape",
+    "features",
+    "num_agents",
+    "num_choices",
+    "observed",
+    "of_one_agent",
+    "zeros_of",
+]
 
 MAX_CHOICES = 32  # integers of no more values than this count as names, not as numbers
 
@@ -65,19 +74,21 @@ def features(space: Any, obs: PyTree) -> Array:
     """
     match space:
         case Discrete():
-            return _flat(jax.nn.one_hot(obs, space.n), len(space.shape) + 1)
+            return _flat(jax.nn.one_hot(obs, space.n, dtype=jnp.float32), len(space.shape) + 1)
         case MultiDiscrete():
-            return jnp.concatenate([jax.nn.one_hot(obs[..., i], n) for i, n in enumerate(space.ns)], -1)
+            return jnp.concatenate(
+                [jax.nn.one_hot(obs[..., i], n, dtype=jnp.float32) for i, n in enumerate(space.ns)], -1
+            )
         case Fields():
             parts = [(features(inner, obs[name]), len(feature_shape(inner))) for name, inner in space.items]
             return jnp.concatenate([_flat(x, rank) for x, rank in parts], -1)
     rank = len(space.shape)
-    choices = _num_choices(space)
+    choices = num_choices(space)
     if choices:
         low = space.bounds()[0].min().astype(np.int32)
-        x = jax.nn.one_hot(obs.astype(jnp.int32) - low, choices)
+        x = jax.nn.one_hot(obs.astype(jnp.int32) - low, choices, dtype=jnp.float32)
         return x.reshape(*x.shape[:-2], -1) if rank == 3 else _flat(x, rank + 1)
-    x = obs.astype(jnp.float32)
+    x = obs.astype(jnp.promote_types(obs.dtype, jnp.float32))
     if jnp.issubdtype(space.dtype, jnp.unsignedinteger):
         x = x / 255.0
     return x if rank == 3 else _flat(x, rank)
@@ -95,7 +106,8 @@ def zeros_of(space: Any) -> PyTree:
     return jnp.zeros(space.shape, space.dtype)
 
 
-def _num_choices(space: Box) -> int:
+def num_choices(space: Box) -> int:
+    """How many values an element has that is read as a name; 0 where it is read as a number."""
     if not jnp.issubdtype(space.dtype, jnp.integer):
         return 0
     low, high = space.bounds()
@@ -104,4 +116,4 @@ def _num_choices(space: Box) -> int:
 
 
 def _flat(x: Array, rank: int) -> Array:
-    return x.reshape(*x.shape[: x.ndim - rank], math.prod(x.shape[x.ndim - rank :])).astype(jnp.float32)
+    return x.reshape(*x.shape[: x.ndim - rank], math.prod(x.shape[x.ndim - rank :]))

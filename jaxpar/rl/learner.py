@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpar.fields import check_fields
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.collect import Batch, collect, epochs, latest
+from jaxpar.rl.collect import Batch, collect, ended_by, epochs, latest
 from jaxpar.rollout import Lanes, begin
 from jaxpar.types import Array, Info, PRNGKey, PyTree
 
@@ -35,6 +35,7 @@ class LearnerState:
         weights: of its network.
         opt_state: of its optimizer.
         lanes: its environments.
+        gone: bool `[B, N]`, which of several agents have ended in an episode that goes on; None for a lone agent.
         rates: float32 scalars; replace them to sweep.
         updates: int32 [], made so far.
         known: how the last episodes went, float32 [] each.
@@ -43,6 +44,7 @@ class LearnerState:
     weights: PyTree
     opt_state: PyTree
     lanes: Lanes
+    gone: Array | None
     rates: PyTree
     updates: Array
     known: dict[str, Array]
@@ -74,6 +76,7 @@ def begun(learner: Any, key: PRNGKey, inputs: PyTree) -> LearnerState:
     return LearnerState(
         weights=weights,
         opt_state=learner.optimizer.init(weights),
+        gone=jnp.zeros((learner.num_lanes, agent.agents), bool) if agent.agents else None,
         lanes=begin(lanes_key, learner.env, params, learner.num_lanes, agent.first_carry(), draw=learner.draw),
         rates=jax.tree.map(jnp.float32, learner.rates),
         updates=jnp.int32(0),
@@ -87,7 +90,7 @@ def learner_axes(learner: Any) -> Any:
 
     def named(path, leaf):
         names = [getattr(entry, "name", None) for entry in path[:2]]
-        split = names[0] == "lanes" and names[1] not in ("first_carry", "step")
+        split = names == ["gone"] or names[0] == "lanes" and names[1] not in ("first_carry", "step")
         return (("envs",) if split else (None,)) + (None,) * (leaf.ndim - 1) if leaf.ndim else ()
 
     return jax.tree_util.tree_map_with_path(named, state)
@@ -109,13 +112,13 @@ def learned(
     agent, rates = learner.agent(), state.rates
     params = learner.env.default_params if inputs is None else inputs
     act_key, deal_key = jax.random.split(key)
-    lanes, batch, steps = collect(act_key, state.lanes, agent, params, state.weights, rates, learner.num_steps,
-                                  draw=learner.draw, reset=learner.reset)  # fmt: skip
+    lanes, batch, steps = collect(act_key, state.lanes, state.gone, agent, params, state.weights, rates,
+                                  learner.num_steps, draw=learner.draw, reset=learner.reset)  # fmt: skip
     weights, opt_state, infos = descended(learner, deal_key, state, batch, functools.partial(loss, rates=rates))
     ratio_error = infos["ratio_error"][0, 0]
     info = summed_up(infos) | {"explained": _explained(batch), "ratio_error": ratio_error}
     info, known = latest(info, state.known, steps)
-    return LearnerState(weights, opt_state, lanes, rates, state.updates + 1, known), info
+    return LearnerState(weights, opt_state, lanes, ended_by(steps), rates, state.updates + 1, known), info
 
 
 def descended(

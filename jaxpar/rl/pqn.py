@@ -8,7 +8,7 @@ import jax
 
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
-from jaxpar.rl.collect import carried, check_minibatches, latest, marks
+from jaxpar.rl.collect import carried, check_minibatches, ended_by, latest, marks
 from jaxpar.rl.learner import LearnerState, begun, check_learner, descended, has_memory, learner_axes, summed_up
 from jaxpar.rl.mixers import MIXERS
 from jaxpar.rl.network import Network
@@ -106,13 +106,15 @@ class Pqn:
                               draw=self.draw, reset=self.reset)  # fmt: skip
         masks = masks_of(self.env, lanes.state, params)
         last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, lanes.obs, carried(lanes), masks)
-        lesson = lambda_targets(agent, steps, last, state.lanes.carry, rates)
+        lesson = lambda_targets(agent, steps, last, state.lanes.carry, rates, state.gone)
         weights, opt_state, infos = descended(self, deal_key, state, lesson, q_loss)
         info, known = latest(summed_up(infos) | {"epsilon": acting[1]}, state.known, steps)
-        return LearnerState(weights, opt_state, lanes, rates, state.updates + 1, known), info
+        return LearnerState(weights, opt_state, lanes, ended_by(steps), rates, state.updates + 1, known), info
 
 
-def lambda_targets(agent: ActionValues, steps: Steps, last_value: Array, carry: PyTree, rates: Any) -> Lesson:
+def lambda_targets(
+    agent: ActionValues, steps: Steps, last_value: Array, carry: PyTree, rates: Any, gone: Array | None = None
+) -> Lesson:
     """Steps with what they teach: Q(lambda) targets (Gallici et al. 2024) by one scan.
 
         G[t] = r[t] + discount ((1 - trace) max_a Q(s[t + 1], a) + trace G[t + 1])
@@ -126,10 +128,11 @@ def lambda_targets(agent: ActionValues, steps: Steps, last_value: Array, carry: 
         last_value: of what follows them `[B]`, or `[B, N]` agents.
         carry: what lanes remembered before.
         rates: with `discount`, `trace` and `reward_scale`.
+        gone: as of `marks`; a mixer's team has nobody leave.
     """
     value = steps.extras["value"]
     steps = of_team(agent, steps)
-    cut, weight = marks(steps)
+    cut, weight = marks(steps, gone if agent.mixer == "none" else None)
     last_value = last_value if agent.mixer == "none" else last_value[..., 0]
     following = next_values(value, last_value, cut, steps.bootstrap)
     target = lambda_returns(steps.reward * rates.reward_scale, following, cut, rates.discount, rates.trace)

@@ -2,10 +2,12 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 
 from experiments import _run, rl
-from jaxpar.rl import Pqn
+from jaxpar.rl import Pqn, Seeds, train
 
 TINY = (
     "num_seeds=2 num_envs=4 num_steps=8 chunk=2 hidden=[8] eval_episodes=4 eval_steps=40 gif=false cpu_devices=8 "
@@ -86,6 +88,56 @@ def test_trials_are_told(main, tmp_path):
     whole = float(said.out.split("return     ")[1].split(" ")[0])
     assert len(told) == 2 and sum(told) == pytest.approx(whole, rel=0.02, abs=1e-3)
     assert (tmp_path / "run" / "plots" / "trials.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_chance_and_scripted_play_are_told_beside(main):
+    flags = "preset=combat steps=64 minibatches=2 eval_episodes=16 params.max_steps=8".split()
+    said = main(*flags, *TINY, "eval_steps=8", of="rl", compiles=True)
+    assert said.code == 0, said
+    least, most = (float(said.out.split(f"\n{name} ")[1].split("±")[0]) for name in ("random", "scripted"))
+    assert least < most and "standard errors above" in said.out and "learned / scripted" in said.out
+
+
+def test_scripted_play_beats_chance_and_shares_are_those_of_arithmetic():
+    config = rl.compose("env=Spread-3", "eval_episodes=16", "eval_steps=25")
+    chance, scripted = rl.compared(config, *rl.make_learner(config))
+    assert chance.shape == scripted.shape == (16,) and scripted.mean() > chance.mean() + 10
+    lines = rl.told_beside(np.array([0.0, 0.2]), np.array([-1.0, -1.0]), np.array([0.4, 0.6]))
+    assert "is 11.0 standard errors above" in lines[0] and "learned / scripted 0.2, " in lines[1], lines
+    assert lines[1].endswith("(scripted - random) 0.733")
+    assert rl.told_beside(np.ones(2), np.zeros(2), None)[0].endswith("is inf standard errors above")
+
+
+def learned(*flags, seeds):
+    """The state after a whole run by these flags, and what goes with it."""
+    config = rl.compose(*flags, f"num_seeds={seeds}", "gif=false")
+    learner, params = rl.make_learner(config)
+    many = Seeds(learner, seeds, params)
+    state, _ = jax.jit(lambda key: train(many, key, params, rl.num_updates(config, learner)))(jax.random.key(0))
+    return config, learner, params, state
+
+
+@pytest.mark.slow
+def test_what_one_trial_taught_serves_in_the_next():
+    """RL^2: later trials return more than the first by three standard errors, and without a memory they do not."""
+    rise = {}
+    for memory in ("gru", "none"):
+        flags = ("preset=rl2", f"memory={memory}", "steps=1_000_000", "eval_episodes=512")
+        trials = rl.judged_by_trial(*learned(*flags, seeds=2))
+        rise[memory] = trials[:, 1:].mean(1) - trials[:, 0]
+    # A trial pays 0 to 1, so that a mean over 512 episodes errs by 0.5 / sqrt(512) at most.
+    error = 0.5 * np.sqrt(2 / 512)
+    assert (rise["gru"] > 3 * error).all() and (np.abs(rise["none"]) < 3 * error).all(), rise
+
+
+@pytest.mark.slow
+def test_a_team_learns_to_fight():
+    flags = ("preset=combat", "steps=1_000_000", "num_envs=128", "hidden=[64,64]")
+    config, learner, params, state = learned(*flags, seeds=3)
+    returns, (chance, scripted) = rl.judged(config, learner, params, state), rl.compared(config, learner, params)
+    error = np.hypot(returns.std(ddof=1) / np.sqrt(3), chance.std() / np.sqrt(len(chance)))
+    assert returns.mean() > chance.mean() + 3 * error and scripted.mean() > chance.mean() + 1, (returns, chance.mean())
 
 
 @pytest.mark.parametrize("path", sorted((_run.CONF / "preset").glob("*.yaml")), ids=lambda path: path.stem)

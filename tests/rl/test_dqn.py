@@ -79,7 +79,7 @@ def test_an_update_equals_its_equations(learner):
     @jit
     def pieces(state):
         acting = state.weights, jnp.float32(1)
-        steps = learner._walk(act_key, state.lanes, acting, learner.env.default_params, state.rates)[1]
+        steps = learner._walk(act_key, state, acting, learner.env.default_params)[1]
         stepped, info = learner.step(key, state, None)
         rows = sample(jax.random.split(learn_key, 1)[0], stepped.buffer, 5)
         return steps, stepped, info, rows, taught(learner.agent(), state.weights, state.target, rows, learner.double)
