@@ -122,9 +122,10 @@ class Judge:
 
     An entry is wrong if |h - h64| > 10 (|h_loop - h64| + rtol |h64| + atol), with h64 the float64 loop from the same
     rounded numbers, rtol and atol the defaults of `parallel_scan`, and h_loop `lax.scan` in the type. Programs of that
-    loop round apart: rolled, unrolled, and operation by operation; the largest of their errors counts. Where one of
-    them would itself be wrong beside another, the type does not determine the states, as in chaos: then each step is
-    judged alone, from the state before it. Entries that the loop leaves the type's range with are not judged.
+    loop round apart: rolled, unrolled, operation by operation, and two whose states are rounded a little up or down by
+    chance, so that no entry passes for exact by luck; the largest of their errors counts. Where one of them would itself
+    be wrong beside another, the type does not determine the states, as in chaos: then each step is judged alone, from
+    the state before it. Entries that the loop leaves the type's range with are not judged.
     """
 
     def __init__(self, problem: Problem, dtype: str):
@@ -132,6 +133,7 @@ class Judge:
         self.dtype, self.problem = dtype, problem
         self.start, self.xs = cast((problem.start, problem.xs), dtype)
         loops = [self._loop(self.start, self.xs, unroll) for unroll in (1, 8)] + [self._step_by_step()]
+        loops += [self._in_float64(functools.partial(self._by_chance, seed), self.start, self.xs) for seed in (0, 1)]
         self.exact = self._in_float64(self._loop, self.start, self.xs)
         self.plain = functools.reduce(functools.partial(jax.tree.map, _farthest, self.exact), loops)
         pairs = itertools.permutations(loops, 2)
@@ -152,6 +154,25 @@ class Judge:
         return jax.device_get(
             jax.jit(functools.partial(jax.lax.scan, scan_step(self.problem), unroll=unroll))(start, xs)[1]
         )
+
+    def _by_chance(self, seed: int, start, xs):
+        """The loop with each state rounded up or down, by chance and less than one unit in the last place."""
+
+        def one(h, row):
+            x, key = row
+            h = self.problem.step(h, x)
+            keys = jax.random.split(key, len(jax.tree.leaves(h)))
+            keys = jax.tree.unflatten(jax.tree.structure(h), list(keys))
+            h = jax.tree.map(
+                lambda a, key: self._rounded(a, jax.random.uniform(key, a.shape, a.dtype, -0.5, 0.5)), h, keys
+            )
+            return h, h
+
+        keys = jax.random.split(jax.random.key(seed), LENGTH)
+        return jax.jit(jax.lax.scan, static_argnums=0)(one, start, (xs, keys))[1]
+
+    def _rounded(self, a, share):
+        return (a * (1 + float(jnp.finfo(self.dtype).eps) * share)).astype(self.dtype).astype(a.dtype)
 
     def _step_by_step(self):
         """The loop operation by operation, each of which rounds."""
