@@ -123,9 +123,9 @@ class Judge:
     An entry is wrong if |h - h64| > 10 (|h_loop - h64| + rtol |h64| + atol), with h64 the float64 loop from the same
     rounded numbers, rtol and atol the defaults of `parallel_scan`, and h_loop `lax.scan` in the type. Programs of that
     loop round apart: rolled, unrolled, operation by operation, and two whose states are rounded a little up or down by
-    chance, so that no entry passes for exact by luck; the largest of their errors counts. Where one of them would itself
-    be wrong beside another, the type does not determine the states, as in chaos: then each step is judged alone, from
-    the state before it. Entries that the loop leaves the type's range with are not judged.
+    chance, so that no entry passes for exact by luck; the largest of their errors counts. Where one of them would be
+    wrong itself beside another, the type does not determine the states, as in chaos: then each step is judged alone,
+    from the state before it. Entries that the loop leaves the type's range with are not judged.
     """
 
     def __init__(self, problem: Problem, dtype: str):
