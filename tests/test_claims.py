@@ -100,7 +100,8 @@ CLAIMS = {
     "equal to backpropagation through time in float64": "rl/test_pqn.py"
     "::gradients_through_a_memory_equal_backpropagation_through_time",
     "checkpoints without a topology": "io/test_checkpoint.py::state_returns_bit_for_bit_on_another_mesh",
-    "one changed element is always noticed": "io/test_digest.py::every_flip_of_one_bit_shows",
+    "one changed element is always noticed": "io/test_digest.py::every_flip_of_one_bit_shows "
+    "io/test_digest.py::device_is_numpy_on_every_dtype_and_layout",
     "the newest whole one used": "io/test_checkpoint.py"
     "::a_damaged_newest_is_named_and_set_aside_and_the_one_before_it_used",
     "one killed process ends all": "experiments/test_launch.py::ctrl_c_saves_a_kill_ends_all_and_both_resume",
