@@ -113,7 +113,18 @@ def test_layouts_are_changes_of_the_table():
     assert rules_from() == RULES
     both = rules_from({"heads": "none"}, "zero2+sequence")
     assert both["embed_weight"] == () and both["seq"] == ("context", "tensor") and both["heads"] == ()
+    whole, inner, nowhere = ("inner", "fsdp"), ("inner",), ()
+    held = {  # parameters at rest, weights while a step holds them, and what gradients are summed into
+        "zero3": (whole, whole, whole),
+        "zero2": (whole, nowhere, whole),
+        "zero1": (whole, nowhere, nowhere),
+        "hybrid": (inner, inner, inner),
+        "nested": ((*whole, "data"), inner, whole),
+        "sequence": (whole, whole, whole),
+    }
+    assert held.keys() == LAYOUTS.keys()
     for name, changes in LAYOUTS.items():
+        assert tuple(rules_from(layout=name)[f"embed{role}"] for role in ("", "_weight", "_grad")) == held[name]
         assert changes.keys() <= RULES.keys()
         rules = rules_from(layout=name)
         # A share over more axes is a slice of the share over fewer, so that no layout shuffles.

@@ -96,6 +96,9 @@ def test_a_central_critic_sees_all_and_an_actor_itself_alone():
     np.testing.assert_array_equal(before.policy[0, 0, :2], after.policy[0, 0, :2])
     assert np.abs(before.policy[0, 0, 2] - after.policy[0, 0, 2]).max() > 0
     assert np.abs(before.value - after.value).min() > 0
+    # It is told which agent is asked, so that equal sights need not be worth the same.
+    alike = said(jnp.broadcast_to(obs[:, :, :1], obs.shape)).value[0, 0]
+    assert len(np.unique(alike)) == 3
 
 
 def test_no_policy_acts_where_actions_are_of_another_kind():

@@ -65,6 +65,14 @@ def test_the_past_before_a_start_is_forgotten():
     assert np.abs(slope[3, 1]).max() > 0 and np.abs(slope[:3]).max() == 0
 
 
+def test_attention_sees_its_window_and_nothing_before():
+    memory = WindowAttention(8, window=3)
+    params, xs = memory.init(jax.random.key(0), 5), jax.random.normal(jax.random.key(1), (6, 1, 5))
+    starts = jnp.zeros((6, 1), bool)
+    slope = jax.grad(lambda xs: memory.apply(params, xs, starts, memory.initial(1))[0][4, 0].sum())(xs)
+    np.testing.assert_array_equal(np.abs(slope[:, 0]).max(1) > 0, [False, False, True, True, True, False])
+
+
 def test_a_network_starts_orthogonal():
     network = Network(hidden=(16, 8), conv=(4,))
     params = network.init(jax.random.key(0), (5, 5, 2), {"value": (1, 1.0)})
