@@ -91,6 +91,7 @@ CLAIMS = {
     "neat-python's JSON": "neat/test_neat_exchange.py::there_and_back "
     "neat/test_neat_exchange.py::neat_python_gives_the_same_outputs",
     "PPO, A2C, PQN, DQN": "rl/test_ppo.py::losses_and_their_gradients_by_hand "
+    "rl/test_joint.py::updates_equal_those_by_hand rl/test_joint.py::what_is_replayed_equals_what_happened_by_hand "
     "rl/test_pqn.py::an_update_equals_its_equations rl/test_dqn.py::an_update_equals_its_equations "
     "contracts/test_algorithms.py::types_of_the_state_never_change",
     "IPPO, MAPPO, VDN and QMIX": "rl/test_agent.py::a_central_critic_sees_all_and_an_actor_itself_alone "
