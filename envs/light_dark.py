@@ -24,6 +24,8 @@ from jaxpar.types import Array, PRNGKey
 __all__ = ["VARIANTS", "LightDark", "LightDarkParams", "LightDarkState"]
 
 STOP = 2
+SEARCH = 3
+"""Steps that finding out where one is takes beyond the straight way: the start then promises what is earned."""
 
 
 @flax.struct.dataclass
@@ -144,9 +146,11 @@ class LightDark:
         """What is earned by way of the light, where a place becomes known: the fewest steps there, to 0, and stop.
 
         Not what a place that is known is worth, which is the straight way to 0: a planner that is promised that has
-        nothing to gain from the light and never comes to stop.
+        nothing to gain from the light and never comes to stop. Nor the straight way to the light, which nobody finds
+        who does not know where it is: without `SEARCH` steps more the start promises 72.8 where about 60 is earned.
         """
-        steps = self._steps(jnp.abs(state.place - self.light)) + self._steps(jnp.asarray(abs(self.light)))
+        away = jnp.abs(state.place - self.light)
+        steps = self._steps(away) + self._steps(jnp.asarray(abs(self.light))) + jnp.where(away > 0, SEARCH, 0)
         return jnp.where(state.stopped, 0.0, self._after(steps, params)).astype(jnp.float32)
 
     def upper_bound(self, state: LightDarkState, params: LightDarkParams) -> Array:

@@ -272,8 +272,7 @@ def _descend(
     moved = edges != EMPTY
     result = simulate_steps(step_key, env, params, lanes.states, actions)
     on = moved & ~result.terminated
-    before = tree.num_nodes
-    tree, node = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
+    tree, node, earlier = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
     lost = (lanes.live & ~moved) | (on & (node == EMPTY))
     tree = tally(tree, steps=moved, overflow=lost, invalid=moved & result.invalid, stranded=stranded)
     tree = dataclasses.replace(tree, reward_sum=add_at(tree.reward_sum, edges, result.reward))
@@ -282,7 +281,7 @@ def _descend(
         states=jax.tree.map(lambda new, old: _where(moved, new, old), result.state, lanes.states),
         node=jnp.where(moved, node, lanes.node),
         stuck=jnp.where(on & (node == EMPTY), edges, lanes.stuck),
-        live=on & (node != EMPTY) & ~(planner.stops_at_new & (node >= before)),
+        live=on & (node != EMPTY) & (earlier >= planner.stops_before),
         action=jnp.where(moved, actions, lanes.action),
     )
     return tree, path.after(d, jnp.where(moved, node, EMPTY), edges, jnp.where(moved, result.reward, 0.0)), lanes
