@@ -24,8 +24,8 @@ from jaxpar.types import Array, PRNGKey
 __all__ = ["VARIANTS", "LightDark", "LightDarkParams", "LightDarkState"]
 
 STOP = 2
-SEARCH = 3
-"""Steps that finding out where one is takes beyond the straight way: the start then promises what is earned."""
+SEARCH = 6.0
+"""How much noise costs one step of search more than the straight way: the start then promises what is earned."""
 
 
 @flax.struct.dataclass
@@ -147,10 +147,12 @@ class LightDark:
 
         Not what a place that is known is worth, which is the straight way to 0: a planner that is promised that has
         nothing to gain from the light and never comes to stop. Nor the straight way to the light, which nobody finds
-        who does not know where it is: without `SEARCH` steps more the start promises 72.8 where about 60 is earned.
+        who does not know where it is, and the less the farther, as noise grows: without a step more for every `SEARCH` of
+        it the start promises 72.8 where about 60 is earned.
         """
         away = jnp.abs(state.place - self.light)
-        steps = self._steps(away) + self._steps(jnp.asarray(abs(self.light))) + jnp.where(away > 0, SEARCH, 0)
+        straight = self._steps(away) + self._steps(jnp.asarray(abs(self.light)))
+        steps = straight.astype(jnp.float32) + away.astype(jnp.float32) / SEARCH
         return jnp.where(state.stopped, 0.0, self._after(steps, params)).astype(jnp.float32)
 
     def upper_bound(self, state: LightDarkState, params: LightDarkParams) -> Array:

@@ -22,6 +22,7 @@ from jaxpar.env import step
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
+from jaxpar.pomdp.clock import decided, nothing_to_plan, refuse, repeat_until
 from jaxpar.pomdp.model import discount_of, is_usable, leaf_values, legal_actions, num_observations
 from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
@@ -31,15 +32,11 @@ from jaxpar.pomdp.search import (
     PlanInfo,
     begin,
     children_of,
-    decided,
     embark,
     is_waiting,
     land,
     moving,
-    nothing_to_plan,
     plan,
-    refuse,
-    repeat_until,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take, tally
 from jaxpar.pomdp.widening import (

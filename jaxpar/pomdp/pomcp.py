@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.pomdp.adding import add_at
+from jaxpar.pomdp.clock import plan_until
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -24,7 +25,6 @@ from jaxpar.pomdp.search import (
     begin,
     grow,
     plan,
-    plan_until,
     report,
     search,
 )

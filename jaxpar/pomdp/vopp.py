@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.pomdp._loops import map_lanes
+from jaxpar.pomdp.clock import plan_until
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -36,7 +37,6 @@ from jaxpar.pomdp.search import (
     begin,
     grow,
     plan,
-    plan_until,
     report,
     search,
 )
