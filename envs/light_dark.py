@@ -24,8 +24,6 @@ from jaxpar.types import Array, PRNGKey
 __all__ = ["VARIANTS", "LightDark", "LightDarkParams", "LightDarkState"]
 
 STOP = 2
-SEARCH = 6.0
-"""How much noise costs one step of search more than the straight way: the start then promises what is earned."""
 
 
 @flax.struct.dataclass
@@ -38,13 +36,17 @@ class LightDarkState:
 
 @flax.struct.dataclass
 class LightDarkParams:
-    """Rewards, the noise in the light (states), the width of one observation key (states), and the discount."""
+    """Rewards, the noise in the light (states), the width of one observation key (states), and the discount.
+
+    `search_steps` is the heuristic's: how many steps longer than the straight way it takes to find the light.
+    """
 
     step_reward: Any = -1.0
     right_reward: Any = 100.0
     wrong_reward: Any = -100.0
     min_noise: Any = 1e-4
     key_width: Any = 1.0
+    search_steps: Any = 3.0
     discount: Any = 0.95
 
 
@@ -147,12 +149,13 @@ class LightDark:
 
         Not what a place that is known is worth, which is the straight way to 0: a planner that is promised that has
         nothing to gain from the light and never comes to stop. Nor the straight way to the light, which nobody finds
-        who does not know where it is, and the less the farther, as noise grows: without a step more for every `SEARCH` of
-        it the start promises 72.8 where about 60 is earned.
+        who does not know where it is: without `search_steps` more the start promises 72.8 where about 60 is earned. At
+        the light itself nothing is searched for, and a step away from it all is: whoever is promised more near the
+        light than is known there stays and wanders.
         """
         away = jnp.abs(state.place - self.light)
         straight = self._steps(away) + self._steps(jnp.asarray(abs(self.light)))
-        steps = straight.astype(jnp.float32) + away.astype(jnp.float32) / SEARCH
+        steps = straight.astype(jnp.float32) + jnp.where(away > 0, params.search_steps, 0.0)
         return jnp.where(state.stopped, 0.0, self._after(steps, params)).astype(jnp.float32)
 
     def upper_bound(self, state: LightDarkState, params: LightDarkParams) -> Array:
