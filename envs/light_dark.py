@@ -36,13 +36,19 @@ class LightDarkState:
 
 @flax.struct.dataclass
 class LightDarkParams:
-    """Rewards, the noise in the light (states), the width of one observation key (states), and the discount."""
+    """Rewards, the noise in the light (states), the width of one observation key (states), and the discount.
+
+    The heuristic's are `search_steps` and `search_noise`: to find the light takes so many steps more than the straight
+    way, and one more for every so many states of noise.
+    """
 
     step_reward: Any = -1.0
     right_reward: Any = 100.0
     wrong_reward: Any = -100.0
     min_noise: Any = 1e-4
     key_width: Any = 1.0
+    search_steps: Any = 2.0
+    search_noise: Any = 20.0
     discount: Any = 0.95
 
 
@@ -144,9 +150,15 @@ class LightDark:
         """What is earned by way of the light, where a place becomes known: the fewest steps there, to 0, and stop.
 
         Not what a place that is known is worth, which is the straight way to 0: a planner that is promised that has
-        nothing to gain from the light and never comes to stop.
+        nothing to gain from the light and never comes to stop. Nor the straight way to the light, which nobody finds
+        who does not know where it is: without `search_steps` more, and what the noise adds, the start promises 72.8
+        where about 60 is earned. At the light itself nothing is searched for, and a step away from it nearly all is:
+        whoever is promised more near the light than is known there stays and wanders.
         """
-        steps = self._steps(jnp.abs(state.place - self.light)) + self._steps(jnp.asarray(abs(self.light)))
+        away = jnp.abs(state.place - self.light)
+        straight = self._steps(away) + self._steps(jnp.asarray(abs(self.light)))
+        search = params.search_steps + away.astype(jnp.float32) / params.search_noise
+        steps = straight.astype(jnp.float32) + jnp.where(away > 0, search, 0.0)
         return jnp.where(state.stopped, 0.0, self._after(steps, params)).astype(jnp.float32)
 
     def upper_bound(self, state: LightDarkState, params: LightDarkParams) -> Array:

@@ -35,6 +35,7 @@ from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec
 from jaxpar.pomdp import Despot, FixedReference, Pft, Pomcp, Pomcpow, Vopp, simulate
 from jaxpar.pomdp.model import discount_of
+from jaxpar.pomdp.simulate import dishonesty
 from jaxpar.types import PRNGKey, UsageError
 
 PLANNERS: dict[str, Any] = {
@@ -46,6 +47,9 @@ PLANNERS: dict[str, Any] = {
     "pomcpow": Pomcpow,
 }
 
+
+COUNTED = ("depleted", "overflow", "illegal", "unweighed")
+"""What is summed over an episode's steps."""
 
 UNSET: dict[str, Any] = {
     "discount": 0.95, "max_edges": 1024, "default": 0, "upper": "reward", "max_reward": 10.0, "k_actions": 4.0,
@@ -109,6 +113,7 @@ class Setting:
 class Results:
     """Of E episodes, NumPy arrays `[E]`; `seconds` are those of planning them all, `latency` of a step's plan.
 
+    `promised` is the planner's value of the first belief; `optimism` is that less the return and what a cut `left`.
     With `judge=true`, `losses` are sums of discounted regrets, and `best` is what the best policy earns.
     """
 
@@ -117,6 +122,9 @@ class Results:
     depleted: np.ndarray
     overflow: np.ndarray
     illegal: np.ndarray
+    unweighed: np.ndarray
+    promised: np.ndarray
+    optimism: np.ndarray
     seconds: float
     latency: float
     losses: np.ndarray | None = None
@@ -187,7 +195,8 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
     @jax.jit
     def play(keys: PRNGKey) -> dict[str, jax.Array]:
         got = jax.vmap(lambda key: simulate(key, env, params, planner, belief, config.steps))(keys)
-        sums = {name: jnp.sum(getattr(got, name), axis=1) for name in ("depleted", "overflow", "illegal")}
+        sums = {name: jnp.sum(getattr(got, name), axis=1) for name in COUNTED}
+        sums |= {"promised": got.value[:, 0], "optimism": got.value[:, 0] - got.discounted_return - got.left}
         done = {"actions": got.action, "obs": got.obs, "live": got.live} if judge else {}
         return sums | done | {"returns": got.discounted_return, "lengths": got.length}
 
@@ -202,7 +211,7 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
         whole = {name: np.concatenate([row[name] for row in rows])[: config.episodes] for name in rows[0]}
         told(min(first + size, config.episodes), whole)
     found = Results(
-        **{name: whole[name] for name in ("returns", "lengths", "depleted", "overflow", "illegal")},
+        **{name: whole[name] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)},
         seconds=seconds,
         latency=seconds / len(rows) / config.steps,
     )
@@ -229,7 +238,7 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
         action = jax.block_until_ready(action)
         return action, info, None, time.monotonic() - began
 
-    rows: dict[str, list] = {name: [] for name in ("returns", "lengths", "depleted", "overflow", "illegal")}
+    rows: dict[str, list] = {name: [] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)}
     spent = []
     for i in range(config.episodes):
         key = jax.random.fold_in(jax.random.key(config.seed), i)
@@ -240,10 +249,23 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
         rows["depleted"].append(sum(bool(move.evidence.depleted) and not move.terminated for move in walked))
         rows["overflow"].append(sum(int(move.info.overflow) for move in walked))
         rows["illegal"].append(sum(is_illegal(move, env, params) for move in walked))
+        rows["unweighed"].append(sum(int(move.evidence.invalid) for move in walked if not move.terminated))
+        promised, left = promised_and_left(walked, discount)
+        rows["promised"].append(promised)
+        rows["optimism"].append(promised - rows["returns"][-1] - left)
         told(i + 1, {name: np.asarray(row) for name, row in rows.items()})
     return Results(
         **{name: np.asarray(row) for name, row in rows.items()}, seconds=sum(spent), latency=float(np.mean(spent))
     )
+
+
+def promised_and_left(walked: list[Move], discount: float) -> tuple[float, float]:
+    """What the planner promised at the start, and what was left of that at the cut, as `jaxpar.pomdp.Episode.left`."""
+    if not walked:
+        return 0.0, 0.0
+    last, weight = walked[-1], discount ** (len(walked) - 1)
+    left = 0.0 if last.terminated else weight * (float(last.info.value) - last.reward)
+    return float(walked[0].info.value), left
 
 
 def is_illegal(move: Move, env: Any, params: Any) -> bool:
@@ -296,6 +318,11 @@ def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
     together = 1 if config.budget_s else min(config.at_once, config.episodes)
     say(f"return     {mean:.4g} ± {error:.2g} (standard error of {len(found.returns):,} episodes, discounted from "
         f"discount^0), mean length {found.lengths.mean():.3g}")  # fmt: skip
+    optimism, error = mean_and_error(found.optimism)
+    promised = float(found.promised.mean())
+    say(f"promise    {promised:.4g} at the start, {optimism:+.3g} ± {error:.2g} beside what was earned")
+    if why := dishonesty(optimism, error, promised):
+        say(f"note: {why}.")
     if found.losses is not None:
         loss, error = mean_and_error(found.losses)
         say(f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g} (exact regret of decisions)")
@@ -305,6 +332,7 @@ def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
         ("depleted", "updates left no particle that explains what was seen; raise belief.num_particles"),
         ("overflow", "simulated steps found no room in the tree; raise planner.max_nodes"),
         ("illegal", "actions were illegal"),
+        ("unweighed", "likelihoods were no numbers, and their particles were left out; mend log_likelihood"),
     ):
         if total := int(getattr(found, name).sum()):
             say(f"note: {total:,} {what}.")

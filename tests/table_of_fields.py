@@ -150,7 +150,7 @@ TABLE = {
         "discount": OVER_0,
     },
     Pomcp: {
-        "num_simulations iterations max_depth rollout_depth max_nodes max_edges": COUNT,
+        "num_simulations iterations max_depth rollout_depth expand_after max_nodes max_edges": COUNT,
         "exploration": FRACTION_FROM_0,
         "discount": OVER_0,
     },
@@ -158,7 +158,7 @@ TABLE = {
     tree.Dense: {"num_observations": COUNT},
     tree.Hashed: {"probes": COUNT},
     Vopp: {
-        "num_simulations iterations max_depth rollout_depth max_nodes max_edges": COUNT,
+        "num_simulations iterations max_depth rollout_depth expand_after max_nodes max_edges": COUNT,
         "eta depth_scale widen": POSITIVE,
         "depth_power": FRACTION_FROM_0,
         "widen_power": SHARE,

@@ -9,7 +9,8 @@ over beliefs with known bounds and the corners, and never above the fast informe
 Sets live in arrays of fixed capacity, valid up to a count, which double on the host; each doubling compiles once.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,10 @@ from jaxpar.pomdp.bounds import blind, fib
 from jaxpar.pomdp.tabular import TabularPomdp
 from jaxpar.types import Array, PRNGKey
 
-__all__ = ["Bounds", "first_bounds", "grown", "lower_at", "pruned", "trial", "upper_at"]
+MAX_SWEEPS = 2000
+"""Most repeated backups of one set of beliefs."""
+
+__all__ = ["Bounds", "first_bounds", "grown", "lower_at", "pruned", "settled", "trial", "upper_at"]
 
 
 class Bounds(NamedTuple):
@@ -104,15 +108,20 @@ def _upper_q(model: TabularPomdp, bounds: Bounds, beliefs: Array, joint: Array) 
     return beliefs @ model.expected_reward.T + model.discount * parts.sum(-1), parts
 
 
-def _backed_up(model: TabularPomdp, bounds: Bounds, beliefs: Array) -> tuple[Array, Array, Array]:
-    """New vectors `[K, S]`, their actions `[K]` and new upper values `[K]` at beliefs `[K, S]`."""
-    joint = successors(model, beliefs)
+def _vectors(model: TabularPomdp, bounds: Bounds, joint: Array, beliefs: Array) -> tuple[Array, Array]:
+    """New vectors `[K, S]` at beliefs `[K, S]` with their `successors`, and their actions `[K]`."""
     best = bounds.alphas[lower_at(bounds, joint)[1]]  # [K, A, O, S']
     ahead = jnp.einsum("ato,kaot->kat", model.observation, best)
     vectors = model.expected_reward[None] + model.discount * jnp.einsum("ast,kat->kas", model.transition, ahead)
     actions = jnp.einsum("kas,ks->ka", vectors, beliefs).argmax(-1)
-    uppers = _upper_q(model, bounds, beliefs, joint)[0].max(-1)
-    return vectors[jnp.arange(len(beliefs)), actions], actions.astype(jnp.int32), uppers
+    return vectors[jnp.arange(len(beliefs)), actions], actions.astype(jnp.int32)
+
+
+def _backed_up(model: TabularPomdp, bounds: Bounds, beliefs: Array) -> tuple[Array, Array, Array]:
+    """New vectors `[K, S]`, their actions `[K]` and new upper values `[K]` at beliefs `[K, S]`."""
+    joint = successors(model, beliefs)
+    vectors, actions = _vectors(model, bounds, joint, beliefs)
+    return vectors, actions, _upper_q(model, bounds, beliefs, joint)[0].max(-1)
 
 
 def _walk(key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_lanes: int, depth: int) -> Array:
@@ -138,6 +147,77 @@ def _walk(key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_lan
     return jax.lax.scan(one, first, (jax.random.split(key, depth), levels))[1]
 
 
+def settled(model: TabularPomdp, bounds: Bounds, beliefs: Array, tol: Array) -> tuple[Bounds, Array]:
+    """Both bounds made consistent at some beliefs `[B, S]`, and `[lower, upper]` at the start.
+
+    A trial backs up each belief of a walk once. Where actions lead back to a belief, at once or in a circle (bumping
+    into a wall, walking to and fro, starting anew), beliefs vouch for each other, and a trial closes their gap by a
+    factor of gamma and no more. So backups are repeated here, of these beliefs alone, until none changes a value by
+    `tol (1 - gamma) / 4`; each is a bound. What other points say is asked once; a sweep costs `B A O` times `B`.
+    Needs room for B more vectors and points.
+    """
+    enough, joint = 0.25 * tol * (1 - model.discount), successors(model, beliefs)
+    rewards = beliefs @ model.expected_reward.T
+    known, straight, own = upper_at(bounds, joint), joint @ bounds.corners, beliefs @ bounds.corners
+
+    def of_belief(measures: Array) -> Array:
+        return jax.vmap(lambda one: _shares(beliefs, one))(measures.reshape(-1, beliefs.shape[-1]))
+
+    shares = jax.lax.map(of_belief, joint).reshape(*joint.shape[:-1], len(beliefs))
+
+    def lowered(values: Array) -> Array:
+        drops = jnp.minimum(values - own, 0)
+        parts = jnp.minimum(known, straight + (shares * drops[None, None, None]).min(-1))
+        return jnp.minimum(values, (rewards + model.discount * parts.sum(-1)).max(-1))
+
+    def raised(carry: tuple) -> tuple:
+        vectors, actions = carry
+        count = jnp.asarray(len(vectors), jnp.int32)
+        own = bounds._replace(alphas=vectors, actions=actions, num_alphas=count)
+        new, chosen = _vectors(model, own, joint, beliefs)
+        better = (new * beliefs).sum(-1) > (vectors * beliefs).sum(-1)
+        return jnp.where(better[:, None], new, vectors), jnp.where(better, chosen, actions)
+
+    values = _repeated(lowered, upper_at(bounds, beliefs), lambda values: values, enough)
+    best = lower_at(bounds, beliefs)[1]
+    vectors, actions = _repeated(
+        raised, (bounds.alphas[best], bounds.actions[best]), lambda carry: (carry[0] * beliefs).sum(-1), enough
+    )
+    bounds = _added(bounds, vectors, actions, beliefs, values)
+    start = model.start[None]
+    return bounds, jnp.stack([lower_at(bounds, start)[0][0], upper_at(bounds, start)[0]])
+
+
+def _repeated(sweep: Callable, first: Any, value_of: Callable, enough: Array) -> Any:
+    """`sweep` from `first` until no value changes by more than `enough`, at most `MAX_SWEEPS` times."""
+
+    def going(carry: tuple) -> Array:
+        count, _, change = carry
+        return (change > enough) & (count < MAX_SWEEPS)
+
+    def once(carry: tuple) -> tuple:
+        count, state, _ = carry
+        following = sweep(state)
+        return count + 1, following, jnp.abs(value_of(following) - value_of(state)).max()
+
+    return jax.lax.while_loop(going, once, (jnp.zeros((), jnp.int32), first, jnp.asarray(jnp.inf, enough.dtype)))[1]
+
+
+def _added(bounds: Bounds, vectors: Array, actions: Array, beliefs: Array, values: Array) -> Bounds:
+    """The bounds with K more vectors and points, and lower corners where a point is one."""
+    at, here, zero = bounds.num_alphas, bounds.num_points, jnp.zeros((), jnp.int32)
+    at_corner, place = jnp.where(beliefs == 1, values[:, None], jnp.inf).min(0), jax.lax.dynamic_update_slice
+    return bounds._replace(
+        alphas=place(bounds.alphas, vectors, (at, zero)),
+        actions=place(bounds.actions, actions, (at,)),
+        num_alphas=at + len(vectors),
+        corners=jnp.minimum(bounds.corners, at_corner),
+        points=place(bounds.points, beliefs, (here, zero)),
+        values=place(bounds.values, values, (here,)),
+        num_points=here + len(vectors),
+    )
+
+
 def trial(
     key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_lanes: int, depth: int
 ) -> tuple[Bounds, Array]:
@@ -150,19 +230,7 @@ def trial(
 
     def one(bounds, beliefs):
         vectors, actions, uppers = _backed_up(model, bounds, beliefs)
-        at, here = bounds.num_alphas, bounds.num_points
-        at_corner = jnp.where(beliefs == 1, uppers[:, None], jnp.inf).min(0)
-        place, zero = jax.lax.dynamic_update_slice, jnp.zeros((), jnp.int32)
-        bounds = bounds._replace(
-            alphas=place(bounds.alphas, vectors, (at, zero)),
-            actions=place(bounds.actions, actions, (at,)),
-            num_alphas=at + num_lanes,
-            corners=jnp.minimum(bounds.corners, at_corner),
-            points=place(bounds.points, beliefs, (here, zero)),
-            values=place(bounds.values, uppers, (here,)),
-            num_points=here + num_lanes,
-        )
-        return bounds, None
+        return _added(bounds, vectors, actions, beliefs, uppers), None
 
     bounds = jax.lax.scan(one, bounds, beliefs, reverse=True)[0]
     start = model.start[None]

@@ -20,7 +20,7 @@ from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.pomdp.model import is_traced
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Evidence", "Gaussian", "KalmanBelief", "ParticleBelief", "Particles", "systematic"]
+__all__ = ["Evidence", "Gaussian", "KalmanBelief", "ParticleBelief", "Particles", "is_weight", "systematic"]
 
 
 class Evidence(NamedTuple):
@@ -31,17 +31,20 @@ class Evidence(NamedTuple):
         ess: float32, the effective sample size before any resampling (`inf` for exact beliefs).
         depleted: bool, no state of the belief explained the observation.
         resampled: bool.
+        invalid: int32, particles whose weight was no number (NaN, or infinite), and which were left out; above 0 the
+            likelihood is broken, and what the others say is kept.
     """
 
     log_evidence: Array
     ess: Array
     depleted: Array
     resampled: Array
+    invalid: Array | int = 0
 
 
 @flax.struct.dataclass
 class Particles:
-    """States `[P, ...]` with normalised log weights, float32 `[P]`."""
+    """States `[P, ...]` with normalised log weights, float32 `[P]`; a weight that is no number counts as none."""
 
     states: PyTree
     log_weights: Array
@@ -50,6 +53,11 @@ class Particles:
     def weightless(self) -> Array:
         """Whether no particle has any weight, bool; draws then mean nothing, and planners count them as stranded."""
         return ~jnp.any(jnp.isfinite(self.log_weights))
+
+    @property
+    def invalid(self) -> Array:
+        """How many weights are no numbers, int32; planners count them as invalid."""
+        return jnp.sum(~is_weight(self.log_weights), dtype=jnp.int32)
 
     def draw(self, key: PRNGKey, num: int) -> PyTree:
         """`num` states with replacement, by systematic resampling, so that their noise is low; consumes `key`.
@@ -63,12 +71,18 @@ class Particles:
         return jax.tree.map(lambda x: x[chosen], self.states)
 
 
+def is_weight(log_weights: Array) -> Array:
+    """Whether these are logarithms of weights, bool: finite or minus infinity."""
+    return log_weights < jnp.inf  # false of NaN
+
+
 def systematic(key: PRNGKey, log_weights: Array, num: int) -> Array:
     """Systematic resampling: int32 `[num]` indices, index i floor(num w_i) or one more times; consumes `key`.
 
-    Low weights cannot be drawn by rounding: the last index is the last one with a positive weight. With no weight at
-    all the indices are all 0. Costs one cumulative sum and one search.
+    Low weights cannot be drawn by rounding: the last index is the last one with a positive weight. What is no weight is
+    never drawn. With no weight at all the indices are all 0. Costs one cumulative sum and one search.
     """
+    log_weights = jnp.where(is_weight(log_weights), log_weights, -jnp.inf)
     weights = jnp.exp(log_weights - jnp.maximum(jnp.max(log_weights), -1e30))
     total = jnp.cumsum(weights)
     points = (jnp.arange(num) + jax.random.uniform(key)) / num * total[-1]
@@ -90,6 +104,9 @@ class ParticleBelief:
 
     Equal states lie side by side, so that systematic draws take each as often as it weighs, and a planner can give
     every action its fair share of each.
+
+    A particle whose likelihood is no number (NaN, or infinite) is left out and counted in `Evidence.invalid`; the
+    others are weighted as if it had not been there.
 
     When no particle explains the observation the belief is *depleted*: `Evidence.depleted` says so, and unless
     `rejuvenate` offers weight, the belief is the prediction, as if nothing had been seen; it is never reset silently.
@@ -123,14 +140,17 @@ class ParticleBelief:
         states, likelihood = jax.vmap(lambda key, state: _move(key, env, params, state, action, obs))(
             keys, belief.states
         )
-        joint = belief.log_weights + likelihood
+        joint, invalid = _weighed(belief.log_weights + likelihood)
         evidence = jax.nn.logsumexp(joint)
         depleted = ~jnp.isfinite(evidence)
         ended = jax.vmap(lambda state: env.terminal(state, params))(states)
-        predicted = _normalised(jnp.where(ended, -jnp.inf, belief.log_weights), belief.log_weights)
+        before = _weighed(belief.log_weights)[0]
+        predicted = _normalised(jnp.where(ended, -jnp.inf, before), before)
         posterior = Particles(states, jnp.where(depleted, -jnp.inf, joint - jnp.where(depleted, 0.0, evidence)))
         if self.rejuvenate is not None:
             posterior = self.rejuvenate(hook, belief, action, obs, posterior, depleted, env, params)
+            offered, more = _weighed(posterior.log_weights)
+            posterior, invalid = Particles(posterior.states, offered), invalid + more
         order = _side_by_side(posterior.states)
         posterior, predicted = jax.tree.map(lambda x: x[order], (posterior, predicted))
         weights = _normalised(posterior.log_weights, predicted)
@@ -141,7 +161,14 @@ class ParticleBelief:
         )
         equal = jnp.full_like(weights, -math.log(self.num_particles))
         kept = jax.tree.map(lambda x: x[chosen], posterior.states)
-        return Particles(kept, jnp.where(resampled, equal, weights)), Evidence(evidence, ess, depleted, resampled)
+        told = Evidence(evidence, ess, depleted, resampled, invalid)
+        return Particles(kept, jnp.where(resampled, equal, weights)), told
+
+
+def _weighed(log_weights: Array) -> tuple[Array, Array]:
+    """Log weights `[P]` with minus infinity for what is none, and how many those are, int32."""
+    good = is_weight(log_weights)
+    return jnp.where(good, log_weights, -jnp.inf), jnp.sum(~good, dtype=jnp.int32)
 
 
 def _side_by_side(states: PyTree) -> Array:
@@ -195,7 +222,8 @@ class KalmanBelief:
 
     The environment offers `linear_gaussian(action, params) -> (F [S, S], u [S], Q [S, S], H [O, S], R [O, O])`, for
     `s' = F s + u + N(0, Q)` and `o = H s' + N(0, R)`, and `gaussian_start(params) -> (mean [S], covariance [S, S])`.
-    The covariance is updated in Joseph's form, which keeps it symmetric and positive.
+    The covariance is updated in Joseph's form, which keeps it symmetric and positive. An observation without a density
+    (a NaN in it) leaves the prediction, and is told as depleted and invalid.
     """
 
     def init(self, key: PRNGKey, env: Any, params: PyTree) -> Gaussian:
@@ -216,9 +244,10 @@ class KalmanBelief:
         factor = jax.scipy.linalg.cho_factor(spread, lower=True)
         gain = jax.scipy.linalg.cho_solve(factor, seen @ covariance).T
         keep = jnp.eye(mean.shape[0], dtype=mean.dtype) - gain @ seen
-        posterior = Gaussian(mean + gain @ surprise, keep @ covariance @ keep.T + gain @ blur @ gain.T)
+        learned = Gaussian(mean + gain @ surprise, keep @ covariance @ keep.T + gain @ blur @ gain.T)
         log_det = 2 * jnp.sum(jnp.log(jnp.diag(factor[0])))
         distance = surprise @ jax.scipy.linalg.cho_solve(factor, surprise)
         evidence = -0.5 * (distance + log_det + surprise.shape[0] * math.log(2 * math.pi))
-        never = jnp.zeros((), bool)
-        return posterior, Evidence(evidence, jnp.asarray(jnp.inf), ~jnp.isfinite(evidence), never)
+        lost, never = ~jnp.isfinite(evidence), jnp.zeros((), bool)
+        posterior = jax.tree.map(lambda new, old: jnp.where(lost, old, new), learned, Gaussian(mean, covariance))
+        return posterior, Evidence(evidence, jnp.asarray(jnp.inf), lost, never, lost.astype(jnp.int32))

@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from jaxpar.pomdp.model import LARGEST
 from jaxpar.pomdp.tabular import SUM_TOLERANCE, TabularPomdp
 from jaxpar.types import UsageError
 
-__all__ = ["load_pomdp", "save_pomdp"]
+__all__ = ["decimal", "is_numbered", "load_pomdp", "save_pomdp"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _PREAMBLE = ("discount", "values", "states", "actions", "observations")
@@ -48,22 +49,23 @@ def save_pomdp(model: TabularPomdp, path: str | os.PathLike) -> None:
     """Writes a model so that `load_pomdp` gives it back: entries that are not zero, shortest exact decimals."""
     counts = {"states": model.states, "actions": model.actions, "observations": model.observations}
     for kind, names in counts.items():
-        if not _numbered(names) and (bad := [name for name in names if _illegal(name)]):
+        if not is_numbered(names) and (bad := [name for name in names if _illegal(name)]):
             raise UsageError(
                 f"{kind} cannot be written with the name {bad[0]!r}: it needs a letter first, and no : or #"
             )
-    lines = [f"discount: {_decimal(model.discount)}", "values: reward"]
-    lines += [f"{kind}: {len(names) if _numbered(names) else ' '.join(names)}" for kind, names in counts.items()]
-    lines += ["start: " + " ".join(map(_decimal, np.asarray(model.start))), ""]
+    lines = [f"discount: {decimal(model.discount)}", "values: reward"]
+    lines += [f"{kind}: {len(names) if is_numbered(names) else ' '.join(names)}" for kind, names in counts.items()]
+    lines += ["start: " + " ".join(map(decimal, np.asarray(model.start))), ""]
     for head, array in (("T", model.transition), ("O", model.observation), ("R", model.reward)):
         rest = {"T": "", "O": "", "R": " : *" * (4 - np.ndim(array))}[head]
         array = np.asarray(array)
         for place in np.argwhere(array):
-            lines.append(f"{head}: {' : '.join(map(str, place))}{rest} {_decimal(array[tuple(place)])}")
+            lines.append(f"{head}: {' : '.join(map(str, place))}{rest} {decimal(array[tuple(place)])}")
     Path(path).write_text("\n".join(lines) + "\n")
 
 
-def _numbered(names: Sequence[str]) -> bool:
+def is_numbered(names: Sequence[str]) -> bool:
+    """Whether names are the numbers 0, 1, ..., as those of values that were only counted."""
     return tuple(names) == tuple(str(i) for i in range(len(names)))
 
 
@@ -71,7 +73,7 @@ def _illegal(name: str) -> bool:
     return name in _RESERVED or not re.fullmatch(r"[A-Za-z][^\s:#]*", name)
 
 
-def _decimal(value: Any) -> str:
+def decimal(value: Any) -> str:
     """The fewest digits that give the same float of the same precision again."""
     scalar: Any = np.asarray(value)[()]
     return np.format_float_positional(scalar, unique=True, trim="0")
@@ -86,6 +88,7 @@ class _Parser:
         self.end = text.count("\n") + 1
         self.given: dict[str, Any] = {}
         self.start: np.ndarray | None = None
+        self.start_line = self.reset_line = 0
         self.rewards: list[tuple[tuple, np.ndarray]] = []
 
     def model(self) -> TabularPomdp:
@@ -154,6 +157,8 @@ class _Parser:
     def number(self, word: str, line: int) -> float:
         if not _NUMBER.fullmatch(word):
             self.refuse(line, f"expected a number, not {word!r}")
+        if abs(float(word)) > LARGEST:
+            self.refuse(line, f"{word} is too large a number; at most {LARGEST:g} in size can be planned with")
         return float(word)
 
     # --- preamble and start -------------------------------------------------------------------------------------
@@ -201,6 +206,11 @@ class _Parser:
 
     def read_start(self, line: int) -> None:
         self.need_preamble(line, "start")
+        if self.start_line:
+            self.refuse(line, f"start is given a second time, after line {self.start_line}")
+        if self.reset_line:
+            self.refuse(line, f"start must come before the 'reset' of line {self.reset_line}, which goes back to it")
+        self.start_line = line
         mode = self.next()[0] if self.peek() in ("include", "exclude") else None
         self.colon("start")
         words, num_states = self.body(), self.sizes[0]
@@ -283,7 +293,10 @@ class _Parser:
                 return np.eye(shape[0])
             if kind != "T":
                 self.refuse(words[0][1], "'reset' is for T: it goes back to the start")
-            return np.broadcast_to(np.full(shape[-1], 1 / shape[-1]) if self.start is None else self.start, shape)
+            if self.start is None:  # uniform, unless a start follows, which is refused
+                self.reset_line = self.reset_line or words[0][1]
+                return np.full(shape, 1 / shape[-1])
+            return np.broadcast_to(self.start, shape)
         count = int(np.prod(shape))
         return self.numbers(words, count, f"{kind} with {given} indices", line).reshape(shape)
 

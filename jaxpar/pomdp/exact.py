@@ -8,12 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import AtLeast, check_value
 from jaxpar.pomdp import _alpha, _points
 from jaxpar.pomdp.bounds import blind, fib
+from jaxpar.pomdp.exact_belief import chances_of
+from jaxpar.pomdp.model import num_actions
+from jaxpar.pomdp.search import PlanInfo
 from jaxpar.pomdp.tabular import TabularPomdp
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Exact", "iterated_values", "reachable_beliefs", "solve_exact"]
+
+
+SETTLED = 256
+"""Most beliefs that are backed up again and again at once."""
+SETTLE_EVERY = 10
+"""Trials between."""
 
 
 @flax.struct.dataclass
@@ -45,6 +55,42 @@ class Exact:
     def action(self, belief: Array) -> Array:
         """The first action of the best vector at a belief `[S]`."""
         return self.actions[(self.alphas @ belief).argmax()]
+
+    def plan(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
+        """The action of the best vector, as a planner gives it, so that `simulate` can play the policy.
+
+        With `ExactBelief` it earns at least `lower`, if it was solved for an infinite horizon; of a finite one the
+        first step is right, and later ones as if none had passed. The key is not used, and nothing is searched:
+        `values` are the best of each action's own vectors, which bound Q from below, -inf where an action has none.
+
+        Args:
+            key: not used.
+            env: an environment of the model.
+            params: its parameters.
+            belief: of `ExactBelief`, particles whose states are their numbers, or chances `[S]`.
+        """
+        count = num_actions(env, params)
+        worth = self.alphas @ chances_of(belief, self.alphas.shape[1]).astype(self.alphas.dtype)
+        values = jnp.full((count,), -jnp.inf, worth.dtype).at[self.actions].max(worth).astype(jnp.float32)
+        action, zero = self.actions[worth.argmax()].astype(jnp.int32), jnp.zeros((), jnp.int32)
+        return action, PlanInfo(
+            value=worth.max().astype(jnp.float32),
+            values=values,
+            preferences=values,
+            policy=jax.nn.one_hot(action, count),
+            entropy=jnp.zeros(()),
+            visits=jnp.zeros((count,), jnp.int32),
+            nodes=zero,
+            edges=zero,
+            depth=zero,
+            iterations=zero,
+            steps=zero,
+            overflow=zero,
+            invalid=zero,
+            stranded=zero,
+            ended=jnp.zeros(()),
+            legal=jnp.ones((count,), bool),
+        )
 
 
 def solve_exact(
@@ -87,6 +133,13 @@ def solve_exact(
         raise UsageError(f"the horizon must be at least one step, or None for ever, not {horizon}")
     if not tol > 0:
         raise UsageError(f"tol must be above zero, not {tol}")
+    for name, value in (
+        ("max_iterations", max_iterations),
+        ("max_vectors", max_vectors),
+        ("num_lanes", num_lanes),
+        ("depth", depth),
+    ):
+        check_value(name, value, AtLeast(1), int)
     if horizon is None and method == "points":
         return _by_trials(model, tol, max_iterations, num_lanes, depth, jax.random.key(0) if key is None else key)
     return _by_vectors(model, horizon, tol, max_vectors)
@@ -114,25 +167,58 @@ def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vector
 
 
 def _by_trials(model: TabularPomdp, tol: float, max_iterations: int, num_lanes: int, depth: int, key: PRNGKey) -> Exact:
-    most = num_lanes * depth
+    most = max(num_lanes * depth, SETTLED)
     capacity = 2 ** math.ceil(math.log2(2 * most + len(model.actions)))
     bounds, ends, done, number = _points.first_bounds(model, capacity), (-np.inf, np.inf), False, 0
+    seen: dict[bytes, np.ndarray] = {}
     while not done and number < max_iterations:
+        before = int(bounds.num_points)
         bounds, made = _trial(jax.random.fold_in(key, number), model, bounds, 0.5 * tol, num_lanes, depth)
         ends, number = np.asarray(made), number + 1
+        _see(seen, np.asarray(bounds.points[before : int(bounds.num_points)]))
+        bounds, capacity = _fitted(bounds, capacity, most)
+        if number % SETTLE_EVERY == 0 and ends[1] - ends[0] > tol:
+            bounds, made = _settle(
+                model, bounds, jnp.asarray(_latest(seen, model)), jnp.asarray(tol, model.start.dtype)
+            )
+            ends = np.asarray(made)
+            bounds, capacity = _fitted(bounds, capacity, most)
         done = bool(ends[1] - ends[0] <= tol)
-        while max(int(bounds.num_alphas), int(bounds.num_points)) > capacity - most:
-            bounds = _pruned(bounds)
-            if max(int(bounds.num_alphas), int(bounds.num_points)) > capacity // 2:
-                capacity *= 2
-                bounds = _points.grown(bounds, capacity)
     lower, upper = (jnp.asarray(end, model.start.dtype) for end in ends)
     bounds = _pruned(bounds)
     count = int(bounds.num_alphas)
     return Exact(lower, lower, upper, bounds.alphas[:count], bounds.actions[:count], done, number)
 
 
+def _fitted(bounds: _points.Bounds, capacity: int, most: int) -> tuple[_points.Bounds, int]:
+    """The bounds with room for `most` more vectors and points, and their capacity."""
+    while max(int(bounds.num_alphas), int(bounds.num_points)) > capacity - most:
+        bounds = _pruned(bounds)
+        if max(int(bounds.num_alphas), int(bounds.num_points)) > capacity // 2:
+            capacity *= 2
+            bounds = _points.grown(bounds, capacity)
+    return bounds, capacity
+
+
+def _see(seen: dict[bytes, np.ndarray], beliefs: np.ndarray) -> None:
+    """Puts beliefs at the end of those seen, each once."""
+    for belief in beliefs:
+        name = np.round(belief, 6).tobytes()
+        seen.pop(name, None)
+        seen[name] = belief
+
+
+def _latest(seen: dict[bytes, np.ndarray], model: TabularPomdp) -> np.ndarray:
+    """The corners, if they are few, and the latest beliefs, `[B, S]` with B of few sizes (each compiles once)."""
+    num_states, dtype = len(model.states), np.asarray(model.start).dtype
+    corners = list(np.eye(num_states, dtype=dtype)) if num_states <= SETTLED // 2 else []
+    rows = [*corners, *list(seen.values())[-(SETTLED - len(corners)) :]]
+    size = next(size for size in (SETTLED // 16, SETTLED // 4, SETTLED) if size >= len(rows))
+    return np.stack([*rows, *[rows[-1]] * (size - len(rows))])
+
+
 _trial = jax.jit(_points.trial, static_argnames=("num_lanes", "depth"))
+_settle = jax.jit(_points.settled)
 _pruned = jax.jit(_points.pruned)
 
 

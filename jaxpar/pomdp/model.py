@@ -12,9 +12,11 @@ from jaxpar.env import Discrete, Transition, step
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
+    "LARGEST",
     "Simulated",
     "discount_of",
     "is_traced",
+    "is_usable",
     "leaf_values",
     "legal_actions",
     "num_actions",
@@ -26,15 +28,24 @@ __all__ = [
 ]
 
 
+LARGEST = 1e24
+"""Of rewards and leaf values: the sums of 2^31 of them over any horizon, and their differences, are still float32."""
+
+
+def is_usable(values: Array) -> Array:
+    """Whether rewards or values can be added up: finite, and at most `LARGEST` in size; bool."""
+    return jnp.abs(values) <= LARGEST  # false of NaN
+
+
 class Simulated(NamedTuple):
     """One step of n simulations.
 
     Attributes:
         state: next states `[n, ...]`.
         obs_key: int32 `[n]`.
-        reward: float32 `[n]`, 0 where it was not finite.
+        reward: float32 `[n]`, 0 where it was not finite, or larger than `LARGEST`.
         terminated: bool `[n]`.
-        invalid: bool `[n]`, the reward was not finite.
+        invalid: bool `[n]`, which those were.
     """
 
     state: PyTree
@@ -92,9 +103,9 @@ def _step_keyed(key: PRNGKey, env: Any, params: PyTree, state: PyTree, action: A
 def simulate_keyed(keys: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
     """One step of n simulations, each with its own of `keys` `[n]`, which it consumes."""
     following, names = jax.vmap(lambda *row: _step_keyed(row[0], env, params, *row[1:]))(keys, states, actions)
-    finite = jnp.isfinite(following.reward)
-    reward = jnp.where(finite, following.reward, 0.0)
-    return Simulated(following.state, names, reward, following.terminated, ~finite)
+    usable = is_usable(following.reward)
+    reward = jnp.where(usable, following.reward, 0.0)
+    return Simulated(following.state, names, reward, following.terminated, ~usable)
 
 
 def simulate_steps(key: PRNGKey, env: Any, params: PyTree, states: PyTree, actions: Array) -> Simulated:
@@ -143,7 +154,7 @@ def leaf_values(
     live: Array,
     actions: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Guesses of the values of n states, float32 `[n]`, and which were not finite (those count as 0).
+    """Guesses of the values of n states, float32 `[n]`, and which were not finite or too large (those count as 0).
 
     Args:
         key: consumed.
@@ -169,5 +180,5 @@ def leaf_values(
     else:
         values = jnp.zeros(live.shape)
     values = jnp.asarray(values, jnp.float32)
-    finite = jnp.isfinite(values)
-    return jnp.where(live & finite, values, 0.0), live & ~finite
+    usable = is_usable(values)
+    return jnp.where(live & usable, values, 0.0), live & ~usable

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.fields import AtLeast, check_value
 from jaxpar.pomdp.search import Search, children_of
 from jaxpar.pomdp.tree import EMPTY
 from jaxpar.types import PyTree
@@ -61,7 +62,12 @@ def outline(
         width: branches at each place.
         actions: names of the actions; without them "a3".
         observations: names of the observation keys; without them "o7".
+
+    Raises:
+        UsageError: a negative depth or width.
     """
+    for name, value in (("depth", depth), ("width", width)):
+        check_value(name, value, AtLeast(0), int)
     tree = jax.tree.map(np.asarray, search.tree)
     links = children_of(planner, env, params).links(search.tree.children)
     edge, key, node = (np.asarray(x) for x in links)

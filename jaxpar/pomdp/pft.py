@@ -22,7 +22,8 @@ from jaxpar.env import step
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
-from jaxpar.pomdp.model import discount_of, leaf_values, legal_actions, num_observations
+from jaxpar.pomdp.clock import decided, nothing_to_plan, refuse, repeat_until
+from jaxpar.pomdp.model import discount_of, is_usable, leaf_values, legal_actions, num_observations
 from jaxpar.pomdp.pomcp import BACKUPS, back_up, best_mean, ranks, upper_confidence
 from jaxpar.pomdp.search import (
     LEAVES,
@@ -31,15 +32,11 @@ from jaxpar.pomdp.search import (
     PlanInfo,
     begin,
     children_of,
-    decided,
     embark,
     is_waiting,
     land,
     moving,
-    nothing_to_plan,
     plan,
-    refuse,
-    repeat_until,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, arrive, take, tally
 from jaxpar.pomdp.widening import (
@@ -178,6 +175,7 @@ class Pft:
             reward=rows,
             over=jnp.zeros((nodes,), bool),
             held=jnp.zeros((nodes,), jnp.int32),
+            invalid=jnp.zeros((), jnp.int32),
         )
         return Widened(search, store)
 
@@ -219,12 +217,12 @@ class Pft:
         leaves = leaf_values(
             leaf_key, env, params, lanes.states, discount, self.leaf, self.rollout_depth, waiting, lanes.action
         )
-        finite = jnp.isfinite(path.rewards)
-        path = path._replace(rewards=jnp.where(finite, path.rewards, 0.0))
+        usable = is_usable(path.rewards)
+        path = path._replace(rewards=jnp.where(usable, path.rewards, 0.0))
         tree = dataclasses.replace(
             tree,
             reward_sum=add_at(tree.reward_sum, path.edges.reshape(-1), path.rewards.reshape(-1)),
-            invalid=tree.invalid + jnp.sum(~finite, dtype=jnp.int32),
+            invalid=tree.invalid + jnp.sum(~usable, dtype=jnp.int32) + store.invalid - widened.store.invalid,
         )
         tree, path = land(tree, path, lanes, leaves, discount)
         return Widened(dataclasses.replace(search, tree=back_up(tree, path, depth, discount, self.backup)), store)
@@ -254,7 +252,7 @@ class Pft:
             children = Hashed() if self.children is None else self.children
         move = Step(lanes.node, edge, edge, action, result, lanes.live)
         on = (edge != EMPTY) & ~self._is_over(env, params, move)
-        tree, child = arrive(tree, children, edge, name.astype(jnp.int32), on)
+        tree, child, _ = arrive(tree, children, edge, name.astype(jnp.int32), on)
         lost = (lanes.live & (edge == EMPTY)) | (on & (child == EMPTY))
         tree = tally(tree, steps=edge != EMPTY, overflow=lost, stranded=stranded)
         return tree, move._replace(child=child, fresh=(child != EMPTY) & (child >= before))
@@ -316,8 +314,9 @@ class Pft:
         weights = jnp.where(at_root[:, None], 0.0, store.log_weights.at[last.node].get(mode="clip"))
         keys = jax.random.split(filter_key, count)
         filtered = functools.partial(filter_step, env=env, params=params)
-        states, weights, reward = jax.vmap(filtered)(keys, states, weights, last.action, last.result)
-        mine = jnp.where(speaks(last, before), last.child, EMPTY)
+        states, weights, reward, wrong = jax.vmap(filtered)(keys, states, weights, last.action, last.result)
+        first = speaks(last, before)
+        mine = jnp.where(first, last.child, EMPTY)
         store = dataclasses.replace(
             store,
             states=jax.tree.map(lambda old, new: old.at[mine].set(new, mode="drop"), store.states, states),
@@ -325,6 +324,7 @@ class Pft:
             obs=jax.tree.map(lambda old, new: old.at[mine].set(new, mode="drop"), store.obs, last.result.obs),
             reward=store.reward.at[mine].set(reward, mode="drop"),
             over=store.over.at[mine].set(last.result.terminated, mode="drop"),
+            invalid=store.invalid + jnp.sum(jnp.where(first, wrong, 0), dtype=jnp.int32),
         )
         if not self.is_keyed(env, params):
             own = store.reward.at[last.child].get(mode="clip")

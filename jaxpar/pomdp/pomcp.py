@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.pomdp.adding import add_at
+from jaxpar.pomdp.clock import plan_until
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -24,7 +25,6 @@ from jaxpar.pomdp.search import (
     begin,
     grow,
     plan,
-    plan_until,
     report,
     search,
 )
@@ -171,6 +171,7 @@ class Pomcp:
         discount: in (0, 1]; None takes `params.discount`.
         leaf: value of a new node: "rollout" (`rollout_action`, else chance), "heuristic" or "zero".
         rollout_depth: steps of a rollout.
+        expand_after: visits to a node before simulations go on from it, as in `Vopp`.
         backup: what a node is worth to the edge above: "mean", all returns from it, as published, or "best", its best
             action so far. Means include what exploring cost, much where few simulations meet large penalties; the best
             of few samples flatters, much where leaf values do.
@@ -186,15 +187,20 @@ class Pomcp:
     discount: Any = field(None, Between(0, 1, "(]"))
     leaf: str = field("rollout", OneOf(LEAVES))
     rollout_depth: int = field(30, AtLeast(1))
+    expand_after: int = field(1, AtLeast(1))
     backup: str = field("mean", OneOf(BACKUPS))
     max_nodes: int = field(1 << 18, AtLeast(1))
     max_edges: int | None = field(None, AtLeast(1))
     children: Dense | Hashed | None = None
 
-    stops_at_new: ClassVar[bool] = True
     ranked_by: ClassVar[str] = "values"
 
     __post_init__ = check_fields
+
+    @property
+    def stops_before(self) -> int:
+        """How many visits a node needs for a simulation to go on from it."""
+        return self.expand_after
 
     def depth_of(self, k: Any) -> Any:
         """At most one level more than the batches so far."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pomdp.belief import is_weight
 from jaxpar.pomdp.pft import Pft
 from jaxpar.pomdp.pomcp import ranks
 from jaxpar.pomdp.search import Lanes, Path, is_waiting
@@ -45,8 +46,10 @@ class Pomcpow(Pft):
         weight = jax.vmap(lambda *row: env.log_likelihood(*row, params))(
             seen, lanes.states, move.action, move.result.state
         )
+        good = is_weight(weight)
+        weight = jnp.where(good, weight, -jnp.inf)
         if self.is_keyed(env, params):  # who made the observation itself must not be weighted by it again
-            weight = jnp.zeros_like(weight)
+            weight, good = jnp.zeros_like(weight), jnp.ones_like(good)
         place = ranks(move.child)
         held = store.held.at[move.child].get(mode="clip")
         row = jnp.where(place < size, move.child, EMPTY)  # of one batch a node takes m states at most
@@ -59,6 +62,7 @@ class Pomcpow(Pft):
             ),
             log_weights=store.log_weights.at[row, slot].set(jnp.asarray(weight, jnp.float32), mode="drop"),
             held=store.held.at[row].add(1, mode="drop"),
+            invalid=store.invalid + jnp.sum((row != EMPTY) & ~good, dtype=jnp.int32),
         )
         on = (move.child != EMPTY) & ~move.fresh
         chosen = drawn_index(key, store.log_weights.at[move.child].get(mode="clip"))

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import constrain, mesh_axes, partition
+from jaxpar.pomdp.clock import nothing_to_plan, refuse, repeat_until
 from jaxpar.pomdp.model import legal_actions
-from jaxpar.pomdp.search import PlanInfo, nothing_to_plan, refuse, repeat_until
+from jaxpar.pomdp.search import PlanInfo, root_value
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["RootParallel", "merged"]
@@ -57,6 +58,7 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
     else:
         order = preferences = mean(infos.preferences)
         value = jnp.mean(infos.value)
+    value = root_value(value, jnp.any(tried), jnp.all(infos.ended >= 1))
     action = jnp.where(jnp.any(tried & legal), jnp.argmax(jnp.where(legal, order, -jnp.inf)), jnp.argmax(legal))
     summed = ("nodes", "edges", "steps", "overflow", "invalid", "stranded")
     return action.astype(jnp.int32), PlanInfo(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.model import Simulated, leaf_values, legal_actions, random_legal, simulate_keyed
+from jaxpar.pomdp.model import Simulated, is_usable, leaf_values, legal_actions, random_legal, simulate_keyed
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["HORIZON", "UPPER", "default_actions", "scenario_bounds", "scenario_keys", "scenario_steps"]
@@ -95,7 +95,7 @@ def scenario_bounds(
     beyond, missing = leaf_values(keys[0], env, params, _flat(ends), discount, planner.leaf, 1, alive.ravel())
     default = total + weight[:, None] * beyond.reshape(live.shape)
     upper = _upper_values(planner, env, params, states, horizon - depth, discount)
-    finite = jnp.isfinite(upper)
+    finite = is_usable(upper)
     left = live & (depth < horizon)[:, None]
     invalid = wrong + jnp.sum(missing, dtype=jnp.int32) + jnp.sum(left & ~finite, dtype=jnp.int32)
     upper = jnp.where(left & finite, upper, default)

@@ -1,4 +1,4 @@
-"""What every tree planner shares: batches of simulations down the tree, what a plan reports, and the clock.
+"""What every tree planner shares: batches of simulations down the tree, and what a plan reports.
 
 A planner of this family is a frozen dataclass with sizes, `select` (which action each simulation takes) and `back_up`
 (what one level of the tree learns); `grow` runs batches of n simulations, one level at a time, all of them together.
@@ -6,8 +6,6 @@ A planner of this family is a frozen dataclass with sizes, `select` (which actio
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -25,10 +23,9 @@ from jaxpar.pomdp.model import (
     simulate_steps,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, add_leaves, arrive, empty_tree, take, tally
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = [
-    "decided",
     "LEAVES",
     "Path",
     "PlanInfo",
@@ -39,16 +36,13 @@ __all__ = [
     "drawn_from_nothing",
     "embark",
     "grow",
-    "improve_until",
+    "invalid_weights",
     "is_waiting",
     "land",
     "moving",
-    "nothing_to_plan",
     "plan",
-    "plan_until",
-    "refuse",
-    "repeat_until",
     "report",
+    "root_value",
     "search",
 ]
 
@@ -85,7 +79,8 @@ class PlanInfo:
     """What a plan says of itself.
 
     Attributes:
-        value: float32, the value of the root belief.
+        value: float32, the value of the root belief: 0 where every state drawn from it had ended, and -inf where no
+            simulation went on from it for another reason (no time, no room).
         values: float32 `[A]`, Q of each action at the root; -inf where it was not tried.
         preferences: float32 `[A]`, Psi (Vopp) or the visits' share (Pomcp); -inf where not tried.
         policy: float32 `[A]`, how the root would act at random.
@@ -97,7 +92,8 @@ class PlanInfo:
         iterations: int32, batches of simulations.
         steps: int32, simulated steps on the tree (rollouts not counted).
         overflow: int32, steps that found no room in the tree; raise max_nodes or max_edges where it is not small.
-        invalid: int32, rewards or leaf values that were not finite, counted as 0.
+        invalid: int32, rewards or leaf values that were not finite, or beyond `LARGEST` in size, counted as 0, and
+            likelihoods or weights of the belief that were no numbers, counted as none.
         stranded: int32, simulations that stopped since their state allowed no action, and all of them where the belief
             had no weight anywhere, so that its draws mean nothing; 0 unless a mask or a belief is broken.
         ended: float32, the share of root draws that were terminal states: 1 means that there was nothing to plan.
@@ -148,6 +144,7 @@ def begin(planner: Any, env: Any, params: PyTree, belief: Any, iterations: int) 
     max_edges = min(most, planner.max_nodes if planner.max_edges is None else planner.max_edges)
     actions = num_actions(env, params)
     tree = empty_tree(actions, max_nodes, max_edges, children_of(planner, env, params))
+    tree = dataclasses.replace(tree, invalid=tree.invalid + invalid_weights(belief))
     zero = jnp.zeros((), jnp.int32)
     return Search(tree, jnp.ones((actions,), bool), zero, zero)
 
@@ -213,6 +210,11 @@ def drawn_from_nothing(belief: Any, count: int) -> Array:
     return jnp.where(getattr(belief, "weightless", False), count, 0).astype(jnp.int32)
 
 
+def invalid_weights(belief: Any) -> Array:
+    """How many weights of a belief are no numbers, int32."""
+    return jnp.asarray(getattr(belief, "invalid", 0), jnp.int32)
+
+
 def moving(lanes: "Lanes", legal: Array) -> tuple["Lanes", Array]:
     """Stops the live simulations whose states allow no action by `legal` `[n, A]`, and says which they are."""
     able = jnp.any(legal, axis=1)
@@ -272,8 +274,7 @@ def _descend(
     moved = edges != EMPTY
     result = simulate_steps(step_key, env, params, lanes.states, actions)
     on = moved & ~result.terminated
-    before = tree.num_nodes
-    tree, node = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
+    tree, node, earlier = arrive(tree, children_of(planner, env, params), edges, result.obs_key, on)
     lost = (lanes.live & ~moved) | (on & (node == EMPTY))
     tree = tally(tree, steps=moved, overflow=lost, invalid=moved & result.invalid, stranded=stranded)
     tree = dataclasses.replace(tree, reward_sum=add_at(tree.reward_sum, edges, result.reward))
@@ -282,7 +283,7 @@ def _descend(
         states=jax.tree.map(lambda new, old: _where(moved, new, old), result.state, lanes.states),
         node=jnp.where(moved, node, lanes.node),
         stuck=jnp.where(on & (node == EMPTY), edges, lanes.stuck),
-        live=on & (node != EMPTY) & ~(planner.stops_at_new & (node >= before)),
+        live=on & (node != EMPTY) & (earlier >= planner.stops_before),
         action=jnp.where(moved, actions, lanes.action),
     )
     return tree, path.after(d, jnp.where(moved, node, EMPTY), edges, jnp.where(moved, result.reward, 0.0)), lanes
@@ -290,6 +291,11 @@ def _descend(
 
 def _where(chosen: Array, new: Array, old: Array) -> Array:
     return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 1)), new, old)
+
+
+def root_value(value: Array, tried: Array, ended: Array) -> Array:
+    """The value of a root where anything was `tried`; else 0 where all had `ended`, and -inf."""
+    return jnp.where(tried, value, jnp.where(ended, 0.0, -jnp.inf))
 
 
 def report(
@@ -307,7 +313,7 @@ def report(
     best = jnp.where(tried & search.legal, order, -jnp.inf)
     action = jnp.where(jnp.any(tried & search.legal), jnp.argmax(best), jnp.argmax(search.legal)).astype(jnp.int32)
     return action, PlanInfo(
-        value=value,
+        value=root_value(value, jnp.any(tried), search.ended >= search.drawn),
         values=jnp.where(tried, tree.value.at[row].get(mode="clip"), -jnp.inf),
         preferences=preferences,
         policy=policy,
@@ -324,95 +330,6 @@ def report(
         ended=search.ended / jnp.maximum(search.drawn, 1),
         legal=search.legal,
     )
-
-
-@functools.partial(jax.jit, static_argnames=("planner", "env"))
-def _begun(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any) -> tuple[Search, Array]:
-    """The empty search, and what `refuse` takes: one launch, where op by op takes 40 ms on a GPU."""
-    states = belief.draw(key, planner.num_simulations)
-    search = begin(planner, env, params, belief, planner.iterations)
-    legal = jnp.all(legal_actions(env, params, states), axis=0)
-    return dataclasses.replace(search, legal=legal), nothing_to_plan(env, params, belief, states)
-
-
-@functools.partial(jax.jit, static_argnames=("planner",))
-def decided(planner: Any, search: Any) -> tuple[Array, Any]:
-    """`planner.decide` of a search, compiled."""
-    return planner.decide(search)
-
-
-@functools.partial(jax.jit, static_argnames=("planner", "env", "iterations"), donate_argnames=("search",))
-def _grown(
-    key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int
-) -> Search:
-    return grow(planner, key, env, params, belief, search, iterations)
-
-
-def improve_until(
-    key: PRNGKey,
-    planner: Any,
-    env: Any,
-    params: PyTree,
-    belief: Any,
-    deadline: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Search:
-    """Runs batches until the next one would probably end after `deadline`, at most `planner.iterations`.
-
-    Args:
-        key: consumed.
-        planner: its `iterations` bound the work and, with the capacities, the memory.
-        env: hashable.
-        params: its parameters.
-        belief: with `draw`.
-        deadline: when to be done, on `clock`, in seconds.
-        clock: for tests.
-
-    Raises:
-        UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
-    """
-    discount_of(params, planner.discount)  # which cannot refuse what is traced
-    search, nothing = _begun(key, planner, env, params, belief)
-    refuse(nothing)
-
-    def advance(search: Search) -> Search:
-        return _grown(key, planner, env, params, belief, search, 1)
-
-    return repeat_until(advance, search, planner.iterations, deadline, clock)
-
-
-def nothing_to_plan(env: Any, params: PyTree, belief: Any, states: PyTree) -> Array:
-    """Whether all of `states` `[n, ...]`, drawn from `belief`, have ended, and whether it has no weight: bool `[2]`."""
-    ended = jnp.all(jax.vmap(lambda state: env.terminal(state, params))(states))
-    return jnp.stack([ended, jnp.asarray(getattr(belief, "weightless", False))])
-
-
-def refuse(nothing: Array) -> None:
-    """`UsageError` where there is nothing to plan, which a compiled draw cannot say."""
-    ended, weightless = jax.device_get(nothing)
-    if weightless:
-        raise UsageError("the belief has no particle left with any weight; give it a rejuvenation hook")
-    if ended:
-        raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
-
-
-def repeat_until(
-    advance: Callable[[Any], Any],
-    state: Any,
-    most: int,
-    deadline: float,
-    clock: Callable[[], float] = time.monotonic,
-    done: Callable[[Any], bool] = lambda state: False,
-) -> Any:
-    """`advance` repeated, at most `most` times, until `done`, or the next would probably end after `deadline`."""
-    longest = 0.0
-    for _ in range(most):
-        began = clock()
-        if began + longest >= deadline or done(state):
-            break
-        state = jax.block_until_ready(advance(state))
-        longest = max(longest, clock() - began)
-    return state
 
 
 def plan(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
@@ -432,22 +349,3 @@ def search(planner: Any, key: PRNGKey, env: Any, params: PyTree, belief: Any) ->
     """The search that `plan` decides by, with the whole tree; a planner's method, too."""
     first = begin(planner, env, params, belief, planner.iterations)
     return grow(planner, key, env, params, belief, first, planner.iterations)
-
-
-def plan_until(
-    planner: Any,
-    key: PRNGKey,
-    env: Any,
-    params: PyTree,
-    belief: Any,
-    deadline: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> tuple[Array, PlanInfo]:
-    """As `plan`, with as many of the batches as end before `deadline` on `clock` (s); runs on the host.
-
-    A deadline that is too short for one batch still gives a legal action, with `iterations` 0.
-
-    Raises:
-        UsageError: every state drawn from the belief has ended.
-    """
-    return decided(planner, improve_until(key, planner, env, params, belief, deadline, clock))

@@ -1,5 +1,6 @@
 """Whole episodes of belief, planner and environment in one scan, and many of them at once."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -7,10 +8,19 @@ import jax.numpy as jnp
 
 from jaxpar.env import reset, step
 from jaxpar.mesh import mesh_axes, partition
-from jaxpar.pomdp.model import discount_of
+from jaxpar.pomdp.model import discount_of, is_traced
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Episode", "Summary", "simulate", "simulate_many", "summarize"]
+__all__ = [
+    "DishonestValues",
+    "Episode",
+    "Summary",
+    "dishonesty",
+    "simulate",
+    "simulate_many",
+    "standard_error",
+    "summarize",
+]
 
 
 class Episode(NamedTuple):
@@ -28,12 +38,14 @@ class Episode(NamedTuple):
         log_evidence: float32 `[T]`, of the observation under the belief.
         ess: float32 `[T]`, effective sample size.
         depleted: bool `[T]`, no particle explained the observation.
+        unweighed: int32 `[T]`, particles whose likelihood was no number.
         value: float32 `[T]`, the planner's value of the belief.
         entropy: float32 `[T]`, of the root policy.
         nodes: int32 `[T]`, of the tree.
         overflow: int32 `[T]`, steps that found no room in the tree.
         invalid: int32 `[T]`, rewards or leaf values that were not finite while planning.
         stranded: int32 `[T]`, simulations without a legal action, or of a belief without weight.
+        left: float32, what the planner still promised, discounted to the start, where the episode was cut; else 0.
     """
 
     discounted_return: Array
@@ -47,12 +59,14 @@ class Episode(NamedTuple):
     log_evidence: Array
     ess: Array
     depleted: Array
+    unweighed: Array
     value: Array
     entropy: Array
     nodes: Array
     overflow: Array
     invalid: Array
     stranded: Array
+    left: Array
 
 
 class Summary(NamedTuple):
@@ -62,7 +76,12 @@ class Summary(NamedTuple):
         mean: of the discounted returns.
         error: its standard error.
         length: mean number of steps.
+        promised: mean of the planner's values of the first beliefs.
+        optimism: promised less returned, and less what the planner still promised where an episode was cut: near 0 if
+            values are honest. Above it, leaf values promise what is not earned (or the planner lacks simulations).
+        optimism_error: its standard error.
         depleted: share of steps whose observation no particle explained.
+        unweighed: particles whose likelihood was no number, in all.
         overflow: mean over steps of simulation steps without room.
         invalid: rewards or leaf values that were not finite, in all.
         stranded: simulations without a legal action, in all.
@@ -72,11 +91,19 @@ class Summary(NamedTuple):
     mean: Array
     error: Array
     length: Array
+    promised: Array
+    optimism: Array
+    optimism_error: Array
     depleted: Array
+    unweighed: Array
     overflow: Array
     invalid: Array
     stranded: Array
     illegal: Array
+
+
+class DishonestValues(UserWarning):
+    """A planner promised far more than its episodes returned."""
 
 
 def simulate(
@@ -117,6 +144,7 @@ def simulate(
             "log_evidence": jnp.where(on, evidence.log_evidence, 0.0),
             "ess": jnp.where(on, evidence.ess, 0.0),
             "depleted": on & evidence.depleted,
+            "unweighed": jnp.where(on, jnp.asarray(evidence.invalid, jnp.int32), 0),
             "value": info.value,
             "entropy": info.entropy,
             "nodes": info.nodes,
@@ -129,9 +157,17 @@ def simulate(
         return (following.state, belief, on), (live, row)
 
     alive = ~jnp.asarray(env.terminal(state, params), bool)
-    _, (live, rows) = jax.lax.scan(advance, (state, belief, alive), jax.random.split(walk_key, num_steps))
-    total = jnp.sum(rows["reward"] * jnp.asarray(discount, jnp.float32) ** jnp.arange(num_steps))
-    return Episode(discounted_return=total, length=jnp.sum(live, dtype=jnp.int32), live=live, **rows)
+    (_, _, cut), (live, rows) = jax.lax.scan(advance, (state, belief, alive), jax.random.split(walk_key, num_steps))
+    weights = jnp.asarray(discount, jnp.float32) ** jnp.arange(num_steps)
+    # The value before the last step, less what that step earned: no belief after it is planned for.
+    left = jnp.where(cut, weights[-1] * (rows["value"][-1] - rows["reward"][-1]), 0.0)
+    return Episode(
+        discounted_return=jnp.sum(rows["reward"] * weights),
+        length=jnp.sum(live, dtype=jnp.int32),
+        live=live,
+        left=left,
+        **rows,
+    )
 
 
 def simulate_many(
@@ -171,15 +207,48 @@ def simulate_many(
 
 
 def summarize(episodes: Episode) -> Summary:
-    """The mean return with its standard error, and what went wrong, over the leading axis of `episodes`."""
+    """The mean return with its standard error, what was promised, and what went wrong, over E leading `episodes`.
+
+    Warns with `DishonestValues` where `dishonesty` has something to say (outside transformations only).
+    """
     returns, steps = episodes.discounted_return, jnp.maximum(jnp.sum(episodes.length), 1)
-    return Summary(
+    promised = episodes.value[:, 0]
+    optimism = promised - returns - episodes.left
+    summary = Summary(
         mean=jnp.mean(returns),
-        error=jnp.std(returns, ddof=1) / jnp.sqrt(returns.shape[0]),
+        error=standard_error(returns),
         length=jnp.mean(episodes.length),
+        promised=jnp.mean(promised),
+        optimism=jnp.mean(optimism),
+        optimism_error=standard_error(optimism),
         depleted=jnp.sum(episodes.depleted) / steps,
+        unweighed=jnp.sum(episodes.unweighed),
         overflow=jnp.sum(episodes.overflow) / steps,
         invalid=jnp.sum(episodes.invalid),
         stranded=jnp.sum(episodes.stranded),
         illegal=jnp.sum(episodes.illegal),
+    )
+    if not is_traced(summary) and (why := dishonesty(summary.optimism, summary.optimism_error, summary.promised)):
+        warnings.warn(why, DishonestValues, stacklevel=2)
+    return summary
+
+
+def standard_error(values: Array) -> Array:
+    """Of the mean of `[E]` independent values; NaN of a single one."""
+    return jnp.std(values, ddof=1) / jnp.sqrt(values.shape[0])
+
+
+def dishonesty(optimism: Any, error: Any, promised: Any) -> str:
+    """What to say where a planner's start values are far above what was earned; empty where they are not.
+
+    Far is beyond 4 standard errors, and beyond a twentieth of what was promised, however many the episodes. A promise
+    below what is earned is not told: `Despot` returns lower bounds, and means of UCB1 hold what exploring cost.
+    """
+    optimism, error, promised = float(optimism), float(error), float(promised)
+    if not optimism > max(4 * error, 0.05 * abs(promised)):  # not of a NaN, either
+        return ""
+    return (
+        f"the planner promised {promised:.4g} at the start, {optimism:.3g} ± {error:.2g} more than was earned: leaf "
+        "values (heuristic, rollouts) that no policy reaches, nodes with too few states each to be a belief "
+        "(expand_after), or too few simulations"
     )

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxpar.env import Discrete, picture
+from jaxpar.pomdp.model import LARGEST
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["TabularEnvironment", "TabularPomdp", "from_environment", "tabular_update"]
@@ -88,9 +89,12 @@ class TabularPomdp:
             _names("actions", actions, num_actions),
             _names("observations", observations, num_observations),
         ]
-        if not np.isfinite(reward).all():
-            where = tuple(int(i) for i in np.argwhere(~np.isfinite(reward))[0])
-            raise UsageError(f"the reward at {list(where)} of {list(reward.shape)} is {reward[where]}, not finite")
+        if not (np.abs(reward) <= LARGEST).all():
+            where = tuple(int(i) for i in np.argwhere(~(np.abs(reward) <= LARGEST))[0])
+            raise UsageError(
+                f"the reward at {list(where)} of {list(reward.shape)} is {reward[where]}, not finite and at most "
+                f"{LARGEST:g} in size"
+            )
         if np.shape(discount) != () or not 0 < float(discount) <= 1:
             raise UsageError(f"the discount must be a number in (0, 1], not {discount}")
         transition = normalised("transition", transition, named[1], named[0])

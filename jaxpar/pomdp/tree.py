@@ -226,15 +226,24 @@ def take(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, A
     ), edges
 
 
-def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) -> tuple[Tree, Array]:
-    """The nodes of the observations `keys` below `edges`, made where missing: `(tree, int32 [n])`, as `take`."""
+def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) -> tuple[Tree, Array, Array]:
+    """The nodes of the observations `keys` below `edges`, made where missing: `(tree, int32 [n])`, as `take`.
+
+    And their visits before these, int32 `[n]`, which mean nothing where there is no node.
+    """
     table, nodes, count = children.find(tree.children, edges, keys, live, tree.num_nodes, tree.node_visits.shape[0])
-    return dataclasses.replace(
-        tree,
-        children=table,
-        num_nodes=count,
-        node_visits=tree.node_visits.at[nodes].add(1, mode="drop"),
-    ), nodes
+    earlier, visits = tree.node_visits.at[nodes].get(mode="clip"), tree.node_visits
+    earlier, visits = jax.lax.optimization_barrier((earlier, visits))  # reads before writes, as in `insert`
+    return (
+        dataclasses.replace(
+            tree,
+            children=table,
+            num_nodes=count,
+            node_visits=visits.at[nodes].add(1, mode="drop"),
+        ),
+        nodes,
+        earlier,
+    )
 
 
 def tally(tree: Tree, **flags: Array) -> Tree:

@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.pomdp._loops import map_lanes
+from jaxpar.pomdp.clock import plan_until
 from jaxpar.pomdp.search import (
     LEAVES,
     Lanes,
@@ -36,12 +37,11 @@ from jaxpar.pomdp.search import (
     begin,
     grow,
     plan,
-    plan_until,
     report,
     search,
 )
 from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, lineage, speaker, tell_parents
-from jaxpar.types import Array, PRNGKey
+from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
 
@@ -103,6 +103,9 @@ class Vopp:
         rollout_depth: steps of a rollout.
         unvisited: what untried actions count for in [L Psi](b): "leaf" (the guess v(b); simulations stop at new nodes),
             "mask" (nothing) or "paper" (-log(A)/eta, and so are they drawn; else each has its uniform share of draws).
+        expand_after: m, visits to a node before simulations go on from it; until then each stops there and adds its
+            guess. With 1, where observations rarely come twice, nodes hold one state each, whose best move is known
+            below, and all moves above look alike; with 4 to 16 a node first has a belief. For "leaf" alone.
         sweep: "visited" moves what the batch tried; "tree" every action ever tried, level by level.
         widen: how many actions a node considers at its first visit.
         widen_power: how that number grows with its visits.
@@ -121,6 +124,7 @@ class Vopp:
     leaf: str = field("heuristic", OneOf(LEAVES))
     rollout_depth: int = field(20, AtLeast(1))
     unvisited: str = field("leaf", OneOf(UNVISITED))
+    expand_after: int = field(1, AtLeast(1))
     sweep: str = field("visited", OneOf(("visited", "tree")))
     widen: Any = field(8.0, Positive())
     widen_power: Any = field(0.5, Between(0, 1))
@@ -131,12 +135,17 @@ class Vopp:
     iterated: ClassVar[bool] = True
     ranked_by: ClassVar[str] = "preferences"
 
-    @property
-    def stops_at_new(self) -> bool:
-        """Whether a simulation stops at the first node that it makes: there the guess is made that "leaf" needs."""
-        return self.unvisited == "leaf"
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.expand_after > 1 and self.unvisited != "leaf":
+            raise UsageError(
+                f'expand_after={self.expand_after} needs unvisited="leaf", where simulations stop at nodes.'
+            )
 
-    __post_init__ = check_fields
+    @property
+    def stops_before(self) -> int:
+        """How many visits a node needs for a simulation to go on from it; where nothing stops, none."""
+        return self.expand_after if self.unvisited == "leaf" else 0
 
     def depth_of(self, k: Any) -> Any:
         """How deep batch k goes: an int of an int, an int32 of a traced number."""

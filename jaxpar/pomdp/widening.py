@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Transition, step
-from jaxpar.pomdp.belief import systematic
+from jaxpar.pomdp.belief import is_weight, systematic
 from jaxpar.pomdp.search import Lanes, Search
 from jaxpar.pomdp.tree import EMPTY
 from jaxpar.types import Array, PRNGKey, PyTree
@@ -44,6 +44,7 @@ class Store:
         reward: float32 `[N]`, mean reward of the step to the node (Pft).
         over: bool `[N]`, the episode has ended there (Pft).
         held: int32 `[N]`, states that were added (Pomcpow).
+        invalid: int32, likelihoods that were no numbers; their particles have no weight.
     """
 
     states: PyTree
@@ -52,6 +53,7 @@ class Store:
     reward: Array
     over: Array
     held: Array
+    invalid: Array
 
 
 @flax.struct.dataclass
@@ -97,11 +99,11 @@ def slot_of_visit(draws: Array, visits: Array, rate: Any, power: Any) -> Array:
 
 def filter_step(
     key: PRNGKey, states: PyTree, log_weights: Array, action: Array, result: Transition, *, env: Any, params: PyTree
-) -> tuple[PyTree, Array, Array]:
+) -> tuple[PyTree, Array, Array, Array]:
     """One filter step of m particles for the observation of `result`: new ones, log weights, mean reward.
 
-    Resampled below half of the effective sample size. Where no particle explains the observation the node is the one
-    state that made it.
+    And how many likelihoods were no numbers, int32: their particles have no weight. Resampled below half of the
+    effective sample size. Where no particle explains the observation the node is the one state that made it.
     """
     move_key, pick_key = jax.random.split(key)
     size = log_weights.shape[0]
@@ -115,17 +117,21 @@ def filter_step(
     prior = jax.nn.softmax(log_weights)
     reward = jnp.sum(jnp.where(prior > 0, prior * rewards, 0.0))
     joint = jnp.where(ended, -jnp.inf, log_weights + seen)
+    good = is_weight(joint)
+    joint = jnp.where(good, joint, -jnp.inf)
     total = jax.nn.logsumexp(joint)
     lost = ~jnp.isfinite(total)
     weights = jnp.where(lost, -jnp.log(size), joint - jnp.where(lost, 0.0, total))
     poor = jnp.exp(-jax.nn.logsumexp(2 * weights)) < 0.5 * size
     chosen = jnp.where(poor, systematic(pick_key, weights, size), jnp.arange(size, dtype=jnp.int32))
     kept = jax.tree.map(lambda x, one: jnp.where(lost, one, x[chosen]), following, result.state)
-    return kept, jnp.where(poor, -jnp.log(size), weights).astype(jnp.float32), reward.astype(jnp.float32)
+    weights = jnp.where(poor, -jnp.log(size), weights).astype(jnp.float32)
+    return kept, weights, reward.astype(jnp.float32), jnp.sum(~good, dtype=jnp.int32)
 
 
 def drawn_index(key: PRNGKey, log_weights: Array) -> Array:
     """One index of each row `[n, m]` by its weights, int32 `[n]`; 0 where there is none."""
+    log_weights = jnp.where(is_weight(log_weights), log_weights, -jnp.inf)
     top = jnp.max(log_weights, axis=1, keepdims=True)
     total = jnp.cumsum(jnp.exp(log_weights - jnp.where(jnp.isfinite(top), top, 0.0)), axis=1)
     draws = jax.random.uniform(key, (log_weights.shape[0], 1)) * total[:, -1:]

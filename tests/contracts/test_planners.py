@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import inspect
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from fast import jit
 
 import envs
+from jaxpar.env import Discrete
 from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, RootParallel, Vopp
 from jaxpar.types import UsageError
 
@@ -80,16 +83,116 @@ def test_a_terminal_root_is_told(name):
     left = belief().states.replace(place=jnp.full_like(belief().states.place, ENV.size))
     ended = dataclasses.replace(belief(), states=left)
     action, info = compiled(name)[0](jax.random.key(1), ended)
-    assert float(info.ended) == 1 and int(info.steps) == 0 and 0 <= int(action) < ACTIONS
+    assert float(info.ended) == 1 and int(info.steps) == 0 and 0 <= int(action) < ACTIONS and float(info.value) == 0
     with pytest.raises(UsageError, match="terminal"):
         ROWS[name].plan_until(jax.random.key(1), ENV, PARAMS, ended, 1e9)
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, 3e38])
 @each_row
-def test_rewards_that_are_not_finite_are_counted(name):
-    action, info = compiled(name)[0](jax.random.key(1), belief(), PARAMS.replace(bad_reward=jnp.nan))
+def test_rewards_that_are_not_finite_are_counted(name, bad):
+    """And those whose sums would not be."""
+    action, info = compiled(name)[0](jax.random.key(1), belief(), PARAMS.replace(bad_reward=float(bad)))
     assert int(info.invalid) > 0 and info.legal[action]
     assert np.isfinite(np.asarray(info.values)[info.legal]).all() and np.isfinite(float(info.value))
+
+
+@flax.struct.dataclass
+class LessonParams:
+    partial: Any = False
+    noise: Any = 1
+    discount: Any = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """A hidden bit is told by the first observation, beside some noise, and asked for by the second action.
+
+    Action 1 first costs 1; the right answer pays 10, the wrong one -10, and ends it. With `partial`, action 1 first
+    pays 20, and is forbidden where the bit is 0. The guess is what is earned, and absurd where the episode has ended.
+    States: the bit, and twice the number of steps.
+    """
+
+    name = "Lesson"
+
+    def observation_space(self, params):
+        return Discrete(64)
+
+    def action_space(self, params):
+        return Discrete(2)
+
+    def init(self, key, params):
+        return jax.random.bernoulli(key).astype(jnp.int32)
+
+    def transition(self, key, state, action, params):
+        return jnp.minimum(state + 2, 4 + state % 2)
+
+    def observe(self, key, state, action, params):
+        return 32 * (state % 2) + jax.random.randint(key, (), 0, params.noise)
+
+    def log_likelihood(self, obs, state, action, next_state, params):
+        return jnp.where(obs // 32 == next_state % 2, -jnp.log(1.0 * params.noise), -jnp.inf)
+
+    def reward(self, state, action, next_state, params):
+        answered = jnp.where(action == state % 2, 10.0, -10.0)
+        first = jnp.where(params.partial, 20.0, -1.0) * action
+        return jnp.where(state < 2, first, jnp.where(state < 4, answered, 0.0))
+
+    def terminal(self, state, params):
+        return state >= 4
+
+    def heuristic(self, state, params):
+        return jnp.where(state >= 4, 777.0, jnp.where(state < 2, 10 * params.discount, 10.0))
+
+    def action_mask(self, state, params):
+        forbidden = jnp.asarray(params.partial) & (state == 0)
+        return jnp.stack([jnp.ones((), bool), ~forbidden])
+
+
+LESSON = Lesson()
+WIDE = {"num_simulations": 32, "iterations": 12}
+LEARNED = {
+    "vopp": Vopp(eta=1e3, max_depth=3, **WIDE),
+    "fixed-reference": FixedReference(eta=1e3, max_depth=3, **WIDE),
+    "pomcp": Pomcp(max_depth=3, leaf="heuristic", backup="best", exploration=5.0, **WIDE),
+    "pft": Pft(max_depth=3, num_particles=4, leaf="heuristic", backup="best", exploration=5.0, **WIDE),
+    "pomcpow": Pomcpow(max_depth=3, num_particles=4, leaf="heuristic", backup="best", exploration=5.0, **WIDE),
+    "despot": Despot(32, 12, max_depth=3, default=0, upper="heuristic"),
+    "root-parallel": RootParallel(Vopp(eta=1e3, max_depth=3, num_simulations=16, iterations=12), 2),
+}
+
+
+@functools.cache
+def learned(name):
+    known = ParticleBelief(32).init(jax.random.key(0), LESSON, LessonParams())
+    return jit(lambda key, params: LEARNED[name].plan(key, LESSON, params, known))
+
+
+@each_row
+def test_rewards_are_discounted_and_observations_used(name):
+    """Five less what the first action costs: nothing else is left to chance, so values are exact, visits counted."""
+    near = {"atol": 0.6 if name == "fixed-reference" else 0.05}  # whose nodes are worth a mean of what was tried there
+    for discount in (0.5, 0.25):
+        action, info = learned(name)(jax.random.key(1), LessonParams(discount=discount))
+        np.testing.assert_allclose(info.values[0], 10 * discount, **near)  # the other is soon left alone
+        np.testing.assert_allclose(info.value, 10 * discount, **near)
+        assert int(action) == 0 and int(info.invalid) == int(info.overflow) == int(info.stranded) == 0
+        visits = np.asarray(info.visits)
+        assert visits.min() >= 32 if name == "despot" else visits.sum() == 32 * 12 and visits.min() > 8
+
+
+@each_row
+def test_each_simulation_has_a_key_of_its_own(name):
+    """Were those of a batch to share one, it would see two observations an action: at most 49 nodes in all."""
+    _, info = learned(name)(jax.random.key(1), LessonParams(noise=32))
+    assert int(info.nodes) > {"despot": 30, "root-parallel": 80}.get(name, 49)
+
+
+@each_row
+def test_an_action_that_some_states_forbid_is_not_returned(name):
+    """Though it is tried in the others, and the better one there."""
+    action, info = learned(name)(jax.random.key(2), LessonParams(partial=True))
+    assert int(action) == 0 and info.legal.tolist() == [True, False]
 
 
 @pytest.mark.slow

@@ -86,3 +86,25 @@ def maze4x3():
     reward = np.full((4, 11), -0.04)
     reward[:, [3, 6]] = 1, -1
     return TabularPomdp.of(transition, np.stack([seen] * 4), reward, anew)
+
+
+def heavenhell():
+    """Geffner and Bonet (1998): one of two arms of a T ends in heaven, the other in hell; a priest at the foot knows.
+
+    Cells 0 .. 9: the start, the trunk 1 and 2, the left arm 3 and 4, the right one 5 and 6, and 7, 8, 9 to the priest
+    below; twice, with heaven on the left and on the right. Each cell looks like itself but the priest's, who tells.
+    From 4 and 6 one starts anew, for 1 or -1. Actions: north, south, east, west.
+    """
+    moves = {0: {0: 1, 1: 2, 7: 0}, 1: {1: 0, 2: 1, 0: 7}, 2: {3: 2, 4: 3, 2: 5, 5: 6, 7: 8, 8: 9}}
+    moves[3] = {2: 3, 3: 4, 5: 2, 6: 5, 8: 7, 9: 8}
+    start = np.zeros(20)
+    start[[0, 10]] = 0.5
+    transition, seen, reward = np.zeros((4, 20, 20)), np.zeros((20, 11)), np.zeros((4, 20))
+    for side in (0, 10):
+        for cell in range(10):
+            seen[side + cell, cell if cell < 9 else 9 + (side > 0)] = 1
+            for action in range(4):
+                transition[action, side + cell, side + moves[action].get(cell, cell)] = 1
+        transition[:, [side + 4, side + 6]] = start
+        reward[:, [side + 4, side + 6]] = (1, -1) if side == 0 else (-1, 1)
+    return TabularPomdp.of(transition, np.stack([seen] * 4), reward, start, 0.99)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pomdp_worlds import Tiger
+from pomdp_worlds import Leaving, Tiger
 
 from envs.rocksample import RockSample
 from jaxpar.pomdp import Gaussian, KalmanBelief, ParticleBelief, Particles
@@ -93,6 +93,61 @@ def test_depletion_is_told_and_recovered_by_the_hook():
         Particles(jnp.zeros(2), jnp.full(2, -jnp.inf)).draw(jax.random.key(0), 3)
 
 
+@dataclasses.dataclass(frozen=True)
+class Nan(Tiger):
+    """A likelihood that is no number for the tiger on the left."""
+
+    bad: float = float("nan")
+
+    def log_likelihood(self, obs, state, action, next_state, params):
+        return jnp.where(next_state == 0, self.bad, super().log_likelihood(obs, state, action, next_state, params))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_likelihood_that_is_no_number_costs_its_particle_alone(bad):
+    env, states = Nan(bad=bad), jnp.arange(8, dtype=jnp.int32) % 2
+    before = Particles(states, jnp.log(jnp.arange(1.0, 9.0) / 36))
+    after, told = ParticleBelief(8, 0.0).update(jax.random.key(0), before, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
+    assert int(told.invalid) == 4 and not bool(told.depleted)
+    weights = {int(s): 0.0 for s in states}
+    for s, w in zip(after.states.tolist(), np.exp(after.log_weights).tolist(), strict=True):
+        weights[s] += w
+    np.testing.assert_allclose([weights[0], weights[1]], [0, 1], atol=1e-6)
+    np.testing.assert_allclose(float(told.log_evidence), np.log(0.85 * (2 + 4 + 6 + 8) / 36), rtol=1e-5)
+    right = Particles(jnp.ones(8, jnp.int32), before.log_weights)
+    _, told = ParticleBelief(8, 0.0).update(jax.random.key(0), right, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
+    assert int(told.invalid) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_never_drawn(bad):
+    belief = Particles(jnp.arange(4), jnp.log(jnp.asarray([0.5, 0.25, 0.25, 1.0])).at[0].set(bad).at[3].set(-jnp.inf))
+    drawn = np.bincount(belief.draw(jax.random.key(0), 40), minlength=4)
+    assert drawn.tolist() == [0, 20, 20, 0] and int(belief.invalid) == 1 and not bool(belief.weightless)
+    assert bool(Particles(jnp.arange(2), jnp.full(2, bad)).weightless)
+
+
+def test_ended_particles_keep_no_weight():
+    """Neither where one explains the observation, nor in the prediction where none does."""
+    env, model = Leaving(), ParticleBelief(64, resample_below=0.0)
+    begun = Particles(jnp.zeros(64, jnp.int32), jnp.full(64, -np.log(64), jnp.float32))
+    for obs, depleted in ((0, False), (1, True)):  # what is seen is always 0
+        after, told = model.update(jax.random.key(0), begun, jnp.asarray(0), jnp.asarray(obs), env, PARAMS)
+        over, weights = np.asarray(after.states) == 9, np.exp(np.asarray(after.log_weights))
+        assert 0 < over.sum() < 64 and bool(told.depleted) == depleted
+        assert not weights[over].any() and abs(weights.sum() - 1) < 1e-5
+
+
+def test_weights_are_equal_after_resampling():
+    """All the weight in few particles: drawn anew, each copy weighs the same."""
+    uneven = Particles(jnp.arange(8, dtype=jnp.int32) % 2, jnp.log(jnp.asarray([0.9, *[0.1 / 7] * 7])))
+    after, told = ParticleBelief(8, 1.0).update(
+        jax.random.key(0), uneven, jnp.asarray(0), jnp.asarray(0), TIGER, PARAMS
+    )
+    assert bool(told.resampled)
+    np.testing.assert_allclose(after.log_weights, np.full(8, -np.log(8)), rtol=1e-6)
+
+
 def test_systematic_counts_are_within_one_and_zero_weights_are_never_drawn():
     weights = jnp.asarray([0.0, 0.2, 0.5, 0.0, 0.3, 0.0])
     for seed in range(20):
@@ -127,5 +182,9 @@ def test_kalman_conditions_the_joint_normal():
     np.testing.assert_allclose(float(evidence.log_evidence), want, rtol=1e-5)
     draws = Gaussian(after.mean, after.covariance).draw(jax.random.key(0), 20000)
     np.testing.assert_allclose(np.cov(draws.T), after.covariance, atol=0.03)
+    lost, told = model.update(jax.random.key(0), belief, 2.0, jnp.asarray([jnp.nan]), env, None)
+    assert bool(told.depleted) and int(told.invalid) == 1
+    np.testing.assert_allclose(lost.mean, mean, rtol=1e-6)
+    np.testing.assert_allclose(lost.covariance, cov, rtol=1e-6)
     with pytest.raises(UsageError, match="gaussian_start"):
         model.init(jax.random.key(0), TIGER, PARAMS)

@@ -93,6 +93,10 @@ def test_reset_goes_back_to_the_start_and_later_lines_win():
     np.testing.assert_allclose(model.transition[0, 1], [0, 1, 0])
 
 
+def test_reset_without_a_start_is_uniform():
+    np.testing.assert_allclose(small(more="T: 1 : b reset").transition[1, 1], [1 / 3] * 3, rtol=1e-6)
+
+
 def test_matrices_are_read_row_by_row():
     model = small(more="T: 0\n0.1 0.2 0.7\n0 1 0\n0.5 0.25 0.25")
     np.testing.assert_allclose(model.transition[0], [[0.1, 0.2, 0.7], [0, 1, 0], [0.5, 0.25, 0.25]])
@@ -145,6 +149,10 @@ def test_rewards_by_next_state_and_observation():
         (("T: *", "start exclude: a b c\nT: *"), "line 7: start excludes every state"),
         (("T: *", "start: d\nT: *"), "line 7: there is no 'd' among the states"),
         (("T: *", "start 0\nT: *"), "line 7: expected ':' after 'start', not '0'"),
+        (("T: *", "start: a\nstart: uniform\nT: *"), "line 8: start is given a second time, after line 7"),
+        (("O: *", "T: 0 : a reset\nstart: b\nO: *"), "line 10: start must come before the 'reset' of line 9"),
+        (("R: * : * : * : * 1.0", "R: * : * : * : * 1e400"), "line 10: 1e400 is too large a number"),
+        (("R: * : * : * : * 1.0", "R: * : * : * : * -1e39"), "line 10: -1e39 is too large a number"),
     ],
 )
 def test_malformed_files_are_refused_by_line(edit, message):

@@ -157,6 +157,19 @@ def test_default_policies(default):
     np.testing.assert_allclose(float(none.born[0, 1]), want, atol=15.0)  # 3.5 deviations of the mean of 256
 
 
+def test_decides_by_the_lower_bound():
+    """An action that may earn more loses to one that is known to earn more; and both to a default that earns that."""
+    tree = SHORT.begin(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    bounds = jnp.asarray([[-5.0, 9.0], [-3.0, -2.0], [-4.0, 5.0]])
+    tree = dataclasses.replace(
+        tree, block=tree.block.at[0].set(0), edge=tree.edge.at[0].set(bounds), born=tree.born.at[0, 1].set(-6.0)
+    )
+    action, info = SHORT.decide(tree)
+    assert int(action) == 1 and not bool(info.defaulted)
+    action, info = SHORT.decide(dataclasses.replace(tree, born=tree.born.at[0, 1].set(-3.0)))
+    assert int(action) == 0 and bool(info.defaulted)
+
+
 def test_masked_actions_are_never_taken():
     env = Tiger(mask=(False, True, False))
     action, info = planned(dataclasses.replace(SHORT, default=None), jax.random.key(0), env, PARAMS, Known(0.5))

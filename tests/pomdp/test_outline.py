@@ -8,6 +8,7 @@ from fast import jit
 import envs
 from jaxpar.pomdp import Hashed, ParticleBelief, Pomcp, Vopp
 from jaxpar.pomdp.outline import outline
+from jaxpar.types import UsageError
 
 PLANNERS = [Vopp(32, 6, leaf="zero"), Vopp(32, 6, leaf="zero", children=Hashed()), Pomcp(8, 10, rollout_depth=3)]
 
@@ -38,5 +39,7 @@ def test_branches_add_up(planner):
     check(root, 3)
     short = outline(search, planner, env, params, depth=1, width=1)
     assert len(short.below) == len(short.below[0].below) == 1 and not short.below[0].below[0].below
+    with pytest.raises(UsageError, match="depth=-1 must be at least 0"):
+        outline(search, planner, env, params, depth=-1)
     assert short.below[0].visits == max(info.visits)
     assert str(short).count("\n") == 2 and str(short).splitlines()[1].startswith("  a")

@@ -15,7 +15,7 @@ from pomdp_worlds import Bayes, Known, Leaving, Tiger
 from jaxpar.env import Transition
 from jaxpar.pomdp import ParticleBelief, Pft, Pomcpow, simulate_many, summarize
 from jaxpar.pomdp.tree import EMPTY
-from jaxpar.pomdp.widening import filter_step, open_slots, slot_of_visit
+from jaxpar.pomdp.widening import drawn_index, filter_step, open_slots, slot_of_visit
 from jaxpar.types import UsageError
 
 TIGER, PARAMS, LINE, ON_LINE = Tiger(), Tiger().default_params, Line(), LineParams()
@@ -85,15 +85,44 @@ def test_a_filter_step_is_bayes():
     states, never = jax.random.normal(jax.random.key(0), (20_000,)) * 0.5, jnp.zeros((), bool)
     result = Transition(jnp.asarray(0.8), jnp.asarray(0.4), jnp.asarray(0.0), never, never, {})
     step = functools.partial(filter_step, jax.random.key(1), states, jnp.zeros(20_000), jnp.asarray(2))
-    got, weights, reward = step(result, env=LINE, params=ON_LINE)
+    got, weights, reward, _ = step(result, env=LINE, params=ON_LINE)
     prior = 0.25 + 0.09
     gain = prior / (prior + 0.36)
     np.testing.assert_allclose(float(jnp.sum(jnp.exp(weights) * got)), 1 + gain * (0.8 - 1), atol=0.02)
     np.testing.assert_allclose(float(jnp.exp(weights).sum()), 1.0, rtol=1e-3)
     far = np.abs(1 + np.sqrt(prior) * np.random.default_rng(0).normal(size=20_000))
     np.testing.assert_allclose(float(reward), -far.mean(), atol=0.03)
-    lost, weights, _ = step(result._replace(obs=jnp.asarray(jnp.nan)), env=LINE, params=ON_LINE)
-    assert (lost == result.state).all() and np.isfinite(np.asarray(weights)).all()
+    lost, weights, _, wrong = step(result._replace(obs=jnp.asarray(jnp.nan)), env=LINE, params=ON_LINE)
+    assert (lost == result.state).all() and np.isfinite(np.asarray(weights)).all() and int(wrong) > 19_900
+
+
+@dataclasses.dataclass(frozen=True)
+class Nan(Line):
+    """The likelihood of whoever stands below 0 is no number."""
+
+    def log_likelihood(self, obs, state, action, next_state, params):
+        return jnp.where(next_state < 0, jnp.nan, super().log_likelihood(obs, state, action, next_state, params))
+
+
+def test_a_likelihood_that_is_no_number_costs_its_particle_alone():
+    env, never = Nan(), jnp.zeros((), bool)
+    states = jnp.asarray([-2.5, 1.0, -2.5, 1.0])
+    result = Transition(jnp.asarray(2.0), jnp.asarray(2.0), jnp.asarray(0.0), never, never, {})
+    got, weights, _, wrong = filter_step(
+        jax.random.key(1), states, jnp.zeros(4), jnp.asarray(2), result, env=env, params=ON_LINE
+    )
+    assert int(wrong) == 2 and (np.asarray(got)[np.asarray(weights) > -np.inf] > 0).all()
+    rows = jnp.asarray([[jnp.nan, -1.0], [0.0, jnp.nan], [jnp.inf, 0.0]])
+    assert drawn_index(jax.random.key(0), rows).tolist() == [1, 0, 1]
+
+
+@BOTH
+def test_planners_count_likelihoods_that_are_no_numbers(kind):
+    planner = kind(8, 6, max_depth=3, num_particles=8, leaf="zero")
+    _, info = planned(planner, jax.random.key(0), Nan(), ON_LINE, on_line())
+    assert int(info.invalid) > 0 and np.isfinite(float(info.value))
+    _, info = planned(planner, jax.random.key(0), LINE, ON_LINE, on_line())
+    assert int(info.invalid) == 0
 
 
 @BOTH

@@ -10,7 +10,9 @@ from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief, Pomcp
-from jaxpar.pomdp.pomcp import ranks, virtual_choice
+from jaxpar.pomdp.pomcp import add_returns, ranks, virtual_choice
+from jaxpar.pomdp.search import Path
+from jaxpar.pomdp.tree import EMPTY, Dense, empty_tree
 from jaxpar.types import UsageError
 
 
@@ -64,6 +66,16 @@ def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
     np.testing.assert_allclose(dense.values, hashed.values, rtol=1e-5)
     assert dense.visits.tolist() == hashed.visits.tolist() and int(dense.nodes) == int(hashed.nodes)
     assert (np.asarray(dense.visits) > 0).tolist() == np.asarray(dense.legal).tolist()
+
+
+def test_returns_are_discounted_at_every_level():
+    """Rewards 1, 2, 4 and a guess of 8, at a discount of a half: 4 + 4, 2 + 4, 1 + 3."""
+    tree = empty_tree(2, 8, 8, Dense(1))
+    rewards, once = jnp.asarray([1.0, 2, 4, 0, 0, 0, 0, 0]), tree.edge_visits.at[:3].set(1)
+    tree = dataclasses.replace(tree, edge_visits=once, reward_sum=rewards)
+    column = lambda *values: jnp.asarray(values)[:, None]  # noqa: E731
+    path = Path(column(0, 1, 2, 3), column(0, 1, 2, EMPTY), column(1.0, 2.0, 4.0, 0.0), jnp.asarray([8.0]))
+    np.testing.assert_allclose(add_returns(tree, path, jnp.asarray(3), 0.5).value[:3], [4, 6, 8])
 
 
 def test_bad_sizes_are_refused():

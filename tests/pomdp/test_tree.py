@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from plain_tree import PlainTree, Recorded, RecordedVopp, recorded
 from pomdp_worlds import Known, Leaving, Tiger
 
@@ -87,6 +88,22 @@ def test_edges_of_a_full_tree_hold_the_sums_of_the_nodes_below_them(planner):
     assert int(tree.overflow) > 0 and int(tree.num_nodes) == 8
     want = jnp.zeros(tree.future_sum.shape).at[edge].add(mass)
     np.testing.assert_allclose(tree.future_sum, want, rtol=1e-3, atol=2.0)
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [Vopp(1, 60, eta=0.1, expand_after=3, leaf="zero", depth_scale=30.0), Pomcp(1, 60, expand_after=2, leaf="zero")],
+    ids=["vopp", "pomcp"],
+)
+def test_simulations_stop_at_a_node_until_it_has_its_visits(planner):
+    """One at a time: exactly the first `expand_after` of those that arrive stop there, and none goes on before."""
+    search = jit(lambda key: planner.search(key, Tiger(), Tiger().default_params, Known(0.5)))
+    tree = search(jax.random.key(0)).tree
+    used = slice(1, int(tree.num_nodes))
+    visits, stopped = np.asarray(tree.node_visits)[used], np.asarray(tree.leaf_visits)[used]
+    assert (stopped == np.minimum(visits, planner.expand_after)).all() and (visits > planner.expand_after).any()
+    with pytest.raises(UsageError, match='expand_after=2 needs unvisited="leaf"'):
+        Vopp(expand_after=2, unvisited="mask")
 
 
 def test_insertion_gives_equal_slots_one_id_and_counts_what_has_no_room():
