@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.scan import _triton
-from jaxpar.solve import _fused, fused
+from jaxpar.solve import _fused, fused, newton
 from jaxpar.solve.fused import MAX_ITERATIONS, newton_states
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import elementwise
@@ -102,3 +102,18 @@ def test_a_batch_of_sequences_is_more_lanes(monkeypatch, in_axes):
     assert (first_bad == LENGTH).all()
     want = jax.vmap(lambda start, xs: walked(gated, start, xs), in_axes)(starts, xs)
     np.testing.assert_allclose(states, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_float16_which_overflows_where_iterates_overshoot_takes_the_way_that_resets(monkeypatch, dtype):
+    asked = []
+
+    def kernels(problem, *rest):
+        asked.append(problem)
+        return newton.by_windows(newton.Newton(), problem, None, "nan")
+
+    monkeypatch.setattr(newton, "takes", lambda problem: True)
+    monkeypatch.setattr(newton, "newton_states", kernels)
+    problem = Problem(gated, (jnp.zeros(LANES, dtype),), (XS[:8].astype(dtype),), 8, elementwise([LANES]))
+    jax.make_jaxpr(lambda: newton.Newton().states(problem, None, "nan"))()  # all platforms' ways are traced
+    assert len(asked) == (dtype != "float16")

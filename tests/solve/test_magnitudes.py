@@ -48,6 +48,11 @@ def large_entry(h, x):
     return jnp.stack([h[0] + 1000, 0.3 * h[1] + 0.6 * jnp.tanh(2 * h[1] + x)])
 
 
+def dense(h, x):
+    """Its 16-bit iterates never settle: rounding has the last word."""
+    return 0.5 * h + 0.3 * jnp.tanh(jnp.matmul(h, jnp.asarray(WEIGHTS, h.dtype), precision="highest")) + x
+
+
 def settling(h, x):
     return 0.3 * h + 0.6 * jnp.tanh(h + x)
 
@@ -56,11 +61,14 @@ def normal(*shape):
     return np.random.default_rng(0).standard_normal(shape)
 
 
+WEIGHTS = np.random.default_rng(1).normal(size=(8, 8)) * 0.3
+LARGE_ROW = np.where(np.arange(8) == 0, 1e6, 1.0)[:, None]
 ROWS = np.where(np.arange(4) == 0, 1e6, 1.0)[:, None]
 HARD = {
     "an entry": (large_entry, np.zeros(2), normal(400), jnp.float32),
     "a start": (settling, np.array([1e5, 1e6, 1e7]), normal(100, 3), jnp.float32),
     "a row": (lambda h, x: 0.9 * h + 0.1 * jnp.tanh(h) + x, np.zeros((4, 2)), normal(200, 4, 2) * ROWS, jnp.float32),
+    "a row of a dense cell in bfloat16": (dense, np.zeros((8, 8)), normal(100, 8, 8) * LARGE_ROW, jnp.bfloat16),
     "a start in bfloat16": (settling, np.full(2, 1000.0), normal(200, 2), jnp.bfloat16),
     "a start in float16": (settling, np.full(2, 1000.0), normal(200, 2), jnp.float16),
 }
