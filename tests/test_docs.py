@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run, env, plan, verify
+from experiments import _run, env, neat, plan, pomdp, rl, rnn, verify
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
@@ -19,6 +19,7 @@ from jaxpar.parallel.chain import MATMUL
 from jaxpar.parallel.placement import Broadcast, Partial, Split, conversion
 
 ROOT = Path(__file__).parents[1]
+OTHERS = {"env": env, "neat": neat, "plan": plan, "pomdp": pomdp, "rl": rl, "rnn": rnn, "verify": verify}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/model/*.yaml"))]
@@ -112,8 +113,9 @@ def test_flags_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_of_other_experiments_exist(page):
-    for name, flags in re.findall(r"python -m experiments\.(env|verify|plan)\b([^\n`)]*)", page.read_text()):
-        {"env": env, "verify": verify, "plan": plan}[name].compose(*shlex.split(flags.split("#")[0]))
+    for name, flags in re.findall(rf"python -m experiments\.({'|'.join(OTHERS)})\b([^\n`)]*)", page.read_text()):
+        given = [flag for flag in shlex.split(flags.split("#")[0]) if not re.search(r"\.\.\.$|^[A-Z]+$|=[A-Z]$", flag)]
+        OTHERS[name].compose(*given)
 
 
 def test_an_unknown_flag_would_be_noticed(tmp_path):
