@@ -175,6 +175,7 @@ def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
             def told(done: int, rows: dict[str, np.ndarray]) -> None:
                 mean, error = mean_and_error(rows["returns"])
                 values = {"episodes/return": mean, "episodes/length": float(rows["lengths"].mean())}
+                values["episodes/optimism"] = float(np.mean(rows["optimism"]))
                 writer.write(done, values | ({"episodes/error": error} if np.isfinite(error) else {}))
                 progress.update(done, {"return": mean})
 
@@ -210,8 +211,9 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
         seconds += time.perf_counter() - began
         whole = {name: np.concatenate([row[name] for row in rows])[: config.episodes] for name in rows[0]}
         told(min(first + size, config.episodes), whole)
+    kept: dict[str, Any] = {name: whole[name] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)}
     found = Results(
-        **{name: whole[name] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)},
+        **kept,
         seconds=seconds,
         latency=seconds / len(rows) / config.steps,
     )
@@ -254,9 +256,8 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
         rows["promised"].append(promised)
         rows["optimism"].append(promised - rows["returns"][-1] - left)
         told(i + 1, {name: np.asarray(row) for name, row in rows.items()})
-    return Results(
-        **{name: np.asarray(row) for name, row in rows.items()}, seconds=sum(spent), latency=float(np.mean(spent))
-    )
+    kept: dict[str, Any] = {name: np.asarray(row) for name, row in rows.items()}
+    return Results(**kept, seconds=sum(spent), latency=float(np.mean(spent)))
 
 
 def promised_and_left(walked: list[Move], discount: float) -> tuple[float, float]:

@@ -176,6 +176,7 @@ def test_rewards_are_discounted_and_observations_used(name):
         action, info = learned(name)(jax.random.key(1), LessonParams(discount=discount))
         np.testing.assert_allclose(info.values[0], 10 * discount, **near)  # the other is soon left alone
         np.testing.assert_allclose(info.value, 10 * discount, **near)
+        np.testing.assert_allclose(getattr(info, "upper", info.value), info.value, atol=1e-3)
         assert int(action) == 0 and int(info.invalid) == int(info.overflow) == int(info.stranded) == 0
         visits = np.asarray(info.visits)
         assert visits.min() >= 32 if name == "despot" else visits.sum() == 32 * 12 and visits.min() > 8
