@@ -68,6 +68,7 @@ def parse(source: str | os.PathLike, root: str) -> Element:
     """
     content, name = source_of(source)
     parser = expat.ParserCreate("utf-8" if isinstance(source, str) and "\n" in source else None)
+    parser.buffer_text = True  # vectors are long, and come in pieces otherwise
     open_ones: list[Element] = []
     outermost: list[Element] = []
 
