@@ -78,7 +78,11 @@ def test_twin_for_long(name):
     assert len(follow(env, 30_000)) > 500
 
 
-@pytest.mark.parametrize("game", GAMES, ids=lambda game: game.__name__)
+@pytest.mark.parametrize(
+    "game",
+    [GAMES[0], *(pytest.param(game, marks=pytest.mark.slow) for game in GAMES[1:])],
+    ids=lambda game: game.__name__,
+)
 def test_full_and_partial_share_states_and_rewards(game):
     a, b = (travel(jax.random.key(5), Arcade(game(), view), Arcade().default_params, 1000) for view in VIEWS)
     jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])

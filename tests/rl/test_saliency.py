@@ -16,7 +16,7 @@ from jaxpar.types import UsageError
 SMALL = Network(encoder=(6,), hidden=(), memory="min_gru", memory_size=4)
 
 
-@pytest.mark.parametrize("kind", [ActionValues, ActorCritic])
+@pytest.mark.parametrize("kind", [ActionValues, pytest.param(ActorCritic, marks=pytest.mark.slow)])
 def test_it_equals_finite_differences(kind, x64):
     env, steps, lanes = Arcade(BattleShip(), "partial"), 5, 2
     agent, rng = kind(env, SMALL), np.random.default_rng(0)
