@@ -178,6 +178,7 @@ def test_rewards_are_discounted_and_observations_used(name):
         np.testing.assert_allclose(info.value, 10 * discount, **near)
         np.testing.assert_allclose(getattr(info, "upper", info.value), info.value, atol=1e-3)
         assert int(action) == 0 and int(info.invalid) == int(info.overflow) == int(info.stranded) == 0
+        assert int(info.depth) == 2, "nobody walks on where the episode has ended"
         visits = np.asarray(info.visits)
         assert visits.min() >= 32 if name == "despot" else visits.sum() == 32 * 12 and visits.min() > 8
 
