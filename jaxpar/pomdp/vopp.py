@@ -318,9 +318,10 @@ class Vopp:
         row = search.tree.edges[0]
         tried = row != EMPTY
         psi = jnp.where(tried, search.tree.psi.at[row].get(mode="clip"), -jnp.inf)
-        policy = _weights(psi, tried, self.eta)
+        allowed = tried & search.legal
+        policy = _weights(psi, allowed, self.eta)
         policy = policy / jnp.maximum(policy.sum(), 1e-30)
-        return report(search, soft_value(psi, tried, self.eta), psi, policy)
+        return report(search, soft_value(psi, allowed, self.eta), psi, policy)
 
 
 @dataclasses.dataclass(frozen=True)
