@@ -104,8 +104,8 @@ class Vopp:
         unvisited: what untried actions count for in [L Psi](b): "leaf" (the guess v(b); simulations stop at new nodes),
             "mask" (nothing) or "paper" (-log(A)/eta, and so are they drawn; else each has its uniform share of draws).
         expand_after: m, visits to a node before simulations go on from it; until then each stops there and adds its
-            guess. With 1, where observations rarely come twice, nodes hold one state each, whose best move is known
-            below, and all moves above look alike; with 4 to 16 a node first has a belief. For "leaf" alone.
+            guess. With 1, where observations rarely come twice, nodes hold one state each, and what is below knows
+            it; with more a node first has a belief, and trees are less deep. For "leaf" alone.
         sweep: "visited" moves what the batch tried; "tree" every action ever tried, level by level.
         widen: how many actions a node considers at its first visit.
         widen_power: how that number grows with its visits.

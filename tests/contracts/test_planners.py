@@ -162,13 +162,19 @@ LEARNED = {
 }
 
 
+DEAR = ("fixed-reference", "root-parallel")  # compile for seconds, and are made of the others
+each_learned = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in LEARNED]
+)
+
+
 @functools.cache
 def learned(name):
     known = ParticleBelief(32).init(jax.random.key(0), LESSON, LessonParams())
     return jit(lambda key, params: LEARNED[name].plan(key, LESSON, params, known))
 
 
-@each_row
+@each_learned
 def test_rewards_are_discounted_and_observations_used(name):
     """Five less what the first action costs: nothing else is left to chance, so values are exact, visits counted."""
     near = {"atol": 0.6 if name == "fixed-reference" else 0.05}  # whose nodes are worth a mean of what was tried there
@@ -183,7 +189,7 @@ def test_rewards_are_discounted_and_observations_used(name):
         assert visits.min() >= 32 if name == "despot" else visits.sum() == 32 * 12 and visits.min() > 8
 
 
-@each_row
+@each_learned
 def test_each_simulation_has_a_key_of_its_own(name):
     """Were those of a batch to share one, it would see two observations an action: at most 49 nodes in all."""
     _, info = learned(name)(jax.random.key(1), LessonParams(noise=32))
@@ -192,7 +198,7 @@ def test_each_simulation_has_a_key_of_its_own(name):
         assert any(int(x) % 2 for x in (info.nodes, info.edges, info.steps, *info.visits))
 
 
-@each_row
+@each_learned
 def test_an_action_that_some_states_forbid_is_not_returned(name):
     """Though it is tried in the others, and the better one there."""
     action, info = learned(name)(jax.random.key(2), LessonParams(partial=True))
