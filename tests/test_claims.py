@@ -111,7 +111,8 @@ CLAIMS = {
     # flags
     "python -m experiments.lm train.steps=500 seed=3": "test_docs.py::flags_exist",
     "mode=sample": "experiments/test_kill.py::eval_and_sample_work_on_a_run",
-    "mode=export": "experiments/test_export.py::a_hugging_face_folder_gives_the_same_logits",
+    "mode=export": "experiments/test_export.py::a_hugging_face_folder_gives_the_same_logits "
+    "lm/test_exchange.py::round_trip_is_exact",
     "python -m experiments.rnn": "test_docs.py::flags_of_other_experiments_exist "
     "experiments/test_rnn.py::it_trains_resumes_and_streams",
     "python -m experiments.neat": "test_docs.py::flags_of_other_experiments_exist "
