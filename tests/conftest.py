@@ -6,6 +6,9 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# On jax 0.11 XLA makes compilers of MLIR anew for every program: 2.7 times the work of the emitters before.
+EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMITTERS}".strip()
 if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is installed, is first imported
     os.environ["TRITON_INTERPRET"] = "1"
 
