@@ -1,9 +1,15 @@
 """Small published models, built from their definitions."""
 
+import jax
 import numpy as np
 
 import envs
 from jaxpar.pomdp import TabularPomdp, from_environment
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def tiger(discount=0.95):

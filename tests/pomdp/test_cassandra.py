@@ -1,8 +1,6 @@
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import random_model, shuttle, tiger
+from models import assert_same, tiger
 
 from jaxpar.pomdp import load_pomdp, save_pomdp
 from jaxpar.types import UsageError
@@ -49,25 +47,8 @@ def small(values="reward", start="", more=""):
     return load_pomdp(SMALL.format(values=values, start=start, more=more))
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 def test_tiger_in_many_forms_equals_the_environment():
     assert_same(load_pomdp(TIGER), tiger())
-
-
-@pytest.mark.parametrize(
-    "model", [tiger, shuttle, lambda: random_model(3, 4, 3, 5)], ids=["tiger", "shuttle", "random"]
-)
-@pytest.mark.parametrize("x64", [False, True])
-def test_what_is_saved_is_loaded_again(tmp_path, model, x64):
-    with jax.enable_x64(x64):
-        model = model()
-        save_pomdp(model, tmp_path / "model.POMDP")
-        assert_same(load_pomdp(tmp_path / "model.POMDP"), model)
-        assert model.reward.dtype == (jnp.float64 if x64 else jnp.float32)
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import random_model, shuttle, tiger
+from models import assert_same, random_model, shuttle, tiger
 
-from jaxpar.pomdp import TabularPomdp, load_policy, load_pomdpx, save_policy, save_pomdpx
+from jaxpar.pomdp import TabularPomdp, load_policy, load_pomdp, load_pomdpx, save_policy, save_pomdp, save_pomdpx
 from jaxpar.pomdp.exact import Exact
 from jaxpar.types import UsageError
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
+@pytest.mark.parametrize("save, load", [(save_pomdp, load_pomdp), (save_pomdpx, load_pomdpx)], ids=["POMDP", "pomdpx"])
 @pytest.mark.parametrize(
     "model", [tiger, shuttle, lambda: random_model(3, 4, 3, 5)], ids=["tiger", "shuttle", "random"]
 )
 @pytest.mark.parametrize("x64", [False, True])
-def test_what_is_saved_is_loaded_again(tmp_path, model, x64):
+def test_what_is_saved_is_loaded_again(tmp_path, model, x64, save, load):
     with jax.enable_x64(x64):
         model = model()
-        save_pomdpx(model, tmp_path / "model.pomdpx")
-        assert_same(load_pomdpx(tmp_path / "model.pomdpx"), model)
+        save(model, tmp_path / "model")
+        assert_same(load(tmp_path / "model"), model)
+        assert model.reward.dtype == (jnp.float64 if x64 else jnp.float32)
 
 
 FACTORED = """<?xml version="1.0" encoding="ISO-8859-1"?>
