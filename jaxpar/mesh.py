@@ -35,6 +35,7 @@ __all__ = [
     "make_mesh",
     "mesh_axes",
     "named_shardings",
+    "num_shares",
     "partition",
     "place_rows",
     "platform",
@@ -65,6 +66,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "slots": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "layers": (),
@@ -230,6 +232,11 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     return () if mesh.empty else tuple(axis for axis in table[name] if mesh.shape[axis] > 1)
 
 
+def num_shares(*axes: str) -> int:
+    """Returns into how many shares these mesh axes split an array on the ambient mesh."""
+    return math.prod(_ambient().shape[axis] for axis in axes)
+
+
 def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array") -> P:
     """Returns the `PartitionSpec` of an array with logical `axes` on the ambient mesh.
 
@@ -254,7 +261,7 @@ def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array
                     f"{logical!r}; change one of the two rules."
                 )
             owner[axis] = logical
-        parts = math.prod(_ambient().shape[axis] for axis in over)
+        parts = num_shares(*over)
         if shape is not None and shape[dim] % parts:
             below = shape[dim] // parts * parts
             choices = f"{below} or {below + parts}" if below else f"{parts}"

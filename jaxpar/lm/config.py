@@ -4,8 +4,13 @@ import dataclasses
 from typing import Any
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
-from jaxpar.nn.mixer import MIXERS, equal_size, mixer_cell
-from jaxpar.nn.solvers import METHODS
+from jaxpar.nn.attention.mixer import IMPLS, Attention
+from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
+from jaxpar.nn.mlp import ACTIVATIONS, Mlp
+from jaxpar.nn.norm import Norm
+from jaxpar.nn.position import Rope
+from jaxpar.nn.solvers import METHODS, solver
+from jaxpar.nn.stack import REMATS, Stack
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
@@ -38,14 +43,14 @@ class LMConfig:
         attention; 0 means H.
       head_dim: K; 0 means D / H.
       mlp_dim: F.
-      mixer: What mixes the tokens of a block: "attention", or a recurrent layer of `jaxpar.nn.mixer`.
+      mixer: What mixes the tokens of a block: "attention", or a recurrent cell of `jaxpar.nn`.
       mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones
         and aaren have them in `num_heads` heads.
       norm: "rms" or "layer".
       norm_eps: Added to the variance.
       positions: "rope" or "learned".
       rope_theta: Base of the rotary wavelengths.
-      rope_factor: Llama 3's scaling of long wavelengths; 1 switches it off (`jaxpar.lm.blocks.rope_frequencies`).
+      rope_factor: Llama 3's scaling of long wavelengths; 1 switches it off (`jaxpar.nn.position.Rope`).
       rope_low_freq_factor: Wavelengths over `rope_original_len / this` are divided in full.
       rope_high_freq_factor: Wavelengths under `rope_original_len / this` are kept.
       rope_original_len: Context length before scaling, in tokens.
@@ -75,7 +80,7 @@ class LMConfig:
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
     mlp_dim: int = field(384, AtLeast(1))
-    mixer: str = _later("attention", OneOf(("attention", *MIXERS)))
+    mixer: str = _later("attention", OneOf(("attention", *CELLS)))
     mixer_dim: int = _later(0, AtLeast(0))
     norm: str = field("rms", OneOf(("rms", "layer")))
     norm_eps: float = field(1e-5, Positive())
@@ -85,15 +90,15 @@ class LMConfig:
     rope_low_freq_factor: float = field(1.0, Positive())
     rope_high_freq_factor: float = field(4.0, Positive())
     rope_original_len: int = field(8192, AtLeast(1))
-    activation: str = field("swiglu", OneOf(("swiglu", "gelu", "gelu_exact")))
+    activation: str = field("swiglu", OneOf(ACTIVATIONS))
     bias: bool = False
     tied: bool = False
     dropout: float = field(0.0, Between(0, 1, "[)"))
     init_std: float = field(0.02, Positive())
     dtype: str = field("bfloat16", OneOf(DTYPES))
     low_logits: bool = False
-    remat: str = _execution("none", OneOf(("none", "dots", "names", "full", "offload")))
-    attention: str = _execution("auto", OneOf(("auto", "cudnn", "splash", "xla")))
+    remat: str = _execution("none", OneOf(REMATS))
+    attention: str = _execution("auto", OneOf(IMPLS))
     solver: str = _execution("auto", OneOf(METHODS))
     scan_layers: bool = _execution(True)
     loss_chunk: int = _execution(8192, AtLeast(1))
@@ -124,18 +129,50 @@ class LMConfig:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
-        if self.mixer == "attention":
-            if self.mixer_dim:
-                raise UsageError(f"model.mixer_dim={self.mixer_dim} is the size of recurrent mixers, not of attention.")
-        elif not self.mixer_dim:
-            attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
-            size = equal_size(self.mixer, self.embed_dim, self.num_heads, attention)
-            object.__setattr__(self, "mixer_dim", size)
-        self.cell()
+        SIZED[self.mixer](self)
+        self.stack()
 
-    def cell(self) -> Any:
-        """Returns the recurrent cell of the mixer, None for attention."""
-        return None if self.mixer == "attention" else mixer_cell(self.mixer, self.mixer_dim, self.num_heads)
+    def stack(self) -> Stack:
+        """Returns the layers between embedding and head."""
+        return Stack(
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            mixer=MIXERS[self.mixer](self),
+            mlp=Mlp(self.mlp_dim, self.activation, self.bias),
+            norm=Norm(self.norm, self.norm_eps, self.bias),
+            dropout=self.dropout,
+            init_std=self.init_std,
+            dtype=self.dtype,
+            remat=self.remat,
+            scan_layers=self.scan_layers,
+        )
+
+
+def _attention(config: LMConfig) -> Attention:
+    scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len
+    rope = Rope(config.rope_theta, config.rope_factor, *scaling) if config.positions == "rope" else None
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    return Attention(*heads, config.bias, rope, dropout=config.dropout, impl=config.attention)
+
+
+def _recurrent(config: LMConfig) -> Recurrent:
+    return Recurrent(cell_of(config.mixer, config.mixer_dim, config.num_heads), solver(config.solver))
+
+
+def _unsized(config: LMConfig) -> None:
+    if config.mixer_dim:
+        raise UsageError(f"model.mixer_dim={config.mixer_dim} is the size of recurrent mixers, not of attention.")
+
+
+def _sized(config: LMConfig) -> None:
+    if not config.mixer_dim:
+        attention = 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+        size = equal_size(config.mixer, config.embed_dim, config.num_heads, attention)
+        object.__setattr__(config, "mixer_dim", size)
+
+
+MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent)
+SIZED = {"attention": _unsized} | dict.fromkeys(CELLS, _sized)
 
 
 def gpt2(**changes) -> LMConfig:

@@ -33,7 +33,7 @@ def loss(
       normaliser: What the weighted sum is divided by; by default the sum of the weights.
       dropout_key: Switches dropout on; consumed.
     """
-    x = hidden(
+    x, _ = hidden(
         params,
         batch["tokens"],
         config,

@@ -4,24 +4,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.lm.attention import dropout
-from jaxpar.lm.blocks import INSIDE, RESIDUAL, block, norm
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.params import hold
 from jaxpar.mesh import constrain, gather, local, mesh_axes
+from jaxpar.nn.auxiliary import Aux
+from jaxpar.nn.block import dropout
+from jaxpar.nn.mixer import TRAINING
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["apply", "embed", "head", "hidden"]
-
-SAVED_NAMES = ("qkv", "attention", "mlp", "residual")
-
+__all__ = ["apply", "embed", "enter", "head", "hidden", "logits"]
 
 def head(params: PyTree) -> Float[Array, "V D"]:
     """Returns the output head, which is the embedding itself when tied."""
     return params.get("head", params["embedding"])
 
 
-def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], axes: tuple = INSIDE) -> Float[Array, "B T D"]:
+def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], axes: tuple = TRAINING.inside) -> Float[Array, "B T D"]:
     """Looks tokens up in a table split over the vocabulary; one sum over its parts, no gather of the table.
 
     `axes` are those of the result.
@@ -45,26 +42,6 @@ def place(table: Float[Array, "S D"], positions: Int[Array, "B T"]) -> Float[Arr
     return constrain(table, None, None)[positions]
 
 
-def _remat(body, config: LMConfig):
-    """Wraps a layer by what its backward pass may keep."""
-    policies = jax.checkpoint_policies
-    policy = {
-        "dots": policies.save_only_these_names("product"),
-        "names": policies.save_only_these_names(*SAVED_NAMES),
-        "full": policies.nothing_saveable,
-        "offload": policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(SAVED_NAMES),
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-    }
-    if config.remat == "none":
-        return body
-    # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
-    return jax.checkpoint(body, policy=policy[config.remat], prevent_cse=not config.scan_layers)
-
-
 def hidden(
     params: PyTree,
     tokens: Int[Array, "B T"],
@@ -73,8 +50,8 @@ def hidden(
     positions: Int[Array, "B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     dropout_key: PRNGKey | None = None,
-) -> Float[Array, "B T D"]:
-    """Computes the last residual stream after the final norm, in `config.dtype`.
+) -> tuple[Float[Array, "B T D"], Aux]:
+    """Computes the last residual stream after the final norm, in `config.dtype`, and what the layers told.
 
     Args:
       params: As from `jaxpar.lm.init`.
@@ -90,36 +67,33 @@ def hidden(
     batch, length = tokens.shape
     if config.positions == "learned" and length > config.max_seq_len:
         raise UsageError(f"sequences of {length} tokens are over model.max_seq_len={config.max_seq_len}.")
-    params = hold(params, config)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    x = embed(params["embedding"], tokens)
-    if config.positions == "learned":
-        x = x + place(params["positions"], positions)
+    x = enter(params, tokens, positions, config)
     # Folded by number, so that layer l drops the same things scanned and unrolled.
     if dropout_key is not None:
         x = dropout(x, config.dropout, jax.random.fold_in(dropout_key, config.num_layers))
-    x = constrain(x.astype(config.dtype), *RESIDUAL)
-
-    def body(x, layer_and_index):
-        layer, index = layer_and_index
-        key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-        return block(x, layer, config, positions, segments, key)[0], None
-
-    body = _remat(body, config)
-    if config.scan_layers:
-        x, _ = jax.lax.scan(body, x, (params["layers"], jnp.arange(config.num_layers)))
-    else:
-        for index, layer in enumerate(_unstack(params["layers"], config.num_layers)):
-            x, _ = body(x, (layer, index))
-    return gather(norm(x, params["final_norm"], config), RESIDUAL, INSIDE)
+    x, _, aux = config.stack().apply(params, x, positions=positions, segments=segments, key=dropout_key)
+    return x, aux
 
 
-def _unstack(layers: PyTree, num_layers: int) -> list[PyTree]:
-    """Splits stacked layers by `lax.split`, whose transpose is a concatenation that XLA fuses into the optimizer."""
-    flat, treedef = jax.tree.flatten(layers)
-    parts = [jax.lax.split(leaf, [1] * num_layers, axis=0) for leaf in flat]
-    return [treedef.unflatten([jnp.squeeze(part[i], 0) for part in parts]) for i in range(num_layers)]
+def enter(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    config: LMConfig,
+    axes: tuple = TRAINING.inside,
+) -> Float[Array, "B T D"]:
+    """Looks tokens and learned positions up: what enters the first layer. `axes` are those of the result."""
+    x = embed(params["embedding"], tokens, axes)
+    return x + place(params["positions"], positions) if config.positions == "learned" else x
+
+
+def logits(params: PyTree, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Multiplies the last residual stream by the head, in float32 at least."""
+    weight = constrain(head(params).astype(x.dtype), "vocab", None)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
 
 
 def apply(params: PyTree, tokens: Int[Array, "B T"], config: LMConfig, **kwargs) -> Float[Array, "B T V"]:
@@ -127,7 +101,4 @@ def apply(params: PyTree, tokens: Int[Array, "B T"], config: LMConfig, **kwargs)
 
     Takes the keyword arguments of `hidden`. Memory: B T V float32.
     """
-    x = hidden(params, tokens, config, **kwargs)
-    weight = constrain(head(params).astype(x.dtype), "vocab", None)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
+    return logits(params, hidden(params, tokens, config, **kwargs)[0])

@@ -9,18 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
-from jaxpar.lm.blocks import SAMPLED, block, norm
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.model import embed, head, place
-from jaxpar.lm.params import hold
-from jaxpar.mesh import constrain
-from jaxpar.nn.mixer import unit_axes
+from jaxpar.lm.model import enter, logits
+from jaxpar.nn.mixer import DECODING
+from jaxpar.nn.stack import StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["Sampling", "cache_axes", "empty_cache", "extend", "generate", "prefill"]
-
-CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -46,60 +41,45 @@ class Sampling:
         check_fields(self, "sampling.")
 
 
-def empty_cache(config: LMConfig, batch: int, length: int) -> PyTree:
-    """Returns keys and values [L, B, S, G, K] of zeros, or a recurrent mixer's initial state [L, B, ...]."""
-    if config.mixer == "attention":
-        shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
-        zeros = jnp.zeros(shape, config.dtype)
-        return _split((zeros, zeros), config)
-    state = config.cell().initial((batch,), jnp.promote_types(config.dtype, jnp.float32))
-    return _split(jax.tree.map(lambda h: jnp.broadcast_to(h, (config.num_layers, *h.shape)), state), config)
+def empty_cache(config: LMConfig, batch: int, length: int) -> StackCache:
+    """Returns the cache of `batch` rows before the first token: each layer's keys and values, or state."""
+    return config.stack().init_cache(batch, length)
 
 
-def cache_axes(config: LMConfig, cache: PyTree) -> PyTree:
-    """Returns the logical axes of a cache: layers, rows, and heads or units."""
-    attends = config.mixer == "attention"
-    return jax.tree.map(lambda x: CACHE if attends else ("layers", *unit_axes(x.ndim - 1)), cache)
-
-
-def _split(cache: PyTree, config: LMConfig) -> PyTree:
-    return jax.tree.map(lambda x, axes: constrain(x, *axes, name="cache"), cache, cache_axes(config, cache))
+def cache_axes(config: LMConfig) -> StackCache:
+    """Returns the logical axes of a cache."""
+    return config.stack().cache_axes()
 
 
 def extend(
     params: PyTree,
     tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    cache: PyTree,
+    cache: StackCache,
     config: LMConfig,
-    ends: Int[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B T V"], PyTree]:
+    valid: Int[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T V"], StackCache]:
     """Runs T more tokens of each row through the model.
 
     Args:
-      params: As from `jaxpar.lm.init`.
+      params: As from `jaxpar.lm.init`; in a loop, `config.stack().unstacked(params)`, made once before it.
       tokens: The new tokens.
-      positions: Their places, which are also their slots in the cache; rows may differ.
-      cache: From `empty_cache` or an earlier call; slots up to each position must be filled.
+      cache: From `empty_cache` or an earlier call, which should be donated: it is then written in place.
       config: The model; static.
-      ends: Index of each row's last token that counts, where rows are padded; recurrent mixers must know.
+      valid: How many tokens of each row count, where rows are padded; by default all.
 
     Returns:
-      Logits in float32 at least, and the cache with the new keys and values, or the state after `ends`.
+      Logits in float32 at least, and the cache after the tokens that count.
     """
-    params = hold(params, config)
-
-    def body(x, layer_and_cache) -> Any:
-        layer, cache = layer_and_cache
-        return block(x, layer, config, positions, cache=cache, ends=ends)
-
-    x, cache = jax.lax.scan(body, _enter(params, tokens, positions, config), (params["layers"], cache))
-    return _logits(params, x, config), _split(cache, config)
+    stack = config.stack()
+    params, positions = stack.hold(params), cache.seen[:, None] + jnp.arange(tokens.shape[1])[None]
+    x = enter(params, tokens, positions, config, DECODING.inside)
+    x, cache, _ = stack.apply(params, x, positions=positions, valid=valid, cache=cache)
+    return logits(params, x), cache
 
 
 def prefill(
     params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], config: LMConfig, slots: int
-) -> tuple[Float[Array, "B V"], PyTree]:
+) -> tuple[Float[Array, "B V"], StackCache]:
     """Runs whole prompts through the model, at the price of a forward pass of training.
 
     Attention is that of training (cuDNN on GPU, splash on TPU), and the dense form takes a block of queries at a time:
@@ -118,35 +98,15 @@ def prefill(
     Raises:
       UsageError: If T is over the slots, or over learned positions.
     """
-    params, (batch, length) = hold(params, config), tokens.shape
+    batch, length = tokens.shape
     most = min(slots, config.max_seq_len) if config.positions == "learned" else slots
     if length > most:
         raise UsageError(f"prompts of {length} tokens are over the {most} that the cache and learned positions have.")
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-
-    def body(x, layer) -> Any:
-        empty = jax.tree.map(lambda x: x[0], empty_cache(dataclasses.replace(config, num_layers=1), batch, slots))
-        return block(x, layer, config, positions, cache=empty, ends=lengths - 1, begins=True)
-
-    x, cache = jax.lax.scan(body, _enter(params, tokens, positions, config), params["layers"])
+    x, cache = enter(params, tokens, positions, config, DECODING.inside), empty_cache(config, batch, slots)
+    x, cache, _ = config.stack().apply(params, x, positions=positions, valid=lengths, cache=cache, fresh=True)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return _logits(params, last, config)[:, 0], _split(cache, config)
-
-
-def _enter(params: PyTree, tokens: jax.Array, positions: jax.Array, config: LMConfig) -> jax.Array:
-    """Tokens [B, T] -> residual stream [B, T, D]."""
-    x = embed(params["embedding"], tokens, SAMPLED)
-    if config.positions == "learned":
-        x = x + place(params["positions"], positions)
-    return constrain(x.astype(config.dtype), *SAMPLED)
-
-
-def _logits(params: PyTree, x: jax.Array, config: LMConfig) -> jax.Array:
-    """Residual stream [B, T, D] -> logits [B, T, V]."""
-    x = norm(x, params["final_norm"], config)
-    weight = constrain(head(params).astype(x.dtype), "vocab", None)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
+    return logits(params, last)[:, 0], cache
 
 
 def generate(
@@ -188,7 +148,8 @@ def generate(
         )
     lengths = jnp.full((batch,), start) if prompt_lengths is None else jnp.asarray(prompt_lengths)
     rows, stops = jnp.arange(batch), jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32)
-    logits, cache = prefill(params, prompt, lengths, config, total)
+    after, cache = prefill(params, prompt, lengths, config, total)
+    params = config.stack().unstacked(params)  # once, or each step would
     tokens = jnp.where(jnp.arange(total)[None, :] < lengths[:, None], jnp.pad(prompt, ((0, 0), (0, total - start))), 0)
 
     def draw(tokens, lengths, ended, logits):
@@ -201,11 +162,11 @@ def generate(
 
     def step(carry):
         count, tokens, lengths, ended, new, cache = carry
-        logits, cache = extend(params, new[:, None], lengths[:, None] - 1, cache, config)
-        return (count + 1, *draw(tokens, lengths, ended, logits[:, 0]), cache)
+        after, cache = extend(params, new[:, None], cache, config)
+        return (count + 1, *draw(tokens, lengths, ended, after[:, 0]), cache)
 
     never = jnp.zeros((batch,), bool)
-    first = draw(tokens, lengths, never, logits)
+    first = draw(tokens, lengths, never, after)
     _, tokens, lengths, _, _, _ = jax.lax.while_loop(go_on, step, (jnp.int32(1), *first, cache))
     return tokens, lengths
 

@@ -1,6 +1,7 @@
 """What crosses devices in one training step, by the rule table: what a compiled program is judged by."""
 
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.optim import muon_dimensions
 from jaxpar.lm.params import Leaf, leaves
-from jaxpar.mesh import in_role, mesh_axes
+from jaxpar.mesh import in_role, mesh_axes, num_shares
+from jaxpar.nn.mixer import Traffic
 from jaxpar.verify import Transfer
 
 __all__ = ["declared_transfers"]
@@ -32,12 +34,8 @@ def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str 
             out.append(Transfer(kind, axes, arrays, int(arrays * size), why))
 
     _weights(config, optimizer, add)
-    _activations(config, rows, length, add)
+    out += _activations(config, rows, length, add)
     return out
-
-
-def _size(axes: tuple[str, ...]) -> int:
-    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
 def _over(names: tuple[str | None, ...]) -> tuple[str, ...]:
@@ -60,17 +58,17 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         is_weight = not isinstance(leaf.init, str)
         width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
         whole = math.prod(leaf.shape) * width / trips
-        used = whole / _size(_over(in_role(leaf.axes, "use")))
+        used = whole / num_shares(*_over(in_role(leaf.axes, "use")))
         if is_weight and in_layer:
             held, rest = _over(in_role(leaf.axes, "weight")), _over(leaf.axes)
-            add("gather", _minus(rest, held), 1, trips * whole / _size(held), f"{name}, once")
+            add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}, once")
             gathered = _minus(held, _over(in_role(leaf.axes, "use")))
             add("gather", gathered, 2 * trips, used, f"{name}, each layer, forward and backward")
         elif is_weight:
             add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
         add("sum", inside if is_weight or "norm" not in name else outside, trips, used, f"gradient of {name}")
     if config.tied:
-        shape = (config.vocab_size / _size(mesh_axes("vocab"))) * config.embed_dim * _wide(config)
+        shape = (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
         add("gather", mesh_axes("embed"), 1, shape, "the embedding, as the head")
         add("sum", inside, 1, shape, "gradient of the embedding, as the head")
     if optimizer == "muon":
@@ -84,43 +82,35 @@ def _exchanges(config: LMConfig, add) -> None:
         if not isinstance(leaf, Leaf) or {**sides, **sides.get("mixer", {})}[name] is None:
             continue
         over = [mesh_axes(axis) for axis in leaf.axes if axis and mesh_axes(axis)]
-        share = -(-leaf.shape[0] // math.prod(map(_size, over))) * math.prod(leaf.shape[1:]) * _wide(config)
+        share = -(-leaf.shape[0] // math.prod((num_shares(*axes) for axes in over))) * math.prod(leaf.shape[1:]) * _wide(config)
         for axes in over:
             # Compilers write an exchange as one array for each of its devices.
-            add("exchange", axes, 2 * _size(axes), share / _size(axes), f"momentum and update of {name}")
+            add("exchange", axes, 2 * num_shares(*axes), share / num_shares(*axes), f"momentum and update of {name}")
 
 
 def _wide(config: LMConfig) -> int:
     return jnp.promote_types(config.dtype, jnp.float32).itemsize
 
 
-def _activations(config: LMConfig, rows: int, length: int, add) -> None:
-    """Sums over tensor parallelism's parts, and gathers of a split sequence."""
+def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Transfer]:
+    """Sums over tensor parallelism's parts, and gathers of a split sequence; returns what the mixer declares."""
     layers, narrow, wide = config.num_layers, jnp.dtype(config.dtype).itemsize, _wide(config)
     tensor, vocab, inside = mesh_axes("heads"), mesh_axes("vocab"), mesh_axes("seq_layer")
     apart = _minus(mesh_axes("seq"), inside)  # split in the residual stream only
-    tokens = rows * length / _size(mesh_axes("batch"))
-    stream = tokens / _size(inside) * config.embed_dim * narrow
+    tokens = rows * length / num_shares(*mesh_axes("batch"))
+    stream = tokens / num_shares(*inside) * config.embed_dim * narrow
     again = 2 if config.remat in ("names", "offload", "full") else 1  # the first half of a layer is recomputed
-    into = 3 if config.mixer == "attention" else len(config.cell().gates)
-    projections = into + (2 if config.activation == "swiglu" else 1)
+    stack = config.stack()
+    projections = stack.mixer.num_inputs + len(stack.mlp.parts)
     add("sum", tensor, layers * (1 + again), stream, "out of the mixer and of the mlp")
     add("sum", tensor, layers * projections, stream, "into the projections, backward")
     times = 1 if config.remat == "none" else 2
     add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")
     add("gather", apart, layers * 2, stream, "out of a branch, backward")
-    add("sum", vocab, 1, tokens / _size(inside) * config.embed_dim * wide, "rows of the embedding")
-    add("gather", apart, 1, tokens / _size(inside) * config.embed_dim * wide, "into the embedding, backward")
-    head = tokens * config.head_dim * narrow / _size(tensor)
-    queries, keys = head * config.num_heads, head * config.num_kv_heads
-    for what, count, size in (
-        ("queries", times, queries),
-        ("keys", 2, keys),
-        ("values", 2, keys),
-        ("mixed", 1, queries),
-    ):
-        add("gather", inside, layers * count, size, f"{what} of the whole sequence")
-    chunk = tokens / _size(inside)
+    add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
+    add("gather", apart, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "into the embedding, backward")
+    chunk = tokens / num_shares(*inside)
     parts = math.ceil(chunk / config.loss_chunk)
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
     add("sum", vocab, 1, stream, "features of the loss, backward")
+    return stack.mixer.transfers(Traffic(tokens, layers, narrow, times))

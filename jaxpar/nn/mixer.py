@@ -1,149 +1,160 @@
-"""Recurrent layers in attention's place: what mixes the tokens of a block, on any mesh, at attention's size.
+"""The contract of what mixes the tokens of a block: attention, recurrences, and whatever else.
 
-A block takes its own matrix products (it knows how its weights are gathered) and calls `mixed` for what lies between
-them. Time is whole on every device; rows and units are split, so a recurrence crosses no device.
+A mixer is a frozen configuration. It returns the outputs and the state after the last token that counts, never the
+states of all, so that training, reading a prompt and drawing token after token are one function.
+
+Example:
+    @dataclasses.dataclass(frozen=True)
+    class LastTwo:  # each token gets the mean of itself and of the one before it, which is all the cache holds
+        causal, score_size = True, 0
+
+        def leaves(self, embed_dim, std, out_std):
+            return {"w_mix": Leaf((embed_dim, embed_dim), ("embed", "mlp"), out_std)}
+
+        def init_cache(self, batch, slots, width, dtype):
+            return jnp.zeros((batch, width), dtype)
+
+        def cache_axes(self):
+            return ("batch", None)
+
+        def apply(self, params, x, cache, context):
+            before = jnp.zeros_like(x[:, 0]) if cache is None else cache
+            line = jnp.concatenate([before[:, None], x], 1)
+            y = contract("btd,de->bte", (line[:, :-1] + x) / 2, params["w_mix"], ("embed", "mlp"))
+            return y, cache if cache is None else context.last(line), NOTHING
+
+        def transfers(self, traffic):
+            return []
+
+    stack = Stack(num_layers=2, embed_dim=8, mixer=LastTwo(), mlp=Mlp(16))
+    params = stack.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, 5, 8))
+    whole, _, _ = stack.apply(params, x)
+    first, cache, _ = stack.apply(params, x[:, :3], cache=stack.init_cache(1, 8))
+    second, _, _ = stack.apply(params, x[:, 3:], cache=cache)
+    assert jnp.allclose(whole, jnp.concatenate([first, second], 1), atol=1e-5)
 """
 
-import dataclasses
-import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.mesh import in_role, local, mesh_axes
-from jaxpar.nn.aaren import Aaren
-from jaxpar.nn.cells import Cell
-from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
-from jaxpar.nn.layer import first_state, unroll
+from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.leaf import Leaf
-from jaxpar.types import Info, PyTree, UsageError
+from jaxpar.types import PRNGKey, PyTree, UsageError
+from jaxpar.verify import Transfer
 
-__all__ = ["MIXERS", "equal_size", "mixed", "mixer_cell", "mixer_leaves", "starts", "unit_axes"]
-
-MIXERS = {
-    "para_gru": ParaGRU,
-    "para_lstm": ParaLSTM,
-    "min_gru": MinGRU,
-    "min_lstm": MinLSTM,
-    "lem": LEM,
-    "cfc": CfC,
-    "gru": GRU,
-    "lstm": LSTM,
-    "aaren": Aaren,
-}
-INFO = ("iterations", "residual", "converged")
-WITH_HEADS = ("gru", "lstm", "aaren")
+__all__ = ["DECODING", "TRAINING", "Context", "Mixer", "Rules", "Traffic"]
 
 
-def mixer_cell(name: str, size: int, heads: int) -> Any:
-    """Returns the cell that `MIXERS` names, of `size` units; the dense ones and Aaren in `heads` blocks."""
-    return MIXERS[name](size, heads) if name in WITH_HEADS else MIXERS[name](size)
+class Rules(NamedTuple):
+    """How activations lie on the mesh, by logical axes of [B, T, D].
 
-
-def mixer_leaves(cell: Any, embed_dim: int, out_std: float) -> dict[str, Leaf]:
-    """Declares a mixer's parameters: the cell's for inputs of `embed_dim`, and w_out [n, D] back."""
-    return cell.leaves(embed_dim) | {"w_out": Leaf((cell.size, embed_dim), ("mlp", "embed"), out_std)}
-
-
-def equal_size(name: str, embed_dim: int, heads: int, num_params: int) -> int:
-    """Returns the size at which a mixer has nearly `num_params` parameters: a multiple of 8 and of `heads`."""
-    unit = math.lcm(8, heads)
-
-    def gap(size: int) -> int:
-        leaves = mixer_leaves(mixer_cell(name, size, heads), embed_dim, 1.0)
-        return abs(sum(math.prod(leaf.shape) for leaf in leaves.values()) - num_params)
-
-    size = unit
-    while gap(size + unit) < gap(size):
-        size += unit
-    return size
-
-
-def unit_axes(ndim: int) -> tuple[str | None, ...]:
-    """Returns the logical axes of one array of a cell's state: rows, then units (or heads, and what each has)."""
-    return ("batch", "mlp", *(None,) * (ndim - 2))
-
-
-def starts(segments: Int[Array, "B T"]) -> Bool[Array, "T B"]:
-    """Returns True where another document begins than the one before, time first."""
-    fresh = segments[:, 1:] != segments[:, :-1]
-    return jnp.pad(fresh, ((0, 0), (1, 0))).T
-
-
-def mixed(
-    cell: Cell | Aaren,
-    params: dict[str, jax.Array],
-    drive: dict[str, Float[Array, "T B n"]],
-    h0: PyTree | None = None,
-    *,
-    resets: Bool[Array, "T B"] | None = None,
-    ends: Int[Array, " B"] | None = None,
-    method: Any = None,
-    with_info: bool = False,
-) -> Any:
-    """Runs a cell's recurrence on each device's own rows and units, given its products with the input.
-
-    Args:
-      cell: What is run.
-      params: The cell's; those of the products are not read.
-      drive: As from `cell.drive`, time first.
-      h0: State before the first step.
-      resets: True where the state starts anew.
-      ends: Step of each row whose state is returned, by default the last; the rows of a padded prompt differ in it.
-      method: One of `jaxpar.solve`; None for the cell's own.
-      with_info: Whether to return how the worst of all devices fared, which costs them a collective of a few numbers.
-
-    Returns:
-      Outputs [T, B, n] in the dtype of the drive, and the state after step `ends`; then, if asked for, the scalars
-      iterations, residual and converged (0, 0 and 1 where nothing was iterated).
-
-    Raises:
-      UsageError: If the sequence is split over devices.
+    Attributes:
+      outside: In the residual stream.
+      inside: In the branches.
+      apart: Whether neither a loop nor remat lies between forward and backward pass: see `jaxpar.nn.linear.contract`.
     """
-    if axes := (*mesh_axes("seq_layer"),):
-        raise UsageError(
-            f"a recurrent mixer runs along the whole sequence, which the mesh splits over {'*'.join(axes)}; "
-            "give mesh.context=1, or model.mixer=attention."
-        )
-    lane: Any = next(iter(drive.values()))
-    h0 = first_state(cell, h0, lane.shape[1], drive)
-    products = {letter + gate for gate in cell.gates for letter in "wb"}
-    declared = {name: leaf for name, leaf in cell.leaves(1).items() if name not in products}
-    states = jax.tree.map(lambda h: unit_axes(h.ndim), h0)
-    flat, tree = jax.tree.flatten((drive, {name: params[name] for name in declared}, h0, resets, ends))
-    axes = (
-        dict.fromkeys(drive, (None, "batch", "mlp")),
-        {name: in_role(leaf.axes, "use") for name, leaf in declared.items()},
-        states,
-        None if resets is None else (None, "batch"),
-        None if ends is None else ("batch",),
-    )
-    parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes("mlp"))
-    here = dataclasses.replace(cell, size=cell.size // parts, heads=-(-cell.heads // parts))
 
-    def block(*flat):
-        drive, params, h0, resets, ends = tree.unflatten(flat)
-        hs, stats = unroll(here, params, drive, h0, method=method, resets=resets)
-        last = jax.tree.map(lambda h: h[-1] if ends is None else h[ends, jnp.arange(h.shape[1])], hs)
-        out = here.output(params, hs).astype(lane.dtype), last
-        return (*out, _worst(stats)) if with_info else out
-
-    out_axes = (None, "batch", "mlp"), states
-    out_axes = (*out_axes, dict.fromkeys(INFO, ())) if with_info else out_axes
-    return local(block, jax.tree.leaves(axes, is_leaf=_is_axes), out_axes)(*flat)
+    outside: tuple[str | None, ...]
+    inside: tuple[str | None, ...]
+    apart: bool = False
 
 
-def _worst(stats: Any) -> Info:
-    """Returns the scalars of `mixed`, the same on every device."""
-    if stats is None:
-        return {"iterations": jnp.float32(0), "residual": jnp.float32(0), "converged": jnp.float32(1)}
-    values = stats.iterations.max(), stats.residual.max(), -1.0 * stats.converged.min()
-    axes = (*mesh_axes("batch"), *mesh_axes("mlp"))
-    worst = [jax.lax.pmax(jnp.float32(x), axes) if axes else jnp.float32(x) for x in values]
-    return {"iterations": worst[0], "residual": worst[1], "converged": -worst[2]}
+TRAINING = Rules(("batch", "seq", None), ("batch", "seq_layer", None))
+DECODING = Rules(("batch", None, None), ("batch", None, None))
+"""While a cache is kept, T is a token or a prompt, which no mesh axis splits."""
 
 
-def _is_axes(value: Any) -> bool:
-    return type(value) is tuple and all(axis is None or isinstance(axis, str) for axis in value)
+class Context(NamedTuple):
+    """What all mixers may ask about the T tokens that they get.
+
+    Attributes:
+      positions: Place of each token in its document.
+      segments: Document numbers, where documents share a row; None for one a row.
+      starts: Where another document begins than that of the token before; None for nowhere.
+      valid: How many of the tokens count, from the first on, 0 to T; None for all. Outputs of the others mean nothing.
+      visible: Which of the T tokens each may see, besides what the mixer's own rule allows; None for all.
+      seen: With a cache: how many tokens it has been given before.
+      first: With a cache: of each token, how many the cache had been given when its document began.
+      fresh: With a cache: whether it is known to be empty.
+      key: Of dropout; None while not training.
+      rules: How activations lie.
+    """
+
+    positions: Int[Array, "B T"]
+    segments: Int[Array, "B T"] | None = None
+    starts: Bool[Array, "B T"] | None = None
+    valid: Int[Array, " B"] | None = None
+    visible: Bool[Array, "B T T"] | None = None
+    seen: Int[Array, " B"] | None = None
+    first: Int[Array, "B T"] | None = None
+    fresh: bool = False
+    key: PRNGKey | None = None
+    rules: Rules = TRAINING
+
+    def last(self, states: Float[Array, "B S ..."]) -> Float[Array, "B ..."]:
+        """Returns, of the state before the first token and those after each, the one after the last that counts."""
+        if self.valid is None:
+            return states[:, -1]
+        return states[jnp.arange(states.shape[0]), self.valid]
+
+    def refuse(self, who: str, *names: str) -> None:
+        """Raises `UsageError` for fields that are given and that mixer `who` cannot honour."""
+        for name in names:
+            if getattr(self, name) is not None:
+                raise UsageError(f"{who} cannot honour {name}; leave it out, or take mixer=attention.")
+
+
+class Traffic(NamedTuple):
+    """What a mixer may ask to tell what crosses devices in a training step of all layers.
+
+    Attributes:
+      tokens: Of one device, its rows of the whole sequence.
+      layers: L.
+      width: Bytes of a number.
+      again: How often activations of the forward pass are made: 1, or 2 where they are recomputed.
+    """
+
+    tokens: float
+    layers: int
+    width: int
+    again: int
+
+
+class Mixer(Protocol):
+    """What mixes the tokens of a block; frozen and hashable.
+
+    Attributes:
+      causal: Whether a token sees none after it.
+      score_size: Multiplications a token and token seen, beyond products with weights: H K of attention, 0 of a
+        recurrence.
+      num_inputs: Products with weights that read the block's input.
+    """
+
+    causal: Any
+    score_size: Any
+
+    def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Any]:
+        """Declares the parameters of one layer: those that leave the branch start with `out_std`."""
+        ...
+
+    def init_cache(self, batch: int, slots: int, width: int, dtype: Any) -> PyTree:
+        """Returns the cache [B, ...] of one layer before the first token, of room for `slots` tokens of `width`."""
+        ...
+
+    def cache_axes(self) -> PyTree:
+        """Returns the logical axes of the cache's leaves."""
+        ...
+
+    def apply(
+        self, params: dict, x: Float[Array, "B T D"], cache: PyTree | None, context: Context
+    ) -> tuple[Float[Array, "B T D"], PyTree | None, Aux]:
+        """Returns outputs, the cache after the last token that counts (None without one), and what it tells."""
+        ...
+
+    def transfers(self, traffic: Traffic) -> Iterator[Transfer]:
+        """Declares what a training step moves between devices on the ambient mesh, beyond products with weights."""
+        ...

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.mesh import axes_like, constrain
 from jaxpar.nn.leaf import Leaf, draw
-from jaxpar.nn.mixer import MIXERS, mixed, mixer_cell, mixer_leaves
+from jaxpar.nn.mixers.recurrent import CELLS, cell_of, mixed, mixer_leaves
 from jaxpar.optim import finite_or_old, in_widest_float
 from jaxpar.types import Info, PRNGKey, PyTree
 
@@ -31,7 +31,7 @@ class SequenceNetwork:
     Attributes:
       inputs: Features of an input.
       outputs: Features of an output: classes, or 1 for a number.
-      cell: One of `jaxpar.nn.mixer.MIXERS`.
+      cell: One of `jaxpar.nn.mixers.CELLS`.
       size: n, units of a layer, and features between layers.
       layers: Recurrent layers.
       heads: Blocks of the dense cells' recurrent weights, and heads of aaren.
@@ -40,7 +40,7 @@ class SequenceNetwork:
 
     inputs: int = field(legal=AtLeast(1))
     outputs: int = field(legal=AtLeast(1))
-    cell: str = field("para_gru", OneOf(MIXERS))
+    cell: str = field("para_gru", OneOf(CELLS))
     size: int = field(64, AtLeast(1))
     layers: int = field(2, AtLeast(1))
     heads: int = field(1, AtLeast(1))
@@ -53,7 +53,7 @@ class SequenceNetwork:
 
     def unit(self) -> Any:
         """Returns the cell of a layer."""
-        return mixer_cell(self.cell, self.size, self.heads)
+        return cell_of(self.cell, self.size, self.heads)
 
     def leaves(self) -> dict:
         """Declares every parameter."""

@@ -17,7 +17,7 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn import S5, SequenceCell
 from jaxpar.nn.layer import first_state, unroll
 from jaxpar.nn.leaf import Leaf, draw
-from jaxpar.nn.mixer import MIXERS, mixer_cell
+from jaxpar.nn.mixers import CELLS, cell_of
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["MEMORIES", "Memory", "Recurrent", "WindowAttention", "memory_of"]
@@ -128,7 +128,7 @@ class WindowAttention:
         return jnp.swapaxes(ys @ params["o"], 0, 1), last, jnp.ones((), bool)
 
 
-MEMORIES = (*MIXERS, "s5", "attention")
+MEMORIES = (*CELLS, "s5", "attention")
 """Names that `memory_of` knows, besides "none"."""
 
 
@@ -146,7 +146,7 @@ def memory_of(memory: Any, size: int, method: Any = None) -> Memory | None:
         heads = 4 if size % 4 == 0 else 1
         if memory == "attention":
             return WindowAttention(size, heads)
-        cell = S5(size) if memory == "s5" else mixer_cell(memory, size, heads if memory == "aaren" else 1)
+        cell = S5(size) if memory == "s5" else cell_of(memory, size, heads if memory == "aaren" else 1)
         return Recurrent(cell, method)
     if "starts" not in inspect.signature(getattr(memory, "apply", lambda: 0)).parameters:
         raise UsageError(

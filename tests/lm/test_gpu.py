@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, apply, generate, init
-from jaxpar.lm.attention import attention
+from jaxpar.nn.attention import attention
 from jaxpar.lm.sample import prefill
 from jaxpar.loop import compile_step
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh

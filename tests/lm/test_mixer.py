@@ -16,19 +16,19 @@ from jaxpar.lm.optim import muon_dimensions
 from jaxpar.lm.params import leaves
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.mixer import MIXERS
+from jaxpar.nn.mixers import CELLS
 from jaxpar.types import UsageError
 
 T, V, PROMPT, NEW = 7, 16, 4, 3
 SMALL = LMConfig(vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32")
-MODELS = {name: dataclasses.replace(SMALL, mixer=name) for name in MIXERS}
-each_mixer = pytest.mark.parametrize("name", MIXERS)
+MODELS = {name: dataclasses.replace(SMALL, mixer=name) for name in CELLS}
+each_mixer = pytest.mark.parametrize("name", CELLS)
 
 
 def some(*names):
     """These mixers in CI, the others in the long run: compiling a solver takes seconds."""
     return pytest.mark.parametrize(
-        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in MIXERS]
+        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in CELLS]
     )
 
 
@@ -68,12 +68,11 @@ def test_streaming_equals_the_whole_sequence(name):
     run = jit(functools.partial(extend, config=config))
     cache, parts, start = empty_cache(config, 2, T), [], 0
     for size in (4, 1, 1, 1):
-        places = np.broadcast_to(np.arange(start, start + size), (2, size))
-        logits, cache = run(params, tokens()[:, start : start + size], places, cache)
+        logits, cache = run(params, tokens()[:, start : start + size], cache)
         parts.append(logits)
         start += size
     assert_close(np.concatenate(parts, 1), logits_of(name)(params, tokens()), ROUNDING)
-    assert sum(leaf.size for leaf in jax.tree.leaves(cache)) <= 2 * 2 * 3 * 64, "the state grows with the sequence"
+    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) <= 2 * 2 * 3 * 64, "the state grows with the sequence"
 
 
 @some("min_lstm", "aaren")
@@ -125,7 +124,7 @@ def test_it_is_as_large_as_attention_would_be(name):
     ratio = num_params(dataclasses.replace(big, mixer=name)) / num_params(big)
     assert abs(ratio - 1) < 0.02, ratio
     given = dataclasses.replace(big, mixer=name, mixer_dim=64)
-    assert given.cell().size == 64 and num_params(given) < num_params(big)
+    assert given.stack().mixer.cell.size == 64 and num_params(given) < num_params(big)
     assert flops_per_token(given, 4096) == flops_per_token(given, 16), "a recurrence costs no token more for its past"
 
 
@@ -133,9 +132,9 @@ def test_bfloat16_keeps_a_wide_state():
     config = dataclasses.replace(MODELS["min_gru"], dtype="bfloat16")
     params = noisy_params(config)
     logits, state = jit(functools.partial(extend, config=config))(
-        params, tokens(), np.tile(np.arange(T), (2, 1)), empty_cache(config, 2, T)
+        params, tokens(), empty_cache(config, 2, T)
     )
-    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype("float32")}
     assert_close(logits, logits_of("min_gru")(params, tokens()), 0.1)
 
 

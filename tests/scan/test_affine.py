@@ -288,7 +288,7 @@ import importlib.util, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "libtpu" != sys.argv[1] else find(name, *rest)
 import jax, jax.numpy as jnp
-from jaxpar.lm.attention import attention
+from jaxpar.nn.attention import attention
 from jaxpar.scan import affine_scan
 args = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)] * 3
 program = jax.jit(jax.grad(lambda a, b, *qkv: affine_scan(a, b).sum() + attention(*qkv).sum()))

@@ -11,8 +11,9 @@ from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.lm import LMConfig, llama
-from jaxpar.lm.attention import dropout
-from jaxpar.lm.blocks import block, norm, rope_frequencies, rotate
+from jaxpar.nn.block import block, dropout
+from jaxpar.nn.mixer import Context
+from jaxpar.nn.position import Rope
 
 B, T, D = 2, 6, 16
 BASE = dict(vocab_size=8, num_layers=1, embed_dim=D, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32")
@@ -114,7 +115,7 @@ def test_norm_equals_loop(kind, bias):
     config = LMConfig(**BASE, norm=kind, bias=bias, norm_eps=1e-2)
     weights = {"scale": 1 + normal(D, seed=1)} | ({"bias": normal(D, seed=2)} if bias else {})
     x = 3 + 2 * normal(B, T, D)
-    assert_close(norm(x, weights, config), slow_norm(x, weights, kind, 1e-2), TOLERANCE)
+    assert_close(config.stack().norm.apply(weights, x), slow_norm(x, weights, kind, 1e-2), TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -122,7 +123,7 @@ def test_norm_is_taken_in_float32(kind):
     """In bfloat16 the sum of squares of a long row would be off by percents."""
     config = LMConfig(**BASE | {"embed_dim": 4096}, norm=kind)
     x = jnp.asarray(100 + normal(1, 4096), jnp.bfloat16)
-    got = norm(x, {"scale": np.ones(4096, np.float32)}, config)
+    got = config.stack().norm.apply({"scale": np.ones(4096, np.float32)}, x)
     assert got.dtype == jnp.bfloat16
     want = slow_norm(np.asarray(x, np.float64), {"scale": np.ones(4096)}, kind, config.norm_eps)
     assert_close(got, want, 2.0**-8)  # the result alone is rounded
@@ -131,6 +132,11 @@ def test_norm_is_taken_in_float32(kind):
 # ---------------------------------------------------------------- rotary positions
 
 SCALED = llama(head_dim=64)
+
+
+def rope_of(config):
+    return config.stack().mixer.positions
+
 
 
 @pytest.mark.parametrize(
@@ -145,12 +151,12 @@ SCALED = llama(head_dim=64)
 )
 def test_frequencies_equal_the_published_rule(config):
     want = [slow_frequency(i, config) for i in range(config.head_dim // 2)]
-    np.testing.assert_allclose(rope_frequencies(config), want, rtol=3e-6)
+    np.testing.assert_allclose(rope_of(config).frequencies(config.head_dim), want, rtol=3e-6)
 
 
 def test_scaling_has_all_three_cases():
     plain = [slow_frequency(i, llama(head_dim=64, rope_factor=1.0)) for i in range(32)]
-    ratios = np.array(plain) / np.asarray(rope_frequencies(SCALED))
+    ratios = np.array(plain) / np.asarray(rope_of(SCALED).frequencies(64))
     assert (np.abs(ratios - 1) < 1e-5).any() and (np.abs(ratios - 32) < 1e-3).any()
     assert ((ratios > 1.1) & (ratios < 31)).any()
 
@@ -158,24 +164,28 @@ def test_scaling_has_all_three_cases():
 def test_rotation_equals_loop():
     config = LMConfig(**BASE | {"head_dim": 6})
     x, positions = normal(B, T, 3, 6), np.random.default_rng(1).integers(0, 50, (B, T))
-    got = rotate(x, positions, rope_frequencies(config))
+    got = Rope().rotate(x, positions)
     # 50 radians in float32 carry an error of 50 * 2^-24.
     assert_close(got, slow_rotate(x, positions, config), 5e-6)
 
 
 def test_scores_depend_on_distance_alone():
-    config = LMConfig(**BASE | {"head_dim": 8})
     q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1)
-    freq = rope_frequencies(config)
-    scores = [
-        float((rotate(q, np.array([[a + 3]]), freq) * rotate(k, np.array([[a]]), freq)).sum()) for a in (0, 5, 40)
-    ]
+    rotate = Rope().rotate
+    scores = [float((rotate(q, np.array([[a + 3]])) * rotate(k, np.array([[a]]))).sum()) for a in (0, 5, 40)]
     np.testing.assert_allclose(scores, scores[0], rtol=1e-4)
-    other = (rotate(q, np.array([[4]]), freq) * rotate(k, np.array([[0]]), freq)).sum()
+    other = (rotate(q, np.array([[4]])) * rotate(k, np.array([[0]]))).sum()
     assert abs(float(other) - scores[0]) > 1e-3
 
 
 # ---------------------------------------------------------------- whole layers
+
+
+
+def layer_of(config, layer, x, context):
+    stack = config.stack()
+    return block(stack.mixer, stack.mlp, stack.norm, layer, x, context, rate=stack.dropout)
+
 
 LAYERS = {
     "rms-swiglu-rope-mha": dict(),
@@ -194,8 +204,8 @@ def test_layer_equals_loop(name, packed):
     x = normal(B, T, D)
     segments = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]]) if packed else None
     positions = np.array([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 0]]) if packed else np.tile(np.arange(T), (B, 1))
-    run = jit(functools.partial(block, config=config))
-    got, cache = run(x, layer, positions=positions, segments=segments)
+    run = jit(lambda positions, segments: layer_of(config, layer, x, Context(positions, segments)))
+    got, cache, _ = run(positions, segments)
     assert cache is None
     assert_close(got, slow_block(x, layer, config, positions, segments), TOLERANCE)
 
@@ -227,7 +237,7 @@ def test_the_three_dropouts_of_a_layer_are_different():
 
     def branch(name):
         alone = layer | {other: zeros for other, zeros in silent.items() if other != name}
-        return np.asarray(block(x, alone, config, positions, key=key)[0]) == x  # where the branch was dropped
+        return np.asarray(layer_of(config, alone, x, Context(positions, key=key))[0]) == x  # where the branch was dropped
 
     attention, mlp = branch("wo"), branch("w_down")
     assert 0.4 < attention.mean() < 0.6 and 0.4 < mlp.mean() < 0.6

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
-from test_blocks import slow_attention
+from test_block import slow_attention
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm.attention import attention, dense
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.nn.attention import attend, attention, finish
 from jaxpar.types import UsageError
 
 B, T, H, K = 2, 7, 8, 4
@@ -90,12 +90,13 @@ def test_dropout_of_weights_is_unbiased_and_by_row_and_head():
     assert len(np.unique(pattern, axis=0)) == B * H, "each row and head has a pattern of its own"
 
 
-def test_dense_reads_no_unseen_value():
+def test_nothing_is_read_of_unseen_values():
     q, k, v = qkv()
     seen = np.tril(np.ones((1, T, T), bool))
     poisoned = v.copy()
     poisoned[:, -1] = 1e30
-    np.testing.assert_array_equal(dense(q, k, v, seen)[:, :-1], dense(q, k, poisoned, seen)[:, :-1])
+    plain, other = (finish(attend(q, k, values, seen))[:, :-1] for values in (v, poisoned))
+    np.testing.assert_array_equal(plain, other)
 
 
 # ---------------------------------------------------------------- choice and refusals

@@ -1,0 +1,227 @@
+"""Attention of tokens to each other behind one function: cuDNN on GPU, splash on TPU, dense XLA elsewhere.
+
+Every form runs on one device's own rows and heads, inside `jaxpar.mesh.local`: kernels are opaque to
+GSPMD, which would gather their inputs in silence. The dense form (`attend`) is the reference for the other two.
+"""
+
+import importlib.util
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpar.mesh import constrain, local, mesh_axes, platform
+from jaxpar.nn.attention.state import attend, finish
+from jaxpar.nn.attention.visibility import Visible
+from jaxpar.scan.monoid import LogSumExp
+from jaxpar.types import PRNGKey, UsageError
+
+__all__ = ["attention", "in_blocks", "slopes_bias"]
+
+CAUSAL = Visible()
+
+QUERIES = 256
+"""Queries of a prompt whose dense scores exist at the same time."""
+
+if importlib.util.find_spec("libtpu"):  # before anything is traced, as in `jaxpar.scan._kernels`
+    import jax.experimental.pallas.tpu  # noqa: F401
+
+HEADS = ("batch", None, "heads", "head_dim")
+KV_HEADS = ("batch", None, "kv_heads", "head_dim")
+SPLIT, KV_SPLIT = ("batch", "seq_layer", *HEADS[2:]), ("batch", "seq_layer", *KV_HEADS[2:])
+
+
+def attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    visible: Visible = CAUSAL,
+    among: Bool[Array, "B T T"] | None = None,
+    slopes: Float[Array, " H"] | None = None,
+    impl: str = "auto",
+    dropout_rate: float = 0.0,
+    dropout_key: PRNGKey | None = None,
+    prompt: bool = False,
+) -> Float[Array, "B T H K"]:
+    """Computes softmax(q k^T / sqrt(K)) v over what each position sees: by default itself and what came before.
+
+    Query head h reads key head h * G // H.
+
+    Args:
+      q: Queries.
+      k: Keys; G divides H.
+      v: Values.
+      segments: Document numbers; positions of another document are not seen.
+      visible: The rule.
+      among: Which positions each may see besides; dense form.
+      slopes: What a score falls by for each step of distance; dense form.
+      impl: "auto", "cudnn", "splash" or "xla" (dense).
+      dropout_rate: Share of attention weights dropped; needs `dropout_key` and dense form.
+      dropout_key: Key of the dropout; None while not training.
+      prompt: Whether this is a prompt, of any length, which no mesh axis splits and nothing is differentiated through.
+
+    Cost: O(B H T^2 K) operations; memory O(B H T^2) for "xla", of a prompt O(B H T), as for the kernels.
+
+    Raises:
+      UsageError: If a kernel asked for by name cannot take this dtype, head size, length, rule or dropout.
+    """
+    # Projected where their tokens are; a split sequence is gathered here and nowhere earlier.
+    split, kv_split = (HEADS, KV_HEADS) if prompt else (SPLIT, KV_SPLIT)
+    q, k, v = constrain(q, *split), constrain(k, *kv_split), constrain(v, *kv_split)
+    if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        kv_axes = HEADS
+    else:
+        kv_axes = KV_HEADS
+    rate = dropout_rate if dropout_key is not None else 0.0
+    plain = among is None and slopes is None
+    impl = _choose(impl, q, rate, segments is not None, prompt, visible, plain)
+    seeds = None if dropout_key is None or not rate else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
+    options = {
+        "segments": (segments, ("batch", None)),
+        "among": (among, ("batch", None, None)),
+        "slopes": (slopes, ("heads",)),
+        "seeds": (seeds, ("batch", "heads")),
+    }
+    options = {name: pair for name, pair in options.items() if pair[0] is not None}
+    arrays, axes = [x for x, _ in options.values()], [names for _, names in options.values()]
+
+    def block(q, k, v, *arrays):
+        given = dict(zip(options, arrays, strict=True))
+        segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
+        if impl == "cudnn":
+            mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+            kernel = jax.nn.dot_product_attention
+            return kernel(q, k, v, mask=mask, is_causal=visible.causal, implementation="cudnn")
+        if impl == "splash":
+            return _splash(q, k, v, segments, visible.causal)
+        places = jnp.arange(q.shape[1])[None]
+        if prompt and segments is None and among is None:
+            return finish(in_blocks(q, k, v, places, places, visible=visible, slopes=slopes)).astype(q.dtype)
+        seen = visible(places, places)
+        if segments is not None:
+            seen = seen & (segments[:, :, None] == segments[:, None, :])
+        if among is not None:
+            seen = seen & among
+        bias = None if slopes is None else slopes_bias(slopes, places, places)
+        state = attend(q, k, v, seen, bias=bias, dropout_rate=rate, seeds=given.get("seeds"))
+        return finish(state).astype(q.dtype)
+
+    out = local(block, [HEADS, kv_axes, kv_axes, *axes], HEADS, check=impl == "xla")(q, k, v, *arrays)
+    return constrain(out, *split)
+
+
+def slopes_bias(
+    slopes: Float[Array, " H"], queries: Int[Array, "B T"], keys: Int[Array, "B S"]
+) -> Float[Array, "B H T S"]:
+    """Returns what is added to the scores of queries and keys at these places: -slope times their distance."""
+    distance = (queries[:, :, None] - keys[:, None, :]).astype(slopes.dtype)
+    return -slopes[None, :, None, None] * jnp.abs(distance)[:, None]
+
+
+def in_blocks(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    queries: Int[Array, "B T"],
+    keys: Int[Array, "B S"],
+    *,
+    first: Int[Array, "B T"] | None = None,
+    among: Bool[Array, "B T S"] | None = None,
+    visible: Visible = CAUSAL,
+    slopes: Float[Array, " H"] | None = None,
+) -> LogSumExp:
+    """Computes `attend` by the places of queries and keys, `QUERIES` queries at a time.
+
+    A query's sums are those of `attend`, and the scores of all, B H T S, never exist. Memory: B H QUERIES S.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      queries: Places of the queries; B may be 1.
+      keys: Places of the keys, negative where there is none; B may be 1.
+      first: Of each query, the place where its document began.
+      among: What each query may see besides.
+      visible: The rule.
+      slopes: What a score falls by for each step of distance.
+    """
+    batch, length = q.shape[:2]
+
+    def some(part):
+        q, queries, first, among = part
+        seen = visible(queries, keys, first)
+        bias = None if slopes is None else slopes_bias(slopes, queries, keys)
+        return attend(q, k, v, seen if among is None else seen & among, bias=bias)
+
+    parts = q, jnp.broadcast_to(queries, (batch, length)), first, among
+    if length <= QUERIES:
+        return some(parts)
+
+    def cut(x):
+        x = jnp.pad(x, [(0, 0), (0, -length % QUERIES)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, -1, QUERIES, *x.shape[2:]), 1, 0)
+
+    def whole(x):
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(batch, -1, *x.shape[3:])[:, :length]
+
+    return jax.tree.map(whole, jax.lax.map(some, jax.tree.map(cut, parts)))
+
+
+def _choose(
+    impl: str, q: jax.Array, rate: float, has_segments: bool, prompt: bool, visible: Visible, plain: bool
+) -> str:
+    """Resolves "auto", and refuses a kernel that cannot do what is asked; a prompt's length is filled up for splash."""
+    length, width = q.shape[1], q.shape[3]
+    rule = [(plain and not visible.window, "no window, slopes or mask of its own")]
+    limits = {
+        "cudnn": [
+            (q.dtype in (jnp.bfloat16, jnp.float16), f"dtype bfloat16 or float16, not {q.dtype}"),
+            (width % 8 == 0 and width <= 256, f"head_dim a multiple of 8 up to 256, not {width}"),
+            (rate == 0.0, "dropout 0"),
+            *rule,
+        ],
+        "splash": [
+            (q.dtype in (jnp.bfloat16, jnp.float32), f"dtype bfloat16 or float32, not {q.dtype}"),
+            (prompt and visible.causal or length % 128 == 0, f"a length that is a multiple of 128, not {length}"),
+            (width % 64 == 0, f"head_dim a multiple of 64, not {width}"),
+            (rate == 0.0, "dropout 0"),
+            *rule,
+        ],
+        "xla": [],
+    }
+    if impl == "auto":
+        kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform(), "xla")
+        # cuDNN takes a document mask only as a [T, T] bias, which costs what dense costs.
+        dense_is_better = has_segments and kernel == "cudnn"
+        return kernel if all(ok for ok, _ in limits[kernel]) and not dense_is_better else "xla"
+    for ok, need in limits[impl]:
+        if not ok:
+            raise UsageError(f"attention={impl} needs {need}; take attention=auto, which falls back to xla.")
+    return impl
+
+
+def _splash(q, k, v, segments, causal=True):
+    """Runs JAX's TPU kernel, whose interface is unbatched, heads first, and leaves scaling to the caller."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    asked = q.shape[1]
+    if segments is None and causal:  # what is filled up comes last, so that no query of ours sees it
+        q, k, v = (jnp.pad(x, ((0, 0), (0, -asked % 128), (0, 0), (0, 0))) for x in (q, k, v))
+    length = q.shape[1]
+    size = next(b for b in (512, 256, 128) if length % b == 0)
+    blocks = splash.BlockSizes(
+        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
+    )
+    kind = masks.CausalMask if causal else masks.FullMask
+    kernel = splash.make_splash_mha(masks.MultiHeadMask([kind((length, length))] * q.shape[2]), block_sizes=blocks, head_shards=1, q_seq_shards=1)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(q.shape[-1]), k, v))
+    ids = None if segments is None else splash.SegmentIds(segments, segments)
+    out: Any = jax.vmap(kernel)(q, k, v, ids)
+    return jnp.swapaxes(out, 1, 2)[:, :asked]

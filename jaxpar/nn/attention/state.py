@@ -1,0 +1,80 @@
+"""Attention as sums that any parts of the keys can be added to: `attend` to a part, `merge` parts, `finish`.
+
+The state of a query is (maximum, sum, weighted values): `jaxpar.scan.LogSumExp`, whose algebra is a commutative monoid.
+So keys may be split over blocks, caches or devices, in any order and any sizes, empty ones too; `jaxpar.scan` adds them
+up one key after the other (`attention_scan`), and Aaren is that scan with a query that does not change.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp
+
+__all__ = ["attend", "finish", "merge"]
+
+
+def attend(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    seen: Bool[Array, "B T S"],
+    *,
+    bias: Float[Array, "B H T S"] | None = None,
+    dropout_rate: float = 0.0,
+    seeds: jax.Array | None = None,
+) -> LogSumExp:
+    """Computes each query's sums over these keys, with the whole [T, S] score matrix; in float32 at least.
+
+    Query head h reads key head h * G // H. Scores are q . k / sqrt(K) + bias. Keys that are not seen are no part of
+    any sum, whatever they hold but NaN or infinity.
+
+    Args:
+      q: Queries.
+      k: Keys; G divides H.
+      v: Values.
+      seen: Where a query may look; B or T may be 1.
+      bias: Added to the scores; any axis may be 1.
+      dropout_rate: Share of weights dropped; what is kept counts 1 / (1 - rate).
+      seeds: uint32 [B, H], one seed a row and head, so that dropout is the same on any mesh; None for no dropout.
+
+    Returns:
+      (maximum [B, T, H], sum [B, T, H], weighted values [B, T, H, K]).
+
+    Cost: 4 B H T S K operations; B H T S scores.
+    """
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
+    shape = (batch, length, groups, heads // groups)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("btgrk,bsgk->bgrts", q.reshape(*shape, width), k, preferred_element_type=wide)
+    scores = scores / math.sqrt(width)
+    if bias is not None:
+        bias = jnp.broadcast_to(bias.astype(wide), (bias.shape[0], heads, *bias.shape[2:]))
+        scores = scores + bias.reshape(bias.shape[0], groups, heads // groups, *bias.shape[2:])
+    seen = seen[:, None, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(scores.max(-1))
+    # From a finite unit, so that no difference of infinities is made where nothing is seen.
+    weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0)[..., None])
+    total = weights.sum(-1)
+    if seeds is not None:
+        sizes = weights.shape[3:]
+        keep = jax.vmap(jax.vmap(lambda s: jax.random.bernoulli(jax.random.key(s), 1 - dropout_rate, sizes)))(seeds)
+        weights = jnp.where(keep.reshape(weights.shape), weights / (1 - dropout_rate), 0)
+    values = jnp.einsum("bgrts,bsgk->btgrk", weights.astype(v.dtype), v, preferred_element_type=wide)
+    flat = (batch, length, heads)
+    top, total = (jnp.moveaxis(x, 3, 1).reshape(flat) for x in (top, total))
+    return LogSumExp(top, total, values.reshape(*flat, width))
+
+
+def merge(a: LogSumExp, b: LogSumExp) -> LogSumExp:
+    """Returns the sums over the keys of both: associative, commutative, exact for parts of which nothing is seen."""
+    return LOGSUMEXP.combine(a, b)
+
+
+def finish(state: LogSumExp) -> Float[Array, "B T H K"]:
+    """Returns the weighted means, in the state's dtype; 0 of a query that sees nothing."""
+    return state.mean

@@ -1,0 +1,111 @@
+"""What a layer tells besides its output: losses to be added and metrics to be shown, with the rules they are merged by.
+
+A loss of a layer is a scalar over all devices' tokens of one microbatch, times its weight. It is summed over layers and
+averaged over microbatches. A metric says itself how it is merged: `Mean`, `Max` or `Min`.
+
+Example:
+    def routed(x):  # a layer that tells how unevenly it works, and adds a hundredth of it to the loss
+        load = jnp.square(x).mean((0, 1))
+        uneven = load.max() / load.mean()
+        return 2 * x, Aux({"balance": 0.01 * uneven}, {"uneven": Max(uneven), "load": Mean.of(load)})
+
+    x, told = jax.lax.scan(lambda x, _: routed(x), jnp.ones((2, 3, 4)), length=5)
+    aux = over_layers(told)
+    assert jnp.allclose(aux.losses["balance"], 5 * 0.01)
+    assert aux.metrics["uneven"].value == 1 and aux.metrics["load"].value == (1 + 4 + 16 + 64 + 256) / 5
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.types import Array, Info
+
+__all__ = ["NOTHING", "Aux", "Max", "Mean", "Metric", "Min", "both", "over_layers", "over_parts", "shown"]
+
+
+class Mean(NamedTuple):
+    """A mean, as a sum and how many it is of."""
+
+    total: Array
+    count: Array
+
+    @classmethod
+    def of(cls, x: Array) -> "Mean":
+        """Returns the mean of all entries of an array."""
+        return cls(jnp.sum(x), jnp.asarray(x.size, x.dtype))
+
+    def merged(self) -> "Mean":
+        """Merges along the first axis."""
+        return Mean(self.total.sum(0), self.count.sum(0))
+
+    @property
+    def value(self) -> Array:
+        """The mean; 0 of nothing."""
+        return jnp.where(self.count > 0, self.total / jnp.where(self.count > 0, self.count, 1), 0)
+
+
+class Max(NamedTuple):
+    """A largest value; NaN where there is one."""
+
+    value: Array
+
+    def merged(self) -> "Max":
+        """Merges along the first axis."""
+        return Max(self.value.max(0))
+
+
+class Min(NamedTuple):
+    """A smallest value; NaN where there is one."""
+
+    value: Array
+
+    def merged(self) -> "Min":
+        """Merges along the first axis."""
+        return Min(self.value.min(0))
+
+
+Metric = Mean | Max | Min
+
+
+class Aux(NamedTuple):
+    """What a layer, a stack or a loss tells.
+
+    Attributes:
+      losses: By name, scalars to be added to the loss.
+      metrics: By name.
+    """
+
+    losses: dict[str, Array] = {}
+    metrics: dict[str, Metric] = {}
+
+
+NOTHING = Aux()
+
+
+def over_layers(told: Aux) -> Aux:
+    """Merges what layers told, stacked along the first axis: losses are summed."""
+    return Aux({name: x.sum(0) for name, x in told.losses.items()}, _merged(told))
+
+
+def over_parts(told: Aux) -> Aux:
+    """Merges what microbatches of one size told, stacked along the first axis: losses are averaged."""
+    return Aux({name: x.mean(0) for name, x in told.losses.items()}, _merged(told))
+
+
+def both(a: Aux, b: Aux) -> Aux:
+    """Merges what two parts of one layer told; what both name is merged as over layers."""
+    losses = a.losses | {name: a.losses[name] + x if name in a.losses else x for name, x in b.losses.items()}
+    pairs = {name: (a.metrics[name], x) for name, x in b.metrics.items() if name in a.metrics}
+    stacked: Any = {name: jax.tree.map(lambda *x: jnp.stack(x), *pair).merged() for name, pair in pairs.items()}
+    return Aux(losses, a.metrics | b.metrics | stacked)
+
+
+def shown(aux: Aux) -> Info:
+    """Returns all losses and metrics as scalars by name."""
+    return aux.losses | {name: metric.value for name, metric in aux.metrics.items()}
+
+
+def _merged(told: Aux) -> dict[str, Metric]:
+    return {name: metric.merged() for name, metric in told.metrics.items()}

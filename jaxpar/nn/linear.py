@@ -1,0 +1,262 @@
+"""The one door for every product with a weight: `contract`, and what may stand in a weight's place.
+
+Where a parameter tree has an array, it may have another object with a `contract` of its own: `Adapted` adds a low-rank
+product, `Quantised` keeps eight bits a number, `Deferred` leaves the weight's gradient for later. They are pytrees whose
+arrays may be stacked over layers, so no layer, loop or optimizer needs to know of them.
+
+Example:
+    weight = jax.random.normal(jax.random.key(0), (8, 2, 4))  # maps 8 features to 2 heads of 4
+    x, axes = jnp.ones((1, 3, 8)), ("embed", "heads", "head_dim")
+
+    @flax.struct.dataclass
+    class Scaled:  # your own: a weight that learns the size of each head
+        weight: jax.Array
+        size: jax.Array
+
+        def contract(self, equation, x, axes, **options):
+            return contract(equation, x, self.weight, axes, **options) * self.size[None, None, :, None]
+
+    y = contract("btd,dhk->bthk", x, Scaled(weight, jnp.array([1.0, 0.0])), axes)
+    assert jnp.all(y[..., 1, :] == 0) and jnp.any(y[..., 0, :] != 0)
+"""
+
+import functools
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar.mesh import constrain, in_role, mesh_axes
+from jaxpar.types import Array, PyTree, UsageError
+
+__all__ = ["Adapted", "Deferred", "Quantised", "Weight", "contract", "deferred_gradient", "on_weight", "quantise"]
+
+Axes = tuple[str | None, ...]
+
+
+class Weight(Protocol):
+    """What may stand in an array's place; a pytree."""
+
+    def contract(self, equation: str, x: Array, axes: Axes, **options: Any) -> Array:
+        """Returns what `contract` of the module returns for this weight."""
+        ...
+
+
+def contract(
+    equation: str,
+    x: Array,
+    w: Any,
+    axes: Axes,
+    *,
+    bias: Array | None = None,
+    precision: Any = None,
+    apart: bool = False,
+) -> Array:
+    """Computes `einsum(equation, x, w) + bias` in the dtype of `x`, on any mesh; named "product" for remat.
+
+    The weight is gathered for the product and gathered again for the backward pass, so that no gathered weight is kept;
+    its gradient is summed into the layout of the role "grad" (`jaxpar.mesh.in_role`).
+
+    Args:
+      equation: Of `x` and `w`, such as "btd,dhk->bthk".
+      x: Activations.
+      w: The weight, as a step holds it, or a `Weight`.
+      axes: Logical axes of `w`.
+      bias: Of the last axes of the result.
+      precision: As of `jax.numpy.einsum`.
+      apart: Whether neither a loop nor remat lies between forward and backward pass, where XLA would find both gathers
+        the same and keep the gathered weight.
+
+    Cost: 2 operations a pair of elements that are multiplied; twice that again for the gradients.
+    """
+    if hasattr(w, "contract"):
+        y = w.contract(equation, x, axes, precision=precision, apart=apart)
+    else:
+        y = _product((equation, axes, precision, apart), x, w.astype(x.dtype))
+    y = checkpoint_name(y, "product")
+    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: tuple, x: Array, weight: Array) -> Array:
+    equation, axes, precision, _ = how
+    return jnp.einsum(equation, x, constrain(weight, *in_role(axes, "use"), name="a weight"), precision=precision)
+
+
+def _product_backward(how: tuple, kept: tuple, g: Array) -> tuple[Array, Array]:
+    equation, axes, precision, apart = how
+    x, weight = kept
+    if apart and mesh_axes("embed_weight"):
+        weight, g = jax.lax.optimization_barrier((weight, g))
+    weight = constrain(weight, *in_role(axes, "use"), name="a weight")
+    product = functools.partial(jnp.einsum, equation, precision=precision)
+    (dx,) = jax.linear_transpose(lambda x: product(x, weight), x)(g)
+    return dx, _weight_gradient(how, weight, x, g)
+
+
+def _weight_gradient(how: tuple, weight: Any, x: Array, g: Array) -> Array:
+    equation, axes, precision, _ = how
+    product = functools.partial(jnp.einsum, equation, precision=precision)
+    (dweight,) = jax.linear_transpose(lambda weight: product(x, weight), weight)(g)
+    return constrain(dweight, *in_role(axes, "grad"), name="gradient of a weight")
+
+
+_product.defvjp(lambda how, x, weight: (_product(how, x, weight), (x, weight)), _product_backward)
+
+
+def _letters(equation: str) -> tuple[str, str, str]:
+    """Letters of x, weight and result."""
+    inputs, out = equation.replace(" ", "").split("->")
+    x, weight = inputs.split(",")
+    return x, weight, out
+
+
+@flax.struct.dataclass
+class Adapted:
+    """A weight and a low-rank change of it: x W + scale (x A) B (LoRA: arXiv:2106.09685, eq. 3).
+
+    Attributes:
+      weight: W, an array or a `Weight`; freeze it by an optimizer's mask.
+      down: A, the contracted axes of W and then the rank.
+      up: B, the rank and then the other axes of W.
+      scale: Of the change; alpha / rank in the paper.
+    """
+
+    weight: Any
+    down: Array
+    up: Array
+    scale: float = flax.struct.field(pytree_node=False, default=1.0)
+
+    def contract(self, equation: str, x: Array, axes: Axes, **options: Any) -> Array:
+        """Returns the sum of both products; that of A is as small as the rank."""
+        letters, weight, out = _letters(equation)
+        shared = [c for c in weight if c not in out]
+        kept = [c for c in weight if c in out]
+        if weight != "".join(shared + kept) or "z" in letters + out:
+            raise UsageError(f"adapters take weights whose contracted axes come first, and no axis z, not {equation!r}.")
+        middle = "".join(c for c in letters if c not in shared) + "z"
+        narrow = contract(f"{letters},{''.join(shared)}z->{middle}", x, self.down, (*axes[: len(shared)], None), **options)
+        change = contract(f"{middle},z{''.join(kept)}->{out}", narrow, self.up, (None, *axes[len(shared) :]), **options)
+        return contract(equation, x, self.weight, axes, **options) + self.scale * change
+
+    @classmethod
+    def of(cls, key: Array, weight: Array, contracted: int, rank: int, scale: float = 1.0) -> "Adapted":
+        """Returns `weight` with an adapter that changes nothing yet; consumes `key`.
+
+        Args:
+          key: Of the normal draw of A, of variance 1 / its rows.
+          weight: W; leading axes of stacks are not taken: `jax.vmap` over layers and their keys.
+          contracted: How many of its first axes are contracted.
+          rank: r.
+          scale: Of the change.
+        """
+        rows = weight.shape[:contracted]
+        down = jax.random.normal(key, (*rows, rank), weight.dtype) / jnp.sqrt(jnp.asarray(rows).prod()).astype(weight.dtype)
+        return cls(weight, down, jnp.zeros((rank, *weight.shape[contracted:]), weight.dtype), scale)
+
+    def on_weight(self, fn: Any) -> "Adapted":
+        """Applies `fn` to W alone."""
+        return self.replace(weight=on_weight(fn, self.weight))  # type: ignore[attr-defined]
+
+
+@flax.struct.dataclass
+class Quantised:
+    """A weight of eight bits a number, one scale for each output: W = values * scales. Not trained.
+
+    Attributes:
+      values: int8, of the shape of W.
+      scales: Of the axes of W that are not contracted.
+    """
+
+    values: Array
+    scales: Array
+
+    def contract(self, equation: str, x: Array, axes: Axes, **options: Any) -> Array:
+        """Multiplies by the values, and the result by the scales; reads a byte a weight."""
+        _, weight, out = _letters(equation)
+        kept = [c for c in weight if c in out]
+        whole = [self.scales.shape[kept.index(c)] if c in kept else 1 for c in out]
+        if sorted(kept, key=out.index) != kept:
+            raise UsageError(f"quantised weights keep their axes in order, not {equation!r}.")
+        y = contract(equation, x, jax.lax.stop_gradient(self.values.astype(x.dtype)), axes, **options)
+        return y * self.scales.astype(y.dtype).reshape(whole)
+
+    def on_weight(self, fn: Any) -> "Quantised":
+        """Stays what it is: it is as small as it gets."""
+        del fn
+        return self
+
+
+def quantise(weight: Array, contracted: int) -> Quantised:
+    """Rounds a weight to eight bits: values in [-127, 127], each output's scale its largest magnitude / 127.
+
+    Args:
+      weight: W; leading axes of stacks are not taken: `jax.vmap` over layers.
+      contracted: How many of its first axes are contracted.
+
+    Error: at most half a scale a number.
+    """
+    dims = tuple(range(contracted))
+    scales = jnp.max(jnp.abs(weight), dims) / 127
+    values = jnp.round(weight / jnp.where(scales > 0, scales, 1)[(None,) * contracted])
+    return Quantised(values.astype(jnp.int8), scales)
+
+
+@flax.struct.dataclass
+class Deferred:
+    """A weight whose gradient is not computed where its input's is, but later, from what is kept of it.
+
+    The backward pass returns zeros for `weight` and, as the gradient of `slot`, the pair that `deferred_gradient` makes
+    the weight's gradient of. So a schedule can pass gradients down a pipeline first and sum weights' gradients into its
+    gaps (zero-bubble schedules: arXiv:2401.10241, section 2).
+
+    Attributes:
+      weight: W.
+      slot: Zeros like the input and like the result of the product.
+    """
+
+    weight: Array
+    slot: tuple[Array, Array]
+
+    def contract(self, equation: str, x: Array, axes: Axes, *, precision: Any = None, apart: bool = False) -> Array:
+        """Multiplies as an array would."""
+        return _deferring((equation, axes, precision, apart), x, self.weight.astype(x.dtype), self.slot)
+
+    def on_weight(self, fn: Any) -> "Deferred":
+        """Applies `fn` to W alone."""
+        return self.replace(weight=fn(self.weight))  # type: ignore[attr-defined]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _deferring(how: tuple, x: Array, weight: Array, slot: tuple[Array, Array]) -> Array:
+    del slot
+    return _product(how, x, weight)
+
+
+def _deferring_forward(how: tuple, x: Array, weight: Array, slot: tuple) -> tuple[Array, tuple]:
+    del slot
+    return _product(how, x, weight), (x, weight)
+
+
+def _deferring_backward(how: tuple, kept: tuple, g: Array) -> tuple:
+    equation, axes, precision, _ = how
+    x, weight = kept
+    whole = constrain(weight, *in_role(axes, "use"), name="a weight")
+    (dx,) = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole, precision=precision), x)(g)
+    return dx, jnp.zeros_like(weight), (x, g)
+
+
+_deferring.defvjp(_deferring_forward, _deferring_backward)
+
+
+def deferred_gradient(equation: str, slot: tuple[Array, Array], weight: Array, axes: Axes) -> Array:
+    """Returns the gradient of a `Deferred` weight from the gradient of its slot, in the dtype of the weight."""
+    x, g = slot
+    return _weight_gradient((equation, axes, None, False), weight.astype(x.dtype), x, g).astype(weight.dtype)
+
+
+def on_weight(fn: Any, w: PyTree) -> PyTree:
+    """Applies `fn` to the array of a weight: to itself, or to what a `Weight` says is its weight."""
+    return w.on_weight(fn) if hasattr(w, "on_weight") else fn(w)

@@ -1,0 +1,289 @@
+"""Layers one after the other: scanned or unrolled, with what the backward pass keeps, and with the caches of all."""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
+from jaxpar.mesh import constrain, gather, in_role
+from jaxpar.nn.auxiliary import Aux, over_layers
+from jaxpar.nn.block import block
+from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.linear import on_weight
+from jaxpar.nn.mixer import DECODING, TRAINING, Context, Rules
+from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.norm import Norm
+from jaxpar.types import PRNGKey, PyTree, UsageError
+
+__all__ = ["REMATS", "Stack", "StackCache"]
+
+SAVED_NAMES = ("qkv", "attention", "mlp", "residual")
+REMATS = ("none", "dots", "names", "full", "offload")
+
+
+@flax.struct.dataclass
+class StackCache:
+    """What a stack keeps of the tokens before: carried by the loop that decodes, donated, and written in place.
+
+    Attributes:
+      layers: Each layer's own, of its mixer: apart, so that a step copies none of them.
+      seen: int32 [B], tokens that the cache was given. To take tokens back, lower it.
+      first: int32 [B], of these, how many before the current document began.
+    """
+
+    layers: tuple[PyTree, ...]
+    seen: Array
+    first: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Pre-norm layers of a mixer and an mlp, and a last norm; static and hashable.
+
+    Attributes:
+      num_layers: L.
+      embed_dim: D, width of the residual stream.
+      mixer: What mixes the tokens of a block, a `jaxpar.nn.mixer.Mixer`.
+      mlp: What looks at each token alone.
+      norm: Of each branch's input, and of the result.
+      dropout: Rate on both branches, while training.
+      init_std: Standard deviation of weights at the start; those out of a branch use it / sqrt(2 L).
+      dtype: Of activations, and of weights where they are multiplied.
+      remat: What the backward pass recomputes: "none" saves every matmul input, "dots" saves matmul outputs, "names"
+        saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs.
+      scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster on GPU,
+        slower to compile).
+    """
+
+    num_layers: int = field(legal=AtLeast(1))
+    embed_dim: int = field(legal=AtLeast(1))
+    mixer: Any = None
+    mlp: Mlp = Mlp(1)
+    norm: Norm = Norm()
+    dropout: float = field(0.0, Between(0, 1, "[)"))
+    init_std: float = field(0.02, Positive())
+    dtype: str = field("float32", OneOf(("bfloat16", "float16", "float32", "float64")))
+    remat: str = field("none", OneOf(REMATS))
+    scan_layers: bool = True
+
+    __post_init__ = check_fields
+
+    def leaves(self) -> dict[str, Any]:
+        """Declares "layers", each leaf [L, ...], and "final_norm"."""
+        out_std = self.init_std / math.sqrt(2 * self.num_layers)
+        layer = {
+            "attn_norm": self.norm.leaves(self.embed_dim),
+            "mlp_norm": self.norm.leaves(self.embed_dim),
+            **self.mlp.leaves(self.embed_dim, self.init_std, out_std),
+            **self.mixer.leaves(self.embed_dim, self.init_std, out_std),
+        }
+
+        def stacked(leaf: Leaf) -> Leaf:
+            return Leaf((self.num_layers, *leaf.shape), ("layers", *leaf.axes), leaf.init)
+
+        layers = jax.tree.map(stacked, layer, is_leaf=_is_leaf)
+        return {"layers": layers, "final_norm": self.norm.leaves(self.embed_dim)}
+
+    def init(self, key: PRNGKey, dtype: Any = jnp.float32) -> PyTree:
+        """Draws the parameters. Consumes `key`."""
+        return draw(key, self.leaves(), dtype)
+
+    def hold(self, params: PyTree) -> PyTree:
+        """Returns the parameters with the layers' weights as a step holds them: in `dtype`, split by "embed_weight".
+
+        Casting at once halves the bytes of every gather and gradient of a layer. Norms and biases stay as they are.
+        Gradients of the weights arrive split by "embed_grad". What is held already is left alone.
+        """
+        if isinstance(params["layers"], tuple):
+            return params
+
+        def lower(path, leaf: Leaf, x: Any):
+            if isinstance(leaf.init, str):
+                return x
+            held, summed = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
+            name = jax.tree_util.keystr(path)
+            return on_weight(lambda w: gather(w.astype(self.dtype), leaf.axes, held, summed, name), x)
+
+        layers = jax.tree_util.tree_map_with_path(lower, self.leaves()["layers"], params["layers"], is_leaf=_is_leaf)
+        return params | {"layers": layers}
+
+    def unstacked(self, params: PyTree) -> PyTree:
+        """Returns held parameters with each layer's apart: what a loop over tokens should carry in, once."""
+        params = self.hold(params)
+        if isinstance(params["layers"], tuple):
+            return params
+        return params | {"layers": tuple(_unstack(params["layers"], self.num_layers))}
+
+    def init_cache(self, batch: int, slots: int) -> StackCache:
+        """Returns the empty cache of `batch` rows, of room for `slots` tokens where its size depends on them."""
+        layers = tuple(
+            self.mixer.init_cache(batch, slots, self.embed_dim, jnp.dtype(self.dtype)) for _ in range(self.num_layers)
+        )
+        zero = jnp.zeros((batch,), jnp.int32)
+        return self._split(StackCache(layers, zero, zero))
+
+    def cache_axes(self) -> StackCache:
+        """Returns the logical axes of the cache."""
+        return StackCache((self.mixer.cache_axes(),) * self.num_layers, ("batch",), ("batch",))  # type: ignore[arg-type]
+
+    def _split(self, cache: StackCache) -> StackCache:
+        def split(axes, x):
+            return constrain(x, *axes, name="cache")
+
+        return jax.tree.map(split, self.cache_axes(), cache, is_leaf=_is_axes)
+
+    def apply(
+        self,
+        params: PyTree,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        starts: Bool[Array, "B T"] | None = None,
+        valid: Int[Array, " B"] | None = None,
+        visible: Bool[Array, "B T T"] | None = None,
+        cache: StackCache | None = None,
+        fresh: bool = False,
+        key: PRNGKey | None = None,
+    ) -> tuple[Float[Array, "B T D"], StackCache | None, Aux]:
+        """Computes the residual stream after all layers and the last norm, in `dtype`.
+
+        Args:
+          params: As from `init`, or from `hold` or `unstacked`.
+          x: Residual stream.
+          positions: Place of each token in its document; by default counted from its start, or 0 .. T-1 on.
+          segments: Document numbers, where documents share a row; not with a cache, which is told `starts`.
+          starts: Where documents begin.
+          valid: How many tokens of each row count, 0 to T: the cache returned is that after them; by default all.
+          visible: Which of the T tokens each may see, besides what the mixer's rule allows.
+          cache: As from `init_cache` or an earlier call.
+          fresh: Whether the cache is known to be empty: attention is then as in training, over the T tokens alone.
+          key: Switches dropout on; consumed.
+
+        Returns:
+          Outputs, the cache (None without one), and what the layers told.
+        """
+        params = self.hold(params)
+        rules = TRAINING if cache is None else DECODING
+        rules = rules._replace(apart=not self.scan_layers and self.remat == "none")
+        context = self._context(x, positions, segments, starts, cache, fresh)
+        context = context._replace(valid=valid, visible=visible, rules=rules)
+        x = constrain(x.astype(self.dtype), *rules.outside)
+        if cache is None or fresh:
+            x, layers, aux = self._all_layers(params["layers"], x, context, cache, key)
+        else:
+            x, layers, aux = self._with_caches(params["layers"], x, context, cache, key)
+        x = gather(self.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
+        if cache is None:
+            return x, None, aux
+        return x, self._split(_moved_on(cache, layers, context)), aux
+
+    def _context(self, x, positions, segments, starts, cache, fresh) -> Context:
+        """What the mixers may ask; segments and starts each follow from the other."""
+        batch, length = x.shape[:2]
+        places = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        before = jnp.zeros((batch,), jnp.int32)
+        if starts is None and segments is not None:
+            starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+        if cache is not None and not fresh:
+            places, before = cache.seen[:, None] + places, cache.first
+            if segments is not None:
+                raise UsageError("segments number the documents of whole rows; with a cache give starts.")
+        elif segments is None and starts is not None:
+            segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
+        first = _began(places, starts, before)
+        positions = places - first if positions is None else positions
+        seen = None if cache is None else cache.seen
+        return Context(positions, segments, starts, seen=seen, first=first, fresh=fresh)
+
+    def _layer(self, layer, x, context, cache, key, index):
+        key = None if key is None else jax.random.fold_in(key, index)
+        context = context._replace(key=key)
+        return block(self.mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout)
+
+    def _all_layers(self, layers, x, context, cache, key):
+        """From nothing on: scanned or unrolled, rematerialised."""
+
+        def body(x, layer_and_index):
+            layer, index = layer_and_index
+            x, new, aux = self._layer(layer, x, context, empty, key, index)
+            return x, (new, aux)
+
+        empty, body = None if cache is None else cache.layers[0], self._remat(body)
+        if self.scan_layers and not isinstance(layers, tuple):
+            x, (caches, told) = jax.lax.scan(body, x, (layers, jnp.arange(self.num_layers)))
+            return x, None if cache is None else tuple(_unstack(caches, self.num_layers)), over_layers(told)
+        told = []
+        for index, layer in enumerate(_apart(layers, self.num_layers)):
+            x, new = body(x, (layer, index))
+            told.append(new)
+        caches, told = zip(*told, strict=True)
+        return x, caches, over_layers(jax.tree.map(lambda *x: jnp.stack(x), *told))
+
+    def _with_caches(self, layers, x, context, cache, key):
+        """After what a cache holds: unrolled, for a scan would copy every cache from its inputs to its outputs."""
+        caches, told = [], []
+        for index, (layer, old) in enumerate(zip(_apart(layers, self.num_layers), cache.layers, strict=True)):
+            x, new, aux = self._layer(layer, x, context, old, key, index)
+            caches.append(new)
+            told.append(aux)
+        return x, tuple(caches), over_layers(jax.tree.map(lambda *x: jnp.stack(x), *told))
+
+    def _remat(self, body):
+        """Wraps a layer by what its backward pass may keep."""
+        policies = jax.checkpoint_policies
+        policy = {
+            "dots": policies.save_only_these_names("product"),
+            "names": policies.save_only_these_names(*SAVED_NAMES),
+            "full": policies.nothing_saveable,
+            "offload": policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=list(SAVED_NAMES),
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
+        }
+        if self.remat == "none":
+            return body
+        # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
+        return jax.checkpoint(body, policy=policy[self.remat], prevent_cse=not self.scan_layers)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Leaf)
+
+
+def _is_axes(value: Any) -> bool:
+    return type(value) is tuple and all(axis is None or isinstance(axis, str) for axis in value)
+
+
+def _unstack(layers: PyTree, num_layers: int) -> list[PyTree]:
+    """Splits stacked layers by `lax.split`, whose transpose is a concatenation that XLA fuses into the optimizer."""
+    flat, treedef = jax.tree.flatten(layers)
+    parts = [jax.lax.split(leaf, [1] * num_layers, axis=0) for leaf in flat]
+    return [treedef.unflatten([jnp.squeeze(part[i], 0) for part in parts]) for i in range(num_layers)]
+
+
+def _apart(layers: PyTree, num_layers: int) -> Any:
+    return layers if isinstance(layers, tuple) else _unstack(layers, num_layers)
+
+
+def _began(places: jax.Array, starts: jax.Array | None, before: jax.Array) -> jax.Array:
+    """Returns of each token the place where its document began, that of the row's first being `before`."""
+    if starts is None:
+        return jnp.broadcast_to(before[:, None], places.shape)
+    last = jax.lax.cummax(jnp.where(starts, places, -1), axis=1)
+    return jnp.where(last >= 0, last, before[:, None])
+
+
+def _moved_on(cache: StackCache, layers: tuple, context: Context) -> StackCache:
+    """The cache after the tokens that count."""
+    length = context.positions.shape[1]
+    count = jnp.int32(length) if context.valid is None else context.valid
+    states = jnp.concatenate([cache.first[:, None], context.first], 1)
+    return StackCache(layers, cache.seen + count, context.last(states))
