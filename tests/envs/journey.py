@@ -1,6 +1,7 @@
 """Random walks through an environment, recorded whole, for twins that follow them on the host."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,11 @@ def legal_action(key, env, state, params):
     return legal_sample(key, env.action_space(params), mask)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 3, 4))
+# Thousands of steps are run: here LLVM's work is worth its time.
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3, 4), compiler_options=OPTIMISED)
 def travel(key, env, params, num_steps, act=legal_action):
     """`num_steps` steps with a reset where one ends: everything about each, `[T, ...]`.
 
@@ -37,7 +42,13 @@ def travel(key, env, params, num_steps, act=legal_action):
 
     first_key, key = jax.random.split(key)
     seen, state = reset(first_key, env, params)
-    return jax.lax.scan(one, (state, seen, jnp.ones((), bool)), jax.random.split(key, num_steps))[1]
+
+    # In blocks: where a program is not optimised, each step of a loop copies all that the loop has recorded.
+    block = next(size for size in range(math.isqrt(num_steps), 0, -1) if num_steps % size == 0)
+    keys = jax.random.split(key, num_steps).reshape(-1, block)
+    first = state, seen, jnp.ones((), bool)
+    records = jax.lax.scan(lambda carry, keys: jax.lax.scan(one, carry, keys), first, keys)[1]
+    return jax.tree.map(lambda x: x.reshape(num_steps, *x.shape[2:]), records)
 
 
 def steps_of(env, params, num_steps, seed=0, act=legal_action, leg=1000):
