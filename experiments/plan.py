@@ -196,22 +196,21 @@ def decode_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     model, rows, length = config.model, config.data.batch_size, config.data.seq_len
     refuse_idle("sampling", (declared.axes(model), "batch"))
     check_split("data.batch_size", rows, "batch")
-    params = declared.abstract(model, jnp.dtype(model.dtype))
+    params = jax.eval_shape(model.stack().unstacked, declared.abstract(model, jnp.dtype(model.dtype)))
     token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     cache = jax.eval_shape(lambda: empty_cache(model, rows, length))
-    row = ("batch", None)
 
-    def decode(params, tokens, positions, cache):
-        return extend(params, tokens, positions, cache, model)
+    def decode(params, tokens, cache):
+        return extend(params, tokens, cache, model)
 
     return aot.Job(
         decode,
-        (params, token, token, cache),
-        (declared.axes(model), row, row, cache_axes(model, cache)),
+        (params, token, cache),
+        (model.stack().unstacked_axes(declared.axes(model)), ("batch", None), cache_axes(model)),
         mesh,
-        out_axes=(None, cache_axes(model, cache)),
+        out_axes=(None, cache_axes(model)),
         rules=rules,
-        donate=(3,),
+        donate=(2,),
         model_flops=rows * flops_per_token(model, length) / 3,  # the forward pass alone
         options=XLA_OPTIONS.get(platform()),
         group=lambda path: "parameters" if path.startswith("0.") else "other",

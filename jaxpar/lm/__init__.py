@@ -4,7 +4,7 @@
 |---|---|---|
 | `data`, `tokenizer` | text -> tokens int [B, T] | experiments |
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
-| `blocks`, `attention`, `model` | params, tokens [B, T] -> features [B, T, D] or logits [B, T, V] | `loss`, `sample` |
+| `model` | params, tokens [B, T] -> features [B, T, D] or logits [B, T, V], by a stack of `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `optim`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step | `jaxpar.verify` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |

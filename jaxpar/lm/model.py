@@ -13,12 +13,15 @@ from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["apply", "embed", "enter", "head", "hidden", "logits"]
 
+
 def head(params: PyTree) -> Float[Array, "V D"]:
     """Returns the output head, which is the embedding itself when tied."""
     return params.get("head", params["embedding"])
 
 
-def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], axes: tuple = TRAINING.inside) -> Float[Array, "B T D"]:
+def embed(
+    table: Float[Array, "V D"], tokens: Int[Array, "B T"], axes: tuple = TRAINING.inside
+) -> Float[Array, "B T D"]:
     """Looks tokens up in a table split over the vocabulary; one sum over its parts, no gather of the table.
 
     `axes` are those of the result.

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxpar.nn.stack import StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["Sampling", "cache_axes", "empty_cache", "extend", "generate", "prefill"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:

@@ -82,7 +82,11 @@ def _exchanges(config: LMConfig, add) -> None:
         if not isinstance(leaf, Leaf) or {**sides, **sides.get("mixer", {})}[name] is None:
             continue
         over = [mesh_axes(axis) for axis in leaf.axes if axis and mesh_axes(axis)]
-        share = -(-leaf.shape[0] // math.prod((num_shares(*axes) for axes in over))) * math.prod(leaf.shape[1:]) * _wide(config)
+        share = (
+            -(-leaf.shape[0] // math.prod(num_shares(*axes) for axes in over))
+            * math.prod(leaf.shape[1:])
+            * _wide(config)
+        )
         for axes in over:
             # Compilers write an exchange as one array for each of its devices.
             add("exchange", axes, 2 * num_shares(*axes), share / num_shares(*axes), f"momentum and update of {name}")

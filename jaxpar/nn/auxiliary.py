@@ -4,6 +4,11 @@ A loss of a layer is a scalar over all devices' tokens of one microbatch, times 
 averaged over microbatches. A metric says itself how it is merged: `Mean`, `Max` or `Min`.
 
 Example:
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.nn.auxiliary import Aux, Max, Mean, over_layers
+
     def routed(x):  # a layer that tells how unevenly it works, and adds a hundredth of it to the loss
         load = jnp.square(x).mean((0, 1))
         uneven = load.max() / load.mean()

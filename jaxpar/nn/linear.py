@@ -5,6 +5,12 @@ product, `Quantised` keeps eight bits a number, `Deferred` leaves the weight's g
 arrays may be stacked over layers, so no layer, loop or optimizer needs to know of them.
 
 Example:
+    import flax
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.nn.linear import contract
+
     weight = jax.random.normal(jax.random.key(0), (8, 2, 4))  # maps 8 features to 2 heads of 4
     x, axes = jnp.ones((1, 3, 8)), ("embed", "heads", "head_dim")
 
@@ -135,9 +141,13 @@ class Adapted:
         shared = [c for c in weight if c not in out]
         kept = [c for c in weight if c in out]
         if weight != "".join(shared + kept) or "z" in letters + out:
-            raise UsageError(f"adapters take weights whose contracted axes come first, and no axis z, not {equation!r}.")
+            raise UsageError(
+                f"adapters take weights whose contracted axes come first, and no axis z, not {equation!r}."
+            )
         middle = "".join(c for c in letters if c not in shared) + "z"
-        narrow = contract(f"{letters},{''.join(shared)}z->{middle}", x, self.down, (*axes[: len(shared)], None), **options)
+        narrow = contract(
+            f"{letters},{''.join(shared)}z->{middle}", x, self.down, (*axes[: len(shared)], None), **options
+        )
         change = contract(f"{middle},z{''.join(kept)}->{out}", narrow, self.up, (None, *axes[len(shared) :]), **options)
         return contract(equation, x, self.weight, axes, **options) + self.scale * change
 
@@ -153,7 +163,9 @@ class Adapted:
           scale: Of the change.
         """
         rows = weight.shape[:contracted]
-        down = jax.random.normal(key, (*rows, rank), weight.dtype) / jnp.sqrt(jnp.asarray(rows).prod()).astype(weight.dtype)
+        down = jax.random.normal(key, (*rows, rank), weight.dtype) / jnp.sqrt(jnp.asarray(rows).prod()).astype(
+            weight.dtype
+        )
         return cls(weight, down, jnp.zeros((rank, *weight.shape[contracted:]), weight.dtype), scale)
 
     def on_weight(self, fn: Any) -> "Adapted":

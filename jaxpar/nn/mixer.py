@@ -4,9 +4,20 @@ A mixer is a frozen configuration. It returns the outputs and the state after th
 states of all, so that training, reading a prompt and drawing token after token are one function.
 
 Example:
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.nn.auxiliary import NOTHING
+    from jaxpar.nn.leaf import Leaf
+    from jaxpar.nn.linear import contract
+    from jaxpar.nn.mlp import Mlp
+    from jaxpar.nn.stack import Stack
+
     @dataclasses.dataclass(frozen=True)
     class LastTwo:  # each token gets the mean of itself and of the one before it, which is all the cache holds
-        causal, score_size = True, 0
+        causal, score_size, num_inputs = True, 0, 1
 
         def leaves(self, embed_dim, std, out_std):
             return {"w_mix": Leaf((embed_dim, embed_dim), ("embed", "mlp"), out_std)}
@@ -42,7 +53,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.nn.auxiliary import Aux
-from jaxpar.nn.leaf import Leaf
 from jaxpar.types import PRNGKey, PyTree, UsageError
 from jaxpar.verify import Transfer
 

@@ -15,7 +15,7 @@ from jaxpar.nn.auxiliary import Aux, over_layers
 from jaxpar.nn.block import block
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.linear import on_weight
-from jaxpar.nn.mixer import DECODING, TRAINING, Context, Rules
+from jaxpar.nn.mixer import DECODING, TRAINING, Context
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.types import PRNGKey, PyTree, UsageError
@@ -113,11 +113,19 @@ class Stack:
         return params | {"layers": layers}
 
     def unstacked(self, params: PyTree) -> PyTree:
-        """Returns held parameters with each layer's apart: what a loop over tokens should carry in, once."""
+        """Returns held parameters with each layer's apart, for decoding: a step then copies no weight.
+
+        Made once before a loop over tokens; jit it with the parameters donated where two copies have no room.
+        """
         params = self.hold(params)
         if isinstance(params["layers"], tuple):
             return params
         return params | {"layers": tuple(_unstack(params["layers"], self.num_layers))}
+
+    def unstacked_axes(self, axes: PyTree) -> PyTree:
+        """Returns the logical axes of unstacked parameters, from those of the parameters."""
+        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=_is_axes)
+        return axes | {"layers": (layer,) * self.num_layers}
 
     def init_cache(self, batch: int, slots: int) -> StackCache:
         """Returns the empty cache of `batch` rows, of room for `slots` tokens where its size depends on them."""

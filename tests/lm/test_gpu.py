@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, apply, generate, init
-from jaxpar.nn.attention import attention
 from jaxpar.lm.sample import prefill
 from jaxpar.loop import compile_step
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
+from jaxpar.nn.attention import attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

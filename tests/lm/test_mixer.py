@@ -72,7 +72,7 @@ def test_streaming_equals_the_whole_sequence(name):
         parts.append(logits)
         start += size
     assert_close(np.concatenate(parts, 1), logits_of(name)(params, tokens()), ROUNDING)
-    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) <= 2 * 2 * 3 * 64, "the state grows with the sequence"
+    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) <= 2 * 2 * 3 * 64, "it grows with the past"
 
 
 @some("min_lstm", "aaren")
@@ -131,9 +131,7 @@ def test_it_is_as_large_as_attention_would_be(name):
 def test_bfloat16_keeps_a_wide_state():
     config = dataclasses.replace(MODELS["min_gru"], dtype="bfloat16")
     params = noisy_params(config)
-    logits, state = jit(functools.partial(extend, config=config))(
-        params, tokens(), empty_cache(config, 2, T)
-    )
+    logits, state = jit(functools.partial(extend, config=config))(params, tokens(), empty_cache(config, 2, T))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype("float32")}
     assert_close(logits, logits_of("min_gru")(params, tokens()), 0.1)
 

@@ -13,6 +13,8 @@ from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import LMConfig, apply, loss, model
 from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.nn import stack
+from jaxpar.nn.auxiliary import NOTHING
 from jaxpar.types import UsageError
 
 T, V = 7, 16
@@ -134,15 +136,15 @@ def test_remat_recomputes_what_it_says():
 def test_every_layer_and_the_embedding_have_keys_of_their_own(monkeypatch):
     keys = []
 
-    def spy(x, layer, config, positions, segments, key):
-        keys.append(jax.random.key_data(key))
-        return x, None
+    def spy(mixer, mlp, norm, layer, x, context, cache, rate):
+        keys.append(jax.random.key_data(context.key))
+        return x, None, NOTHING
 
     def spy_dropout(x, rate, key):
         keys.append(jax.random.key_data(key))
         return x
 
-    monkeypatch.setattr(model, "block", spy)
+    monkeypatch.setattr(stack, "block", spy)
     monkeypatch.setattr(model, "dropout", spy_dropout)
     config = dataclasses.replace(MODELS["llama"], dropout=0.5, num_layers=3, scan_layers=False)
     apply(noisy_params(config), batch()["tokens"], config, dropout_key=jax.random.key(1))
@@ -167,7 +169,7 @@ def test_dropout_is_off_without_key_or_rate():
 def test_features_in_the_models_dtype_logits_in_float32(dtype):
     config = dataclasses.replace(MODELS["llama"], dtype=dtype)
     params, tokens = noisy_params(config), batch()["tokens"]
-    assert model.hidden(params, tokens, config).dtype == dtype
+    assert model.hidden(params, tokens, config)[0].dtype == dtype
     logits = logits_of(params, tokens, config)
     assert logits.dtype == jnp.float32
     # A float32 model differs from it by the rounding of its activations: some 30 roundings in a row here.

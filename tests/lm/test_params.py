@@ -10,7 +10,7 @@ import pytest
 from fast import jit
 
 from jaxpar.lm import LMConfig, apply, axes, flops_per_token, gpt2, init, llama, num_params
-from jaxpar.lm.params import abstract, hold, is_weight, leaves
+from jaxpar.lm.params import abstract, is_weight, leaves
 
 SMALL = LMConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, init_std=0.05)
 EVERYTHING = dataclasses.replace(SMALL, norm="layer", bias=True, positions="learned", max_seq_len=16)
@@ -63,7 +63,7 @@ def test_a_new_parameter_changes_no_other():
 
 
 def test_hold_lowers_the_layers_matrices_only():
-    params = hold(init(jax.random.key(0), EVERYTHING), EVERYTHING)
+    params = EVERYTHING.stack().hold(init(jax.random.key(0), EVERYTHING))
     lowered = {path[-1].key for path, x in jax.tree_util.tree_leaves_with_path(params) if x.dtype == jnp.bfloat16}
     assert lowered == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
 

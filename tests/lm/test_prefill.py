@@ -56,7 +56,9 @@ def test_prompts_equal_one_token_after_the_other(name, queries, monkeypatch):
         assert_close(logits[row], want, EXACT_MATHS["float32"])
         got = jax.tree.map(lambda x, row=row: x[row], cache)
         if config.mixer == "attention":  # what lies beyond the prompt is overwritten before it is seen
-            got, state = (jax.tree.map(lambda x, n=LENGTHS[row]: x[:, :n] if x.ndim == 3 else x, tree) for tree in (got, state))
+            got, state = (
+                jax.tree.map(lambda x, n=LENGTHS[row]: x[:, :n] if x.ndim == 3 else x, tree) for tree in (got, state)
+            )
         assert_close(got, state, EXACT_MATHS["float32"])
 
 
@@ -133,8 +135,8 @@ WIDE = dataclasses.replace(LONG, head_dim=64, dtype="bfloat16")
 def test_a_tpu_reads_prompts_of_any_length_by_splash(asked, monkeypatch):
     monkeypatch.setattr(kernels, "platform", lambda: "tpu")
     jaxpr, _ = traced(dataclasses.replace(WIDE, attention=asked), 200)
-    kernels = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "pallas_call"]
-    assert len(kernels) == 1 and (8, 256, 64) in {var.aval.shape for var in kernels[0].invars}
+    calls = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "pallas_call"]
+    assert len(calls) == 1 and (8, 256, 64) in {var.aval.shape for var in calls[0].invars}
     assert not [e for e in equations(traced(dataclasses.replace(WIDE, attention="xla"), 200)[0])
                 if e.primitive.name == "pallas_call"]  # fmt: skip
 

@@ -154,21 +154,20 @@ def test_cache_equals_the_whole_forward(name, chunks):
     run = jit(functools.partial(extend, config=config))
     cache, parts, start = empty_cache(config, 2, 12), [], 0
     for size in chunks:
-        places = np.broadcast_to(np.arange(start, start + size), (2, size))
-        logits, cache = run(params, tokens[:, start : start + size], places, cache)
+        logits, cache = run(params, tokens[:, start : start + size], cache)
         parts.append(logits)
         start += size
     assert_close(np.concatenate(parts, 1), whole_forward(name)(params, tokens), EXACT_MATHS["float32"])
 
 
 def test_cache_rows_may_stand_at_different_places():
-    """Slots filled by what lay beyond a shorter prompt are overwritten before they are seen."""
+    """What a row is told to forget is overwritten before it is seen."""
     config, params = MODELS["llama"], params_of("llama")
     tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
     run = jit(functools.partial(extend, config=config))
-    _, cache = run(params, tokens[:, :6], np.tile(np.arange(6), (2, 1)), empty_cache(config, 2, 12))
+    _, cache = run(params, tokens[:, :6], empty_cache(config, 2, 12))
     rest = np.stack([tokens[0, 6:9], tokens[1, 3:6][::-1]])  # row 1 goes back to place 3 and on with other tokens
-    logits, _ = run(params, rest, np.array([[6, 7, 8], [3, 4, 5]]), cache)
+    logits, _ = run(params, rest, cache.replace(seen=jnp.array([6, 3], jnp.int32)))
     went = np.stack([tokens[0, :9], np.r_[tokens[1, :3], rest[1], 0, 0, 0]])
     want = whole_forward("llama")(params, went)
     assert_close(logits[0], want[0, 6:9], EXACT_MATHS["float32"])
@@ -228,15 +227,16 @@ def test_sharded_generate_equals_one_device():
 def test_sharded_cache_equals_one_device_float64(x64):
     config = LMConfig(**SMALL | {"dtype": "float64"}, num_heads=8, num_kv_heads=4)
     params = noisy_params(config, np.float64)
-    tokens, places = np.random.default_rng(4).integers(0, VOCAB, (4, 6)), np.tile(np.arange(6), (4, 1))
+    tokens = np.random.default_rng(4).integers(0, VOCAB, (4, 6))
 
     def run(params, tokens):
-        return extend(params, tokens, places, empty_cache(config, 4, 8), config)
+        return extend(params, tokens, empty_cache(config, 4, 8), config)
 
     want = jit(run)(params, tokens)
     with use_mesh(make_mesh(MeshSpec(2, 2, 2), jax.devices())):
         logits, cache = jit(run)(shard(params, axes(config)), place_rows(lambda rows: tokens[rows], 4))
-        assert cache[0].sharding.shard_shape(cache[0].shape) == (2, 1, 8, 2, 4)
+        keys = cache.layers[0].keys
+        assert keys.sharding.shard_shape(keys.shape) == (1, 2, 8, 4)
     assert_close((logits, cache), want, EXACT_MATHS["float64"])
 
 

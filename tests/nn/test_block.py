@@ -1,6 +1,5 @@
 """Norms, rotary positions and whole layers against loops over their formulas."""
 
-import functools
 import math
 
 import jax
@@ -138,7 +137,6 @@ def rope_of(config):
     return config.stack().mixer.positions
 
 
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -179,7 +177,6 @@ def test_scores_depend_on_distance_alone():
 
 
 # ---------------------------------------------------------------- whole layers
-
 
 
 def layer_of(config, layer, x, context):
@@ -237,7 +234,9 @@ def test_the_three_dropouts_of_a_layer_are_different():
 
     def branch(name):
         alone = layer | {other: zeros for other, zeros in silent.items() if other != name}
-        return np.asarray(layer_of(config, alone, x, Context(positions, key=key))[0]) == x  # where the branch was dropped
+        return (
+            np.asarray(layer_of(config, alone, x, Context(positions, key=key))[0]) == x
+        )  # where the branch was dropped
 
     attention, mlp = branch("wo"), branch("w_down")
     assert 0.4 < attention.mean() < 0.6 and 0.4 < mlp.mean() < 0.6

@@ -30,7 +30,9 @@ class Cache(Protocol):
         """Returns the cache with the first `valid` of T more tokens, the first of which is at place `seen`."""
         ...
 
-    def read(self, seen: Int[Array, " B"]) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"], Int[Array, "B S"]]:
+    def read(
+        self, seen: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"], Int[Array, "B S"]]:
         """Returns keys, values and the place of each once `seen` tokens were given, negative where there is none."""
         ...
 

@@ -220,7 +220,9 @@ def _splash(q, k, v, segments, causal=True):
         block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
     )
     kind = masks.CausalMask if causal else masks.FullMask
-    kernel = splash.make_splash_mha(masks.MultiHeadMask([kind((length, length))] * q.shape[2]), block_sizes=blocks, head_shards=1, q_seq_shards=1)
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([kind((length, length))] * q.shape[2]), block_sizes=blocks, head_shards=1, q_seq_shards=1
+    )
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(q.shape[-1]), k, v))
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     out: Any = jax.vmap(kernel)(q, k, v, ids)

@@ -1,0 +1,145 @@
+"""Products with weights: plain, adapted, of eight bits, and with the weight's gradient made later."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.nn.linear import Adapted, Deferred, contract, deferred_gradient, on_weight, quantise
+from jaxpar.types import UsageError
+
+INTO, OUT = "btd,dhk->bthk", "bthk,hkd->btd"
+AXES = {INTO: ("embed", "heads", "head_dim"), OUT: ("heads", "head_dim", "embed")}
+SHAPES = {INTO: ((4, 3, 8), (8, 4, 2)), OUT: ((4, 3, 4, 2), (4, 2, 8))}
+CONTRACTED = {INTO: 1, OUT: 2}
+each = pytest.mark.parametrize("equation", [INTO, OUT])
+
+
+def drawn(equation, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in SHAPES[equation])
+
+
+def value_and_gradients(f, *args):
+    def weighted(*args):
+        y = f(*args)
+        return (y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)).sum()
+
+    return jit(jax.value_and_grad(weighted, tuple(range(len(args)))))(*args)
+
+
+@each
+def test_it_is_the_product_plus_bias(equation, x64):
+    x, w = drawn(equation, np.float64)
+    bias = jnp.arange(float(np.prod(w.shape[CONTRACTED[equation] :]))).reshape(w.shape[CONTRACTED[equation] :])
+
+    def plain(x, w, bias):
+        return jnp.einsum(equation, x, w) + bias[(None,) * 2]
+
+    def ours(x, w, bias):
+        return contract(equation, x, w, AXES[equation], bias=bias)
+
+    assert_close(value_and_gradients(ours, x, w, bias), value_and_gradients(plain, x, w, bias), EXACT_MATHS["float64"])
+
+
+@each
+@pytest.mark.parametrize("spec", [MeshSpec(data=2, fsdp=2, tensor=2), MeshSpec(fsdp=4, tensor=2)])
+def test_it_is_the_same_on_a_mesh(equation, spec):
+    args = drawn(equation)
+
+    def ours(x, w):
+        return contract(equation, x, w, AXES[equation])
+
+    want = value_and_gradients(ours, *args)
+    with use_mesh(make_mesh(spec)):
+        got = value_and_gradients(ours, *args)
+    assert_close(jax.device_get(got), jax.device_get(want), EXACT_MATHS["float32"])
+
+
+def test_precision_reaches_the_product():
+    x, w = drawn(INTO)
+    for args in ((x, w), (x, quantise(w, 1)), (x, Adapted.of(jax.random.key(0), w, 1, 2))):
+        text = str(jax.make_jaxpr(lambda x, w: contract(INTO, x, w, AXES[INTO], precision="highest"))(*args))
+        assert "HIGHEST" in text
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@each
+def test_an_adapter_is_the_sum_of_both_weights(equation, x64):
+    x, w = drawn(equation, np.float64)
+    start = Adapted.of(jax.random.key(0), w, CONTRACTED[equation], rank=3, scale=0.5)
+    np.testing.assert_array_equal(
+        contract(equation, x, start, AXES[equation]), contract(equation, x, w, AXES[equation])
+    )
+    adapted = start.replace(up=jnp.asarray(np.random.default_rng(1).standard_normal(start.up.shape)))
+
+    def ours(x, adapted):
+        return contract(equation, x, adapted, AXES[equation])
+
+    def merged(x, adapted):
+        return jnp.einsum(equation, x, adapted.weight + 0.5 * jnp.tensordot(adapted.down, adapted.up, 1))
+
+    got, want = (value_and_gradients(f, x, adapted) for f in (ours, merged))
+    assert_close(got, want, EXACT_MATHS["float64"])
+    assert np.abs(got[1][1].down).min() > 0
+
+
+def test_an_adapter_of_what_it_cannot_read_is_refused():
+    x, w = drawn(INTO)
+    adapted = Adapted.of(jax.random.key(0), w, 1, rank=2)
+    with pytest.raises(UsageError, match="contracted axes come first"):
+        contract("btd,hkd->bthk", x, adapted.replace(weight=jnp.moveaxis(w, 0, 2)), ("heads", "head_dim", "embed"))
+
+
+# ---------------------------------------------------------------- eight bits
+
+
+@each
+def test_eight_bits_are_off_by_half_a_scale_at_most(equation):
+    x, w = drawn(equation)
+    small = quantise(w, CONTRACTED[equation])
+    assert small.values.dtype == jnp.int8 and int(jnp.abs(small.values).max()) == 127
+    off = jnp.abs(small.values * small.scales[(None,) * CONTRACTED[equation]] - w)
+    assert float((off / small.scales[(None,) * CONTRACTED[equation]]).max()) <= 0.5 + 1e-5
+    whole = small.values * small.scales[(None,) * CONTRACTED[equation]]
+    got = contract(equation, x, small, AXES[equation])
+    assert_close(got, jnp.einsum(equation, x, whole), EXACT_MATHS["float32"])
+
+
+def test_a_weight_of_zeros_stays_zero():
+    small = quantise(jnp.zeros((8, 4)), 1)
+    assert not np.asarray(contract("btd,df->btf", jnp.ones((1, 2, 8)), small, ("embed", "mlp"))).any()
+
+
+# ---------------------------------------------------------------- the weight's gradient later
+
+
+@each
+def test_a_deferred_gradient_is_the_gradient(equation, x64):
+    x, w = drawn(equation, np.float64)
+    y = contract(equation, x, w, AXES[equation])
+    deferred = Deferred(w, (jnp.zeros_like(x), jnp.zeros_like(y)))
+
+    def ours(x, w):
+        return contract(equation, x, w, AXES[equation])
+
+    value, (dx, dw) = value_and_gradients(ours, x, w)
+    late_value, (late_dx, kept) = value_and_gradients(ours, x, deferred)
+    assert_close((late_value, late_dx), (value, dx), EXACT_MATHS["float64"])
+    assert not np.asarray(kept.weight).any()
+    assert_close(deferred_gradient(equation, kept.slot, w, AXES[equation]), dw, EXACT_MATHS["float64"])
+
+
+def test_what_is_done_to_a_weight_is_done_to_it_alone():
+    _, w = drawn(INTO)
+    adapted = Adapted.of(jax.random.key(0), w, 1, rank=2)
+    doubled = on_weight(lambda w: 2 * w, adapted)
+    np.testing.assert_array_equal(doubled.weight, 2 * w)
+    np.testing.assert_array_equal(doubled.down, adapted.down)
+    small = quantise(w, 1)
+    assert on_weight(lambda w: 2 * w, small) is small

@@ -1,0 +1,263 @@
+"""The stack and the contract of its mixers: parts equal the whole, in value and gradient, whatever the cache holds."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
+from jaxpar.nn import ParaGRU
+from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.linear import Adapted, quantise
+from jaxpar.nn.mixers import Recurrent
+from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.position import Alibi, Rope
+from jaxpar.nn.stack import Stack
+from jaxpar.types import UsageError
+
+B, T, D = 3, 9, 8
+MIXERS = {
+    "attention": Attention(4, 2, 4, positions=Rope()),
+    "window": Attention(4, 4, 2, positions=Rope(), visible=Visible(window=4)),
+    "slopes": Attention(4, 2, 2, positions=Alibi(), visible=Visible(window=3)),
+    "para_gru": Recurrent(ParaGRU(8)),
+    "aaren": Recurrent(Aaren(8, 2)),
+}
+each_mixer = pytest.mark.parametrize("name", MIXERS)
+TOLERANCE = EXACT_MATHS["float64"]
+STARTS = np.array([[0, 0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]], bool)
+
+
+def stack_of(name, **changes):
+    options = dict(mlp=Mlp(12), dtype="float64", init_std=0.3)
+    return Stack(2, D, MIXERS[name], **options | changes)
+
+
+@functools.cache
+def params_of(name):
+    with jax.enable_x64(True):
+        leaves = jax.eval_shape(lambda: stack_of(name).init(jax.random.key(0), jnp.float64))
+        rng = np.random.default_rng(0)
+        return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape)), leaves)
+
+
+def inputs():
+    return jnp.asarray(np.random.default_rng(1).standard_normal((B, T, D)))
+
+
+def in_parts(stack, params, x, sizes, starts=None, slots=T):
+    """Outputs of one part after the other, each from the cache of those before."""
+    cache, out, place = stack.init_cache(x.shape[0], slots), [], 0
+    for size in sizes:
+        here = None if starts is None else starts[:, place : place + size]
+        y, cache, _ = stack.apply(params, x[:, place : place + size], starts=here, cache=cache)
+        out.append(y)
+        place += size
+    return jnp.concatenate(out, 1), cache
+
+
+def value_and_gradients(run, name, x):
+    def weighted(params, x):
+        y = run(params, x)
+        return (y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum(), y
+
+    return jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(params_of(name), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*((name, (4, 5)) for name in MIXERS), ("slopes", (1,) * T), ("para_gru", (1,) * T)]
+)
+def test_parts_equal_the_whole_in_value_and_gradient(name, sizes, x64):
+    stack = stack_of(name)
+    whole = value_and_gradients(lambda p, x: stack.apply(p, x, starts=STARTS)[0], name, inputs())
+    parts = value_and_gradients(lambda p, x: in_parts(stack, p, x, sizes, STARTS)[0], name, inputs())
+    assert_close(parts, whole, TOLERANCE)
+
+
+@each_mixer
+def test_documents_of_a_row_see_nothing_of_each_other(name, x64):
+    stack, x = stack_of(name), inputs()
+    apply = jit(lambda p, x, starts: stack.apply(p, x, starts=starts)[0])
+    got = apply(params_of(name), x, STARTS)
+    alone = jnp.concatenate([apply(params_of(name), x[1:2, a:b], None) for a, b in ((0, 6), (6, 7), (7, 9))], 1)
+    assert_close(got[1:2], alone, TOLERANCE)
+    segments = np.cumsum(STARTS, 1)
+    np.testing.assert_array_equal(stack.apply(params_of(name), x, segments=segments)[0], got)
+
+
+@each_mixer
+@pytest.mark.parametrize("fresh", [True, False], ids=["prompt", "later"])
+def test_only_what_is_valid_enters_the_cache(name, fresh, x64):
+    """Rows of 5, 0 and 2 tokens, then three more of each: what the tokens of each row alone give."""
+    stack, params, x, valid = stack_of(name), params_of(name), inputs(), np.array([5, 0, 2])
+    before = 0 if fresh else 2
+
+    def run(params, x):
+        cache = stack.init_cache(B, 12)
+        if before:
+            _, cache, _ = stack.apply(params, x[:, :before], cache=cache)
+        _, cache, _ = stack.apply(params, x[:, before : before + 5], valid=valid, cache=cache, fresh=fresh)
+        return stack.apply(params, x[:, 6:], cache=cache)[0], cache
+
+    got, cache = jit(run)(params, x)
+    np.testing.assert_array_equal(cache.seen, before + valid)
+    for row, count in enumerate(valid):
+        line = jnp.concatenate([x[row : row + 1, : before + count], x[row : row + 1, 6:]], 1)
+        assert_close(got[row : row + 1], stack.apply(params, line)[0][:, before + count :], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["window", "slopes"])
+def test_a_window_needs_no_more_slots_than_it_sees(name, x64):
+    """A row three times as long as its slots, in parts longer and shorter than the window."""
+    stack, x = stack_of(name), jnp.concatenate([inputs()] * 2, 1)
+    cache = stack.init_cache(B, 100)
+    assert cache.layers[0].room == MIXERS[name].visible.window
+    got, _ = in_parts(stack, params_of(name), x, (1, 1, 7, 2, 1, 1, 5), slots=100)
+    assert_close(got, stack.apply(params_of(name), x)[0], TOLERANCE)
+
+
+def test_tokens_can_be_taken_back(x64):
+    stack, params, x = stack_of("attention"), params_of("attention"), inputs()
+    _, cache = in_parts(stack, params, x, (6,))
+    cache = cache.replace(seen=jnp.array([6, 2, 4], jnp.int32))
+    got, _, _ = stack.apply(params, x[:, 6:], cache=cache)
+    for row, kept in enumerate((6, 2, 4)):
+        line = jnp.concatenate([x[row : row + 1, :kept], x[row : row + 1, 6:]], 1)
+        assert_close(got[row : row + 1], stack.apply(params, line)[0][:, kept:], TOLERANCE)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_tokens_may_see_some_of_each_other(cached, x64):
+    """A tree of tokens: two branches after one root, each seeing itself and the root."""
+    stack, params, x = stack_of("attention"), params_of("attention"), inputs()[:, :5]
+    tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    places = np.array([[2, 3, 3]] * B)
+    if cached:
+        _, cache = in_parts(stack, params, x, (2,))
+        visible = np.broadcast_to(tree, (B, 3, 3))
+        got, _, _ = stack.apply(params, x[:, 2:], cache=cache, positions=places, visible=visible)
+    else:
+        visible = np.broadcast_to(
+            np.block([[np.ones((2, 2)), np.zeros((2, 3))], [np.ones((3, 2)), tree]]) > 0, (B, 5, 5)
+        )
+        positions = np.concatenate([np.array([[0, 1]] * B), places], 1)
+        got = stack.apply(params, x, positions=positions, visible=visible)[0][:, 2:]
+    one, two = (stack.apply(params, x[:, [0, 1, 2, last]])[0] for last in (3, 4))
+    assert_close(got, jnp.stack([one[:, 2], one[:, 3], two[:, 3]], 1), TOLERANCE)
+
+
+def test_scanned_and_unrolled_layers_tell_the_same(x64):
+    x = inputs()
+    scanned, unrolled = (
+        jit(stack_of("para_gru", scan_layers=scan).apply)(params_of("para_gru"), x) for scan in (True, False)
+    )
+    assert_close(unrolled[0], scanned[0], TOLERANCE)
+    assert set(scanned[2].metrics) == {"iterations", "residual", "converged"} == set(unrolled[2].metrics)
+    assert scanned[2].metrics["converged"].value == 1
+
+
+# ---------------------------------------------------------------- other weights
+
+
+def test_layers_take_other_weights_in_an_arrays_place(x64):
+    stack, params, x = stack_of("attention"), params_of("attention"), inputs()
+    wq, w_up = params["layers"]["wq"], params["layers"]["w_up"]
+    adapted = jax.vmap(lambda key, w: Adapted.of(key, w, 1, 2))(jax.random.split(jax.random.key(0), 2), wq)
+    adapted = adapted.replace(up=adapted.up + 0.1)
+    small = jax.vmap(lambda w: quantise(w, 1))(w_up)
+    got = params | {"layers": params["layers"] | {"wq": adapted, "w_up": small}}
+    merged = wq + jnp.einsum("ldr,lrhk->ldhk", adapted.down, adapted.up)
+    want = params | {"layers": params["layers"] | {"wq": merged, "w_up": small.values * small.scales[:, None]}}
+    for scan in (True, False):
+        apply = stack_of("attention", scan_layers=scan).apply
+        assert_close(apply(got, x)[0], apply(want, x)[0], TOLERANCE)
+    parts, _ = in_parts(stack, stack.unstacked(got), x, (5, 4))
+    assert_close(parts, stack.apply(want, x)[0], TOLERANCE)
+
+
+# ---------------------------------------------------------------- where the cache lies
+
+
+def step_of(stack):
+    return lambda params, x, cache: stack.apply(params, x, cache=cache)[:2]
+
+
+@pytest.mark.parametrize("rules", ["context", "data+context"])
+def test_slots_can_be_split_over_devices(rules, x64):
+    """Softmax over slots that lie on several devices: two small sums of a step, and no gather of the cache."""
+    stack, params, x = stack_of("attention"), params_of("attention"), inputs()
+    _, cache = in_parts(stack, params, x, (6,), slots=16)
+    want = jit(step_of(stack))(params, x[:, 6:7], cache)
+    changes = {"slots": rules, "batch": "none"}
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4)), rules_from(changes)):
+        args = shard((params, cache), (jax.tree.map(lambda x: (None,) * x.ndim, params), stack.cache_axes()))
+        program = jit(step_of(stack)).lower(args[0], x[:, 6:7], args[1]).compile()
+        got = program(args[0], x[:, 6:7], args[1])
+        keys = got[1].layers[0].keys
+        assert keys.sharding.shard_shape(keys.shape)[2] == 16 // (4 if rules == "context" else 8)
+    assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
+    gathered = re.findall(r"= f64\[([\d,]*)\][^=]* all-gather", program.as_text())
+    assert not [shape for shape in gathered if "16" in shape.split(",")], gathered
+
+
+def test_a_step_writes_the_cache_in_place_and_copies_none_of_it():
+    """The donated cache is the result's memory; what else a step needs is far smaller than one layer's keys."""
+    stack = Stack(3, 16, Attention(4, 2, 8, positions=Rope()), Mlp(16), dtype="float32")
+    params = stack.unstacked(stack.init(jax.random.key(0)))
+    cache, x = jax.eval_shape(lambda: stack.init_cache(2, 4096)), jnp.ones((2, 1, 16))
+    program = jax.jit(step_of(stack), donate_argnums=2).lower(params, x, cache).compile()
+    layer = 2 * 2 * 4096 * 8 * 4
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= 6 * layer
+    assert memory.temp_size_in_bytes < layer, memory.temp_size_in_bytes
+    whole = r"f32\[(3,)?2,2,4096,8\]"
+    copies = [line for line in program.as_text().splitlines() if re.search(rf"= {whole}\S* (copy|transpose)\(", line)]
+    assert not copies, copies
+
+
+def test_decoding_in_a_loop_copies_no_cache():
+    stack = Stack(3, 16, Attention(4, 2, 8, positions=Rope()), Mlp(16), dtype="float32")
+    params = stack.unstacked(stack.init(jax.random.key(0)))
+
+    def loop(params, x, cache):
+        def step(_, carry):
+            x, cache = carry
+            x, cache, _ = stack.apply(params, x, cache=cache)
+            return x, cache
+
+        return jax.lax.fori_loop(0, 5, step, (x, cache))
+
+    cache = jax.eval_shape(lambda: stack.init_cache(2, 4096))
+    program = jax.jit(loop, donate_argnums=2).lower(params, jnp.ones((2, 1, 16)), cache).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 2 * 4096 * 8 * 4
+    copies = [line for line in program.as_text().splitlines() if re.search(r"= f32\[2,2,4096,8\]\S* copy\(", line)]
+    assert not copies, copies
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_what_cannot_be_is_refused():
+    x = jnp.ones((1, 3, D))
+    recurrent = dataclasses.replace(stack_of("para_gru"), dtype="float32")
+    with pytest.raises(UsageError, match="a recurrent mixer cannot honour visible"):
+        recurrent.apply(recurrent.init(jax.random.key(0)), x, visible=jnp.ones((1, 3, 3), bool))
+    both_ways = Stack(1, D, Attention(2, 2, 4, visible=Visible(causal=False)), Mlp(8))
+    with pytest.raises(UsageError, match="not causal has no cache"):
+        both_ways.init_cache(1, 4)
+    attends = dataclasses.replace(stack_of("attention"), dtype="float32")
+    with pytest.raises(UsageError, match="with a cache give starts"):
+        attends.apply(
+            None or attends.init(jax.random.key(0)), x, segments=jnp.zeros((1, 3), int), cache=attends.init_cache(1, 4)
+        )
+    with pytest.raises(UsageError, match="window=3 is of causal attention"):
+        Visible(causal=False, window=3)
+    with pytest.raises(UsageError, match="num_heads=6 is not a multiple of num_kv_heads=4; legal are 1, 2, 3, 6"):
+        Attention(6, 4, 2)
