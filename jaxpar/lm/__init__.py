@@ -4,8 +4,9 @@
 |---|---|---|
 | `data`, `tokenizer` | text -> tokens int [B, T] | experiments |
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
-| `model` | params, tokens [B, T] -> features [B, T, D] or logits [B, T, V], by a stack of `jaxpar.nn` | `loss`, `sample` |
-| `loss`, `optim`, `train` | params, batch -> loss [] -> next state | `jaxpar.loop` |
+| `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
+| `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
+| `optim`, `train` | state, batch -> next state | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step | `jaxpar.verify` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |

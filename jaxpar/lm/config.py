@@ -70,6 +70,8 @@ class LMConfig:
       low_logits: Whether the loss stores logits in `dtype` instead of float32: half the traffic, rounding of
         2^-9 a logit in bfloat16. Sums over them are float32 either way.
       loss_chunk: Tokens a device whose logits exist at the same time.
+      z_loss: Weight of the mean square of the log normaliser in the loss; 0 for none.
+      ranges: Whether training tells the largest magnitude of the residual stream, at one more read of it a layer.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -102,6 +104,8 @@ class LMConfig:
     solver: str = _execution("auto", OneOf(METHODS))
     scan_layers: bool = _execution(True)
     loss_chunk: int = _execution(8192, AtLeast(1))
+    z_loss: float = _later(0.0, AtLeast(0))
+    ranges: bool = _execution(False)
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -145,6 +149,7 @@ class LMConfig:
             dtype=self.dtype,
             remat=self.remat,
             scan_layers=self.scan_layers,
+            ranges=self.ranges,
         )
 
 

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import head, hidden
 from jaxpar.mesh import constrain, local, mesh_axes
+from jaxpar.nn.auxiliary import NOTHING, Aux, Sum, both
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["cross_entropy", "loss"]
+__all__ = ["cross_entropy", "cross_entropy_and_z", "last", "loss", "losses"]
 
 
 def loss(
@@ -23,7 +24,23 @@ def loss(
     normaliser: jax.Array | None = None,
     dropout_key: PRNGKey | None = None,
 ) -> Float[Array, ""]:
-    """Computes the mean negative log-likelihood of the targets, in nats a token.
+    """Computes the mean negative log-likelihood of the targets, in nats a token, with all that is added to it.
+
+    Takes the arguments of `losses`, and returns the first of what it does.
+    """
+    return losses(params, batch, config, normaliser=normaliser, dropout_key=dropout_key)[0]
+
+
+def losses(
+    params: PyTree,
+    batch: dict[str, jax.Array],
+    config: LMConfig,
+    *,
+    normaliser: jax.Array | None = None,
+    share: float = 1.0,
+    dropout_key: PRNGKey | None = None,
+) -> tuple[Float[Array, ""], Aux]:
+    """Computes what training makes smaller, and all that was told on the way.
 
     Args:
       params: As from `jaxpar.lm.init`.
@@ -31,9 +48,14 @@ def loss(
         "positions" int [B, T] for packed documents.
       config: The model; static.
       normaliser: What the weighted sum is divided by; by default the sum of the weights.
+      share: Of the losses that layers tell: 1 / M for one of M microbatches, whose losses are averaged.
       dropout_key: Switches dropout on; consumed.
+
+    Returns:
+      The negative log-likelihood a token, `config.z_loss` times the mean square of the log normaliser, and the losses
+      that layers told, together; and what was told.
     """
-    x, _ = hidden(
+    x, aux = hidden(
         params,
         batch["tokens"],
         config,
@@ -41,15 +63,29 @@ def loss(
         segments=batch.get("segments"),
         dropout_key=dropout_key,
     )
+    value, told = last(x, head(params), batch, config, normaliser)
+    extra = sum(aux.losses.values(), jnp.zeros((), value.dtype))
+    return (value + share * extra if aux.losses else value), both(aux, told)
+
+
+def last(
+    x: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    batch: dict[str, jax.Array],
+    config: LMConfig,
+    normaliser: jax.Array | None = None,
+) -> tuple[Float[Array, ""], Aux]:
+    """Computes the loss of the last residual stream, after its norm; the arguments are those of `losses`."""
     weights = batch.get("weights")
     if weights is None:
         weights = jnp.ones(batch["targets"].shape, jnp.promote_types(x.dtype, jnp.float32))
     if normaliser is None:
         normaliser = weights.sum()
-    return cross_entropy(x, head(params), batch["targets"], weights / normaliser, config.loss_chunk, config.low_logits)
+    options = (config.loss_chunk, config.low_logits, config.z_loss)
+    value, z = cross_entropy_and_z(x, head, batch["targets"], weights / normaliser, *options)
+    return value, Aux({}, {"z_loss": Sum(z)}) if config.z_loss else NOTHING
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -75,34 +111,59 @@ def cross_entropy(
       chunk: Tokens a device at a time.
       low_logits: Whether a chunk's logits are stored in the dtype of `x` instead of float32 at least.
     """
-    return _sharded(x, head, targets, weights, chunk, low_logits, with_grads=False)
+    return cross_entropy_and_z(x, head, targets, weights, chunk, low_logits, 0.0)[0]
 
 
-def _forward(x, head, targets, weights, chunk, low_logits):
-    value, dx, dhead = _sharded(x, head, targets, weights, chunk, low_logits, with_grads=True)
-    return value, (dx, constrain(dhead, "vocab", "embed_grad").astype(head.dtype))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def cross_entropy_and_z(
+    x: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    chunk: int,
+    low_logits: bool,
+    z_loss: float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Computes `cross_entropy` plus z = z_loss * sum over tokens of weights * (log sum exp(x head^T))^2, and z alone.
+
+    z keeps the normaliser near 1, so that logits do not drift away (arXiv:2204.02311, section 5). It is told, not
+    differentiated: the gradient is that of the sum.
+    """
+    return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads=False))
 
 
-def _backward(chunk, low_logits, grads, g):
-    del chunk, low_logits
+def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (sum, z) of a pair of both, or of a sum without z."""
+    return (value[0], value[1]) if value.ndim else (value, jnp.zeros_like(value))
+
+
+def _forward(x, head, targets, weights, chunk, low_logits, z_loss):
+    value, dx, dhead = _sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads=True)
+    return _told(value), (dx, constrain(dhead, "vocab", "embed_grad").astype(head.dtype))
+
+
+def _backward(chunk, low_logits, z_loss, grads, g):
+    del chunk, low_logits, z_loss
     dx, dhead = grads
-    return (g * dx).astype(dx.dtype), (g * dhead).astype(dhead.dtype), None, None
+    return (g[0] * dx).astype(dx.dtype), (g[0] * dhead).astype(dhead.dtype), None, None
 
 
-cross_entropy.defvjp(_forward, _backward)
+cross_entropy_and_z.defvjp(_forward, _backward)
 
 
-def _sharded(x, head, targets, weights, chunk, low_logits, with_grads):
+def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads):
     """Runs `_on_device` on every device's tokens and symbols."""
+    value_axes = (None,) if z_loss else ()
     tokens = ("batch", "seq_layer")
     in_axes = [(*tokens, None), ("vocab", None), tokens, tokens]
-    out_axes = ((), (*tokens, None), ("vocab", None)) if with_grads else ()
+    out_axes = (value_axes, (*tokens, None), ("vocab", None)) if with_grads else value_axes
     weight = constrain(constrain(head.astype(x.dtype), "vocab", "embed"), "vocab", None)  # cast before the gather
     batch_axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
     fn = functools.partial(
         _on_device,
         chunk=chunk,
         low_logits=low_logits,
+        z_loss=z_loss,
         with_grads=with_grads,
         vocab_axes=mesh_axes("vocab"),
         batch_axes=batch_axes,
@@ -114,7 +175,7 @@ def _sum(x, axes):
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _on_device(x, head, targets, weights, *, chunk, low_logits, with_grads, vocab_axes, batch_axes):
+def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, with_grads, vocab_axes, batch_axes):
     """The loss of this device's tokens against this device's symbols, chunk by chunk."""
     width, total = x.shape[-1], targets.size
     count = math.ceil(total / chunk)
@@ -142,25 +203,32 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, with_grads, voca
             norm, chosen = jax.lax.psum(jnp.stack([norm * jnp.exp(top - highest), chosen]), vocab_axes)
             top = highest
         log_norm = top + jnp.log(norm)
-        return (weight * (log_norm - chosen)).sum(), logits, log_norm, place
+        value = (weight * (log_norm - chosen)).sum()
+        if z_loss:
+            z = z_loss * (weight * log_norm**2).sum()
+            value = jnp.stack([value + z, z])
+        return value, logits, log_norm, place
 
-    def both(carry, part):
+    def grow(carry, part):
         x, _, weight = part
         value, logits, log_norm, place = forward(part)
         hit = jnp.arange(head.shape[0])[None, :] == place[:, None]
-        dlogits = (jnp.exp(logits.astype(wide) - log_norm[:, None]) - hit) * weight[:, None]
+        share = jnp.exp(logits.astype(wide) - log_norm[:, None])
+        if z_loss:
+            share = share * (1 + 2 * z_loss * log_norm)[:, None]
+        dlogits = (share - hit) * weight[:, None]
         dlogits = dlogits.astype(x.dtype)
         dhead = carry[1] + jnp.einsum("nv,nd->vd", dlogits, x, preferred_element_type=wide)
         return (carry[0] + value, dhead), jnp.einsum("nv,vd->nd", dlogits, head)
 
     parts = (cut(x, width), cut(targets), cut(weights.astype(wide)))
     if not with_grads:
-        return _sum(jax.lax.map(lambda part: forward(part)[0], parts).sum(), batch_axes)
-    zero = (jnp.zeros((), wide), jnp.zeros(head.shape, wide))
+        return _sum(jax.lax.map(lambda part: forward(part)[0], parts).sum(0), batch_axes)
+    zero = (jnp.zeros((2,) if z_loss else (), wide), jnp.zeros(head.shape, wide))
     if count == 1:  # no accumulator to read and write back
-        (value, dhead), dx = both(zero, jax.tree.map(lambda part: part[0], parts))
+        (value, dhead), dx = grow(zero, jax.tree.map(lambda part: part[0], parts))
     else:
-        (value, dhead), dx = jax.lax.scan(both, zero, parts)
+        (value, dhead), dx = jax.lax.scan(grow, zero, parts)
     dx = _sum(dx.reshape(-1, width)[:total].reshape(x.shape), vocab_axes)
     return _sum(value, batch_axes), dx, _sum(dhead, batch_axes)
 

@@ -11,7 +11,7 @@ from jaxpar.nn.block import dropout
 from jaxpar.nn.mixer import TRAINING
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["apply", "embed", "enter", "head", "hidden", "logits"]
+__all__ = ["apply", "begin", "embed", "enter", "head", "hidden", "logits"]
 
 
 def head(params: PyTree) -> Float[Array, "V D"]:
@@ -67,17 +67,31 @@ def hidden(
     Raises:
       UsageError: If T is over the learned positions.
     """
-    batch, length = tokens.shape
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = begin(params, tokens, positions, config, dropout_key)
+    x, _, aux = config.stack().apply(params, x, positions=positions, segments=segments, key=dropout_key)
+    return x, aux
+
+
+def begin(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None,
+    config: LMConfig,
+    dropout_key: PRNGKey | None = None,
+) -> Float[Array, "B T D"]:
+    """Computes what enters the first layer in training, in `config.dtype`; the arguments are those of `hidden`."""
+    length = tokens.shape[1]
     if config.positions == "learned" and length > config.max_seq_len:
         raise UsageError(f"sequences of {length} tokens are over model.max_seq_len={config.max_seq_len}.")
     if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     x = enter(params, tokens, positions, config)
     # Folded by number, so that layer l drops the same things scanned and unrolled.
     if dropout_key is not None:
         x = dropout(x, config.dropout, jax.random.fold_in(dropout_key, config.num_layers))
-    x, _, aux = config.stack().apply(params, x, positions=positions, segments=segments, key=dropout_key)
-    return x, aux
+    return constrain(x.astype(config.dtype), *TRAINING.outside)
 
 
 def enter(

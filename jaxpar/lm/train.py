@@ -11,11 +11,13 @@ from flax import struct
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.loss import loss
 from jaxpar.lm.optim import OptimizerConfig, learning_rate, make_optimizer
-from jaxpar.mesh import axes_like, constrain
+from jaxpar.lm.stages import stages
+from jaxpar.mesh import axes_like
+from jaxpar.nn.auxiliary import shown
+from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import finite_or_old
-from jaxpar.types import Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Info, PRNGKey, PyTree
 
 __all__ = ["Health", "TrainState", "Trainer"]
 
@@ -68,7 +70,8 @@ class Trainer:
       model: The transformer.
       optimizer: The update rule.
       num_steps: Length of the run, which the learning-rate schedule needs.
-      accumulate: Parts that a batch is cut into, one after the other; equal to the whole batch at once.
+      accumulate: Microbatches that a batch is cut into; equal to the whole batch at once.
+      schedule: How their gradients are made, a `jaxpar.nn.schedule.Schedule`: one after the other, by default.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
     """
 
@@ -76,6 +79,7 @@ class Trainer:
     optimizer: OptimizerConfig = OptimizerConfig()
     num_steps: int = field(1000, AtLeast(1))
     accumulate: int = field(1, AtLeast(1))
+    schedule: Any = InTurn()
     max_skipped: int = field(10, AtLeast(1))
 
     __post_init__ = check_fields
@@ -103,9 +107,9 @@ class Trainer:
         Returns:
           The new state, and scalars: loss (nats a token), grad_norm (before clipping), learning_rate,
           skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
-          mean, by what lies above it) and spikes (their count).
+          mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
         """
-        value, grads = self._gradient(key, state.params, inputs)
+        (value, aux), grads = self.schedule(stages(self.model), state.params, inputs, key, self.accumulate)
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates), opt_state
@@ -120,7 +124,7 @@ class Trainer:
             "skipped_in_a_row": health.skipped_in_a_row,
             "spike": spike,
             "spikes": health.spikes,
-        }
+        } | shown(aux)
         return TrainState(params, opt_state, state.step + 1, health), jax.tree.map(jnp.float32, info)
 
     def done(self, state: TrainState) -> jax.Array:
@@ -129,38 +133,6 @@ class Trainer:
 
     def _optimizer(self) -> optax.GradientTransformation:
         return make_optimizer(self.optimizer, self.model, self.num_steps)
-
-    def _gradient(self, key: PRNGKey, params: PyTree, batch: dict[str, jax.Array]):
-        """Returns mean loss and gradient of a batch, by `accumulate` parts."""
-        rows = batch["tokens"].shape[0]
-        if rows % self.accumulate:
-            raise UsageError(
-                f"train.accumulate={self.accumulate} does not divide the batch of {rows} rows; "
-                f"nearest is {next(n for n in range(self.accumulate, 0, -1) if rows % n == 0)}."
-            )
-        weights = batch.get("weights")
-        total = jnp.float32(batch["targets"].size) if weights is None else weights.sum()
-
-        def part(batch, key):
-            dropout_key = key if self.model.dropout else None
-            return jax.value_and_grad(loss)(params, batch, self.model, normaliser=total, dropout_key=dropout_key)
-
-        if self.accumulate == 1:
-            return part(batch, key)
-
-        def add(sums, inputs):
-            index, batch = inputs
-            return jax.tree.map(jnp.add, sums, part(batch, jax.random.fold_in(key, index))), None
-
-        # Row r goes to part r % accumulate: every device then finds its share of each part at home.
-        def cut(x):
-            parts = x.reshape(rows // self.accumulate, self.accumulate, *x.shape[1:]).swapaxes(0, 1)
-            return constrain(parts, None, "batch", *(None,) * (x.ndim - 1), name="a part of the batch")
-
-        first = jax.tree.leaves(params)[0]
-        zero = (jnp.zeros((), first.dtype), jax.tree.map(jnp.zeros_like, params))
-        sums, _ = jax.lax.scan(add, zero, (jnp.arange(self.accumulate), jax.tree.map(cut, batch)))
-        return sums
 
 
 def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, jax.Array]:

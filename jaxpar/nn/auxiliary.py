@@ -1,7 +1,7 @@
 """What a layer tells besides its output: losses to be added and metrics to be shown, with the rules they are merged by.
 
 A loss of a layer is a scalar over all devices' tokens of one microbatch, times its weight. It is summed over layers and
-averaged over microbatches. A metric says itself how it is merged: `Mean`, `Max` or `Min`.
+averaged over microbatches. A metric says itself how it is merged: `Mean`, `Sum`, `Max` or `Min`.
 
 Example:
     import jax
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxpar.types import Array, Info
 
-__all__ = ["NOTHING", "Aux", "Max", "Mean", "Metric", "Min", "both", "over_layers", "over_parts", "shown"]
+__all__ = ["NOTHING", "Aux", "Max", "Mean", "Metric", "Min", "Sum", "both", "over_layers", "over_parts", "shown"]
 
 
 class Mean(NamedTuple):
@@ -51,6 +51,16 @@ class Mean(NamedTuple):
         return jnp.where(self.count > 0, self.total / jnp.where(self.count > 0, self.count, 1), 0)
 
 
+class Sum(NamedTuple):
+    """A sum, of shares of a whole: over microbatches, what each holds of it."""
+
+    value: Array
+
+    def merged(self) -> "Sum":
+        """Merges along the first axis."""
+        return Sum(self.value.sum(0))
+
+
 class Max(NamedTuple):
     """A largest value; NaN where there is one."""
 
@@ -71,7 +81,7 @@ class Min(NamedTuple):
         return Min(self.value.min(0))
 
 
-Metric = Mean | Max | Min
+Metric = Mean | Sum | Max | Min
 
 
 class Aux(NamedTuple):

@@ -1,8 +1,8 @@
 """The one door for every product with a weight: `contract`, and what may stand in a weight's place.
 
 Where a parameter tree has an array, it may have another object with a `contract` of its own: `Adapted` adds a low-rank
-product, `Quantised` keeps eight bits a number, `Deferred` leaves the weight's gradient for later. They are pytrees whose
-arrays may be stacked over layers, so no layer, loop or optimizer needs to know of them.
+product, `Quantised` keeps eight bits a number, `Deferred` leaves the weight's gradient for later. They are pytrees
+whose arrays may be stacked over layers, so no layer, loop or optimizer needs to know of them.
 
 Example:
     import flax

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role
-from jaxpar.nn.auxiliary import Aux, over_layers
+from jaxpar.nn.auxiliary import Aux, Max, both, over_layers
 from jaxpar.nn.block import block
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.linear import on_weight
@@ -58,6 +58,7 @@ class Stack:
         saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs.
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster on GPU,
         slower to compile).
+      ranges: Whether layers tell the largest magnitude of the residual stream ("residual_max"), at one read of it each.
     """
 
     num_layers: int = field(legal=AtLeast(1))
@@ -70,6 +71,7 @@ class Stack:
     dtype: str = field("float32", OneOf(("bfloat16", "float16", "float32", "float64")))
     remat: str = field("none", OneOf(REMATS))
     scan_layers: bool = True
+    ranges: bool = False
 
     __post_init__ = check_fields
 
@@ -177,22 +179,29 @@ class Stack:
           Outputs, the cache (None without one), and what the layers told.
         """
         params = self.hold(params)
-        rules = TRAINING if cache is None else DECODING
-        rules = rules._replace(apart=not self.scan_layers and self.remat == "none")
-        context = self._context(x, positions, segments, starts, cache, fresh)
-        context = context._replace(valid=valid, visible=visible, rules=rules)
+        context = self.context(x, positions, segments, starts, cache, fresh)
+        context = context._replace(valid=valid, visible=visible, key=key)
+        rules = context.rules
         x = constrain(x.astype(self.dtype), *rules.outside)
         if cache is None or fresh:
-            x, layers, aux = self._all_layers(params["layers"], x, context, cache, key)
+            x, layers, aux = self._all_layers(params["layers"], x, context, cache)
         else:
-            x, layers, aux = self._with_caches(params["layers"], x, context, cache, key)
+            x, layers, aux = self._with_caches(params["layers"], x, context, cache)
         x = gather(self.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
         if cache is None:
             return x, None, aux
         return x, self._split(_moved_on(cache, layers, context)), aux
 
-    def _context(self, x, positions, segments, starts, cache, fresh) -> Context:
-        """What the mixers may ask; segments and starts each follow from the other."""
+    def context(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        starts: Bool[Array, "B T"] | None = None,
+        cache: StackCache | None = None,
+        fresh: bool = False,
+    ) -> Context:
+        """Returns what the mixers may ask, from the arguments of `apply`; segments and starts each follow."""
         batch, length = x.shape[:2]
         places = jnp.broadcast_to(jnp.arange(length), (batch, length))
         before = jnp.zeros((batch,), jnp.int32)
@@ -207,19 +216,30 @@ class Stack:
         first = _began(places, starts, before)
         positions = places - first if positions is None else positions
         seen = None if cache is None else cache.seen
-        return Context(positions, segments, starts, seen=seen, first=first, fresh=fresh)
+        rules = TRAINING if cache is None else DECODING
+        rules = rules._replace(apart=not self.scan_layers and self.remat == "none")
+        return Context(positions, segments, starts, seen=seen, first=first, fresh=fresh, rules=rules)
 
-    def _layer(self, layer, x, context, cache, key, index):
-        key = None if key is None else jax.random.fold_in(key, index)
+    def layer(
+        self, layer: PyTree, index: Any, x: Float[Array, "B T D"], context: Context, cache: PyTree | None = None
+    ) -> tuple[Float[Array, "B T D"], PyTree | None, Aux]:
+        """Applies layer `index`, given its own held parameters: outputs, its cache, and what it told.
+
+        The context's key is that of the whole stack.
+        """
+        key = None if context.key is None else jax.random.fold_in(context.key, index)
         context = context._replace(key=key)
-        return block(self.mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout)
+        x, cache, aux = block(self.mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout)
+        if self.ranges:
+            aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(jnp.abs(jax.lax.stop_gradient(x))))}))
+        return x, cache, aux
 
-    def _all_layers(self, layers, x, context, cache, key):
+    def _all_layers(self, layers, x, context, cache):
         """From nothing on: scanned or unrolled, rematerialised."""
 
         def body(x, layer_and_index):
             layer, index = layer_and_index
-            x, new, aux = self._layer(layer, x, context, empty, key, index)
+            x, new, aux = self.layer(layer, index, x, context, empty)
             return x, (new, aux)
 
         empty, body = None if cache is None else cache.layers[0], self._remat(body)
@@ -233,11 +253,11 @@ class Stack:
         caches, told = zip(*told, strict=True)
         return x, caches, over_layers(jax.tree.map(lambda *x: jnp.stack(x), *told))
 
-    def _with_caches(self, layers, x, context, cache, key):
+    def _with_caches(self, layers, x, context, cache):
         """After what a cache holds: unrolled, for a scan would copy every cache from its inputs to its outputs."""
         caches, told = [], []
         for index, (layer, old) in enumerate(zip(_apart(layers, self.num_layers), cache.layers, strict=True)):
-            x, new, aux = self._layer(layer, x, context, old, key, index)
+            x, new, aux = self.layer(layer, index, x, context, old)
             caches.append(new)
             told.append(aux)
         return x, tuple(caches), over_layers(jax.tree.map(lambda *x: jnp.stack(x), *told))

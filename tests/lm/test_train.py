@@ -70,12 +70,13 @@ def test_accumulation_equals_the_whole_batch_with_unequal_weights(x64, start):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_each_part_has_a_dropout_key_of_its_own(start, monkeypatch, parts):
     """The loss draws one number by its key; weights leave that of one part at a time."""
-    import jaxpar.lm.train as train
+    from jaxpar.lm import stages
+    from jaxpar.nn.auxiliary import NOTHING
 
-    def drawn(params, batch, model, *, normaliser, dropout_key):
-        return jax.random.uniform(dropout_key) * batch["weights"].max() + 0 * params["embedding"].sum()
+    def drawn(params, batch, model, *, normaliser, share, dropout_key):
+        return jax.random.uniform(dropout_key) * batch["weights"].max() + 0 * params["embedding"].sum(), NOTHING
 
-    monkeypatch.setattr(train, "loss", drawn)
+    monkeypatch.setattr(stages, "losses", drawn)
     model = dataclasses.replace(TRAINER.model, dropout=0.1)
     step = dataclasses.replace(TRAINER, model=model, accumulate=parts).step
     value = jit(lambda key, state, batch: step(key, state, batch)[1]["loss"])
@@ -119,13 +120,15 @@ def test_a_bad_step_changes_nothing_and_is_counted(start, value):
 
 
 def test_a_bad_gradient_of_a_good_loss_is_skipped(start, monkeypatch):
-    import jaxpar.lm.train as train
+    from jaxpar.lm import stages
 
-    loss = train.loss
-    # sqrt(x - x) is 0 with gradient nan
-    monkeypatch.setattr(
-        train, "loss", lambda p, *args, **kw: loss(p, *args, **kw) + jnp.sqrt(0.0 * p["embedding"][0, 0])
-    )
+    plain = stages.losses
+
+    def bad(params, *args, **options):
+        value, aux = plain(params, *args, **options)
+        return value + jnp.sqrt(0.0 * params["embedding"][0, 0]), aux  # sqrt(x - x) is 0 with gradient nan
+
+    monkeypatch.setattr(stages, "losses", bad)
     state, info = jit(dataclasses.replace(TRAINER, num_steps=51).step)(jax.random.key(1), start, batch_of())
     assert np.isfinite(info["loss"]) and not np.isfinite(info["grad_norm"]) and info["skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, state.params, start.params)

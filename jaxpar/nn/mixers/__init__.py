@@ -2,7 +2,7 @@
 
 | file | in -> out shapes | called by |
 |---|---|---|
-| `recurrent` | params, x [B, T, D], state [B, n] -> y [B, T, D], state; the same after the block's own products | `stack`, `network`, `rl` |
+| `recurrent` | params, x [B, T, D], state [B, n] -> y [B, T, D], state | `stack`, `network`, `rl` |
 """
 
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of

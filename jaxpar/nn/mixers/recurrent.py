@@ -169,8 +169,8 @@ def mixed(
       with_info: Whether to return how the worst of all devices fared, which costs them a collective of a few numbers.
 
     Returns:
-      Outputs [T, B, n] in the dtype of the drive, and the state after the steps that count; then, if asked for, the scalars
-      iterations, residual and converged (0, 0 and 1 where nothing was iterated).
+      Outputs [T, B, n] in the dtype of the drive, and the state after the steps that count; then, if asked for, the
+      scalars iterations, residual and converged (0, 0 and 1 where nothing was iterated).
 
     Raises:
       UsageError: If the sequence is split over devices.

@@ -1,0 +1,147 @@
+"""The model in stages and its schedules: pieces equal the whole, what was told is merged by its rule, z-loss."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, loss
+from jaxpar.lm import stages as module
+from jaxpar.lm.loss import losses
+from jaxpar.lm.stages import stages
+from jaxpar.nn.auxiliary import Aux, Max, Mean, Min, Sum, both, over_layers, over_parts, shown
+from jaxpar.nn.schedule import InTurn, layer_by_layer, parts_of
+from jaxpar.types import UsageError
+
+SMALL = dict(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float64")
+MODELS = {
+    "llama": LMConfig(**SMALL, num_kv_heads=2, z_loss=0.1),
+    "gpt2": LMConfig(**SMALL, norm="layer", positions="learned", bias=True, dropout=0.3, max_seq_len=6, tied=True),
+    "aaren": LMConfig(**SMALL, mixer="aaren", scan_layers=False),
+}
+TOLERANCE = EXACT_MATHS["float64"]
+
+
+def batch(packed=False):
+    rng = np.random.default_rng(0)
+    out = {"tokens": rng.integers(0, 16, (4, 6)), "targets": rng.integers(0, 16, (4, 6))}
+    if packed:
+        out |= {"segments": np.array([[0, 0, 1, 1, 1, 2]] * 4), "positions": np.array([[0, 1, 0, 1, 2, 0]] * 4)}
+        out |= {"weights": rng.uniform(size=(4, 6))}
+    return jax.tree.map(jnp.asarray, out)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_one_after_the_other_are_the_model(name, packed, x64):
+    config, data = MODELS[name], batch(packed)
+    params, model = noisy_params(config, np.float64), stages(config)
+    args = params, data, jax.random.key(3), model.total(data), 1.0
+    got, want = (jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (layer_by_layer(model), model.whole))
+    assert_close(got, want, TOLERANCE)
+    if not config.dropout:
+        assert_close(want[0][0], loss(params, data, config), TOLERANCE)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_turn_equals_the_whole_batch(count, packed, x64):
+    config, data = MODELS["llama"], batch(packed)
+    params, run = noisy_params(config, np.float64), jit(InTurn(), static_argnums=(0, 4))
+    (value, aux), grads = run(stages(config), params, data, None, 1)
+    (parts, told), sums = run(stages(config), params, data, None, count)
+    assert_close((parts, sums, shown(told)), (value, grads, shown(aux)), TOLERANCE)
+
+
+def test_parts_that_do_not_divide_are_refused():
+    with pytest.raises(UsageError, match="train.accumulate=3 does not divide the batch of 4 rows; nearest is 2"):
+        parts_of(batch(), 3)
+
+
+def test_a_schedule_of_ones_own_trains():
+    called = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Counting:
+        def __call__(self, *args):
+            called.append(args[-1])
+            return InTurn()(*args)
+
+    config = dataclasses.replace(MODELS["llama"], dtype="float32")
+    options = OptimizerConfig(), 10, 2
+    states = []
+    for schedule in (InTurn(), Counting()):
+        trainer = Trainer(config, *options, schedule=schedule)
+        state = trainer.init(jax.random.key(0))
+        states.append(jit(trainer.step)(jax.random.key(1), state, batch()))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    assert called == [2]
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def test_a_layers_loss_is_added_once_however_the_batch_is_cut(monkeypatch, x64):
+    """A mean over each microbatch's tokens, summed over two layers, averaged over microbatches of one size."""
+    config, data = dataclasses.replace(MODELS["llama"], z_loss=0.0), batch()
+    params, plain = noisy_params(config, np.float64), losses
+    monkeypatch.setattr(module, "losses", functools.partial(_with_balance, plain))
+    run = jit(InTurn(), static_argnums=(0, 4))
+    (whole, aux), grads = run(stages(config), params, data, None, 1)
+    (parts, told), sums = run(stages(config), params, data, None, 4)
+    assert_close((parts, sums, shown(told)), (whole, grads, shown(aux)), TOLERANCE)
+    balance = 2 * float(jnp.square(params["embedding"][data["tokens"]]).mean())
+    assert_close((whole, aux.losses["balance"]), (plain(params, data, config)[0] + balance, balance), TOLERANCE)
+
+
+def _with_balance(plain, params, data, config, *, share, **options):
+    value, aux = plain(params, data, config, share=share, **options)
+    term = jnp.square(params["embedding"][data["tokens"]]).mean()
+    told = over_layers(Aux({"balance": jnp.stack([term, term])}, {}))
+    return value + share * told.losses["balance"], both(aux, told)
+
+
+def test_z_loss_is_the_mean_square_of_the_log_normaliser(x64):
+    config, data = MODELS["llama"], batch()
+    params = noisy_params(config, np.float64)
+
+    def plain(params):
+        logits = apply(params, data["tokens"], config)
+        log_norm = jax.nn.logsumexp(logits, -1)
+        chosen = jnp.take_along_axis(logits, data["targets"][..., None], -1)[..., 0]
+        return (log_norm - chosen).mean() + 0.1 * jnp.square(log_norm).mean(), 0.1 * jnp.square(log_norm).mean()
+
+    for chunk in (8192, 7):
+        chunked = dataclasses.replace(config, loss_chunk=chunk)
+        (value, aux), grads = jit(jax.value_and_grad(lambda p, c=chunked: losses(p, data, c), has_aux=True))(params)
+        (want, z), want_grads = jit(jax.value_and_grad(plain, has_aux=True))(params)
+        assert_close((value, grads, aux.metrics["z_loss"].value), (want, want_grads, z), TOLERANCE)
+
+
+def test_ranges_are_told_to_the_metrics():
+    config = dataclasses.replace(MODELS["llama"], dtype="float32", ranges=True)
+    trainer = Trainer(config, accumulate=2)
+    _, info = jit(trainer.step)(jax.random.key(0), trainer.init(jax.random.key(1)), batch())
+    assert {"residual_max", "z_loss"} <= set(info) and 0 < float(info["residual_max"]) < 10
+
+
+def test_metrics_are_merged_by_their_own_rules():
+    told = [
+        Aux({"a": x}, {"mean": Mean(x, 2.0 * x), "sum": Sum(x), "max": Max(x), "min": Min(x)})
+        for x in map(jnp.float32, (1, 4, 3))
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *told)
+    for merge, total in ((over_layers, 8), (over_parts, 8 / 3)):
+        got = shown(merge(stacked))
+        want = {"a": total, "mean": 0.5, "sum": 8, "max": 4, "min": 1}
+        assert {name: float(x) for name, x in got.items()} == pytest.approx(want)
+    two = shown(both(told[0], told[1]))
+    assert {name: float(x) for name, x in two.items()} == {"a": 5, "mean": 0.5, "sum": 5, "max": 4, "min": 1}
+    bad = Aux({}, {"max": Max(jnp.array([1.0, np.nan])), "min": Min(jnp.array([np.nan, 1.0]))})
+    assert all(np.isnan(x) for x in shown(over_layers(bad)).values())
+    assert float(Mean(jnp.float32(0), jnp.float32(0)).value) == 0
