@@ -2,10 +2,14 @@
 
 | file | in -> out shapes | called by |
 |---|---|---|
-| `leaf` | tree of (shape, axes, init) -> parameters | all below, `lm` |
+| `leaf`, `linear` | tree of (shape, axes, init) -> parameters; x, weight -> their product | all below, `lm` |
+| `norm`, `position`, `mlp` | x [B, T, D] -> [B, T, D]; positions [B, T] -> angles or slopes | `block`, `attention` |
+| `auxiliary`, `mixer` | what layers tell; the contract of what mixes tokens | `attention`, `mixers`, `stack` |
+| `attention`, `mixers` | params, x [B, T, D], cache -> y [B, T, D], cache, what is told | `block` |
+| `block`, `stack` | the same of one layer; of all, with remat and caches | `lm`, `rl`, users |
+| `schedule` | a model's stages, batch -> loss [], gradient | `lm` |
 | `cells`, `gated`, `aaren`, `s5` | params, h [B, n], drive [B, n] -> h [B, n], and facts about it | `layer` |
-| `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixer` |
-| `mixer` | the same on any mesh, after the block's own products [T, B, n] | `lm`, `network` |
+| `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixers` |
 | `network` | params, xs [B, T, D] -> [B, T, C], and its trainer | experiments |
 | `autoregressive`, `dense_depth` | params -> samples [num, N]; x [D] -> all layers [L, D]: by sweeps | users |
 | `muon` | gradients of stacks of matrices [L, ...] -> orthogonalised updates, on any mesh | `lm` |
