@@ -33,11 +33,16 @@ from jaxpar.neat.hyper import Painted, Substrate
 from jaxpar.neat.problems import Table
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
+from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.norm import Norm
+from jaxpar.nn.position import Rope
 from jaxpar.nn.s5 import S5
+from jaxpar.nn.stack import Stack
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
@@ -73,12 +78,23 @@ SIGNED = (), (-5, 0)
 UNBOUNDED = (), (INF, -INF, 0.0)
 
 TABLE = {
+    Attention: {"num_heads num_kv_heads head_dim": COUNT, "dropout": UNDER_1},
+    Visible: {"window": LEAST_0},
+    Mlp: {"size": COUNT},
+    Norm: {"eps": POSITIVE},
+    Rope: {
+        "theta low_freq_factor high_freq_factor": POSITIVE,
+        "factor": FACTOR,
+        "original_len": COUNT,
+    },
+    Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE},
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads mlp_dim rope_original_len loss_chunk": COUNT,
         "num_kv_heads head_dim mixer_dim": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,
+        "z_loss": FRACTION_FROM_0,
     },
     OptimizerConfig: {
         "learning_rate eps": POSITIVE,

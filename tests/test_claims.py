@@ -33,7 +33,7 @@ CLAIMS = {
     "the same command goes on from where it was": "experiments/test_kill.py::two_kills_change_no_bit "
     "experiments/test_kill.py::ctrl_c_says_how_to_go_on_and_any_mesh_does",
     # what is there
-    "GPT-2 and Llama 3 as one config": "lm/test_params.py::published_sizes lm/test_blocks.py::layer_equals_loop",
+    "GPT-2 and Llama 3 as one config": "lm/test_params.py::published_sizes nn/test_block.py::layer_equals_loop",
     "vocabulary-parallel chunked loss": "lm/test_loss.py::split_vocabulary_equals_naive_float64 "
     "lm/test_loss.py::logits_of_a_chunk_only_in_the_model",
     "AdamW, Muon": "lm/test_optim.py::eps_reaches_every_adam lm/test_optim.py::muon_equals_one_matrix_at_a_time",
