@@ -7,9 +7,9 @@ import operator
 from collections.abc import Mapping
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpar import aot
-from jaxpar.mesh import make_mesh
 from jaxpar.parallel.placement import Split, conversion
 from jaxpar.types import UsageError
 from jaxpar.verify import Layout
@@ -31,7 +31,9 @@ def moves(job: aot.Job, source: Layout, rules: Mapping[str, tuple[str, ...]]) ->
     Raises:
       UsageError: The meshes need different devices, or cut them so that neither's axes are made of the other's.
     """
-    before = dataclasses.replace(job, mesh=make_mesh(source.mesh, job.mesh.devices.flat), rules=rules)
+    shape = source.mesh.sizes(job.mesh.size)
+    mesh = Mesh(job.mesh.devices.reshape(tuple(shape.values())), tuple(shape))
+    before = dataclasses.replace(job, mesh=mesh, rules=rules)
     sizes, parts = _common_axes(before.mesh.shape, job.mesh.shape)
     sent: collections.Counter[str] = collections.Counter()
     known = {}
@@ -41,8 +43,8 @@ def moves(job: aot.Job, source: Layout, rules: Mapping[str, tuple[str, ...]]) ->
             continue
         key = (old.spec, new.spec, leaf.shape, leaf.dtype)
         if key not in known:
-            ends = (_placement(row.spec, where) for row, where in zip((old, new), parts, strict=True))
-            known[key] = conversion(*ends, leaf.shape, leaf.dtype, sizes)
+            start, end = (_placement(row.spec, where) for row, where in zip((old, new), parts, strict=True))
+            known[key] = conversion(start, end, leaf.shape, leaf.dtype, sizes)
         for step in known[key]:
             sent[step.kind] += step.bytes
     return {kind: size for kind, size in sent.most_common() if size}

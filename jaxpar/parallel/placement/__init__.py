@@ -2,7 +2,7 @@
 
 | file | in -> out | called by |
 |---|---|---|
-| `placements` | two placements, a shape -> the cheapest collectives between | users, the files below |
+| `placements` | two placements, a shape -> the cheapest collectives | `experiments.plan`, users, files below |
 | `convert` | an array at rest in one placement -> the same in another | users |
 | `chain` | placements of x, w1, w2, ... -> the cheapest plan of x @ w1 @ w2 | users |
 """
