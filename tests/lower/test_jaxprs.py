@@ -76,6 +76,7 @@ def test_the_interpreter_equals_the_function():
 
     found = interpret(closed.jaxpr, closed.consts, [X, Y], rule, constant)
     for got, want in zip(found, nested(X, Y), strict=True):
+        assert isinstance(got, jax.Array)  # a literal too went through `constant`
         np.testing.assert_array_equal(got, want)
     assert "cos" not in seen and {"sub", "mul", "max"} <= set(seen)
 
