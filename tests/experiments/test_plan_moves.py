@@ -54,6 +54,17 @@ def test_bytes_are_those_of_parameters_and_optimizer_by_hand():
     # Rows in eight become rows in four, for two copies: each gets its neighbour's block.
     assert sent("fsdp8", "data2.fsdp4") == {"collective-permute": 2 * whole / 8, "all-gather": 2 * whole / 8}
     assert sent("data8", "fsdp8") == sent("fsdp8", "fsdp8") == {}
+    # The source's rules count: hybrid splits rows over the inner four alone.
+    assert sent("fsdp8.inner4/hybrid", "data8") == {"all-gather": 2 * whole * 3 / 4}
+    assert sent("fsdp8.inner4", "data8") == {"all-gather": 2 * whole * 7 / 8}
+
+
+def test_every_leaf_counts_with_its_own_shape_and_dtype():
+    shapes = {"w": (SHAPE, jnp.float32), "narrow": (SHAPE, jnp.bfloat16), "small": ((16, 8), jnp.float32)}
+    params = {name: jax.ShapeDtypeStruct(*each) for name, each in shapes.items()}
+    job = job_of(parse_layout("data8"), params, dict.fromkeys(params, ("embed", "mlp")))
+    whole = 32 * 64 * 4 + 32 * 64 * 2 + 16 * 8 * 4
+    assert moves(job, parse_layout("fsdp8"), rules_from({}, "zero3")) == {"all-gather": 2 * whole * 7 / 8}
 
 
 def test_meshes_that_cut_devices_otherwise_are_refused():
