@@ -1,14 +1,33 @@
-"""Whether a job fits the ambient mesh, told by the flags that the user typed."""
+"""Layouts as the user types them, and whether a job fits the ambient mesh, told by those flags."""
 
+import dataclasses
 import math
+import re
 
 import jax
 
-from jaxpar.mesh import RULES, mesh_axes
+from jaxpar.mesh import LAYOUTS, RULES, MeshSpec, mesh_axes
 from jaxpar.types import PyTree, UsageError
+from jaxpar.verify import Layout
 
 LM_AXES = ("batch", "seq", "seq_layer")
 """Logical axes of what a language model computes; those of what it holds are its parameters'."""
+
+
+def parse_layout(text: str) -> Layout:
+    """Reads data2.fsdp4, or fsdp4.tensor2/zero2+sequence."""
+    mesh, _, name = text.partition("/")
+    sizes = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in mesh.split(".")]
+    fields = {field.name for field in dataclasses.fields(MeshSpec)}
+    names = [size[1] for size in sizes if size]
+    if len(names) < len(sizes) or not fields.issuperset(names) or len(set(names)) < len(names):
+        raise UsageError(
+            f"layout {text!r} is unknown; legal are sizes such as data2.fsdp4, each once, "
+            f"of {', '.join(sorted(fields))}."
+        )
+    if any(part not in LAYOUTS for part in name.split("+") if name):
+        raise UsageError(f"layout {text!r} names none of {', '.join(LAYOUTS)} after the slash.")
+    return Layout(MeshSpec(**{size[1]: int(size[2]) for size in sizes if size}), name or "zero3")
 
 
 def refuse_idle(job: str, axes: PyTree) -> None:

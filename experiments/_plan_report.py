@@ -119,6 +119,12 @@ def print_placements(rows: list[aot.Placement]) -> None:
     _print(table)
 
 
+def print_moves(source: Any, sent: dict[str, float]) -> None:
+    """Prints what bringing the state from another layout sends."""
+    kinds = ", ".join(f"{size_text(size)} by {kind}" for kind, size in sent.items())
+    say(f"from       {source}: each device sends {size_text(sum(sent.values()))}{kinds and ': '}{kinds}.")
+
+
 def print_findings(findings: list[aot.Finding]) -> None:
     """Prints the candidates, the best first."""
     table = Table("candidate", "verdict", _right("peak"), _right("by the model"), _right("step ms"), _right("MFU"))

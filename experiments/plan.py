@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from experiments import _plan_report as report
 from experiments import _run
-from experiments._mesh import check_split, refuse_idle
+from experiments._mesh import check_split, parse_layout, refuse_idle
+from experiments._plan_moves import moves
 from experiments._run import say
 from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
@@ -53,6 +54,8 @@ class Config(_run.RunConfig):
         parameters in model.dtype.
       search: Tries meshes (data, fsdp, tensor), remat and train.accumulate, and ranks them.
       show: Prints how each parameter lies, and why.
+      source: A layout of the same devices, such as fsdp64 or fsdp16.tensor4/zero2; prints what bringing parameters and
+        optimizer from it into this one sends.
       effort: low or full, of the compiler; none for the analytic model alone. By default low for a topology, full for
         this machine.
       json: Where to write the report besides the run folder.
@@ -67,6 +70,7 @@ class Config(_run.RunConfig):
     decode: bool = False
     search: bool = False
     show: bool = False
+    source: str = ""
     effort: str = ""
     json: str = ""
 
@@ -78,8 +82,8 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Plans, prints the report and writes it into the run folder."""
-    if config.search and (config.mesh != MeshSpec(data=-1) or config.show):
-        raise UsageError("search=true tries every mesh; leave mesh and show out, or search.")
+    if config.search and (config.mesh != MeshSpec(data=-1) or config.show or config.source):
+        raise UsageError("search=true tries every mesh; leave mesh, show and source out, or search.")
     config = with_model(config)
     config, devices, chip = find_devices(config)
     if config.search:
@@ -99,9 +103,14 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     else:
         job = make_job(config, devices)
         mesh = report.mesh_text(job.mesh)
+        source = parse_layout(config.source) if config.source else None
+        sent = moves(job, source, rules_from(config.rules, source.name)) if source else {}
         found = aot.plan(job, effort=config.effort, chip=chip)
         report.print_plan(config, job, found, chip)
         fits, content, bars = found.fits is not False, report.plan_json(found), {mesh: found}
+        if source:
+            content["moves"] = sent
+            report.print_moves(source, sent)
     if config.show and not config.search:
         report.print_placements(aot.placements(job))
     layout = [config.layout] if config.layout != "zero3" else []

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import re
 import sys
 
 import jax
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from experiments import _run
 from experiments._folder import run_folder
-from experiments._mesh import LM_AXES, refuse_idle
+from experiments._mesh import LM_AXES, parse_layout, refuse_idle
 from experiments._run import say
 from jaxpar.aot import topology
 from jaxpar.io import plot_layouts
@@ -30,7 +29,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, axes, init, loss
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.optim import make_optimizer
 from jaxpar.lm.transfers import declared_transfers
-from jaxpar.mesh import LAYOUTS, MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, Model, Row, every_layout, verify
 
@@ -135,22 +134,6 @@ def nested(num_devices: int) -> list[Layout]:
         Layout(MeshSpec(data=2, fsdp=4 * eighth, inner=2), "nested"),
         Layout(MeshSpec(fsdp=4 * eighth, inner=2, tensor=2), "hybrid+sequence"),
     ]
-
-
-def parse_layout(text: str) -> Layout:
-    """Reads data2.fsdp4, or fsdp4.tensor2/zero2+sequence."""
-    mesh, _, name = text.partition("/")
-    sizes = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in mesh.split(".")]
-    fields = {field.name for field in dataclasses.fields(MeshSpec)}
-    names = [size[1] for size in sizes if size]
-    if len(names) < len(sizes) or not fields.issuperset(names) or len(set(names)) < len(names):
-        raise UsageError(
-            f"layout {text!r} is unknown; legal are sizes such as data2.fsdp4, each once, "
-            f"of {', '.join(sorted(fields))}."
-        )
-    if any(part not in LAYOUTS for part in name.split("+") if name):
-        raise UsageError(f"layout {text!r} names none of {', '.join(LAYOUTS)} after the slash.")
-    return Layout(MeshSpec(**{size[1]: int(size[2]) for size in sizes if size}), name or "zero3")
 
 
 def slice_of(text: str, layouts: list[Layout]):

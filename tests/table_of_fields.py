@@ -286,7 +286,8 @@ TABLE = {
 RESULTS = {
     "aot.job.Job", "aot.plan.Plan", "aot.roofline.Roofline", "aot.search.Finding", "aot.topology.Chip",
     "env.check.Report", "env.spaces.Box", "env.spaces.Discrete", "env.spaces.MultiDiscrete", "fields.Between",
-    "io.layers.Source", "parallel.chain.Plan", "parallel.placement.Step",
+    "io.layers.Source", "lower.lookback.Source", "lower.lookback.Tile", "parallel.placement.chain.Plan",
+    "parallel.placement.placements.Step",
     "pomdp.exact.Exact", "pomdp.outline.Branch", "solve.carries.Division",
     "solve.carries.Loop", "solve.problem.Problem", "solve.program.Recurrence",
     "solve.solution.Solve", "plan.Candidate", "pomdp.Results", "_rocks.Flips",

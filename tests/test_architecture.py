@@ -13,6 +13,7 @@ ORDER = [
     {"types"},
     {"fields"},
     {"mesh", "processes"},
+    {"lower"},
     {"io", "aot"},
     {"verify"},
     {"loop"},
@@ -124,6 +125,18 @@ def test_imports_point_one_way():
             yield f"{file.name}: {file.part} must not import {wrong}"
 
     none_of(offence for file in library() for offence in offences(file))
+
+
+def test_what_begins_with_an_underscore_belongs_to_its_room():
+    def offences(file):
+        own = "jaxpar." + file.part if file.name.startswith("jaxpar/") else None
+        for name in sorted(file.imported):
+            top, room, *inside = (*name.split("."), "", "")
+            private = [part for part in inside if part.startswith("_") and not part.startswith("__")]
+            if top == "jaxpar" and f"{top}.{room}" != own and private:
+                yield f"{file.name} must not import {name}: {private[0]} belongs to jaxpar.{room} alone"
+
+    none_of(offence for file in everything() for offence in offences(file))
 
 
 def test_the_library_knows_no_configuration_framework_nor_its_users():

@@ -15,8 +15,7 @@ from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.parallel.chain import MATMUL
-from jaxpar.parallel.placement import Broadcast, Partial, Split, conversion
+from jaxpar.parallel.placement import MATMUL, Broadcast, Partial, Split, conversion
 
 ROOT = Path(__file__).parents[1]
 OTHERS = {"env": env, "neat": neat, "plan": plan, "pomdp": pomdp, "rl": rl, "rnn": rnn, "verify": verify}

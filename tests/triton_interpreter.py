@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.scan._lookback import compiled
+from jaxpar.lower.triton import compiled
 
 NEEDED = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("triton", "torch")), reason="needs triton and torch"

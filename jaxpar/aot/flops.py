@@ -1,12 +1,14 @@
 """Floating-point operations of a program, counted from its jaxpr: XLA's own count takes a loop's body once."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["Flops", "count_flops", "flops_of", "inner_jaxprs", "matmul_flops", "shards"]
+from jaxpar.lower.jaxprs import inner_jaxpr
+
+__all__ = ["Flops", "count_flops", "flops_of", "matmul_flops", "shards"]
 
 
 class Flops(NamedTuple):
@@ -67,10 +69,8 @@ def _equation(eqn: Any) -> Flops:
         if params.get("cost_estimate") is not None:
             return Flops(float(params["cost_estimate"].flops), float(params["cost_estimate"].bytes_accessed), 0)
         return flops_of(params["jaxpr"]).times(math.prod(_static(n) for n in params["grid_mapping"].grid))
-    count = Flops(0.0, 0.0, 0)
-    for jaxpr in inner_jaxprs(eqn):
-        count = count.plus(flops_of(jaxpr))
-    return count.times(shards(eqn))
+    inner = inner_jaxpr(eqn)
+    return Flops(0.0, 0.0, 0) if inner is None else flops_of(inner).times(shards(eqn))
 
 
 def shards(eqn: Any) -> int:
@@ -79,14 +79,6 @@ def shards(eqn: Any) -> int:
         return 1
     mesh = eqn.params["mesh"]
     return math.prod(mesh.shape[axis] for axis in eqn.params.get("manual_axes", mesh.axis_names))
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs that a call-like equation runs once: jit, checkpoint, custom derivatives, `shard_map`."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if (jaxpr := eqn.params.get(name)) is not None:
-            yield getattr(jaxpr, "jaxpr", jaxpr)
-            return
 
 
 def matmul_flops(eqn: Any) -> float | None:

@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxpar.aot.flops import flops_of, inner_jaxprs, matmul_flops, shards
+from jaxpar.aot.flops import flops_of, matmul_flops, shards
 from jaxpar.aot.hlo import Crossing
+from jaxpar.lower.jaxprs import inner_jaxpr
 
 __all__ = ["Layout", "Traffic", "bytes_of", "traffic_of"]
 
@@ -148,7 +149,7 @@ class _Program:
 
         for eqn in jaxpr.eqns:
             ins = [value(atom) for atom in eqn.invars]
-            body = None if eqn.primitive.name in (*_LOOPS, "pallas_call") else next(inner_jaxprs(eqn), None)
+            body = None if eqn.primitive.name in (*_LOOPS, "pallas_call") else inner_jaxpr(eqn)
             if body is not None:
                 inner = dict(zip(body.invars, ins, strict=True)) | {var: _Value(0.0) for var in body.constvars}
                 blocks = shards(eqn) > 1 or eqn.primitive.name == "shard_map"

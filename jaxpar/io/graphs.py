@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.io._figure import BLUE, COLORS, GREEN, VERMILION, empty_figure, save
 from jaxpar.io.metrics import read_jsonl
-from jaxpar.io.plots import _BLUE, _GREEN, _PURPLE, _VERMILION, _figure, _save
 from jaxpar.types import UsageError
 
 __all__ = ["plot_graph", "plot_seeds", "plot_stream"]
-
-_COLORS = (_BLUE, _VERMILION, _GREEN, _PURPLE, "#E69F00", "#56B4E9", "#999999")
 
 
 def plot_graph(
@@ -34,15 +32,15 @@ def plot_graph(
     Raises:
       UsageError: matplotlib is missing.
     """
-    figure = _figure(6.5, 4.5)
+    figure = empty_figure(6.5, 4.5)
     figure.set_layout_engine("none")  # arrows leave it no room to fit the axes
     panel = figure.subplots()
-    shades = {"in": _GREEN, "out": _VERMILION, "hidden": _BLUE}
+    shades = {"in": GREEN, "out": VERMILION, "hidden": BLUE}
     strongest = max(float(np.abs(weights).max(initial=0)), 1e-9)
     for (start, end), weight, off in zip(edges, weights, dashed, strict=True):
         bend = 0.6 if start == end else 0.12
         style: dict[str, Any] = dict(
-            arrowstyle="-|>", color="0.7" if off else (_BLUE if weight > 0 else _VERMILION), shrinkA=9, shrinkB=9,
+            arrowstyle="-|>", color="0.7" if off else (BLUE if weight > 0 else VERMILION), shrinkA=9, shrinkB=9,
             linewidth=0.6 + 2 * abs(weight) / strongest, linestyle="--" if off else "-",
             connectionstyle=f"arc3,rad={bend}",
         )  # fmt: skip
@@ -55,7 +53,7 @@ def plot_graph(
     panel.margins(0.12)
     panel.set_axis_off()
     figure.suptitle(title, fontsize=10)
-    _save(figure, out)
+    save(figure, out)
 
 
 def plot_stream(metrics_jsonl: Path, out: Path, prefix: str, *, ylabel: str, title: str = "") -> None:
@@ -69,14 +67,14 @@ def plot_stream(metrics_jsonl: Path, out: Path, prefix: str, *, ylabel: str, tit
         raise UsageError(f"{metrics_jsonl} has no metric that begins with {prefix}")
     names = sorted({name for row in rows for name in row if name.startswith(prefix)})
     values = np.array([[row.get(name, 0.0) for row in rows] for name in names])
-    figure = _figure(8, 3.2)
+    figure = empty_figure(8, 3.2)
     panel = figure.subplots()
     panel.stackplot([row["step"] for row in rows], values, edgecolor="white", linewidth=0.2)
     panel.set(xlabel="step", ylabel=ylabel)
     panel.margins(0)
     panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    _save(figure, out)
+    save(figure, out)
 
 
 def plot_seeds(
@@ -97,9 +95,9 @@ def plot_seeds(
     Raises:
       UsageError: No curve has a finite value, or matplotlib is missing.
     """
-    figure = _figure(7, 3.8)
+    figure = empty_figure(7, 3.8)
     panel, rng, drawn = figure.subplots(), np.random.default_rng(0), 0
-    for (label, (steps, values)), color in zip(curves.items(), _COLORS, strict=False):
+    for (label, (steps, values)), color in zip(curves.items(), COLORS, strict=False):
         values, steps = np.asarray(values, float), np.asarray(steps)
         known = np.isfinite(values).all(0)
         steps, values = steps[known], values[:, known]
@@ -120,4 +118,4 @@ def plot_seeds(
     panel.margins(x=0.01)
     panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    _save(figure, out)
+    save(figure, out)

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.io._figure import BLUE, COLORS, GREEN, PURPLE, VERMILION, empty_figure, save
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
 
 __all__ = ["plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_BLUE, _VERMILION, _GREEN, _PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4499"
 
 
 def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -> None:
@@ -25,7 +23,7 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     Raises:
       UsageError: The file is absent or holds neither loss, or matplotlib is missing.
     """
-    figure = _figure(8, 5.5)
+    figure = empty_figure(8, 5.5)
     rows = read_jsonl(metrics_jsonl)
     train, validation, norm, rate = (
         np.array([(row["step"], row[name]) for row in rows if name in row]).reshape(-1, 2).T
@@ -45,7 +43,7 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.align_ylabels(panels)
-    _save(figure, out)
+    save(figure, out)
 
 
 def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[str]]) -> None:
@@ -65,10 +63,10 @@ def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[s
     if not series:
         wanted = ", ".join(name for names in panels.values() for name in names)
         raise UsageError(f"{metrics_jsonl} has none of {wanted}")
-    figure = _figure(8, 1 + 2 * len(series))
+    figure = empty_figure(8, 1 + 2 * len(series))
     axes = figure.subplots(len(series), sharex=True, squeeze=False)[:, 0]
     for panel, (label, found) in zip(axes, series.items(), strict=True):
-        for (name, points), color in zip(found.items(), (_BLUE, _VERMILION, _GREEN, _PURPLE), strict=False):
+        for (name, points), color in zip(found.items(), (BLUE, VERMILION, GREEN, PURPLE), strict=False):
             steps, values = np.array(points).T
             if len(steps) > 50:
                 panel.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
@@ -82,7 +80,7 @@ def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[s
         panel.margins(x=0.01)
     axes[-1].set_xlabel("step")
     figure.align_ylabels(axes)
-    _save(figure, out)
+    save(figure, out)
 
 
 def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> None:
@@ -94,11 +92,11 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
     """
     rows = [row for row in json.loads(layouts_json.read_text()) if not row["refused"]]
     names = list(dict.fromkeys(row["layout"] for row in rows))
-    figure = _figure(max(7.0, 0.2 * len(names) + 3), 6.5)
+    figure = empty_figure(max(7.0, 0.2 * len(names) + 3), 6.5)
     above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
     bottom = 1e-18
     for dtype, marker in zip(tolerance, "os^", strict=False):
-        for what, color in (("loss", _BLUE), ("gradient", _VERMILION), ("steps", _GREEN)):
+        for what, color in (("loss", BLUE), ("gradient", VERMILION), ("steps", GREEN)):
             points = [(names.index(row["layout"]), max(row[what], bottom)) for row in rows if row["dtype"] == dtype]
             if points:
                 above.scatter(*zip(*points, strict=True), s=16, marker=marker, color=color, label=f"{what}, {dtype}")
@@ -109,7 +107,7 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
     first = {row["layout"]: row["transfers"] for row in reversed(rows)}
     axes = sorted({key.split()[1] for transfers in first.values() for key in transfers})
     base = np.zeros(len(names))
-    for axis, color in zip(axes, (_BLUE, _VERMILION, _GREEN, _PURPLE, "#E69F00", "#56B4E9", "#999999"), strict=False):
+    for axis, color in zip(axes, COLORS, strict=False):
         size = [sum(v[1] for key, v in first[name].items() if key.split()[1] == axis) / 2**20 for name in names]
         below.bar(range(len(names)), size, bottom=base, color=color, label=axis, width=0.7)
         base += size
@@ -121,36 +119,22 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
     for panel in (above, below):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25, linewidth=0.6, axis="y")
-    _save(figure, out)
-
-
-def _figure(width: float, height: float) -> Any:
-    """A Figure without pyplot: it chooses no backend and changes no global setting."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError('plots need matplotlib: pip install "jaxpar[experiments]"') from error
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
-
-
-def _save(figure: Any, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png")
+    save(figure, out)
 
 
 def _draw_losses(panel: Any, train: np.ndarray, validation: np.ndarray, unit: str) -> None:
     steps, loss = train
     if loss.size:
-        panel.plot(steps, loss, color=_BLUE, alpha=0.25, linewidth=0.8)
-        panel.plot(steps, _smoothed(loss), color=_BLUE, linewidth=1.8, label="training, smoothed")
+        panel.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
+        panel.plot(steps, _smoothed(loss), color=BLUE, linewidth=1.8, label="training, smoothed")
     seen, held_out = validation
     if held_out.size:
-        panel.plot(seen, held_out, "o--", color=_VERMILION, markersize=4.5, linewidth=1, label="validation")
+        panel.plot(seen, held_out, "o--", color=VERMILION, markersize=4.5, linewidth=1, label="validation")
     if np.isfinite(held_out).any():
         best = np.nanargmin(np.where(np.isfinite(held_out), held_out, np.nan))
         label = f"best validation: {held_out[best]:.4g} at step {int(seen[best])}"
         panel.plot(
-            seen[best], held_out[best], "*", color=_VERMILION, markersize=15, markeredgecolor="white", label=label
+            seen[best], held_out[best], "*", color=VERMILION, markersize=15, markeredgecolor="white", label=label
         )
     panel.set_ylabel(f"loss ({unit})")
     panel.legend(frameon=False)
@@ -161,18 +145,18 @@ def _draw_optimizer(panel: Any, norm: np.ndarray, rate: np.ndarray) -> None:
 
     if norm.size:
         steps, norms = norm[0], np.where(norm[1] > 0, norm[1], np.nan)  # a logarithm has no zero
-        panel.semilogy(steps, norms, color=_GREEN, alpha=0.25, linewidth=0.8)
-        panel.semilogy(steps, np.exp(_smoothed(np.log(norms))), color=_GREEN, linewidth=1.8)
+        panel.semilogy(steps, norms, color=GREEN, alpha=0.25, linewidth=0.8)
+        panel.semilogy(steps, np.exp(_smoothed(np.log(norms))), color=GREEN, linewidth=1.8)
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("")
-        panel.set_ylabel("gradient norm", color=_GREEN)
-        panel.tick_params(axis="y", colors=_GREEN, which="both")
+        panel.set_ylabel("gradient norm", color=GREEN)
+        panel.tick_params(axis="y", colors=GREEN, which="both")
     if rate.size:
         right = panel.twinx() if norm.size else panel
-        right.plot(*rate, color=_PURPLE, linewidth=1.8)
-        right.set_ylabel("learning rate", color=_PURPLE)
-        right.tick_params(axis="y", colors=_PURPLE)
+        right.plot(*rate, color=PURPLE, linewidth=1.8)
+        right.set_ylabel("learning rate", color=PURPLE)
+        right.tick_params(axis="y", colors=PURPLE)
         right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         right.set_ylim(bottom=0)
         right.spines[["top"]].set_visible(False)
@@ -198,10 +182,10 @@ def plot_memory(plans: dict[str, dict[str, float]], capacity: float | None, out:
     Raises:
       UsageError: matplotlib is missing.
     """
-    figure = _figure(8, 1.7 + 0.45 * len(plans))
+    figure = empty_figure(8, 1.7 + 0.45 * len(plans))
     panel = figure.subplots()
     names, left = list(plans), np.zeros(len(plans))
-    colours = (_BLUE, _GREEN, _PURPLE, _VERMILION)
+    colours = (BLUE, GREEN, PURPLE, VERMILION)
     for index, part in enumerate(next(iter(plans.values()))):
         width = np.array([plans[name][part] for name in names]) / 2**30
         panel.barh(names, width, left=left, color=colours[index % len(colours)], label=part, height=0.6)
@@ -231,7 +215,7 @@ def plot_histograms(panels: Mapping[str, Any], out: Path, *, title: str = "") ->
     Raises:
       UsageError: matplotlib is missing.
     """
-    figure = _figure(4 * len(panels), 3.2)
+    figure = empty_figure(4 * len(panels), 3.2)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, (label, values) in zip(axes, panels.items(), strict=True):
         values = np.asarray(values, float)
@@ -241,12 +225,12 @@ def plot_histograms(panels: Mapping[str, Any], out: Path, *, title: str = "") ->
         if np.array_equal(values, np.round(values)):  # as many integers in each bar
             width = np.ceil((high - low + 1) / 40)
             bins = np.arange(low - 0.5, high + width, width)
-        count, _, _ = panel.hist(values, bins, color=_BLUE, edgecolor="white", linewidth=0.4)
+        count, _, _ = panel.hist(values, bins, color=BLUE, edgecolor="white", linewidth=0.4)
         if count.max() > 50 * np.median(count[count > 0]):  # the others would be invisible
             panel.set(yscale="log", ylim=(0.5, 2 * count.max()))
-        panel.axvline(values.mean(), color=_VERMILION, linewidth=1.5, label=f"mean {values.mean():.4g}")
+        panel.axvline(values.mean(), color=VERMILION, linewidth=1.5, label=f"mean {values.mean():.4g}")
         panel.set(xlabel=label, ylabel="count")
         panel.legend(frameon=False)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    _save(figure, out)
+    save(figure, out)

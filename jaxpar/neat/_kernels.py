@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.extend.core import Literal
 
+from jaxpar.lower.jaxprs import CALLS, called, live_equations
 from jaxpar.neat._numbers import ELEMENTWISE, NotNumbers, by_numbers
 from jaxpar.neat.config import NeatConfig
 from jaxpar.neat.functions import activate
-from jaxpar.solve._emit import NESTED, called, live_equations
 from jaxpar.types import Array, PyTree
 
 __all__ = ["NotNumbers", "Play", "WIDEST", "inlined", "on_gpu", "played", "settled"]
@@ -55,7 +55,7 @@ def inlined(function: Callable[[Array], Array]) -> bool:
         if any(isinstance(atom, Literal) and (jnp.ndim(atom.val) or isinstance(atom.val, jax.Array))
                for atom in equation.invars):  # fmt: skip
             return False
-        if name in NESTED:
+        if name in CALLS:
             return plain(*called(equation))
         return name in ELEMENTWISE or (name == "broadcast_in_dim" and equation.invars[0].aval.shape == ())
 

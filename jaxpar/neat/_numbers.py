@@ -1,7 +1,7 @@
 """A function of small arrays as one of numbers: inside a kernel that plays one episode, every value is one number.
 
-A kernel has no small arrays to stack, slice or concatenate. So the function's jaxpr is walked with every array as a
-NumPy array of numbers: what moves values is done here, once, and what computes is left, number by number.
+A kernel has no small arrays to stack, slice or concatenate. So the function's jaxpr is interpreted with every array as
+a NumPy array of numbers: what moves values is done here, once, and what computes is left, number by number.
 """
 
 import math
@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 
-from jaxpar.solve._emit import NESTED, called, live_equations
+from jaxpar.lower.jaxprs import CALLS, interpret
 
-__all__ = ["NotNumbers", "by_numbers"]
+__all__ = ["ELEMENTWISE", "NotNumbers", "by_numbers"]
 
 ELEMENTWISE = frozenset(  # of those that Pallas lowers to Triton
     "abs add add_any and atan2 cbrt ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt "
@@ -58,19 +57,19 @@ def by_numbers(f: Callable[..., Sequence[Any]], *likes: Any) -> Callable[..., li
             inputs.append(np.empty(jnp.shape(like), object))
             for place in np.ndindex(inputs[-1].shape):
                 inputs[-1][place] = next(rest)
-        results = _walk(closed.jaxpr, [_const(c) for c in closed.consts], inputs)
+        results = interpret(closed.jaxpr, closed.consts, inputs, _rule, _constant)
         return [x for result in results for x in result.flat]
 
     jax.eval_shape(call, *(jax.ShapeDtypeStruct((), x.dtype) for x in likes for _ in range(math.prod(jnp.shape(x)))))
     return call
 
 
-def _const(value: Any) -> np.ndarray | None:
+def _constant(value: Any, like: Any) -> np.ndarray | None:
     if isinstance(value, Tracer):
         raise NotNumbers("it closes over a traced array")
-    if jnp.issubdtype(jnp.asarray(value).dtype, jax.dtypes.extended):
+    if jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return None  # a key; whoever reads it fails
-    return _numbers(np.asarray(value))
+    return _numbers(np.asarray(value, like.dtype))
 
 
 def _numbers(value: np.ndarray) -> np.ndarray:
@@ -80,34 +79,23 @@ def _numbers(value: np.ndarray) -> np.ndarray:
     return boxed
 
 
-def _walk(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    names = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-
-    def read(atom: Any) -> Any:
-        kind: Any = atom.aval
-        return _numbers(np.asarray(atom.val, kind.dtype)) if isinstance(atom, Literal) else names[atom]
-
-    for equation in live_equations(jaxpr):
-        name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
-        if any(value is None for value in values) or any(
-            jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in equation.outvars
-        ):
-            raise NotNumbers(f"it draws: {name}")
-        if any(var.aval.size > LARGEST for var in equation.outvars):
-            raise NotNumbers(f"{name} makes more than {LARGEST} numbers")
-        if name in NESTED:
-            inner, inner_consts = called(equation)
-            results = _walk(inner, [_const(c) for c in inner_consts], values)
-        elif name == "cond":
-            results = _either(equation.params["branches"], *values)
-        else:
-            results = _applied(name, equation, values)
-        names.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _rule(equation: Any, values: list[Any]) -> Sequence[Any] | None:
+    name = equation.primitive.name
+    if any(value is None for value in values) or any(
+        jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in equation.outvars
+    ):
+        raise NotNumbers(f"it draws: {name}")
+    if any(var.aval.size > LARGEST for var in equation.outvars):
+        raise NotNumbers(f"{name} makes more than {LARGEST} numbers")
+    if name in CALLS:
+        return None
+    if name == "cond":
+        return _either(equation.params["branches"], *values)
+    return _applied(name, equation, values)
 
 
 def _either(branches: Sequence[Any], index: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
-    every = [_walk(branch.jaxpr, [_const(c) for c in branch.consts], values) for branch in branches]
+    every = [interpret(branch.jaxpr, branch.consts, values, _rule, _constant) for branch in branches]
     found = every[0]
     for number, results in enumerate(every[1:], 1):
         here = index[()]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import custom_batching
 
+from jaxpar.lower import triton
 from jaxpar.scan import _triton
 from jaxpar.scan._rings import LANES, Ring, num_steps, together
 
@@ -57,4 +58,4 @@ def batched(kernel: Callable, axis: int, **how) -> Callable:
 def _module(platform: str) -> ModuleType | None:
     if platform == "tpu":
         return _pallas
-    return _triton if platform == "cuda" and _triton.available() else None
+    return _triton if platform == "cuda" and triton.available() else None

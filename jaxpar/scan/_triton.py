@@ -1,53 +1,31 @@
-"""The kernel of affine scans on CUDA GPUs, through jax-triton; `jaxpar.scan._lookback` writes and explains it."""
-
-import dataclasses
-import functools
-import importlib.util
-import math
+"""The kernel of affine scans on CUDA GPUs, over arrays; `jaxpar.lower.lookback` writes, launches and explains it."""
 
 import jax
-import jax.numpy as jnp
 
-from jaxpar.scan._lookback import Source, arrays, compiled, kernel_text
+from jaxpar.lower.lookback import LARGEST_BLOCK, Source, Tile, launch
 
-__all__ = ["LARGEST_BLOCK", "Tile", "affine", "available", "launch", "tile_for"]
-
-LARGEST_BLOCK = 2
-"""Blocks of more components do not fit a tile's registers."""
+__all__ = ["LARGEST_BLOCK", "affine", "arrays"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """How the work is cut: `steps` x `lanes` a program of `warps` warps, which looks back `span` tiles at a time."""
-
-    steps: int
-    lanes: int
-    span: int
-    warps: int
-
-
-@functools.cache
-def available() -> bool:
-    """Whether jax-triton and Triton are installed, with a jaxlib that can launch their kernels."""
-    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_triton") is None:
-        return False
-    try:
-        import jax_triton  # noqa: F401
-    except ImportError:  # jaxlib without CUDA
-        return False
-    return True
-
-
-def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:
-    """The fastest tile of those timed on one H100, over 64 to 12,288 lanes.
-
-    With many lanes the tiles before a tile are mostly done, and looking back at two is enough; with few, longer tiles
-    make fewer of them. 24 to 48 tiles were tried at each shape; half of them cost more than 1.2 times the best.
-    """
-    width = min(32, 1 << max(0, columns - 1).bit_length())
-    length = 256 if lanes <= 128 else 128
-    length = min(length if k == 1 else 64, max(16, 1 << (steps - 1).bit_length()))
-    return Tile(length, width, 2 if lanes >= 8192 else 4, 4)
+def arrays(k: int, has_start: bool) -> Source:
+    """Coefficients read from arrays, one a component; with SHIFT those of a belong to the step before."""
+    body, pairs = [], [(i, j) for i in range(k) for j in range(k)]
+    # Without a start, what the first step's a is does not matter, be it infinite.
+    body.append("used = mask" if has_start else "used = mask & (step > 0)[:, None]")
+    for i, j in pairs:
+        body.append(f"a{i}{j} = tl.load(a{i}{j}_ptr + at + SHIFT, mask=used, other=0.0).to(tl.float32)")
+    body += [f"b{i} = tl.load(b{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for i in range(k)]
+    inputs = [f"a{i}{j}_ptr" for i, j in pairs] + [f"b{i}_ptr" for i in range(k)]
+    if has_start:
+        inputs += [f"start{i}_ptr" for i in range(k)]
+    return Source(
+        k,
+        tuple(inputs),
+        tuple(f"h{i}_ptr" for i in range(k)),
+        "\n".join(body),
+        "\n".join(f"tl.store(h{i}_ptr + at, h{i}, mask=mask)" for i in range(k)),
+        "tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" if has_start else Source.start,
+    )
 
 
 def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False, tile: Tile | None = None):
@@ -71,44 +49,3 @@ def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False,
     buffers = [x for row in a for x in row] + list(b) + list(start or ())
     out = [jax.ShapeDtypeStruct(like.shape, like.dtype)] * k
     return launch(source, buffers, out, like.shape, axis, reverse=reverse, adjoint=adjoint, tile=tile)
-
-
-def launch(
-    source: Source, buffers, out_shape, shape, axis: int, *, reverse=False, adjoint=False, tile=None, zeroed=()
-) -> tuple:
-    """Runs the look-back kernel of a source over arrays of one `shape`; outputs at the places `zeroed` start zero."""
-    import jax_triton
-
-    steps, lanes = shape[axis], math.prod(shape[:axis] + shape[axis + 1 :])
-    columns = math.prod(shape[axis + 1 :])
-    batch_stride, time_stride, column_stride = steps * columns, columns, 1
-    if columns == 1:  # time is contiguous: the batch becomes the columns
-        columns, batch_stride, time_stride, column_stride = lanes, 0, 1, steps
-    tile = tile or tile_for(steps, columns, lanes, source.k)
-    chunks, per_batch = -(-steps // tile.steps), -(-columns // tile.lanes)
-    blocks = per_batch * (lanes // columns)
-    words = chunks * lanes * source.k * (source.k + 2)
-    scratch = [jax.ShapeDtypeStruct((2 * words,), jnp.uint32), jax.ShapeDtypeStruct((1,), jnp.int32)]
-    outputs = jax_triton.triton_call(
-        *buffers,
-        kernel=compiled(kernel_text(source), "lookback"),
-        out_shape=[*out_shape, *scratch],
-        zeroed_outputs=(*zeroed, len(out_shape), len(out_shape) + 1),
-        grid=(chunks * blocks,),
-        num_warps=tile.warps,
-        T=steps,
-        L=tile.steps,
-        W=tile.lanes,
-        SPAN=tile.span,
-        LANES=lanes,
-        COLUMNS=columns,
-        PER_BATCH=per_batch,
-        BLOCKS=blocks,
-        BATCH_STRIDE=batch_stride,
-        TIME_STRIDE=time_stride,
-        COLUMN_STRIDE=column_stride,
-        REVERSE=reverse,
-        BACK=-time_stride if reverse else time_stride,
-        SHIFT=(time_stride if reverse else -time_stride) if adjoint else 0,
-    )
-    return tuple(outputs[: len(out_shape)])

@@ -17,6 +17,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxpar.lower.jaxprs import CALLS, called, opened
 from jaxpar.types import UsageError
 
 __all__ = ["Lost", "Relation", "relations"]
@@ -45,8 +46,6 @@ _ELEMENTWISE = set(
     "or pcast pow pvary real reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square "
     "stop_gradient sub tan tanh xor".split()
 )
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
-_CALLS |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 _REDUCTIONS = set("reduce_sum reduce_max reduce_min reduce_prod argmax argmin reduce_and reduce_or".split())
 _RUNNING = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
 _RUNNING |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
@@ -92,8 +91,8 @@ def _moved(relation: Relation, where: Callable[[int], int | Lost]) -> Relation:
 def _after(eqn: Any, operands: list[Relation]) -> list[Relation]:
     """Returns the relations of what one equation computes."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS:
-        return relations(_open(params[_CALLS[name]]), operands)
+    if name in CALLS:
+        return relations(called(eqn)[0], operands)
     if name in _LOOPS:
         return _LOOPS[name](eqn, operands)
     if name == "custom_lin":
@@ -202,10 +201,6 @@ def _fixed_point(body: Callable[[list[Relation]], list[Relation]], carry: list[R
         carry = after
 
 
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
 def _ruled(name: str, ruler: Relation, results: list[Relation]) -> list[Relation]:
     """Returns the relations of results that control flow by `ruler` chooses: every entry depends on all of it."""
     lost = Lost(name, True)
@@ -220,14 +215,14 @@ def _while(eqn, operands):
     test, consts, carry = operands[:first], operands[first:last], operands[last:]
 
     def after(carry):
-        [goes_on] = relations(_open(params["cond_jaxpr"]), [*test, *carry])
-        return _ruled("while", goes_on, relations(_open(params["body_jaxpr"]), [*consts, *carry]))
+        [goes_on] = relations(opened(params["cond_jaxpr"]), [*test, *carry])
+        return _ruled("while", goes_on, relations(opened(params["body_jaxpr"]), [*consts, *carry]))
 
     return _fixed_point(after, carry)
 
 
 def _scan(eqn, operands):
-    body, lost = _open(eqn.params["jaxpr"]), Lost("scan", True)
+    body, lost = opened(eqn.params["jaxpr"]), Lost("scan", True)
     # What is scanned over, or stacked, has an axis more than the body sees; the names of the counts depend on JAX.
     num_xs = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
     num_carry = sum(a.aval.ndim == b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
@@ -243,7 +238,7 @@ def _scan(eqn, operands):
 
 
 def _cond(eqn, operands):
-    results = [relations(_open(branch), operands[1:]) for branch in eqn.params["branches"]]
+    results = [relations(opened(branch), operands[1:]) for branch in eqn.params["branches"]]
     return _ruled("cond", operands[0], [join(*parts) for parts in zip(*results, strict=True)])
 
 

@@ -8,9 +8,10 @@ import math
 
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import Literal
 
-__all__ = ["NESTED", "NotElementwise", "called", "live_equations", "statements", "trimmed"]
+from jaxpar.lower.jaxprs import CALLS, interpret
+
+__all__ = ["FUNCTIONS", "NotElementwise", "statements", "trimmed"]
 
 BINARY = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "div": "/"} | {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
@@ -35,8 +36,6 @@ SEVERAL = {
     "pow": "libdevice.pow({0}, {1})",
     "select_n": "tl.where({0}, {2}, {1})",
 }
-NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint")
-
 
 FUNCTIONS = """from triton.language.extra.cuda import libdevice
 
@@ -81,48 +80,19 @@ def statements(closed, inputs: list[str], prefix: str, lanes: tuple[int, ...]) -
       NotElementwise: With the reason.
     """
     lines: list[str] = []
-    if any(jnp.ndim(value) for value in closed.consts):
-        raise NotElementwise("it holds an array constant")
-    consts = [_number(value) for value in closed.consts]
-    return lines, _walk(closed.jaxpr, consts, inputs, prefix, lanes, lines)
 
-
-def live_equations(jaxpr) -> list:
-    """The equations that its results need, in their order."""
-    needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
-    live = []
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            live.append(equation)
-            needed.update(var for var in equation.invars if not isinstance(var, Literal))
-    return live[::-1]
-
-
-def called(equation) -> tuple:
-    """The jaxpr that an equation of `NESTED` calls, and its constants."""
-    inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
-    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-
-
-def _walk(jaxpr, consts, inputs, prefix, lanes, lines):
-    names = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-
-    def read(atom):
-        return _number(atom.val) if isinstance(atom, Literal) else names[atom]
-
-    for equation in live_equations(jaxpr):
+    def rule(equation, values):
+        name = equation.primitive.name
         for var in equation.outvars:
-            _check_shape(equation.primitive.name, var.aval.shape, lanes)
-            _check_dtype(equation.primitive.name, var.aval.dtype)
-        name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
-        if name in NESTED:
-            inner, inner_consts = called(equation)
-            results = _walk(inner, [_number(c) for c in inner_consts], values, prefix, lanes, lines)
-        else:
-            results = [f"{prefix}{len(lines)}"]
-            lines.append(f"{results[0]} = {_expression(name, values, equation)}")
-        names.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            _check_shape(name, var.aval.shape, lanes)
+            _check_dtype(name, var.aval.dtype)
+        if name in CALLS:
+            return None
+        result = f"{prefix}{len(lines)}"
+        lines.append(f"{result} = {_expression(name, values, equation)}")
+        return [result]
+
+    return lines, interpret(closed.jaxpr, closed.consts, inputs, rule, lambda value, _: _number(value))
 
 
 def _expression(name: str, values: list[str], equation) -> str:

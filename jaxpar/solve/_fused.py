@@ -2,7 +2,7 @@
 
 Both get the cell as Triton statements written from its jaxpr (`jaxpar.solve._emit`). Lanes are independent, so that
 the walk has as many threads as the carry has elements, and reads each input once; a Newton step reads the previous
-states as well, and runs over time in parallel (`jaxpar.scan._lookback`).
+states as well, and runs over time in parallel (`jaxpar.lower.lookback`).
 """
 
 import dataclasses
@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxpar.scan import _walk as scan_walk
-from jaxpar.scan._lookback import Source
-from jaxpar.scan._triton import LARGEST_BLOCK, launch
-from jaxpar.scan._walk import Walk
+from jaxpar.lower.lookback import LARGEST_BLOCK, Source, launch
+from jaxpar.solve import _walk
 from jaxpar.solve._emit import FUNCTIONS, NotElementwise, statements, trimmed
 
 __all__ = ["LaneCell", "lane_cell", "newton_step", "walk"]
@@ -111,8 +109,8 @@ def _function(name: str, function, arguments, cell: LaneCell) -> str:
 
 def walk(cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = False) -> tuple:
     """Runs the cell over time, one thread a lane; returns k arrays of states [T, *lanes] of the start's dtypes."""
-    work = Walk(cell.k, cell.x_columns, cell.c_columns, cell.value)
-    return scan_walk.walk(work, start, xs, constants, (steps, *cell.lanes), 0, reverse=reverse)
+    work = _walk.Walk(cell.k, cell.x_columns, cell.c_columns, cell.value)
+    return _walk.walk(work, start, xs, constants, (steps, *cell.lanes), 0, reverse=reverse)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Var
 
-from jaxpar.aot.flops import count_flops, inner_jaxprs
+from jaxpar.aot.flops import count_flops
+from jaxpar.lower.jaxprs import inner_jaxpr
 from jaxpar.solve.carries import Loop, divided
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.fused import Fused, takes
@@ -279,7 +280,8 @@ def _is_rounded(jaxpr: Any, wanted: Sequence[Any], eps: float) -> bool:
         kinds = [eqn.outvars[place].aval.dtype for place in places]
         if any(jnp.issubdtype(kind, jnp.floating) and float(jnp.finfo(kind).eps) > eps for kind in kinds):
             return True
-        if any(_is_rounded(inner, [inner.outvars[place] for place in places], eps) for inner in inner_jaxprs(eqn)):
+        inner = inner_jaxpr(eqn)
+        if inner is not None and _is_rounded(inner, [inner.outvars[place] for place in places], eps):
             return True
         if places:
             used.update(atom for atom in eqn.invars if isinstance(atom, Var))

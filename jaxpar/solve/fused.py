@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import custom_batching, lax
 
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.scan import _triton
+from jaxpar.lower import triton
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
@@ -154,7 +154,7 @@ def _finite_or_inf(value):
 
 def _lanes(problem: Problem):
     """The cell and its arrays in the form that kernels take, or None."""
-    if problem.axis_name is not None or problem.length == 0 or not _triton.available():
+    if problem.axis_name is not None or problem.length == 0 or not triton.available():
         return None
     try:
         return _fused.lane_cell(problem.step, problem.start, tuple(leaf[0] for leaf in problem.xs))

@@ -125,7 +125,11 @@ OTHERS = [
     ("verify", "layouts=[data8,data4] topology=v5e:2x4", "has 8 devices and the layouts 4 and 8"),
     ("verify", "topology=v9:1x1", "topology='v9:1x1' is unknown; legal are a kind of chip and a shape"),
     ("plan", "topology=h100:8 mesh.fsdp=7", "mesh data=-1 fsdp=7 needs 7 devices but 8 are here; .* fsdp=8"),
-    ("plan", "topology=h100:8 search=true mesh.fsdp=8", "search=true tries every mesh; leave mesh and show out"),
+    (
+        "plan",
+        "topology=h100:8 search=true mesh.fsdp=8",
+        "search=true tries every mesh; leave mesh, show and source",
+    ),
     ("plan", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
     ("plan", "hf=/nonexistent", "/nonexistent"),
     ("plan", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 leaves 8 devices with the same work"),

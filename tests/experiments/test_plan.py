@@ -125,6 +125,15 @@ def test_a_search_over_gpus(main, tmp_path):
     assert {"data", "fsdp", "tensor", "remat", "accumulate"} == rows[0]["candidate"].keys()
 
 
+def test_what_another_layout_would_send(main, tmp_path):
+    flags = "topology=h100:8 model=tiny data.batch_size=8 mesh.fsdp=4 mesh.tensor=2 source=fsdp8/zero2"
+    code, out, _ = main(*flags.split())
+    report = report_of(tmp_path)
+    held = report["parameters"] + report["optimizer"]
+    assert code == 0 and "from       fsdp8 zero2: each device sends" in out
+    assert 0 < sum(report["moves"].values()) <= held and "all-to-all" in report["moves"]
+
+
 def test_decoding(main, tmp_path):
     flags = "model=llama_1b decode=true topology=h100:8 mesh.fsdp=1 mesh.tensor=8 data.seq_len=8192 data.batch_size=64"
     code, out, _ = main(*flags.split())
@@ -163,6 +172,8 @@ def test_the_layout_is_heeded():
         ("topology=h100:16", "start a new one"),
         ("topology=h100:8 mesh.fsdp=3", "mesh .* needs 3 devices|mesh .*fsdp=3"),
         ("topology=h100:8 data.batch_size=12", "data.batch_size=12 does not divide over mesh.fsdp=8"),
+        ("topology=h100:8 source=fsdp4", "mesh fsdp=4 needs 4 devices but 8 are here"),
+        ("topology=h100:8 source=fsdp", "layout 'fsdp' is unknown; legal are sizes"),
         ("hf=nowhere.json", "there is no nowhere.json"),
         ("topologie=v5p:4x4x4", "unknown flag 'topologie'; did you mean topology"),
         ("search=true", "search=true ranks by a chip's peaks"),

@@ -77,7 +77,7 @@ def test_what_draws_or_indexes_is_left_to_lanes(name):
 def test_a_function_of_arrays_is_one_of_numbers():
     def f(x, n):
         ends = jnp.concatenate([x[::-1], jnp.stack([x.max(), x.min()])])
-        square = jnp.outer(x, x)[1:].T.reshape(2, 3)
+        square = jax.checkpoint(lambda x: jnp.outer(x, x))(x)[1:].T.reshape(2, 3)
         picked = jax.lax.cond(n > 2, lambda: x * 2.0, lambda: -x)
         return [ends, square.sum(0), jnp.argmax(x), jnp.any(x > 1), jnp.clip(x, -1, 1) ** 3, picked, jnp.arange(3) * n,
                 jnp.where(n > 2, x, 0.0), jnp.prod(x), jnp.argmin(ends)]  # fmt: skip

@@ -149,7 +149,7 @@ def test_the_kernels_take_the_units_that_do_not_see_each_other(name, resets, mon
     """A drive in bfloat16 and documents that end included: `Auto` finds the fused loop the cheapest on a GPU."""
     if jax.default_backend() != "gpu":
         triton_interpreter.install(monkeypatch)
-        monkeypatch.setattr("jaxpar.scan._triton.available", lambda: True)
+        monkeypatch.setattr("jaxpar.lower.triton.available", lambda: True)
     monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
     monkeypatch.setattr("jaxpar.solve.auto.jax.default_backend", lambda: "gpu")
     cell = CELLS[name]

@@ -10,9 +10,17 @@ from jax.sharding import NamedSharding
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.parallel.chain import MATMUL, matmul_placements, plan_chain
-from jaxpar.parallel.convert import convert, specs
-from jaxpar.parallel.placement import Broadcast, Partial, Split, conversion
+from jaxpar.parallel.placement import (
+    MATMUL,
+    Broadcast,
+    Partial,
+    Split,
+    conversion,
+    convert,
+    matmul_placements,
+    plan_chain,
+    specs,
+)
 from jaxpar.types import UsageError
 
 TOKENS, WIDTH, HIDDEN = 16, 32, 128

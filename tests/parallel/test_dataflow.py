@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax._src.dispatch import runtime_tokens
 
 from jaxpar.mesh import MeshSpec, constrain, local, make_mesh, use_mesh
-from jaxpar.parallel.dataflow import Client, Event, NodeError, plot_trace, start_pathways
+from jaxpar.parallel.controller import Client, Event, NodeError, plot_trace, start_pathways
 from jaxpar.types import UsageError
 
 SIZE = 8

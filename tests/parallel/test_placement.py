@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.parallel.convert import convert, specs
-from jaxpar.parallel.placement import Broadcast, Partial, Split, conversion
+from jaxpar.parallel.placement import Broadcast, Partial, Split, conversion, convert, specs
 from jaxpar.types import UsageError
 
 SHAPE = (16, 24)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshSpec, make_mesh
-from jaxpar.parallel.transfer import move
+from jaxpar.parallel.controller import move
 
 LAYOUTS = {  # sizes (data, fsdp, tensor), first device or order, spec
     "all": ((2, 2, 2), range(8), P("data", ("fsdp", "tensor"))),

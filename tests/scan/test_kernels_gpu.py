@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import triton_interpreter
 
+from jaxpar.lower.lookback import Tile
 from jaxpar.scan import _triton
 
 pytestmark = triton_interpreter.NEEDED
-SMALL = _triton.Tile(8, 4, 4, 4)
+SMALL = Tile(8, 4, 4, 4)
 
 
 @pytest.fixture(autouse=True)

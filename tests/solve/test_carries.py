@@ -9,7 +9,7 @@ import pytest
 from fast import jit
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.aot.flops import inner_jaxprs
+from jaxpar.lower.jaxprs import inner_jaxpr
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.solve import (
     Auto,
@@ -333,7 +333,7 @@ def unrolls(**how):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "scan" and eqn.params["length"] == T:
                 yield eqn.params["unroll"]
-            for inner in inner_jaxprs(eqn):
+            if (inner := inner_jaxpr(eqn)) is not None:
                 yield from found(inner)
 
     return set(found(program.jaxpr))

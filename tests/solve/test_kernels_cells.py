@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import triton_interpreter
 
-from jaxpar.scan import _triton
+from jaxpar.lower import lookback
 from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise
 
@@ -150,6 +150,13 @@ def test_what_moves_values_between_lanes_is_refused(name):
         _fused.lane_cell(step, start, first(xs))
 
 
+def test_a_cell_under_checkpoint_is_the_same_kernel():
+    start, xs = draw(1)
+    plain, again = (_fused.lane_cell(step, start, first(xs))[0] for step in (gru, jax.checkpoint(gru)))
+    assert again.value == plain.value and again.k == 1
+    assert again.linear.count("=") >= plain.linear.count("=") > plain.value.count("=")
+
+
 def test_a_square_carry_does_not_hide_a_transposition():
     with pytest.raises(NotElementwise):
         _fused.lane_cell(lambda h, x: (h[0].T,), [jnp.ones((3, 3))], [])
@@ -162,7 +169,7 @@ def test_a_square_carry_does_not_hide_a_transposition():
 def kernels(monkeypatch):
     if jax.default_backend() != "gpu":
         triton_interpreter.install(monkeypatch)
-        monkeypatch.setattr(_triton, "tile_for", lambda *args: _triton.Tile(8, 4, 4, 4))
+        monkeypatch.setattr(lookback, "tile_for", lambda *args: lookback.Tile(8, 4, 4, 4))
 
 
 def scan(step, start, xs, reverse):

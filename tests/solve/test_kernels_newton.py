@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.scan import _triton
+from jaxpar.lower import triton
 from jaxpar.solve import _fused, fused, newton
 from jaxpar.solve.fused import MAX_ITERATIONS, newton_states
 from jaxpar.solve.problem import Problem
@@ -42,7 +42,7 @@ def solve(monkeypatch, step, start, xs, on_fail="nan", most=None):
         limit = bound[0] * jnp.abs(after) + bound[1] + bound[2] * jnp.abs(slope * at[0])
         return (after,), ((jnp.abs(delta) / limit).max(0),)
 
-    monkeypatch.setattr(_triton, "available", lambda: True)
+    monkeypatch.setattr(triton, "available", lambda: True)
     monkeypatch.setattr(_fused, "newton_step", newton_step)
     monkeypatch.setattr(fused, "walked", walk)
     problem = Problem(step, (start,), (xs,), len(xs), elementwise([start.shape]))

@@ -2,7 +2,7 @@
 
 A placement is a mapping from mesh axis to `Split(dim)`, `Broadcast()` or `Partial(op)`; an axis that it does not name
 is broadcast. Where several axes split one dimension, the first in the mapping is the outermost, as in a
-`PartitionSpec`. `conversion` finds the collectives with the fewest bytes; `jaxpar.parallel.convert` carries them out.
+`PartitionSpec`. `conversion` finds the collectives with the fewest bytes; `convert` carries them out.
 
 The three words and the costs of single steps are OneFlow's (https://arxiv.org/abs/2110.15032, table 2); the search
 over several axes, with slices, gathers, all-to-alls and permutes, is that of memory-efficient redistribution

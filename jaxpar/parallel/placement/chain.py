@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpar.parallel.placement import Broadcast, Partial, Placement, Split, Step, conversion
+from jaxpar.parallel.placement.placements import Broadcast, Partial, Placement, Split, Step, conversion
 from jaxpar.types import UsageError
 
 __all__ = ["MATMUL", "Plan", "Stage", "matmul_placements", "plan_chain"]

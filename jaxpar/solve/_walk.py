@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from jaxpar.scan._lookback import compiled, indented
+from jaxpar.lower.triton import compiled, indented
 
 __all__ = ["Walk", "walk", "walk_text"]
 

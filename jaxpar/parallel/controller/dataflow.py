@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
-from jaxpar.parallel.transfer import move
+from jaxpar.parallel.controller.transfer import move
 from jaxpar.types import PyTree, UsageError
 
 __all__ = ["Client", "Event", "Future", "NodeError", "plot_trace", "start_pathways"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.parallel.placement import Broadcast, Partial, Placement, Split, Step, conversion
+from jaxpar.parallel.placement.placements import Broadcast, Partial, Placement, Split, Step, conversion
 from jaxpar.types import UsageError
 
 __all__ = ["convert", "specs"]
