@@ -284,6 +284,7 @@ TABLE = {
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 
 RESULTS = {
+    "nn.linear.Adapted",
     "aot.job.Job", "aot.plan.Plan", "aot.roofline.Roofline", "aot.search.Finding", "aot.topology.Chip",
     "env.check.Report", "env.spaces.Box", "env.spaces.Discrete", "env.spaces.MultiDiscrete", "fields.Between",
     "io.layers.Source", "lower.lookback.Source", "lower.lookback.Tile", "parallel.placement.chain.Plan",

@@ -28,11 +28,14 @@ from jaxpar.neat.episodes import Episodes, Examined
 from jaxpar.neat.hyper import Painted, Substrate
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.attention import Attention
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
+from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
+from jaxpar.nn.stack import Stack
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
@@ -104,6 +107,9 @@ BASIS = {
     Painted: (Substrate((PLANE, PLANE)),),
     Quadtree: (PLANE, PLANE),
     Aaren: (4,),
+    Attention: (2, 2, 4),
+    Mlp: (4,),
+    Stack: (1, 4),
     Made: (4,),
     PixelCnn: (2, 2),
     Cell: (lambda x: x, 4),

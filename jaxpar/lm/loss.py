@@ -83,7 +83,8 @@ def last(
     if normaliser is None:
         normaliser = weights.sum()
     options = (config.loss_chunk, config.low_logits, config.z_loss)
-    value, z = cross_entropy_and_z(x, head, batch["targets"], weights / normaliser, *options)
+    parts: Any = cross_entropy_and_z(x, head, batch["targets"], weights / normaliser, *options)
+    value, z = parts
     return value, Aux({}, {"z_loss": Sum(z)}) if config.z_loss else NOTHING
 
 
@@ -112,7 +113,8 @@ def cross_entropy(
       chunk: Tokens a device at a time.
       low_logits: Whether a chunk's logits are stored in the dtype of `x` instead of float32 at least.
     """
-    return cross_entropy_and_z(x, head, targets, weights, chunk, low_logits, 0.0)[0]
+    parts: Any = cross_entropy_and_z(x, head, targets, weights, chunk, low_logits, 0.0)
+    return parts[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

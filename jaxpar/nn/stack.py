@@ -160,7 +160,7 @@ class Stack:
         cache: StackCache | None = None,
         fresh: bool = False,
         key: PRNGKey | None = None,
-    ) -> tuple[Float[Array, "B T D"], StackCache | None, Aux]:
+    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """Computes the residual stream after all layers and the last norm, in `dtype`.
 
         Args:
@@ -176,7 +176,7 @@ class Stack:
           key: Switches dropout on; consumed.
 
         Returns:
-          Outputs, the cache (None without one), and what the layers told.
+          Outputs, the cache (a `StackCache`; None without one), and what the layers told.
         """
         params = self.hold(params)
         context = self.context(x, positions, segments, starts, cache, fresh)
@@ -309,7 +309,7 @@ def _began(places: jax.Array, starts: jax.Array | None, before: jax.Array) -> ja
     return jnp.where(last >= 0, last, before[:, None])
 
 
-def _moved_on(cache: StackCache, layers: tuple, context: Context) -> StackCache:
+def _moved_on(cache: StackCache, layers: Any, context: Any) -> StackCache:
     """The cache after the tokens that count."""
     length = context.positions.shape[1]
     count = jnp.int32(length) if context.valid is None else context.valid

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -117,7 +118,7 @@ class Attention:
         out, cache = self._mix(q, k, v, cache, context)
         return product("bthk,hkd->btd", checkpoint_name(out, "attention"), "o", OUT), cache, NOTHING
 
-    def _mix(self, q, k, v, cache, context):
+    def _mix(self, q, k, v, cache: Any, context: Context):
         slopes = self.positions.slopes(self.num_heads) if isinstance(self.positions, Alibi) else None
         rule = {"visible": self.visible, "slopes": slopes}
         if cache is None or context.fresh:
@@ -128,15 +129,16 @@ class Attention:
                 dropout_key=context.key, prompt=cache is not None, **rule,
             )  # fmt: skip
             return out, self._keep(cache, k, v, context)
-        new = context.seen[:, None] + jnp.arange(q.shape[1])[None]
+        seen: Any = context.seen
+        new = seen[:, None] + jnp.arange(q.shape[1])[None]
         # Written first, a step reads one array; but what a window still sees must not be overwritten before it is read.
         if context.visible is None and (not self.visible.window or self.visible.window + q.shape[1] - 1 <= cache.room):
             cache = self._keep(cache, k, v, context)
-            end = context.seen + (q.shape[1] if context.valid is None else context.valid)
+            end = seen + (q.shape[1] if context.valid is None else context.valid)
             keys, values, places = cache.read(end)
             state = in_blocks(q, keys, values, new, places, first=context.first, **rule)
         else:
-            keys, values, places = cache.read(context.seen)
+            keys, values, places = cache.read(seen)
             past = in_blocks(q, keys, values, new, places, first=context.first, **rule)
             now = in_blocks(q, k, v, new, new, first=context.first, among=context.visible, **rule)
             state, cache = merge(past, now), self._keep(cache, k, v, context)
