@@ -8,7 +8,6 @@
 | `mixer` | the same on any mesh, after the block's own products [T, B, n] | `lm`, `network` |
 | `network` | params, xs [B, T, D] -> [B, T, C], and its trainer | experiments |
 | `autoregressive`, `dense_depth` | params -> samples [num, N]; x [D] -> all layers [L, D]: by sweeps | users |
-| `muon` | gradients of stacks of matrices [L, ...] -> orthogonalised updates, on any mesh | `lm` |
 """
 
 from jaxpar.nn.aaren import Aaren
