@@ -79,23 +79,23 @@ class Optimizer:
             grads, _ = self._clip().update(grads, optax.EmptyState())
         else:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12)), grads)
-        if rate is None:
-            if self.schedule is None:
-                raise UsageError(
-                    "this optimizer has no schedule; give rate= to every update, or make it for num_steps."
-                )
-            rate = self.schedule(state[1][-1].count)
-        updates, moved = self._stepped(grads, state, params, rate)
+        used: Any = self._scheduled(state) if rate is None else rate
+        updates, moved = self._stepped(grads, state, params, used)
         new = optax.apply_updates(params, updates), moved
         (params, state), good = finite_or_old(new, (params, state), norm, good)
         skipped = (~good).astype(jnp.float32)
-        return params, state, {"grad_norm": norm, "learning_rate": jnp.asarray(rate), "skipped": skipped}
+        return params, state, {"grad_norm": norm, "learning_rate": jnp.asarray(used), "skipped": skipped}
 
     def transformation(self) -> optax.GradientTransformation:
         """Returns the same as one of optax, which keeps what is not finite: for what takes optax's."""
         if self.schedule is None:
             raise UsageError("an optimizer without a schedule is none of optax's; make it for num_steps.")
         return self._chain(self.schedule, self._clip())
+
+    def _scheduled(self, state: PyTree) -> Any:
+        if self.schedule is None:
+            raise UsageError("this optimizer has no schedule; give rate= to every update, or make it for num_steps.")
+        return self.schedule(state[1][-1].count)
 
     def _clip(self) -> optax.GradientTransformation:
         return optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity()
@@ -109,7 +109,7 @@ class Optimizer:
             clip, optax.chain(self.rule, optax.add_decayed_weights(self.weight_decay, self.decays), scale)
         )
 
-    def _stepped(self, grads: PyTree, state: PyTree, params: PyTree, rate: Array) -> tuple[PyTree, PyTree]:
+    def _stepped(self, grads: PyTree, state: PyTree, params: PyTree, rate: Any) -> tuple[PyTree, PyTree]:
         """Returns what is added to the parameters, and the next state; `grads` are clipped."""
 
         def schedule(count):  # the rate is known, and the count only goes on
