@@ -65,6 +65,16 @@ def _to_rst(app, what, name, obj, options, lines):
     lines[:] = out
 
 
+def _as_code(app, what, name, obj, options, lines):
+    """The block below "Example:" is code, not text; before napoleon, which takes its indentation."""
+    if "Example:" in lines:
+        head = lines.index("Example:")
+        inside = [not line or line.startswith(" ") for line in lines[head + 1 :]] + [False]
+        end = head + 1 + inside.index(False)
+        lines[head + 1 : end] = ["    ::", "", *("    " + line for line in lines[head + 1 : end])]
+
+
 def setup(app):
     """Connects the above."""
+    app.connect("autodoc-process-docstring", _as_code, priority=400)
     app.connect("autodoc-process-docstring", _to_rst)

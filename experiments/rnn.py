@@ -61,7 +61,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW after clipping, warmed up, then a cosine to 0.
+    """What of `jaxpar.optim.OptimizerConfig` has a flag here; the rest is `SequenceTrainer`'s.
 
     Attributes:
       learning_rate: Highest.
@@ -196,12 +196,12 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
 
 def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
-    model, optimizer = config.model, config.optimizer
+    model = config.model
     network = SequenceNetwork(
         task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads, solver(model.method, model.window)
     )
-    trainer = SequenceTrainer(network, num_steps=config.train.steps, classes=task.classes,
-                              **dataclasses.asdict(optimizer))  # fmt: skip
+    optimizer = dataclasses.replace(SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer))
+    trainer = SequenceTrainer(network, optimizer, config.train.steps, task.classes)
     refuse_idle("a recurrent network", (trainer.axes(), "batch"))
     named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
     check_split("data.batch_size", config.data.batch_size, "batch")

@@ -25,9 +25,8 @@ from experiments._mesh import LM_AXES, parse_layout, refuse_idle
 from experiments._run import say
 from jaxpar.aot import topology
 from jaxpar.io import plot_layouts
-from jaxpar.lm import LMConfig, OptimizerConfig, axes, init, loss
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
 from jaxpar.lm.data import DataConfig
-from jaxpar.lm.optim import make_optimizer
 from jaxpar.lm.transfers import declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.types import UsageError
@@ -166,7 +165,7 @@ def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Row]:
             jax.device_get(init(jax.random.key(config.seed), model, dtype)),
             axes(model),
             lambda params, batch: loss(params, batch, model, dropout_key=key),
-            make_optimizer(config.optimizer, model, 10),
+            Trainer(model, config.optimizer, 10).make_optimizer().transformation(),
         )
 
     def batch(step: int):

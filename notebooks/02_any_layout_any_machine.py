@@ -74,7 +74,6 @@ from experiments.verify import as_json
 from jaxpar import aot
 from jaxpar.io import Checkpoints, plot_layouts, plot_memory
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
-from jaxpar.lm.optim import make_optimizer
 from jaxpar.lm.transfers import declared_transfers
 from jaxpar.loop import Fit, Hooks, fit
 from jaxpar.mesh import MeshSpec, in_role, make_mesh, partition, place_rows, rules_from, simulate_devices, use_mesh
@@ -198,7 +197,8 @@ def model_in(dtype):
     """Returns what is verified, in one dtype."""
     config = dataclasses.replace(model, dtype=dtype)
     params = jax.device_get(init(jax.random.key(0), config, dtype))
-    return Model(params, axes(config), lambda p, batch: loss(p, batch, config), make_optimizer(optimizer, config, 10))
+    rule = Trainer(config, optimizer, 10).make_optimizer().transformation()
+    return Model(params, axes(config), lambda p, batch: loss(p, batch, config), rule)
 
 
 def declared(dtype):

@@ -20,7 +20,7 @@ from experiments import env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from jaxpar.env.picture import Animation
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.lm.sample import Sampling
@@ -43,6 +43,7 @@ from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
+from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
@@ -50,7 +51,6 @@ from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
 from jaxpar.rl.memory import WindowAttention
-from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
 from jaxpar.rollout import Chunked, Pool
@@ -102,7 +102,9 @@ TABLE = {
         "warmup_steps decay_steps": LEAST_0,
         "weight_decay clip_norm": FRACTION_FROM_0,
         "b1 b2": UNDER_1,
+        "warmup_start": SHARE,
     },
+    Optimizer: {"clip_norm weight_decay": FRACTION_FROM_0},
     Trainer: {"num_steps accumulate max_skipped": COUNT},
     Sampling: {
         "max_new_tokens": COUNT,
@@ -144,12 +146,7 @@ TABLE = {
     DenseDepth: {"input_dim num_layers width": COUNT},
     S5: {"size": COUNT},
     SequenceNetwork: {"inputs outputs size layers heads": COUNT},
-    SequenceTrainer: {
-        "learning_rate clip_norm": POSITIVE,
-        "num_steps": COUNT,
-        "warmup_steps": LEAST_0,
-        "weight_decay": FRACTION_FROM_0,
-    },
+    SequenceTrainer: {"num_steps": COUNT},
     Split: {"dim": LEAST_0},
     ParticleBelief: {"num_particles": COUNT, "resample_below": SHARE},
     Despot: {
@@ -214,7 +211,6 @@ TABLE = {
     ActionValues: {"mixer_size": COUNT},
     WindowAttention: {"size heads window": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
-    Optimizer: {"eps": POSITIVE},
     Seeds: {"num_seeds": COUNT},
     Chunked: {"size": COUNT},
     Pool: {"size": COUNT},

@@ -9,6 +9,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from table_of_fields import BY_HAND, INF, NAN, RESULTS, TABLE
 
@@ -36,6 +37,7 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
+from jaxpar.optim import Optimizer
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
@@ -43,7 +45,6 @@ from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
 from jaxpar.rl.memory import WindowAttention
-from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
 from jaxpar.solve import structure
@@ -126,7 +127,7 @@ BASIS = {
     Dqn: (CART,),
     ActionValues: (CART, Network()),
     WindowAttention: (4,),
-    Optimizer: ("adam", 1e-5),
+    Optimizer: (optax.scale_by_adam(),),
     Seeds: (None, 2),
     Animation: ([],),
     structure.Block: (2,),

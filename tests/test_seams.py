@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-ROOMS = ["jaxpar.nn.linear", "jaxpar.nn.mixer", "jaxpar.nn.auxiliary", "jaxpar.nn.schedule"]
+ROOMS = ["jaxpar.optim", "jaxpar.nn.linear", "jaxpar.nn.mixer", "jaxpar.nn.auxiliary", "jaxpar.nn.schedule"]
 
 
 def example_of(module):

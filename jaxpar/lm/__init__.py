@@ -6,7 +6,7 @@
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
-| `optim`, `train` | state, batch -> next state | `jaxpar.loop` |
+| `train` | state, batch -> next state | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step | `jaxpar.verify` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
@@ -17,10 +17,10 @@ from jaxpar.lm.config import LMConfig, gpt2, llama
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
-from jaxpar.lm.optim import OptimizerConfig
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
 from jaxpar.lm.sample import Sampling, generate
 from jaxpar.lm.train import Trainer, TrainState
+from jaxpar.optim import OptimizerConfig
 
 __all__ = [
     "LMConfig",

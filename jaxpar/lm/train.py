@@ -5,18 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.optim import OptimizerConfig, learning_rate, make_optimizer
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import axes_like
 from jaxpar.nn.auxiliary import shown
 from jaxpar.nn.schedule import InTurn
-from jaxpar.optim import finite_or_old
+from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree
 
 __all__ = ["Health", "TrainState", "Trainer"]
@@ -51,7 +49,7 @@ class TrainState:
 
     Attributes:
       params: Master weights, float32 unless the model runs in float64.
-      opt_state: Of the optax chain.
+      opt_state: Of the optimizer.
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
     """
@@ -91,7 +89,7 @@ class Trainer:
         params = declared.init(key, self.model, dtype)
         zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
         health = Health(count, count, count, zero, zero)
-        return TrainState(params, self._optimizer().init(params), count, health)
+        return TrainState(params, self.make_optimizer().init(params), count, health)
 
     def axes(self) -> TrainState:
         """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
@@ -110,29 +108,31 @@ class Trainer:
           mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
         """
         (value, aux), grads = self.schedule(stages(self.model), state.params, inputs, key, self.accumulate)
-        grad_norm = optax.tree.norm(grads)
-        updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
-        new = optax.apply_updates(state.params, updates), opt_state
-        old = state.params, state.opt_state
-        (params, opt_state), good = finite_or_old(new, old, grad_norm, jnp.isfinite(value))
-        health, spike = _watch(state.health, value, good)
-        info = {
-            "loss": value,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate(self.optimizer, self.num_steps)(state.step - state.health.skipped),
-            "skipped": health.skipped,
-            "skipped_in_a_row": health.skipped_in_a_row,
-            "spike": spike,
-            "spikes": health.spikes,
-        } | shown(aux)
+        params, opt_state, said = self.make_optimizer().update(
+            grads, state.opt_state, state.params, good=jnp.isfinite(value)
+        )
+        health, spike = _watch(state.health, value, said["skipped"] == 0)
+        info = (
+            said
+            | {
+                "loss": value,
+                "skipped": health.skipped,
+                "skipped_in_a_row": health.skipped_in_a_row,
+                "spike": spike,
+                "spikes": health.spikes,
+            }
+            | shown(aux)
+        )
         return TrainState(params, opt_state, state.step + 1, health), jax.tree.map(jnp.float32, info)
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
         return state.health.skipped_in_a_row >= self.max_skipped
 
-    def _optimizer(self) -> optax.GradientTransformation:
-        return make_optimizer(self.optimizer, self.model, self.num_steps)
+    def make_optimizer(self) -> Optimizer:
+        """Returns the optimizer, whose state is `TrainState.opt_state`."""
+        axes, decays = declared.axes(self.model), declared.is_weight(self.model)
+        return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays)
 
 
 def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, jax.Array]:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.optim import muon_dimensions
-from jaxpar.lm.params import Leaf, leaves
+from jaxpar.lm.params import Leaf, is_weight, leaves
+from jaxpar.lm.params import axes as axes_of
 from jaxpar.mesh import in_role, mesh_axes, num_shares
 from jaxpar.nn.mixer import Traffic
+from jaxpar.optim import muon_dimensions
 from jaxpar.verify import Transfer
 
 __all__ = ["declared_transfers"]
@@ -25,7 +26,7 @@ def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str 
       config: The model.
       rows: B of the whole batch; one part of it, if the batch is accumulated.
       length: T.
-      optimizer: "adamw" or "muon".
+      optimizer: Its name; "muon" alone adds exchanges.
     """
     out: list[Transfer] = []
 
@@ -77,7 +78,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
 
 def _exchanges(config: LMConfig, add) -> None:
     """Muon's matrices, made whole on one device each, and their updates back: one exchange a split dimension each."""
-    layers, sides = leaves(config)["layers"], muon_dimensions(config)["layers"]
+    layers, sides = leaves(config)["layers"], muon_dimensions(axes_of(config), is_weight(config))["layers"]
     for name, leaf in {**layers, **layers.get("mixer", {})}.items():
         if not isinstance(leaf, Leaf) or {**sides, **sides.get("mixer", {})}[name] is None:
             continue

@@ -12,7 +12,6 @@
 | `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixers` |
 | `network` | params, xs [B, T, D] -> [B, T, C], and its trainer | experiments |
 | `autoregressive`, `dense_depth` | params -> samples [num, N]; x [D] -> all layers [L, D]: by sweeps | users |
-| `muon` | gradients of stacks of matrices [L, ...] -> orthogonalised updates, on any mesh | `lm` |
 """
 
 from jaxpar.nn.aaren import Aaren

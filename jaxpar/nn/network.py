@@ -10,11 +10,11 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.mesh import axes_like, constrain
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.mixers.recurrent import CELLS, cell_of, mixed, mixer_leaves
-from jaxpar.optim import finite_or_old, in_widest_float
+from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree
 
 __all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer"]
@@ -117,33 +117,32 @@ class SequenceState:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceTrainer:
-    """Trains a network with AdamW, gradients clipped by norm, and a warm-up into a cosine; an `Algorithm`.
+    """Trains a network; an `Algorithm`.
 
     Attributes:
       network: What is trained.
-      learning_rate: Highest.
+      optimizer: The update rule: by default Adam, warmed up from 0, then a cosine to 0. Matrices alone decay.
       num_steps: Length of the run, for the schedule.
-      warmup_steps: Of a linear rise.
-      weight_decay: On matrices.
-      clip_norm: Largest norm of the gradient.
       classes: Whether targets are classes (cross entropy) or numbers (squared error).
     """
 
     network: SequenceNetwork
-    learning_rate: float = field(3e-3, Positive())
+    optimizer: OptimizerConfig = OptimizerConfig(
+        learning_rate=3e-3, warmup_start=0.0, final_ratio=0.0, b2=0.999, weight_decay=0.0
+    )
     num_steps: int = field(1000, AtLeast(1))
-    warmup_steps: int = field(20, AtLeast(0))
-    weight_decay: float = field(0.0, AtLeast(0))
-    clip_norm: float = field(1.0, Positive())
     classes: bool = True
 
-    __post_init__ = check_fields
+    def __post_init__(self):
+        """Refuses what nothing can be trained with."""
+        check_fields(self)
+        self.make_optimizer()
 
     def init(self, key: PRNGKey, inputs: Any = None) -> SequenceState:
         """Draws the parameters. Consumes `key`; ignores `inputs`."""
         del inputs
         params = self.network.init(key)
-        return SequenceState(params, self._optimizer().init(params), jnp.zeros((), jnp.int32))
+        return SequenceState(params, self.make_optimizer().init(params), jnp.zeros((), jnp.int32))
 
     def axes(self) -> SequenceState:
         """Returns the logical axes of every leaf of the state."""
@@ -164,12 +163,10 @@ class SequenceTrainer:
             return info["loss"], info
 
         grads, info = jax.grad(loss, has_aux=True)(state.params)
-        updates, opt_state = self._optimizer().update(grads, state.opt_state, state.params)
-        new, norm = (optax.apply_updates(state.params, updates), opt_state), optax.tree.norm(grads)
-        old = state.params, state.opt_state
-        (params, opt_state), good = finite_or_old(new, old, norm, jnp.isfinite(info["loss"]))
-        info |= {"grad_norm": norm, "learning_rate": self._rate()(state.step), "skipped": ~good}
-        return SequenceState(params, opt_state, state.step + 1), jax.tree.map(jnp.float32, info)
+        params, opt_state, said = self.make_optimizer().update(
+            grads, state.opt_state, state.params, good=jnp.isfinite(info["loss"])
+        )
+        return SequenceState(params, opt_state, state.step + 1), jax.tree.map(jnp.float32, info | said)
 
     def metrics(self, params: PyTree, batch: dict[str, jax.Array]) -> Info:
         """Computes loss, accuracy (of classes), iterations, residual and converged of a batch.
@@ -186,15 +183,6 @@ class SequenceTrainer:
         right = (out.argmax(-1) == batch["targets"]) * weights
         return info | {"loss": (weights * losses).sum(), "accuracy": right.sum()}
 
-    def _rate(self) -> optax.Schedule:
-        steps = max(self.num_steps, self.warmup_steps + 1)
-        return in_widest_float(
-            optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup_steps, steps, 0.0)
-        )
-
-    def _optimizer(self) -> optax.GradientTransformation:
-        def decays(params: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: x.ndim > 1, params)
-
-        adam = optax.adamw(self._rate(), weight_decay=self.weight_decay, mask=decays)
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adam)
+    def make_optimizer(self) -> Optimizer:
+        """Returns the optimizer, whose state is `SequenceState.opt_state`."""
+        return make_optimizer(self.optimizer, self.num_steps, axes=self.network.axes())

@@ -1,12 +1,125 @@
-"""The last step of every update: nothing that is not finite is kept."""
+"""One step of gradient descent: clip, rule, decay, rate, and nothing that is not finite is kept."""
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.types import Array, PyTree
+from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.optim.masks import matrices
+from jaxpar.types import Array, Info, PyTree, UsageError
 
-__all__ = ["finite_or_old", "in_widest_float"]
+__all__ = ["Optimizer", "finite_or_old"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An update rule with all that goes around it: `init(params)`, then `update(grads, state, params)`.
+
+        new = params - rate * (direction + weight_decay * params),    direction = rule(clipped gradient)
+
+    With a schedule the state is that of the optax chain clip, (rule, decay, rate), or clip, (rule, rate), decay with
+    `decay_last`. Without one nothing counts the steps, and the state is that of the rule alone.
+
+    Attributes:
+      rule: From gradients to a direction, as optax's `scale_by_*`; the rate and its sign are not the rule's.
+      schedule: int step [] -> rate []; None where every update is given its rate.
+      clip_norm: Largest global norm of a gradient; 0 switches clipping off.
+      weight_decay: Decoupled decay.
+      decays: What decays: a pytree of bools, or a function of the parameters that returns one.
+      decay_last: Adds -(rate * weight_decay) * params to the step instead, equal but for rounding: Muon's order.
+    """
+
+    rule: optax.GradientTransformation
+    schedule: optax.Schedule | None = None
+    clip_norm: float = field(0.0, AtLeast(0))
+    weight_decay: float = field(0.0, AtLeast(0))
+    decays: Any = matrices
+    decay_last: bool = False
+
+    __post_init__ = check_fields
+
+    def init(self, params: PyTree) -> PyTree:
+        """Returns the first state."""
+        return self.rule.init(params) if self.schedule is None else self.transformation().init(params)
+
+    def update(
+        self,
+        grads: PyTree,
+        state: PyTree,
+        params: PyTree,
+        *,
+        rate: Array | None = None,
+        max_norm: Array | None = None,
+        good: Array | bool = True,
+    ) -> tuple[PyTree, PyTree, Info]:
+        """Makes one step, whole or not at all: see `finite_or_old`. The schedule counts those that are made.
+
+        Args:
+          grads: Of the structure and dtypes of `params`.
+          state: Of `init`, or of the last update.
+          params: To be updated.
+          rate: Float [], the learning rate instead of the schedule's; may be traced, and so swept by `vmap`.
+          max_norm: Float [], the clip instead of `clip_norm`, likewise; 0 is no exception, and stops all. Gradients are
+            multiplied by the one number min(1, max_norm / norm), where `clip_norm` divides, then multiplies, as optax
+            does: equal but for rounding.
+          good: bool [], what else the step depends on, such as whether its loss is finite.
+
+        Returns:
+          Parameters; the state; and "grad_norm" before clipping, "learning_rate", and "skipped": float32, 1 where the
+          first two are the old ones.
+
+        Raises:
+          UsageError: Where there is neither a schedule nor a rate.
+        """
+        norm = optax.tree.norm(grads)
+        if max_norm is None:
+            grads, _ = self._clip().update(grads, optax.EmptyState())
+        else:
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12)), grads)
+        used: Any = self._scheduled(state) if rate is None else rate
+        updates, moved = self._stepped(grads, state, params, used)
+        new = optax.apply_updates(params, updates), moved
+        (params, state), good = finite_or_old(new, (params, state), norm, good)
+        skipped = (~good).astype(jnp.float32)
+        return params, state, {"grad_norm": norm, "learning_rate": jnp.asarray(used), "skipped": skipped}
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Returns the same as one of optax, which keeps what is not finite: for what takes optax's."""
+        if self.schedule is None:
+            raise UsageError("an optimizer without a schedule is none of optax's; make it for num_steps.")
+        return self._chain(self.schedule, self._clip())
+
+    def _scheduled(self, state: PyTree) -> Any:
+        if self.schedule is None:
+            raise UsageError("this optimizer has no schedule; give rate= to every update, or make it for num_steps.")
+        return self.schedule(state[1][-1].count)
+
+    def _clip(self) -> optax.GradientTransformation:
+        return optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity()
+
+    def _chain(self, schedule: optax.Schedule, clip: optax.GradientTransformation) -> optax.GradientTransformation:
+        scale = optax.scale_by_learning_rate(schedule)
+        if self.decay_last:
+            last = optax.add_decayed_weights(lambda count: -self.weight_decay * schedule(count), self.decays)
+            return optax.chain(clip, optax.chain(self.rule, scale), last)
+        return optax.chain(
+            clip, optax.chain(self.rule, optax.add_decayed_weights(self.weight_decay, self.decays), scale)
+        )
+
+    def _stepped(self, grads: PyTree, state: PyTree, params: PyTree, rate: Any) -> tuple[PyTree, PyTree]:
+        """Returns what is added to the parameters, and the next state; `grads` are clipped."""
+
+        def schedule(count):  # the rate is known, and the count only goes on
+            return rate
+
+        if self.schedule is not None:
+            return self._chain(schedule, optax.identity()).update(grads, state, params)
+        direction, moved = self.rule.update(grads, state, params)
+        rest = dataclasses.replace(self, rule=optax.identity())._chain(schedule, optax.identity())
+        return rest.update(direction, rest.init(params), params)[0], moved
 
 
 def finite_or_old(
@@ -32,8 +145,3 @@ def finite_or_old(
     for leaf in jax.tree.leaves(new[0]):
         good = good & jnp.isfinite(leaf).all()
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old), good
-
-
-def in_widest_float(schedule: optax.Schedule) -> optax.Schedule:
-    """Returns the schedule computed in float64 where that is enabled: optax's take a count of int32 to float32."""
-    return lambda step: schedule(jnp.asarray(step, float))

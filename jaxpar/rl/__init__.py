@@ -8,7 +8,7 @@
 | `agent` | observations `[T, B, ...]` -> policy and value; one lane's action | learners, `jaxpar.rollout` |
 | `recall` | an environment -> one that tells the last action and reward (RL^2) | users |
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
-| `collect`, `optimizer`, `learner` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
+| `collect`, `learner` | lanes -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `mixers`, `action_values` | observations `[T, B, ...]` -> values of actions, of agents and teams | `pqn`, `dqn` |
 | `saliency` | observations `[T, B, ...]` -> what the value of a step owes to each of them | users |
 | `buffer` | rows `[M, ...]` -> a ring of them -> random rows | `dqn` |

@@ -7,12 +7,12 @@ import flax.struct
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, Finite, Positive, field
+from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch
 from jaxpar.rl.distributions import entropy, log_prob
 from jaxpar.rl.learner import LearnerState, actor_critic, begun, check_learner, has_memory, learned, learner_axes
 from jaxpar.rl.network import Network
-from jaxpar.rl.optimizer import Optimizer
 from jaxpar.types import Array, Info, PRNGKey, PyTree
 
 __all__ = ["A2c", "A2cRates", "a2c_loss"]
@@ -60,7 +60,7 @@ class A2c:
     epochs = 1
     minibatches = 1
 
-    optimizer = Optimizer("rmsprop", eps=1e-5)
+    optimizer = make_optimizer(OptimizerConfig("rmsprop", eps=1e-5, b2=0.9, weight_decay=0.0))
     agent, init, axes, has_memory = actor_critic, begun, learner_axes, property(has_memory)
 
     def __post_init__(self):

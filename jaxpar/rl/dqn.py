@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
+from jaxpar.optim import OptimizerConfig, annealed, make_optimizer
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.buffer import Buffer, add, empty, sample
 from jaxpar.rl.collect import ended_by, latest, marks
 from jaxpar.rl.learner import LearnerState, begun, check_learner, has_memory, learner_axes, summed_up
 from jaxpar.rl.mixers import MIXERS
 from jaxpar.rl.network import Network
-from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.returns import n_step_returns
 from jaxpar.rollout import Chunked, Lanes, NextStep, Steps, unroll
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
@@ -134,7 +134,7 @@ class Dqn:
     draw: str = "lane"
     reset: Any = None
 
-    optimizer = Optimizer("adam", eps=1e-8)
+    optimizer = make_optimizer(OptimizerConfig(eps=1e-8, b2=0.999, weight_decay=0.0))
     axes = learner_axes
 
     def __post_init__(self):
@@ -180,7 +180,7 @@ class Dqn:
         found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
         keep = jnp.any(found.weight.reshape(len(found.weight), -1) > 0, -1)
         buffer = add(state.buffer, found, keep)
-        rate = self.optimizer.annealed(state.rates, state.updates)
+        rate = annealed(state.rates.learning_rate, state.rates.anneal, state.updates)
         learned = state.weights, state.opt_state, state.target, state.gradients
 
         def gradient(learned, key):
@@ -223,7 +223,7 @@ class Dqn:
         weights, opt_state, target, gradients = learned
         lesson = taught(agent, weights, target, rows, self.double)
         grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, lesson)
-        weights, opt_state, said = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
+        weights, opt_state, said = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
         gradients = gradients + 1
         share = jnp.where(gradients % self.target_period == 0, rates.target, 0.0)
         target = jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, weights)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.fields import check_fields
+from jaxpar.optim import annealed
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, collect, ended_by, epochs, latest
 from jaxpar.rollout import Lanes, begin
@@ -129,13 +130,13 @@ def descended(
     `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm", "skipped" and "learning_rate" are added.
     """
     rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
-    rate = optimizer.annealed(rates, state.updates)
+    rate = annealed(rates.learning_rate, rates.anneal, state.updates)
 
     def update(carry, part):
         weights, opt_state = carry
         grads, info = jax.grad(loss, has_aux=True)(weights, agent, part)
-        weights, opt_state, said = optimizer.update(weights, opt_state, grads, rate, rates.max_grad_norm)
-        return (weights, opt_state), info | said | {"learning_rate": rate}
+        weights, opt_state, said = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
+        return (weights, opt_state), info | said
 
     (weights, opt_state), infos = epochs(
         key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory

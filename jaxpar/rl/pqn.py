@@ -7,12 +7,12 @@ import flax.struct
 import jax
 
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
+from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
 from jaxpar.rl.collect import carried, check_minibatches, ended_by, latest, marks
 from jaxpar.rl.learner import LearnerState, begun, check_learner, descended, has_memory, learner_axes, summed_up
 from jaxpar.rl.mixers import MIXERS
 from jaxpar.rl.network import Network
-from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.returns import lambda_returns, next_values
 from jaxpar.rollout import Steps, unroll
 from jaxpar.types import Array, Info, PRNGKey, PyTree
@@ -83,7 +83,7 @@ class Pqn:
     draw: str = "lane"
     reset: Any = None
 
-    optimizer = Optimizer("radam", eps=1e-8)
+    optimizer = make_optimizer(OptimizerConfig("radam", eps=1e-8, b2=0.999, weight_decay=0.0))
     init, axes, has_memory = begun, learner_axes, property(has_memory)
 
     def __post_init__(self):

@@ -124,6 +124,11 @@ def test_what_a_run_computes_is_its_identity():
     assert len({_run.folder_name(config) for config in [usual, *others]}) == 1 + len(OTHER)
 
 
+def test_a_flag_that_came_later_leaves_the_names_of_runs_as_they_were():
+    assert "optimizer.warmup_start" not in _run.identity(lm.compose())
+    assert _run.identity(lm.compose("optimizer.warmup_start=0"))["optimizer.warmup_start"] == 0
+
+
 def test_the_folder_is_named_after_preset_and_identity():
     assert re.fullmatch("tiny-[0-9a-f]{8}", _run.folder_name(lm.compose()))
     assert re.fullmatch("gpt2_124m-[0-9a-f]{8}", _run.folder_name(lm.compose("model=gpt2_124m")))

@@ -13,8 +13,8 @@ from fast import jit
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
-from jaxpar.lm.optim import learning_rate
 from jaxpar.lm.train import Health, _watch
+from jaxpar.optim import learning_rate
 from jaxpar.types import UsageError
 
 ROWS, T, V = 8, 6, 16

@@ -25,12 +25,9 @@ class Plain:
     def init(self, weights):
         return ()
 
-    def update(self, weights, state, grads, rate, max_norm):
-        said = {"grad_norm": jnp.float32(1), "skipped": jnp.float32(0)}
+    def update(self, grads, state, weights, *, rate, max_norm):
+        said = {"grad_norm": jnp.float32(1), "learning_rate": jnp.float32(RATE), "skipped": jnp.float32(0)}
         return jax.tree.map(lambda w, g: w - RATE * g, weights, grads), state, said
-
-    def annealed(self, rates, updates):
-        return jnp.float32(RATE)
 
 
 class PlainPpo(Ppo):
