@@ -192,10 +192,7 @@ def choose(
 
     now = jnp.zeros(())  # a tracer wherever a program is traced, even one whose inputs are all known
     is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts, now)))
-    exponent = None
-    if is_known:
-        ahead = _prefix(jax.tree.map(lambda x: jnp.flip(x, 0), xs) if reverse else xs, False)
-        exponent = float(jax.jit(lambda init, xs: lyapunov(f, init, xs, min(num, PREFIX)))(init, ahead))
+    exponent = _exponent(f, init, xs, num, reverse) if is_known else None
     eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in traced.init)
     is_chaotic = exponent is not None and not exponent * num <= -math.log(eps) / 2
     if is_chaotic:
@@ -204,19 +201,19 @@ def choose(
         obstacle = "f rounds to a narrower type than the state's, and iterates do not settle below that"
     else:
         obstacle = ""
-    table = [
-        Candidate(Sequential(model.costs.unroll, jac=jac), 0, model.walk() + gradient * model.walk_back(), "lax.scan"),
-        Candidate(ParallelBackward(jac=jac), 0, model.walk() + model.back(), "lax.scan, with a parallel gradient"),
-    ]
-    if kernel is not None:
-        seconds = num * kernel[0] + model.back()
-        table.append(Candidate(Fused(jac=jac), 0, seconds, "one kernel, with a parallel gradient"))
+    table = _walks(model, jac)
     limit = min(row.seconds for row in table)
     for method in _iterative(structure, jac):
         table.append(_candidate(method, model, limit, obstacle, (f, init, xs, reverse) if is_known else None))
     table.append(_shooting(model, jac, exponent, obstacle, eps))
     table.sort(key=lambda row: row.seconds)
     return Choice(table[0].method, _reason(table, exponent, is_chaotic, num, platform), exponent, tuple(table))
+
+
+def _exponent(f: Callable, init: PyTree, xs: PyTree, num: int, reverse: bool) -> float:
+    """The largest Lyapunov exponent of the first steps, in the order in which they are taken."""
+    ahead = _prefix(jax.tree.map(lambda x: jnp.flip(x, 0), xs) if reverse else xs, False)
+    return float(jax.jit(lambda init, xs: lyapunov(f, init, xs, min(num, PREFIX)))(init, ahead))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +261,20 @@ class _Model:
 
     def solve(self, method: Method, iterations: int) -> float:
         return iterations * self.iteration(method) + self.back()
+
+
+def _walks(model: _Model, jac: Any) -> list[Candidate]:
+    """The rows of what takes one step after the other."""
+    table = [
+        Candidate(
+            Sequential(model.costs.unroll, jac=jac), 0, model.walk() + model.gradient * model.walk_back(), "lax.scan"
+        ),
+        Candidate(ParallelBackward(jac=jac), 0, model.walk() + model.back(), "lax.scan, with a parallel gradient"),
+    ]
+    if model.kernel is not None:
+        seconds = model.length * model.kernel[0] + model.back()
+        table.append(Candidate(Fused(jac=jac), 0, seconds, "one kernel, with a parallel gradient"))
+    return table
 
 
 def _iterative(structure: Structure, jac: Any) -> list[Method]:

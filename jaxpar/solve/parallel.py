@@ -89,17 +89,14 @@ def parallel_scan(
 
     The states are the root of f(h[t-1], x[t]) - h[t] = 0 over all t; the method iterates on all of them at once until
     every entry of every step is within `rtol |h| + atol` of what it must be, or as near as rounding lets its own
-    numbers come, whatever the size of other entries, rows and steps. The result is a true trajectory and not an
-    approximation: every state is f of the one before, up to rounding. Where errors do not grow along the sequence that
-    is the loop's own; in chaos no two programs have one in common. Leaves of the carry that are not floating (counters,
-    flags, random keys, complex numbers) or have no entries are walked first, and are inputs of the solve; if the values
-    of one depend on an unknown, the whole is walked, and `Stats.reason` says so.
+    numbers come. The result is a true trajectory: every state is f of the one before, up to rounding; the loop's own
+    where errors do not grow. Leaves that are not floating (counters, flags, keys, complex numbers) are walked first,
+    as inputs of the solve; if one depends on an unknown, the whole is walked, and `Stats.reason` says so.
 
     Derivatives of any order are exact whatever the method: they are those of the root. Works under `jit`, `vmap` (each
-    sequence with its own convergence), `grad`, `jvp`, `shard_map` and inside loops (there `jvp` of `grad`, but no
-    `grad` of `grad`, which JAX refuses); f may close over traced arrays. Products in f are made at full precision (no
-    TF32) unless they or `jax.default_matmul_precision` say otherwise. Call it under `jit`: outside, every call compiles
-    anew.
+    sequence converges for itself), `grad`, `jvp`, `shard_map` and in loops (there JAX refuses `grad` of `grad`); f may
+    close over traced arrays. Products in f are at full precision (no TF32) unless they or
+    `jax.default_matmul_precision` say otherwise. Call it under `jit`: outside, every call compiles anew.
 
     Args:
       f: (state, input) -> (state, output), as for `lax.scan`; differentiable forwards by the floating leaves.
@@ -111,20 +108,19 @@ def parallel_scan(
       method: A method object of `jaxpar.solve`; None for `Newton()`, `Auto()` to choose one by predictability and cost.
       with_stats: Whether to return a `Stats` as third.
       on_fail: What stands where iteration fails: "finish", a true trajectory, walked; "nan"; or "raise", an
-        `ArithmeticError` where values are known, that is outside of jit, and NaN inside.
+        `ArithmeticError` outside of jit, where values are known, and NaN inside.
       guess: States to start from: like init, with a leading T, in the order of xs. Leaves not solved for are not read.
       axis_name: Mesh axis that the sequence is split over, inside `jax.shard_map`: xs is this device's part, init and
         the returned state are the same on all. What is sent does not depend on T.
-      rtol: Error that is allowed in an entry of a state, relative to it; None for 1.5 eps^(3/4) of its dtype: 1e-5
-        in float32, 3e-12 in float64.
-      atol: Error that is allowed in every entry beside that; None for a tenth of rtol, which suits states of order one.
+      rtol: Error allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype: 1e-5 in float32.
+      atol: Error allowed in every entry beside that; None for a tenth of rtol, which suits states of order one.
 
     Returns:
       The last state, and outputs [T, ...] of every step; with `with_stats` also a `Stats`.
 
     Raises:
-      UsageError: For arguments that do not fit, a state that f returns with another structure, shape or dtype than it
-        took, and a Jacobian structure that the program of f contradicts.
+      UsageError: For arguments that do not fit, a state of another structure, shape or dtype than f took, and a
+        Jacobian structure that the program of f contradicts.
       ArithmeticError: See `on_fail`.
     """
     _check(on_fail, rtol, atol)
@@ -136,18 +132,24 @@ def parallel_scan(
         carry, ys = dataclasses.replace(_unrolled(loop, method), axis_name=None).run(f, init, xs)
         stats = _untroubled(method, loop)
         return (carry, ys, stats) if with_stats else (carry, ys)
-    traced = trace(f, init, xs, axis_name)
-    parts = divided(traced, names)
+    parts = divided(trace(f, init, xs, axis_name), names)
     near = None if guess is None else _guess_leaves(guess, parts, length)
     if parts.reason:
-        whole = traced.state_tree.unflatten(traced.init), jax.tree.structure(xs).unflatten(traced.xs)
-        carry, ys = _unrolled(loop, method).run(f, *whole)
-        stats = _untroubled(method if isinstance(method, Sequential) else Sequential(), loop, parts.reason)
+        carry, ys, stats = _walked(f, xs, parts, loop, method)
     else:
         carry, ys, stats = _solved(parts, loop, method, on_fail, near, (rtol, atol))
     if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
         raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
     return (carry, ys, stats) if with_stats else (carry, ys)
+
+
+def _walked(f: Callable, xs: PyTree, parts: Division, loop: Loop, method: Method) -> tuple[PyTree, PyTree, Stats]:
+    """Takes one step after the other, where some of the carry cannot be told apart from the unknowns."""
+    traced = parts.traced
+    whole = traced.state_tree.unflatten(traced.init), jax.tree.structure(xs).unflatten(traced.xs)
+    carry, ys = _unrolled(loop, method).run(f, *whole)
+    method = method if isinstance(method, Sequential) else Sequential()
+    return carry, ys, _untroubled(method, loop, parts.reason)
 
 
 def _check(on_fail: str, rtol: float | None, atol: float | None) -> None:

@@ -1,5 +1,7 @@
 """Attention against loops, and what each implementation refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from test_block import slow_attention
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.nn.attention import attend, attention, finish
+from jaxpar.nn.attention import Visible, attend, attention, finish, merge
+from jaxpar.nn.position import Alibi
 from jaxpar.types import UsageError
 
 B, T, H, K = 2, 7, 8, 4
@@ -70,6 +73,80 @@ def test_unsplit_kv_heads_equal_one_device_or_are_refused(kv_heads):
         except UsageError:
             return
     assert_close(got, slow_attention(q, k, v), EXACT_MATHS["float32"])
+
+
+# ---------------------------------------------------------------- rules, slopes, and sums in parts
+
+
+def plain(q, k, v, seen, slopes):
+    """Softmax by its definition, in one array expression; 0 where nothing is seen."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    distance = jnp.abs(jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None])
+    scores = (
+        jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1]) - slopes[None, :, None, None] * distance[None, None]
+    )
+    weights = jnp.where(seen[:, None], jnp.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    return jnp.einsum("bhts,bshk->bthk", weights / jnp.where(total > 0, total, 1), v)
+
+
+def value_and_gradients(f, *args):
+    return jit(jax.value_and_grad(lambda *args: (f(*args) @ jnp.cos(jnp.arange(K))).sum(), (0, 1, 2)))(*args)
+
+
+def rule_of(kind):
+    ahead = np.arange(T)[:, None] - np.arange(T)[None]
+    return {"causal": ahead >= 0, "window": (ahead >= 0) & (ahead < 3), "both ways": ahead == ahead}[kind]
+
+
+VISIBLE = {"causal": Visible(), "window": Visible(window=3), "both ways": Visible(causal=False)}
+
+
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("kind", VISIBLE)
+def test_rules_and_slopes_equal_the_definition_in_value_and_gradient(kind, sloped, x64):
+    q, k, v = (jnp.asarray(x) for x in qkv(4, np.float64))
+    slopes = Alibi().slopes(H).astype(jnp.float64) if sloped else None
+    among = np.random.default_rng(2).uniform(size=(B, T, T)) < 0.8
+    seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & rule_of(kind)[None] & among
+
+    rule = dict(visible=VISIBLE[kind], slopes=slopes, among=jnp.asarray(among), segments=SEGMENTS)
+    got = value_and_gradients(functools.partial(attention, **rule), q, k, v)
+    want = value_and_gradients(
+        functools.partial(plain, seen=seen, slopes=jnp.zeros(H) if slopes is None else slopes), q, k, v
+    )
+    assert_close(got, want, EXACT_MATHS["float64"])
+
+
+def test_slopes_halve_from_head_to_head():
+    np.testing.assert_allclose(Alibi().slopes(8), [2.0**-i for i in range(1, 9)])
+    np.testing.assert_allclose(Alibi().slopes(4), [2.0 ** (-2 * i) for i in range(1, 5)])
+
+
+@pytest.mark.parametrize("cuts", [(3,), (1, 2, 3, 4, 5, 6), (0, 5, 5, 7)])
+def test_sums_in_any_parts_and_order_are_the_whole(cuts, x64):
+    """Parts of any sizes, empty ones and such of which some queries see nothing."""
+    q, k, v = (jnp.asarray(x) for x in qkv(2, np.float64))
+    seen = jnp.asarray(rule_of("window"))[None]
+
+    def in_parts(q, k, v, order):
+        ends = list(zip((0, *cuts), (*cuts, T), strict=True))
+        states = [attend(q, k[:, a:b], v[:, a:b], seen[:, :, a:b]) for a, b in ends if b > a]
+        states.append(attend(q, k[:, :1], v[:, :1], jnp.zeros((1, T, 1), bool)))
+        return finish(functools.reduce(merge, states[::order]))
+
+    want = value_and_gradients(functools.partial(attention, visible=Visible(window=3)), q, k, v)
+    for order in (1, -1):
+        assert_close(
+            value_and_gradients(functools.partial(in_parts, order=order), q, k, v), want, EXACT_MATHS["float64"]
+        )
+
+
+def test_what_sees_nothing_is_zero_and_so_is_its_gradient():
+    q, k, v = (jnp.asarray(x) for x in qkv())
+    run = jax.value_and_grad(lambda q: finish(attend(q, k, v, jnp.zeros((1, T, T), bool))).sum())
+    value, grad = run(q)
+    assert value == 0 and not np.asarray(grad).any()
 
 
 # ---------------------------------------------------------------- dropout of the weights

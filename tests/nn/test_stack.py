@@ -14,7 +14,7 @@ from tolerance import EXACT_MATHS, assert_close
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn import ParaGRU
 from jaxpar.nn.aaren import Aaren
-from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.attention import Attention, LinearCache, Visible
 from jaxpar.nn.linear import Adapted, quantise
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.nn.mlp import Mlp
@@ -121,6 +121,13 @@ def test_a_window_needs_no_more_slots_than_it_sees(name, x64):
     assert cache.layers[0].room == MIXERS[name].visible.window
     got, _ = in_parts(stack, params_of(name), x, (1, 1, 7, 2, 1, 1, 5), slots=100)
     assert_close(got, stack.apply(params_of(name), x)[0], TOLERANCE)
+
+
+def test_every_slot_is_written_once():
+    """Of more tokens than there is room for, the last are kept: which of two writes would win is a device's affair."""
+    cache = LinearCache.empty(4, 1, 3, 2, jnp.float32)
+    slots = np.asarray(cache.slots(7, jnp.array([0, 1, 5, 2]), jnp.array([7, 5, 2, 0])))
+    np.testing.assert_array_equal(slots, [[3, 3, 3, 3, 1, 2, 0], [3, 3, 0, 1, 2, 3, 3], [2, 0, 3, 3, 3, 3, 3], [3] * 7])
 
 
 def test_tokens_can_be_taken_back(x64):

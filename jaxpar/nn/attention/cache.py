@@ -62,17 +62,20 @@ class LinearCache:
 
     def write(self, k: Array, v: Array, seen: Array, valid: Array | None = None) -> "LinearCache":
         """Returns the cache with more tokens; of more than S, with the last S. Cost: what it writes, where donated."""
-        length, room = k.shape[1], self.room
-        count = jnp.full(seen.shape, length) if valid is None else valid
-        place = jnp.arange(length)[None]
-        kept = (place < count[:, None]) & (place >= count[:, None] - room)
-        slot = jnp.where(kept, (seen[:, None] + place) % room, room)  # one past the end is dropped
+        slot = self.slots(k.shape[1], seen, valid)
         rows = jnp.arange(len(seen))[:, None]
 
         def put(old, new):
             return constrain(old.at[rows, :, slot].set(new.astype(old.dtype), mode="drop"), *CACHE_AXES, name="cache")
 
         return LinearCache(put(self.keys, k), put(self.values, v))
+
+    def slots(self, length: int, seen: Array, valid: Array | None = None) -> Array:
+        """Returns where T more tokens go, int [B, T], each slot once; S, which is none, for what is not kept."""
+        count = jnp.full(seen.shape, length) if valid is None else valid
+        place = jnp.arange(length)[None]
+        kept = (place < count[:, None]) & (place >= count[:, None] - self.room)
+        return jnp.where(kept, (seen[:, None] + place) % self.room, self.room)
 
     def fill(self, k: Array, v: Array) -> "LinearCache":
         """Returns an empty cache with T <= S tokens from place 0 on; what of them does not count is never seen."""

@@ -92,27 +92,31 @@ def attention(
 
     def block(q, k, v, *arrays):
         given = dict(zip(options, arrays, strict=True))
-        segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
-        if impl == "cudnn":
-            mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-            kernel = jax.nn.dot_product_attention
-            return kernel(q, k, v, mask=mask, is_causal=visible.causal, implementation="cudnn")
-        if impl == "splash":
-            return _splash(q, k, v, segments, visible.causal)
-        places = jnp.arange(q.shape[1])[None]
-        if prompt and segments is None and among is None:
-            return finish(in_blocks(q, k, v, places, places, visible=visible, slopes=slopes)).astype(q.dtype)
-        seen = visible(places, places)
-        if segments is not None:
-            seen = seen & (segments[:, :, None] == segments[:, None, :])
-        if among is not None:
-            seen = seen & among
-        bias = None if slopes is None else slopes_bias(slopes, places, places)
-        state = attend(q, k, v, seen, bias=bias, dropout_rate=rate, seeds=given.get("seeds"))
-        return finish(state).astype(q.dtype)
+        return _on_device(q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt)
 
     out = local(block, [HEADS, kv_axes, kv_axes, *axes], HEADS, check=impl == "xla")(q, k, v, *arrays)
     return constrain(out, *split)
+
+
+def _on_device(q, k, v, given: dict, *, impl: str, visible: Visible, rate: float, prompt: bool) -> jax.Array:
+    """Attention of one device's rows and heads."""
+    segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
+    if impl == "cudnn":
+        mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        kernel = jax.nn.dot_product_attention
+        return kernel(q, k, v, mask=mask, is_causal=visible.causal, implementation="cudnn")
+    if impl == "splash":
+        return _splash(q, k, v, segments, visible.causal)
+    places = jnp.arange(q.shape[1])[None]
+    if prompt and segments is None and among is None:
+        return finish(in_blocks(q, k, v, places, places, visible=visible, slopes=slopes)).astype(q.dtype)
+    seen = visible(places, places)
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    if among is not None:
+        seen = seen & among
+    bias = None if slopes is None else slopes_bias(slopes, places, places)
+    return finish(attend(q, k, v, seen, bias=bias, dropout_rate=rate, seeds=given.get("seeds"))).astype(q.dtype)
 
 
 def slopes_bias(
