@@ -119,12 +119,10 @@ def parallel_scan(
       The last state, and outputs [T, ...] of every step; with `with_stats` also a `Stats`.
 
     Raises:
-      UsageError: For arguments that do not fit, a state of another structure, shape or dtype than f took, and a
-        Jacobian structure that the program of f contradicts.
+      UsageError: For arguments that do not fit, or a state or a Jacobian structure that f contradicts.
       ArithmeticError: See `on_fail`.
     """
-    _check(on_fail, rtol, atol)
-    check_unroll(unroll)
+    _check(on_fail, rtol, atol, unroll)
     length, names = _length(xs, length), leaf_names(init)
     loop = Loop(length, reverse, max(1, length if unroll is True else int(unroll)), axis_name)
     method = _chosen(method, f, init, xs, loop)
@@ -152,7 +150,8 @@ def _walked(f: Callable, xs: PyTree, parts: Division, loop: Loop, method: Method
     return carry, ys, _untroubled(method, loop, parts.reason)
 
 
-def _check(on_fail: str, rtol: float | None, atol: float | None) -> None:
+def _check(on_fail: str, rtol: float | None, atol: float | None, unroll: int | bool) -> None:
+    check_unroll(unroll)
     if on_fail not in ON_FAIL:
         raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
     if rtol is not None and not 0 < rtol < 1:
