@@ -69,16 +69,16 @@ class Trainer:
       optimizer: The update rule.
       num_steps: Length of the run, which the learning-rate schedule needs.
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once.
-      schedule: How their gradients are made, a `jaxpar.nn.schedule.Schedule`: one after the other, by default.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
+      schedule: How the gradients of microbatches are made, a `jaxpar.nn.schedule.Schedule`: by default in turn.
     """
 
     model: LMConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     num_steps: int = field(1000, AtLeast(1))
     accumulate: int = field(1, AtLeast(1))
-    schedule: Any = InTurn()
     max_skipped: int = field(10, AtLeast(1))
+    schedule: Any = InTurn()
 
     __post_init__ = check_fields
 
