@@ -97,6 +97,10 @@ CLAIMS = {
     "IPPO, MAPPO, VDN and QMIX": "rl/test_agent.py::a_central_critic_sees_all_and_an_actor_itself_alone "
     "rl/test_mixers.py::a_mixer_equals_its_equations",
     "memories trained over whole unrolls at once": "rl/test_rl_memory.py::a_whole_unroll_equals_its_steps",
+    "caches written in place": "nn/test_stack.py::a_step_writes_the_cache_in_place_and_copies_none_of_it "
+    "nn/test_stack.py::slots_can_be_split_over_devices",
+    "adapters and eight-bit weights in any product": "nn/test_linear.py::an_adapter_is_the_sum_of_both_weights "
+    "nn/test_linear.py::eight_bits_are_off_by_half_a_scale_at_most",
     "episodes' starts inside the parallel pass": "rl/test_rl_memory.py::the_past_before_a_start_is_forgotten",
     "equal to backpropagation through time in float64": "rl/test_pqn.py"
     "::gradients_through_a_memory_equal_backpropagation_through_time",
