@@ -9,6 +9,7 @@ from jaxpar.types import UsageError
 
 AXES = {
     "embedding": ("vocab", "embed"),  # no stack
+    "table": ("vocab", "embed", "mlp"),  # nor this
     "layers": {
         "into": ("layers", "embed", "heads", "head_dim"),
         "out": ("layers", "heads", "head_dim", "embed"),
@@ -26,7 +27,7 @@ WEIGHTS["layers"]["bias"] = False
 def test_dimensions_of_muon_follow_the_logical_axes():
     got = muon_dimensions(AXES, WEIGHTS)
     assert {name for name, numbers in got["layers"].items() if numbers} == {"into", "out", "flat"}
-    assert got["embedding"] is None
+    assert got["embedding"] is None and got["table"] is None
     sides = {name: tuple(numbers) for name, numbers in [*got["layers"].items(), ("stack", got["stack"])] if numbers}
     assert sides == {
         "into": ((1,), (2, 3)),  # contracted with the input, the rest comes out
