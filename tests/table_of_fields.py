@@ -44,7 +44,6 @@ from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
-from jaxpar.rl.memory import WindowAttention
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
@@ -196,7 +195,6 @@ TABLE = {
         "warmup": LEAST_0,
     },
     ActionValues: {"mixer_size": COUNT},
-    WindowAttention: {"size heads window": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
     Optimizer: {"eps": POSITIVE},
     Seeds: {"num_seeds": COUNT},

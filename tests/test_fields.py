@@ -39,7 +39,6 @@ from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
-from jaxpar.rl.memory import WindowAttention
 from jaxpar.rl.optimizer import Optimizer
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
@@ -119,7 +118,6 @@ BASIS = {
     Pqn: (CART,),
     Dqn: (CART,),
     ActionValues: (CART, Network()),
-    WindowAttention: (4,),
     Optimizer: ("adam", 1e-5),
     Seeds: (None, 2),
     Animation: ([],),
