@@ -32,7 +32,10 @@ from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.s5 import S5
+from jaxpar.nn.stack import Stack
+from jaxpar.nn.vision import ImageClassifier
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
@@ -109,6 +112,7 @@ BASIS = {
     DenseDepth: (3, 2, 4),
     S5: (4,),
     SequenceNetwork: (3, 2),
+    ImageClassifier: (Stack(1, 4, Attention(1, 1, 4, visible=Visible(causal=False))), 1, (4, 4, 1), 2),
     SequenceTrainer: (SequenceNetwork(3, 2),),
     Split: (0,),
     RootParallel: (Vopp(),),

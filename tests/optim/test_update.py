@@ -39,8 +39,8 @@ def test_no_optimizer_of_a_learner_takes_what_is_not_finite(name):
 
 def test_a_sequence_trainer_takes_no_step_that_is_not_finite():
     """Loss and gradient are finite; the rate times the decay is not."""
-    network = SequenceNetwork(2, 1, "min_gru", size=4, layers=1)
-    trainer = SequenceTrainer(network, learning_rate=1e38, weight_decay=1e3, warmup_steps=0, classes=False)
+    network = SequenceNetwork(2, 1, "min_gru", size=4, layers=1, classes=False)
+    trainer = SequenceTrainer(network, learning_rate=1e38, weight_decay=1e3, warmup_steps=0)
     first = jit(trainer.init)(jax.random.key(0))
     batch = {"inputs": jnp.ones((2, 3, 2)), "targets": jnp.ones((2, 3)), "weights": jnp.ones((2, 3))}
     state, info = jit(trainer.step)(jax.random.key(1), first, batch)
