@@ -51,8 +51,6 @@ class ModelConfig:
     def __post_init__(self):
         """Refuses what no network can be."""
         check_fields(self, "model.")
-        if self.width % self.heads:
-            raise UsageError(f"model.width={self.width} must be a multiple of model.heads={self.heads}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Config(_run.RunConfig):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, weight_decay=0.1)
-    train: TrainConfig = TrainConfig(steps=800)
+    train: TrainConfig = TrainConfig(steps=1000)
 
 
 def compose(*flags: str) -> Config:
@@ -120,6 +118,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def make_trainer(config: Config) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     model = config.model
+    if model.width % model.heads:
+        raise UsageError(f"model.width={model.width} must be a multiple of model.heads={model.heads}.")
     mixer = Attention(model.heads, model.heads, model.width // model.heads, visible=Visible(causal=False))
     stack = Stack(model.layers, model.width, mixer, Mlp(model.mlp, "gelu"), Norm("layer"), dropout=model.dropout,
                   init_std=model.width**-0.5)  # fmt: skip

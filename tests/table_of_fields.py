@@ -228,7 +228,7 @@ TABLE = {
         "weight_decay": FRACTION_FROM_0,
     },
     rnn.TrainConfig: {"steps keep": COUNT, "eval_every save_every": LEAST_0},
-    digits.ModelConfig: {"patch layers width heads mlp": COUNT, "dropout": SHARE_BELOW_1},
+    digits.ModelConfig: {"patch layers width heads mlp": COUNT, "dropout": UNDER_1},
     digits.DataConfig: {"batch_size": COUNT, "held_out": OPEN, "shift": ((-1, 8), (0, 7))},
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
     rl.Config: {

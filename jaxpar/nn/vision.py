@@ -66,7 +66,7 @@ class ImageClassifier:
         return {
             "w_in": Leaf((into, width), (None, "embed"), 1 / math.sqrt(into)),
             "b_in": Leaf((width,), (None,), "zeros"),
-            "positions": Leaf((self.num_patches, width), (None, "embed"), 0.02),
+            "positions": Leaf((self.num_patches, width), (None, "embed"), 1.0),  # as loud as what the patches say
             **self.stack.leaves(),
             "head": Leaf((width, self.classes), ("embed", None), 1 / math.sqrt(width)),
             "b_head": Leaf((self.classes,), (None,), "zeros"),
