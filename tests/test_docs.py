@@ -19,7 +19,8 @@ from jaxpar.parallel.chain import MATMUL
 from jaxpar.parallel.placement import Broadcast, Partial, Split, conversion
 
 ROOT = Path(__file__).parents[1]
-OTHERS = {"digits": digits, "env": env, "neat": neat, "plan": plan, "pomdp": pomdp, "rl": rl, "rnn": rnn, "verify": verify}
+OTHERS = {"digits": digits, "env": env, "neat": neat, "plan": plan, "pomdp": pomdp, "rl": rl, "rnn": rnn}
+OTHERS |= {"verify": verify}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/model/*.yaml"))]

@@ -28,11 +28,11 @@ from jaxpar.neat.episodes import Episodes, Examined
 from jaxpar.neat.hyper import Painted, Substrate
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.vision import ImageClassifier

@@ -126,7 +126,7 @@ class StackMemory:
     def _empty(self, batch: int, slots: int) -> StackCache:
         return unsplit(lambda: self.stack.init_cache(batch, slots))()
 
-    def _counted_anew(self, cache: StackCache) -> StackCache:
+    def _counted_anew(self, cache: Any) -> StackCache:
         """The same cache with places counted from a window or two ago, so that no number grows over an endless episode.
 
         By whole windows, so that each key stays in its slot. Distances stay as they are, and rotated keys turn along.

@@ -49,7 +49,7 @@ def test_a_run_with_the_attention_of_then_is_refused_with_what_to_do(tmp_path):
     lanes = state.lanes.replace(carry=then, first_carry=jax.tree.map(lambda x: x[0], then))
     checkpoints.save(3, state.replace(weights=weights, opt_state=learner.optimizer.init(weights), lanes=lanes), {}, {})
     checkpoints.wait()
-    refused = r"does not fit this run: .*memory.* is .* there and .* here; start anew with resume=false, or go on with the"
+    refused = r"does not fit this run: .*memory.* is .* there and .* here; start anew with resume=false, or go on with"
     with pytest.raises(OtherRun, match=refused):
         resume(learner, Hooks(checkpoints=checkpoints))
     checkpoints.close()
