@@ -41,6 +41,7 @@ MEMORIES: dict[str, tuple[str, Any]] = {
     "s5": ("s5", None),
     "aaren": ("aaren", None),
     "attention": ("attention", None),
+    "transformer": ("transformer", None),
 }
 
 

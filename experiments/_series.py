@@ -15,7 +15,7 @@ import numpy as np
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import UsageError
 
-__all__ = ["SeriesConfig", "Task", "open_task", "read_series"]
+__all__ = ["SeriesConfig", "Task", "handwritten", "held_out_batches", "open_task", "read_series"]
 
 Batch = dict[str, np.ndarray]
 
@@ -153,12 +153,23 @@ def _recall(shown: np.ndarray, symbols: np.ndarray) -> Batch:
 
 def _digits(config: SeriesConfig, seed: int) -> Task:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, read pixel by pixel."""
+    images, labels = handwritten("data.task=digits")
+    series = images.reshape(len(images), -1, 1)
+    return _from_arrays(series, labels, None, config, seed, "digits pixel by pixel")
+
+
+def handwritten(asked: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the digits, pixels in [-1, 1] [N, 8, 8] and labels [N]; `asked` is what needs them.
+
+    Raises:
+      UsageError: If scikit-learn, in whose wheel they are, is absent.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UsageError('data.task=digits needs scikit-learn: pip install "jaxpar[experiments]"') from error
+        raise UsageError(f'{asked} needs scikit-learn: pip install "jaxpar[experiments]"') from error
     images, labels = load_digits(return_X_y=True)
-    return _from_arrays(images[..., None] / 8.0 - 1.0, labels, None, config, seed, "digits pixel by pixel")
+    return images.reshape(-1, 8, 8) / 8.0 - 1.0, labels
 
 
 def _file(config: SeriesConfig, seed: int) -> Task:
@@ -193,15 +204,27 @@ def _from_arrays(
         rows = np.random.default_rng([seed, 0, step]).integers(0, len(series), config.batch_size)
         return _labelled(series[rows], targets[rows])
 
-    # Whole batches, so that one program serves all; the last one's weights are zero where it repeats.
-    places = np.arange(-(-len(held_targets) // config.batch_size) * config.batch_size)
-    validation = []
-    for rows in np.split(places, len(places) // config.batch_size):
-        batch = _labelled(held_out[0][rows % len(held_targets)], held_targets[rows % len(held_targets)])
-        batch["weights"] *= (rows < len(held_targets))[:, None]
-        validation.append(batch)
+    validation = held_out_batches(
+        lambda rows: _labelled(held_out[0][rows], held_targets[rows]), len(held_targets), config.batch_size
+    )
     text = f"{name}: {len(series)} series to train on, {len(held_targets)} held out, {len(classes)} classes"
     return Task(series.shape[2], len(classes), True, series.shape[1], train, validation, text)
+
+
+def held_out_batches(make: Callable[[np.ndarray], Batch], count: int, size: int) -> list[Batch]:
+    """Returns all rows in whole batches, so that one program serves all; of the last, those that repeat weigh nothing.
+
+    Args:
+      make: Row numbers -> their batch.
+      count: Of the rows.
+      size: Of a batch.
+    """
+    places, batches = np.arange(-(-count // size) * size), []
+    for rows in np.split(places, len(places) // size):
+        batch = make(rows % count)
+        batch["weights"] = batch["weights"] * (rows < count).reshape(-1, *(1,) * (batch["weights"].ndim - 1))
+        batches.append(batch)
+    return batches
 
 
 def _labelled(series: np.ndarray, targets: np.ndarray) -> Batch:

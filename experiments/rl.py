@@ -3,6 +3,7 @@
     python -m experiments.rl                                                   # PPO on CartPole, four seeds
     python -m experiments.rl env=Acrobot-v1 num_seeds=8 rates.learning_rate=1e-3
     python -m experiments.rl preset=memory memory=para_gru num_steps=1024
+    python -m experiments.rl preset=memory memory=transformer
     python -m experiments.rl preset=minatar env=Asterix-MinAtar
     python -m experiments.rl env=Spread-3 central=true num_envs=64             # MAPPO; without `central`, IPPO
     python -m experiments.rl algorithm=dqn rates.reward_scale=0.1
@@ -78,7 +79,7 @@ class Config(_run.RunConfig):
       activation: tanh, relu or silu.
       conv: Channels of 3 x 3 convolutions that read boards, such as conv=[16].
       layer_norm: Whether layers are normalised.
-      memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren.
+      memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren, transformer.
       memory_size: Its units.
       method: How its recurrence is solved: auto, sequential, newton, quasi, gauss_seidel.
       draw: lane, or batch, which draws faster, other numbers.

@@ -141,12 +141,16 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
     task = open_task(config.data, config.seed)
-    trainer = make_trainer(config, task)
+    return learn(config, folder, make_trainer(config, task), task, _sizes(config, task))
+
+
+def learn(config: Any, folder: pathlib.Path, trainer: SequenceTrainer, task: Task, sizes: list[str]) -> FitResult:
+    """Trains any network on any task, in `folder`, by `config.train`; `sizes` are lines to be told at the start."""
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(saving(folder, config.resume, keep=config.train.keep))
         hooks = Hooks(axes=trainer.axes(), checkpoints=checkpoints, metadata=_run.identity(config))
         start, state = resume(trainer, hooks) or (0, None)
-        _tell_start(config, folder, task, trainer, start)
+        _tell_start(folder, trainer, start, sizes)
         plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every)
         writer = open_writers(
             folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config)
@@ -197,15 +201,19 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
 def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     model = config.model
-    network = SequenceNetwork(
-        task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads, solver(model.method, model.window)
-    )
+    network = SequenceNetwork(task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads,
+                              solver(model.method, model.window), task.classes)  # fmt: skip
     optimizer = dataclasses.replace(SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer))
-    trainer = SequenceTrainer(network, optimizer, config.train.steps, task.classes)
-    refuse_idle("a recurrent network", (trainer.axes(), "batch"))
-    named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
-    check_split("data.batch_size", config.data.batch_size, "batch")
+    trainer = SequenceTrainer(network, optimizer, config.train.steps)
+    check_layout("a recurrent network", trainer, config.data.batch_size)
     return trainer
+
+
+def check_layout(job: str, trainer: SequenceTrainer, batch_size: int) -> None:
+    """Refuses a trainer whose state or batch cannot be laid out on the ambient mesh, and a mesh with an idle axis."""
+    refuse_idle(job, (trainer.axes(), "batch"))
+    named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
+    check_split("data.batch_size", batch_size, "batch")
 
 
 def make_evaluate(trainer: SequenceTrainer, task: Task):
@@ -250,16 +258,24 @@ def _text(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def _tell_start(config: Config, folder: pathlib.Path, task: Task, trainer: SequenceTrainer, start: int) -> None:
+def _sizes(config: Config, task: Task) -> list[str]:
+    return [
+        f"model      {config.model.layers} layers of {config.model.size} {config.model.cell}",
+        f"task       {task.text}",
+        f"step       {config.data.batch_size} sequences of {task.length} steps, solved by {config.model.method}",
+    ]
+
+
+def _tell_start(folder: pathlib.Path, trainer: SequenceTrainer, start: int, sizes: list[str]) -> None:
     shapes: Any = jax.eval_shape(trainer.init, jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
     say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
-    say(f"model      {count:,} parameters in {config.model.layers} layers of {config.model.size} {config.model.cell}")
-    say(f"task       {task.text}")
-    say(f"step       {config.data.batch_size} sequences of {task.length} steps, solved by {config.model.method}")
+    say(f"parameters {count:,}")
+    for line in sizes:
+        say(line)
 
 
-def _tell_end(config: Config, folder: pathlib.Path, result: FitResult, start: int) -> None:
+def _tell_end(config: Any, folder: pathlib.Path, result: FitResult, start: int) -> None:
     if result.interrupted:
         return
     if start >= config.train.steps:

@@ -43,6 +43,7 @@ __all__ = [
     "scatter",
     "shard",
     "simulate_devices",
+    "unsplit",
     "use_mesh",
 ]
 
@@ -99,6 +100,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 # A user context is part of JAX's trace cache key: another table can never reuse a stale program.
 _table = jax.make_user_context(tuple(RULES.items()))
 _platform = jax.make_user_context(None)
+_unsplit = jax.make_user_context(False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +222,31 @@ def use_mesh(mesh: Mesh, rules: Mapping[str, tuple[str, ...]] | None = None):
 
 
 def _ambient() -> Any:
-    """The ambient mesh: abstract inside a trace, which is enough for sizes."""
-    return jax.sharding.get_abstract_mesh()
+    """The ambient mesh: abstract inside a trace, which is enough for sizes; none inside `unsplit`."""
+    return jax.sharding.AbstractMesh((), ()) if _unsplit.value else jax.sharding.get_abstract_mesh()
+
+
+def unsplit(fn: Callable) -> Callable:
+    """Returns `fn` as it is without a mesh, its backward pass included: nothing in it says how arrays lie.
+
+    For a network inside a program that is laid out by other rules, such as one device's own lanes in `jax.shard_map`;
+    elsewhere GSPMD takes the layout from the arguments. Reverse mode only.
+
+    Args:
+      fn: Takes and returns pytrees of arrays, by position.
+    """
+
+    def quiet(*args):
+        with _unsplit(True):
+            return fn(*args)
+
+    def backward(pull: Callable, g: PyTree) -> PyTree:
+        with _unsplit(True):
+            return pull(g)
+
+    moved = jax.custom_vjp(quiet)
+    moved.defvjp(lambda *args: jax.vjp(quiet, *args), backward)
+    return moved
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:

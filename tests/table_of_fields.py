@@ -16,7 +16,7 @@ from envs.rulesets import Tree
 from envs.sub_hunt import SubHunt
 from envs.survival import Survival
 from envs.xland import XLand
-from experiments import env, lm, neat, pomdp, rl, rnn
+from experiments import digits, env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from jaxpar.env.picture import Animation
@@ -43,6 +43,7 @@ from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
+from jaxpar.nn.vision import ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
@@ -50,7 +51,6 @@ from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
-from jaxpar.rl.memory import WindowAttention
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
 from jaxpar.rollout import Chunked, Pool
@@ -145,6 +145,7 @@ TABLE = {
     Cell: {"size lanes heads": COUNT},
     DenseDepth: {"input_dim num_layers width": COUNT},
     S5: {"size": COUNT},
+    ImageClassifier: {"patch": COUNT, "classes": PAIR},
     SequenceNetwork: {"inputs outputs size layers heads": COUNT},
     SequenceTrainer: {"num_steps": COUNT},
     Split: {"dim": LEAST_0},
@@ -209,7 +210,6 @@ TABLE = {
         "warmup": LEAST_0,
     },
     ActionValues: {"mixer_size": COUNT},
-    WindowAttention: {"size heads window": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
     Seeds: {"num_seeds": COUNT},
     Chunked: {"size": COUNT},
@@ -240,6 +240,8 @@ TABLE = {
         "weight_decay": FRACTION_FROM_0,
     },
     rnn.TrainConfig: {"steps keep": COUNT, "eval_every save_every": LEAST_0},
+    digits.ModelConfig: {"patch layers width heads mlp": COUNT, "dropout": UNDER_1},
+    digits.DataConfig: {"batch_size": COUNT, "held_out": OPEN, "shift": ((-1, 8), (0, 7))},
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
     rl.Config: {
         "num_seeds steps chunk eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
@@ -291,5 +293,5 @@ RESULTS = {
     "_walk.Walk",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
-BY_HAND = {(Despot, "default")}
-"""Numbers whose range another field or the environment gives: here, an action."""
+BY_HAND = {(Despot, "default"), (ImageClassifier, "shape")}
+"""Numbers whose range another field or the environment gives: an action, and sizes that a patch divides."""

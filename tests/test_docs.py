@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run, env, neat, plan, pomdp, rl, rnn, verify
+from experiments import _run, digits, env, neat, plan, pomdp, rl, rnn, verify
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
@@ -18,7 +18,8 @@ from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.parallel.placement import MATMUL, Broadcast, Partial, Split, conversion
 
 ROOT = Path(__file__).parents[1]
-OTHERS = {"env": env, "neat": neat, "plan": plan, "pomdp": pomdp, "rl": rl, "rnn": rnn, "verify": verify}
+OTHERS = {"digits": digits, "env": env, "neat": neat, "plan": plan, "pomdp": pomdp, "rl": rl, "rnn": rnn}
+OTHERS |= {"verify": verify}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/model/*.yaml"))]

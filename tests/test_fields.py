@@ -29,7 +29,7 @@ from jaxpar.neat.episodes import Episodes, Examined
 from jaxpar.neat.hyper import Painted, Substrate
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
-from jaxpar.nn.attention import Attention
+from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
@@ -37,6 +37,7 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
+from jaxpar.nn.vision import ImageClassifier
 from jaxpar.optim import Optimizer
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
@@ -44,7 +45,6 @@ from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
-from jaxpar.rl.memory import WindowAttention
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
 from jaxpar.solve import structure
@@ -117,6 +117,7 @@ BASIS = {
     DenseDepth: (3, 2, 4),
     S5: (4,),
     SequenceNetwork: (3, 2),
+    ImageClassifier: (Stack(1, 4, Attention(1, 1, 4, visible=Visible(causal=False))), 1, (4, 4, 1), 2),
     SequenceTrainer: (SequenceNetwork(3, 2),),
     Split: (0,),
     RootParallel: (Vopp(),),
@@ -126,7 +127,6 @@ BASIS = {
     Pqn: (CART,),
     Dqn: (CART,),
     ActionValues: (CART, Network()),
-    WindowAttention: (4,),
     Optimizer: (optax.scale_by_adam(),),
     Seeds: (None, 2),
     Animation: ([],),

@@ -155,7 +155,8 @@ def fit(
             here, there = (_text_of(side[path]) if path in side else "absent" for side in (ours, described))
             raise OtherRun(
                 f"the checkpoint of step {folder.name} in {folder.parent} does not fit this run: "
-                f"{path} is {there} there and {here} here"
+                f"{path} is {there} there and {here} here; start anew with resume=false, or go on with the version "
+                "and the flags that made it"
             )
     return sources, layers.saved_form(saved, sources, wanted)
 

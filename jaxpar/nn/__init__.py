@@ -10,7 +10,8 @@
 | `schedule` | a model's stages, batch -> loss [], gradient | `lm` |
 | `cells`, `gated`, `aaren`, `s5` | params, h [B, n], drive [B, n] -> h [B, n], and facts about it | `layer` |
 | `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixers` |
-| `network` | params, xs [B, T, D] -> [B, T, C], and its trainer | experiments |
+| `network` | params, xs [B, T, D] -> [B, T, C]; the trainer of any network | experiments |
+| `vision` | params, images [B, H, W, C] -> logits [B, classes] | experiments |
 | `autoregressive`, `dense_depth` | params -> samples [num, N]; x [D] -> all layers [L, D]: by sweeps | users |
 """
 
@@ -20,6 +21,7 @@ from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaL
 from jaxpar.nn.layer import recurrent
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
+from jaxpar.nn.vision import ImageClassifier
 
 __all__ = [
     "GRU",
@@ -29,6 +31,7 @@ __all__ = [
     "Aaren",
     "Cell",
     "CfC",
+    "ImageClassifier",
     "MinGRU",
     "MinLSTM",
     "ParaGRU",

@@ -1,4 +1,4 @@
-"""Networks over sequences: recurrent layers between a linear map in and one out, and their trainer."""
+"""Networks over sequences, recurrent layers between a linear map in and one out, and the trainer of any network."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.mesh import axes_like, constrain
@@ -17,7 +17,7 @@ from jaxpar.nn.mixers.recurrent import CELLS, cell_of, mixed, mixer_leaves
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree
 
-__all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer"]
+__all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer", "cross_entropy"]
 
 EPS = 1e-6  # of the norms
 
@@ -36,6 +36,7 @@ class SequenceNetwork:
       layers: Recurrent layers.
       heads: Blocks of the dense cells' recurrent weights, and heads of aaren.
       method: How the recurrences are solved, for a cell without a closed form.
+      classes: Whether targets are classes (cross entropy) or numbers (squared error).
     """
 
     inputs: int = field(legal=AtLeast(1))
@@ -45,6 +46,7 @@ class SequenceNetwork:
     layers: int = field(2, AtLeast(1))
     heads: int = field(1, AtLeast(1))
     method: Any = None
+    classes: bool = True
 
     def __post_init__(self):
         """Refuses what no network can be."""
@@ -101,6 +103,31 @@ class SequenceNetwork:
         info = {name: jnp.min(x) if name == "converged" else jnp.max(x) for name, x in worst.items()}
         return jnp.swapaxes(out, 0, 1), last, info
 
+    def loss(self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None) -> tuple[jax.Array, Info]:
+        """Computes the loss of a batch, and with it accuracy (of classes), iterations, residual and converged.
+
+        Args:
+          params: As from `init`.
+          batch: "inputs" [B, T, D], "targets" [B, T] (int classes, or numbers) and "weights" [B, T], what each counts.
+          key: Not needed.
+        """
+        del key
+        out, _, info = self.apply(params, batch["inputs"])
+        if self.classes:
+            loss, accuracy = cross_entropy(out, batch["targets"], batch["weights"])
+            return loss, info | {"accuracy": accuracy}
+        weights = batch["weights"] / batch["weights"].sum()
+        return (weights * (out[..., 0] - batch["targets"]) ** 2).sum(), info
+
+
+def cross_entropy(
+    out: Float[Array, "... C"], targets: Int[Array, "..."], weights: Float[Array, "..."]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted means of -log softmax(out)[target] and of whether the largest is the target's."""
+    weights = weights / weights.sum()
+    losses = optax.softmax_cross_entropy_with_integer_labels(out, targets)
+    return (weights * losses).sum(), ((out.argmax(-1) == targets) * weights).sum()
+
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPS) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -120,18 +147,16 @@ class SequenceTrainer:
     """Trains a network; an `Algorithm`.
 
     Attributes:
-      network: What is trained.
+      network: What is trained: with `init(key)`, `axes()` and `loss(params, batch, key) -> (loss, info)`.
       optimizer: The update rule: by default Adam, warmed up from 0, then a cosine to 0. Matrices alone decay.
       num_steps: Length of the run, for the schedule.
-      classes: Whether targets are classes (cross entropy) or numbers (squared error).
     """
 
-    network: SequenceNetwork
+    network: Any
     optimizer: OptimizerConfig = OptimizerConfig(
         learning_rate=3e-3, warmup_start=0.0, final_ratio=0.0, b2=0.999, weight_decay=0.0
     )
     num_steps: int = field(1000, AtLeast(1))
-    classes: bool = True
 
     def __post_init__(self):
         """Refuses what nothing can be trained with."""
@@ -150,17 +175,16 @@ class SequenceTrainer:
         return axes_like(state, state.params, self.network.axes())
 
     def step(self, key: PRNGKey, state: SequenceState, inputs: dict[str, jax.Array]) -> tuple[SequenceState, Info]:
-        """Makes one optimizer step on a batch as `metrics` takes it. `key` is not needed.
+        """Makes one optimizer step on a batch as the network's `loss` takes it, which gets `key`.
 
         Returns:
           The new state, and scalars: those of `metrics`, grad_norm before clipping, learning_rate, and skipped: 1 where
           loss, gradient or new parameters are not finite, so that these are not taken.
         """
-        del key
 
         def loss(params):
-            info = self.metrics(params, inputs)
-            return info["loss"], info
+            loss, info = self.network.loss(params, inputs, key)
+            return loss, info | {"loss": loss}
 
         grads, info = jax.grad(loss, has_aux=True)(state.params)
         params, opt_state, said = self.make_optimizer().update(
@@ -169,19 +193,9 @@ class SequenceTrainer:
         return SequenceState(params, opt_state, state.step + 1), jax.tree.map(jnp.float32, info | said)
 
     def metrics(self, params: PyTree, batch: dict[str, jax.Array]) -> Info:
-        """Computes loss, accuracy (of classes), iterations, residual and converged of a batch.
-
-        Args:
-          params: Of the network.
-          batch: "inputs" [B, T, D], "targets" [B, T] (int classes, or numbers) and "weights" [B, T], what each counts.
-        """
-        out, _, info = self.network.apply(params, batch["inputs"])
-        weights = batch["weights"] / batch["weights"].sum()
-        if not self.classes:
-            return info | {"loss": (weights * (out[..., 0] - batch["targets"]) ** 2).sum()}
-        losses = optax.softmax_cross_entropy_with_integer_labels(out, batch["targets"])
-        right = (out.argmax(-1) == batch["targets"]) * weights
-        return info | {"loss": (weights * losses).sum(), "accuracy": right.sum()}
+        """Computes what the network's `loss` does of a batch, the loss among it, as in use: without dropout."""
+        loss, info = self.network.loss(params, batch)
+        return info | {"loss": loss}
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `SequenceState.opt_state`."""

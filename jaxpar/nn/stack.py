@@ -203,7 +203,7 @@ class Stack:
     ) -> Context:
         """Returns what the mixers may ask, from the arguments of `apply`; segments and starts each follow."""
         batch, length = x.shape[:2]
-        places = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         before = jnp.zeros((batch,), jnp.int32)
         if starts is None and segments is not None:
             starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))

@@ -20,7 +20,7 @@ from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.dqn import Dqn, DqnRates
-from jaxpar.rl.memory import Memory, Recurrent, WindowAttention
+from jaxpar.rl.memory import Memory, Recurrent, StackMemory
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
@@ -45,7 +45,7 @@ __all__ = [
     "Recalling",
     "Recurrent",
     "Seeds",
-    "WindowAttention",
+    "StackMemory",
     "advantages",
     "lambda_returns",
     "n_step_returns",

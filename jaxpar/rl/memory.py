@@ -6,6 +6,7 @@ lane sees what came since the last start at or before t, and nothing older.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from typing import Any, Protocol
@@ -13,14 +14,23 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.mesh import unsplit
 from jaxpar.nn import S5, SequenceCell
+from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.layer import first_state, unroll
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.mixers import CELLS, cell_of
+from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.position import Alibi, Rope
+from jaxpar.nn.stack import Stack, StackCache
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["MEMORIES", "Memory", "Recurrent", "WindowAttention", "memory_of"]
+__all__ = ["MEMORIES", "Memory", "Recurrent", "StackMemory", "memory_of"]
+
+WINDOW = 64
+"""Steps that named memories attend to."""
+MANY = 2**30
+"""More steps than any window: a cache has then room for just what is seen."""
 
 
 class Memory(Protocol):
@@ -71,83 +81,106 @@ class Recurrent:
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowAttention:
-    """Softmax attention to the last `window` steps of the episode, nearer ones favoured.
+class StackMemory:
+    """A linear map and a `jaxpar.nn.stack.Stack`, whose cache is the carry: a transformer that acts.
 
-        y[t] = sum_j softmax_j(k[j] q[t] / sqrt(K) - m (t - j)) v[j] O,    t - window < j <= t,  j in t's episode
-
-    with a slope m = 2^(-8 i / H) in head i (Press et al. 2022, arXiv:2108.12409), so that only distances matter and a
-    carry of `window` keys and values is all that is remembered. O(T (T + window)) work and memory.
+    A step sees of its episode what the stack's mixer lets it: attention in a window, or what a recurrence kept.
 
     Attributes:
-        size: n, over all heads.
-        heads: H.
-        window: steps.
+        stack: what is run; its mixer is causal, and its cache of one size however long the run: attention has a window.
     """
 
-    size: int = field(legal=AtLeast(1))
-    heads: int = field(4, AtLeast(1))
-    window: int = field(64, AtLeast(1))
+    stack: Stack
 
     def __post_init__(self):
-        """Refuses heads that do not divide the units, and no window."""
-        check_fields(self)
-        if self.size % self.heads:
-            raise UsageError(f"size={self.size} of attention must be a multiple of heads={self.heads}.")
+        """Refuses a stack that cannot act step by step for ever."""
+        if not self.stack.mixer.causal:
+            raise UsageError("a memory sees no later step, but this stack's mixer is not causal; give causal=True.")
+        small, large = (jax.eval_shape(functools.partial(self._empty, 1, slots)) for slots in (MANY, 2 * MANY))
+        if jax.tree.leaves(small) != jax.tree.leaves(large):
+            raise UsageError(
+                "a memory keeps as much however long it runs, but this stack's attention sees all of the past; give it "
+                "a window, such as Visible(window=64)."
+            )
 
     def init(self, key: PRNGKey, input_dim: int) -> PyTree:
         """Draws the parameters for features `[D]`; consumes `key`."""
-        into = Leaf((input_dim, self.size), ("embed", "heads"), 1 / math.sqrt(input_dim))
-        out = Leaf((self.size, self.size), ("heads", "embed"), 1 / math.sqrt(self.size))
-        return draw(key, {"q": into, "k": into, "v": into, "o": out})
+        into = Leaf((input_dim, self.stack.embed_dim), (None, "embed"), 1 / math.sqrt(input_dim))
+        bias = Leaf((self.stack.embed_dim,), (None,), "zeros")
+        return draw(key, {"w_in": into, "b_in": bias, **self.stack.leaves()})
 
     def initial(self, batch: int) -> PyTree:
-        """The carry of lanes that remember nothing: keys, values `[B, W, n]`, and 1 `[B, W]` where there are any."""
-        rows = jnp.zeros((batch, self.window, self.size))
-        return {"k": rows, "v": rows, "there": jnp.zeros((batch, self.window))}
+        """The empty cache of lanes that remember nothing."""
+        return self._empty(batch, MANY)
 
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
-        """Outputs `[T, B, n]`, the carry after the last step, and True."""
-        x = jnp.swapaxes(xs, 0, 1)
-        keys, values = (jnp.concatenate([carry[name], x @ params[name]], 1) for name in ("k", "v"))
-        # Episodes by number; what was remembered is of number 0, or of none.
-        episode = jnp.cumsum(starts.T, 1, dtype=jnp.int32)
-        of = jnp.concatenate([jnp.where(carry["there"] > 0, 0, -1), episode], 1)
-        now = self.window + jnp.arange(len(xs))
-        distance = now[:, None] - jnp.arange(len(xs) + self.window)[None]
-        near = (distance >= 0) & (distance < self.window)
-        legal = near[None] & (of[:, None] == episode[:, :, None])
-        split = lambda z: z.reshape(*z.shape[:2], self.heads, -1)  # noqa: E731
-        slopes = 2.0 ** (-8 * (1 + jnp.arange(self.heads, dtype=x.dtype)) / self.heads)
-        scores = jnp.einsum("bthk,bjhk->bhtj", split(x @ params["q"]), split(keys)) / math.sqrt(self.size // self.heads)
-        scores = jnp.where(legal[:, None], scores - (slopes[:, None, None] * distance[None])[None], -jnp.inf)
-        ys = jnp.einsum("bhtj,bjhk->bthk", jax.nn.softmax(scores), split(values)).reshape(*x.shape[:2], -1)
-        there = (of == episode[:, -1:])[:, -self.window :].astype(x.dtype)
-        last = {name: z[:, -self.window :] * there[..., None] for name, z in (("k", keys), ("v", values))}
-        last["there"] = there
-        return jnp.swapaxes(ys @ params["o"], 0, 1), last, jnp.ones((), bool)
+        """Outputs `[T, B, n]`, the carry after the last step, and bool [] whether the mixer's solver converged."""
+        return unsplit(self._apply)(params, xs, starts, carry)
+
+    def _apply(self, params, xs, starts, carry):
+        x = jnp.swapaxes(xs, 0, 1) @ params["w_in"] + params["b_in"][None, None]
+        ys, carry, aux = self.stack.apply(params, x, starts=starts.T, cache=carry)
+        converged = aux.metrics["converged"].value > 0 if "converged" in aux.metrics else jnp.ones((), bool)
+        return jnp.swapaxes(ys, 0, 1).astype(xs.dtype), self._counted_anew(carry), converged
+
+    def _empty(self, batch: int, slots: int) -> StackCache:
+        return unsplit(lambda: self.stack.init_cache(batch, slots))()
+
+    def _counted_anew(self, cache: Any) -> StackCache:
+        """The same cache with places counted from a window or two ago, so that no number grows over an endless episode.
+
+        By whole windows, so that each key stays in its slot. Distances stay as they are, and rotated keys turn along.
+        """
+        mixer = self.stack.mixer
+        if not isinstance(mixer, Attention):
+            return cache  # a recurrence asks for no place
+        window = mixer.visible.window
+        back = jnp.maximum(cache.seen // window - 1, 0) * window
+        first = jnp.maximum(cache.first - back, 0)
+        layers = cache.layers
+        if isinstance(rope := mixer.positions, Rope):
+            turn = (cache.first - first - back)[:, None]
+
+            def turned(layer):
+                return layer.replace(keys=jnp.swapaxes(rope.rotate(jnp.swapaxes(layer.keys, 1, 2), turn), 1, 2))
+
+            layers = tuple(turned(layer) for layer in layers)
+        return StackCache(layers, cache.seen - back, first)
 
 
-MEMORIES = (*CELLS, "s5", "attention")
+def _attending(size: int, layers: int, hidden: int) -> StackMemory:
+    """Layers of attention to the last `WINDOW` steps, nearer ones favoured, and an mlp of `hidden` units each."""
+    heads = 4 if size % 4 == 0 else 1
+    mixer = Attention(heads, heads, size // heads, positions=Alibi(), visible=Visible(window=WINDOW))
+    return StackMemory(Stack(layers, size, mixer, Mlp(hidden, "gelu"), init_std=1 / math.sqrt(size)))
+
+
+STACKS = {
+    "attention": lambda size: _attending(size, 1, size),
+    "transformer": lambda size: _attending(size, 2, 4 * size),
+}
+MEMORIES = (*CELLS, "s5", *STACKS)
 """Names that `memory_of` knows, besides "none"."""
 
 
 def memory_of(memory: Any, size: int, method: Any = None) -> Memory | None:
-    """The memory of a name, of `size` units, or the object itself if it is a `Memory`; None for "none".
+    """The memory of a name, of `size` units, of a `Stack`, or the object itself if it is a `Memory`; None for "none".
 
     Raises:
-        UsageError: an unknown name, or an object that cannot honour starts.
+        UsageError: an unknown name, a stack that cannot act for ever, or an object that cannot honour starts.
     """
     if isinstance(memory, str):
         if memory == "none":
             return None
         if memory not in MEMORIES:
             raise UsageError(f"memory={memory!r} is unknown; legal are none, {', '.join(MEMORIES)}.")
+        if memory in STACKS:
+            return STACKS[memory](size)
         heads = 4 if size % 4 == 0 else 1
-        if memory == "attention":
-            return WindowAttention(size, heads)
         cell = S5(size) if memory == "s5" else cell_of(memory, size, heads if memory == "aaren" else 1)
         return Recurrent(cell, method)
+    if isinstance(memory, Stack):
+        return StackMemory(memory)
     if "starts" not in inspect.signature(getattr(memory, "apply", lambda: 0)).parameters:
         raise UsageError(
             f"{type(memory).__name__} cannot honour the start of episodes: a memory's apply takes "

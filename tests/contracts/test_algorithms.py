@@ -16,7 +16,11 @@ from tolerance import EXACT_MATHS, assert_close
 import envs
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
-from jaxpar.nn import SequenceNetwork, SequenceTrainer
+from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
+from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.position import Alibi
+from jaxpar.nn.stack import Stack
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn
 
 
@@ -46,6 +50,12 @@ def series():
     return {"inputs": inputs, "targets": targets, "weights": np.ones((4, 6), np.float32)}
 
 
+def images():
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.standard_normal((4, 4, 4, 1), np.float32), rng.integers(0, 3, 4, dtype=np.int32)
+    return {"inputs": inputs, "targets": targets, "weights": np.ones(4, np.float32)}
+
+
 CART, CART_PARAMS = envs.make("CartPole-v1")
 
 
@@ -57,6 +67,8 @@ SHAPES_ALONE = "rollout.lanes evaluates shapes, and nothing else, with a key tha
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
 FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
 VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
+STACK = Stack(1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window=3)), Mlp(4), init_std=0.5)
+BOTH_WAYS = Stack(1, 4, Attention(2, 2, 2, visible=Visible(causal=False)), Mlp(4), dropout=0.1)
 TINY = {"num_lanes": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
@@ -77,6 +89,10 @@ ROWS = {
         short_episodes,
         SHAPES_ALONE,
     ),  # fmt: skip
+    "a2c-stack": Row(
+        A2c(CART, Network((8,), (8,), memory=STACK), num_lanes=2, num_steps=6), short_episodes, SHAPES_ALONE
+    ),  # fmt: skip
+    "images": Row(SequenceTrainer(ImageClassifier(BOTH_WAYS, 2, (4, 4, 1), 3)), images),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
     "pqn": Row(Pqn(CART, VALUES, **TINY), short_episodes, SHAPES_ALONE),
     "pqn-min-gru": Row(
@@ -96,6 +112,7 @@ ROWS = {
 SLOW = (
     "lm-muon-dropout-accumulate",
     "a2c-para-gru",
+    "a2c-stack",
     "pqn-min-gru",
     "pqn-qmix",
     "dqn",

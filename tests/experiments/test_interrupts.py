@@ -20,7 +20,7 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["env", "launch", "lm", "neat", "plan", "pomdp", "rl", "rnn", "verify"]
+COMMANDS = ["digits", "env", "launch", "lm", "neat", "plan", "pomdp", "rl", "rnn", "verify"]
 
 
 def interrupt():
@@ -157,6 +157,7 @@ def test_outside_the_main_thread_ctrl_c_is_left_alone():
 
 
 TINY = {
+    "digits": "",
     "env": "env=CartPole-v1 num_envs=8 num_steps=8 gif=false",
     "lm": "",
     "neat": "population=16",
@@ -167,6 +168,7 @@ TINY = {
     "verify": "layouts=[data8] topology=none dtypes=[float32]",
 }
 FIRST = {  # what a command does first that takes long
+    "digits": "jaxpar.loop._first_state",
     "lm": "jaxpar.loop._Driver.compile",
     "neat": "jaxpar.loop._first_state",
     "rl": "jaxpar.loop._first_state",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import _run, env, lm, neat, plan, pomdp, rl, rnn
+from experiments import _run, digits, env, lm, neat, plan, pomdp, rl, rnn
 from jaxpar.lm import gpt2, llama, num_params
 from jaxpar.lm.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -169,7 +169,8 @@ def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
     monkeypatch.setattr(_run, "_quieten", lambda: None)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path))
     before = jax.config.jax_compilation_cache_dir
-    kinds = (lm, (2, 2, 2)), (rl, (2, 2, 1)), (env, (2, 2, 1)), (neat, (2, 2, 1)), (pomdp, (1, 1, 1)), (rnn, (2, 2, 2))
+    whole, lanes = dict.fromkeys((digits, lm, rnn), (2, 2, 2)), dict.fromkeys((rl, env, neat), (2, 2, 1))
+    kinds = (whole | lanes | {pomdp: (1, 1, 1)}).items()
     opened = []
 
     def record(config, *usual):

@@ -219,9 +219,8 @@ def test_the_schedule_does_not_count_what_was_not_made():
 
 def test_a_sequence_trainer_takes_no_step_that_is_not_finite():
     """Loss and gradient are finite; the rate times the decay is not."""
-    network = SequenceNetwork(2, 1, "min_gru", size=4, layers=1)
-    config = OptimizerConfig(learning_rate=1e38, weight_decay=1e3, warmup_steps=0)
-    trainer = SequenceTrainer(network, config, classes=False)
+    network = SequenceNetwork(2, 1, "min_gru", size=4, layers=1, classes=False)
+    trainer = SequenceTrainer(network, OptimizerConfig(learning_rate=1e38, weight_decay=1e3, warmup_steps=0))
     first = jit(trainer.init)(jax.random.key(0))
     batch = {"inputs": jnp.ones((2, 3, 2)), "targets": jnp.ones((2, 3)), "weights": jnp.ones((2, 3))}
     state, info = jit(trainer.step)(jax.random.key(1), first, batch)

@@ -1,61 +1,178 @@
 """Memories: a whole unroll at once, starts inside, equals one step after another, in value and gradient."""
 
+import dataclasses
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_hand import slopes
 from fast import jit
-from tolerance import assert_close
+from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.rl.memory import MEMORIES, WindowAttention, memory_of
+from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
+from jaxpar.nn import ParaGRU
+from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.mixers import Recurrent
+from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.position import Alibi, Rope
+from jaxpar.nn.stack import Stack
+from jaxpar.rl.memory import MEMORIES, STACKS, StackMemory, memory_of
 from jaxpar.rl.network import Network
 from jaxpar.solve import Newton
+from jaxpar.types import UsageError
 
 STEPS, LANES, WIDTH = 6, 3, 4
 STARTS = np.zeros((STEPS, LANES), bool)
 STARTS[0, 0] = STARTS[2, 1] = STARTS[3, 1] = STARTS[5, 2] = True  # at the first, in a row, at the last; none else
 
 
-def one_after_another(memory, params, xs, carry):
+def stack_of(mixer, layers=2, width=WIDTH, **options):
+    return Stack(layers, width, mixer, Mlp(6, "gelu"), init_std=0.5, **options)
+
+
+NEAR = Attention(2, 1, 2, positions=Alibi(), visible=Visible(window=3))
+OBJECTS = {
+    "a stack with slopes": stack_of(NEAR, dtype="float64"),
+    "a rotary stack": stack_of(dataclasses.replace(NEAR, positions=Rope()), dtype="float64"),
+    "a recurrent stack": stack_of(Recurrent(ParaGRU(4)), dtype="float64"),
+}
+FAST = ("gru", "para_gru", "min_gru", "aaren", "s5", "attention", *OBJECTS)
+
+
+def memory_in_float64(name, method=None):
+    memory = memory_of(OBJECTS.get(name, name), WIDTH, method)
+    if name in STACKS:
+        memory = StackMemory(dataclasses.replace(memory.stack, dtype="float64"))
+    return memory
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def one_after_another(memory, params, xs, carry, starts):
     """Backpropagation through time: the carry is emptied by hand, and each call sees one step."""
-    out, nothing = [], memory.initial(LANES)
-    for x, start in zip(xs, STARTS, strict=True):
+    nothing = memory.initial(LANES)
+
+    def step(carry, row):
+        x, start = row
         carry = jax.tree.map(
-            lambda new, old, start=start: jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), new, old), nothing, carry
+            lambda new, old: jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), new, old), nothing, carry
         )
         y, carry, _ = memory.apply(params, x[None], np.zeros((1, LANES), bool), carry)
-        out.append(y[0])
-    return jnp.stack(out), carry
+        return carry, y[0]
+
+    return jax.lax.scan(step, carry, (xs, starts))[1]
 
 
-FAST = ("gru", "para_gru", "min_gru", "aaren", "s5", "attention")
-
-
-@pytest.mark.parametrize("name", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in MEMORIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in (*MEMORIES, *OBJECTS)]
+)
 def test_a_whole_unroll_equals_its_steps(name, x64):
+    """And what it remembers then serves the next unroll as well."""
     method = Newton() if name in ("gru", "para_gru") else None
-    memory, stepwise = memory_of(name, WIDTH, method), memory_of(name, WIDTH)
-    params = memory.init(jax.random.key(0), 5)
-    params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
-    xs = jax.random.normal(jax.random.key(1), (STEPS, LANES, 5), jnp.float64)
-    carry = jax.tree.map(lambda x: x.astype(jnp.float64), memory.initial(LANES))
+    memory, stepwise = memory_in_float64(name, method), memory_in_float64(name)
+    params = wide(memory.init(jax.random.key(0), 5))
+    xs = jax.random.normal(jax.random.key(1), (STEPS + 2, LANES, 5), jnp.float64)
     # What lanes remember from before; the third uses it to the end.
+    carry = wide(memory.initial(LANES))
     _, carry, _ = stepwise.apply(params, xs[:1] * 0.5, np.zeros((1, LANES), bool), carry)
+    leaves, tree = jax.tree.flatten(carry)
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    later = np.zeros((2, LANES), bool)
 
-    def loss(run, params, xs, carry):
-        ys, last = run(params, xs, carry)
-        return jnp.sum(ys * jnp.cos(jnp.arange(ys.size).reshape(ys.shape))), (ys, last)
+    def loss(run, params, xs, given):
+        given = iter(given)
+        carry = tree.unflatten([next(given) if own else x for x, own in zip(leaves, floats, strict=True)])
+        ys = run(params, xs, carry)
+        return jnp.sum(ys * jnp.cos(jnp.arange(ys.size).reshape(ys.shape))), ys
 
     def whole(params, xs, carry):
-        ys, last, converged = memory.apply(params, xs, STARTS, carry)
-        return ys, last
+        ys, last, converged = memory.apply(params, xs[:STEPS], STARTS, carry)
+        assert types(last) == types(carry) and converged.dtype == bool
+        return jnp.concatenate([ys, memory.apply(params, xs[STEPS:], later, last)[0]])
 
     def steps(params, xs, carry):
-        return one_after_another(stepwise, params, xs, carry)
+        return one_after_another(stepwise, params, xs, carry, np.concatenate([STARTS, later]))
 
-    grads = [jit(jax.grad(lambda *a, run=run: loss(run, *a), (0, 1, 2), has_aux=True))(params, xs, carry)
+    given = [x for x, own in zip(leaves, floats, strict=True) if own]
+    grads = [jit(jax.grad(functools.partial(loss, run), (0, 1, 2), has_aux=True))(params, xs, given)
              for run in (whole, steps)]  # fmt: skip
-    assert_close(*grads, 1e-10)  # float64; Newton stops at a residual of about 1e-12
+    # float64; Newton stops at a residual of about 1e-12, and angles of rotary positions are float32
+    assert_close(*grads, 1e-6 if "rotary" in name else 1e-10)
+
+
+@pytest.mark.parametrize("name", ["a stack with slopes", "a rotary stack"])
+def test_counters_stay_small_in_an_endless_episode(name, x64):
+    memory, steps = memory_in_float64(name), 40
+    params = wide(memory.init(jax.random.key(0), 5))
+    xs = jax.random.normal(jax.random.key(1), (steps, 1, 5), jnp.float64)
+    never, apply = np.zeros((steps, 1), bool), jit(memory.apply)
+    want, last, _ = apply(params, xs, never, memory.initial(1))
+    assert 3 <= last.seen[0] < 6 and last.first[0] == 0
+    got, carry = [], memory.initial(1)
+    for part in np.split(xs, 20):
+        y, carry, _ = apply(params, part, never[:2], carry)
+        assert carry.seen[0] < 6 and 0 <= carry.first[0] <= carry.seen[0]
+        got.append(y)
+    assert_close(jnp.concatenate(got), want, 1e-6 if "rotary" in name else EXACT_MATHS["float64"])
+
+
+# ---------------------------------------------------------------- the formula of attention in a window
+
+
+def attention_by_hand(params, x, episode, window):
+    """y[t] = sum_j softmax_j(k[j] q[t] / sqrt(K) - m (t - j)) v[j] O over j in t's window and episode, of one lane."""
+    heads, width = params["wq"].shape[1:]
+    groups, out = params["wk"].shape[1], []
+    for t in range(len(x)):
+        y = 0
+        for h in range(heads):
+            g = h * groups // heads
+            q, total, mixed = x[t] @ params["wq"][:, h], 0, 0
+            for j in range(max(0, t - window + 1), t + 1):
+                if episode[j] == episode[t]:
+                    score = (x[j] @ params["wk"][:, g]) @ q / np.sqrt(width) - 2.0 ** (-8 * (h + 1) / heads) * (t - j)
+                    total, mixed = total + np.exp(score), mixed + np.exp(score) * (x[j] @ params["wv"][:, g])
+            y = y + (mixed / total) @ params["wo"][h]
+        out.append(y)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("parts", [(7,), (3, 4), (1,) * 7], ids=str)
+def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x64):
+    rng, window, lanes = np.random.default_rng(0), 3, 2
+    mixer = Attention(heads, groups, 2, positions=Alibi(), visible=Visible(window=window))
+    stack = Stack(1, 3, mixer, dtype="float64")
+    given = {name: rng.standard_normal(leaf.shape) for name, leaf in mixer.leaves(3, 1.0, 1.0).items()}
+    given["x"] = rng.standard_normal((lanes, 7, 3))
+    starts = np.array([[0, 0, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]], bool)
+    weights = np.cos(np.arange(lanes * 7 * 3)).reshape(lanes, 7, 3)
+
+    def by_hand(given):
+        ys = [attention_by_hand(given, x, np.cumsum(new), window) for x, new in zip(given["x"], starts, strict=True)]
+        return (np.stack(ys) * weights).sum()
+
+    def ours(given):
+        cache, out = stack.init_cache(lanes, 7), []
+        for begin, end in itertools.pairwise(np.cumsum([0, *parts])):
+            x = given["x"][:, begin:end]
+            context = stack.context(x, starts=starts[:, begin:end], cache=cache)
+            y, layer, _ = mixer.apply(given, x, cache.layers[0], context)
+            cache = cache.replace(layers=(layer,), seen=cache.seen + x.shape[1], first=context.first[:, -1])
+            out.append(y)
+        return (jnp.concatenate(out, 1) * weights).sum()
+
+    value, gradient = jit(jax.value_and_grad(ours))(given)
+    assert_close({"value": value} | gradient, {"value": by_hand(given)} | slopes(by_hand, given), 1e-12)
 
 
 def test_the_past_before_a_start_is_forgotten():
@@ -66,11 +183,47 @@ def test_the_past_before_a_start_is_forgotten():
 
 
 def test_attention_sees_its_window_and_nothing_before():
-    memory = WindowAttention(8, window=3)
+    memory = StackMemory(stack_of(NEAR, 1))
     params, xs = memory.init(jax.random.key(0), 5), jax.random.normal(jax.random.key(1), (6, 1, 5))
     starts = jnp.zeros((6, 1), bool)
     slope = jax.grad(lambda xs: memory.apply(params, xs, starts, memory.initial(1))[0][4, 0].sum())(xs)
     np.testing.assert_array_equal(np.abs(slope[:, 0]).max(1) > 0, [False, False, True, True, True, False])
+
+
+def test_lanes_on_eight_devices_are_those_of_one(x64):
+    """Learned from by GSPMD, and walked by each device alone; no width here divides over the devices."""
+    memory = StackMemory(stack_of(NEAR, 1, 5, dtype="float64"))
+    params = wide(memory.init(jax.random.key(0), 3))
+    xs = jax.random.normal(jax.random.key(1), (STEPS, 8, 3), jnp.float64)
+    starts = np.random.default_rng(0).random((STEPS, 8)) < 0.3
+
+    def learned(params, xs, starts):
+        ys = memory.apply(params, xs, starts, memory.initial(8))[0]
+        return jnp.sum(ys * jnp.cos(jnp.arange(ys.size).reshape(ys.shape)))
+
+    def walked(params, xs):
+        def one(x):
+            return memory.apply(params, x[:, None], jnp.zeros((STEPS, 1), bool), memory.initial(1))[0]
+
+        return jax.vmap(one, 1, 1)(xs)
+
+    want = jit(jax.value_and_grad(learned))(params, xs, starts), jit(walked)(params, xs)
+    with use_mesh(make_mesh(MeshSpec(data=2, fsdp=4))):
+        split = shard(xs, (None, "envs", None)), shard(starts, (None, "envs"))
+        lanes = jax.sharding.PartitionSpec(None, ("data", "fsdp"))
+        alone = jax.shard_map(walked, in_specs=(None, lanes), out_specs=lanes)
+        got = jit(jax.value_and_grad(learned))(params, *split), jit(alone)(params, split[0])
+    assert_close(jax.device_get(got), jax.device_get(want), EXACT_MATHS["float64"])
+
+
+def test_a_stack_that_cannot_act_for_ever_is_refused():
+    everything = dataclasses.replace(NEAR, visible=Visible())
+    with pytest.raises(UsageError, match=r"sees all of the past; give it a window, such as Visible\(window=64\)"):
+        Network(memory=stack_of(everything))
+    both_ways = dataclasses.replace(NEAR, positions=None, visible=Visible(causal=False))
+    with pytest.raises(UsageError, match="a memory sees no later step, but this stack's mixer is not causal"):
+        Network(memory=stack_of(both_ways))
+    assert memory_of("transformer", 6).stack.mixer.num_heads == 1  # four heads do not divide it
 
 
 def test_a_network_starts_orthogonal():
@@ -84,7 +237,7 @@ def test_a_network_starts_orthogonal():
 
 
 def test_a_memory_of_any_width_feeds_the_heads():
-    network = Network((), (8,), memory=WindowAttention(12, window=3), memory_size=64)
+    network = Network((), (8,), memory=stack_of(NEAR, 1, 12), memory_size=64)
     params = network.init(jax.random.key(0), (5,), {"q": (2, 1.0)})
     out = network.apply(params, jnp.ones((4, 3, 5)), jnp.zeros((4, 3), bool), network.initial(3))
     assert out.heads["q"].shape == (4, 3, 2)
