@@ -1,11 +1,9 @@
 """Meshes, and the one table from logical axis names to mesh axes.
 
-Model code names the axes of an array ("batch", "embed", "heads"); the table says which mesh axes hold
-them; GSPMD inserts the collectives. Changing a layout means changing the table or the mesh, never a model.
-Everything reads the ambient mesh that `use_mesh` sets; without one, on a single device, every function
-here is the identity, which is the sequential form of each layout.
-
-This is the only file that names an `AxisType`.
+Model code names the axes of an array ("batch", "embed", "heads"); the table says which mesh axes hold them; GSPMD
+inserts the collectives. Changing a layout means changing the table or the mesh, never a model. Everything reads the
+ambient mesh that `use_mesh` sets; without one, on a single device, every function here is the identity, which is the
+sequential form of each layout. This is the only file that names an `AxisType`.
 """
 
 import contextlib
@@ -230,17 +228,14 @@ def unsplit(fn: Callable) -> Callable:
     """Returns `fn` as it is without a mesh, its backward pass included: nothing in it says how arrays lie.
 
     For a network inside a program that is laid out by other rules, such as one device's own lanes in `jax.shard_map`;
-    elsewhere GSPMD takes the layout from the arguments. Reverse mode only.
-
-    Args:
-      fn: Takes and returns pytrees of arrays, by position.
+    elsewhere GSPMD takes the layout from the arguments. `fn` takes arrays by position. Reverse mode only.
     """
 
     def quiet(*args):
         with _unsplit(True):
             return fn(*args)
 
-    def backward(pull: Callable, g: PyTree) -> PyTree:
+    def backward(pull, g):
         with _unsplit(True):
             return pull(g)
 
@@ -451,5 +446,5 @@ def _kind(name: str) -> str:
 
 
 def simulate_devices(count: int) -> None:
-    """Gives this process `count` CPU devices; to be called before anything touches a device."""
+    """Gives this process `count` CPU devices; called before anything touches a device."""
     jax.config.update("jax_num_cpu_devices", count)
