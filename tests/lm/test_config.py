@@ -56,6 +56,6 @@ def test_a_config_is_static():
 
 def test_identity_leaves_out_how_a_model_is_computed():
     how = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") is False}
-    assert how == {"remat", "attention", "scan_layers", "loss_chunk", "solver"}
+    assert how == {"remat", "attention", "scan_layers", "loss_chunk", "solver", "ranges"}
     later = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") == "changed"}
-    assert later == {"mixer", "mixer_dim"}
+    assert later == {"mixer", "mixer_dim", "z_loss"}

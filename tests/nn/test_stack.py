@@ -16,6 +16,7 @@ from jaxpar.nn import ParaGRU
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
 from jaxpar.nn.linear import Adapted, quantise
+from jaxpar.nn.mixer import Traffic
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
@@ -246,6 +247,19 @@ def test_decoding_in_a_loop_copies_no_cache():
     assert program.memory_analysis().temp_size_in_bytes < 2 * 2 * 4096 * 8 * 4
     copies = [line for line in program.as_text().splitlines() if re.search(r"= f32\[2,2,4096,8\]\S* copy\(", line)]
     assert not copies, copies
+
+
+def test_a_split_sequence_is_gathered_for_attention_alone():
+    """By hand: 8 tokens of 4 numbers a head and 4 bytes a number, heads over two devices; a layer's forward twice."""
+    traffic = Traffic(tokens=8, layers=2, width=4, again=2)
+    with use_mesh(make_mesh(MeshSpec(data=2, context=2, tensor=2))):
+        told = [tuple(each)[:4] for each in MIXERS["attention"].transfers(traffic)]
+        assert not list(MIXERS["para_gru"].transfers(traffic))
+    queries, keys = 8 * 4 * 4 * 4 // 2, 8 * 4 * 4 * 2 // 2
+    want = [(4, queries), (4, keys), (4, keys), (2, queries)]
+    assert told == [("gather", ("context",), arrays, arrays * size) for arrays, size in want]
+    with use_mesh(make_mesh(MeshSpec(data=8))):
+        assert not list(MIXERS["attention"].transfers(traffic))
 
 
 # ---------------------------------------------------------------- mistakes
