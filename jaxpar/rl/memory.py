@@ -148,17 +148,19 @@ class StackMemory:
         return StackCache(layers, cache.seen - back, first)
 
 
-def _attending(size: int, layers: int, hidden: int) -> StackMemory:
-    """Layers of attention to the last `WINDOW` steps, nearer ones favoured, and an mlp of `hidden` units each."""
-    heads = 4 if size % 4 == 0 else 1
-    mixer = Attention(heads, heads, size // heads, positions=Alibi(), visible=Visible(window=WINDOW))
+def _attending(size: int, layers: int, hidden: int, positions: Alibi | Rope) -> StackMemory:
+    """Layers of attention to the last `WINDOW` steps, and an mlp of `hidden` units each."""
+    heads = 4 if size % 8 == 0 else 1  # halves of a head are rotated
+    mixer = Attention(heads, heads, size // heads, positions=positions, visible=Visible(window=WINDOW))
     return StackMemory(Stack(layers, size, mixer, Mlp(hidden, "gelu"), init_std=1 / math.sqrt(size)))
 
 
 STACKS = {
-    "attention": lambda size: _attending(size, 1, size),
-    "transformer": lambda size: _attending(size, 2, 4 * size),
+    "attention": lambda size: _attending(size, 1, size, Alibi()),
+    "transformer": lambda size: _attending(size, 2, 4 * size, Rope()),
 }
+"""One light layer that favours what is near; and what finds a step by how long ago it was (RepeatPrevious-Easy after 1.2e5
+steps: 1.00, with slopes 0.23)."""
 MEMORIES = (*CELLS, "s5", *STACKS)
 """Names that `memory_of` knows, besides "none"."""
 
