@@ -96,6 +96,8 @@ class StackMemory:
         """Refuses a stack that cannot act step by step for ever."""
         if not self.stack.mixer.causal:
             raise UsageError("a memory sees no later step, but this stack's mixer is not causal; give causal=True.")
+        if rate := self.stack.dropout or getattr(self.stack.mixer, "dropout", 0):
+            raise UsageError(f"what acted is what is learned from, so a memory's stack has dropout=0, not {rate}.")
         small, large = (jax.eval_shape(functools.partial(self._empty, 1, slots)) for slots in (MANY, 2 * MANY))
         if jax.tree.leaves(small) != jax.tree.leaves(large):
             raise UsageError(

@@ -232,6 +232,9 @@ def test_a_stack_that_cannot_act_for_ever_is_refused():
     both_ways = dataclasses.replace(NEAR, positions=None, visible=Visible(causal=False))
     with pytest.raises(UsageError, match="a memory sees no later step, but this stack's mixer is not causal"):
         Network(memory=stack_of(both_ways))
+    for dropping in (stack_of(NEAR, dropout=0.1), stack_of(dataclasses.replace(NEAR, dropout=0.1))):
+        with pytest.raises(UsageError, match="a memory's stack has dropout=0, not 0.1"):
+            StackMemory(dropping)
     assert memory_of("transformer", 12).stack.mixer.num_heads == 1  # four heads of 3 have no halves to rotate
     with pytest.raises(UsageError, match="head_dim=5 must be even for rope"):
         memory_of("transformer", 5)
