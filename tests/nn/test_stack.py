@@ -123,6 +123,14 @@ def test_a_window_needs_no_more_slots_than_it_sees(name, x64):
     assert_close(got, stack.apply(params_of(name), x)[0], TOLERANCE)
 
 
+@each_mixer
+def test_a_loop_can_carry_the_cache(name, x64):
+    stack, x = stack_of(name), inputs()
+    first = jax.eval_shape(lambda: stack.init_cache(B, T))
+    second = jax.eval_shape(lambda p, cache: stack.apply(p, x, starts=STARTS, cache=cache)[1], params_of(name), first)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), second) == jax.tree.map(lambda x: (x.shape, x.dtype), first)
+
+
 def test_tokens_can_be_taken_back(x64):
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
     _, cache = in_parts(stack, params, x, (6,))
