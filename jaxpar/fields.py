@@ -1,5 +1,6 @@
 """Legal ranges of configuration fields: declared once, beside the default, and checked where a configuration is made.
 
+Example:
     @dataclasses.dataclass(frozen=True)
     class OptimizerConfig:
         learning_rate: float = field(1e-3, Positive())

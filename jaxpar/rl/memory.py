@@ -96,6 +96,8 @@ class StackMemory:
         """Refuses a stack that cannot act step by step for ever."""
         if not self.stack.mixer.causal:
             raise UsageError("a memory sees no later step, but this stack's mixer is not causal; give causal=True.")
+        if rate := self.stack.dropout or getattr(self.stack.mixer, "dropout", 0):
+            raise UsageError(f"what acted is what is learned from, so a memory's stack has dropout=0, not {rate}.")
         small, large = (jax.eval_shape(functools.partial(self._empty, 1, slots)) for slots in (MANY, 2 * MANY))
         if jax.tree.leaves(small) != jax.tree.leaves(large):
             raise UsageError(
@@ -148,17 +150,18 @@ class StackMemory:
         return StackCache(layers, cache.seen - back, first)
 
 
-def _attending(size: int, layers: int, hidden: int) -> StackMemory:
-    """Layers of attention to the last `WINDOW` steps, nearer ones favoured, and an mlp of `hidden` units each."""
-    heads = 4 if size % 4 == 0 else 1
-    mixer = Attention(heads, heads, size // heads, positions=Alibi(), visible=Visible(window=WINDOW))
+def _attending(size: int, layers: int, hidden: int, positions: Alibi | Rope) -> StackMemory:
+    """Layers of attention to the last `WINDOW` steps, and an mlp of `hidden` units each."""
+    heads = 4 if size % 8 == 0 else 1  # halves of a head are rotated
+    mixer = Attention(heads, heads, size // heads, positions=positions, visible=Visible(window=WINDOW))
     return StackMemory(Stack(layers, size, mixer, Mlp(hidden, "gelu"), init_std=1 / math.sqrt(size)))
 
 
 STACKS = {
-    "attention": lambda size: _attending(size, 1, size),
-    "transformer": lambda size: _attending(size, 2, 4 * size),
+    "attention": lambda size: _attending(size, 1, size, Alibi()),
+    "transformer": lambda size: _attending(size, 2, 4 * size, Rope()),
 }
+"""One light layer that favours what is near; and two that find a step by how long ago it was, which slopes do badly."""
 MEMORIES = (*CELLS, "s5", *STACKS)
 """Names that `memory_of` knows, besides "none"."""
 

@@ -131,6 +131,14 @@ def test_every_slot_is_written_once():
     np.testing.assert_array_equal(slots, [[3, 3, 3, 3, 1, 2, 0], [3, 3, 0, 1, 2, 3, 3], [2, 0, 3, 3, 3, 3, 3], [3] * 7])
 
 
+@each_mixer
+def test_a_loop_can_carry_the_cache(name, x64):
+    stack, x = stack_of(name), inputs()
+    first = jax.eval_shape(lambda: stack.init_cache(B, T))
+    second = jax.eval_shape(lambda p, cache: stack.apply(p, x, starts=STARTS, cache=cache)[1], params_of(name), first)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), second) == jax.tree.map(lambda x: (x.shape, x.dtype), first)
+
+
 def test_tokens_can_be_taken_back(x64):
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
     _, cache = in_parts(stack, params, x, (6,))

@@ -13,6 +13,7 @@ from tolerance import EXACT_MATHS, LAYOUT, assert_close
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn import ImageClassifier, ParaGRU, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.auxiliary import Aux, Max
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.norm import Norm
@@ -118,6 +119,19 @@ def test_the_trainer_drops_by_its_key_and_judges_without():
     plain = trainer.metrics(state.params, batch)
     np.testing.assert_allclose(plain["loss"], network.loss(state.params, batch)[0])
     assert plain["loss"] not in (info["loss"], other) and moved.step == 1
+
+
+def test_losses_of_layers_are_added():
+    class Telling(Attention):
+        def apply(self, *args):
+            y, cache, _ = super().apply(*args)
+            return y, cache, Aux({"balance": jnp.float32(0.25)}, {"most": Max(jnp.float32(3))})
+
+    network = classifier("float32")
+    params, batch = params_and_batch(network, np.float32)
+    loss, info = classifier("float32", mixer=Telling(4, 2, 2, visible=Visible(causal=False))).loss(params, batch)
+    np.testing.assert_allclose(loss, network.loss(params, batch)[0] + 2 * 0.25, rtol=1e-5)
+    assert info["balance"] == 0.5 and info["most"] == 3
 
 
 def test_what_no_classifier_can_be_is_refused():

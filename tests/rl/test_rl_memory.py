@@ -13,7 +13,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
-from jaxpar.nn import ParaGRU
+from jaxpar.nn import GRU, ParaGRU
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.nn.mlp import Mlp
@@ -96,7 +96,7 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
 
     def whole(params, xs, carry):
         ys, last, converged = memory.apply(params, xs[:STEPS], STARTS, carry)
-        assert types(last) == types(carry) and converged.dtype == bool
+        assert types(last) == types(wide(memory.initial(LANES))) and converged.dtype == bool
         return jnp.concatenate([ys, memory.apply(params, xs[STEPS:], later, last)[0]])
 
     def steps(params, xs, carry):
@@ -106,7 +106,7 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
     grads = [jit(jax.grad(functools.partial(loss, run), (0, 1, 2), has_aux=True))(params, xs, given)
              for run in (whole, steps)]  # fmt: skip
     # float64; Newton stops at a residual of about 1e-12, and angles of rotary positions are float32
-    assert_close(*grads, 1e-6 if "rotary" in name else 1e-10)
+    assert_close(*grads, 1e-6 if name in ("a rotary stack", "transformer") else 1e-10)
 
 
 @pytest.mark.parametrize("name", ["a stack with slopes", "a rotary stack"])
@@ -190,6 +190,15 @@ def test_attention_sees_its_window_and_nothing_before():
     np.testing.assert_array_equal(np.abs(slope[:, 0]).max(1) > 0, [False, False, True, True, True, False])
 
 
+def test_a_solver_that_did_not_converge_is_told():
+    xs, starts = jax.random.normal(jax.random.key(1), (STEPS, 2, 5)), np.zeros((STEPS, 2), bool)
+    told = []
+    for method in (Newton(max_iters=1), Newton()):
+        memory = StackMemory(stack_of(Recurrent(GRU(4), method)))
+        told.append(memory.apply(memory.init(jax.random.key(0), 5), xs, starts, memory.initial(2))[2])
+    assert not told[0] and told[1]
+
+
 def test_lanes_on_eight_devices_are_those_of_one(x64):
     """Learned from by GSPMD, and walked by each device alone; no width here divides over the devices."""
     memory = StackMemory(stack_of(NEAR, 1, 5, dtype="float64"))
@@ -223,7 +232,12 @@ def test_a_stack_that_cannot_act_for_ever_is_refused():
     both_ways = dataclasses.replace(NEAR, positions=None, visible=Visible(causal=False))
     with pytest.raises(UsageError, match="a memory sees no later step, but this stack's mixer is not causal"):
         Network(memory=stack_of(both_ways))
-    assert memory_of("transformer", 6).stack.mixer.num_heads == 1  # four heads do not divide it
+    for dropping in (stack_of(NEAR, dropout=0.1), stack_of(dataclasses.replace(NEAR, dropout=0.1))):
+        with pytest.raises(UsageError, match="a memory's stack has dropout=0, not 0.1"):
+            StackMemory(dropping)
+    assert memory_of("transformer", 12).stack.mixer.num_heads == 1  # four heads of 3 have no halves to rotate
+    with pytest.raises(UsageError, match="head_dim=5 must be even for rope"):
+        memory_of("transformer", 5)
 
 
 def test_a_network_starts_orthogonal():
