@@ -10,6 +10,8 @@ from jaxpar.lm.params import abstract
 
 # LLVM alone works less; sharding, fusion, buffers and aliases are decided before it.
 OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# For the few programs that run for long: LLVM's work is then worth its time.
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 

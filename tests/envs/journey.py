@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fast import OPTIMISED
 
 from jaxpar.env import legal_sample, reset, step
 
@@ -14,10 +15,6 @@ def legal_action(key, env, state, params):
     """A uniform draw among the legal actions."""
     mask = env.action_mask(state, params) if hasattr(env, "action_mask") else None
     return legal_sample(key, env.action_space(params), mask)
-
-
-# Thousands of steps are run: here LLVM's work is worth its time.
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4), compiler_options=OPTIMISED)

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from fast import OPTIMISED
 
 from experiments import _run, rl
 from jaxpar.rl import Pqn, Seeds, train
@@ -114,7 +115,8 @@ def learned(*flags, seeds):
     config = rl.compose(*flags, f"num_seeds={seeds}", "gif=false")
     learner, params = rl.make_learner(config)
     many = Seeds(learner, seeds, params)
-    state, _ = jax.jit(lambda key: train(many, key, params, rl.num_updates(config, learner)))(jax.random.key(0))
+    program = jax.jit(lambda key: train(many, key, params, rl.num_updates(config, learner)), compiler_options=OPTIMISED)
+    state, _ = program(jax.random.key(0))
     return config, learner, params, state
 
 
