@@ -87,7 +87,7 @@ class Config(_run.RunConfig):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, weight_decay=0.1)
-    train: TrainConfig = TrainConfig(steps=1000)
+    train: TrainConfig = TrainConfig(steps=1500)
 
 
 def compose(*flags: str) -> Config:
