@@ -53,6 +53,17 @@ def inputs():
     return jnp.asarray(np.random.default_rng(1).standard_normal((B, T, D)))
 
 
+@functools.cache
+def program_of(name):
+    return jit(lambda params, x: stack_of(name).apply(params, x)[0])
+
+
+def alone(name, line):
+    """Outputs of one row without a cache, padded so that one program serves all lengths: what comes later is unseen."""
+    length = line.shape[1]
+    return program_of(name)(params_of(name), jnp.pad(line, ((0, 0), (0, 2 * T - length), (0, 0))))[:, :length]
+
+
 def in_parts(stack, params, x, sizes, starts=None, slots=T):
     """Outputs of one part after the other, each from the cache of those before."""
     cache, out, place = stack.init_cache(x.shape[0], slots), [], 0
@@ -90,7 +101,8 @@ def test_documents_of_a_row_see_nothing_of_each_other(name, x64):
     alone = jnp.concatenate([apply(params_of(name), x[1:2, a:b], None) for a, b in ((0, 6), (6, 7), (7, 9))], 1)
     assert_close(got[1:2], alone, TOLERANCE)
     segments = np.cumsum(STARTS, 1)
-    np.testing.assert_array_equal(stack.apply(params_of(name), x, segments=segments)[0], got)
+    by_number = jit(lambda p, x: stack.apply(p, x, segments=segments)[0])(params_of(name), x)
+    np.testing.assert_array_equal(by_number, got)
 
 
 @each_mixer
@@ -111,7 +123,7 @@ def test_only_what_is_valid_enters_the_cache(name, fresh, x64):
     np.testing.assert_array_equal(cache.seen, before + valid)
     for row, count in enumerate(valid):
         line = jnp.concatenate([x[row : row + 1, : before + count], x[row : row + 1, 6:]], 1)
-        assert_close(got[row : row + 1], stack.apply(params, line)[0][:, before + count :], TOLERANCE)
+        assert_close(got[row : row + 1], alone(name, line)[:, before + count :], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["window", "slopes"])
@@ -120,8 +132,8 @@ def test_a_window_needs_no_more_slots_than_it_sees(name, x64):
     stack, x = stack_of(name), jnp.concatenate([inputs()] * 2, 1)
     cache = stack.init_cache(B, 100)
     assert cache.layers[0].room == MIXERS[name].visible.window
-    got, _ = in_parts(stack, params_of(name), x, (1, 1, 7, 2, 1, 1, 5), slots=100)
-    assert_close(got, stack.apply(params_of(name), x)[0], TOLERANCE)
+    got = jit(lambda p, x: in_parts(stack, p, x, (1, 1, 7, 2, 1, 1, 5), slots=100)[0])(params_of(name), x)
+    assert_close(got, program_of(name)(params_of(name), x), TOLERANCE)
 
 
 def test_every_slot_is_written_once():
@@ -141,12 +153,12 @@ def test_a_loop_can_carry_the_cache(name, x64):
 
 def test_tokens_can_be_taken_back(x64):
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
-    _, cache = in_parts(stack, params, x, (6,))
+    _, cache = jit(lambda p, x: in_parts(stack, p, x, (6,)))(params, x)
     cache = cache.replace(seen=jnp.array([6, 2, 4], jnp.int32))
-    got, _, _ = stack.apply(params, x[:, 6:], cache=cache)
+    got = jit(lambda p, x, cache: stack.apply(p, x, cache=cache)[0])(params, x[:, 6:], cache)
     for row, kept in enumerate((6, 2, 4)):
         line = jnp.concatenate([x[row : row + 1, :kept], x[row : row + 1, 6:]], 1)
-        assert_close(got[row : row + 1], stack.apply(params, line)[0][:, kept:], TOLERANCE)
+        assert_close(got[row : row + 1], alone("attention", line)[:, kept:], TOLERANCE)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -156,16 +168,17 @@ def test_tokens_may_see_some_of_each_other(cached, x64):
     tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
     places = np.array([[2, 3, 3]] * B)
     if cached:
-        _, cache = in_parts(stack, params, x, (2,))
+        _, cache = jit(lambda p, x: in_parts(stack, p, x, (2,)))(params, x)
         visible = np.broadcast_to(tree, (B, 3, 3))
-        got, _, _ = stack.apply(params, x[:, 2:], cache=cache, positions=places, visible=visible)
+        step = jit(lambda p, x, cache: stack.apply(p, x, cache=cache, positions=places, visible=visible)[0])
+        got = step(params, x[:, 2:], cache)
     else:
         visible = np.broadcast_to(
             np.block([[np.ones((2, 2)), np.zeros((2, 3))], [np.ones((3, 2)), tree]]) > 0, (B, 5, 5)
         )
         positions = np.concatenate([np.array([[0, 1]] * B), places], 1)
-        got = stack.apply(params, x, positions=positions, visible=visible)[0][:, 2:]
-    one, two = (stack.apply(params, x[:, [0, 1, 2, last]])[0] for last in (3, 4))
+        got = jit(lambda p, x: stack.apply(p, x, positions=positions, visible=visible)[0])(params, x)[:, 2:]
+    one, two = (alone("attention", x[:, [0, 1, 2, last]]) for last in (3, 4))
     assert_close(got, jnp.stack([one[:, 2], one[:, 3], two[:, 3]], 1), TOLERANCE)
 
 
@@ -192,10 +205,10 @@ def test_layers_take_other_weights_in_an_arrays_place(x64):
     merged = wq + jnp.einsum("ldr,lrhk->ldhk", adapted.down, adapted.up)
     want = params | {"layers": params["layers"] | {"wq": merged, "w_up": small.values * small.scales[:, None]}}
     for scan in (True, False):
-        apply = stack_of("attention", scan_layers=scan).apply
+        apply = jit(stack_of("attention", scan_layers=scan).apply)
         assert_close(apply(got, x)[0], apply(want, x)[0], TOLERANCE)
-    parts, _ = in_parts(stack, stack.unstacked(got), x, (5, 4))
-    assert_close(parts, stack.apply(want, x)[0], TOLERANCE)
+    parts = jit(lambda p, x: in_parts(stack, stack.unstacked(p), x, (5, 4))[0])(got, x)
+    assert_close(parts, program_of("attention")(want, x), TOLERANCE)
 
 
 # ---------------------------------------------------------------- where the cache lies
@@ -209,7 +222,7 @@ def step_of(stack):
 def test_slots_can_be_split_over_devices(rules, x64):
     """Softmax over slots that lie on several devices: two small sums of a step, and no gather of the cache."""
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
-    _, cache = in_parts(stack, params, x, (6,), slots=16)
+    _, cache = jit(lambda p, x: in_parts(stack, p, x, (6,), slots=16))(params, x)
     want = jit(step_of(stack))(params, x[:, 6:7], cache)
     changes = {"slots": rules, "batch": "none"}
     with use_mesh(make_mesh(MeshSpec(data=2, context=4)), rules_from(changes)):
