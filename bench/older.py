@@ -1,0 +1,138 @@
+"""Is this checkout as fast as an older one? Training and decoding, both checkouts interleaved in one run.
+
+    git worktree add ../older 323acd7
+    python bench/older.py ../older                       # a GPU or TPU: GPT-2 124M, and Llama 3.2 1B's shape
+    python bench/older.py ../older --tiny --rounds 3     # any machine, in minutes
+
+Each side is a process of its own, which compiles first and then answers a round at a time. Printed are medians, the
+ratio old / new (over 1: this checkout is faster), and for decoding the time in which the card reads all weights once
+(`--bandwidth`, bytes a second), the limit of a step of one row.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+from harness import Worker
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def programs(tiny: bool) -> dict:
+    """Returns what is timed: name -> a function that runs it once, and the bytes of weights that it reads."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.lm import OptimizerConfig, Sampling, Trainer, generate, gpt2, init, llama, num_params
+
+    small = dict(num_layers=4, embed_dim=256, vocab_size=512, dtype="float32")
+    heads = dict(num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768)
+    trained = gpt2(dropout=0.0, scan_layers=False, loss_chunk=16384)
+    decoded = llama()
+    rows, length, prompt, new = 32, 1024, 2048, 65
+    if tiny:
+        trained = gpt2(**small, num_heads=8, mlp_dim=1024, dropout=0.0)
+        decoded, rows, length, new = llama(**small, **heads), 4, 256, 17
+
+    trainer = Trainer(trained, OptimizerConfig(), 100)
+    state = jax.jit(trainer.init)(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (rows, length + 1), 0, trained.vocab_size, jnp.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    step = jax.jit(trainer.step, donate_argnums=1)
+    held = [state]
+
+    def train():
+        held[0], info = step(jax.random.key(2), held[0], batch)
+        return info["loss"]
+
+    params = jax.jit(init, static_argnums=(1, 2))(jax.random.key(0), decoded, decoded.dtype)
+    asked = jax.random.randint(jax.random.key(1), (1, prompt), 0, decoded.vocab_size, jnp.int32)
+    go_on = jax.jit(generate, static_argnums=(3, 4))
+
+    def draw(count: int):
+        return go_on(jax.random.key(2), params, asked, decoded, Sampling(count, temperature=0.0))
+
+    weights = num_params(decoded) * jnp.dtype(decoded.dtype).itemsize
+    return {
+        "train, a step": (train, 1, 0),
+        "prompt and a token": (functools.partial(draw, 1), 1, 0),
+        "decoding, a token": (functools.partial(draw, new), new - 1, weights),
+    }
+
+
+def serve(tiny: bool) -> None:
+    """Answers every line of standard input with the seconds of one round of each program."""
+    import jax
+
+    import jaxpar
+
+    made = programs(tiny)
+    for run, _, _ in made.values():
+        jax.block_until_ready(run())
+    for _ in sys.stdin:
+        seconds = {}
+        for name, (run, _, _) in made.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name] = time.perf_counter() - begin
+        device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
+        answer = {"seconds": seconds, "device": device, "from": str(pathlib.Path(jaxpar.__file__).parents[1])}
+        answer["per"] = {name: (count, size) for name, (_, count, size) in made.items()}
+        print(json.dumps(answer), flush=True)
+
+
+def times(answers: list[dict]) -> dict[str, float]:
+    """Returns the median seconds of each program; a token's are those of many less those of the first."""
+    rounds = []
+    for answer in answers:
+        seconds, per = answer["seconds"], answer["per"]
+        first = seconds["prompt and a token"]
+        rounds.append(
+            {name: (seconds[name] - first * (per[name][1] > 0)) / per[name][0] for name in seconds},
+        )
+    return {name: statistics.median(row[name] for row in rounds) for name in rounds[0]}
+
+
+def main() -> None:
+    """Parses flags, measures, prints, and writes bench/results/older.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("older", help="a checkout of another commit")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="of the card, bytes a second")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        sys.path.insert(0, args.older)
+        return serve(args.tiny)
+    flags = ["--tiny"] if args.tiny else []
+    paths = {"old": str(pathlib.Path(args.older).resolve()), "new": str(HERE.parent)}
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    workers = {side: Worker([__file__, path, "--serve", *flags], memory) for side, path in paths.items()}
+    answers: dict[str, list[dict]] = {"old": [], "new": []}
+    for number in range(args.rounds):
+        for side in ("old", "new") if number % 2 else ("new", "old"):
+            answer = workers[side].ask({}, 1200)
+            if "failed" in answer or answer["from"] != paths[side]:
+                raise SystemExit(f"{side}: {answer}")
+            answers[side].append(answer)
+    for worker in workers.values():
+        worker.close()
+    medians = {side: times(rows) for side, rows in answers.items()}
+    print(answers["new"][0]["device"])
+    for name, new in medians["new"].items():
+        size = answers["new"][0]["per"][name][1]
+        limit = f", weights once {size / args.bandwidth * 1e3:.2f} ms" if size and not args.tiny else ""
+        old = medians["old"][name]
+        print(f"{name:20} old {old * 1e3:9.2f} ms, new {new * 1e3:9.2f} ms, ratio {old / new:.3f}{limit}")
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / "older.json").write_text(json.dumps(medians | {"device": answers["new"][0]["device"]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
