@@ -3,7 +3,7 @@
 Model code names the axes of an array ("batch", "embed", "heads"); the table says which mesh axes hold them; GSPMD
 inserts the collectives. Changing a layout means changing the table or the mesh, never a model. Everything reads the
 ambient mesh that `use_mesh` sets; without one, on a single device, every function here is the identity, which is the
-sequential form of each layout. This is the only file that names an `AxisType`.
+sequential form of each layout. No other file names an `AxisType`.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ __all__ = [
     "constrain",
     "gather",
     "in_role",
+    "is_axes",
     "local",
     "make_mesh",
     "mesh_axes",
@@ -47,8 +48,8 @@ __all__ = [
 
 Axes = tuple[str | None, ...]
 
-# Slowest link first: `jax.make_mesh` gives neighbours in the last axis the fastest connection.
-# `inner` is the part of fsdp within the fastest links, an axis of its own so that a rule can name it alone.
+# Slowest link first: `jax.make_mesh` gives neighbours in the last axis the fastest connection. `inner` is the part of
+# fsdp within the fastest links, an axis of its own so that a rule can name it alone.
 AXES = ("stage", "data", "fsdp", "inner", "expert", "context", "tensor")
 
 RULES: dict[str, tuple[str, ...]] = {
@@ -293,7 +294,8 @@ def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array
     return P(*entries)
 
 
-def _is_axes(value: Any) -> bool:
+def is_axes(value: Any) -> bool:
+    """Whether a value is the axes of one array: a tuple of names and None."""
     return type(value) is tuple and all(a is None or isinstance(a, str) for a in value)
 
 
@@ -304,15 +306,13 @@ def named_shardings(tree: PyTree, axes: PyTree, mesh: Mesh | None = None) -> PyT
     def sharding(path, names, leaf):
         return NamedSharding(mesh, partition(names, leaf.shape, jax.tree_util.keystr(path, simple=True, separator=".")))
 
-    return jax.tree_util.tree_map_with_path(sharding, axes, tree, is_leaf=_is_axes)
+    return jax.tree_util.tree_map_with_path(sharding, axes, tree, is_leaf=is_axes)
 
 
 def shard(tree: PyTree, axes: PyTree) -> PyTree:
     """Places each leaf of `tree` on the ambient mesh by its logical axes; the identity without a mesh.
 
-    Args:
-      tree: Pytree of arrays, the same on every process.
-      axes: Pytree of the same structure with a tuple of logical names a leaf.
+    `tree` has arrays that are the same on every process; `axes`, of its structure, a tuple of logical names a leaf.
     """
     if _ambient().empty:
         return tree
@@ -383,7 +383,7 @@ def local(fn: Callable, in_axes: Sequence[Axes], out_axes: Any, *, check: bool =
         in_specs = tuple(
             partition(axes, x.shape, f"argument {i}") for i, (axes, x) in enumerate(zip(in_axes, args, strict=True))
         )
-        out_specs = jax.tree.map(partition, out_axes, is_leaf=_is_axes)
+        out_specs = jax.tree.map(partition, out_axes, is_leaf=is_axes)
         return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=check)(*args)
 
     return wrapped
@@ -395,7 +395,7 @@ def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:
     A leaf whose path ends in a parameter's path and whose shape is the parameter's gets the parameter's
     axes; every other leaf is not split.
     """
-    flat_axes = jax.tree.leaves(param_axes, is_leaf=_is_axes)
+    flat_axes = jax.tree.leaves(param_axes, is_leaf=is_axes)
     known = {
         jax.tree_util.keystr(path): (leaf.shape, axes)
         for (path, leaf), axes in zip(jax.tree_util.tree_leaves_with_path(params), flat_axes, strict=True)

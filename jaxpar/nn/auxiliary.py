@@ -20,6 +20,7 @@ Example:
     assert aux.metrics["uneven"].value == 1 and aux.metrics["load"].value == (1 + 4 + 16 + 64 + 256) / 5
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,20 @@ import jax.numpy as jnp
 
 from jaxpar.types import Array, Info
 
-__all__ = ["NOTHING", "Aux", "Max", "Mean", "Metric", "Min", "Sum", "both", "over_layers", "over_parts", "shown"]
+__all__ = [
+    "NOTHING",
+    "Aux",
+    "Max",
+    "Mean",
+    "Metric",
+    "Min",
+    "Sum",
+    "both",
+    "over_layers",
+    "over_parts",
+    "shown",
+    "stacked",
+]
 
 
 class Mean(NamedTuple):
@@ -97,6 +111,11 @@ class Aux(NamedTuple):
 
 
 NOTHING = Aux()
+
+
+def stacked(told: Sequence[Aux]) -> Aux:
+    """Stacks what several told along a new first axis, as `over_layers` and `over_parts` take it."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *told)
 
 
 def over_layers(told: Aux) -> Aux:

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.mesh import constrain
-from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts
+from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts, stacked
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["InTurn", "Schedule", "Stages", "layer_by_layer", "parts_of"]
@@ -133,7 +133,7 @@ def layer_by_layer(stages: Stages) -> Callable[..., tuple[Array, Aux]]:
             layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
             x, aux = stages.layer(layer, index, x, data, key)
             told.append(aux)
-        aux = over_layers(jax.tree.map(lambda *x: jnp.stack(x), *told))
+        aux = over_layers(stacked(told))
         value, rest = stages.last(params, x, data, total)
         extra: Any = sum(aux.losses.values())
         return value + share * extra, both(aux, rest)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
-from jaxpar.mesh import constrain, gather, in_role
-from jaxpar.nn.auxiliary import Aux, Max, both, over_layers
+from jaxpar.mesh import constrain, gather, in_role, is_axes
+from jaxpar.nn.auxiliary import Aux, Max, both, over_layers, stacked
 from jaxpar.nn.block import block
 from jaxpar.nn.leaf import Leaf, draw
 from jaxpar.nn.linear import on_weight
@@ -63,8 +63,8 @@ class Stack:
 
     num_layers: int = field(legal=AtLeast(1))
     embed_dim: int = field(legal=AtLeast(1))
-    mixer: Any = None
-    mlp: Mlp = Mlp(1)
+    mixer: Any
+    mlp: Mlp
     norm: Norm = Norm()
     dropout: float = field(0.0, Between(0, 1, "[)"))
     init_std: float = field(0.02, Positive())
@@ -122,11 +122,11 @@ class Stack:
         params = self.hold(params)
         if isinstance(params["layers"], tuple):
             return params
-        return params | {"layers": tuple(_unstack(params["layers"], self.num_layers))}
+        return params | {"layers": _unstack(params["layers"], self.num_layers)}
 
     def unstacked_axes(self, axes: PyTree) -> PyTree:
         """Returns the logical axes of unstacked parameters, from those of the parameters."""
-        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=_is_axes)
+        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=is_axes)
         return axes | {"layers": (layer,) * self.num_layers}
 
     def init_cache(self, batch: int, slots: int) -> StackCache:
@@ -145,7 +145,7 @@ class Stack:
         def split(axes, x):
             return constrain(x, *axes, name="cache")
 
-        return jax.tree.map(split, self.cache_axes(), cache, is_leaf=_is_axes)
+        return jax.tree.map(split, self.cache_axes(), cache, is_leaf=is_axes)
 
     def apply(
         self,
@@ -183,10 +183,7 @@ class Stack:
         context = context._replace(valid=valid, visible=visible, key=key)
         rules = context.rules
         x = constrain(x.astype(self.dtype), *rules.outside)
-        if cache is None or fresh:
-            x, layers, aux = self._all_layers(params["layers"], x, context, cache)
-        else:
-            x, layers, aux = self._with_caches(params["layers"], x, context, cache)
+        x, layers, aux = self._layers(params["layers"], x, context, cache)
         x = gather(self.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
         if cache is None:
             return x, None, aux
@@ -234,33 +231,25 @@ class Stack:
             aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(jnp.abs(jax.lax.stop_gradient(x))))}))
         return x, cache, aux
 
-    def _all_layers(self, layers, x, context, cache):
-        """From nothing on: scanned or unrolled, rematerialised."""
+    def _layers(self, layers, x, context, cache):
+        """All layers; scanned where no cache holds anything: a scan would copy each from its inputs to outputs."""
 
-        def body(x, layer_and_index):
-            layer, index = layer_and_index
-            x, new, aux = self.layer(layer, index, x, context, empty)
+        def body(x, layer, index, old):
+            x, new, aux = self.layer(layer, index, x, context, old)
             return x, (new, aux)
 
-        empty, body = None if cache is None else cache.layers[0], self._remat(body)
-        if self.scan_layers and not isinstance(layers, tuple):
-            x, (caches, told) = jax.lax.scan(body, x, (layers, jnp.arange(self.num_layers)))
-            return x, None if cache is None else tuple(_unstack(caches, self.num_layers)), over_layers(told)
-        told = []
-        for index, layer in enumerate(_apart(layers, self.num_layers)):
-            x, new = body(x, (layer, index))
-            told.append(new)
-        caches, told = zip(*told, strict=True)
-        return x, caches, over_layers(jax.tree.map(lambda *x: jnp.stack(x), *told))
-
-    def _with_caches(self, layers, x, context, cache):
-        """After what a cache holds: unrolled, for a scan would copy every cache from its inputs to its outputs."""
+        body, num = self._remat(body), self.num_layers
+        olds = (None,) * num if cache is None else cache.layers
+        if self.scan_layers and not isinstance(layers, tuple) and (cache is None or context.fresh):
+            x, (caches, told) = jax.lax.scan(lambda x, each: body(x, *each, olds[0]), x, (layers, jnp.arange(num)))
+            return x, _unstack(caches, num), over_layers(told)
+        each = layers if isinstance(layers, tuple) else _unstack(layers, num)
         caches, told = [], []
-        for index, (layer, old) in enumerate(zip(_apart(layers, self.num_layers), cache.layers, strict=True)):
-            x, new, aux = self.layer(layer, index, x, context, old)
+        for index, (layer, old) in enumerate(zip(each, olds, strict=True)):
+            x, (new, aux) = body(x, layer, index, old)
             caches.append(new)
             told.append(aux)
-        return x, tuple(caches), over_layers(jax.tree.map(lambda *x: jnp.stack(x), *told))
+        return x, tuple(caches), over_layers(stacked(told))
 
     def _remat(self, body):
         """Wraps a layer by what its backward pass may keep."""
@@ -286,19 +275,11 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, Leaf)
 
 
-def _is_axes(value: Any) -> bool:
-    return type(value) is tuple and all(axis is None or isinstance(axis, str) for axis in value)
-
-
-def _unstack(layers: PyTree, num_layers: int) -> list[PyTree]:
+def _unstack(layers: PyTree, num_layers: int) -> tuple[PyTree, ...]:
     """Splits stacked layers by `lax.split`, whose transpose is a concatenation that XLA fuses into the optimizer."""
     flat, treedef = jax.tree.flatten(layers)
     parts = [jax.lax.split(leaf, [1] * num_layers, axis=0) for leaf in flat]
-    return [treedef.unflatten([jnp.squeeze(part[i], 0) for part in parts]) for i in range(num_layers)]
-
-
-def _apart(layers: PyTree, num_layers: int) -> Any:
-    return layers if isinstance(layers, tuple) else _unstack(layers, num_layers)
+    return tuple(treedef.unflatten([jnp.squeeze(part[i], 0) for part in parts]) for i in range(num_layers))
 
 
 def _began(places: jax.Array, starts: jax.Array | None, before: jax.Array) -> jax.Array:

@@ -151,7 +151,7 @@ def attention_by_hand(params, x, episode, window):
 def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x64):
     rng, window, lanes = np.random.default_rng(0), 3, 2
     mixer = Attention(heads, groups, 2, positions=Alibi(), visible=Visible(window=window))
-    stack = Stack(1, 3, mixer, dtype="float64")
+    stack = Stack(1, 3, mixer, Mlp(6), dtype="float64")
     given = {name: rng.standard_normal(leaf.shape) for name, leaf in mixer.leaves(3, 1.0, 1.0).items()}
     given["x"] = rng.standard_normal((lanes, 7, 3))
     starts = np.array([[0, 0, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]], bool)

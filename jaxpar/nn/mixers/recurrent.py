@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.mesh import in_role, local, mesh_axes, num_shares
+from jaxpar.mesh import in_role, is_axes, local, mesh_axes, num_shares
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.auxiliary import NOTHING, Aux, Max, Min
 from jaxpar.nn.cells import Cell
@@ -205,7 +205,7 @@ def mixed(
 
     out_axes = (None, "batch", "mlp"), states
     out_axes = (*out_axes, dict.fromkeys(INFO, ())) if with_info else out_axes
-    return local(block, jax.tree.leaves(axes, is_leaf=_is_axes), out_axes)(*flat)
+    return local(block, jax.tree.leaves(axes, is_leaf=is_axes), out_axes)(*flat)
 
 
 def _after(states: jax.Array, h0: jax.Array, valid: jax.Array | None) -> jax.Array:
@@ -224,7 +224,3 @@ def _worst(stats: Any) -> Info:
     axes = (*mesh_axes("batch"), *mesh_axes("mlp"))
     worst = [jax.lax.pmax(jnp.float32(x), axes) if axes else jnp.float32(x) for x in values]
     return {"iterations": worst[0], "residual": worst[1], "converged": -worst[2]}
-
-
-def _is_axes(value: Any) -> bool:
-    return type(value) is tuple and all(axis is None or isinstance(axis, str) for axis in value)
