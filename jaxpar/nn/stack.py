@@ -63,8 +63,8 @@ class Stack:
 
     num_layers: int = field(legal=AtLeast(1))
     embed_dim: int = field(legal=AtLeast(1))
-    mixer: Any
-    mlp: Mlp
+    mixer: Any = field()
+    mlp: Mlp = field()
     norm: Norm = Norm()
     dropout: float = field(0.0, Between(0, 1, "[)"))
     init_std: float = field(0.02, Positive())
