@@ -54,7 +54,7 @@ bench: $(VENV)/.run
 	$(PY) bench/lm_throughput.py $(args)
 
 notebooks: $(VENV)/.test
-	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
+	$(VENV)/bin/jupytext --update --to ipynb notebooks/*.py
 
 clean:
 	rm -rf $(VENV) .venv-* .pytest_cache docs/_build build dist

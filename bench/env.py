@@ -6,19 +6,19 @@ Every observation, reward and flag is summed as it comes, or XLA would drop what
 
 | side | what it is |
 | --- | --- |
-| bare | gymnax's `reset` and `step` under `vmap` in a `scan`, keys split lane by lane; it resets in every step |
-| lane, batch | `jaxpar.rollout.unroll` of the same environment, its own resets taken out, with either family of keys |
-| lane-same, batch-same | the same with `SameStep()` |
-| batch-loop, batch-pool | the same with `Chunked(lanes / 32)`, which always loops, and with `Pool(256)` |
-| lane-trip1, batch-trip1 | the same with one step a trip of the compiled loop, or any other number |
+| bare | gymnax's `reset` and `step` under `vmap` in a `scan`, keys split for each environment; resets at every step |
+| env, batch | `jaxpar.rollout.rollout` of the same environment, without its own resets, by either `prng` |
+| env-same, batch-same | the same with `SameStep()` |
+| batch-loop, batch-pool | the same with `Chunked(environments / 32)`, which always loops, and with `Pool(256)` |
+| env-unroll1, batch-unroll1 | the same with one step in an iteration of the compiled loop, or any other number |
 | none | no reset at all: what the others strive for |
 | numpy | Gymnasium's vector environment in NumPy, where it has one |
 
 `--envs` takes gymnax's names, those of `envs`, and Craftax's where it is installed; `bare` is for gymnax's alone:
 others are compared with the first side named. Random policies. Done rates are shown, for they decide what resets cost.
 
-    python bench/env.py --envs CartPole-v1 --lanes 64,1024,4096,16384          # CPU
-    python bench/env.py --envs CartPole-v1,Breakout-MinAtar --lanes 2048,65536,1048576 --steps 100
+    python bench/env.py --envs CartPole-v1 --num-envs 64,1024,4096,16384          # CPU
+    python bench/env.py --envs CartPole-v1,Breakout-MinAtar --num-envs 2048,65536,1048576 --steps 100
 """
 
 import argparse
@@ -37,9 +37,11 @@ import jax.numpy as jnp
 from harness import HERE, Table
 
 from jaxpar.env import adapt
-from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, begin, random_policy, unroll
+from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, init, random_policy, rollout
 
-SIDES = ("bare", "lane-same", "lane", "batch-same", "batch", "batch-trip1", "batch-loop", "batch-pool", "none", "numpy")
+SIDES = (
+    "bare", "env-same", "env", "batch-same", "batch", "batch-unroll1", "batch-loop", "batch-pool", "none", "numpy",
+)  # fmt: skip
 
 
 def made(name: str) -> tuple[Any, Any, Any]:
@@ -61,63 +63,64 @@ def made(name: str) -> tuple[Any, Any, Any]:
 
 
 def checksum(*trees: Any) -> jax.Array:
-    """Returns the sum of everything, one number a lane."""
+    """Returns the sum of everything, one number for each environment."""
     leaves = jax.tree.leaves(trees)
     return sum(leaf.astype(jnp.float32).reshape(len(leaf), -1).sum(1) for leaf in leaves)  # type: ignore[return-value]
 
 
-def bare_side(env, params, num_lanes, num_steps):
+def bare_side(env, params, num_envs, num_steps):
     """Returns gymnax's loop, `(key, carry) -> (carry, sum, episodes)`, and its first carry."""
     act, step = jax.vmap(env.action_space(params).sample), jax.vmap(env.step, (0, 0, 0, None))
 
     def go(key, carry):
         def body(carry, key):
             act_key, step_key = jax.random.split(key)
-            action = act(jax.random.split(act_key, num_lanes))
+            action = act(jax.random.split(act_key, num_envs))
             seen = carry[0]
             *carry, reward, terminated, truncated, _ = step(
-                jax.random.split(step_key, num_lanes), carry[1], action, params
+                jax.random.split(step_key, num_envs), carry[1], action, params
             )
             return tuple(carry), (checksum(seen, reward, terminated, truncated).sum(), (terminated | truncated).sum())
 
         carry, (total, ended) = jax.lax.scan(body, carry, jax.random.split(key, num_steps))
         return carry, total.sum(), ended.sum()
 
-    first = jax.vmap(env.reset, (0, None))(jax.random.split(jax.random.key(1), num_lanes), params)
+    first = jax.vmap(env.reset, (0, None))(jax.random.split(jax.random.key(1), num_envs), params)
     # Some environments begin with other types than they go on with: a scan carries those of a step.
-    action = act(jax.random.split(jax.random.key(2), num_lanes))
-    return go, step(jax.random.split(jax.random.key(3), num_lanes), first[1], action, params)[:2]
+    action = act(jax.random.split(jax.random.key(2), num_envs))
+    return go, step(jax.random.split(jax.random.key(3), num_envs), first[1], action, params)[:2]
 
 
-def our_side(env, params, num_lanes, num_steps, side, warm):
-    """Returns our loop and its first lanes, walked `warm` steps so that episodes end as often as they will."""
-    draw, _, how = side.partition("-")
-    reset = {"same": SameStep(), "loop": Chunked(max(1, num_lanes // 32)), "pool": Pool(256)}.get(how)
-    trip = int(how.removeprefix("trip")) if how.startswith("trip") else None
+def our_side(env, params, num_envs, num_steps, side, warm):
+    """Returns our loop and its environments after `warm` steps, so that episodes end as often as they will."""
+    prng, _, how = side.partition("-")
+    reset = {"same": SameStep(), "loop": Chunked(max(1, num_envs // 32)), "pool": Pool(256)}.get(how)
+    unroll = int(how.removeprefix("unroll")) if how.startswith("unroll") else None
     if side == "none":
-        draw, reset = "batch", NoReset()
+        prng, reset = "batch", NoReset()
 
     def keep(row):
         return checksum(row.obs, row.reward, row.terminated, row.truncated).sum()[None], row.ended.sum()[None]
 
-    def go(key, lanes):
-        lanes, (total, ended) = unroll(
-            key, lanes, env, params, random_policy(env), params, num_steps, reset=reset, draw=draw, keep=keep, trip=trip
-        )
-        return lanes, total.sum(), ended.sum()
+    def go(key, env_state):
+        env_state, (total, ended) = rollout(
+            key, env_state, env, params, random_policy(env), params, num_steps,
+            reset=reset, prng=prng, keep=keep, unroll=unroll,
+        )  # fmt: skip
+        return env_state, total.sum(), ended.sum()
 
-    lanes = begin(jax.random.key(1), env, params, num_lanes, draw=draw)
+    env_state = init(jax.random.key(1), env, params, num_envs, prng=prng)
     if warm:
-        options = {"draw": draw, "keep": lambda row: row.ended}
-        lanes, _ = unroll(jax.random.key(1), lanes, env, params, random_policy(env), params, warm, **options)
-    return go, lanes
+        options = {"prng": prng, "keep": lambda row: row.ended}
+        env_state, _ = rollout(jax.random.key(1), env_state, env, params, random_policy(env), params, warm, **options)
+    return go, env_state
 
 
-def numpy_side(name, num_lanes, num_steps):
+def numpy_side(name, num_envs, num_steps):
     """Returns Gymnasium's loop; it has a NumPy vector environment for a few names only."""
     import gymnasium
 
-    env = gymnasium.make_vec(name, num_lanes, vectorization_mode="vector_entry_point")
+    env = gymnasium.make_vec(name, num_envs, vectorization_mode="vector_entry_point")
     env.reset(seed=0)
 
     def go(key, carry):
@@ -131,14 +134,14 @@ def numpy_side(name, num_lanes, num_steps):
     return go, None
 
 
-def programs(name: str, num_lanes: int, num_steps: int, sides: list[str], warm: int) -> dict[str, dict]:
+def programs(name: str, num_envs: int, num_steps: int, sides: list[str], warm: int) -> dict[str, dict]:
     """Returns what runs of each side that exists here, its first carry and the seconds of compilation."""
     env, params, theirs = made(name)
     found = {}
     for side in sides:
         if side == "numpy":
             try:
-                go, carry = numpy_side(name, num_lanes, num_steps)
+                go, carry = numpy_side(name, num_envs, num_steps)
             except Exception:  # no such environment, or none in NumPy: this side has no row
                 continue
             found[side] = {"go": go, "carry": carry, "compile_s": 0.0}
@@ -146,16 +149,16 @@ def programs(name: str, num_lanes: int, num_steps: int, sides: list[str], warm: 
         if side == "bare":
             if theirs is None:
                 continue
-            go, carry = bare_side(theirs, params, num_lanes, num_steps)
+            go, carry = bare_side(theirs, params, num_envs, num_steps)
         else:
-            go, carry = our_side(env, params, num_lanes, num_steps, side, warm)
+            go, carry = our_side(env, params, num_envs, num_steps, side, warm)
         began = time.perf_counter()
         compiled = jax.jit(go).lower(jax.random.key(0), carry).compile()
         found[side] = {"go": compiled, "carry": carry, "compile_s": time.perf_counter() - began}
     return found
 
 
-def measured(sides: dict[str, dict], rounds: int, num_lanes: int, num_steps: int) -> list[dict]:
+def measured(sides: dict[str, dict], rounds: int, num_envs: int, num_steps: int) -> list[dict]:
     """Runs all sides in turn for `rounds` rounds after two of warm-up; one row a side."""
     taken = {side: [] for side in sides}
     ended = dict.fromkeys(sides, 0)
@@ -173,28 +176,28 @@ def measured(sides: dict[str, dict], rounds: int, num_lanes: int, num_steps: int
         ratios = [a / b for a, b in zip(first, seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         rows.append({
-            "side": side, "msps": num_lanes * num_steps / statistics.median(seconds) / 1e6, "ratio": middle,
-            "low": low, "high": high, "done": ended[side] / (rounds * num_lanes * num_steps),
+            "side": side, "msps": num_envs * num_steps / statistics.median(seconds) / 1e6, "ratio": middle,
+            "low": low, "high": high, "done": ended[side] / (rounds * num_envs * num_steps),
             "compile_s": sides[side]["compile_s"],
         })  # fmt: skip
     return rows
 
 
 def main() -> None:
-    """Measures every environment at every number of lanes."""
+    """Measures every environment at every number of environments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--envs", default="CartPole-v1,Pendulum-v1,MountainCar-v0,Breakout-MinAtar,Asterix-MinAtar")
-    parser.add_argument("--lanes", default="64,1024,4096,16384")
+    parser.add_argument("--num-envs", default="64,1024,4096,16384")
     parser.add_argument("--steps", type=int, default=64, help="steps of a program")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--sides", default="bare,lane,batch,numpy", help=f"of {','.join(SIDES)}")
+    parser.add_argument("--sides", default="bare,env,batch,numpy", help=f"of {','.join(SIDES)}")
     parser.add_argument("--warm", type=int, default=0, help="steps that our sides walk before, for long episodes")
     parser.add_argument("--budget-s", type=float, default=1200, help="no case starts after these seconds")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "env.json")
     args = parser.parse_args()
     columns = {
         "env": lambda row: row["env"],
-        "lanes": lambda row: str(row["lanes"]),
+        "environments": lambda row: str(row["environments"]),
         "side": lambda row: row["side"],
         "M steps/s": lambda row: f"{row['msps']:.4g}",
         "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
@@ -205,14 +208,14 @@ def main() -> None:
     load = os.getloadavg()[0]
     table.head(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before")
     for name in args.envs.split(","):
-        for num_lanes in map(int, args.lanes.split(",")):
-            case = {"env": name, "lanes": num_lanes, "steps": args.steps, "device": jax.devices()[0].device_kind}
+        for num_envs in map(int, args.num_envs.split(",")):
+            case = {"env": name, "environments": num_envs, "steps": args.steps, "device": jax.devices()[0].device_kind}
             if time.monotonic() - began > args.budget_s:
                 table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
                 continue
             try:
-                sides = programs(name, num_lanes, args.steps, args.sides.split(","), args.warm)
-                rows = measured(sides, args.rounds, num_lanes, args.steps)
+                sides = programs(name, num_envs, args.steps, args.sides.split(","), args.warm)
+                rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a case may fail, and is a row then
                 rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]
             for row in rows:

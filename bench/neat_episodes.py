@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 
 import envs  # noqa: E402
 from jaxpar.env import adapt, reset, step  # noqa: E402
-from jaxpar.neat import Episodes, Neat, NeatConfig, ends_of  # noqa: E402
+from jaxpar.neat import Episodes, Neat, NeatConfig, io_sizes  # noqa: E402
 from jaxpar.neat.episodes import act  # noqa: E402
 
 
@@ -39,7 +39,7 @@ def made(name: str):
         env = adapt(env, params)
     else:
         env, params = envs.make(name)
-    return env, params, ends_of(env, params, False)
+    return env, params, io_sizes(env, params, False)
 
 
 def ours(args, env, params, ends):

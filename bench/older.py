@@ -1,8 +1,11 @@
-"""Is this checkout as fast as an older one? Training and decoding, both checkouts interleaved in one run.
+"""Is this checkout as fast as an older one? Every pillar, both checkouts interleaved in one run.
 
     git worktree add ../older 323acd7
     python bench/older.py ../older                       # a GPU or TPU: GPT-2 124M, and Llama 3.2 1B's shape
     python bench/older.py ../older --tiny --rounds 3     # any machine, in minutes
+    python bench/older.py ../older --what loops          # a recurrence, NEAT, a planner, PPO
+
+What is built here uses names alone that both checkouts have.
 
 Each side is a process of its own, which compiles first and then answers a round at a time. Printed are medians, the
 ratio old / new (over 1: this checkout is faster), and for decoding the time in which the card reads all weights once
@@ -22,8 +25,60 @@ from harness import Worker
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-def programs(tiny: bool) -> dict:
-    """Returns what is timed: name -> a function that runs it once, and the bytes of weights that it reads."""
+def loops(tiny: bool) -> dict:
+    """Returns a program of every pillar but the language model: name -> (runs it once, what it counts, 0)."""
+    import jax
+    import jax.numpy as jnp
+
+    import envs
+    from jaxpar.neat import Neat, NeatConfig, Table, xor
+    from jaxpar.pomdp import ParticleBelief, Vopp
+    from jaxpar.rl import Network, Ppo, train
+    from jaxpar.solve import parallel_scan
+
+    key = jax.random.key(0)
+    length, width = (1024, 16) if tiny else (10_000, 64)
+    weights = jax.random.normal(key, (2, width, width)) / width**0.5
+    series = jax.random.normal(key, (length, width))
+
+    def loss(weights, series):
+        def step(h, x):
+            h = jnp.tanh(h @ weights[0] + x @ weights[1])
+            return h, h
+
+        return jnp.mean(parallel_scan(step, jnp.zeros((width,)), series)[1] ** 2)
+
+    gradient = jax.jit(jax.grad(loss))
+
+    generations = 20
+    neat = Neat(NeatConfig(3, 1, 1000 if tiny else 10_000, 50, 100, 20), Table())
+
+    def evolve(key):
+        state = neat.init(key, xor())
+        keys = jax.random.split(key, generations)
+        return jax.lax.scan(lambda state, key: (neat.step(key, state, xor())[0], None), state, keys)[0]
+
+    evolve = jax.jit(evolve)
+
+    env, params = envs.make("RockSample-7-8")
+    planner = Vopp(iterations=4, num_simulations=256 if tiny else 8192)
+    belief = ParticleBelief(256).init(key, env, params)
+    plan = jax.jit(lambda key: planner.plan(key, env, params, belief))
+
+    cart_pole, updates = envs.make("CartPole-v1")[0], 20
+    ppo = Ppo(cart_pole, Network(), Ppo(cart_pole).rates, 16 if tiny else 2048, 128)
+    learn = jax.jit(lambda key: train(ppo, key, None, updates))
+
+    return {
+        "recurrence, gradient": (functools.partial(gradient, weights, series), 1, 0),
+        "NEAT, a generation": (functools.partial(evolve, key), generations, 0),
+        "Vopp, a plan": (functools.partial(plan, key), 1, 0),
+        "PPO, an update": (functools.partial(learn, key), updates, 0),
+    }
+
+
+def language_models(tiny: bool) -> dict:
+    """Returns training and decoding: name -> (runs it once, what it counts, the bytes of weights that it reads)."""
     import jax
     import jax.numpy as jnp
 
@@ -64,13 +119,13 @@ def programs(tiny: bool) -> dict:
     }
 
 
-def serve(tiny: bool) -> None:
+def serve(what: str, tiny: bool) -> None:
     """Answers every line of standard input with the seconds of one round of each program."""
     import jax
 
     import jaxpar
 
-    made = programs(tiny)
+    made = {"lm": language_models, "loops": loops}[what](tiny)
     for run, _, _ in made.values():
         jax.block_until_ready(run())
     for _ in sys.stdin:
@@ -90,7 +145,7 @@ def times(answers: list[dict]) -> dict[str, float]:
     rounds = []
     for answer in answers:
         seconds, per = answer["seconds"], answer["per"]
-        first = seconds["prompt and a token"]
+        first = seconds.get("prompt and a token", 0.0)
         rounds.append(
             {name: (seconds[name] - first * (per[name][1] > 0)) / per[name][0] for name in seconds},
         )
@@ -98,18 +153,19 @@ def times(answers: list[dict]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Parses flags, measures, prints, and writes bench/results/older.json."""
+    """Parses flags, measures, prints, and writes bench/results/older_WHAT.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("older", help="a checkout of another commit")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--what", choices=("lm", "loops"), default="lm")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="of the card, bytes a second")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         sys.path.insert(0, args.older)
-        return serve(args.tiny)
-    flags = ["--tiny"] if args.tiny else []
+        return serve(args.what, args.tiny)
+    flags = ["--what", args.what, *["--tiny"] * args.tiny]
     paths = {"old": str(pathlib.Path(args.older).resolve()), "new": str(HERE.parent)}
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     workers = {side: Worker([__file__, path, "--serve", *flags], memory) for side, path in paths.items()}
@@ -131,7 +187,9 @@ def main() -> None:
         print(f"{name:20} old {old * 1e3:9.2f} ms, new {new * 1e3:9.2f} ms, ratio {old / new:.3f}{limit}")
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
-    (folder / "older.json").write_text(json.dumps(medians | {"device": answers["new"][0]["device"]}, indent=1) + "\n")
+    (folder / f"older_{args.what}.json").write_text(
+        json.dumps(medians | {"device": answers["new"][0]["device"]}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -96,7 +96,9 @@ def sides_of(case: str, args: argparse.Namespace, layout: int = 0) -> dict[str, 
             peers["pomdp-py"] = lambda: PomdpPy(env, args.simulations, facts["depth"], 20.0, 1000)
         planners = {
             "Pomcp": Pomcp(
-                args.lanes, exploration=20.0, **shape | {"iterations": max(1, args.simulations // args.lanes)}
+                args.pomcp_simulations,
+                exploration=20.0,
+                **shape | {"iterations": max(1, args.simulations // args.pomcp_simulations)},
             ),
             "Vopp": Vopp(count, eta=facts["eta"], depth_power=facts["alpha"], **shape),
         }
@@ -172,7 +174,7 @@ def main() -> None:
     parser.add_argument("--vopp", type=pathlib.Path, help="checkout of the published VOPP")
     parser.add_argument("--simulations", type=int, default=4096, help="of a plan")
     parser.add_argument("--num-simulations", type=int, default=256, help="in parallel, of both VOPPs")
-    parser.add_argument("--lanes", type=int, default=64, help="in parallel, of our Pomcp")
+    parser.add_argument("--pomcp-simulations", type=int, default=64, help="in parallel, of our Pomcp")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds of a plan instead of simulations")
     parser.add_argument("--iterations", type=int, default=4096, help="most batches of a plan by the clock")
     parser.add_argument("--max-nodes", type=int, default=1 << 17)

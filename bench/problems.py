@@ -1,7 +1,7 @@
 """The recurrences that the benchmarks solve: cells, weights, inputs, and their float64 sequential solution.
 
 Everything is drawn with numpy, so that each framework gets the same numbers. A cell is `step(w, h, x) -> h` on arrays
-[..., n] of any float type; `drive` computes its pre-activations x from the inputs of all steps at once.
+[..., n] of any float type; `input_projections` computes its pre-activations x from the inputs of all steps at once.
 """
 
 import functools
@@ -94,7 +94,7 @@ def inputs(cell: str, length: int, batch: int, n: int, seed: int = 1):
     return tuple(drawn) if cell in NAMES else drawn[0]
 
 
-def drive(cell: str, w, xs):
+def input_projections(cell: str, w, xs):
     """Returns what each step of the recurrence consumes: of matrix cells one product over all steps."""
     return xs if cell in NAMES else dot(xs, w["w"])
 
@@ -124,7 +124,7 @@ def sequential(cell: str, w, xs, unroll: int = 1):
     """Returns ys [T, B, n] by `lax.scan`."""
     leaf = jax.tree.leaves(xs)[0]
     start = initial(cell, leaf.shape[1:], leaf.dtype)
-    return lax.scan(step_of(cell, w, leaf.dtype), start, drive(cell, w, xs), unroll=unroll)[1]
+    return lax.scan(step_of(cell, w, leaf.dtype), start, input_projections(cell, w, xs), unroll=unroll)[1]
 
 
 @functools.cache

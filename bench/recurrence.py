@@ -118,7 +118,7 @@ def solver(request: dict, notes: dict, w, xs):
     def problem(w, xs):
         leaf = jax.tree.leaves(xs)[0]
         start = problems.initial(cell, leaf.shape[1:], leaf.dtype)
-        return problems.step_of(cell, w, leaf.dtype), start, problems.drive(cell, w, xs)
+        return problems.step_of(cell, w, leaf.dtype), start, problems.input_projections(cell, w, xs)
 
     begin = time.perf_counter()
     method = method_of(row, request["direction"] == "fwd+bwd", problem(w, xs) if row == "jaxpar choose" else ())

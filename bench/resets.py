@@ -1,12 +1,12 @@
 """What a costly reset costs: steps a second of a drawn island by reset policy, where 0.1 to 10 % of the steps end one.
 
-Ends are drawn, each lane ending in each step with the chance of the row, in place of the environment's own: so every
-policy sees the same rate, spread over the lanes. All policies of a row run in this one process in turn, round after
-round, as in `bench/env.py`; ratios are to `SameStep`, which resets every lane at every step, and every observation,
-reward and flag is summed. "no ends" is `Chunked()` where nothing ends: what the others strive for.
+Ends are drawn, each environment ending in each step with the chance of the row, in place of the environment's own: so
+every policy sees the same rate, spread over the environments. All policies of a row run in this one process in turn,
+round after round, as in `bench/env.py`; ratios are to `SameStep`, which resets all environments at every step, and
+every observation, reward and flag is summed. "no ends" is `Chunked()` where nothing ends: the upper bound.
 
     python bench/resets.py                                              # CPU, some minutes
-    python bench/resets.py --env Survival --lanes 4096 --steps 64
+    python bench/resets.py --env Survival --num-envs 4096 --steps 64
     python bench/resets.py --env Craftax-Classic-Symbolic-v1             # where Craftax is installed
 """
 
@@ -28,7 +28,7 @@ from env import checksum, made, measured
 from harness import HERE, Table
 
 from jaxpar.env import reset, step
-from jaxpar.rollout import Chunked, Pool, SameStep, begin, random_policy, unroll
+from jaxpar.rollout import Chunked, Pool, SameStep, init, random_policy, rollout
 
 
 @flax.struct.dataclass
@@ -61,8 +61,8 @@ class EndsByChance:
         return made._replace(terminated=ends, truncated=jnp.zeros_like(ends))
 
 
-def program(name: str, num_lanes: int, num_steps: int, policy: Any) -> dict:
-    """Returns what runs, `(key, (lanes, params)) -> ...`, its lanes and the seconds of compilation."""
+def program(name: str, num_envs: int, num_steps: int, policy: Any) -> dict:
+    """Returns what runs, `(key, (environments, params)) -> ...`, its environments and the seconds of compilation."""
     inner, params, _ = made(name)
     env = EndsByChance(inner)
 
@@ -70,23 +70,23 @@ def program(name: str, num_lanes: int, num_steps: int, policy: Any) -> dict:
         return checksum(row.obs, row.reward, row.terminated, row.truncated).sum()[None], row.ended.sum()[None]
 
     def go(key, carry):
-        lanes, params = carry
-        lanes, (total, ended) = unroll(
-            key, lanes, env, params, random_policy(env), params, num_steps, reset=policy, keep=keep
+        env_state, params = carry
+        env_state, (total, ended) = rollout(
+            key, env_state, env, params, random_policy(env), params, num_steps, reset=policy, keep=keep
         )
-        return (lanes, params), total.sum(), ended.sum()
+        return (env_state, params), total.sum(), ended.sum()
 
     params = Params(params, jnp.float32(0))
-    lanes = begin(jax.random.key(1), env, params, num_lanes)
+    env_state = init(jax.random.key(1), env, params, num_envs)
     began = time.perf_counter()
-    compiled = jax.jit(go).lower(jax.random.key(0), (lanes, params)).compile()
-    return {"go": compiled, "carry": (lanes, params), "compile_s": time.perf_counter() - began}
+    compiled = jax.jit(go).lower(jax.random.key(0), (env_state, params)).compile()
+    return {"go": compiled, "carry": (env_state, params), "compile_s": time.perf_counter() - began}
 
 
 def at_rate(side: dict, rate: float) -> dict:
     """Returns the program with the chance of an end set."""
-    lanes, params = side["carry"]
-    return side | {"carry": (lanes, params.replace(rate=jnp.float32(rate)))}
+    env_state, params = side["carry"]
+    return side | {"carry": (env_state, params.replace(rate=jnp.float32(rate)))}
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="Survival-32x32")
     parser.add_argument("--rates", default="0.001,0.003,0.01,0.03,0.1")
-    parser.add_argument("--lanes", type=int, default=256)
+    parser.add_argument("--num-envs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=32, help="steps of a program; a pool is drawn once in each")
     parser.add_argument("--pool", type=int, default=32, help="states in the pool")
     parser.add_argument("--rounds", type=int, default=20)
@@ -111,18 +111,18 @@ def main() -> None:
     }
     table, began = Table(columns, args.out), time.monotonic()
     device, load = jax.devices()[0].device_kind, os.getloadavg()[0]
-    shape = f"{args.lanes} lanes, {args.steps} steps a program"
+    shape = f"{args.num_envs} environments, {args.steps} steps a program"
     table.head(f"{args.env}, {shape}, {device}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before")
     policies = {"SameStep()": SameStep(), "Chunked()": Chunked(), f"Pool({args.pool})": Pool(args.pool)}
-    sides = {name: program(args.env, args.lanes, args.steps, policy) for name, policy in policies.items()}
+    sides = {name: program(args.env, args.num_envs, args.steps, policy) for name, policy in policies.items()}
     for rate in map(float, args.rates.split(",")):
-        case = {"env": args.env, "lanes": args.lanes, "steps": args.steps, "rate": rate, "device": device}
+        case = {"env": args.env, "environments": args.num_envs, "steps": args.steps, "rate": rate, "device": device}
         if time.monotonic() - began > args.budget_s:
             table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
             continue
         ending = {name: at_rate(side, rate) for name, side in sides.items()}
         ending["no ends"] = at_rate(sides["Chunked()"], 0)
-        for row in measured(ending, args.rounds, args.lanes, args.steps):
+        for row in measured(ending, args.rounds, args.num_envs, args.steps):
             table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows), "load after": os.getloadavg()[0]}))
 

@@ -1,4 +1,4 @@
-"""PPO beside PureJaxRL's: whole runs, many agents at once, memories trained on long unrolls; learners side by side.
+"""PPO beside PureJaxRL's: whole runs, many agents at once, memories trained on long rollouts; learners side by side.
 
 Runs of both sides alternate in this one process; seconds are medians, compiling apart. PureJaxRL is given as the path
 of its `purejaxrl` folder and run as it is, through gymnax's wrapper for the old step; what it imports and PPO does not
@@ -6,10 +6,10 @@ need (Brax, Navix) is replaced by empty modules, and Distrax, where it is not in
 
     python bench/rl.py --purejaxrl PATH                                      # CartPole, 16 seeds one after another
     python bench/rl.py --purejaxrl PATH --agents 256,2048 --updates 100      # many at once
-    python bench/rl.py --purejaxrl PATH --env Breakout-MinAtar --steps 1000000 --lanes 64 --minibatches 8 \
+    python bench/rl.py --purejaxrl PATH --env Breakout-MinAtar --steps 1000000 --num-envs 64 --minibatches 8 \
         --activation relu --rate 5e-3 --anneal 1220 --seeds 3
-    python bench/rl.py --case memory --unroll 1024,4096                      # seconds an update, by memory
-    python bench/rl.py --case learners --flags "preset=minatar steps=10_000_000" --flags "preset=minatar_pqn"
+    python bench/rl.py --case memory --num-steps 1024,4096                   # seconds an update, by memory
+    python bench/rl.py --case learners --flags "preset=minatar train.steps=10_000_000" --flags "preset=minatar_pqn"
 """
 
 import argparse
@@ -28,7 +28,7 @@ import numpy as np
 from harness import HERE, Table
 
 import envs
-from experiments.rl import compose, judged, make_learner, num_updates
+from experiments.rl import compose, evaluation_returns, make_learner, num_updates
 from jaxpar.rl import Network, Ppo, PpoRates, train
 from jaxpar.solve import Newton, Sequential
 
@@ -49,8 +49,8 @@ def ours(args: argparse.Namespace, updates: int) -> Any:
     """Returns the whole run of a key, giving the mean return of each update."""
     env, _ = envs.make(args.env)
     rates = PpoRates(learning_rate=args.rate, anneal=float(args.anneal or updates))
-    ppo = Ppo(env, Network(activation=args.activation), rates, args.lanes, args.unroll[0], minibatches=args.minibatches,
-              draw=args.draw)  # fmt: skip
+    ppo = Ppo(env, Network(activation=args.activation), rates, args.num_envs, args.num_steps[0],
+              minibatches=args.minibatches, prng=args.prng)  # fmt: skip
     return lambda key: train(ppo, key, None, updates)[1]["return_mean"]
 
 
@@ -75,8 +75,8 @@ def theirs(args: argparse.Namespace, updates: int) -> Any:
     import ppo
 
     config = {
-        "LR": args.rate, "NUM_ENVS": args.lanes, "NUM_STEPS": args.unroll[0],
-        "TOTAL_TIMESTEPS": updates * args.lanes * args.unroll[0], "UPDATE_EPOCHS": 4,
+        "LR": args.rate, "NUM_ENVS": args.num_envs, "NUM_STEPS": args.num_steps[0],
+        "TOTAL_TIMESTEPS": updates * args.num_envs * args.num_steps[0], "UPDATE_EPOCHS": 4,
         "NUM_MINIBATCHES": args.minibatches, "GAMMA": 0.99, "GAE_LAMBDA": 0.95, "CLIP_EPS": 0.2, "ENT_COEF": 0.01,
         "VF_COEF": 0.5, "MAX_GRAD_NORM": 0.5, "ACTIVATION": args.activation, "ENV_NAME": args.env,
         "ANNEAL_LR": not args.anneal, "DEBUG": False,
@@ -114,7 +114,7 @@ class _Categorical:
 def runs(args: argparse.Namespace, table: Table) -> None:
     """Whole runs of both sides, by turns."""
     for agents in args.agents:
-        updates = args.updates or -(-args.steps // (args.lanes * args.unroll[0]))
+        updates = args.updates or -(-args.steps // (args.num_envs * args.num_steps[0]))
         sides = {"jaxpar": ours(args, updates)} | ({"PureJaxRL": theirs(args, updates)} if args.purejaxrl else {})
         programs, taken, found = {}, {side: [] for side in sides}, {side: [] for side in sides}
         keys = jax.random.split(jax.random.key(0), (args.seeds, agents))
@@ -133,25 +133,25 @@ def runs(args: argparse.Namespace, table: Table) -> None:
             tail = np.nanmean(returns[:, -max(1, updates // 50) :], 1)
             over = [np.argmax(r >= args.goal) + 1 if (r >= args.goal).any() else np.inf for r in returns]
             seconds = statistics.median(taken[side])
-            steps = updates * args.lanes * args.unroll[0]
+            steps = updates * args.num_envs * args.num_steps[0]
             table.add({
                 "env": args.env, "agents": agents, "side": side, "compile_s": compile_s, "seconds": seconds,
                 "steps_per_s": agents * steps / seconds, "final": float(tail.mean()),
                 "error": float(tail.std(ddof=1) / np.sqrt(len(tail))) if len(tail) > 1 else float("nan"),
                 "runs": len(tail), "reached": int(np.isfinite(over).sum()),
-                "steps_to_goal": float(np.median(over)) * args.lanes * args.unroll[0],
+                "steps_to_goal": float(np.median(over)) * args.num_envs * args.num_steps[0],
             })  # fmt: skip
 
 
 def memories(args: argparse.Namespace, table: Table) -> None:
-    """Seconds of one update by memory and unroll, all of one width; the ratio is to the first of them."""
+    """Seconds of one update by memory and rollout, all of one width; the ratio is to the first of them."""
     env, _ = envs.make(args.env if args.env != "CartPole-v1" else "RepeatPrevious-Easy")
-    for unroll in args.unroll:
+    for num_steps in args.num_steps:
         programs = {}
         for name in args.memories or MEMORIES:
             memory, method = MEMORIES[name]
             network = Network((args.width,), (args.width,), memory=memory, memory_size=args.width, method=method)
-            ppo = Ppo(env, network, num_lanes=args.lanes, num_steps=unroll, minibatches=args.minibatches)
+            ppo = Ppo(env, network, num_envs=args.num_envs, num_steps=num_steps, minibatches=args.minibatches)
             state = jax.jit(ppo.init)(jax.random.key(0), None)
             began = time.perf_counter()
             step = jax.jit(lambda key, state, ppo=ppo: ppo.step(key, state, None)).lower(jax.random.key(0), state)
@@ -164,7 +164,7 @@ def memories(args: argparse.Namespace, table: Table) -> None:
         slow = statistics.median(programs[next(iter(programs))][3][1:])
         for name, (_, _, compile_s, taken) in programs.items():
             seconds = statistics.median(taken[1:])
-            table.add({"memory": name, "unroll": unroll, "seconds": seconds, "ratio": slow / seconds,
+            table.add({"memory": name, "num_steps": num_steps, "seconds": seconds, "ratio": slow / seconds,
                          "compile_s": compile_s})  # fmt: skip
 
 
@@ -190,9 +190,9 @@ def learners(args: argparse.Namespace, table: Table) -> None:
         seconds = time.perf_counter() - began
         table.add({
             "flags": flags, "seeds": len(keys), "compile_s": compile_s, "seconds": seconds,
-            "steps": curves.shape[1] * learner.num_lanes * learner.num_steps, "converged": bool(converged.all()),
+            "steps": curves.shape[1] * learner.num_envs * learner.num_steps, "converged": bool(converged.all()),
             "explored": np.nanmean(curves[:, -max(1, curves.shape[1] // 50) :], 1).tolist(),
-            "judged": judged(config, learner, params, state).tolist(),
+            "judged": evaluation_returns(config, learner, params, state).tolist(),
         })  # fmt: skip
 
 
@@ -212,13 +212,13 @@ def main() -> None:
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--steps", type=int, default=500_000)
     parser.add_argument("--updates", type=int, default=0, help="instead of steps")
-    parser.add_argument("--lanes", type=int, default=4)
-    parser.add_argument("--unroll", type=numbers, default=[128])
+    parser.add_argument("--num-envs", type=int, default=4)
+    parser.add_argument("--num-steps", type=numbers, default=[128])
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--activation", default="tanh")
     parser.add_argument("--rate", type=float, default=2.5e-4)
     parser.add_argument("--anneal", type=int, default=0, help="updates over which the rate falls; 0: the run's")
-    parser.add_argument("--draw", default="lane")
+    parser.add_argument("--prng", default="env")
     parser.add_argument("--agents", type=numbers, default=[1])
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--goal", type=float, default=475.0)
@@ -250,11 +250,11 @@ def main() -> None:
         learners(args, table)
     else:
         table = Table({
-            "unroll": lambda row: f"{row['unroll']:,}", "memory": lambda row: row["memory"],
+            "num_steps": lambda row: f"{row['num_steps']:,}", "memory": lambda row: row["memory"],
             "s an update": lambda row: f"{row['seconds']:.3f}", "ratio": lambda row: f"{row['ratio']:.2f}x",
             "compile s": lambda row: f"{row['compile_s']:.1f}",
         }, args.out)  # fmt: skip
-        table.head(f"{jax.devices()[0].device_kind}: updates of PPO, {args.lanes} lanes, width {args.width}")
+        table.head(f"{jax.devices()[0].device_kind}: updates of PPO, {args.num_envs} environments, width {args.width}")
         memories(args, table)
 
 

@@ -16,8 +16,8 @@ R2: the same question where entries, rows or steps differ by many orders of magn
 starts, rows and entries, counters, growing modes, in four float types, every method at its default rtol and atol. A
 result is right if every entry of every step has |h - h64| <= 10 (|h_loop - h64| + rtol |h64| + atol), h64 being the
 float64 loop from the same rounded numbers and h_loop `lax.scan` in the type (`magnitudes.Judge`); a claim that is not
-right is a silent error. Counted are also the rows of Newton and Auto that converged without a walk, and those that took
-over twice the iterations of float64.
+right is a silent error. Counted are also the rows of Newton and Auto that converged without a sequential run, and those
+that took over twice the iterations of float64.
 
 G1: gradients of every method by weights and inputs against float64 backpropagation through time, each leaf relative to
 its largest entry; the bar is 1e-5. Beside them the defect of a quasi-Newton method that differentiates through the
@@ -75,7 +75,7 @@ def fixed_three(request: dict, *_):
         return h
 
     def solve(w, xs):
-        ys = jax.vmap(one, in_axes=(None, 1), out_axes=1)(w, problems.drive(cell, w, xs))
+        ys = jax.vmap(one, in_axes=(None, 1), out_axes=1)(w, problems.input_projections(cell, w, xs))
         return ys, {"converged": jnp.bool_(True)}
 
     return solve
@@ -105,12 +105,12 @@ def diagonal_adjoint(request: dict, *_):
         w, xs, ys = saved
         before = jnp.concatenate([jnp.zeros_like(ys[:1]), ys[:-1]])
         step = jax.vmap(jax.vmap(lambda w, h, x: problems.STEPS[cell](w, h, x), (None, 0, 0)), (None, 0, 0))
-        x = problems.drive(cell, w, xs)
+        x = problems.input_projections(cell, w, xs)
         full = jax.vmap(jax.vmap(jax.jacfwd(lambda h, x: problems.STEPS[cell](w, h, x))))(before, x)
         a = jnp.diagonal(full, axis1=-2, axis2=-1)
         a = jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
         costate = lax.associative_scan(combine, (a, g), reverse=True)[1]
-        return jax.vjp(lambda w, xs: step(w, before, problems.drive(cell, w, xs)), w, xs)[1](costate)
+        return jax.vjp(lambda w, xs: step(w, before, problems.input_projections(cell, w, xs)), w, xs)[1](costate)
 
     solve.defvjp(forward, backward)
     return lambda w, xs: (solve(w, xs), {})
@@ -162,7 +162,7 @@ class Judge:
             "right": worst <= 1,
             "claimed": bool(said.converged),
             "iterations": int(said.iterations),
-            "is_walk": isinstance(stats.method, Sequential) or not said.iterations,
+            "is_sequential": isinstance(stats.method, Sequential) or not said.iterations,
         }
 
     def __call__(self, request: dict) -> dict:
@@ -183,9 +183,9 @@ class Judge:
             self.programs, self.key = (jax.jit(solve), jax.jit(graded(solve))), key
         name = (cell, *shape, request["scale"])
         if name not in self.known:
-            walk, expected = jax.jit(problems.sequential, static_argnums=(0, 3)), problems.reference(cell, w, xs, g)
+            loop, expected = jax.jit(problems.sequential, static_argnums=(0, 3)), problems.reference(cell, w, xs, g)
             # Two programs of one loop round apart: what either loses to float64, no method can be asked to keep.
-            plain = max(harness.error_of([walk(cell, w, xs, unroll)], expected[:1]) for unroll in (1, 8))
+            plain = max(harness.error_of([loop(cell, w, xs, unroll)], expected[:1]) for unroll in (1, 8))
             self.known[name] = expected, plain
         expected, plain = self.known[name]
         if request["case"] == "G1":
@@ -221,7 +221,7 @@ def defect(cell: str, w, xs, ys) -> float:
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         w, xs, ys = jax.tree.map(lambda x: np.asarray(x, np.float64), (w, xs, ys))
         before = np.concatenate([np.zeros_like(ys[:1]), ys[:-1]])
-        return harness.error_of([problems.STEPS[cell](w, before, problems.drive(cell, w, xs))], [ys])
+        return harness.error_of([problems.STEPS[cell](w, before, problems.input_projections(cell, w, xs))], [ys])
 
 
 def verdict(row: dict) -> str:
@@ -250,7 +250,9 @@ R2_COLUMNS = {
     "verdict": verdict,
     "iterations": lambda r: str(r["iterations"]),
     "error, of ten times what is allowed": lambda r: f"{r['excess']:.1e}",
-    "note": lambda r: ", ".join(["a walk"] * r["is_walk"] + ["judged step by step"] * (not r["is_determined"])),
+    "note": lambda r: ", ".join(
+        ["sequential"] * r["is_sequential"] + ["judged step by step"] * (not r["is_determined"])
+    ),
 }
 G1_COLUMNS = {
     "cell": lambda r: r["cell"],
@@ -299,9 +301,9 @@ def measure_mixed(args: argparse.Namespace, bench: harness.Bench) -> list[dict]:
 
 
 def summary_mixed(rows: list[dict]) -> None:
-    """Prints which rows of Newton and Auto were walked, and which took over twice the iterations of float64."""
+    """Prints which rows of Newton and Auto ran sequentially, and which took over twice the iterations of float64."""
     mine = [row for row in rows if row["row"] in ("jaxpar Newton", "jaxpar Auto") and "failed" not in row]
-    mine = [row for row in mine if not (row["claimed"] and row["is_walk"])]  # Auto chose to walk, by cost
+    mine = [row for row in mine if not (row["claimed"] and row["is_sequential"])]  # Auto's choice, by cost
     full = {(row["row"], row["problem"]): row["iterations"] for row in mine if row["dtype"] == "float64"}
     found = [row for row in mine if row["claimed"]]
     quick = [row for row in found if row["iterations"] <= 2 * full.get((row["row"], row["problem"]), 0)]

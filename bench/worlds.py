@@ -1,13 +1,13 @@
 """Our grid worlds and particles beside XLand-MiniGrid, Navix and JaxMARL: steps a second of the same world in each.
 
-Each peer runs its own loop, with its own auto-reset, under `vmap` in a `scan`; ours is `jaxpar.rollout.unroll` with its
+Each peer runs its own loop, with its own auto-reset, under `vmap` in a `scan`; ours is `rollout` with its
 default (exact) resets, by either family of keys. As in `bench/env.py`, all sides of a case run in this one process in
 turn, and every observation, reward and flag is summed. Random policies. A case whose peer is not installed has no row
 of it. The worlds agree in size, objects, actions and time limit as far as both have them; what differs is said in
 `docs/environments.md`.
 
-    python bench/worlds.py --lanes 1024                                        # CPU
-    python bench/worlds.py --lanes 2048,32768,262144 --steps 64                # GPU
+    python bench/worlds.py --num-envs 1024                                        # CPU
+    python bench/worlds.py --num-envs 2048,32768,262144 --steps 64                # GPU
 """
 
 import argparse
@@ -96,29 +96,29 @@ def jaxmarl_loop(name):
 LOOPS = {"xminigrid": xminigrid_loop, "navix": navix_loop, "jaxmarl": jaxmarl_loop}
 
 
-def peer_side(suite, name, num_lanes, num_steps):
+def peer_side(suite, name, num_envs, num_steps):
     """Returns the peer's loop, `(key, carry) -> (carry, sum, ends)`, and its first carry."""
     reset, step, sample = LOOPS[suite](name)
 
     def go(key, carry):
         def body(carry, key):
             act_key, step_key = jax.random.split(key)
-            actions = jax.vmap(sample)(jax.random.split(act_key, num_lanes))
-            carry, out, ends = jax.vmap(step)(jax.random.split(step_key, num_lanes), carry, actions)
+            actions = jax.vmap(sample)(jax.random.split(act_key, num_envs))
+            carry, out, ends = jax.vmap(step)(jax.random.split(step_key, num_envs), carry, actions)
             return carry, (checksum(out).sum(), ends.sum())
 
         carry, (total, ends) = jax.lax.scan(body, carry, jax.random.split(key, num_steps))
         return carry, total.sum(), ends.sum()
 
-    return go, jax.jit(jax.vmap(reset))(jax.random.split(jax.random.key(1), num_lanes))
+    return go, jax.jit(jax.vmap(reset))(jax.random.split(jax.random.key(1), num_envs))
 
 
-def programs(ours, suite, theirs, num_lanes, num_steps, warm):
+def programs(ours, suite, theirs, num_envs, num_steps, warm):
     """Returns what runs of each side, the peer first, with the seconds of compilation."""
     env, params = envs.make(ours)
-    sides = {suite: peer_side(suite, theirs, num_lanes, num_steps)}
-    for side in ("lane", "batch"):
-        sides[side] = our_side(env, params, num_lanes, num_steps, side, warm)
+    sides = {suite: peer_side(suite, theirs, num_envs, num_steps)}
+    for side in ("env", "batch"):
+        sides[side] = our_side(env, params, num_envs, num_steps, side, warm)
     found = {}
     for side, (go, carry) in sides.items():
         began = time.perf_counter()
@@ -128,10 +128,10 @@ def programs(ours, suite, theirs, num_lanes, num_steps, warm):
 
 
 def main() -> None:
-    """Measures every case at every number of lanes."""
+    """Measures every case at every number of environments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of a name of ours or of a suite")
-    parser.add_argument("--lanes", default="1024")
+    parser.add_argument("--num-envs", default="1024")
     parser.add_argument("--steps", type=int, default=32, help="steps of a program")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm", type=int, default=0, help="steps that our sides walk before, for long episodes")
@@ -141,7 +141,7 @@ def main() -> None:
     columns = {
         "ours": lambda row: row["ours"],
         "theirs": lambda row: row["theirs"],
-        "lanes": lambda row: str(row["lanes"]),
+        "environments": lambda row: str(row["environments"]),
         "side": lambda row: row["side"],
         "M steps/s": lambda row: f"{row['msps']:.4g}",
         "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
@@ -151,13 +151,13 @@ def main() -> None:
     table, began, device = Table(columns, args.out), time.monotonic(), jax.devices()[0].device_kind
     table.head(f"{device}, jax {jax.__version__}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f} before")
     for ours, suite, theirs in CASES:
-        for num_lanes in map(int, args.lanes.split(",")):
+        for num_envs in map(int, args.num_envs.split(",")):
             if args.only not in ours + suite or time.monotonic() - began > args.budget_s:
                 continue
-            case = {"ours": ours, "theirs": theirs, "lanes": num_lanes, "steps": args.steps, "device": device}
+            case = {"ours": ours, "theirs": theirs, "environments": num_envs, "steps": args.steps, "device": device}
             try:
-                sides = programs(ours, suite, theirs, num_lanes, args.steps, args.warm)
-                rows = measured(sides, args.rounds, num_lanes, args.steps)
+                sides = programs(ours, suite, theirs, num_envs, args.steps, args.warm)
+                rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a peer may be missing or fail, and is a row then
                 rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]
             for row in rows:

@@ -11,32 +11,35 @@ from jaxpar.env import adapt
 from jaxpar.types import UsageError
 
 MODULES: tuple[str, ...] = (
-    "classic",
-    "double_pole",
-    "swing_up",
-    "memory",
-    "masked_cart_pole",
-    "mine_sweeper",
-    "brick_breaker",
-    "arcade",
-    "particles",
-    "foraging",
-    "combat",
-    "grid",
-    "xland",
-    "survival",
-    "tiger",
-    "baby",
-    "rocksample",
-    "tag",
-    "mars",
-    "navigation",
-    "light_dark",
-    "laser_tag",
-    "sub_hunt",
-    "crowd",
+    "classic.cart_pole",
+    "classic.pendulum",
+    "classic.acrobot",
+    "classic.mountain_car",
+    "classic.double_pole",
+    "classic.swing_up",
+    "memory.card_games",
+    "memory.masked_cart_pole",
+    "arcade.mine_sweeper",
+    "arcade.brick_breaker",
+    "arcade.games",
+    "multi.particles",
+    "multi.foraging",
+    "multi.combat",
+    "grid.rooms",
+    "grid.xland",
+    "grid.survival",
+    "pomdp.tiger",
+    "pomdp.baby",
+    "pomdp.rocksample",
+    "pomdp.tag",
+    "pomdp.mars",
+    "pomdp.navigation",
+    "pomdp.light_dark",
+    "pomdp.laser_tag",
+    "pomdp.sub_hunt",
+    "pomdp.crowd",
 )
-"""The files of this folder that define `VARIANTS`, a dictionary from names to functions without arguments."""
+"""The files, as family.file, that define `VARIANTS`: a dictionary from names to functions without arguments."""
 
 
 @functools.cache
@@ -45,7 +48,7 @@ def _variants() -> dict[str, Callable[[], Any]]:
     for module in MODULES:
         new = importlib.import_module(f".{module}", __package__).VARIANTS
         if twice := sorted(set(new) & set(found)):
-            raise ValueError(f"envs/{module}.py gives {twice[0]} a second time")
+            raise ValueError(f"envs/{module.replace('.', '/')}.py gives {twice[0]} a second time")
         found |= new
     return found
 

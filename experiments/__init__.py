@@ -1,4 +1,27 @@
-"""Runnable experiments: `python -m experiments.lm model=tiny train.steps=50`."""
+"""Runnable experiments: `python -m experiments.lm preset=tiny train.steps=50`.
+
+| file | what | called by |
+| --- | --- | --- |
+| `lm.py` `rnn.py` `digits.py` `neat.py` `rl.py` | commands that train: flags, algorithm, what is told | a user |
+| `env.py` `pomdp.py` | commands that play and plan episodes, without checkpoints | a user |
+| `estimate.py` `verify.py` | what a layout of a language model costs, and whether it equals one device | a user |
+| `launch.py` | any of these as several processes on this machine | a user |
+| `conf/<command>/` | what Hydra reads: defaults, `preset/` | `_run.py` |
+| `_run.py` | the one runner: flags -> configuration -> run folder, devices and mesh | every command |
+| `_train.py` | the one training harness: checkpoints, metrics, progress, resume | the commands that train |
+| `_folder.py` | one run at a time has a folder; its checkpoints | `_train.py`, commands |
+| `_mistakes.py` | a user's mistake in one sentence; old names of flags | `_run.py` |
+| `_interrupt.py` | Ctrl-C at any moment | `_run.py`, `_folder.py`, `launch.py` |
+| `_mesh.py` | layouts as the user types them; whether a job fits the mesh | every command |
+| `_series.py` | sequences and images | `rnn.py`, `digits.py` |
+| `_world.py` | an environment by name, with what flags change in it | `env.py`, `rl.py`, `pomdp.py` |
+| `_policy_run.py` | policies by name, many environments under one of them, a film of a few | `env.py`, `rl.py` |
+| `_judge.py` `_rocks.py` `_pomdp_film.py` | exact regrets, beliefs on maps, a film | `pomdp.py` |
+| `_estimate_moves.py` `_estimate_report.py` | what moving between layouts sends, the report | `estimate.py` |
+
+Flags mean the same in all: `preset`, `seed`, `num_seeds`, `num_envs`, `num_steps`, `max_steps`, `train.steps`,
+`train.save_every` are in a table in docs/quickstart.md.
+"""
 
 import os
 import signal

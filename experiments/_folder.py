@@ -101,7 +101,7 @@ def held(folder: pathlib.Path, what: str = "run folder") -> Iterator[None]:
         yield
     finally:
         if file >= 0:
-            os.truncate(file, 0)  # nobody has it
+            os.truncate(file, 0)  # the lock file names its holder, and there is none now
             os.close(file)
 
 

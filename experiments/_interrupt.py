@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a command: no crash, one true sentence, exit code 130.
+"""Ctrl-C at any moment of a command: no crash, one sentence that says what was saved, exit code 130.
 
 `experiments.before_start` answers while modules are imported, an `Answer` while the experiment runs, `at_end` when the
 process ends.
@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from experiments import before_start
 
-FAREWELL_S = 3.0
+SHUTDOWN_S = 3.0
 """Seconds that a process of several which ends early waits for the others to end as well."""
 SHOW_CURSOR = "\x1b[?25h\n"
-"""What gives a terminal back on which a bar is being drawn."""
+"""Restores the cursor of a terminal on which a progress bar is being drawn."""
 
 
 def at_end(number: int, frame: object) -> NoReturn:
@@ -97,14 +97,14 @@ def leave(code: int) -> NoReturn:
     """Ends this process now.
 
     Python's own end takes the devices' runtime apart, also under a compilation that an interrupted main thread no
-    longer waits for: jaxlib then calls into what is gone, which is a segmentation fault. And it waits for other
+    longer waits for: jaxlib then uses freed memory, which is a segmentation fault. And it waits for other
     processes, which may never come.
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
-        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-        farewell.start()
-        farewell.join(FAREWELL_S)
+        shutdown = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        shutdown.start()
+        shutdown.join(SHUTDOWN_S)
     _end(code)
 
 
@@ -114,7 +114,7 @@ def finish(code: int) -> None:
     Where this process is not the command's own, as in a test, `SystemExit` tells the code, if it is not 0.
     """
     if signal.getsignal(signal.SIGINT) is at_end:
-        atexit._run_exitfuncs()  # JAX waits for the other processes here; what Python does next, nobody can interrupt
+        atexit._run_exitfuncs()  # JAX waits for the other processes here; what Python does next cannot be interrupted
         _end(code)
     if code:
         sys.exit(code)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.env import capabilities
 from jaxpar.pomdp import from_environment, solve_exact
 from jaxpar.types import PyTree, UsageError
 
@@ -20,14 +21,14 @@ class Judge:
     the mean of what it returns less than the best policy, with a far smaller spread than the returns.
 
     Attributes:
-        value: of the best policy at the start, for ever.
+        value: of the best policy at the start, over an infinite horizon.
 
     Raises:
         UsageError: the environment has no `tabular`, or more than 64 states.
     """
 
     def __init__(self, env: Any, params: PyTree):
-        if not hasattr(env, "tabular"):
+        if capabilities(env).tabular is None:
             raise UsageError(f"judge=true needs arrays to solve, and {env.name} has no tabular(params).")
         model = from_environment(env, params)
         if len(model.states) > MOST_STATES:

@@ -17,9 +17,27 @@ CONF = pathlib.Path(__file__).resolve().parent / "conf"
 FLAG_ERRORS = (HydraException, OmegaConfBaseException, dataclasses.FrozenInstanceError)
 
 
-def presets_of(group: str) -> str:
-    """Returns the names of the presets of a group."""
-    return ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+RENAMED = {
+    "generations": ("train.steps",),
+    "steps": ("train.steps", "max_steps"),
+    "chunk": ("train.chunk",),
+    "save_every": ("train.save_every",),
+    "seeds": ("num_seeds",),
+    "protocol": ("preset",),
+    "draw": ("prng",),
+    "recall": ("last_action_reward",),
+}
+"""Flags by their old names, and what they are called now: the first of these that an experiment has."""
+
+
+def conf_of(name: str) -> pathlib.Path:
+    """Returns the folder that holds the configuration and the presets of an experiment."""
+    return next(CONF.glob(f"*/{name}.yaml")).parent
+
+
+def presets_of(name: str, group: str) -> str:
+    """Returns the names of an experiment's presets in a group, "" where it has no such group."""
+    return ", ".join(sorted(path.stem for path in (conf_of(name) / group).glob("*.yaml")))
 
 
 def sentence_of(error: BaseException, schema: type | None = None) -> str:
@@ -40,17 +58,21 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
     text, flags = str(error), dict(_flags(schema)) if schema else {}
     if wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text):
         whole = get_args(flags.get(wrong[1].rpartition(".")[0]))  # of rules, for rules.embed
+        if wrong[1] == "model" and wrong[2] in {path.stem for path in CONF.glob("*/preset/*.yaml")}:
+            return f"model={wrong[2]} is preset={wrong[2]} now; model has flags of its own, such as model.num_layers=3."
         if kind := flags.get(wrong[1]) or (whole and whole[-1]):
             return f"{wrong[1]}={wrong[2].split(':')[0]} is of the wrong type; {wrong[1]} takes {_type_name(kind)}."
     if unknown := re.search(
         r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
     ):
         asked = unknown[1] or unknown[2] or unknown[3]
+        if new := [name for name in RENAMED.get(asked, ()) if name in flags or name == "preset"]:
+            return f"unknown flag {asked!r}, which is called {new[0]} now."
         near = difflib.get_close_matches(asked, list(flags), n=1)
         return f"unknown flag {asked!r}; " + (f"did you mean {near[0]}?" if near else "--help lists them all.")
-    if missing := re.search(r"Could not find '([^']*)'", text):
-        group = pathlib.Path(missing[1]).parent
-        return f"there is no preset {missing[1]!r}; legal for {group}= are {presets_of(str(group))}."
+    if missing := re.search(r"In '(.*)': Could not find '(.*)/(.*)'", text):
+        name, group, preset = missing.groups()
+        return f"there is no preset {preset!r}; legal for {group}= are {presets_of(name, group)}."
     if several := re.match(r"Ambiguous value for argument '(.*)'", text):
         return f"{several[1]} has several values; -m at the end makes a run of each."
     first = [str(link).strip().splitlines()[0] for link in chain if str(link).strip()]

@@ -1,16 +1,15 @@
 """A planned episode step by step on the host, and its film: the state, what is believed of it, the tree."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import reset, step
-from jaxpar.pomdp import Evidence, PlanInfo
+from jaxpar.env import Environment, capabilities, own_discount, reset, step
+from jaxpar.pomdp import Belief, BeliefUpdater, Evidence, PlanInfo, Planner, SearchPlanner, TreeSearch
 from jaxpar.pomdp.outline import Branch, outline
-from jaxpar.pomdp.search import Search
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 _BLUE, _VERMILION, _GRAY = "#0072B2", "#D55E00", "#888888"
@@ -24,7 +23,7 @@ class Move(NamedTuple):
     """
 
     state: PyTree
-    belief: Any
+    belief: Belief
     tree: Branch | None
     action: int
     info: PlanInfo
@@ -34,8 +33,12 @@ class Move(NamedTuple):
     seconds: float
 
 
+Plan = Callable[[PRNGKey, Belief], tuple[Array, PlanInfo, Branch | None, float]]
+"""`(key, belief) -> (action, info, tree or None, seconds)`."""
+
+
 def moves(
-    key: PRNGKey, env: Any, params: PyTree, belief_model: Any, num_steps: int, plan: Any, *,
+    key: PRNGKey, env: Environment, params: PyTree, updater: BeliefUpdater, num_steps: int, plan: Plan, *,
     start: PyTree | None = None,
 ) -> Iterator[Move]:  # fmt: skip
     """Yields an episode of at most `num_steps` steps, one by one.
@@ -44,17 +47,17 @@ def moves(
       key: Consumed, as by `jaxpar.pomdp.simulate`.
       env: The environment.
       params: Its parameters.
-      belief_model: The belief's.
+      updater: What makes the beliefs.
       num_steps: Most steps.
-      plan: `(key, belief) -> (action, info, tree or None, seconds)`.
+      plan: What chooses the actions.
       start: The first state, instead of one that is drawn.
     """
-    start_key, belief_key, walk_key = jax.random.split(key, 3)
+    start_key, belief_key, steps_key = jax.random.split(key, 3)
     state = jax.jit(lambda key: reset(key, env, params)[1])(start_key) if start is None else start
-    belief = jax.jit(lambda key: belief_model.init(key, env, params))(belief_key)
+    belief = jax.jit(lambda key: updater.init(key, env, params))(belief_key)
     go = jax.jit(lambda key, state, action: step(key, env, state, action, params))
-    learn = jax.jit(lambda key, belief, action, obs: belief_model.update(key, belief, action, obs, env, params))
-    for step_key in jax.random.split(walk_key, num_steps):
+    learn = jax.jit(lambda key, belief, action, obs: updater.update(key, belief, action, obs, env, params))
+    for step_key in jax.random.split(steps_key, num_steps):
         plan_key, go_key, update_key = jax.random.split(step_key, 3)
         action, info, tree, seconds = plan(plan_key, belief)
         after = go(go_key, state, action)
@@ -66,28 +69,27 @@ def moves(
         state, belief = after.state, updated
 
 
-def planned(planner: Any, env: Any, params: PyTree) -> Any:
-    """Returns a `plan` for `moves` that makes the planner's own number of batches, and draws up the tree."""
-    with_tree = hasattr(planner, "search") and hasattr(planner, "decide")
+def planned(planner: Planner, env: Environment, params: PyTree) -> Plan:
+    """Returns a `plan` for `moves` that makes the planner's own number of batches, and draws up the tree.
 
-    @jax.jit
-    def search(key: PRNGKey, belief: Any) -> Any:
-        return planner.search(key, env, params, belief) if with_tree else planner.plan(key, env, params, belief)
+    Trees of particle sets are not drawn up: without observation keys their nodes have no names.
+    """
+    searching = planner.tree_search() if isinstance(planner, SearchPlanner) else None
+    if not isinstance(searching, TreeSearch):
+        go = jax.jit(lambda key, belief: planner.plan(key, env, params, belief))
+        return lambda key, belief: (*go(key, belief), None, 0.0)
+    grow = jax.jit(lambda key, belief: searching.search(key, env, params, belief))
+    decide = jax.jit(searching.decide)
 
-    decide = jax.jit(planner.decide) if with_tree else None
-
-    def plan(key: PRNGKey, belief: Any) -> tuple:
-        found = search(key, belief)
-        if decide is None:
-            return *found, None, 0.0
+    def plan(key: PRNGKey, belief: Belief) -> tuple[Array, PlanInfo, Branch | None, float]:
+        found = grow(key, belief)
         action, info = decide(found)
-        tree = outline(found, planner, env, params, depth=3, width=3) if isinstance(found, Search) else None
-        return action, info, tree, 0.0
+        return action, info, outline(found, searching, env, params, depth=3, width=3), 0.0
 
     return plan
 
 
-def film(episode: list[Move], env: Any, params: PyTree, key: PRNGKey, title: str) -> np.ndarray:
+def film(episode: list[Move], env: Environment, params: PyTree, key: PRNGKey, title: str) -> np.ndarray:
     """Draws a frame for each move, uint8 `[T, H, W, 3]`: state, mean picture of 64 drawn states, tree or policy.
 
     Args:
@@ -97,14 +99,18 @@ def film(episode: list[Move], env: Any, params: PyTree, key: PRNGKey, title: str
       key: Consumed by the draws from the beliefs.
       title: What stands above each frame.
     """
+    render = capabilities(env).render
+    if render is None:
+        raise UsageError(f"a film needs render of the environment, and {env.name} has none.")
 
     @jax.jit
-    def pictures(key: PRNGKey, state: PyTree, belief: Any) -> tuple[Array, Array]:
-        drawn = jax.vmap(lambda state: env.render(state, params))(belief.draw(key, 64))
-        return env.render(state, params), jnp.mean(drawn.astype(jnp.float32), axis=0) / 255
+    def pictures(key: PRNGKey, state: PyTree, belief: Belief) -> tuple[Array, Array]:
+        drawn = jax.vmap(lambda state: render(state, params))(belief.sample(key, 64))
+        return render(state, params), jnp.mean(drawn.astype(jnp.float32), axis=0) / 255
 
     frames, total, weight = [], 0.0, 1.0
-    discount = float(getattr(params, "discount", 1.0))
+    own = own_discount(params)
+    discount = 1.0 if own is None else float(own)
     for t, move in enumerate(episode):
         total, weight = total + weight * move.reward, weight * discount
         shown, believed = pictures(jax.random.fold_in(key, t), move.state, move.belief)

@@ -7,10 +7,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from envs.mars import Mars
-from envs.navigation import Navigation
-from envs.rocksample import GOOD, NOTHING, SAMPLE, RockSample
-from jaxpar.pomdp import Evidence, ParticleBelief
+from envs.pomdp.mars import Mars
+from envs.pomdp.navigation import Navigation
+from envs.pomdp.rocksample import GOOD, NOTHING, SAMPLE, RockSample
+from jaxpar.env import Environment
+from jaxpar.pomdp import BeliefUpdater, Evidence, ParticleBelief
 from jaxpar.pomdp.belief import Particles
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -21,9 +22,10 @@ class Rocks:
 
     state: PyTree
     good: Array
-    env: Any = flax.struct.field(pytree_node=False)
+    env: Mars | RockSample = flax.struct.field(pytree_node=False)
+    weightless, invalid = False, 0  # there are no weights to lose
 
-    def draw(self, key: PRNGKey, num: int) -> PyTree:
+    def sample(self, key: PRNGKey, num: int) -> PyTree:
         """`num` states; consumes `key`."""
         drawn = jax.random.uniform(key, (num, self.good.shape[0])) < self.good[None]
         return jax.vmap(lambda good: self.env.with_rocks(self.state, good))(drawn)
@@ -36,14 +38,14 @@ class RockBelief:
     Particles would have to cover all 2^k maps; this is k numbers, and as an update k multiplications.
     """
 
-    def init(self, key: PRNGKey, env: Any, params: PyTree) -> Rocks:
+    def init(self, key: PRNGKey, env: Environment, params: PyTree) -> Rocks:
         """Every rock is good with equal odds; draws a start only for the places in it."""
         if not isinstance(env, Mars | RockSample):
             raise UsageError(f"belief.kind=rocks is for RockSample and MARS, not for {env.name}.")
         return Rocks(env.init(key, params), jnp.full((env.num_rocks,), 0.5), env)
 
     def update(
-        self, key: PRNGKey, belief: Rocks, action: Array, obs: Array, env: Any, params: PyTree
+        self, key: PRNGKey, belief: Rocks, action: Array, obs: Array, env: Environment, params: PyTree
     ) -> tuple[Rocks, Evidence]:
         """Bayes' rule, rover by rover; draws nothing."""
         rovers = 2 if isinstance(env, Mars) else 1
@@ -78,7 +80,7 @@ class Flips:
 
     def __call__(
         self, key: PRNGKey, prior: Particles, action: Array, obs: Array, posterior: Particles, depleted: Array,
-        env: Any, params: PyTree,
+        env: Environment, params: PyTree,
     ) -> Particles:  # fmt: skip
         """Returns the posterior with flipped cells; consumes `key`."""
         keys = jax.random.split(key, posterior.log_weights.shape[0])
@@ -90,10 +92,14 @@ BELIEF: dict[str, Any] = {"kind": "particles", "num_particles": 1000, "resample_
 """What the flags of a belief are where they are not given."""
 
 
-def make_belief(
-    env: Any, kind: str = "particles", num_particles: int = 1000, resample_below: float = 0.5, flips: float = 0.0
-) -> Any:
-    """Returns the belief model of the flags; UsageError where it does not fit the environment."""
+def make_updater(
+    env: Environment,
+    kind: str = "particles",
+    num_particles: int = 1000,
+    resample_below: float = 0.5,
+    flips: float = 0.0,
+) -> BeliefUpdater:
+    """Returns the belief updater of the flags; UsageError where it does not fit the environment."""
     if kind == "rocks":
         return RockBelief()
     if kind != "particles":

@@ -1,6 +1,7 @@
 """The one runner: flags -> configuration -> run folder, devices and mesh; one sentence for a user's mistake.
 
-Hydra stops here: experiments get the library's own frozen dataclasses.
+Hydra stops here: experiments get the library's own frozen dataclasses. What trains goes on in `_train.train`, the one
+training harness.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from experiments import _interrupt
 from experiments._folder import fresh_folder as fresh_folder
 from experiments._folder import replace_text
 from experiments._folder import short as short
-from experiments._mistakes import CONF, FLAG_ERRORS, presets_of, sentence_of
+from experiments._mistakes import CONF, FLAG_ERRORS, conf_of, presets_of, sentence_of
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.mesh import (
     MeshSpec,
@@ -103,7 +104,11 @@ class RunConfig:
 
 
 def identifying(default: Any = dataclasses.MISSING, legal: Any = None, **kinds: Any) -> Any:
-    """A field whose flag says what a run is, not how it runs: another value makes another run (`identity`)."""
+    """A field whose flag says what a run is, not how it runs: another value makes another run (`identity`).
+
+    With `before=`, a function from its value to what stood in identities under the flag's older names, runs that were
+    made under those go on in their folders.
+    """
     return field(default, legal, identity=True, **kinds)
 
 
@@ -113,7 +118,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
     Ctrl-C ends it at any moment with one sentence and exit code 130.
 
     Args:
-      name: The experiment; `conf/<name>.yaml` is its primary configuration.
+      name: The experiment; `<name>.yaml`, in a folder of `conf/`, is its primary configuration.
       schema: Its frozen dataclass; must have the fields that `identity` reads.
       execute: The experiment. What it returns may have `interrupted`, as `FitResult` does: the number of a signal that
         ended it in good order, which becomes the exit code 128 + number.
@@ -123,7 +128,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
         mistakes, code = [], 0
         try:
             _register(name, schema)
-            _refuse_malformed(sys.argv[1:])
+            _refuse_malformed(name, sys.argv[1:])
             _main(name, execute, mistakes)()
         except (UsageError, OSError, *FLAG_ERRORS) as error:
             mistakes.append(error)
@@ -142,7 +147,7 @@ def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list
     """Returns the experiment as Hydra's main function; it adds to `mistakes` what the user did wrong."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed by Hydra
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
+    @hydra.main(version_base="1.3", config_path=str(conf_of(name)), config_name=name)
     def task(node: DictConfig) -> None:
         try:
             with ending_together():
@@ -165,27 +170,27 @@ def compose(name: str, schema: type, flags: list[str]) -> Any:
     """Returns the configuration that these command-line flags give, for notebooks and tests."""
     _register(name, schema)
     try:
-        _refuse_malformed(flags)
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        _refuse_malformed(name, flags)
+        with hydra.initialize_config_dir(str(conf_of(name)), version_base="1.3"):
             return _to_config(hydra.compose(name, overrides=flags))
     except FLAG_ERRORS as error:
         raise UsageError(sentence_of(error, schema)) from error
 
 
-def _refuse_malformed(flags: list[str]) -> None:
-    """Refuses flags such as =3 and model=3, on which Hydra breaks."""
+def _refuse_malformed(name: str, flags: list[str]) -> None:
+    """Refuses flags such as =3 and preset=3, on which Hydra breaks."""
     for flag in flags:
         if re.match(r"[+~]*(=|$)", flag):
             raise UsageError(f"flag {flag!r} has no name; flags are name=value, such as seed=3.")
-        if re.fullmatch(r"model=(null|true|false|[\[{-]?[\d.].*|)", flag, re.IGNORECASE):
-            raise UsageError(f"there is no preset {flag[6:]!r}; legal for model= are {presets_of('model')}.")
         group, _, preset = flag.partition("=")
-        if "/" in preset and (CONF / group).is_dir() and group.isidentifier():
-            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {presets_of(group)}.")
+        if not ("=" in flag and group.isidentifier() and (legal := presets_of(name, group))):
+            continue
+        if "/" in preset or re.fullmatch(r"null|true|false|[\[{-]?[\d.].*|", preset, re.IGNORECASE):
+            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {legal}.")
 
 
 def load(folder: pathlib.Path, schema: type) -> Any:
-    """Returns the configuration that a run folder was made with: plain data, whoever wrote it.
+    """Returns the configuration that a run folder was made with: plain data, whichever version wrote it.
 
     Raises:
       UsageError: It is not there, not of this schema, or asks for more than data, as `${oc.env:HOME}` does.
@@ -221,8 +226,10 @@ def identity(config: Any) -> dict[str, Any]:
     those of `identity="changed"`, which came after the first runs, count where they are not the default.
     """
     flat = {"seed": config.seed}
-    own = [flag.name for flag in dataclasses.fields(config) if flag.metadata.get("identity") is True]
-    flat |= {name: getattr(config, name) for name in own}
+    for flag in dataclasses.fields(config):
+        if flag.metadata.get("identity") is True:
+            value, before = getattr(config, flag.name), flag.metadata.get("before")
+            flat |= before(value) if before else {flag.name: value}
     for part in ("model", "data", "optimizer"):
         value = getattr(config, part, None)
         for declared in dataclasses.fields(value) if value is not None else ():

@@ -103,7 +103,7 @@ class Group:
         return ends
 
     def close(self) -> None:
-        """Kills whoever is left."""
+        """Kills the processes that are left."""
         self._send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -216,7 +216,7 @@ def _check(asked: argparse.Namespace) -> None:
 
 def _experiments() -> list[str]:
     """Returns the names of the experiments, which are those that have a configuration."""
-    return sorted(path.stem for path in _run.CONF.glob("*.yaml"))
+    return sorted(path.stem for path in _run.CONF.glob("*/*.yaml"))
 
 
 def _flags(processes: int, devices: int) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Trains, evaluates and samples a sharded language model.
 
     python -m experiments.lm                                  # tiny, on this machine's devices, 3 minutes
-    python -m experiments.lm model=gpt2_124m data.path=corpus.txt mesh.fsdp=4
+    python -m experiments.lm preset=gpt2_124m data.path=corpus.txt mesh.fsdp=4
     python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
     python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d
     python -m experiments.lm mode=export run=runs/lm/tiny-1a2b3c4d out=tiny_hf
@@ -9,7 +9,6 @@
 The same command resumes a run that was ended, on any mesh.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -23,12 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run
-from experiments._folder import owning, saving
+from experiments import _run, _train
+from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle
 from experiments._run import say
+from experiments._train import Run
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.io import Checkpoints, open_progress, open_writers, plot_loss, write_arrays
+from jaxpar.io import Checkpoints, plot_loss, write_arrays
 from jaxpar.lm import (
     LMConfig,
     OptimizerConfig,
@@ -44,7 +44,7 @@ from jaxpar.lm import (
 )
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
 from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
-from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import mesh_axes, named_shardings, partition, place_rows
 from jaxpar.types import PyTree, UsageError
 
@@ -134,35 +134,26 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
     corpus = open_corpus(config.data, folder / "data")
     config = with_vocabulary(config, corpus.tokenizer)
-    trainer = make_trainer(config)
-    with contextlib.ExitStack() as stack:
-        where = checkpoint_folder(config, folder) if config.checkpoints else ""
-        keep = dict(keep=config.train.keep, keep_every_s=config.train.keep_every_s)
-        checkpoints = stack.enter_context(saving(folder, config.resume, where, **keep))
-        metadata = _run.identity(config) | {"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity}
-        hooks = Hooks(axes=trainer.axes(), checkpoints=checkpoints, metadata=metadata)
-        start, state = resume(trainer, hooks) or (0, None)  # before a file of another run is touched
-        _tell_start(config, folder, corpus, trainer, start)
-        batches = Windows(corpus.train, config.data.seq_len, config.data.batch_size, config.seed, config.data.pack)
-        tokens = config.data.batch_size * config.data.seq_len
-        plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every, config.train.profile)
-        writer = open_writers(
-            folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config)
-        )
-        stack.callback(writer.close)
-        stack.enter_context(_run.ending_together())  # above waits for all
-        hooks = dataclasses.replace(
-            hooks,
-            writer=writer,
-            progress=stack.enter_context(open_progress(config.train.steps, start, "training", tokens_per_step=tokens)),
-            evaluate=make_evaluate(config, corpus),
-            check=_make_check(config),
-            report=lambda _: _run.write_start(folder, config),
-            profile_folder=folder / "profile",
-        )
-        draw = functools.partial(_place, batches)
-        result = fit(trainer, jax.random.key(config.seed), draw, plan, hooks, state=state, start=start)
-    _tell_end(config, folder, corpus, result, start)
+    trainer, data, length = make_trainer(config), config.data, config.train
+    windows = Windows(corpus.train, data.seq_len, data.batch_size, config.seed, data.pack)
+    run = Run(
+        config,
+        folder,
+        Fit(length.steps, 1, length.eval_every, length.save_every, length.profile),
+        dict(description="training", tokens_per_step=data.batch_size * data.seq_len),
+        functools.partial(_tell_start, config, folder, corpus, trainer),
+        checkpoints=dict(
+            where=checkpoint_folder(config, folder) if config.checkpoints else "",
+            keep=length.keep,
+            keep_every_s=length.keep_every_s,
+        ),
+        metadata={"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity},
+        evaluate=make_evaluate(config, corpus),
+        check=_make_check(config),
+        extending="stretches its schedule",
+    )
+    result = _train.train(trainer, functools.partial(_place, windows), run)
+    _tell_end(config, folder, corpus, result)
     return result
 
 
@@ -170,7 +161,7 @@ def sample(config: Config, folder: pathlib.Path) -> None:
     """Prints a sample of a saved run or a Hugging Face folder."""
     config, params, tokenizer = _load(config)
     refuse_idle("sampling", (axes(config.model), "batch"))
-    say(draw_sample(config, params, tokenizer, config.prompt or ("" if tokenizer.begin else "\n")))
+    say(draw_sample(config, params, tokenizer, config.prompt or ("" if tokenizer.bos_ids else "\n")))
 
 
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
@@ -271,12 +262,12 @@ def make_evaluate(config: Config, corpus: Corpus):
 
 def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: str) -> str:
     """Returns the prompt and its continuation, which begins and ends as the tokenizer's texts do."""
-    ids, begin = tokenizer.encode(prompt), np.array(tokenizer.begin, np.int32)
-    added = 0 if np.array_equal(ids[: len(begin)], begin) else len(begin)  # a prompt may spell it
-    ids = np.concatenate([begin, ids]) if added else ids
+    ids, bos_ids = tokenizer.encode(prompt), np.array(tokenizer.bos_ids, np.int32)
+    added = 0 if np.array_equal(ids[: len(bos_ids)], bos_ids) else len(bos_ids)  # a prompt may spell it
+    ids = np.concatenate([bos_ids, ids]) if added else ids
     if not len(ids):
         raise UsageError("the prompt has no tokens; give at least one character.")
-    if (largest := max([*ids, *tokenizer.ends])) >= config.model.vocab_size:
+    if (largest := max([*ids, *tokenizer.eos_ids])) >= config.model.vocab_size:
         raise UsageError(
             f"the tokenizer's token {largest} is none of the model's {config.model.vocab_size} symbols; legal are 0 to "
             f"{config.model.vocab_size - 1}."
@@ -285,9 +276,11 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
     batch = np.broadcast_to(ids, (rows, len(ids)))
     draw = jax.jit(generate, static_argnums=(3, 4))
     key = jax.random.key(config.seed)
-    tokens, lengths = draw(key, params, jnp.asarray(batch), config.model, config.sampling, stop_tokens=tokenizer.ends)
+    tokens, lengths = draw(
+        key, params, jnp.asarray(batch), config.model, config.sampling, stop_tokens=tokenizer.eos_ids
+    )
     text = np.asarray(tokens)[0, : int(lengths[0])]
-    return tokenizer.decode(text[added : -1 if text[-1] in tokenizer.ends else None])
+    return tokenizer.decode(text[added : -1 if text[-1] in tokenizer.eos_ids else None])
 
 
 def _place(windows: Windows, step: int) -> PyTree:
@@ -360,11 +353,9 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
     say(f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens, {flops / 1e9:,.1f} GFLOP")
 
 
-def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitResult, start: int) -> None:
+def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitResult) -> None:
     if result.interrupted:
         return
-    if start >= config.train.steps:
-        say(f"this run is finished; extend it with train.steps={2 * result.step} (which stretches its schedule).")
     plot = folder / "plots" / "loss.png"
     if jax.process_index() == 0:
         plot.parent.mkdir(exist_ok=True)

@@ -2,18 +2,17 @@
 
     python -m experiments.neat                                               # exclusive or
     python -m experiments.neat task=xor mode=canonical population=150 seed=3 # as in the paper of 2002
-    python -m experiments.neat task=multiplexer population=1000 generations=500
+    python -m experiments.neat task=multiplexer population=1000 train.steps=500
     python -m experiments.neat task=CartPole-v1 population=100
-    python -m experiments.neat protocol=double_pole_velocities         # two poles, velocities seen, as in the paper
-    python -m experiments.neat protocol=double_pole_no_velocities      # as in the paper: damping fitness, 625 starts
-    python -m experiments.neat protocol=paper_xor seeds=100            # how often, and after how many evaluations?
+    python -m experiments.neat preset=double_pole_velocities           # two poles, velocities seen, as in the paper
+    python -m experiments.neat preset=double_pole_no_velocities        # as in the paper: damping fitness, 625 starts
+    python -m experiments.neat preset=paper_xor num_seeds=100          # how often, and after how many evaluations?
     python -m experiments.neat rates.threshold=3 rates.add_node=0.05
 
 Tasks are xor, multiplexer, regression, and every environment of `envs` and of gymnax whose actions are one number or a
-box. The same command resumes a run that was ended, on any mesh; more generations extend it.
+box. The same command resumes a run that was ended, on any mesh; more steps extend it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -27,28 +26,30 @@ import jax.numpy as jnp
 import numpy as np
 
 import envs
-from envs.double_pole import DoublePole, generalisation_starts
+from envs.classic.double_pole import DoublePole, generalisation_starts
 from experiments import _run
-from experiments._folder import owning, saving
+from experiments._folder import owning
 from experiments._mesh import check_split, refuse_idle
 from experiments._run import identifying, say
+from experiments._train import Run, TrainConfig, train
 from jaxpar.fields import AtLeast, Between, field
-from jaxpar.io import open_progress, open_writers, plot_metrics, plot_stream
-from jaxpar.loop import Fit, FitResult, Hooks, fit, resume, run_until
+from jaxpar.io import plot_metrics, plot_stream
+from jaxpar.loop import Fit, FitResult, run_until
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import (
     CANONICAL,
     FAST,
+    RENAMED,
     Episodes,
-    Examined,
+    GeneralizationInputs,
+    GeneralizationTest,
     Neat,
     NeatConfig,
     Rates,
     Table,
-    Trials,
     draw_network,
-    ends_of,
     expressions,
+    io_sizes,
     multiplexer,
     to_dot,
     to_json,
@@ -78,7 +79,7 @@ class Config(_run.RunConfig):
       mode: "fast" or "canonical".
       kind: "feedforward", "recurrent" or "ctrnn".
       population: Genomes, on all devices together.
-      generations: At most.
+      train: Length and checkpoints; train.steps are generations, at most.
       max_nodes: Capacity of a genome.
       max_conns: Capacity of a genome.
       max_species: At once.
@@ -86,14 +87,12 @@ class Config(_run.RunConfig):
       aggregations: Functions of nodes.
       rates: Changes to the mode's rates, such as rates.threshold=3.
       goal: Mean return that solves an environment; inf takes the usual one, if there is any. Without it,
-        DoublePole-NoVelocities has Gruau's damping fitness and is solved by the paper's exam: 100,000 balanced steps,
+        DoublePole-NoVelocities has Gruau's damping fitness and is solved by the paper's test: 100,000 balanced steps,
         then 1,000 from at least 200 of 625 starts.
       episodes: Of each network, in an environment.
       max_steps: Of an episode; 0 takes the usual number.
-      chunk: Generations in one program.
-      save_every: Generations between checkpoints, a multiple of chunk; 0 means at the end alone.
-      seeds: Searches; of more than one, only how each ended is told, with means, and nothing is saved or resumed.
-      together: Of these, in one batched program, which ends with the longest; a divisor of seeds, 0 means all.
+      num_seeds: Searches; of more than one, only how each ended is told, with means, and nothing is saved or resumed.
+      together: Of these, in one batched program, which ends with the longest; a divisor of num_seeds, 0 means all.
     """
 
     name: str = "neat"
@@ -101,7 +100,7 @@ class Config(_run.RunConfig):
     mode: str = identifying("fast")
     kind: str = identifying("feedforward")
     population: int = identifying(150, AtLeast(1))
-    generations: int = field(300, AtLeast(1))
+    train: TrainConfig = TrainConfig(300, 5, 100)
     max_nodes: int = identifying(32, AtLeast(1))
     max_conns: int = identifying(64, AtLeast(1))
     max_species: int = identifying(20, AtLeast(1))
@@ -111,16 +110,14 @@ class Config(_run.RunConfig):
     goal: float = identifying(float("inf"), Between(-math.inf, math.inf))
     episodes: int = identifying(1, AtLeast(1))
     max_steps: int = identifying(0, AtLeast(0))
-    chunk: int = field(5, AtLeast(1))
-    save_every: int = field(100, AtLeast(0))
-    seeds: int = field(1, AtLeast(1))
+    num_seeds: int = field(1, AtLeast(1))
     together: int = field(0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses counts that no search can have, and unknown rates."""
         super().__post_init__()
-        if self.seeds % (self.together or self.seeds):
-            raise UsageError(f"together={self.together} must divide seeds={self.seeds}, or be 0.")
+        if self.num_seeds % (self.together or self.num_seeds):
+            raise UsageError(f"together={self.together} must divide num_seeds={self.num_seeds}, or be 0.")
         known = [field.name for field in dataclasses.fields(Rates)]
         for name in self.rates:
             if name not in known:
@@ -142,18 +139,18 @@ def make_search(config: Config) -> tuple[Neat, PyTree]:
         problem = Table("squared", tolerance=0.1) if is_curve else Table("paper", tolerance=0.5)
     elif config.task == EXAMINED and np.isinf(config.goal):
         problem, inputs = _examined(config)
-        ends = ends_of(problem.env, inputs.params, constant=True)
+        ends = io_sizes(problem.env, inputs.params, constant=True)
     else:
         env, inputs = _environment(config)
         goal = GOALS.get(config.task, float("inf")) if np.isinf(config.goal) else config.goal
         steps = config.max_steps or STEPS.get(config.task, 100_000)
-        ends = ends_of(env, inputs, constant=True)
+        ends = io_sizes(env, inputs, constant=True)
         problem = Episodes(env, goal, config.episodes, max_steps=steps)
     rates = (CANONICAL if config.mode == "canonical" else FAST).replace(**config.rates)
     sizes = NeatConfig(
         *ends, config.population, config.max_nodes, config.max_conns, config.max_species, config.mode, config.kind,
         activations=tuple(config.activations) or None, aggregations=tuple(config.aggregations), rates=rates,
-        widths=(config.max_nodes,) if config.seeds > 1 else (),  # a batch would compute every width
+        widths=(config.max_nodes,) if config.num_seeds > 1 else (),  # a batch would compute every width
     )  # fmt: skip
     return Neat(sizes, problem), inputs
 
@@ -167,11 +164,12 @@ def _environment(config: Config) -> tuple[Any, PyTree]:
         ) from None
 
 
-def _examined(config: Config) -> tuple[Examined, Trials]:
+def _examined(config: Config) -> tuple[GeneralizationTest, GeneralizationInputs]:
     searched, judged = (DoublePole(velocities=False, damping=damping) for damping in (True, False))
     params = searched.default_params
     search = Episodes(searched, float("inf"), config.episodes, max_steps=config.max_steps or params.max_steps)
-    return Examined(search, judged), Trials(params, judged.default_params, generalisation_starts())
+    inputs = GeneralizationInputs(params, judged.default_params, generalisation_starts())
+    return GeneralizationTest(search, judged), inputs
 
 
 def _curve() -> dict[str, Any]:
@@ -186,26 +184,26 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
     with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
         refuse_idle("a search", "population")
         check_split("population", config.population, "population")
-        return (search if config.seeds == 1 else repeat)(config, folder)
+        return (search if config.num_seeds == 1 else repeat)(config, folder)
 
 
 @functools.partial(owning, resume=False)
 def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Makes `seeds` searches that end when solved, and tells how each ended: a row of `folder/seeds.jsonl` each."""
+    """Makes `num_seeds` searches that end when solved, and tells how each ended: a row of `folder/seeds.jsonl` each."""
     neat, inputs = make_search(config)
     _run.write_start(folder, config)
 
     def one(key):
         init_key, run_key = jax.random.split(key)
-        return run_until(neat, run_key, neat.init(init_key, None), inputs, config.generations)[0]
+        return run_until(neat, run_key, neat.init(init_key, None), inputs, config.train.steps)[0]
 
-    together = config.together or config.seeds
+    together = config.together or config.num_seeds
     program = jax.jit(jax.vmap(one) if together > 1 else lambda keys: jax.lax.map(one, keys))
-    keys, rows = jax.random.split(jax.random.key(config.seed), config.seeds), []
-    for begin in range(0, config.seeds, together):
+    keys, rows = jax.random.split(jax.random.key(config.seed), config.num_seeds), []
+    for begin in range(0, config.num_seeds, together):
         state: Any = jax.device_get(program(keys[begin : begin + together]))
         champion = jax.tree.map(lambda x: x[:, 0], state.champion)
-        hidden = champion.node_on.sum(1) - neat.config.num_ends
+        hidden = champion.node_on.sum(1) - neat.config.num_io
         conns = (champion.on & champion.enabled).sum(1)
         for k in range(together):
             row = {"seed": begin + k, "solved": bool(state.solved[k]), "evaluations": int(state.solved_after[k]),
@@ -214,7 +212,7 @@ def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
             rows.append(row)
             with (folder / "seeds.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        say(f"seeds      {len(rows)} of {config.seeds}: {sum(row['solved'] for row in rows)} solved")
+        say(f"seeds      {len(rows)} of {config.num_seeds}: {sum(row['solved'] for row in rows)} solved")
     _tell_seeds(rows)
     say(f"rows       {_run.short(folder / 'seeds.jsonl')}")
     return rows
@@ -236,23 +234,22 @@ def _tell_seeds(rows: list[dict[str, Any]]) -> None:
 def search(config: Config, folder: pathlib.Path) -> FitResult:
     """Evolves under the ambient mesh, in `folder`, until solved; resumes what is there."""
     neat, inputs = make_search(config)
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(saving(folder, config.resume, keep=2))
-        hooks = Hooks(axes=neat.axes(), checkpoints=checkpoints, metadata=_run.identity(config))
-        start, state = resume(neat, hooks) or (0, None)
+    length = config.train
+
+    def tell_start(start: int) -> None:
         say(f"run        {_run.short(folder)}" + (f" (resuming at generation {start})" if start else ""))
         say(f"task       {config.task}: {neat.config.num_inputs} inputs, {neat.config.num_outputs} outputs")
         say(f"search     {config.mode}, {config.kind}, population {config.population:,}")
-        writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name,
-                              config=_run.identity(config))  # fmt: skip
-        stack.callback(writer.close)
-        stack.enter_context(_run.ending_together())
-        shown = ("best", "species", "nodes")
-        progress = stack.enter_context(open_progress(config.generations, start, "evolving", "generation", shown=shown))
-        hooks = dataclasses.replace(hooks, writer=writer, progress=progress,
-                                    report=lambda _: _run.write_start(folder, config))  # fmt: skip
-        plan = Fit(config.generations, config.chunk, save_every=config.save_every, until_done=True)
-        result = fit(neat, jax.random.key(config.seed), lambda _: inputs, plan, hooks, state=state, start=start)
+
+    run = Run(
+        config,
+        folder,
+        Fit(length.steps, length.chunk, save_every=length.save_every, until_done=True),
+        dict(description="evolving", unit="generation", shown=("best", "species", "nodes")),
+        tell_start,
+        renamed=RENAMED,
+    )
+    result = train(neat, lambda _: inputs, run)
     _tell_end(config, folder, neat, inputs, result)
     return result
 
@@ -269,10 +266,10 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, 
         say(f"note       {int(state.refused):,} changes did not fit into max_nodes={config.max_nodes} and "
             f"max_conns={config.max_conns}; {int(state.invalid):,} fitnesses were no finite numbers")  # fmt: skip
     if not bool(state.solved):
-        say(f"           go on with generations={2 * config.generations}")
+        say(f"           go on with train.steps={2 * config.train.steps}")
     champion = jax.device_get(state.champion)
-    if isinstance(neat.problem, Examined):
-        _tell_exam(config, neat, neat.problem, champion, inputs)
+    if isinstance(neat.problem, GeneralizationTest):
+        _tell_test(config, neat, neat.problem, champion, inputs)
     for name, text in expressions(neat.config, champion).items():
         say(f"           {name} = {text}")
     if jax.process_index():
@@ -291,10 +288,12 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, 
         say(f"{what:14} {_run.short(folder / what)}")
 
 
-def _tell_exam(config: Config, neat: Neat, problem: Examined, champion: PyTree, inputs: Trials) -> None:
-    exam = jax.jit(lambda key: problem.exam(key, neat.express(champion), inputs))(jax.random.key(config.seed))
-    say(f"exam       the champion balances {int(exam.steps):,} of {problem.long_steps:,} steps; it passes "
-        f"{int(exam.passed)} of {len(inputs.levels.x)} starts")  # fmt: skip
+def _tell_test(
+    config: Config, neat: Neat, problem: GeneralizationTest, champion: PyTree, inputs: GeneralizationInputs
+) -> None:
+    result = jax.jit(lambda key: problem.test(key, neat.express(champion), inputs))(jax.random.key(config.seed))
+    say(f"test       the champion balances {int(result.steps):,} of {problem.long_steps:,} steps; it passes "
+        f"{int(result.passed)} of {len(inputs.levels.x)} starts")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Plans under partial observability: episodes of belief, planner and environment, what they return, a film of one.
 
     python -m experiments.pomdp                                                     # RockSample(7, 8), 32 episodes
-    python -m experiments.pomdp env=Tag planner=pomcp planner.num_simulations=64 episodes=200 steps=60
+    python -m experiments.pomdp env=Tag planner=pomcp planner.num_simulations=64 episodes=200 max_steps=60
     python -m experiments.pomdp env=LightDark planner.iterations=128 belief.num_particles=4000
     python -m experiments.pomdp env=Tiger planner.leaf=zero planner.eta=1 judge=true    # and what its decisions lose
-    python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 steps=90
+    python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 max_steps=90
     python -m experiments.pomdp env=Navigation-13 belief.num_particles=20000 belief.flips=0.001 budget_s=0.1 episodes=4
 
 With budget_s=0 each plan makes planner.iterations batches, and all episodes of a batch run in one compiled program;
@@ -26,17 +26,29 @@ from experiments._folder import run_folder
 from experiments._judge import Judge
 from experiments._mesh import refuse_idle
 from experiments._pomdp_film import Move, film, moves, planned
-from experiments._rocks import BELIEF, make_belief
+from experiments._rocks import BELIEF, make_updater
 from experiments._run import identifying, say
 from experiments._world import changes, make_world
-from jaxpar.env import gif
+from jaxpar.env import Environment, capabilities, gif, is_adapter
 from jaxpar.fields import AtLeast, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec
-from jaxpar.pomdp import Despot, FixedReference, Pft, Pomcp, Pomcpow, Vopp, simulate
+from jaxpar.pomdp import (
+    AnytimePlanner,
+    Belief,
+    BeliefUpdater,
+    Despot,
+    FixedReference,
+    ParticleBelief,
+    Pft,
+    Pomcp,
+    Pomcpow,
+    Vopp,
+    simulate,
+)
 from jaxpar.pomdp.model import discount_of
 from jaxpar.pomdp.simulate import dishonesty
-from jaxpar.types import PRNGKey, UsageError
+from jaxpar.types import PRNGKey, PyTree, UsageError
 
 PLANNERS: dict[str, Any] = {
     "vopp": Vopp,
@@ -71,7 +83,7 @@ class Config(_run.RunConfig):
         belief.num_particles, belief.resample_below (a share of them, of effective sample size) and, on maps of
         Navigation, belief.flips, the chance with which each unknown cell changes in each particle and step.
       episodes: How many.
-      steps: Most steps of each.
+      max_steps: Most steps of each.
       budget_s: Seconds a plan; 0 makes planner.iterations batches instead.
       judge: Whether to say also what the decisions lose against the best policy, exactly, in a model of at most 64
         states that has `tabular`; the error is then far smaller than that of returns. Needs budget_s=0.
@@ -86,7 +98,7 @@ class Config(_run.RunConfig):
     planner: dict[str, Any] = identifying(default_factory=lambda: {"kind": "vopp"})
     belief: dict[str, Any] = identifying(default_factory=dict)
     episodes: int = identifying(32, AtLeast(1))
-    steps: int = identifying(40, AtLeast(1))
+    max_steps: int = identifying(40, AtLeast(1), before=lambda steps: {"steps": steps})
     budget_s: float = identifying(0.0, AtLeast(0))
     judge: bool = identifying(False)
     at_once: int = field(32, AtLeast(1))
@@ -101,12 +113,12 @@ class Config(_run.RunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Who plans what with which belief."""
+    """Who plans what with which beliefs."""
 
-    env: Any
-    params: Any
-    planner: Any
-    belief: Any
+    env: Environment
+    params: PyTree
+    planner: AnytimePlanner
+    updater: BeliefUpdater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,22 +160,23 @@ def execute(config: Config, folder: pathlib.Path) -> None:
 
 
 def make_setting(config: Config) -> Setting:
-    """Returns the environment, the planner and the belief of the flags."""
+    """Returns the environment, the planner and the belief updater of the flags."""
     env, params = make_world(config.env, config.env_fields, config.params)
+    able = capabilities(env)
     kind, asked = config.planner.get("kind"), {k: v for k, v in config.planner.items() if k != "kind"}
     if kind not in PLANNERS:
         raise UsageError(f"planner.kind={kind!r} is unknown; legal are {', '.join(PLANNERS)}.")
     usual = {field.name: field.default for field in dataclasses.fields(PLANNERS[kind])}
     usual |= {name: value for name, value in UNSET.items() if usual.get(name, value) is None}
     options = changes("planner", kind, usual, asked)
-    if options.get("leaf", usual.get("leaf")) == "heuristic" and "leaf" not in asked and not hasattr(env, "heuristic"):
+    if options.get("leaf", usual.get("leaf")) == "heuristic" and "leaf" not in asked and able.heuristic is None:
         say(f"note: {config.env} has no heuristic, so leaves are valued by random play: planner.leaf=rollout.")
         options["leaf"] = "rollout"
     planner = PLANNERS[kind](**options)
     discount_of(params, planner.discount)
-    if not hasattr(env, "init"):
+    if is_adapter(env):
         raise UsageError(f"{config.env} hides its states, and planners need to draw them; take one of envs.names().")
-    return Setting(env, params, planner, make_belief(env, **changes("belief", config.env, BELIEF, config.belief)))
+    return Setting(env, params, planner, make_updater(env, **changes("belief", config.env, BELIEF, config.belief)))
 
 
 def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
@@ -190,13 +203,13 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(config.seed), i))(
         jnp.arange(-(-config.episodes // size) * size)
     )
-    env, params, planner, belief = setting.env, setting.params, setting.planner, setting.belief
+    env, params, planner, updater = setting.env, setting.params, setting.planner, setting.updater
     judge = Judge(env, params) if config.judge else None
 
     @jax.jit
     def play(keys: PRNGKey) -> dict[str, jax.Array]:
-        got = jax.vmap(lambda key: simulate(key, env, params, planner, belief, config.steps))(keys)
-        sums = {name: jnp.sum(getattr(got, name), axis=1) for name in COUNTED}
+        got = jax.vmap(lambda key: simulate(key, env, params, planner, updater, config.max_steps))(keys)
+        sums = {name: jnp.sum(got._asdict()[name], axis=1) for name in COUNTED}
         sums |= {"promised": got.value[:, 0], "optimism": got.value[:, 0] - got.discounted_return - got.left}
         done = {"actions": got.action, "obs": got.obs, "live": got.live} if judge else {}
         return sums | done | {"returns": got.discounted_return, "lengths": got.length}
@@ -215,7 +228,7 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
     found = Results(
         **kept,
         seconds=seconds,
-        latency=seconds / len(rows) / config.steps,
+        latency=seconds / len(rows) / config.max_steps,
     )
     if judge is None:
         return found
@@ -228,7 +241,7 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
     planner, env, params = setting.planner, setting.env, setting.params
     discount, warm = float(discount_of(params, planner.discount)), False
 
-    def plan(key: PRNGKey, belief: Any) -> tuple:
+    def plan(key: PRNGKey, belief: Belief) -> tuple:
         nonlocal warm
         if not warm:
             began = time.monotonic()
@@ -244,15 +257,15 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
     spent = []
     for i in range(config.episodes):
         key = jax.random.fold_in(jax.random.key(config.seed), i)
-        walked = list(moves(key, env, params, setting.belief, config.steps, plan))
-        spent += [move.seconds for move in walked]
-        rows["returns"].append(sum(move.reward * discount**t for t, move in enumerate(walked)))
-        rows["lengths"].append(len(walked))
-        rows["depleted"].append(sum(bool(move.evidence.depleted) and not move.terminated for move in walked))
-        rows["overflow"].append(sum(int(move.info.overflow) for move in walked))
-        rows["illegal"].append(sum(is_illegal(move, env, params) for move in walked))
-        rows["unweighed"].append(sum(int(move.evidence.invalid) for move in walked if not move.terminated))
-        promised, left = promised_and_left(walked, discount)
+        made = list(moves(key, env, params, setting.updater, config.max_steps, plan))
+        spent += [move.seconds for move in made]
+        rows["returns"].append(sum(move.reward * discount**t for t, move in enumerate(made)))
+        rows["lengths"].append(len(made))
+        rows["depleted"].append(sum(bool(move.evidence.depleted) and not move.terminated for move in made))
+        rows["overflow"].append(sum(int(move.info.overflow) for move in made))
+        rows["illegal"].append(sum(is_illegal(move, env, params) for move in made))
+        rows["unweighed"].append(sum(int(move.evidence.invalid) for move in made if not move.terminated))
+        promised, left = promised_and_left(made, discount)
         rows["promised"].append(promised)
         rows["optimism"].append(promised - rows["returns"][-1] - left)
         told(i + 1, {name: np.asarray(row) for name, row in rows.items()})
@@ -260,18 +273,19 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
     return Results(**kept, seconds=sum(spent), latency=float(np.mean(spent)))
 
 
-def promised_and_left(walked: list[Move], discount: float) -> tuple[float, float]:
+def promised_and_left(made: list[Move], discount: float) -> tuple[float, float]:
     """What the planner promised at the start, and what was left of that at the cut, as `jaxpar.pomdp.Episode.left`."""
-    if not walked:
+    if not made:
         return 0.0, 0.0
-    last, weight = walked[-1], discount ** (len(walked) - 1)
+    last, weight = made[-1], discount ** (len(made) - 1)
     left = 0.0 if last.terminated else weight * (float(last.info.value) - last.reward)
-    return float(walked[0].info.value), left
+    return float(made[0].info.value), left
 
 
-def is_illegal(move: Move, env: Any, params: Any) -> bool:
+def is_illegal(move: Move, env: Environment, params: PyTree) -> bool:
     """Whether the environment's mask refuses what was done."""
-    return hasattr(env, "action_mask") and not bool(env.action_mask(move.state, params)[move.action])
+    mask = capabilities(env).action_mask
+    return mask is not None and not bool(mask(move.state, params)[move.action])
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float]:
@@ -280,36 +294,32 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()), float(error)
 
 
-def shoot(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib.Path | None:
+def save_film(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib.Path | None:
     """Films the first episode, planned by the number of batches; returns the GIF, or None without a `render`."""
-    if not hasattr(setting.env, "render"):
+    if capabilities(setting.env).render is None:
         say(f"note: no film, since {config.env} has no render.")
         return None
     env, params, planner = setting.env, setting.params, setting.planner
     key, draw_key = jax.random.fold_in(jax.random.key(config.seed), 0), jax.random.key(config.seed)
-    walked = list(moves(key, env, params, setting.belief, config.steps, planned(planner, env, params)))
+    made = list(moves(key, env, params, setting.updater, config.max_steps, planned(planner, env, params)))
     path = folder / "plots" / "episode.gif"
     path.parent.mkdir(exist_ok=True)
-    frames = film(walked, env, params, draw_key, f"{config.env}, {config.planner['kind']}")
+    frames = film(made, env, params, draw_key, f"{config.env}, {config.planner['kind']}")
     gif(frames, path, fps=1.5)
     return path
 
 
 def _tell_start(config: Config, folder: pathlib.Path, setting: Setting) -> None:
-    planner = {f.name: getattr(setting.planner, f.name) for f in dataclasses.fields(setting.planner)}
-    shown = "  ".join(f"{name}={value}" for name, value in planner.items() if value is not None)
-    count = getattr(setting.belief, "num_particles", None)
-    how = (
-        f"{config.budget_s:g} s a plan"
-        if config.budget_s
-        else f"{getattr(setting.planner, 'iterations', 1)} batches a plan"
-    )
+    fields = vars(setting.planner)
+    shown = "  ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+    count = setting.updater.num_particles if isinstance(setting.updater, ParticleBelief) else None
+    how = f"{config.budget_s:g} s a plan" if config.budget_s else f"{setting.planner.iterations} batches a plan"
     say(f"run        {_run.short(folder)}")
     say(f"env        {config.env}: {setting.env.action_space(setting.params).n} actions, discount "
         f"{float(discount_of(setting.params, setting.planner.discount)):g}")  # fmt: skip
     say(f"planner    {config.planner['kind']}: {shown}")
     say(f"belief     {f'{count:,} particles' if count else 'exact, rock by rock'}")
-    say(f"plan       {config.episodes:,} episodes of at most {config.steps} steps, {how}, on one "
+    say(f"plan       {config.episodes:,} episodes of at most {config.max_steps} steps, {how}, on one "
         f"{jax.devices()[0].device_kind} device")  # fmt: skip
 
 
@@ -335,13 +345,13 @@ def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
         ("illegal", "actions were illegal"),
         ("unweighed", "likelihoods were no numbers, and their particles were left out; mend log_likelihood"),
     ):
-        if total := int(getattr(found, name).sum()):
+        if total := int(vars(found)[name].sum()):
             say(f"note: {total:,} {what}.")
     setting = make_setting(config)
     plot = folder / "plots" / "returns.png"
     panels = {"discounted return": found.returns, "steps": found.lengths}
     plot_histograms(panels, plot, title=f"{config.env}, {config.planner['kind']}: {len(found.returns):,} episodes")
-    shot = shoot(config, folder, setting) if config.gif else None
+    shot = save_film(config, folder, setting) if config.gif else None
     for what, path in (("film", shot), ("plot", plot), ("metrics", folder / "metrics.jsonl")):
         if path:
             say(f"{what:10} {_run.short(path)}")

@@ -10,11 +10,10 @@
     python -m experiments.rl preset=rl2                                        # RL^2: the return of each trial
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
-unrolls at once. The same command resumes a run that was ended, on any mesh; more steps extend it, if rates are not
+rollouts at once. The same command resumes a run that was ended, on any mesh; more steps extend it, if rates are not
 annealed over them (anneal=false).
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -27,17 +26,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
-from experiments._folder import owning, saving
+from experiments._folder import owning
 from experiments._mesh import check_split, refuse_idle
+from experiments._policy_run import FILMED, PolicyRun, older_prng, on_one_device, player, save_film
 from experiments._run import identifying, say
-from experiments._walk import FILMED, Walk, on_one_device, player, shoot
+from experiments._train import Run, TrainConfig, train
 from experiments._world import changes, make_world
+from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, Each, field
-from jaxpar.io import open_progress, open_writers, plot_metrics, plot_seeds, read_jsonl
-from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
+from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
-from jaxpar.rl import A2c, Dqn, Ppo, Pqn, Recalling, Seeds, returns_by_trial
-from jaxpar.rollout import NextStep, NoReset, begin, evaluate, unroll
+from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Ppo, Pqn, Seeds, returns_by_trial
+from jaxpar.rollout import NextStep, NoReset, evaluate, init, rollout
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
 
@@ -46,12 +47,19 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a2c": (A2c, {}),
     "pqn": (Pqn, {}),
     "dqn": (Dqn, {}),
-    "vdn": (Pqn, {"mixer": "vdn"}),
-    "qmix": (Pqn, {"mixer": "qmix"}),
+    "vdn": (Pqn, {"decomposition": "vdn"}),
+    "qmix": (Pqn, {"decomposition": "qmix"}),
 }
+OLDER_RATES = {new[6:]: old[6:] for new, old in RENAMED.items() if new.startswith("rates/")}
+OLDER_FIELDS = {"gradient_steps": "gradients", "decomposition_size": "mixer_size"}
 METHODS: dict[str, Any] = {
     "auto": None, "sequential": Sequential(), "newton": Newton(), "quasi": Quasi(), "gauss_seidel": GaussSeidel(),
 }  # fmt: skip
+
+
+def _older(flag: str, names: dict[str, str], changes: dict[str, Any]) -> dict[str, Any]:
+    """What stood in identities for a flag's changes to fields that were renamed since."""
+    return {flag: {names.get(name, name): value for name, value in changes.items()}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +70,16 @@ class Config(_run.RunConfig):
       env: Name of an environment, ours or gymnax's.
       env_fields: Changes to its fields, such as env_fields.size=16.
       params: Changes to its parameters, such as params.gravity=5.
-      recall: Whether the last action and reward are seen as well (RL^2, with a memory).
+      last_action_reward: Whether observations include the last action and reward (RL^2, with a memory).
       algorithm: ppo, a2c, pqn, dqn, vdn or qmix.
       num_seeds: Learners side by side, which differ in their keys alone.
-      steps: Environment steps of each, rounded up to whole chunks of updates.
+      train: Length and checkpoints; train.steps are environment steps of each seed, rounded up to whole chunks of
+        updates.
       num_envs: Environments of each; 0 is the algorithm's own number, and so below.
-      num_steps: Steps of an unroll.
-      epochs: Times that an unroll is gone through.
-      minibatches: Parts of an unroll.
-      rates: Changes to the algorithm's numbers, such as rates.entropy=0.
+      num_steps: Steps of a rollout.
+      epochs: Times that each rollout is gone through.
+      minibatches: Parts of a rollout.
+      rates: Changes to the algorithm's numbers, such as rates.entropy_coef=0.
       anneal: Whether the learning rate falls to 0 over the run; else as rates.anneal says.
       fields: Changes to other fields of the algorithm.
       central: Whether values read all agents' observations.
@@ -82,9 +91,7 @@ class Config(_run.RunConfig):
       memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren, transformer.
       memory_size: Its units.
       method: How its recurrence is solved: auto, sequential, newton, quasi, gauss_seidel.
-      draw: lane, or batch, which draws faster, other numbers.
-      chunk: Updates in one program.
-      save_every: Updates between checkpoints, a multiple of chunk; 0 means at the end alone.
+      prng: Keys of environments: env, or batch, which is faster and gives other numbers.
       eval_episodes: Of each seed, at the end, acting by the likeliest action.
       eval_steps: Most steps of such an episode.
       beside: Whether to tell at the end what chance and scripted play return, where there is such play.
@@ -96,17 +103,17 @@ class Config(_run.RunConfig):
     env: str = identifying("CartPole-v1")
     env_fields: dict[str, Any] = identifying(default_factory=dict)
     params: dict[str, Any] = identifying(default_factory=dict)
-    recall: bool = identifying(False)
+    last_action_reward: bool = identifying(False, before=lambda on: {"recall": on})
     algorithm: str = identifying("ppo")
     num_seeds: int = identifying(4, AtLeast(1))
-    steps: int = field(500_000, AtLeast(1))
+    train: TrainConfig = TrainConfig(500_000, 10, 0)
     num_envs: int = identifying(0, AtLeast(0))
     num_steps: int = identifying(0, AtLeast(0))
     epochs: int = identifying(0, AtLeast(0))
     minibatches: int = identifying(0, AtLeast(0))
-    rates: dict[str, float] = identifying(default_factory=dict)
+    rates: dict[str, float] = identifying(default_factory=dict, before=functools.partial(_older, "rates", OLDER_RATES))
     anneal: bool = identifying(True)
-    fields: dict[str, Any] = identifying(default_factory=dict)
+    fields: dict[str, Any] = identifying(default_factory=dict, before=functools.partial(_older, "fields", OLDER_FIELDS))
     central: bool = identifying(False)
     encoder: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     hidden: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
@@ -116,9 +123,7 @@ class Config(_run.RunConfig):
     memory: str = identifying("none")
     memory_size: int = identifying(64, AtLeast(1))
     method: str = identifying("auto")
-    draw: str = identifying("lane")
-    chunk: int = field(10, AtLeast(1))
-    save_every: int = field(0, AtLeast(0))
+    prng: str = identifying("env", before=older_prng)
     eval_episodes: int = field(64, AtLeast(1))
     eval_steps: int = field(1000, AtLeast(1))
     beside: bool = False
@@ -142,23 +147,26 @@ def compose(*flags: str) -> Config:
 def make_learner(config: Config) -> tuple[Any, PyTree]:
     """Returns the learner of one seed, and the environment's parameters."""
     env, params = make_world(config.env, config.env_fields, config.params)
-    env = Recalling(env) if config.recall else env
+    env = LastActionReward(env) if config.last_action_reward else env
     kind, fixed = ALGORITHMS[config.algorithm]
     usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
-    chosen: dict[str, Any] = {"draw": config.draw, **fixed}
+    chosen: dict[str, Any] = {"prng": config.prng, **fixed}
     for name in ("num_envs", "num_steps", "epochs", "minibatches", "central"):
-        own, value = {"num_envs": "num_lanes"}.get(name, name), getattr(config, name)
-        if value and own not in usual:
+        value = getattr(config, name)
+        if value and name not in usual:
             raise UsageError(f"{name}={value} does not apply: algorithm={config.algorithm} has none.")
-        chosen |= {own: value} if value else {}
+        chosen |= {name: value} if value else {}
     asked = {name: getattr(config, name) for name in ("encoder", "hidden", "activation", "conv", "layer_norm")}
     asked = {name: tuple(x) if isinstance(x, list) else x for name, x in asked.items() if x not in ("", [], None)}
     network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
                                   method=METHODS[config.method], **asked)  # fmt: skip
     free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)}
+    _refuse_older("fields", OLDER_FIELDS, config.fields, free)
     chosen |= changes("fields", f"algorithm={config.algorithm}", free, config.fields)
     learner = kind(env, network, **chosen)
-    rates = changes("rates", f"algorithm={config.algorithm}", dataclasses.asdict(learner.rates), config.rates)
+    usual = dataclasses.asdict(learner.rates)
+    _refuse_older("rates", OLDER_RATES, config.rates, usual)
+    rates = changes("rates", f"algorithm={config.algorithm}", usual, config.rates)
     if config.anneal and "anneal" in rates:
         raise UsageError("rates.anneal needs anneal=false: with anneal=true the rate falls over the whole run.")
     if config.anneal:
@@ -166,9 +174,17 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     return dataclasses.replace(learner, rates=learner.rates.replace(**rates)), params
 
 
+def _refuse_older(flag: str, names: dict[str, str], changes: dict[str, Any], usual: dict[str, Any]) -> None:
+    """Refuses changes to fields by their older names with today's."""
+    for name in changes.keys() - usual.keys():
+        for new in (new for new, old in names.items() if old == name and new in usual):
+            raise UsageError(f"{flag}.{name} is called {flag}.{new} now.")
+
+
 def num_updates(config: Config, learner: Any) -> int:
-    """Returns how many updates make `config.steps` environment steps: whole chunks, so that one program does it."""
-    return -(-config.steps // (learner.num_lanes * learner.num_steps * config.chunk)) * config.chunk
+    """Returns how many updates make `train.steps` environment steps: whole chunks, so that one program does it."""
+    length = config.train
+    return -(-length.steps // (learner.num_envs * learner.num_steps * length.chunk)) * length.chunk
 
 
 def execute(config: Config, folder: pathlib.Path) -> FitResult:
@@ -182,63 +198,63 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     """Learns under the ambient mesh, in `folder`; resumes what is there."""
     learner, params = make_learner(config)
     refuse_idle("learning", "envs")
-    check_split("num_envs", learner.num_lanes, "envs")
+    check_split("num_envs", learner.num_envs, "envs")
     seeds, updates = Seeds(learner, config.num_seeds, params), num_updates(config, learner)
-    per_update, warmup = learner.num_lanes * learner.num_steps, getattr(learner, "warmup", 0)
+    per_update = learner.num_envs * learner.num_steps
+    warmup, capacity = (learner.warmup, learner.capacity) if isinstance(learner, Dqn) else (0, 0)
     if updates * per_update < warmup:
-        raise UsageError(f"steps={config.steps} end before the warmup of {warmup} experiences, and nothing would be "
-                         "learned; give more steps or a smaller fields.warmup.")  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(saving(folder, config.resume, keep=2))
-        metadata = _run.identity(config) | ({"steps": config.steps} if config.anneal else {})
-        hooks = Hooks(axes=seeds.axes(), checkpoints=checkpoints, metadata=metadata)
-        start, state = resume(seeds, hooks) or (0, None)
-        _tell_start(config, folder, learner, updates, start)
-        writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name,
-                              config=_run.identity(config))  # fmt: skip
-        stack.callback(writer.close)
-        stack.enter_context(_run.ending_together())
-        progress = stack.enter_context(open_progress(updates, start, "learning", "update", shown=("return_mean",),
-                                                     tokens_per_step=per_update * config.num_seeds,
-                                                     token="env steps"))  # fmt: skip
-        check = functools.partial(_check, min(warmup + per_update, getattr(learner, "capacity", 0)))
-        hooks = dataclasses.replace(hooks, writer=writer, progress=progress, check=check,
-                                    report=lambda _: _run.write_start(folder, config))  # fmt: skip
-        plan = Fit(updates, config.chunk, save_every=config.save_every)
-        result = fit(seeds, jax.random.key(config.seed), lambda _: params, plan, hooks, state=state, start=start)
+        raise UsageError(
+            f"train.steps={config.train.steps} end before the warmup of {warmup} experiences, and nothing would be "
+            "learned; give more steps or a smaller fields.warmup."
+        )
+    run = Run(
+        config,
+        folder,
+        Fit(updates, config.train.chunk, save_every=config.train.save_every),
+        dict(
+            description="learning", unit="update", shown=("return_mean",),
+            tokens_per_step=per_update * config.num_seeds, token="env steps",
+        ),
+        functools.partial(_tell_start, config, folder, learner, updates),
+        metadata={"steps": config.train.steps} if config.anneal else {},  # which the rates depend on
+        renamed=RENAMED,
+        check=functools.partial(_check, min(warmup + per_update, capacity)),
+    )  # fmt: skip
+    result = train(seeds, lambda _: params, run)
     _tell_end(config, folder, learner, params, result)
     return result
 
 
 def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
     """Ends a run whose gradient, of any seed, is no number; DQN's is none until as many experiences are stored."""
-    if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/stored", np.inf) >= warm:
+    if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/buffer_size", np.inf) >= warm:
         raise UsageError(f"the gradient is not finite after update {step}; lower rates.learning_rate.")
     if metrics["train/skipped"]:
         raise UsageError(f"the new weights are not finite after update {step}; lower rates.learning_rate.")
 
 
 def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int, start: int) -> None:
-    count = f", {learner.env.num_agents} agents" if hasattr(learner.env, "num_agents") else ""
-    per_update = learner.num_lanes * learner.num_steps
+    agents = capabilities(learner.env).num_agents
+    count = f", {agents} agents" if agents else ""
+    per_update = learner.num_envs * learner.num_steps
     say(f"run        {_run.short(folder)}" + (f" (resuming at update {start})" if start else ""))
     say(f"env        {config.env}{count}")
     say(f"learner    {config.algorithm}, memory={config.memory}, {config.num_seeds} seed(s)")
-    say(f"updates    {updates:,} of {learner.num_lanes:,} environments x {learner.num_steps:,} steps: "
+    say(f"updates    {updates:,} of {learner.num_envs:,} environments x {learner.num_steps:,} steps: "
         f"{updates * per_update:,} steps a seed")  # fmt: skip
 
 
 def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, result: FitResult) -> None:
     if result.interrupted:
         return
-    returns = judged(config, learner, params, result.state)
+    returns = evaluation_returns(config, learner, params, result.state)
     error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")
     say(f"return     {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
         + f", {config.eval_episodes} episodes a seed, likeliest actions: "
         + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
-    for line in told_beside(returns, *compared(config, learner, params)) if config.beside else ():
+    for line in comparison_lines(returns, *compared(config, learner, params)) if config.beside else ():
         say(line)
-    trials = judged_by_trial(config, learner, params, result.state)
+    trials = evaluation_by_trial(config, learner, params, result.state)
     if trials is not None:
         spread = trials.std(0, ddof=1) / np.sqrt(len(trials)) if len(trials) > 1 else np.full(len(trials[0]), np.nan)
         say("trials     " + ", ".join(f"{x:.3g} ± {e:.2g}" for x, e in zip(trials.mean(0), spread, strict=True)))
@@ -249,7 +265,7 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
         return
     metrics, plots = folder / "metrics.jsonl", folder / "plots"
     rows = [row for row in read_jsonl(metrics) if "train/seed_00" in row]
-    per_update = learner.num_lanes * learner.num_steps
+    per_update = learner.num_envs * learner.num_steps
     steps = np.array([row["step"] * per_update for row in rows])
     values = np.array([[row.get(f"train/seed_{i:02}", np.nan) for row in rows] for i in range(config.num_seeds)], float)
     if np.isfinite(values).all(0).any():
@@ -261,20 +277,21 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
         plot_seeds({f"{config.algorithm}, memory={config.memory}": (1 + np.arange(len(trials[0])), trials)},
                    plots / "trials.png", xlabel="trial of an episode", ylabel="return of the trial",
                    title=config.env)  # fmt: skip
-    panels = {"policy": ("train/entropy", "train/clipped", "train/approx_kl"), "value": ("train/explained",),
-              "gradient": ("train/grad_norm",), "Q": ("train/q_mean", "train/q_loss")}  # fmt: skip
+    panels = {"policy": ("train/entropy", "train/clip_fraction", "train/approx_kl"),
+              "value": ("train/explained_variance",), "gradient": ("train/grad_norm",),
+              "Q": ("train/q_mean", "train/q_loss")}  # fmt: skip
     plot_metrics(metrics, plots / "learning.png", panels)
     agent = learner.agent(greedy=True)
-    walk = Walk(learner.env, params, agent, FILMED, NextStep(), config.draw)
+    policy_run = PolicyRun(learner.env, params, agent, FILMED, NextStep(), config.prng)
     first = jax.tree.map(lambda x: x[0], jax.device_get(result.state.weights))
-    shot = shoot(config.seed, walk, config.env, plots / "agent.gif", config.frames, fps=20, weights=first,
+    shot = save_film(config.seed, policy_run, config.env, plots / "agent.gif", config.frames, fps=20, weights=first,
                  carry=agent.first_carry()) if config.gif else None  # fmt: skip
     for path in (shot, plots, metrics, folder / "checkpoints"):
         if path:
             say(f"{path.name:14} {_run.short(path)}")
 
 
-def judged(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
+def evaluation_returns(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
     """Returns the mean return of each seed's agent, `[S]`, over whole episodes of likeliest actions."""
     params = jax.device_get(params)
 
@@ -290,18 +307,18 @@ def judged(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.nd
     return returns
 
 
-def judged_by_trial(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray | None:
-    """Returns what each seed's agent earns in each trial of an episode, `[S, K]`, in the episodes of `judged`.
+def evaluation_by_trial(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray | None:
+    """Returns what each seed's agent earns in each trial of an episode, `[S, K]`, in those same episodes.
 
     None where nothing is recalled, or the environment counts no trials.
     """
-    if not (config.recall and hasattr(learner.env, "trial")):
+    if not config.last_action_reward or capabilities(learner.env).trial is None:
         return None
     params = jax.device_get(params)
 
     def play(key, agent, weights):
-        lanes = begin(key, learner.env, params, config.eval_episodes, agent.first_carry())
-        return unroll(key, lanes, learner.env, params, agent, weights, config.eval_steps, reset=NoReset(),
+        env_state = init(key, learner.env, params, config.eval_episodes, agent.first_carry())
+        return rollout(key, env_state, learner.env, params, agent, weights, config.eval_steps, reset=NoReset(),
                       keep=lambda row: (row.reward, jnp.where(row.valid, row.info["trial"], 0)))[1]  # fmt: skip
 
     rewards, trials = _of_each_seed(config, learner, state, play)
@@ -311,7 +328,7 @@ def judged_by_trial(config: Config, learner: Any, params: PyTree, state: PyTree)
 
 def compared(config: Config, learner: Any, params: PyTree) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns what episodes of random legal play earn, and of scripted play, None where the environment has none."""
-    env = learner.env.env if config.recall else learner.env
+    env = learner.env.env if config.last_action_reward else learner.env
     params, found = jax.device_get(params), []
     with on_one_device():
         key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 4)
@@ -327,7 +344,7 @@ def compared(config: Config, learner: Any, params: PyTree) -> tuple[np.ndarray, 
     return found[0], found[1]
 
 
-def told_beside(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarray | None) -> list[str]:
+def comparison_lines(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarray | None) -> list[str]:
     """Returns lines: how far what each seed learned is above chance, and how far on the way to scripted play."""
 
     def spread(x):

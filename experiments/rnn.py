@@ -10,8 +10,8 @@ A byte language model with the same cells is `python -m experiments.lm model.mix
 The same command resumes a run that was ended, on any mesh.
 """
 
-import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -20,14 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run
-from experiments._folder import owning, saving
+from experiments import _run, _train
+from experiments._folder import owning
 from experiments._mesh import check_split, refuse_idle
 from experiments._run import say
 from experiments._series import SeriesConfig, Task, open_task
+from experiments._train import Run
 from jaxpar.fields import AtLeast, Positive, check_fields, field
-from jaxpar.io import Checkpoints, open_progress, open_writers, plot_metrics
-from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.io import Checkpoints, plot_metrics
+from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.solvers import solver
@@ -146,29 +147,20 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 
 def learn(config: Any, folder: pathlib.Path, trainer: SequenceTrainer, task: Task, sizes: list[str]) -> FitResult:
     """Trains any network on any task, in `folder`, by `config.train`; `sizes` are lines to be told at the start."""
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(saving(folder, config.resume, keep=config.train.keep))
-        hooks = Hooks(axes=trainer.axes(), checkpoints=checkpoints, metadata=_run.identity(config))
-        start, state = resume(trainer, hooks) or (0, None)
-        _tell_start(folder, trainer, start, sizes)
-        plan = Fit(config.train.steps, 1, config.train.eval_every, config.train.save_every)
-        writer = open_writers(
-            folder, tuple(config.metrics), start or None, name=folder.name, config=_run.identity(config)
-        )
-        stack.callback(writer.close)
-        stack.enter_context(_run.ending_together())
-        steps = config.data.batch_size * task.length
-        hooks = dataclasses.replace(
-            hooks,
-            writer=writer,
-            progress=stack.enter_context(open_progress(config.train.steps, start, "training", tokens_per_step=steps)),
-            evaluate=make_evaluate(trainer, task),
-            check=_check,
-            report=lambda _: _run.write_start(folder, config),
-        )
-        result = fit(trainer, jax.random.key(config.seed), lambda s: _place(task.train(s)), plan, hooks, state=state,
-                     start=start)  # fmt: skip
-    _tell_end(config, folder, result, start)
+    length = config.train
+    run = Run(
+        config,
+        folder,
+        Fit(length.steps, 1, length.eval_every, length.save_every),
+        dict(description="training", tokens_per_step=config.data.batch_size * task.length),
+        functools.partial(_tell_start, folder, trainer, sizes),
+        checkpoints=dict(keep=length.keep),
+        evaluate=make_evaluate(trainer, task),
+        check=_check,
+        extending="stretches its schedule",
+    )
+    result = _train.train(trainer, lambda step: _place(task.train(step)), run)
+    _tell_end(folder, result)
     return result
 
 
@@ -266,7 +258,7 @@ def _sizes(config: Config, task: Task) -> list[str]:
     ]
 
 
-def _tell_start(folder: pathlib.Path, trainer: SequenceTrainer, start: int, sizes: list[str]) -> None:
+def _tell_start(folder: pathlib.Path, trainer: SequenceTrainer, sizes: list[str], start: int) -> None:
     shapes: Any = jax.eval_shape(trainer.init, jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
     say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
@@ -275,11 +267,9 @@ def _tell_start(folder: pathlib.Path, trainer: SequenceTrainer, start: int, size
         say(line)
 
 
-def _tell_end(config: Any, folder: pathlib.Path, result: FitResult, start: int) -> None:
+def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
     if result.interrupted:
         return
-    if start >= config.train.steps:
-        say(f"this run is finished; extend it with train.steps={2 * result.step} (which stretches its schedule).")
     plot = folder / "plots" / "training.png"
     if jax.process_index() == 0:
         panels = {

@@ -2,7 +2,7 @@
 
     python -m experiments.verify                                    # tiny, every layout of eight devices, 10 minutes
     python -m experiments.verify layouts=[data2.fsdp4,tensor2.fsdp4/zero2+sequence] topology=none
-    python -m experiments.verify model=gpt2_124m model.num_layers=2 optimizer.name=muon dtypes=[float32]
+    python -m experiments.verify preset=gpt2_124m model.num_layers=2 optimizer.name=muon dtypes=[float32]
 
 Loss, every gradient leaf and three optimizer steps, in float32 and float64; collectives here and, compiled by libtpu
 for a slice of the same size, on TPUs. Exit code 1 if anything does not hold. For other models: `jaxpar.verify`.
@@ -30,7 +30,7 @@ from jaxpar.lm.data import DataConfig
 from jaxpar.lm.transfers import declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.types import UsageError
-from jaxpar.verify import TOLERANCE, Layout, Model, Row, every_layout, verify
+from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def slice_of(text: str, layouts: list[Layout]):
     try:
         numbers = sorted({layout.num_devices for layout in layouts})
         side = max(n for n in range(1, math.isqrt(numbers[0]) + 1) if numbers[0] % n == 0)
-        asked = topology.parse(f"v5e:{side}x{numbers[0] // side}" if text == "auto" else text)
+        asked = topology.parse_topology(f"v5e:{side}x{numbers[0] // side}" if text == "auto" else text)
         if numbers != [asked.num_devices]:
             these = " and ".join(map(str, numbers))
             raise UsageError(f"topology={asked.text} has {asked.num_devices} devices and the layouts {these}.")
@@ -154,7 +154,7 @@ def slice_of(text: str, layouts: list[Layout]):
         return None
 
 
-def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Row]:
+def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[LayoutReport]:
     """Verifies the layouts of the configured model, with a line for each row as it is made."""
     rows, length = config.data.batch_size, config.data.seq_len
 
@@ -184,7 +184,7 @@ def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Row]:
     )  # fmt: skip
 
 
-def line_of(row: Row) -> str:
+def line_of(row: LayoutReport) -> str:
     """Returns one line a row, as progress."""
     if row.refused:
         return f"{row.layout!s:34} {row.dtype:8} not legal"
@@ -193,7 +193,7 @@ def line_of(row: Row) -> str:
     return f"{row.layout!s:34} {row.dtype:8} {verdict:7} {errors}"
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[LayoutReport]) -> Table:
     """Returns the table for the terminal."""
     table = Table(title="each layout against one device", title_justify="left")
     for name in ("layout", "in", "loss", "gradient", "worst leaf", "3 steps", "worst leaf", "arrays a step", "holds"):
@@ -209,7 +209,7 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def as_json(row: Row) -> dict:
+def as_json(row: LayoutReport) -> dict:
     """Returns a row as plain data."""
     plain = dataclasses.asdict(row) | {"layout": str(row.layout)}
     for name in ("transfers", "kinds"):

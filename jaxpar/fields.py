@@ -21,6 +21,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, cast
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -45,9 +46,10 @@ class Between:
     ends: str = "[]"
     also: tuple[float, ...] = ()
 
-    def __contains__(self, value: Any) -> bool:
-        above = value >= self.low if self.ends[0] == "[" else value > self.low
-        below = value <= self.high if self.ends[1] == "]" else value < self.high
+    def __contains__(self, value: object) -> bool:
+        number = cast(float, value)
+        above = number >= self.low if self.ends[0] == "[" else number > self.low
+        below = number <= self.high if self.ends[1] == "]" else number < self.high
         return bool(above and below) or value in self.also
 
     def __str__(self) -> str:
@@ -77,7 +79,7 @@ class OneOf:
 
     choices: Iterable[Any]
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return isinstance(value, str) and value in tuple(self.choices)
 
     def __str__(self) -> str:
@@ -95,12 +97,12 @@ Legal = Between | OneOf | Each
 
 
 def field(
-    default: Any = dataclasses.MISSING,
+    default: object = dataclasses.MISSING,
     legal: Legal | None = None,
     *,
-    default_factory: Any = dataclasses.MISSING,
-    **metadata: Any,
-) -> Any:
+    default_factory: object = dataclasses.MISSING,
+    **metadata: object,
+) -> Any:  # as of `dataclasses.field`: it stands where a value of the field's type would
     """Declares a field of a configuration with what is legal in it; `check_fields` in `__post_init__` holds it to that.
 
     Args:
@@ -113,11 +115,12 @@ def field(
     return cast(Any, dataclasses.field)(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def check_fields(config: Any, where: str = "") -> None:
+def check_fields(config: object, where: str = "") -> None:
     """Refuses a value that is outside of its field's declared range, or of another type than annotated.
 
-    An `int` field takes whole numbers and a `float` field real ones, neither of them a bool. A field of type `Any` may
-    hold a number to be swept: a tracer is not looked at, and an array is judged by all that it holds.
+    An `int` field takes whole numbers and a `float` field real ones, neither of them a bool. A field of type
+    `jaxpar.types.Scalar` may hold a number to be swept: a tracer is not looked at, and an array is judged by all that
+    it holds.
 
     Args:
       config: A dataclass, whose fields were declared by `field`.
@@ -126,7 +129,7 @@ def check_fields(config: Any, where: str = "") -> None:
     Raises:
       UsageError: In one sentence, with the field, its value and what is legal.
     """
-    for declared in dataclasses.fields(config):
+    for declared in dataclasses.fields(cast(Any, config)):
         legal = declared.metadata.get("legal")
         if legal is not None:
             reason = _objection(getattr(config, declared.name), legal, declared)
@@ -134,7 +137,7 @@ def check_fields(config: Any, where: str = "") -> None:
                 raise UsageError(f"{where}{declared.name}={getattr(config, declared.name)!r} {reason}.")
 
 
-def check_value(name: str, value: Any, legal: Between | OneOf, kind: type = float) -> None:
+def check_value(name: str, value: object, legal: Between | OneOf, kind: type = float) -> None:
     """Refuses one argument as `check_fields` refuses a field: the same ranges, for what is no dataclass.
 
     Args:
@@ -148,7 +151,7 @@ def check_value(name: str, value: Any, legal: Between | OneOf, kind: type = floa
         raise UsageError(f"{name}={value!r} {reason}.")
 
 
-def _objection(value: Any, legal: Legal, declared: dataclasses.Field) -> str:
+def _objection(value: object, legal: Legal, declared: dataclasses.Field) -> str:
     """What is wrong with a value; empty where nothing is."""
     kinds = _kinds(declared.type)
     is_optional = type(None) in kinds or declared.default is None
@@ -163,12 +166,12 @@ def _objection(value: Any, legal: Legal, declared: dataclasses.Field) -> str:
     return f"{reason}, or None" if reason and is_optional else reason
 
 
-def _why(value: Any, legal: Between | OneOf, kinds: set) -> str:
+def _why(value: object, legal: Between | OneOf, kinds: set) -> str:
     if isinstance(legal, OneOf):
         return "" if value in legal else f"is unknown; legal are {legal}"
-    if Any in kinds and hasattr(value, "shape") and np.ndim(value):
-        return next((reason for x in np.ravel(value) if (reason := _why(x, legal, kinds))), "")
-    if Any in kinds and hasattr(value, "item"):
+    if kinds & {Any, jax.Array} and isinstance(value, np.ndarray | np.generic | jax.Array):
+        if value.ndim:
+            return next((reason for x in np.ravel(value) if (reason := _why(x, legal, kinds))), "")
         value = value.item()
     kind, noun = (numbers.Real, "a number") if kinds & {float, Any} else (numbers.Integral, "a whole number")
     if isinstance(value, bool) or not isinstance(value, kind):
@@ -179,7 +182,7 @@ def _why(value: Any, legal: Between | OneOf, kinds: set) -> str:
     return "must be " + ", ".join(filter(None, [*finite, str(legal)]))
 
 
-def _kinds(annotation: Any) -> set:
+def _kinds(annotation: object) -> set:
     """The types in a union or in a tuple's annotation; `Any` where nothing is said."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, list):
         return set().union(*map(_kinds, typing.get_args(annotation)))

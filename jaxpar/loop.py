@@ -1,7 +1,7 @@
 """The only loops: `run` and `run_until` as one program, `fit` from the host with everything a long run needs.
 
-The key of step s is `fold_in(root, s)`, whoever drives and in whatever chunks, so cutting a run, resuming
-it or driving it by hand makes the same steps.
+The key of step s is `fold_in(root, s)` in every loop and for any chunks, so a run that is cut, resumed or driven by
+hand makes the same steps.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, Progress, Writer
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.processes import AGREE_EVERY, interruptible
-from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, SupportsAxes, SupportsDone, UsageError
 
 __all__ = ["AGREE_EVERY", "Fit", "FitResult", "Hooks", "compile_step", "fit", "resume", "run", "run_until"]
 
@@ -59,11 +59,13 @@ def run(
     return jax.lax.scan(body, state, (start + jnp.arange(num_steps), inputs))
 
 
-def run_until(algorithm: Any, key: PRNGKey, state: PyTree, inputs: PyTree, max_steps: int) -> tuple[PyTree, jax.Array]:
+def run_until(
+    algorithm: SupportsDone, key: PRNGKey, state: PyTree, inputs: PyTree, max_steps: int
+) -> tuple[PyTree, jax.Array]:
     """Makes steps by one `lax.while_loop` until `algorithm.done(state)`, at most `max_steps`.
 
-    Every step gets the same `inputs`. Under `vmap` the loop goes on until the last one is done; those done before
-    keep their state.
+    Every step gets the same `inputs`. Under `vmap` the loop runs until all are done; those done before keep
+    their state.
 
     Returns:
       The last state and the number of steps made. `done` of that state tells whether it converged.
@@ -132,6 +134,7 @@ class Hooks:
       axes: Logical axes of the state, to lay it out on the ambient mesh; by default `algorithm.axes()`, if it has that.
       checkpoints: Where to save, and to resume from if it holds any.
       metadata: Saved with each checkpoint; a resume from a checkpoint of other metadata is refused.
+      renamed: Names in the state that older checkpoints have under another one, from today's to that.
       writer: Where metrics go, by step: "train/..." each step, "speed/...", and what `evaluate` returns. Of each save
         "speed/save_stall_s": seconds that training stood still for it.
       progress: What to show them on.
@@ -143,7 +146,8 @@ class Hooks:
 
     axes: PyTree | None = None
     checkpoints: Checkpoints | None = None
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     writer: Writer | None = None
     progress: Progress | None = None
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None
@@ -197,7 +201,7 @@ def fit(
     algorithm: Algorithm,
     key: PRNGKey,
     batch: BatchFn,
-    plan: Fit,
+    counts: Fit,
     hooks: Hooks | None = None,
     *,
     state: PyTree | None = None,
@@ -214,30 +218,30 @@ def fit(
       algorithm: What is trained.
       key: Root key: folded with 2^32-1 for `init`, with s for step s.
       batch: Step number -> inputs, placed on the device; pure, so a resumed run needs no saved iterator.
-      plan: Counts.
+      counts: Of steps, and of steps between what is done on the way.
       hooks: What to read from and report to.
       state: First state instead of `algorithm.init`'s, unless a checkpoint is there. It is donated.
       start: Steps that `state` has made, as `resume` tells; over 0, no checkpoint is read.
 
     Raises:
-      UsageError: If all checkpoints are of another run (`OtherRun`) or damaged (`Damaged`), or a save failed
-        (`SaveError`).
+      UsageError: If all checkpoints are of another run (`RunMismatchError`) or damaged (`CorruptCheckpointError`), or a
+        save failed (`SaveError`).
     """
     hooks = _with_axes(algorithm, hooks or Hooks())
     step, state = (start, state) if start else _first_state(algorithm, key, state, hooks)
     driver = _Driver(hooks, step)
 
     def has_ended() -> bool:
-        return step >= plan.num_steps or (plan.until_done and bool(cast(Any, algorithm).done(state)))
+        return step >= counts.num_steps or (counts.until_done and bool(cast(SupportsDone, algorithm).done(state)))
 
     if has_ended():
         metrics = dict(hooks.evaluate(state)) if hooks.evaluate else {}
         return FitResult(state, step, metrics, 0, 0.0)
     programs: dict[int, jax.stages.Compiled] = {}
-    with interruptible() as interruption, _profiler(plan, hooks.profile_folder) as profiler:
+    with interruptible() as interruption, _profiler(counts, hooks.profile_folder) as profiler:
         stop, done = 0, False
         while not (done or stop):
-            length = min(plan.chunk - step % plan.chunk, plan.num_steps - step)
+            length = min(counts.chunk - step % counts.chunk, counts.num_steps - step)
             inputs = batch(step) if length == 1 else _stack([batch(step + i) for i in range(length)])
             if length not in programs:
                 programs[length] = driver.compile(algorithm, state, inputs, length)
@@ -246,9 +250,9 @@ def fit(
             interruption.gentle, step = True, step + length
             driver.sent(step, length, infos)
             stop, done = interruption.agreed(step), has_ended()
-            if hooks.evaluate and (done or (plan.eval_every and step % plan.eval_every == 0)):
+            if hooks.evaluate and (done or (counts.eval_every and step % counts.eval_every == 0)):
                 driver.evaluated(step, hooks.evaluate(state))
-            if hooks.checkpoints and (done or stop or (plan.save_every and step % plan.save_every == 0)):
+            if hooks.checkpoints and (done or stop or (counts.save_every and step % counts.save_every == 0)):
                 driver.flush()
                 driver.saved(step, hooks.checkpoints.save(step, state, driver.current, dict(hooks.metadata)))
         driver.flush()
@@ -260,20 +264,20 @@ def fit(
 def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -> tuple[int, PyTree] | None:
     """Restores the newest whole checkpoint of this run onto the ambient mesh, for `fit` to go on from.
 
-    A newer one that is damaged or of another configuration is set aside, and the user told so. `fit` does all this
+    A newer one that is damaged or of another configuration is set aside, with a note to the user. `fit` does all this
     itself; call it first where something must know the step before the run starts.
 
     Args:
       algorithm: Whose `init` gives the state's structure.
-      hooks: Its `checkpoints`, `metadata` and `axes` are read, and `progress` told.
+      hooks: Its `checkpoints`, `metadata`, `renamed` and `axes` are read, and notes go to `progress`.
       state: Gives the structure instead; may be abstract.
 
     Returns:
       The number of steps made and the state, or None where there is no checkpoint.
 
     Raises:
-      OtherRun: All whole ones are of other `metadata`, or of a state of another layout.
-      Damaged: None is whole.
+      RunMismatchError: All whole ones are of other `metadata`, or of a state of another layout.
+      CorruptCheckpointError: None is whole.
     """
     hooks, checkpoints = _with_axes(algorithm, hooks), hooks.checkpoints
     if checkpoints is None:
@@ -284,16 +288,15 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
     else:
         shardings = named_shardings(shapes, hooks.axes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    restored = checkpoints.restore_newest(abstract, hooks.metadata)
+    restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed)
     for sentence in checkpoints.refused:  # on process 0
         (hooks.progress.note if hooks.progress else print)(sentence)
     return restored
 
 
 def _with_axes(algorithm: Algorithm, hooks: Hooks) -> Hooks:
-    axes: Any = getattr(algorithm, "axes", None)
-    if hooks.axes is None and axes is not None and not jax.sharding.get_mesh().empty:
-        return dataclasses.replace(hooks, axes=axes())
+    if hooks.axes is None and isinstance(algorithm, SupportsAxes) and not jax.sharding.get_mesh().empty:
+        return dataclasses.replace(hooks, axes=algorithm.axes())
     return hooks
 
 
@@ -384,9 +387,9 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _profiler(plan: Fit, folder: Path | None):
+def _profiler(counts: Fit, folder: Path | None):
     """Yields a function to call before each step, which starts and stops the profile."""
-    first, last = plan.profile_steps()
+    first, last = counts.profile_steps()
     running = False
 
     def before(step: int, length: int) -> None:

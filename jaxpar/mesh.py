@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import Device, PyTree, UsageError
 
 __all__ = [
     "AXES",
@@ -162,7 +162,7 @@ class MeshSpec:
         return {name: sizes[name] for name in AXES}
 
 
-def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Device] | None = None) -> Mesh:
     """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD.
 
     Args:
@@ -220,7 +220,7 @@ def use_mesh(mesh: Mesh, rules: Mapping[str, tuple[str, ...]] | None = None):
         yield mesh
 
 
-def _ambient() -> Any:
+def _ambient() -> Mesh | AbstractMesh:
     """The ambient mesh: abstract inside a trace, which is enough for sizes; none inside `unsplit`."""
     return jax.sharding.AbstractMesh((), ()) if _unsplit.value else jax.sharding.get_abstract_mesh()
 
@@ -294,7 +294,7 @@ def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array
     return P(*entries)
 
 
-def is_axes(value: Any) -> bool:
+def is_axes(value: object) -> bool:
     """Whether a value is the axes of one array: a tuple of names and None."""
     return type(value) is tuple and all(a is None or isinstance(a, str) for a in value)
 
@@ -369,7 +369,7 @@ def scatter(x: jax.Array, whole: Axes, split: Axes, name: str = "activation") ->
     return moved(x)
 
 
-def local(fn: Callable, in_axes: Sequence[Axes], out_axes: Any, *, check: bool = True) -> Callable:
+def local(fn: Callable, in_axes: Sequence[Axes], out_axes: PyTree, *, check: bool = True) -> Callable:
     """Runs `fn` on each device's own block, by `jax.shard_map`; plain `fn` without a mesh.
 
     For what GSPMD cannot split or would split badly. `fn` must not need data of another block, or must

@@ -35,7 +35,7 @@ the save, before it kills.
 """
 
 HEARTBEAT_S = 60
-"""Seconds without a sign of life after which a process counts as dead, and JAX ends all others."""
+"""Seconds without a heartbeat after which a process counts as dead, and JAX ends all others."""
 
 
 def start_processes(
@@ -49,9 +49,9 @@ def start_processes(
 
     With `coordinator` ("host:port"), `num_processes` and `process_id` the three are used as given. Without
     them the cluster is detected the way `jax.distributed.initialize` does (Slurm, Open MPI, Cloud TPU,
-    Kubernetes, or JAX_COORDINATOR_ADDRESS), and only if the environment speaks of more than one process.
+    Kubernetes, or JAX_COORDINATOR_ADDRESS), and only if the environment has more than one process.
 
-    A process that says nothing for `heartbeat_s` seconds, because it or its host died, ends all others: JAX aborts
+    A process without a heartbeat for `heartbeat_s` seconds, because it or its host died, ends all others: JAX aborts
     them. Where a broken connection is an error of the collective itself, as with Gloo, it comes sooner.
 
     Returns:
@@ -184,7 +184,7 @@ class Interruption:
 def interruptible() -> Iterator[Interruption]:
     """Takes Ctrl-C and SIGTERM over while inside; outside the main thread, where no signal arrives, does nothing.
 
-    A second Ctrl-C is that of whoever handled it before: Python's own raises `KeyboardInterrupt`.
+    A second Ctrl-C goes to the handler that was there before: Python's own raises `KeyboardInterrupt`.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

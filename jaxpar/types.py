@@ -1,15 +1,30 @@
 """Names that every pillar shares: array and key aliases, the `Algorithm` protocol, the user's error."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Key, PyTree
 
-__all__ = ["Algorithm", "Array", "Float", "Info", "Int", "Key", "PRNGKey", "PyTree", "State", "UsageError"]
+__all__ = [
+    "Algorithm",
+    "Array",
+    "BatchFn",
+    "Device",
+    "Info",
+    "PRNGKey",
+    "PyTree",
+    "Scalar",
+    "SupportsAxes",
+    "SupportsDone",
+    "UsageError",
+]
 
 PRNGKey = Key[Array, ""]
 """One typed key, from `jax.random.key`; raw `uint32` keys are refused by the type."""
+
+Scalar = float | jax.Array
+"""A number of a configuration: a float, or an array of them where it is swept."""
 
 State = TypeVar("State")
 Info = dict[str, jax.Array]
@@ -29,7 +44,7 @@ class Algorithm(Protocol[State]):
 
     The object itself is the configuration: a frozen, hashable dataclass without arrays, so that it can
     be a static argument. `State` and `Info` are pytrees of arrays whose shapes and dtypes no step
-    changes. An algorithm may add `done(state) -> bool array`, which `run_until` reads.
+    changes. An algorithm may add `done` (`SupportsDone`) and `axes` (`SupportsAxes`).
     """
 
     def init(self, key: PRNGKey, inputs: PyTree) -> State:
@@ -41,5 +56,35 @@ class Algorithm(Protocol[State]):
         ...
 
 
-BatchFn = Callable[[int], Any]
+class SupportsDone(Algorithm[State], Protocol[State]):
+    """An algorithm that says when it has ended: `jaxpar.loop.run_until`, and `fit` with `until_done`, read it."""
+
+    def done(self, state: State) -> Bool[Array, ""]:
+        """Returns whether there is nothing left to do."""
+        ...
+
+
+@runtime_checkable
+class SupportsAxes(Protocol):
+    """What says how its state lies on a mesh: `jaxpar.loop.fit` reads it where `Hooks.axes` is not given."""
+
+    def axes(self) -> PyTree:
+        """Returns the logical axes of every leaf of the state, as in `jaxpar.mesh.RULES`."""
+        ...
+
+
+class Device(Protocol):
+    """A device as `jax.devices()` lists them, or a compile-only one of a topology that is not here."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Returns bytes in use, their peak and their limit, by JAX's names; None where they are not known."""
+        ...
+
+
+BatchFn = Callable[[int], PyTree]
 """`step -> inputs`: a pure function of the step number, so that a resumed run needs no saved iterator."""

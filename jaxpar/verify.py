@@ -16,24 +16,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxpar.aot import hlo
-from jaxpar.aot.plan import EFFORTS, compile_lowered
+from jaxpar.aot.estimate import EFFORTS, compile_lowered
 from jaxpar.mesh import MeshSpec, axes_like, make_mesh, named_shardings, platform, rules_from, shard, use_mesh
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import Device, PyTree, UsageError
 
 __all__ = [
     "FLOOR",
     "TOLERANCE",
     "Layout",
+    "LayoutReport",
     "Model",
-    "Row",
     "Transfer",
     "every_layout",
     "explained",
     "found_transfers",
     "leaf_errors",
-    "tally",
+    "sum_by_axis",
     "verify",
 ]
 
@@ -101,7 +102,7 @@ class Transfer(NamedTuple):
 
 
 @dataclasses.dataclass
-class Row:
+class LayoutReport:
     """What one layout in one dtype gave.
 
     Attributes:
@@ -169,9 +170,9 @@ def verify(
     declared: Callable[[], list[Transfer]] | None = None,
     dtypes: Sequence[str] = ("float32", "float64"),
     steps: int = 3,
-    topology: Sequence[Any] | None = None,
-    report: Callable[[Row], None] | None = None,
-) -> list[Row]:
+    topology: Sequence[Device] | None = None,
+    report: Callable[[LayoutReport], None] | None = None,
+) -> list[LayoutReport]:
     """Runs loss, gradient and `steps` optimizer steps under each layout and compares them with one device's.
 
     Leaves whose gradient is zero but for rounding (`NOISE`) are left out of the comparison after the steps: Adam
@@ -201,7 +202,7 @@ def verify(
         alone = _Case(Layout(MeshSpec()), batch, batch_axes, rules_from(rules), declared)
         return _outcome(model(dtype), alone, steps)[0]
 
-    def add(row: Row) -> None:
+    def add(row: LayoutReport) -> None:
         rows.append(row)
         if report:
             report(row)
@@ -228,9 +229,9 @@ class _Case(NamedTuple):
     declared: Callable[[], list[Transfer]] | None
 
 
-def _compare(case: _Case, dtype: str, model: Model, steps: int, one: Callable[[str], Any]) -> Row:
+def _compare(case: _Case, dtype: str, model: Model, steps: int, one: Callable[[str], PyTree]) -> LayoutReport:
     """Makes the row of one layout and dtype."""
-    row = Row(case.layout, dtype)
+    row = LayoutReport(case.layout, dtype)
     try:
         (value, grads, state), compiled, mesh = _outcome(model, case, steps)
     except UsageError as error:
@@ -258,9 +259,9 @@ def _worst(errors: dict[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def _judge_topology(case: _Case, model: Model, devices: Sequence[Any]) -> Row:
+def _judge_topology(case: _Case, model: Model, devices: Sequence[Device]) -> LayoutReport:
     """Makes the row of a program compiled for devices that are not here."""
-    row = Row(case.layout, devices[0].device_kind)
+    row = LayoutReport(case.layout, devices[0].device_kind)
     try:
         mesh = make_mesh(case.layout.mesh, devices)
         with use_mesh(mesh, case.rules):
@@ -323,7 +324,7 @@ def _floats(tree: PyTree) -> dict[str, np.ndarray]:
 _KIND = {"all-gather": "gather", "all-reduce": "sum", "reduce-scatter": "sum"}
 
 
-def found_transfers(text: str, mesh: Any) -> list[Transfer]:
+def found_transfers(text: str, mesh: Mesh) -> list[Transfer]:
     """Returns the collectives of a compiled program as `Transfer`; those of scalars alone are left out."""
     out = []
     for c in hlo.collectives(text, mesh):
@@ -337,7 +338,7 @@ def found_transfers(text: str, mesh: Any) -> list[Transfer]:
     return out
 
 
-def tally(transfers: Iterable[Transfer]) -> dict[tuple[str, str], tuple[int, int]]:
+def sum_by_axis(transfers: Iterable[Transfer]) -> dict[tuple[str, str], tuple[int, int]]:
     """Sums transfers by (kind, mesh axis). One sum over two axes and two sums after each other count alike."""
     out: dict[tuple[str, str], tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
     for t in transfers:
@@ -367,10 +368,10 @@ def _names(axes: PyTree) -> set[str]:
     return {name for name in jax.tree.leaves(axes) if isinstance(name, str)}
 
 
-def _judge_transfers(row: Row, text: str, mesh: Any, model: Model, case: _Case) -> None:
+def _judge_transfers(row: LayoutReport, text: str, mesh: Mesh, model: Model, case: _Case) -> None:
     """Fills in a row's collectives, and what is wrong with them."""
     found = found_transfers(text, mesh)
-    row.transfers = tally(found)
+    row.transfers = sum_by_axis(found)
     for t in found:
         key = (t.why.split()[0], "+".join(t.axes))
         row.kinds[key] = row.kinds.get(key, 0) + t.arrays
@@ -378,7 +379,7 @@ def _judge_transfers(row: Row, text: str, mesh: Any, model: Model, case: _Case) 
         allowed = dict.fromkeys(explained(model, case.batch_axes, case.rules), (math.inf, math.inf))
     else:
         with use_mesh(mesh, case.rules):
-            allowed = tally(case.declared())
+            allowed = sum_by_axis(case.declared())
     for (kind, axis), (arrays, size) in sorted(row.transfers.items()):
         most = allowed.get((kind, axis), (0, 0))
         if arrays > most[0] or size > most[1]:

@@ -18,7 +18,7 @@
 # send between devices only what they declare? Can a run change from one to another half-way? And what would each of
 # them need on 64 chips that nobody here has?
 #
-# We draw the six layouts, verify them, move a training run through several of them by checkpoints, and plan the 8B
+# We draw the six layouts, verify them, move a training run through several of them by checkpoints, and estimate the 8B
 # Llama for a TPU v5p slice. The last cell asserts the answers.
 #
 # About two minutes on two CPU cores; about one with `FAST=1` in the environment. Every device is simulated, even where
@@ -27,38 +27,32 @@
 # %% [markdown]
 # ## Set-up
 #
-# In a checkout this cell does nothing. In Colab it clones the project and installs it. Two things to know there:
-#
-# * The JAX that is already there stays if its version fits, and with it the accelerator. If another one had to be
-#   installed while JAX was in use, the cell says so: choose *Runtime > Restart session*, then start at the top again.
-#   On an accelerator, write `[notebooks,cuda]` or `[notebooks,tpu]` below in that case.
-# * The install is a plain one. An editable install cannot be imported by a kernel that was started before it.
+# In a checkout this cell only finds it. In Colab, first set `REPOSITORY` to the git address that this notebook was
+# opened from: the cell clones and installs it. A JAX that is there stays if its version fits, and with it the
+# accelerator; if it does not fit, write `[notebooks,cuda]` or `[notebooks,tpu]` where there is an accelerator.
 
 # %%
-import importlib.metadata
-import os
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 
-REPOSITORY = ""  # in Colab: the git address of the project, the one this notebook was opened from
+REPOSITORY = ""
 
-here = pathlib.Path.cwd()
-places = [here, *here.parents, here / "jaxpar", *map(pathlib.Path, sys.path)]
-checkout = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
-if checkout is None:
-    if not REPOSITORY:
-        raise SystemExit("this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again.")
-    checkout = here / "jaxpar"
-    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(checkout)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{checkout}[notebooks]"], check=True)
-    if "jax" in sys.modules and sys.modules["jax"].__version__ != importlib.metadata.version("jax"):
-        raise SystemExit("another JAX was installed: choose Runtime > Restart session, then run from the top.")
-sys.path.insert(0, str(checkout))  # experiments/ is used from the checkout
+here = Path.cwd()
+places = [here, *here.parents, here / "jaxpar", *map(Path, sys.path)]
+root = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
+if root is None:
+    assert REPOSITORY, "this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again."
+    root = here / "jaxpar"
+    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
+    assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
+sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
 
 # %%
 import dataclasses
 import json
+import os
 import tempfile
 
 import jax
@@ -68,8 +62,8 @@ from IPython.display import Image, Markdown
 from jax.sharding import NamedSharding
 from matplotlib.patches import Circle, Rectangle
 
-from experiments import _plan_report as report
-from experiments import plan
+from experiments import _estimate_report as report
+from experiments import estimate
 from experiments.verify import as_json
 from jaxpar import aot
 from jaxpar.io import Checkpoints, plot_layouts, plot_memory
@@ -183,7 +177,7 @@ for layout, column in zip(layouts, panels.T, strict=True):
 # With libtpu, which needs no TPU, the same programs are compiled for eight v5p chips and judged too.
 
 # %%
-text = np.frombuffer(pathlib.Path(os.__file__).read_bytes(), np.uint8)
+text = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
 
 
 def windows(step):
@@ -207,7 +201,7 @@ def declared(dtype):
 
 
 try:
-    eight_v5p = aot.devices(aot.parse("v5p:2x2x2"))
+    eight_v5p = aot.devices(aot.parse_topology("v5p:2x2x2"))
 except UsageError as reason:
     eight_v5p = None
     print(f"nothing is compiled for TPUs: {reason}")
@@ -247,7 +241,7 @@ Markdown(table(rows))
 # that cross devices, by mesh axis; an array that is summed over two axes counts for each.
 
 # %%
-folder = pathlib.Path(tempfile.mkdtemp(prefix="notebook_02_"))
+folder = Path(tempfile.mkdtemp(prefix="notebook_02_"))
 (folder / "layouts.json").write_text(json.dumps([as_json(row) for row in rows if row.worst]))
 plot_layouts(folder / "layouts.json", folder / "layouts.png", TOLERANCE)
 Image(folder / "layouts.png", width=720)
@@ -304,7 +298,7 @@ for panel in (above, below):
 # %% [markdown]
 # ## On paper: the 8B on 64 chips
 #
-# The planner lays out a training step, traces it and runs nothing. The six layouts at the size of a TPU v5p:4x4x4
+# The estimate lays out a training step, traces it and runs nothing. The six layouts at the size of a TPU v5p:4x4x4
 # slice, for Llama 3's 8 billion parameters on 128 rows of 8192 tokens. No compiler is asked here: the bytes of
 # parameters and optimizer are exact, those of temporaries an analytic model's. That model does not see a split
 # sequence, so plain tensor parallelism stands for `sequence`. The 64 simulated devices stand for the chips.
@@ -318,16 +312,16 @@ pod = {
     "fsdp16.tensor4": ["mesh.fsdp=16", "mesh.tensor=4"],
     "data4.fsdp4.tensor4": ["mesh.data=4", "mesh.fsdp=4", "mesh.tensor=4"],
 }
-llama = ["model=llama_8b", "model.attention=splash"]  # the kernel that a TPU takes by itself
+llama = ["preset=llama_8b", "model.attention=splash"]  # the kernel that a TPU takes by itself
 chip = aot.CHIPS["v5p"]
-plans = {}
+estimates = {}
 for name, flags in pod.items():
-    config = plan.compose(*llama, *flags)
-    job = plan.make_job(config, jax.devices())
-    plans[name] = aot.plan(job, effort="none", chip=chip)
-    print(f"{name:28} {report.verdict(plans[name])}")
+    config = estimate.compose(*llama, *flags)
+    job = estimate.make_job(config, jax.devices())
+    estimates[name] = aot.estimate(job, effort="none", chip=chip)
+    print(f"{name:28} {report.verdict(estimates[name])}")
 
-bars = {name: {part: getattr(found, part) for part in report.PARTS} for name, found in plans.items()}
+bars = {name: {part: getattr(found, part) for part in report.PARTS} for name, found in estimates.items()}
 plot_memory(bars, chip.hbm_bytes, folder / "memory.png")
 Image(folder / "memory.png", width=720)
 
@@ -337,35 +331,35 @@ Image(folder / "memory.png", width=720)
 # chip's published peak, collectives beside them. No predicted time of a TPU has been checked against one.
 
 # %%
-config = plan.compose(*llama, *pod["fsdp16.tensor4"])
-report.print_plan(config, plan.make_job(config, jax.devices()), plans["fsdp16.tensor4"], chip)
+config = estimate.compose(*llama, *pod["fsdp16.tensor4"])
+report.print_estimate(config, estimate.make_job(config, jax.devices()), estimates["fsdp16.tensor4"], chip)
 
 # %% [markdown]
 # ## Compiled for a slice that is not here
 #
 # With libtpu the verdict is the compiler's: its peak of memory, and its collectives. A small model, so that it takes
-# seconds; `python -m experiments.plan model=llama_8b topology=v5p:4x4x4 mesh.fsdp=16 mesh.tensor=4` does the same for
-# the 8B in under a minute. With a sequence split over `tensor`, the sums of tensor parallelism become reduce-scatters
-# and all-gathers.
+# seconds; `python -m experiments.estimate preset=llama_8b topology=v5p:4x4x4 mesh.fsdp=16 mesh.tensor=4` does the same
+# for the 8B in under a minute. With a sequence split over `tensor`, the sums of tensor parallelism become
+# reduce-scatters and all-gathers.
 
 # %%
-small = plan.compose(
-    "model=tiny", "topology=v5p:2x2x1", "mesh.fsdp=2", "mesh.tensor=2", "layout=sequence", "data.batch_size=64"
+small = estimate.compose(
+    "preset=tiny", "topology=v5p:2x2x1", "mesh.fsdp=2", "mesh.tensor=2", "layout=sequence", "data.batch_size=64"
 )
 try:
-    chips, effort = aot.devices(aot.parse(small.topology)), "low"
+    chips, effort = aot.devices(aot.parse_topology(small.topology)), "low"
 except UsageError as reason:
     chips, effort = jax.devices()[:4], "none"
-    print(f"the analytic plan instead: {reason}")
-small_job = plan.make_job(small, chips)
-found = aot.plan(small_job, effort=effort, chip=chip)
-report.print_plan(small, small_job, found, chip)
+    print(f"the analytic estimate instead: {reason}")
+small_job = estimate.make_job(small, chips)
+found = aot.estimate(small_job, effort=effort, chip=chip)
+report.print_estimate(small, small_job, found, chip)
 
 # %% [markdown]
 # ## The claim
 #
-# Every layout is the same model and sends what it declares; a run that moves is the same run; and the plans tell what
-# fits from what does not.
+# Every layout is the same model and sends what it declares; a run that moves is the same run; and the estimates tell
+# what fits from what does not.
 
 # %%
 for row in rows:
@@ -373,7 +367,7 @@ for row in rows:
 assert len(rows) == len(layouts) * (1 if eight_v5p is None else 2) + len(in_float64)
 assert saved == [STEPS * (len(journey) - 1), STEPS * len(journey)], saved
 assert difference.max() <= 1e-5 and stayed[-1] < stayed[0] - 0.3, (difference.max(), stayed)
-assert [name for name, found in plans.items() if not found.fits] == ["data64"]
+assert [name for name, found in estimates.items() if not found.fits] == ["data64"]
 assert found.fits
 if found.compiled:
     assert ("reduce-scatter", "tensor") in {(crossing.kind, crossing.axes) for crossing in found.crossings}

@@ -27,33 +27,27 @@
 # %% [markdown]
 # ## Set-up
 #
-# In a checkout this cell does nothing. In Colab it clones the project and installs it. Two things to know there:
-#
-# * The JAX that is already there stays if its version fits, and with it the accelerator. If another one had to be
-#   installed while JAX was in use, the cell says so: choose *Runtime > Restart session*, then start at the top again.
-#   On an accelerator, write `[notebooks,cuda]` or `[notebooks,tpu]` below in that case.
-# * The install is a plain one. An editable install cannot be imported by a kernel that was started before it.
+# In a checkout this cell only finds it. In Colab, first set `REPOSITORY` to the git address that this notebook was
+# opened from: the cell clones and installs it. A JAX that is there stays if its version fits, and with it the
+# accelerator; if it does not fit, write `[notebooks,cuda]` or `[notebooks,tpu]` where there is an accelerator.
 
 # %%
-import importlib.metadata
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 
-REPOSITORY = ""  # in Colab: the git address of the project, the one this notebook was opened from
+REPOSITORY = ""
 
-here = pathlib.Path.cwd()
-places = [here, *here.parents, here / "jaxpar", *map(pathlib.Path, sys.path)]
-checkout = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
-if checkout is None:
-    if not REPOSITORY:
-        raise SystemExit("this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again.")
-    checkout = here / "jaxpar"
-    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(checkout)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{checkout}[notebooks]"], check=True)
-    if "jax" in sys.modules and sys.modules["jax"].__version__ != importlib.metadata.version("jax"):
-        raise SystemExit("another JAX was installed: choose Runtime > Restart session, then run from the top.")
-sys.path.insert(0, str(checkout))  # experiments/ is used from the checkout
+here = Path.cwd()
+places = [here, *here.parents, here / "jaxpar", *map(Path, sys.path)]
+root = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
+if root is None:
+    assert REPOSITORY, "this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again."
+    root = here / "jaxpar"
+    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
+    assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
+sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
 
 # %%
 import functools

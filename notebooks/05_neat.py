@@ -20,40 +20,34 @@
 # what does one get for it: can a whole study, of many searches, be one call?
 #
 # We evolve exclusive or and look at its species and its champion, walk every network node by node, run many searches as
-# one, and balance a pole on lanes that never wait. The last cell asserts what we saw.
+# one, and balance a pole in slots that are refilled. The last cell asserts what we saw.
 #
 # A minute or two on two CPU cores.
 
 # %% [markdown]
 # ## Set-up
 #
-# In a checkout this cell does nothing. In Colab it clones the project and installs it. Two things to know there:
-#
-# * The JAX that is already there stays if its version fits, and with it the accelerator. If another one had to be
-#   installed while JAX was in use, the cell says so: choose *Runtime > Restart session*, then start at the top again.
-#   On an accelerator, write `[notebooks,cuda]` or `[notebooks,tpu]` below in that case.
-# * The install is a plain one. An editable install cannot be imported by a kernel that was started before it.
+# In a checkout this cell only finds it. In Colab, first set `REPOSITORY` to the git address that this notebook was
+# opened from: the cell clones and installs it. A JAX that is there stays if its version fits, and with it the
+# accelerator; if it does not fit, write `[notebooks,cuda]` or `[notebooks,tpu]` where there is an accelerator.
 
 # %%
-import importlib.metadata
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 
-REPOSITORY = ""  # in Colab: the git address of the project, the one this notebook was opened from
+REPOSITORY = ""
 
-here = pathlib.Path.cwd()
-places = [here, *here.parents, here / "jaxpar", *map(pathlib.Path, sys.path)]
-checkout = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
-if checkout is None:
-    if not REPOSITORY:
-        raise SystemExit("this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again.")
-    checkout = here / "jaxpar"
-    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(checkout)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{checkout}[notebooks]"], check=True)
-    if "jax" in sys.modules and sys.modules["jax"].__version__ != importlib.metadata.version("jax"):
-        raise SystemExit("another JAX was installed: choose Runtime > Restart session, then run from the top.")
-sys.path.insert(0, str(checkout))  # envs/ is used from the checkout
+here = Path.cwd()
+places = [here, *here.parents, here / "jaxpar", *map(Path, sys.path)]
+root = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
+if root is None:
+    assert REPOSITORY, "this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again."
+    root = here / "jaxpar"
+    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
+    assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
+sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
 
 # %%
 import os
@@ -76,9 +70,9 @@ from jaxpar.neat import (
     apply,
     check_genomes,
     draw_network,
-    ends_of,
     express,
     expressions,
+    io_sizes,
     play,
     to_json,
     with_networks,
@@ -168,7 +162,7 @@ def walk(genome, x):
             known[node] = 1 / (1 + np.exp(-np.clip(z, -60, 60)))
         return known[node]
 
-    return [value(node) for node in range(config.num_inputs, config.num_ends)]
+    return [value(node) for node in range(config.num_inputs, config.num_io)]
 
 
 genomes = jax.device_get(state.genomes)
@@ -225,37 +219,39 @@ plt.show()
 # ## A pole to balance
 #
 # In an environment networks live for different lengths of time. A lane a network would idle as soon as its network has
-# dropped the pole, and all would wait for the best. So lanes are fewer than episodes, and one that finishes takes the
-# next episode that nobody has begun. Draws depend on the episode and its step, not on the lane, and so do the scores.
+# dropped the pole, and all would wait for the best. So there are fewer slots than episodes, and one that finishes takes
+# the next episode. Random numbers depend on the episode and its step, not on the slot, and so do the scores.
 
 # %%
 cart, numbers = envs.make("CartPole-v1")
 GOAL, STEPS, MEMBERS = (150, 200, 64) if FAST else (475, 500, 128)
 driver = NeatConfig(
-    *ends_of(cart, numbers, constant=True), population=MEMBERS, max_nodes=12, max_conns=24, widths=(12,)
+    *io_sizes(cart, numbers, constant=True), population=MEMBERS, max_nodes=12, max_conns=24, widths=(12,)
 )
-balance = Neat(driver, Episodes(cart, goal=GOAL, episodes=3, lanes=32, max_steps=STEPS))
+balance = Neat(driver, Episodes(cart, goal=GOAL, episodes=3, num_envs=32, max_steps=STEPS))
 begin = balance.init(jax.random.key(2), None)
 found, generations = jax.jit(lambda state: run_until(balance, jax.random.key(3), state, numbers, 30))(begin)
 print(f"solved: {bool(found.solved)}, in {int(generations)} generations of {MEMBERS} networks")
 
 
-def useful(genomes, lanes):
-    """The share of steps of lanes in which a pole was being balanced, and the scores."""
-    played = jax.jit(lambda g: play(jax.random.key(4), express(driver, g), cart, numbers, 6, lanes, STEPS))(genomes)
-    return float(played.lengths.sum() / played.lane_steps), np.asarray(played.returns)
+def useful(genomes, num_envs):
+    """The share of the slots' steps in which a pole was being balanced, and the scores."""
+    played = jax.jit(lambda g: play(jax.random.key(4), express(driver, g), cart, numbers, 6, num_envs, STEPS))(genomes)
+    return float(played.lengths.sum() / played.env_steps), np.asarray(played.returns)
 
 
 waiting, scores = useful(begin.genomes, 6 * MEMBERS)
 refilled, same = useful(begin.genomes, 8)
-print(f"of the first generation's lane-steps are useful: {waiting:.0%} with a lane an episode, {refilled:.0%} refilled")
+print(
+    f"of the first generation's steps are useful: {waiting:.0%} with a slot for each episode, {refilled:.0%} refilled"
+)
 
 # %%
 fresh = jax.jit(lambda g: play(jax.random.key(6), express(driver, g), cart, numbers, 50, 50, STEPS))(found.champion)
 lengths = np.asarray(fresh.lengths[0])
 figure, axes = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
-axes[0].bar(["a lane\nan episode", "8 lanes,\nrefilled"], [waiting, refilled], color=["tab:grey", "tab:blue"])
-axes[0].set(ylim=(0, 1), ylabel="useful lane-steps")
+axes[0].bar(["a slot for\neach episode", "8 slots,\nrefilled"], [waiting, refilled], color=["tab:grey", "tab:blue"])
+axes[0].set(ylim=(0, 1), ylabel="useful steps")
 axes[1].hist(np.asarray(scores).ravel(), bins=25, range=(0, STEPS), label="first generation", alpha=0.7)
 axes[1].hist(lengths, bins=25, range=(0, STEPS), label="champion, 50 new starts", alpha=0.7)
 axes[1].set(xlabel="steps that the pole stands", ylabel="episodes", yscale="log")
@@ -271,4 +267,4 @@ assert difference < 1e-5, "all networks together compute what each graph says"
 equal = np.concatenate([states.solved, solved[THRESHOLDS.index(0.5)]])  # all searches with these rates
 assert equal.mean() > 0.6, "exclusive or is solved by most searches"
 assert found.solved and lengths.mean() > 0.7 * GOAL, "so is the pole, from starts that it never saw"
-assert np.array_equal(scores, same) and refilled > 0.7 > waiting, "refilled lanes give the same scores in fewer steps"
+assert np.array_equal(scores, same) and refilled > 0.7 > waiting, "refilled slots give the same scores in fewer steps"

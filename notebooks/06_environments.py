@@ -16,8 +16,8 @@
 #
 # **The question.** An environment is usually an object that one steps in a Python loop. Here it is a few pure
 # functions, and a thousand of them walk in one compiled program. Is that program still the loop, to the bit? What
-# happens at the end of an episode, where most suites lose the last observation? And does it matter that only the lanes
-# that finished are begun anew?
+# happens at the end of an episode, where most suites lose the last observation? And does it matter that only the
+# environments that finished are begun anew?
 #
 # We write a moon lander in 40 lines and have it checked, look at what stands where when an episode ends, walk through a
 # thousand drawn mazes, and land on some hundred moons. The last cell asserts the answers.
@@ -27,33 +27,27 @@
 # %% [markdown]
 # ## Set-up
 #
-# In a checkout this cell does nothing. In Colab it clones the project and installs it. Two things to know there:
-#
-# * The JAX that is already there stays if its version fits, and with it the accelerator. If another one had to be
-#   installed while JAX was in use, the cell says so: choose *Runtime > Restart session*, then start at the top again.
-#   On an accelerator, write `[notebooks,cuda]` or `[notebooks,tpu]` below in that case.
-# * The install is a plain one. An editable install cannot be imported by a kernel that was started before it.
+# In a checkout this cell only finds it. In Colab, first set `REPOSITORY` to the git address that this notebook was
+# opened from: the cell clones and installs it. A JAX that is there stays if its version fits, and with it the
+# accelerator; if it does not fit, write `[notebooks,cuda]` or `[notebooks,tpu]` where there is an accelerator.
 
 # %%
-import importlib.metadata
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 
-REPOSITORY = ""  # in Colab: the git address of the project, the one this notebook was opened from
+REPOSITORY = ""
 
-here = pathlib.Path.cwd()
-places = [here, *here.parents, here / "jaxpar", *map(pathlib.Path, sys.path)]
-checkout = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
-if checkout is None:
-    if not REPOSITORY:
-        raise SystemExit("this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again.")
-    checkout = here / "jaxpar"
-    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(checkout)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{checkout}[notebooks]"], check=True)
-    if "jax" in sys.modules and sys.modules["jax"].__version__ != importlib.metadata.version("jax"):
-        raise SystemExit("another JAX was installed: choose Runtime > Restart session, then run from the top.")
-sys.path.insert(0, str(checkout))  # envs/ is used from the checkout
+here = Path.cwd()
+places = [here, *here.parents, here / "jaxpar", *map(Path, sys.path)]
+root = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
+if root is None:
+    assert REPOSITORY, "this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again."
+    root = here / "jaxpar"
+    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
+    assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
+sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
 
 # %%
 import dataclasses
@@ -75,11 +69,11 @@ from jaxpar.rollout import (
     NextStep,
     NoReset,
     SameStep,
-    begin,
+    episode_stats,
     evaluate,
+    init,
     random_policy,
-    summary,
-    unroll,
+    rollout,
 )
 
 FAST = bool(os.environ.get("FAST"))
@@ -143,7 +137,7 @@ class Lander:
     def render(self, state, params):
         at = picture.to_pixels(jnp.stack([0.0, jnp.maximum(state.height, 0)]), (-3, -1), (3, 12), 78, 36)
         image = picture.rectangle(picture.canvas(78, 36, (20, 20, 40)), (0, 72), (36, 78), picture.GRAY)
-        return picture.finish(picture.disc(image, at, 3.0, picture.ORANGE))
+        return picture.to_uint8(picture.disc(image, at, 3.0, picture.ORANGE))
 
 
 lander, moon = Lander(), Params()
@@ -152,13 +146,14 @@ print(check_environment(lander))
 # %% [markdown]
 # ## The end of an episode
 #
-# `unroll` walks a policy through many lanes. A policy is written for one: key, parameters, observation, memory in,
-# action and memory out. This one fires at random, just often enough to hover: some lanes crash, and some are still in
-# the air when their time is up. The first is a **termination**: nothing comes after it. The second is a
+# `rollout` walks a policy through many environments. A policy is written for one: key, parameters, observation, memory
+# in, action and memory out. This one fires at random, just often enough to hover: some environments crash, and some are
+# still in the air when their time is up. The first is a **termination**: nothing comes after it. The second is a
 # **truncation**: the process would have gone on, so what it is worth from there, the value of the last observation,
 # belongs to the return.
 #
-# What becomes of a finished lane is an argument. Keys are the same, so each row below shows the same first flights.
+# What becomes of a finished environment is an argument. Keys are the same, so each row below shows the same first
+# flights.
 
 
 # %%
@@ -171,13 +166,13 @@ def worth(params, obs, carry):
 
 
 def flights(how):
-    lanes = begin(jax.random.key(1), lander, moon, 64)
-    return unroll(jax.random.key(1), lanes, lander, moon, hover, (), 90, reset=how, value=worth)[1]
+    env_state = init(jax.random.key(1), lander, moon, 64)
+    return rollout(jax.random.key(1), env_state, lander, moon, hover, (), 90, reset=how, value=worth)[1]
 
 
 ENDS = {"Chunked()": Chunked(), "NextStep()": NextStep(), "NoReset()": NoReset()}
 flown = {name: flights(how) for name, how in ENDS.items()}
-first = flown["NoReset()"]  # one episode a lane
+first = flown["NoReset()"]  # one episode an environment
 ends_late = jnp.argmax(first.ended, 0) > 40
 crashed = int(jnp.argmax(first.terminated.any(0) & ends_late))
 cut = int(jnp.argmax(first.truncated.any(0)))
@@ -189,17 +184,17 @@ MARKS = {
 }
 figure, axes = plt.subplots(len(ENDS), 2, figsize=(10, 6), sharex=True, sharey=True, layout="constrained")
 for row, (name, steps) in zip(axes, flown.items(), strict=True):
-    for axis, lane in zip(row, (crashed, cut), strict=True):
-        at, height = np.arange(90), steps.obs[:, lane, 0]
-        for wait in np.flatnonzero(~steps.valid[:, lane]):
+    for axis, index in zip(row, (crashed, cut), strict=True):
+        at, height = np.arange(90), steps.obs[:, index, 0]
+        for wait in np.flatnonzero(~steps.valid[:, index]):
             axis.axvspan(wait - 0.5, wait + 0.5, color="0.88", lw=0)
         axis.plot(at, height, ".", ms=3, color="0.3")
         for flag, look in MARKS.items():
-            marked = np.flatnonzero(getattr(steps, flag)[:, lane])
+            marked = np.flatnonzero(getattr(steps, flag)[:, index])
             axis.plot(marked, height[marked], ls="none", ms=8, label=flag, **look)
-        for t in np.flatnonzero(steps.bootstrap[:, lane]):
+        for t in np.flatnonzero(steps.bootstrap[:, index]):
             axis.text(
-                t - 3, height[t] - 1.8, f"V = {steps.bootstrap[t, lane]:.2f}", color="tab:orange", ha="right", va="top"
+                t - 3, height[t] - 1.8, f"V = {steps.bootstrap[t, index]:.2f}", color="tab:orange", ha="right", va="top"
             )
     row[0].set_ylabel(f"{name}\nheight seen")
 axes[0, 0].set_title("this one crashes: terminated")
@@ -213,7 +208,7 @@ plt.show()
 # A dot is what the policy saw in a step; a mark stands at the step whose action caused it. Grey steps belong to no
 # episode (`valid` is false). `Chunked` begins anew within the step that ended: the next dot is a new flight, and the
 # last observation of the old one is nowhere, which is why its value is taken at once. `NextStep`, Gymnasium's way,
-# shows it for one grey step, in which the action is ignored. `NoReset` stays there: one episode a lane, for
+# shows it for one grey step, in which the action is ignored. `NoReset` stays there: one episode an environment, for
 # evaluation.
 #
 # The last moments of the crash, as pictures; the state is drawn by a pure function, so a `vmap` makes the film:
@@ -230,44 +225,45 @@ plt.show()
 # %% [markdown]
 # ## The program is the loop
 #
-# Lane i of step s draws from `fold_in(split(fold_in(key, s), 3)[use], i)`, where the uses are the policy, the step and
-# the reset. So an ordinary loop over lanes and steps can be written beside `unroll`, and must see the same: to the bit
-# where everything is integers, as in a maze with a locked door and its key.
+# Environment i of step s draws from `fold_in(split(fold_in(key, s), 3)[use], i)`, where the uses are the policy, the
+# step and the reset. So an ordinary loop over environments and steps can be written beside `rollout`, and must see the
+# same: to the bit where everything is integers, as in a maze with a locked door and its key.
 
 # %%
 door, limit = envs.make("DoorKey-8x8")
 limit = limit.replace(max_steps=30)
-root, lanes_of_loop, steps_of_loop = jax.random.key(7), 3, 40 if FAST else 80
+root, envs_of_loop, steps_of_loop = jax.random.key(7), 3, 40 if FAST else 80
 one_reset, one_step = jax.jit(reset, static_argnums=1), jax.jit(step, static_argnums=1)
 one_action = jax.jit(lambda key, state: random_policy(door)(key, limit, None, (), door.action_mask(state, limit))[0])
 
 
-def looped(lane):
-    """Observations, actions and ends of one lane, one step at a time."""
+def looped(index):
+    """Observations, actions and ends of one environment, one step at a time."""
     first_key = jax.random.split(jax.random.fold_in(root, 2**32 - 1), 1)[0]
-    obs, state = one_reset(jax.random.fold_in(first_key, lane), door, limit)
+    obs, state = one_reset(jax.random.fold_in(first_key, index), door, limit)
     rows = []
     for s in range(steps_of_loop):
         act_key, step_key, reset_key = jax.random.split(jax.random.fold_in(root, s), 3)
-        action = one_action(jax.random.fold_in(act_key, lane), state)
-        made = one_step(jax.random.fold_in(step_key, lane), door, state, action, limit)
+        action = one_action(jax.random.fold_in(act_key, index), state)
+        made = one_step(jax.random.fold_in(step_key, index), door, state, action, limit)
         rows.append((obs, action, made.terminated, made.truncated))
         obs, state = made.obs, made.state
         if made.terminated or made.truncated:
-            obs, state = one_reset(jax.random.fold_in(reset_key, lane), door, limit)
+            obs, state = one_reset(jax.random.fold_in(reset_key, index), door, limit)
     return [np.stack(column) for column in zip(*rows, strict=True)]
 
 
-lanes = begin(root, door, limit, lanes_of_loop)
-_, steps = unroll(root, lanes, door, limit, random_policy(door), limit, steps_of_loop)
+env_state = init(root, door, limit, envs_of_loop)
+_, steps = rollout(root, env_state, door, limit, random_policy(door), limit, steps_of_loop)
 columns = [steps.obs, steps.action, steps.terminated, steps.truncated]
 loop_is_equal = all(
-    np.array_equal(loop, np.asarray(column)[:, lane])
-    for lane in range(lanes_of_loop)
-    for loop, column in zip(looped(lane), columns, strict=True)
+    np.array_equal(loop, np.asarray(column)[:, index])
+    for index in range(envs_of_loop)
+    for loop, column in zip(looped(index), columns, strict=True)
 )
 print(
-    f"{lanes_of_loop} lanes of {steps_of_loop} steps, {int(steps.ended.sum())} ends: equal to the loop: {loop_is_equal}"
+    f"{envs_of_loop} environments of {steps_of_loop} steps, {int(steps.ended.sum())} ends: "
+    f"equal to the loop: {loop_is_equal}"
 )
 
 # %% [markdown]
@@ -277,8 +273,8 @@ print(
 
 # %%
 WORLDS = 1024
-lanes = begin(jax.random.key(0), door, limit, WORLDS)
-worlds = jax.jit(jax.vmap(door.render, (0, None)))(lanes.state, limit)
+env_state = init(jax.random.key(0), door, limit, WORLDS)
+worlds = jax.jit(jax.vmap(door.render, (0, None)))(env_state.state, limit)
 figure, axes = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained")
 for axis, shown in zip(axes, (worlds, worlds[:16]), strict=True):
     axis.imshow(grid_of(shown))
@@ -301,15 +297,16 @@ print(f"{sum(levels)} levels exist; {expected:.0f} different ones are expected")
 
 # %% [markdown]
 # They walk at random, and whoever has not found the way out is cut after 30 steps. `SameStep` draws a new level for
-# every lane in every step and throws nearly all away; `Chunked` draws them for the lanes that finished, a few at a
-# time. Each lane has its own key in either case, so the results are the same bits, whatever the size of the chunk.
+# every environment in every step and throws nearly all away; `Chunked` draws them for the environments that finished, a
+# few at a time. Each environment has its own key in either case, so the results are the same bits, whatever the size of
+# the chunk.
 
 # %%
 walked = {}
 for name, how in {"SameStep()": SameStep(), "Chunked()": Chunked(), "Chunked(7)": Chunked(7)}.items():
-    _, walked[name] = unroll(jax.random.key(3), lanes, door, limit, random_policy(door), limit, 64, reset=how)
+    _, walked[name] = rollout(jax.random.key(3), env_state, door, limit, random_policy(door), limit, 64, reset=how)
     began = time.perf_counter()
-    jax.block_until_ready(unroll(jax.random.key(4), lanes, door, limit, random_policy(door), limit, 64, reset=how))
+    jax.block_until_ready(rollout(jax.random.key(4), env_state, door, limit, random_policy(door), limit, 64, reset=how))
     rate = WORLDS * 64 / (time.perf_counter() - began)
     print(f"{name:10} {rate / 1e6:5.2f} M steps/s, {int(walked[name].ended.sum())} episodes")
 
@@ -319,11 +316,11 @@ def same_bits(a, b):
 
 
 reset_is_exact = {name: same_bits(walked["SameStep()"], steps) for name, steps in walked.items()}
-found = {name: float(value) for name, value in summary(walked["Chunked()"]).items()}
+found = {name: float(value) for name, value in episode_stats(walked["Chunked()"]).items()}
 print(f"{found['truncated']:.1%} of the episodes were cut; the same bits as SameStep(): {reset_is_exact}")
 
 # %% [markdown]
-# Twelve of them, moving (the state is not among what `unroll` keeps, so we step them here):
+# Twelve of them, moving (the state is not among what `rollout` keeps, so we step them here):
 
 
 # %%
@@ -339,7 +336,7 @@ def filmed(state):
     return jax.lax.scan(one, state, jax.random.split(jax.random.key(5), 30))[1]
 
 
-Animation(grid_of(filmed(jax.tree.map(lambda x: x[:12], lanes.state)), columns=6), fps=6)
+Animation(grid_of(filmed(jax.tree.map(lambda x: x[:12], env_state.state)), columns=6), fps=6)
 
 # %% [markdown]
 # ## Every moon at once
@@ -387,8 +384,9 @@ plt.show()
 # %% [markdown]
 # ## The claim
 #
-# The compiled program is the loop over lanes and steps; begun anew in chunks or all at once, the lanes see the same
-# bits; a truncated flight is bootstrapped and a crash is not; and no moon is landed on softly that physics forbids.
+# The compiled program is the loop over environments and steps; begun anew in chunks or all at once, the environments
+# see the same bits; a truncated flight is bootstrapped and a crash is not; and no moon is landed on softly that physics
+# forbids.
 
 # %%
 assert loop_is_equal and bool(steps.ended.any())
@@ -402,4 +400,4 @@ forbidden = thrusts[:, None] < 0.97 * (gravities[None] - 0.1)
 assert float(jnp.where(forbidden, soft, 0).max()) == 0
 easy = (thrusts[:, None] > 1.8 * gravities[None]) & (thrusts[:, None] < 6)
 assert float(jnp.where(easy, soft, 1).min()) == 1 and float(jnp.where(thrusts[:, None] > 8, hard, 0).max()) == 0
-print("One program, the same bits as the loop, and only the lanes that finished begin anew.")
+print("One program, the same bits as the loop, and only the environments that finished begin anew.")

@@ -19,7 +19,7 @@
 # does it cost a learner to treat an episode that was merely cut as one that ended?
 #
 # A baby cries, mostly when it is hungry. Feeding costs something, hunger more. How well one can do at best is known
-# exactly. A recurrent agent learns by PPO, whole unrolls at once; a population of networks evolves by NEAT; a tree
+# exactly. A recurrent agent learns by PPO, whole rollouts at once; a population of networks evolves by NEAT; a tree
 # search plans with the model itself. Then pendulums swing up, by right and by wrong targets. The last cell asserts the
 # answers.
 #
@@ -28,33 +28,27 @@
 # %% [markdown]
 # ## Set-up
 #
-# In a checkout this cell does nothing. In Colab it clones the project and installs it. Two things to know there:
-#
-# * The JAX that is already there stays if its version fits, and with it the accelerator. If another one had to be
-#   installed while JAX was in use, the cell says so: choose *Runtime > Restart session*, then start at the top again.
-#   On an accelerator, write `[notebooks,cuda]` or `[notebooks,tpu]` below in that case.
-# * The install is a plain one. An editable install cannot be imported by a kernel that was started before it.
+# In a checkout this cell only finds it. In Colab, first set `REPOSITORY` to the git address that this notebook was
+# opened from: the cell clones and installs it. A JAX that is there stays if its version fits, and with it the
+# accelerator; if it does not fit, write `[notebooks,cuda]` or `[notebooks,tpu]` where there is an accelerator.
 
 # %%
-import importlib.metadata
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 
-REPOSITORY = ""  # in Colab: the git address of the project, the one this notebook was opened from
+REPOSITORY = ""
 
-here = pathlib.Path.cwd()
-places = [here, *here.parents, here / "jaxpar", *map(pathlib.Path, sys.path)]
-checkout = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
-if checkout is None:
-    if not REPOSITORY:
-        raise SystemExit("this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again.")
-    checkout = here / "jaxpar"
-    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(checkout)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{checkout}[notebooks]"], check=True)
-    if "jax" in sys.modules and sys.modules["jax"].__version__ != importlib.metadata.version("jax"):
-        raise SystemExit("another JAX was installed: choose Runtime > Restart session, then run from the top.")
-sys.path.insert(0, str(checkout))  # envs/ is used from the checkout
+here = Path.cwd()
+places = [here, *here.parents, here / "jaxpar", *map(Path, sys.path)]
+root = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
+if root is None:
+    assert REPOSITORY, "this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again."
+    root = here / "jaxpar"
+    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
+    assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
+sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
 
 # %%
 import dataclasses
@@ -68,12 +62,12 @@ import numpy as np
 
 import envs
 from jaxpar.loop import run
-from jaxpar.neat import Episodes, Neat, NeatConfig, apply, ends_of, start
+from jaxpar.neat import Episodes, Neat, NeatConfig, apply, init_carry, io_sizes
 from jaxpar.neat.episodes import act
 from jaxpar.pomdp import ParticleBelief, Vopp, from_environment, solve_exact
 from jaxpar.pomdp.simulate import simulate_many
-from jaxpar.rl import Network, Ppo, PpoRates, Recalling, train
-from jaxpar.rollout import NoReset, begin, unroll
+from jaxpar.rl import LastActionReward, Network, Ppo, PpoRates, train
+from jaxpar.rollout import NoReset, init, rollout
 
 FAST = bool(os.environ.get("FAST"))
 
@@ -92,17 +86,17 @@ print(f"nobody returns more than {best:.3f} on average")
 # ## Learn on it
 #
 # A baby that is not hungry cries, too, one time in ten, so what was heard and done before matters: the agent needs a
-# memory. `Recalling` tells it its last action and reward as well. A GRU sees a whole unroll of 32 steps of 64 babies at
-# once.
+# memory. `LastActionReward` adds its last action and reward. A GRU is trained on a whole rollout of 32 steps of 64
+# babies at once.
 
 # %%
-told = Recalling(baby)
+told = LastActionReward(baby)
 UPDATES = 20 if FAST else 200
 ppo = Ppo(
     told,
     Network(encoder=(32,), hidden=(32,), memory="gru", memory_size=32),
-    PpoRates(learning_rate=3e-3, anneal=float(UPDATES), discount=DISCOUNT, entropy=0.02, reward_scale=0.1),
-    num_lanes=64,
+    PpoRates(learning_rate=3e-3, anneal=float(UPDATES), discount=DISCOUNT, entropy_coef=0.02, reward_scale=0.1),
+    num_envs=64,
     num_steps=32,
 )
 began = time.perf_counter()
@@ -110,15 +104,15 @@ learner, infos = jax.jit(lambda key: train(ppo, key, numbers, UPDATES))(jax.rand
 print(f"{UPDATES * 64 * 32:,} steps in {time.perf_counter() - began:.0f} s with compiling")
 
 
-def judged(policy, weights, carry, num_episodes=2000):
+def mean_return(policy, weights, carry, num_episodes=2000):
     """Discounted returns of that many episodes."""
-    lanes = begin(jax.random.key(5), told, numbers, num_episodes, carry)
-    steps = unroll(jax.random.key(6), lanes, told, numbers, policy, weights, STEPS, reset=NoReset())[1]
+    env_state = init(jax.random.key(5), told, numbers, num_episodes, carry)
+    steps = rollout(jax.random.key(6), env_state, told, numbers, policy, weights, STEPS, reset=NoReset())[1]
     return np.asarray(DISCOUNT ** np.arange(STEPS) @ steps.reward)
 
 
 agent = ppo.agent(greedy=True)
-learned = judged(agent, learner.weights, agent.first_carry())
+learned = mean_return(agent, learner.weights, agent.first_carry())
 
 # %% [markdown]
 # ## Evolve on it
@@ -128,7 +122,7 @@ learned = judged(agent, learner.weights, agent.first_carry())
 # %%
 GENERATIONS = 5 if FAST else 60
 problem = Episodes(told, goal=float("inf"), episodes=32, max_steps=30)
-neat = Neat(NeatConfig(*ends_of(told, numbers, True), 200, 24, 60, 16, "fast", "recurrent"), problem)
+neat = Neat(NeatConfig(*io_sizes(told, numbers, True), 200, 24, 60, 16, "fast", "recurrent"), problem)
 population = jax.jit(lambda: neat.init(jax.random.key(3), None))()
 each = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (GENERATIONS,)), numbers)
 population, history = jax.jit(lambda state: run(neat, jax.random.key(4), state, each, GENERATIONS))(population)
@@ -145,7 +139,7 @@ class Evolved:
 
 
 champion = neat.express(population.champion)
-evolved = judged(Evolved(), champion, start(champion))
+evolved = mean_return(Evolved(), champion, init_carry(champion))
 
 # %% [markdown]
 # ## Plan on it
@@ -202,11 +196,11 @@ class Careless(type(pendulum)):
 
 
 SEEDS, SWINGS = (2, 10) if FAST else (8, 120)
-rates = PpoRates(learning_rate=1e-3, discount=0.99, entropy=0.0, reward_scale=0.1)
+rates = PpoRates(learning_rate=1e-3, discount=0.99, entropy_coef=0.0, reward_scale=0.1)
 
 
 def curves(world):
-    learner = Ppo(world, rates=rates, num_lanes=16, num_steps=128, epochs=10, minibatches=16)
+    learner = Ppo(world, rates=rates, num_envs=16, num_steps=128, epochs=10, minibatches=16)
     keys = jax.random.split(jax.random.key(8), SEEDS)
     return jax.jit(jax.vmap(lambda key: train(learner, key, physics, SWINGS)[1]["return_mean"]))(keys)
 
@@ -232,7 +226,7 @@ print(f"mean return over the whole run: {whole['right'].mean():.0f} with the rig
 # %%
 if not FAST:
     assert all(mean - 3 * errors[name] <= best for name, mean in means.items()), "nobody is better than the best"
-    assert means["learned (PPO, GRU)"] > best - 0.7, "a memory learned over whole unrolls comes near the best"
+    assert means["learned (PPO, GRU)"] > best - 0.7, "a memory learned over whole rollouts comes near the best"
     assert means["evolved (NEAT)"] > best - 1.5 and means["planned (VOPP)"] > best - 1.5
     gap = whole["right"] - whole["wrong"]  # the same keys
     assert gap.mean() > 2 * gap.std() / np.sqrt(SEEDS), "a cut that counts as an end makes learning slower"

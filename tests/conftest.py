@@ -1,6 +1,7 @@
 """Strict numerics and eight fake CPU devices for every test."""
 
 import collections
+import gc
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is installed, is first imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Workers keep the memory that compiling frees for the next program, in place of handing it back page by page.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
+os.environ.setdefault("MALLOC_TOP_PAD_", str(2**26))
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -20,12 +25,16 @@ if jax.__version_info__ >= (0, 11):
     # XLA there makes compilers of MLIR anew for every program, at 2.7 times the work of its emitters of before. These
     # fuse more freely: without fused multiply-adds, whose place would depend on it, bits do not.
     FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
+    # One piece of code a program, not up to 32 that are compiled side by side: a worker has one core.
+    FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: tests compile much and run on next to nothing
+jax.config.update("jax_traceback_in_locations_limit", 0)  # no line of a program is looked for in its source
+gc.set_threshold(100_000, 50, 1000)  # traces allocate by the million; the usual thresholds cost a fifteenth of a run
 # What an earlier run compiled is loaded, which takes a tenth of the time; a program is known by all of its text.
 if not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "programs"))
@@ -57,6 +66,14 @@ def x64():
     """Double precision for one test: what separates rounding from bugs."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def optimised():
+    """LLVM's work for one test whose programs run for long."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 seconds = collections.Counter()  # by file, of setting up, running and tearing down its tests, on all workers

@@ -2,23 +2,26 @@
 
 import math
 
-from envs import grid, memory, particles
-from envs.combat import Combat
-from envs.crowd import Crowd
-from envs.foraging import Foraging
-from envs.laser_tag import LaserTag
-from envs.light_dark import LightDark
-from envs.mars import Mars
-from envs.mine_sweeper import MineSweeper
-from envs.navigation import Navigation
-from envs.rocksample import RockSample
-from envs.rulesets import Tree
-from envs.sub_hunt import SubHunt
-from envs.survival import Survival
-from envs.xland import XLand
+from envs.arcade.mine_sweeper import MineSweeper
+from envs.grid import rooms
+from envs.grid.rulesets import Tree
+from envs.grid.survival import Survival
+from envs.grid.xland import XLand
+from envs.memory import card_games
+from envs.multi import particles
+from envs.multi.combat import Combat
+from envs.multi.foraging import Foraging
+from envs.pomdp.crowd import Crowd
+from envs.pomdp.laser_tag import LaserTag
+from envs.pomdp.light_dark import LightDark
+from envs.pomdp.mars import Mars
+from envs.pomdp.navigation import Navigation
+from envs.pomdp.rocksample import RockSample
+from envs.pomdp.sub_hunt import SubHunt
 from experiments import digits, env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
+from experiments._train import TrainConfig
 from jaxpar.env.picture import Animation
 from jaxpar.lm import LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
@@ -28,8 +31,8 @@ from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import NeatConfig
 from jaxpar.neat.config import Rates
-from jaxpar.neat.episodes import Episodes, Examined
-from jaxpar.neat.hyper import Painted, Substrate
+from jaxpar.neat.episodes import Episodes, GeneralizationTest
+from jaxpar.neat.hyper import Substrate, SubstrateTable
 from jaxpar.neat.problems import Table
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
@@ -47,6 +50,7 @@ from jaxpar.nn.vision import ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
+from jaxpar.pomdp.leaves import RolloutValues
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
@@ -128,10 +132,10 @@ TABLE = {
         "num_inputs num_outputs population max_nodes max_conns max_species sub_steps widths": COUNT,
         "time_step": POSITIVE,
     },
-    Episodes: {"goal": UNBOUNDED, "episodes max_steps": COUNT, "lanes": LEAST_0, "output_range": SIGNED},
-    Examined: {"long_steps short_steps": COUNT, "needed": LEAST_0},
+    Episodes: {"goal": UNBOUNDED, "episodes max_steps": COUNT, "num_envs": LEAST_0, "output_range": SIGNED},
+    GeneralizationTest: {"long_steps short_steps": COUNT, "needed": LEAST_0},
     Substrate: {"threshold": FRACTION_FROM_0, "largest": POSITIVE},
-    Painted: {"tolerance": FRACTION_FROM_0},
+    SubstrateTable: {"tolerance": FRACTION_FROM_0},
     Table: {"tolerance": FRACTION_FROM_0},
     Quadtree: {
         "initial_depth max_depth": COUNT,
@@ -168,9 +172,10 @@ TABLE = {
         "exploration": FRACTION_FROM_0,
         "discount": OVER_0,
     },
+    RolloutValues: {"length": COUNT},
     RootParallel: {"trees": COUNT},
-    tree.Dense: {"num_observations": COUNT},
-    tree.Hashed: {"probes": COUNT},
+    tree.DenseChildren: {"num_observations": COUNT},
+    tree.HashedChildren: {"probes": COUNT},
     Vopp: {
         "num_simulations iterations max_depth rollout_depth expand_after max_nodes max_edges": COUNT,
         "eta depth_scale widen": POSITIVE,
@@ -180,36 +185,36 @@ TABLE = {
     },
     A2cRates: {
         "learning_rate": POSITIVE,
-        "anneal value max_grad_norm": FRACTION_FROM_0,
-        "discount trace": SHARE,
-        "entropy reward_scale": SIGNED,
+        "anneal value_coef max_grad_norm": FRACTION_FROM_0,
+        "discount gae_lambda": SHARE,
+        "entropy_coef reward_scale": SIGNED,
     },
     PpoRates: {
         "learning_rate": POSITIVE,
-        "anneal clip value max_grad_norm": FRACTION_FROM_0,
-        "discount trace": SHARE,
-        "entropy reward_scale": SIGNED,
+        "anneal clip value_coef max_grad_norm": FRACTION_FROM_0,
+        "discount gae_lambda": SHARE,
+        "entropy_coef reward_scale": SIGNED,
     },
     PqnRates: {
         "learning_rate": POSITIVE,
-        "anneal explore max_grad_norm": FRACTION_FROM_0,
-        "discount trace epsilon last_epsilon": SHARE,
+        "anneal epsilon_anneal max_grad_norm": FRACTION_FROM_0,
+        "discount q_lambda epsilon_start epsilon_end": SHARE,
         "reward_scale": SIGNED,
     },
     DqnRates: {
         "learning_rate": POSITIVE,
-        "anneal explore max_grad_norm": FRACTION_FROM_0,
-        "discount epsilon last_epsilon target": SHARE,
+        "anneal epsilon_anneal max_grad_norm": FRACTION_FROM_0,
+        "discount epsilon_start epsilon_end tau": SHARE,
         "reward_scale": SIGNED,
     },
-    A2c: {"num_lanes num_steps": COUNT},
-    Ppo: {"num_lanes num_steps epochs minibatches": COUNT},
-    Pqn: {"num_lanes num_steps epochs minibatches mixer_size": COUNT},
+    A2c: {"num_envs num_steps": COUNT},
+    Ppo: {"num_envs num_steps epochs minibatches": COUNT},
+    Pqn: {"num_envs num_steps epochs minibatches decomposition_size": COUNT},
     Dqn: {
-        "num_lanes num_steps gradients batch_size capacity n_step target_period mixer_size": COUNT,
+        "num_envs num_steps gradient_steps batch_size capacity n_step target_period decomposition_size": COUNT,
         "warmup": LEAST_0,
     },
-    ActionValues: {"mixer_size": COUNT},
+    ActionValues: {"decomposition_size": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
     Seeds: {"num_seeds": COUNT},
     Chunked: {"size": COUNT},
@@ -228,6 +233,7 @@ TABLE = {
     structure.Dense: {"batch_dims": LEAST_0},
     RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
     Processes: {"num_processes": LEAST_0, "process_id": LEAST_MINUS_1},
+    TrainConfig: {"steps chunk": COUNT, "save_every": LEAST_0},
     lm.TrainConfig: {
         "steps accumulate keep max_skipped": COUNT,
         "eval_every eval_batches save_every": LEAST_0,
@@ -244,31 +250,31 @@ TABLE = {
     digits.DataConfig: {"batch_size": COUNT, "held_out": OPEN, "shift": ((-1, 8), (0, 7))},
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
     rl.Config: {
-        "num_seeds steps chunk eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
-        "num_envs num_steps epochs minibatches save_every": LEAST_0,
+        "num_seeds eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
+        "num_envs num_steps epochs minibatches": LEAST_0,
     },
     neat.Config: {
-        "population generations max_nodes max_conns max_species episodes chunk seeds": COUNT,
-        "max_steps save_every together": LEAST_0,
+        "population max_nodes max_conns max_species episodes num_seeds": COUNT,
+        "max_steps together": LEAST_0,
         "goal": UNBOUNDED,
     },
-    pomdp.Config: {"episodes steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
+    pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
     Combat: {"size": ((3,), (4,))},
     Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
     Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},
-    grid.Empty: {"size": ((3,), (4,))},
-    grid.DoorKey: {"size": ((4,), (5,))},
-    grid.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},
-    grid.Memory: {"size": ((6,), (7,))},
-    grid.GridWorld: {"view": VIEW},
+    rooms.Empty: {"size": ((3,), (4,))},
+    rooms.DoorKey: {"size": ((4,), (5,))},
+    rooms.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},
+    rooms.Memory: {"size": ((6,), (7,))},
+    rooms.GridWorld: {"view": VIEW},
     LaserTag: {"width height": PAIR, "num_obstacles layout start": LEAST_0},
     LightDark: {"radius big_step": COUNT, "light": SIGNED},
     Mars: {"size": ((2, 128), (3, 127)), "num_rocks": COUNT, "layout": LEAST_0},
-    memory.RepeatFirst: {"num_cards num_kinds": PAIR},
-    memory.RepeatPrevious: {"num_cards num_kinds": PAIR, "k": COUNT},
-    memory.CountRecall: {"num_cards num_kinds": PAIR},
-    memory.Autoencode: {"num_cards": PAIR, "num_kinds": ((1, 128), (2, 127))},
+    card_games.RepeatFirst: {"num_cards num_kinds": PAIR},
+    card_games.RepeatPrevious: {"num_cards num_kinds": PAIR, "k": COUNT},
+    card_games.CountRecall: {"num_cards num_kinds": PAIR},
+    card_games.Autoencode: {"num_cards": PAIR, "num_kinds": ((1, 128), (2, 127))},
     MineSweeper: {"size": PAIR, "num_mines": COUNT},
     Navigation: {"size": ((4, 16), (5, 15)), "num_obstacles layout": LEAST_0},
     particles.Spread: {"num_agents num_landmarks": COUNT},
@@ -282,15 +288,17 @@ TABLE = {
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 
 RESULTS = {
-    "nn.linear.Adapted",
-    "aot.job.Job", "aot.plan.Plan", "aot.roofline.Roofline", "aot.search.Finding", "aot.topology.Chip",
-    "env.check.Report", "env.spaces.Box", "env.spaces.Discrete", "env.spaces.MultiDiscrete", "fields.Between",
-    "io.layers.Source", "lower.lookback.Source", "lower.lookback.Tile", "parallel.placement.chain.Plan",
-    "parallel.placement.placements.Step",
-    "pomdp.exact.Exact", "pomdp.outline.Branch", "solve.carries.Division",
+    "nn.linear.Lora",
+    "aot.job.Job", "aot.estimate.Estimate", "aot.roofline.Roofline", "aot.candidates.Finding", "aot.topology.Chip",
+    "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",
+    "env.spaces.MultiDiscrete", "fields.Between",
+    "io.layers.LeafSource", "lower.lookback.KernelSource", "lower.lookback.Tile",
+    "parallel.placement.chain.ChainPlacement", "parallel.placement.placements.ConversionStep",
+    "pomdp.exact.Exact", "pomdp.outline.Branch", "pomdp.particle_search.ParticleTreeSearch",
+    "pomdp.tree_search.TreeSearch", "solve.carries.Division",
     "solve.carries.Loop", "solve.problem.Problem", "solve.program.Recurrence",
-    "solve.solution.Solve", "plan.Candidate", "pomdp.Results", "_rocks.Flips",
-    "_walk.Walk",
+    "solve.solution.Solve", "estimate.Candidate", "pomdp.Results", "_rocks.Flips",
+    "_policy_run.PolicyRun",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
 BY_HAND = {(Despot, "default"), (ImageClassifier, "shape")}

@@ -1,7 +1,9 @@
-"""The shape of the library: who imports whom, and how long things are. Each file is parsed once, by `files`."""
+"""The shape of the library: who imports whom, how long things are, what they are called. Each file is parsed once."""
 
 import ast
 import functools
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,29 @@ ALLOWED["lm"] -= {"env", "rollout"}
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
+# Names that several rooms define, and why none is mistaken for the other. Everything else has a name of its own.
+SHARED_NAMES = {
+    "Problem": "a task to evolve networks for, and a recurrence to solve for: the word of either field",
+    "apply": "flax's word for a model's outputs from its parameters",
+    "init": "what makes parameters or a state from a key",
+}
+# Files of one name in several rooms: each does for its room what those of the others do for theirs.
+SHARED_FILES = {
+    "__init__": "Python's own",
+    "check": "what users write, checked: environments, models",
+    "config": "configurations",
+    "convert": "values into another form: those of other suites, and arrays between placements",
+    "exchange": "other people's files",
+    "kernels": "kernels of the room's own",
+    "model": "what a language model computes, and what a planner asks of a model",
+    "network": "networks and their parameters",
+    "picture": "pictures",
+    "policies": "what acts on observations, and on beliefs",
+    "train": "trainers",
+    "triton": "kernels of Triton: how they are launched, and one",
+}
+MOST_ANYS = 40
+
 
 class File(NamedTuple):
     """What the tests ask of a source file; its tree, which is large, is forgotten."""
@@ -41,6 +66,9 @@ class File(NamedTuple):
     words: set[str]  # every variable and attribute, and every part of what it imports
     functions: list[tuple[str, int]]  # their names and numbers of lines
     undocumented: list[str]  # public names without a docstring; "the file" for itself
+    defined: list[str]  # classes and functions without a leading underscore
+    exported: list[str]  # what `__all__` holds
+    anys: list[tuple[int, str, bool]]  # of each `Any` in a signature its line, the function, whether a comment is there
 
     @property
     def part(self):
@@ -68,10 +96,29 @@ def public_names(tree):
     return []
 
 
+def defined(tree):
+    """The classes and functions without a leading underscore."""
+    nodes = [node for node in tree.body if isinstance(node, FUNCTION | ast.ClassDef)]
+    return {node.name: node for node in nodes if not node.name.startswith("_")}
+
+
 def undocumented(tree):
-    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    public = {"the file": tree} | {name: defined[name] for name in public_names(tree) if name in defined}
+    public = {"the file": tree} | defined(tree)
     return [name for name, node in public.items() if not ast.get_docstring(node)]
+
+
+def annotations(function):
+    a = function.args
+    every = (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg)
+    return [each for each in (function.returns, *(arg.annotation for arg in every if arg)) if each]
+
+
+def anys(nodes, lines):
+    for function in (node for node in nodes if isinstance(node, FUNCTION)):
+        for annotation in annotations(function):
+            for name in ast.walk(annotation):
+                if isinstance(name, ast.Name) and name.id == "Any":
+                    yield name.lineno, function.name, "#" in lines[name.lineno - 1]
 
 
 def read(path):
@@ -83,7 +130,11 @@ def read(path):
     words |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     words |= {part for module in imported for part in module.split(".")}
     functions = [(node.name, node.end_lineno - node.lineno + 1) for node in nodes if isinstance(node, FUNCTION)]
-    return File(name, len(text.splitlines()), imported, words, functions, undocumented(tree))
+    lines = text.splitlines()
+    return File(
+        name, len(lines), imported, words, functions, undocumented(tree),
+        list(defined(tree)), public_names(tree), list(anys(nodes, lines)),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -169,5 +220,95 @@ def test_the_language_model_stays_small():
     assert sum(file.num_lines for file in library() if file.part == "lm") < 2600
 
 
+def shared(names):
+    """name -> the files of several rooms that have it, each room's first."""
+    places = defaultdict(dict)
+    for file in library():
+        for name in names(file):
+            places[name].setdefault(file.part, file.name)
+    return {name: sorted(rooms.values()) for name, rooms in places.items() if len(rooms) > 1}
+
+
+def test_rooms_share_no_name_without_a_reason():
+    found = shared(lambda file: file.defined)
+    none_of(f"{name} is defined in {' and '.join(found[name])}" for name in sorted(found.keys() - SHARED_NAMES))
+    none_of(f"{name} has a reason and is not shared" for name in sorted(SHARED_NAMES.keys() - found))
+
+
+def test_rooms_share_no_file_name_without_a_reason():
+    found = shared(lambda file: [re.fullmatch(r"(__init__|_*(\w+))", Path(file.name).stem)[0].lstrip("_")])
+    found = {{"init__": "__init__"}.get(name, name): places for name, places in found.items()}
+    none_of(f"{' and '.join(found[name])} are called {name}" for name in sorted(found.keys() - SHARED_FILES))
+    none_of(f"{name} has a reason and is not shared" for name in sorted(SHARED_FILES.keys() - found))
+
+
+def published():
+    """What the documentation shows: all that a module exports, or single names of it."""
+    pages = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))))
+    whole, single = set(), set()
+    for module, members in re.findall(r"automodule:: (jaxpar[\w.]*)\n   :members:(.*)", pages):
+        whole |= set() if members.strip() else {module}
+        single |= {f"{module}.{name.strip()}" for name in members.split(",")}
+    for module, names in re.findall(r"from (jaxpar[\w.]*) import ([\w, ]+)", pages):
+        single |= {f"{module}.{name.strip()}" for name in names.split(",")}
+    return whole, single | set(re.findall(r"`(jaxpar\.[\w.]+)`", pages))
+
+
+def test_modules_export_what_others_take():
+    whole, single = published()
+    takers = defaultdict(list)
+    for file in everything() + files("notebooks"):
+        for name in file.imported:
+            takers[name].append(file)
+
+    def offences(file):
+        module, room = file.name.removesuffix(".py").replace("/", "."), f"jaxpar/{file.part}"
+
+        def outside(name):
+            users = takers[f"{module}.{name}"] + [user for user in takers[module] if name in user.words]
+            return [user.name for user in users if not user.name.startswith(room) or user.name.endswith("__init__.py")]
+
+        for name in file.exported:
+            if not (outside(name) or module in whole or f"{module}.{name}" in single):
+                yield f"{file.name} exports {name}, which nobody outside of its room takes"
+        for name in sorted(set(file.defined) - set(file.exported)):
+            if users := [user for user in outside(name) if f"{module}.{name}" in takers]:
+                yield f"{file.name} does not export {name}, which {users[0]} takes"
+
+    modules = [file for file in library() if not file.name.endswith("__init__.py")]
+    none_of(offence for file in modules for offence in offences(file))
+
+
+def test_signatures_rarely_say_any():
+    found = [(file.name, *each) for file in library() for each in file.anys]
+    none_of(f"{name}:{line}: {function} takes or returns Any without a reason beside it"
+            for name, line, function, has_reason in found if not has_reason)  # fmt: skip
+    assert len(found) < MOST_ANYS
+
+
 def test_public_names_are_documented():
     none_of(f"{file.name}: {name} has no docstring" for file in library() for name in file.undocumented)
+
+
+# Optional abilities are asked for by name here alone; each with its reason beside it.
+ASKED_BY_NAME = {
+    "jaxpar/env/capabilities.py",
+    "jaxpar/rollout/policies.py",
+    "jaxpar/env/facade.py",  # a named tuple
+    *(f"jaxpar/env/{name}.py" for name in ("adapt", "_suites", "_convert")),  # environments of other suites
+}
+
+
+def test_abilities_are_resolved_in_one_place():
+    def offences(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            by_string = name == "getattr" and isinstance(node.args[1], ast.Constant)
+            if by_string or name in ("hasattr", "signature"):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {name} asks by name; take jaxpar.env.capabilities"
+
+    rooms = ("env", "rollout", "rl", "neat", "pomdp")
+    paths = [path for room in rooms for path in (ROOT / "jaxpar" / room).rglob("*.py")]
+    none_of(row for path in paths if str(path.relative_to(ROOT)) not in ASKED_BY_NAME for row in offences(path))

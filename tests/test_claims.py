@@ -1,4 +1,4 @@
-"""Each claim of the README beside the fast tests that would go red if it were false."""
+"""Each claim of the README and of its pages beside the fast tests that would go red if it were false."""
 
 import ast
 import contextlib
@@ -6,6 +6,8 @@ import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from experiments import lm, verify
 from jaxpar.lm.tokenizer import Bytes
@@ -22,14 +24,11 @@ CLAIMS = {
     "agree in value and in gradient": "scan/test_affine.py::derivatives_are_those_of_the_loop "
     "solve/test_gradients.py::gradients_to_everything_are_those_of_the_loop "
     "distributed/test_layouts.py::layout_equals_one_device_float32 "
-    "rollout/test_unroll.py::gradient_of_the_return_equals_the_plain_loops "
+    "rollout/test_trajectory.py::gradient_of_the_return_equals_the_plain_loops "
     "nn/test_recurrent.py::every_method_gives_the_loops_values_and_gradients "
     "nn/test_recurrent.py::values_gradients_and_resets_equal_those_of_the_loop",
     "Python 3.11 to 3.13": "test_packaging.py::the_versions_of_python_are_the_same_everywhere",
     "the run simulates eight CPU devices": "test_mesh.py::simulated_devices",
-    "853,120 parameters in 4 layers": "test_claims.py::the_run_shown_is_that_of_the_default_flags",
-    "runs/lm/tiny-90ecd57b": "test_docs.py::the_run_folder_shown_is_the_one_of_the_default_run",
-    "loss plot": "experiments/test_kill.py::the_uninterrupted_run_leaves_its_files",
     "the same command goes on from where it was": "experiments/test_kill.py::two_kills_change_no_bit "
     "experiments/test_kill.py::ctrl_c_says_how_to_go_on_and_any_mesh_does",
     # what is there
@@ -43,30 +42,33 @@ CLAIMS = {
     "affine scans": "scan/test_affine.py::equals_the_loop",
     "a drop-in for `lax.scan`": "solve/test_parallel_scan.py::every_method_gives_the_states_of_the_loop "
     "solve/test_parallel_scan.py::whatever_a_loop_takes",
-    "one fused kernel": "solve/test_kernels_cells.py::walk_equals_scan "
+    "one fused kernel": "solve/test_kernels_cells.py::sequential_kernel_equals_scan "
     "solve/test_kernels_cells.py::statements_compute_the_cell_and_its_jacobian",
     "gradients exact whatever the method": "solve/test_gradients.py::gradients_to_everything_are_those_of_the_loop "
     "solve/test_elk.py::values_and_gradients_are_those_of_the_loop",
     "failures reported and finished": "solve/test_parallel_scan.py"
-    "::what_does_not_converge_is_walked_or_nan_or_an_error solve/test_robustness.py::no_error_is_silent",
+    "::what_does_not_converge_is_run_sequentially_or_nan_or_an_error solve/test_robustness.py::no_error_is_silent",
     "GRU, LSTM, minGRU": "nn/test_cells.py::a_cell_is_its_papers_equations "
     "nn/test_aaren.py::it_equals_masked_softmax_attention",
     "streams with constant memory": "nn/test_recurrent.py::chunks_and_single_steps_equal_the_whole "
     "nn/test_aaren.py::its_state_does_not_grow",
-    "mixes in `jaxpar.lm`": "lm/test_mixer.py::streaming_equals_the_whole_sequence "
-    "lm/test_mixer.py::generation_equals_asking_the_whole_model",
-    "torch's GRU and LSTM to 1e-13": "nn/test_cells.py::gru_equals_torch nn/test_cells.py::lstm_equals_torch "
-    "nn/test_cells.py::a_cell_is_its_papers_equations",
+    "one optimizer configuration": "optim/test_update.py::values_are_those_of_optax_in_double_precision",
+    "would not be finite changes nothing and is counted": "optim/test_update.py"
+    "::what_is_not_finite_changes_no_bit_and_is_counted",
+    "the cheapest collectives between any two placements": "parallel/test_placement.py::every_pair_over_one_axis "
+    "parallel/test_placement.py::a_way_round_is_never_cheaper",
+    "dispatches a graph of functions to several meshes": "parallel/test_dataflow.py"
+    "::random_graphs_equal_numpy_and_never_deadlock",
     "gymnax's, JaxMARL's and others' in": "env/test_adapt.py::gymnax_steps_as_gymnax_does "
     "env/test_adapt.py::gymnax_keeps_the_last_observation_and_both_ends "
     "env/test_adapt.py::dictionaries_are_stacked_padded_and_masked",
     "gymnax and Gymnasium out": "env/test_facade.py::it_runs_in_gymnax_own_tools "
     "env/test_facade.py::six_values_with_the_reset_in_the_same_step "
     "env/test_gymnasium.py::check_env_passes",
-    "a policy in thousands of lanes": "rollout/test_unroll.py::equals_a_plain_loop",
-    "only finished lanes begin anew": "rollout/test_resets.py"
-    "::every_finished_lane_is_reset_once_and_nothing_without_one "
-    "rollout/test_resets.py::chunks_give_each_finished_lane_its_own_start_and_leave_the_others",
+    "a policy in thousands of environments": "rollout/test_trajectory.py::equals_a_plain_loop",
+    "only finished environments begin anew": "rollout/test_resets.py"
+    "::every_finished_environment_is_reset_once_and_nothing_without_one "
+    "rollout/test_resets.py::chunks_give_each_finished_environment_its_own_start_and_leave_the_others",
     "one table from logical axes to mesh axes": "test_docs.py::rules_of_the_sharding_page_are_those_of_the_table "
     "test_mesh.py::shard_places_by_the_rules",
     "ZeRO-1 to 3, hybrid": "test_mesh.py::layouts_are_changes_of_the_table "
@@ -74,10 +76,8 @@ CLAIMS = {
     "each layout against one device": "experiments/test_verify_command.py::rows_table_plot_and_exit_code",
     "for your own model by one function": "test_verify.py::a_right_model_holds_in_both_dtypes "
     "test_verify.py::a_wrong_gradient_is_named",
-    "96 of 96 rows hold": "test_claims.py::there_are_32_legal_layouts_of_eight_devices",
-    "compiled for eight v5e chips": "distributed/test_tpu.py::tpu_program",
-    "chips that you do not have": "experiments/test_plan.py::gpus_are_planned_without_one "
-    "aot/test_memory.py::the_account_is_near_the_compiled_program "
+    "chips that you do not have": "experiments/test_estimate.py::gpus_are_estimated_without_one "
+    "aot/test_memory_estimate.py::the_account_is_near_the_compiled_program "
     "aot/test_roofline.py::prediction_is_near_the_h100",
     "any environment, ours or gymnax's": "experiments/test_env.py::it_counts_what_happened",
     "beliefs, exact oracles": "pomdp/test_belief.py::particles_follow_the_exact_belief_of_tiger "
@@ -95,15 +95,8 @@ CLAIMS = {
     "rl/test_pqn.py::an_update_equals_its_equations rl/test_dqn.py::an_update_equals_its_equations "
     "contracts/test_algorithms.py::types_of_the_state_never_change",
     "IPPO, MAPPO, VDN and QMIX": "rl/test_agent.py::a_central_critic_sees_all_and_an_actor_itself_alone "
-    "rl/test_mixers.py::a_mixer_equals_its_equations",
-    "memories trained over whole unrolls at once": "rl/test_rl_memory.py::a_whole_unroll_equals_its_steps",
-    "caches written in place": "nn/test_stack.py::a_step_writes_the_cache_in_place_and_copies_none_of_it "
-    "nn/test_stack.py::slots_can_be_split_over_devices",
-    "adapters and eight-bit weights in any product": "nn/test_linear.py::an_adapter_is_the_sum_of_both_weights "
-    "nn/test_linear.py::eight_bits_are_off_by_half_a_scale_at_most",
-    "episodes' starts inside the parallel pass": "rl/test_rl_memory.py::the_past_before_a_start_is_forgotten",
-    "equal to backpropagation through time in float64": "rl/test_pqn.py"
-    "::gradients_through_a_memory_equal_backpropagation_through_time",
+    "rl/test_value_decomposition.py::a_mixer_equals_its_equations",
+    "memories trained over whole rollouts at once": "rl/test_rl_memory.py::a_whole_unroll_equals_its_steps",
     "checkpoints without a topology": "io/test_checkpoint.py::state_returns_bit_for_bit_on_another_mesh",
     "one changed element is always noticed": "io/test_digest.py::every_flip_of_one_bit_shows "
     "io/test_digest.py::device_is_numpy_on_every_dtype_and_layout",
@@ -114,9 +107,6 @@ CLAIMS = {
     "equals the unbroken one bit for bit": "loop/test_loop.py::a_crashed_run_resumes_with_the_same_bits",
     # flags
     "python -m experiments.lm train.steps=500 seed=3": "test_docs.py::flags_exist",
-    "mode=sample": "experiments/test_kill.py::eval_and_sample_work_on_a_run",
-    "mode=export": "experiments/test_export.py::a_hugging_face_folder_gives_the_same_logits "
-    "lm/test_exchange.py::round_trip_is_exact",
     "python -m experiments.rnn": "test_docs.py::flags_of_other_experiments_exist "
     "experiments/test_rnn.py::it_trains_resumes_and_streams",
     "python -m experiments.neat": "test_docs.py::flags_of_other_experiments_exist "
@@ -124,16 +114,49 @@ CLAIMS = {
     "python -m experiments.rl": "test_docs.py::flags_of_other_experiments_exist "
     "experiments/test_rl.py::it_learns_and_goes_on_where_it_was",
     "python -m experiments.pomdp": "pomdp/test_pomdp_page.py::flags_exist",
-    "Four real processes": "distributed/test_processes.py::two_processes_equal_one "
-    "experiments/test_launch.py::help_has_examples",
     "`--help` lists all": "experiments/test_launch.py::help_has_examples",
     "the nearest legal choice is data=8": "experiments/test_errors.py::bad_flags",
     # as a library
     "`data=2, fsdp=2, tensor=2` prints the same number": "test_docs.py::readme_snippet_learns_the_same_on_both_meshes",
     "the pillars `lm`, `pomdp`, `neat`, `rl`": "test_claims.py::the_rooms_named_are_those_of_the_library",
-    "environments, one a file": "env/test_page.py::every_environment_is_named_once",
+    "environments in families, one a file": "env/test_page.py::every_environment_is_named_once",
     "01: one language model": "test_notebooks.py::runs_small",
-    "[quick start](docs/quickstart.md)": "test_docs.py::links_resolve",
+    "[Quick start](docs/quickstart.md)": "test_docs.py::links_resolve",
+}
+
+# Page -> the same of what the README leaves to it.
+PAGES = {
+    "README.md": CLAIMS,
+    "docs/quickstart.md": {
+        "853,120 parameters in 4 layers": "test_claims.py::the_run_shown_is_that_of_the_default_flags",
+        "runs/lm/tiny-90ecd57b": "test_docs.py::the_run_folder_shown_is_the_one_of_the_default_run",
+        "loss plot": "experiments/test_kill.py::the_uninterrupted_run_leaves_its_files",
+        "mode=sample": "experiments/test_kill.py::eval_and_sample_work_on_a_run",
+        "mode=export": "experiments/test_export.py::a_hugging_face_folder_gives_the_same_logits "
+        "lm/test_exchange.py::round_trip_is_exact",
+        "four real [processes](pods.md)": "distributed/test_processes.py::two_processes_equal_one "
+        "experiments/test_launch.py::help_has_examples",
+    },
+    "docs/stack.md": {
+        "mixes in `jaxpar.lm`": "lm/test_mixer.py::streaming_equals_the_whole_sequence "
+        "lm/test_mixer.py::generation_equals_asking_the_whole_model",
+        "adapters and eight-bit weights in any product": "nn/test_linear.py::an_adapter_is_the_sum_of_both_weights "
+        "nn/test_linear.py::eight_bits_are_off_by_half_a_scale_at_most",
+        "it is written in place": "nn/test_stack.py::a_step_writes_the_cache_in_place_and_copies_none_of_it "
+        "nn/test_stack.py::slots_can_be_split_over_devices",
+    },
+    "docs/benchmarks.md": {
+        "torch's GRU and LSTM to 1e-13": "nn/test_cells.py::gru_equals_torch nn/test_cells.py::lstm_equals_torch "
+        "nn/test_cells.py::a_cell_is_its_papers_equations",
+        "96 of 96 rows hold": "test_claims.py::there_are_32_legal_layouts_of_eight_devices",
+        "compiled for eight v5e chips": "distributed/test_tpu.py::tpu_program",
+        "equal to backpropagation through time in float64": "rl/test_pqn.py"
+        "::gradients_through_a_memory_equal_backpropagation_through_time",
+    },
+    "docs/rl.md": {
+        "**inside the parallel solve** wherever an episode begins": "rl/test_rl_memory.py"
+        "::the_past_before_a_start_is_forgotten",
+    },
 }
 
 
@@ -162,11 +185,12 @@ def skipping_tests(name):
     return {node.name for node in functions if FOREIGN.search(ast.unparse(node))}
 
 
-def test_each_claim_has_fast_tests():
+@pytest.mark.parametrize("page", PAGES)
+def test_each_claim_has_fast_tests(page):
     """And one of them runs wherever `make test` does."""
-    readme = " ".join(README.split())
-    gone = [f"the README does not say {words!r}" for words in CLAIMS if " ".join(words.split()) not in readme]
-    for words, tests in CLAIMS.items():
+    said = " ".join((ROOT / page).read_text().split())
+    gone = [f"{page} does not say {words!r}" for words in PAGES[page] if words not in said]
+    for words, tests in PAGES[page].items():
         named = [test.partition("::") for test in tests.split()]
         missing = [(file, test) for file, _, test in named if f"test_{test}" not in fast_tests(file)]
         gone += [f"{words!r}: tests/{file} has no fast test_{test}" for file, test in missing]
@@ -185,6 +209,16 @@ def test_each_row_and_each_experiment_of_the_readme_is_claimed():
     assert experiments - tested <= {"lm", "pomdp"}, "of which test_kill.py and pomdp/test_pomdp_page.py run"
 
 
+def test_the_readme_is_one_screen_and_one_table_of_short_cells():
+    """What it is, whom it serves and what to type come first; measurements are docs/benchmarks.md's."""
+    lines = README.splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("|")]
+    assert rows[0] <= 45 and rows == list(range(rows[0], rows[-1] + 1)), "one table, after one screen"
+    assert lines[rows[0]] == "| room | what it does | page |"
+    cells = [cell for number in rows for cell in re.sub(r"\]\([^)]*\)", "]", lines[number]).strip("| ").split("|")]
+    assert len(cells) == 3 * len(rows) and not [cell for cell in cells if len(cell.split()) > 25]
+
+
 def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
     said, config = [], lm.with_vocabulary(lm.compose(), Bytes())
     monkeypatch.setattr(lm, "say", said.append)
@@ -195,8 +229,9 @@ def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
     said.append(f"mesh       {lm._mesh_text(mesh)}")
     with use_mesh(mesh):
         lm._tell_start(config, tmp_path, corpus, lm.make_trainer(config), 0)
+    shown = (ROOT / "docs" / "quickstart.md").read_text()
     lines = [line for line in said if not line.startswith("run ")]
-    assert len(lines) == 5 and not [line for line in lines if line not in README]
+    assert len(lines) == 5 and not [line for line in lines if line not in shown]
 
 
 def test_there_are_32_legal_layouts_of_eight_devices():
@@ -206,13 +241,14 @@ def test_there_are_32_legal_layouts_of_eight_devices():
         with contextlib.suppress(UsageError), use_mesh(make_mesh(layout.mesh), rules_from(config.rules, layout.name)):
             lm.make_trainer(config)
             legal += 1
-    assert (legal, 3 * legal) == tuple(
-        int(re.search(pattern, README)[1]) for pattern in (r"(\d+) legal layouts", r"(\d+) rows hold")
-    )
+    for page in ("benchmarks.md", "sharding.md"):
+        text = (ROOT / "docs" / page).read_text()
+        said = (re.search(pattern, text)[1] for pattern in (r"(\d+) legal layouts", r"(\d+) rows hold"))
+        assert (legal, 3 * legal) == tuple(map(int, said))
 
 
 def test_the_rooms_named_are_those_of_the_library():
-    named = re.search(r"the library: (.*?), and the pillars (.*?) \|", README)
+    named = re.search(r"the library: (.*?), and the pillars (.*?)\.\n", README, re.DOTALL)
     rooms = set(re.findall(r"`(\w+)`", named[1] + named[2]))
     found = {
         path.stem for path in (ROOT / "jaxpar").iterdir() if not path.stem.startswith("_") and path.suffix != ".typed"

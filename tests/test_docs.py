@@ -10,19 +10,19 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run, digits, env, neat, plan, pomdp, rl, rnn, verify
+from experiments import _run, digits, env, estimate, neat, pomdp, rl, rnn, verify
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.parallel.placement import MATMUL, Broadcast, Partial, Split, conversion
+from jaxpar.parallel.placement import MATMUL_PLACEMENTS, Broadcast, Partial, Split, conversion
 
 ROOT = Path(__file__).parents[1]
-OTHERS = {"digits": digits, "env": env, "neat": neat, "plan": plan, "pomdp": pomdp, "rl": rl, "rnn": rnn}
+OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}
 OTHERS |= {"verify": verify}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
-FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/model/*.yaml"))]
+FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml"))]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -166,7 +166,9 @@ def test_pictures_and_pages_of_the_index_exist():
 @pytest.mark.parametrize("page", PUBLIC, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_host_of_a_registry_and_no_path_of_a_machine(page):
     text = page.read_text()
-    assert not re.search(r"pypi\.|pythonhosted|anaconda|index-url|huggingface\.co|github", text, re.IGNORECASE)
+    assert not re.search(
+        r"pypi\.|pythonhosted|anaconda|index-url|huggingface\.co|(?<!\.)github|github\.", text, re.IGNORECASE
+    )
     assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|usr|mnt|opt)/", text)
 
 
@@ -231,7 +233,9 @@ def test_costs_of_the_placements_page_are_those_of_the_search():
 def test_products_of_the_placements_page_are_those_of_the_planner():
     words = {"Split": Split, "Broadcast": Broadcast, "Partial": Partial}
     rows = table(ROOT / "docs" / "placements.md", "x")
-    assert {(a, b): y for a, b, y in ([eval(cell.strip("`"), words) for cell in row] for row in rows)} == MATMUL
+    assert {
+        (a, b): y for a, b, y in ([eval(cell.strip("`"), words) for cell in row] for row in rows)
+    } == MATMUL_PLACEMENTS
 
 
 def test_notation_names_fields_that_exist():
@@ -243,7 +247,7 @@ def test_notation_names_fields_that_exist():
 
 def test_every_preset_is_named_in_the_quick_start():
     text = (ROOT / "docs" / "quickstart.md").read_text()
-    assert all(path.stem in text for path in ROOT.glob("experiments/conf/model/*.yaml"))
+    assert all(path.stem in text for path in ROOT.glob("experiments/conf/lm/preset/*.yaml"))
 
 
 def test_the_run_folder_shown_is_the_one_of_the_default_run():

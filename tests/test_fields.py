@@ -25,8 +25,8 @@ from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
 from jaxpar.neat import NeatConfig
 from jaxpar.neat.config import Rates
-from jaxpar.neat.episodes import Episodes, Examined
-from jaxpar.neat.hyper import Painted, Substrate
+from jaxpar.neat.episodes import Episodes, GeneralizationTest
+from jaxpar.neat.hyper import Substrate, SubstrateTable
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, Visible
@@ -41,6 +41,7 @@ from jaxpar.nn.vision import ImageClassifier
 from jaxpar.optim import Optimizer
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
+from jaxpar.pomdp.leaves import RolloutValues
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
@@ -48,7 +49,7 @@ from jaxpar.rl.dqn import DqnRates
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
 from jaxpar.solve import structure
-from jaxpar.types import UsageError
+from jaxpar.types import Scalar, UsageError
 
 
 def is_number(value):
@@ -103,9 +104,9 @@ BASIS = {
     Fit: (8,),
     NeatConfig: (2, 1),
     Episodes: (CART, 10.0),
-    Examined: (None, CART),
+    GeneralizationTest: (None, CART),
     Substrate: ((PLANE, PLANE),),
-    Painted: (Substrate((PLANE, PLANE)),),
+    SubstrateTable: (Substrate((PLANE, PLANE)),),
     Quadtree: (PLANE, PLANE),
     Aaren: (4,),
     Attention: (2, 2, 4),
@@ -120,8 +121,9 @@ BASIS = {
     ImageClassifier: (Stack(1, 4, Attention(1, 1, 4, visible=Visible(causal=False)), Mlp(4)), 1, (4, 4, 1), 2),
     SequenceTrainer: (SequenceNetwork(3, 2),),
     Split: (0,),
+    RolloutValues: (5,),
     RootParallel: (Vopp(),),
-    tree.Dense: (2,),
+    tree.DenseChildren: (2,),
     A2c: (CART,),
     Ppo: (CART,),
     Pqn: (CART,),
@@ -185,7 +187,7 @@ def test_checkpoints_refuse_impossible_numbers(tmp_path):
 class Example:
     whole: int = field(3, AtLeast(1, also=(-1,)))
     real: float = field(0.5, Between(0, 1, "[)"))
-    swept: typing.Any = field(0.5, Positive())
+    swept: Scalar = field(0.5, Positive())
     maybe: int | None = field(None, AtLeast(1))
     widths: tuple[int, ...] = field((), Each(AtLeast(1)), identity=False)
     name: str = field("a", OneOf({"a": 1, "b": 2}))

@@ -1,6 +1,8 @@
-"""Every notebook runs at its small size, and its .ipynb twin says the same as its source."""
+"""Every notebook runs at its small size and is set up by the same cell; its .ipynb twin says the same as its source."""
 
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -32,6 +34,51 @@ def test_twin_is_the_source_without_outputs(source):
     assert content(twin) == content(jupytext.read(source)), "run `make notebooks`"
     code = [cell for cell in twin.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code)
+
+
+def set_up(source):
+    """The cell with the heading "Set-up" and the code below it."""
+    cells = content(jupytext.read(source))
+    (place,) = [number for number, (_, text) in enumerate(cells) if text.startswith("## Set-up\n")]
+    return cells[place : place + 2]
+
+
+def test_all_are_set_up_by_the_same_short_cell():
+    (_, words), (kind, code) = set_up(SOURCES[0])
+    assert kind == "code" and len(words.splitlines()) <= 6 and len(code.splitlines()) <= 16
+    assert [source.name for source in SOURCES if set_up(source) != set_up(SOURCES[0])] == []
+
+
+@pytest.mark.parametrize("below", ["", "notebooks"])
+def test_the_set_up_finds_a_checkout(below, monkeypatch):
+    monkeypatch.chdir(ROOT / below)
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    monkeypatch.setattr(subprocess, "run", None)
+    exec(set_up(SOURCES[0])[1][1], {})
+    assert sys.path == [str(ROOT), "elsewhere"]
+
+
+def test_the_set_up_clones_and_installs_where_there_is_no_checkout(monkeypatch, tmp_path):
+    code, ran = set_up(SOURCES[0])[1][1], []
+
+    def clone(command, check):
+        ran.append(command)
+        if command[0] == "git":
+            (tmp_path / "jaxpar" / "experiments").mkdir(parents=True)
+            (tmp_path / "jaxpar" / "experiments" / "lm.py").touch()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    monkeypatch.setattr(subprocess, "run", clone)
+    with pytest.raises(AssertionError, match="set REPOSITORY to its git address"):
+        exec(code, {})
+    told = code.replace('REPOSITORY = ""', 'REPOSITORY = "address"')
+    with pytest.raises(AssertionError, match="Restart session"):
+        exec(told, {})  # JAX was imported by the tests, so it may be another one than the one installed
+    assert [command[0] for command in ran] == ["git", sys.executable] and ran[0][-2] == "address"
+    assert ran[1][-1] == f"{tmp_path / 'jaxpar'}[notebooks]"
+    exec(code, {})  # after the restart: what was cloned is found
+    assert sys.path == [str(tmp_path / "jaxpar"), "elsewhere"] and len(ran) == 2
 
 
 @pytest.mark.parametrize(

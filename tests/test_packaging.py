@@ -61,4 +61,5 @@ def test_a_wheel_holds_the_library_only(tmp_path):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"jaxpar"}
     assert "jaxpar/mesh.py" in names and "jaxpar/lm/model.py" in names
+    assert "jaxpar/py.typed" in names, "type checkers would not read the annotations of an installed jaxpar"
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -5,7 +5,18 @@ import textwrap
 
 import pytest
 
-ROOMS = ["jaxpar.optim", "jaxpar.nn.linear", "jaxpar.nn.mixer", "jaxpar.nn.auxiliary", "jaxpar.nn.schedule"]
+ROOMS = [
+    "jaxpar.optim",
+    "jaxpar.nn.linear",
+    "jaxpar.nn.mixer",
+    "jaxpar.nn.auxiliary",
+    "jaxpar.nn.schedule",
+    "jaxpar.env.capabilities",
+    "jaxpar.rollout.policies",
+    "jaxpar.rl.learner",
+    "jaxpar.pomdp",
+    "jaxpar.pomdp.belief",
+]
 
 
 def example_of(module):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.mesh import MeshSpec, constrain, gather, in_role, local, mesh_axes, rules_from
 from jaxpar.types import UsageError
-from jaxpar.verify import TOLERANCE, Layout, Model, Transfer, every_layout, explained, leaf_errors, tally, verify
+from jaxpar.verify import TOLERANCE, Layout, Model, Transfer, every_layout, explained, leaf_errors, sum_by_axis, verify
 
 AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "shift": (None,)}
 BATCH_AXES = {"x": ("batch", None), "y": ("batch", None)}
@@ -121,7 +121,7 @@ def test_leaf_errors_measure_by_the_leaf_or_the_tree():
 
 def test_a_tally_counts_a_joint_sum_on_each_of_its_axes():
     transfers = [Transfer("sum", ("data", "fsdp"), 2, 10, ""), Transfer("sum", ("fsdp",), 1, 4, "")]
-    assert tally(transfers) == {("sum", "data"): (2, 10), ("sum", "fsdp"): (3, 14)}
+    assert sum_by_axis(transfers) == {("sum", "data"): (2, 10), ("sum", "fsdp"): (3, 14)}
 
 
 def test_what_a_table_explains():

@@ -4,37 +4,37 @@
 |---|---|---|
 | `topology` | "v5p:4x4x4" -> chip, compile-only devices | experiments |
 | `job` | step, arguments, logical axes, mesh -> `Job`; how each argument lies | all below |
-| `flops`, `traffic` | jaxpr -> FLOPs; bytes moved and alive | `memory`, `plan` |
-| `memory` | job -> analytic account of bytes | `plan`, `search` |
-| `hlo` | compiled text, mesh -> collectives: kind, axes, bytes, times run | `plan`, tests |
-| `roofline` | traffic, collectives, chip -> predicted seconds | `plan`, `search` |
-| `plan` | job -> `Plan` | experiments |
-| `search` | candidates -> plans, the best first | experiments |
+| `flops`, `traffic` | jaxpr -> FLOPs; bytes moved and alive | `memory_estimate`, `estimate` |
+| `memory_estimate` | job -> analytic account of bytes | `estimate`, `candidates` |
+| `hlo` | compiled text, mesh -> collectives: kind, axes, bytes, times run | `estimate`, tests |
+| `roofline` | traffic, collectives, chip -> predicted seconds | `estimate`, `candidates` |
+| `estimate` | job -> `Estimate` | experiments |
+| `candidates` | candidates -> estimates, the best first | experiments |
 """
 
+from jaxpar.aot.candidates import Finding, factorisations, rank_candidates
+from jaxpar.aot.estimate import Estimate, compile_job, estimate
 from jaxpar.aot.flops import count_flops
 from jaxpar.aot.job import Job, Placement, placements
-from jaxpar.aot.memory import analyse
-from jaxpar.aot.plan import Plan, compile_job, plan
-from jaxpar.aot.search import Finding, factorisations, search
-from jaxpar.aot.topology import CHIPS, Chip, Topology, chip_of, devices, parse
+from jaxpar.aot.memory_estimate import analyse
+from jaxpar.aot.topology import CHIPS, Chip, Topology, chip_of, devices, parse_topology
 
 __all__ = [
     "CHIPS",
     "Chip",
+    "Estimate",
     "Finding",
     "Job",
     "Placement",
-    "Plan",
     "Topology",
     "analyse",
     "chip_of",
     "compile_job",
     "count_flops",
     "devices",
+    "estimate",
     "factorisations",
-    "parse",
+    "parse_topology",
     "placements",
-    "plan",
-    "search",
+    "rank_candidates",
 ]

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax.core import AbstractValue
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxpar.lower.jaxprs import inner_jaxpr
+from jaxpar.lower.jaxprs import array_of, inner_jaxpr
+from jaxpar.types import PyTree
 
-__all__ = ["Flops", "count_flops", "flops_of", "matmul_flops", "shards"]
+__all__ = ["Flops", "count_flops", "flops_of"]
 
 
 class Flops(NamedTuple):
@@ -34,7 +37,7 @@ class Flops(NamedTuple):
         return Flops(self.total + other.total, self.matmul_bytes + other.matmul_bytes, loops)
 
 
-def count_flops(fn: Callable, *args: Any) -> Flops:
+def count_flops(fn: Callable, *args: PyTree) -> Flops:
     """Counts what `fn(*args)` multiplies; the arguments may be abstract. Costs one trace.
 
     Matrix products, convolutions and attention kernels count, elementwise work does not (6 % of a small
@@ -46,7 +49,7 @@ def count_flops(fn: Callable, *args: Any) -> Flops:
     return flops_of(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
-def flops_of(jaxpr: Any) -> Flops:
+def flops_of(jaxpr: Jaxpr) -> Flops:
     """Counts a jaxpr, as `count_flops` does a function."""
     total = Flops(0.0, 0.0, 0)
     for eqn in jaxpr.eqns:
@@ -54,7 +57,7 @@ def flops_of(jaxpr: Any) -> Flops:
     return total
 
 
-def _equation(eqn: Any) -> Flops:
+def _equation(eqn: JaxprEqn) -> Flops:
     name, params = eqn.primitive.name, eqn.params
     if (own := matmul_flops(eqn)) is not None:
         return Flops(own, float(sum(_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars))), 0)
@@ -73,7 +76,7 @@ def _equation(eqn: Any) -> Flops:
     return Flops(0.0, 0.0, 0) if inner is None else flops_of(inner).times(shards(eqn))
 
 
-def shards(eqn: Any) -> int:
+def shards(eqn: JaxprEqn) -> int:
     """Returns the devices that each run a `shard_map`'s body; 1 for any other equation."""
     if eqn.primitive.name != "shard_map":
         return 1
@@ -81,33 +84,33 @@ def shards(eqn: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in eqn.params.get("manual_axes", mesh.axis_names))
 
 
-def matmul_flops(eqn: Any) -> float | None:
+def matmul_flops(eqn: JaxprEqn) -> float | None:
     """Returns the operations of one product, convolution or cuDNN attention; None for any other equation."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * _size(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
+        return 2.0 * _size(eqn.outvars[0]) * math.prod(array_of(eqn.invars[0]).shape[dim] for dim in contract)
     if name == "ragged_dot_general":
         (contract, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        return 2.0 * _size(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
+        return 2.0 * _size(eqn.outvars[0]) * math.prod(array_of(eqn.invars[0]).shape[dim] for dim in contract)
     if name == "conv_general_dilated":
-        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        kernel, numbers = array_of(eqn.invars[1]).shape, eqn.params["dimension_numbers"]
         return 2.0 * _size(eqn.outvars[0]) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
     if name.startswith("dot_product_attention_") and name.removesuffix("_wrapper").endswith(("fwd", "bwd")):
         # [B, T, H, K] queries against S keys: two products, and five in the backward pass, which makes scores anew.
-        query, key = (v.aval.shape for v in eqn.invars[:2])
+        query, key = (array_of(v).shape for v in eqn.invars[:2])
         return (4.0 if "fwd" in name else 10.0) * math.prod(query) * key[1]
     return None
 
 
-def _size(var: Any) -> int:
-    return math.prod(var.aval.shape)
+def _size(var: Var | Literal) -> int:
+    return math.prod(array_of(var).shape)
 
 
-def _bytes(aval: Any) -> int:
+def _bytes(aval: AbstractValue) -> int:
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return math.prod(getattr(aval, "shape", ())) * itemsize
 
 
-def _static(size: Any) -> int:
+def _static(size: object) -> int:
     return size if isinstance(size, int) else 1

@@ -4,13 +4,23 @@ import collections
 import itertools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
-__all__ = ["KINDS", "Collective", "Crossing", "axes_of", "collectives", "crossings", "replica_groups", "trip_counts"]
+__all__ = [
+    "COLLECTIVES",
+    "Collective",
+    "Crossing",
+    "axes_of",
+    "collectives",
+    "crossings",
+    "replica_groups",
+    "trip_counts",
+]
 
-KINDS = (
+COLLECTIVES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -36,7 +46,7 @@ class Collective(NamedTuple):
     """One collective instruction.
 
     Attributes:
-      kind: As in `KINDS`. An all-reduce inside a computation that XLA for TPU names all-reduce-scatter is a
+      kind: As in `COLLECTIVES`. An all-reduce inside a computation that XLA for TPU names all-reduce-scatter is a
         "reduce-scatter".
       axes: Mesh axes of size over 1 that a group spans, in the mesh's order; of a collective-permute those along
         which its pairs move. None if the groups are no such product.
@@ -65,7 +75,7 @@ class Crossing(NamedTuple):
     """Collectives of one kind over the same mesh axes, in one step, on one device.
 
     Attributes:
-      kind: As in `KINDS`.
+      kind: As in `COLLECTIVES`.
       axes: Mesh axes, joined by "+".
       count: Executions.
       bytes: Payload of all of them.
@@ -73,7 +83,7 @@ class Crossing(NamedTuple):
 
     kind: str
     axes: str
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # a field: tuple.count is not used
     bytes: int
 
 
@@ -89,7 +99,7 @@ class _Instruction(NamedTuple):
         return re.findall(r"%([\w.\-]+(?:#\d+)?)", self.rest[: _closing(self.rest, 0)])
 
 
-def collectives(text: str, mesh: Any) -> list[Collective]:
+def collectives(text: str, mesh: Mesh) -> list[Collective]:
     """Returns every `Collective` of the module whose text this is; a `-start` and its `-done` count once.
 
     Args:
@@ -104,7 +114,7 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
             continue
         for found in instructions:
             kind, _, start = found.op.partition("-start")
-            if kind not in KINDS or start:
+            if kind not in COLLECTIVES or start:
                 continue
             if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
@@ -170,7 +180,7 @@ def replica_groups(text: str, num_devices: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in devices.transpose(front + back).reshape(-1, together).tolist()]
 
 
-def axes_of(groups: list[tuple[int, ...]], mesh: Any) -> tuple[str, ...] | None:
+def axes_of(groups: list[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...] | None:
     """Returns the mesh axes that every group spans in full, or None if the groups are no product of axes.
 
     Device numbers in a program count the mesh's devices in row-major order.
@@ -258,7 +268,9 @@ def _is_repetition(computation: str, instructions: list[_Instruction]) -> bool:
     return computation.startswith("async_collective_fusion") or any(_REPEATED.search(i.rest) for i in instructions)
 
 
-def _payload(found: _Instruction, mesh: Any) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], Any]:
+def _payload(
+    found: _Instruction, mesh: Mesh
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[str, ...] | None]:
     """Returns dtypes and shapes of the whole arrays of a collective, and the axes that it spans."""
     shape = found.shape
     parts = _elements(shape)
@@ -280,7 +292,7 @@ def _payload(found: _Instruction, mesh: Any) -> tuple[tuple[str, ...], tuple[tup
     return tuple(dtype for dtype, _ in arrays), tuple(map(tuple, shapes)), spans
 
 
-def _moving(text: str, mesh: Any) -> tuple[str, ...]:
+def _moving(text: str, mesh: Mesh) -> tuple[str, ...]:
     """Returns the axes along which a permutation's pairs of devices differ."""
     pairs = np.array(re.findall(r"\{(\d+),(\d+)\}", text[: text.find("}}") + 2]), int).reshape(-1, 2)
     sizes = tuple(mesh.shape[name] for name in mesh.axis_names)

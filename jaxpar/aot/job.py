@@ -1,4 +1,4 @@
-"""What is planned: a step, its abstract arguments and their logical axes, on a mesh whose devices may not exist."""
+"""What is estimated: a step, its abstract arguments and their logical axes, on a mesh whose devices may not exist."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from jaxpar.mesh import RULES, named_shardings, use_mesh
@@ -23,7 +24,7 @@ def group_of(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Any step function, and all that planning it needs.
+    """Any step function, and all that estimating it needs.
 
     Attributes:
       step: Pure; traced, never run.
@@ -62,7 +63,7 @@ class Job:
         with self.ambient():
             return named_shardings(self.args, self.axes)
 
-    def trace(self) -> Any:
+    def trace(self) -> Jaxpr:
         """Returns the step's jaxpr."""
         with self.ambient():
             return jax.make_jaxpr(self.step)(*self.args).jaxpr
@@ -105,7 +106,7 @@ def placements(job: Job) -> list[Placement]:
     return rows
 
 
-def _itemsize(leaf: Any) -> int:
+def _itemsize(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Bytes of an entry; of a typed key those of its words."""
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return 8

@@ -1,7 +1,7 @@
 """How long a step would take if every part ran at an achievable share of its peak: a model, not a measurement.
 
-    kernels = sum over kernels of max(operations / (MATMUL x peak FLOP/s), bytes / (HBM x peak bandwidth))
-    links   = sum over collectives of bytes moved / (LINK x bandwidth of the links)
+    kernels = sum over kernels of max(operations / (MATMUL_SHARE x peak FLOP/s), bytes / (HBM_SHARE x peak bandwidth))
+    links   = sum over collectives of bytes moved / (LINK_SHARE x bandwidth of the links)
     step    = max(kernels, links)
 
 Kernels run one after the other, so each has a roofline of its own (Williams et al. 2009, doi 10.1145/1498765.1498785)
@@ -16,19 +16,20 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxpar.aot.hlo import Crossing
 from jaxpar.aot.topology import Chip
 from jaxpar.aot.traffic import Traffic
 
-__all__ = ["HBM", "LINK", "MATMUL", "Roofline", "roofline"]
+__all__ = ["HBM_SHARE", "LINK_SHARE", "MATMUL_SHARE", "Roofline", "roofline"]
 
-MATMUL = 798 / 989.4
+MATMUL_SHARE = 798 / 989.4
 """Achievable share of peak FLOP/s: a product of 8192^3 in bfloat16 on an H100; assumed of other chips."""
-HBM = 3.0 / 3.35
+HBM_SHARE = 3.0 / 3.35
 """Achievable share of peak memory bandwidth: a copy on an H100; assumed of other chips."""
-LINK = 0.8
+LINK_SHARE = 0.8
 """Achievable share of link bandwidth: assumed of all."""
 
 _MOVED = {"all-reduce": 2.0, "collective-permute": 1.0, "collective-broadcast": 1.0}
@@ -58,7 +59,7 @@ class Roofline:
 
 
 def roofline(
-    traffic: Traffic, crossings: Iterable[Crossing], chip: Chip, mesh: Any, model_flops: float = 0.0
+    traffic: Traffic, crossings: Iterable[Crossing], chip: Chip, mesh: Mesh, model_flops: float = 0.0
 ) -> Roofline:
     """Returns the prediction for one step.
 
@@ -69,14 +70,14 @@ def roofline(
       mesh: Names and sizes of the axes.
       model_flops: What the model needs, over all devices; 0 takes the counted operations.
     """
-    flops, bandwidth = MATMUL * chip.flops, HBM * chip.hbm_bandwidth
+    flops, bandwidth = MATMUL_SHARE * chip.flops, HBM_SHARE * chip.hbm_bandwidth
     links: dict[str, float] = collections.defaultdict(float)
     for found in crossings:
         count = math.prod(mesh.shape[axis] for axis in found.axes.split("+")) if found.axes != "?" else mesh.size
         moved = found.bytes * _MOVED.get(found.kind, (count - 1) / count)
         if found.kind == "all-reduce":  # a reduce-scatter and an all-gather
             moved *= (count - 1) / count
-        links[found.axes] += moved / (LINK * chip.link_bandwidth * (2 if chip.dims else 1))
+        links[found.axes] += moved / (LINK_SHARE * chip.link_bandwidth * (2 if chip.dims else 1))
     compute, memory = traffic.flops / flops, traffic.bytes / bandwidth
     kernels, network = traffic.seconds(flops, bandwidth), sum(links.values())
     step = max(kernels, network)

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxpar.types import UsageError
+from jaxpar.types import Device, UsageError
 
-__all__ = ["CHIPS", "Chip", "Topology", "chip_of", "devices", "hbm_bytes", "parse", "status_of"]
+__all__ = ["CHIPS", "Chip", "Topology", "chip_of", "devices", "hbm_bytes", "parse_topology", "status_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Topology(NamedTuple):
 
     @property
     def offline(self) -> bool:
-        """Whether no compiler for it can run here: GPUs can be planned by the analytic model alone."""
+        """Whether no compiler for it can run here: GPUs can be estimated by the analytic model alone."""
         return not self.chip.dims
 
 
-def parse(text: str) -> Topology:
+def parse_topology(text: str) -> Topology:
     """Reads "v5p:4x4x4" (chips along each axis of the torus) or "h100:8".
 
     Raises:
@@ -104,7 +104,7 @@ def parse(text: str) -> Topology:
     return Topology(f"{chip.name}:{found[2]}", chip, shape)
 
 
-def devices(topology: Topology) -> list[Any]:
+def devices(topology: Topology) -> list[Device]:
     """Returns compile-only devices of a TPU slice, of which none needs to exist; silent.
 
     Sets `TPU_SKIP_MDS_QUERY` and `ALLOW_MULTIPLE_LIBTPU_LOAD` for this process (no question to a cloud's metadata
@@ -114,7 +114,7 @@ def devices(topology: Topology) -> list[Any]:
       UsageError: If libtpu is not installed, or does not know the shape.
     """
     if topology.offline:
-        raise UsageError(f"{topology.text} has no compiler outside its own machine; it is planned analytically.")
+        raise UsageError(f"{topology.text} has no compiler outside its own machine; it is estimated analytically.")
     if importlib.util.find_spec("libtpu") is None:
         raise UsageError(
             f"topology={topology.text} needs libtpu; install it with `pip install libtpu` (it needs no TPU)."
@@ -125,7 +125,7 @@ def devices(topology: Topology) -> list[Any]:
 
     shape = "x".join(map(str, topology.shape))
     options: dict[str, Any] = dict(topology.chip.options)
-    # A host holds 2 x 2 chips; a shape that those do not tile is planned as hosts of one chip.
+    # A host holds 2 x 2 chips; a shape that those do not tile is estimated as hosts of one chip.
     if any(size % 2 and size > 1 for size in topology.shape[:2]):
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
@@ -149,13 +149,13 @@ def status_of(error: BaseException) -> str:
     return found[1].lower().replace("_", " ") if found else "it does not say why"
 
 
-def chip_of(device: Any) -> Chip | None:
+def chip_of(device: Device) -> Chip | None:
     """Returns the row of `CHIPS` of a JAX device, None for a CPU or an unknown kind."""
     rows = [chip for chip in CHIPS.values() if device.device_kind.startswith(chip.kind)]
     return max(rows, key=lambda chip: len(chip.kind), default=None)
 
 
-def hbm_bytes(device: Any) -> float | None:
+def hbm_bytes(device: Device) -> float | None:
     """Returns the memory of a device that a program may use: what it reports itself, else its row of `CHIPS`."""
     with contextlib.suppress(Exception):  # compile-only devices and CPUs refuse the question
         if limit := (device.memory_stats() or {}).get("bytes_limit"):

@@ -11,18 +11,19 @@ own, and caches.
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.core import AbstractValue
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.aot.flops import flops_of, matmul_flops, shards
 from jaxpar.aot.hlo import Crossing
-from jaxpar.lower.jaxprs import inner_jaxpr
+from jaxpar.lower.jaxprs import array_of, inner_jaxpr
 
-__all__ = ["Layout", "Traffic", "bytes_of", "traffic_of"]
+__all__ = ["ArrayLayout", "Traffic", "traffic_of"]
 
 _VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "slice", "dynamic_slice", "copy", "rev", "split", "name"}
 _VIEWS |= {"stop_gradient", "optimization_barrier", "copy_p", "pvary", "mesh_cast", "reshard"}
@@ -61,7 +62,7 @@ class Traffic(NamedTuple):
         return sum(count * max(f / flops, b / bandwidth) for (f, b), count in self.operations.items())
 
 
-class Layout:
+class ArrayLayout:
     """How arrays of a program lie on the devices, as far as their shapes tell; here, on one device.
 
     Attributes:
@@ -74,7 +75,7 @@ class Layout:
         """Returns the mesh axes that split each dimension of an array."""
         return ((),) * len(shape)
 
-    def bytes(self, aval: Any) -> float:
+    def bytes(self, aval: AbstractValue) -> float:
         """Returns an array's bytes on one device."""
         return bytes_of(aval)
 
@@ -98,10 +99,10 @@ class _Node(NamedTuple):
     ins: list[_Value]
     outs: list[_Value]
     devices: int  # that share its operations
-    layout: Layout
+    layout: ArrayLayout
 
 
-def traffic_of(jaxpr: Any, layout: Layout | None = None, num_devices: int = 1) -> Traffic:
+def traffic_of(jaxpr: Jaxpr, layout: ArrayLayout | None = None, num_devices: int = 1) -> Traffic:
     """Returns the traffic of a jaxpr.
 
     Args:
@@ -109,10 +110,10 @@ def traffic_of(jaxpr: Any, layout: Layout | None = None, num_devices: int = 1) -
       layout: How its arrays lie; by default whole on one device.
       num_devices: Devices that share the operations.
     """
-    return _Program(layout or Layout(), num_devices).run(jaxpr)
+    return _Program(layout or ArrayLayout(), num_devices).run(jaxpr)
 
 
-def bytes_of(aval: Any) -> float:
+def bytes_of(aval: AbstractValue) -> float:
     """Returns the bytes of an abstract value, 0 for a key or a token."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return float(math.prod(getattr(aval, "shape", ())) * itemsize)
@@ -121,14 +122,14 @@ def bytes_of(aval: Any) -> float:
 class _Program:
     """One jaxpr, its calls inlined; the bodies of its loops are programs of their own."""
 
-    def __init__(self, layout: Layout, num_devices: int):
+    def __init__(self, layout: ArrayLayout, num_devices: int):
         self.layout, self.num_devices = layout, num_devices
         self.nodes: list[_Node] = []
         self.operations: dict[tuple[float, float], float] = collections.defaultdict(float)
         self.extra: dict[int, float] = {}  # node -> bytes that it needs while it runs
         self.crossings: dict[tuple[str, str], Any] = collections.defaultdict(lambda: np.zeros(2))
 
-    def run(self, jaxpr: Any) -> Traffic:
+    def run(self, jaxpr: Jaxpr) -> Traffic:
         known = {var: _Value(self.layout.bytes(var.aval)) for var in (*jaxpr.invars, *jaxpr.constvars)}
         arguments = set(known.values())
         self._inline(jaxpr, known, self.layout, self.num_devices)
@@ -143,7 +144,7 @@ class _Program:
         found.sort(key=lambda one: -one.bytes)
         return Traffic(dict(self.operations), self._peak(born, end), tuple(found))
 
-    def _inline(self, jaxpr: Any, known: dict, layout: Layout, devices: int) -> None:
+    def _inline(self, jaxpr: Jaxpr, known: dict, layout: ArrayLayout, devices: int) -> None:
         def value(atom) -> _Value:
             return known[atom] if not isinstance(atom, Literal) else _Value(0.0)
 
@@ -153,11 +154,11 @@ class _Program:
             if body is not None:
                 inner = dict(zip(body.invars, ins, strict=True)) | {var: _Value(0.0) for var in body.constvars}
                 blocks = shards(eqn) > 1 or eqn.primitive.name == "shard_map"
-                self._inline(body, inner, Layout() if blocks else layout, 1 if blocks else devices)
+                self._inline(body, inner, ArrayLayout() if blocks else layout, 1 if blocks else devices)
                 for var, atom in zip(eqn.outvars, body.outvars, strict=True):
                     known[var] = inner[atom] if not isinstance(atom, Literal) else _Value(0.0)
                 continue
-            outs = [_Value(_placed_size(eqn, var.aval, layout)) for var in eqn.outvars]
+            outs = [_Value(_placed_size(eqn, var, layout)) for var in eqn.outvars]
             known.update(zip(eqn.outvars, outs, strict=True))
             self.nodes.append(_Node(eqn, ins, outs, devices, layout))
 
@@ -257,7 +258,7 @@ class _Program:
         parts = math.prod(node.layout.sizes[axis] for axis in whole)
         self._cross("reduce-scatter" if whole else "all-reduce", over, node.outs[0].size * parts)
 
-    def _cross(self, kind: str, axes: Any, size: float) -> None:
+    def _cross(self, kind: str, axes: str | Iterable[str] | None, size: float) -> None:
         names = [axis for axis in _names(axes) if self.layout.sizes.get(axis, 2) > 1]
         if names:
             self.crossings[kind, "+".join(names)] += np.array([1.0, size])
@@ -294,11 +295,11 @@ def _is_heavy(node: _Node) -> bool:
     return heavy or matmul_flops(node.eqn) is not None
 
 
-def _names(axes: Any) -> tuple[str, ...]:
+def _names(axes: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _kernel_flops(eqn: Any) -> float:
+def _kernel_flops(eqn: JaxprEqn) -> float:
     """Operations of a Pallas kernel."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
@@ -307,9 +308,10 @@ def _kernel_flops(eqn: Any) -> float:
     return grid * flops_of(eqn.params["jaxpr"]).total
 
 
-def _placed_size(eqn: Any, aval: Any, layout: Layout) -> float:
+def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     """Bytes of a result on a device: where the program constrains it, what it says."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
     if isinstance(sharding, jax.sharding.NamedSharding):
+        aval = array_of(var)
         return float(math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize)
-    return layout.bytes(aval)
+    return layout.bytes(var.aval)

@@ -2,10 +2,12 @@
 
 | file | in -> out | called by |
 | --- | --- | --- |
+| `protocols.py` | what an environment is: its parts, a planner's on top, an adapter's | everybody |
+| `capabilities.py` | an environment -> its optional abilities as fields | everybody |
 | `kernel.py` | parts -> `reset`, `step` (six values, no reset inside) | everybody |
 | `spaces.py` | shapes and bounds -> draws, membership, masks | environments, learners |
 | `picture.py` | coordinates, tiles -> uint8 `[H, W, 3]`; frames -> GIF | renderers, experiments |
-| `check.py` | an environment -> a report, or what it breaks | tests, whoever writes an environment |
+| `check.py` | an environment -> a report, or what it breaks | tests, authors of environments |
 | `adapt.py`, `_suites.py`, `_convert.py` | another suite's environment -> `reset`, `step` | rollouts, `envs.make` |
 | `facade.py` | ours -> gymnax's class; dictionaries over agents | tools of gymnax and JaxMARL |
 | `gymnasium.py` | ours -> `gymnasium.Env`, `VectorEnv` | learners outside JAX |
@@ -14,12 +16,14 @@ The last two import gymnax and Gymnasium, which takes a second, and are loaded w
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxpar.env.adapt import Adapted, adapt
+from jaxpar.env.capabilities import Capabilities, capabilities, is_adapter, own_discount
 from jaxpar.env.check import check_action, check_environment, check_params
-from jaxpar.env.kernel import Environment, Transition, reset, step
+from jaxpar.env.kernel import reset, step
 from jaxpar.env.picture import Animation, gif, grid_of
+from jaxpar.env.protocols import Adapter, Environment, PartiallyObserved, Transition
 from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, legal_sample, mask_shape
 
 if TYPE_CHECKING:
@@ -28,23 +32,29 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapted",
+    "Adapter",
     "Animation",
     "Box",
+    "Capabilities",
     "Discrete",
     "Environment",
     "Fields",
     "MultiDiscrete",
+    "PartiallyObserved",
     "Space",
     "Transition",
     "adapt",
     "agents_view",
+    "capabilities",
     "check_action",
     "check_environment",
     "check_params",
     "gif",
     "grid_of",
+    "is_adapter",
     "legal_sample",
     "mask_shape",
+    "own_discount",
     "reset",
     "step",
     "to_gymnasium",
@@ -60,7 +70,8 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LATER:
+        # By name, since the point is not to import the file before.
         return getattr(importlib.import_module(f"jaxpar.env.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,11 +9,16 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space
+from jaxpar.env.spaces import Bound, Box, Discrete, Fields, MultiDiscrete, Space
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["fingerprint", "foreign_space", "nested", "with_names"]
+Foreign = Any
+"""An object of another suite: anything, told by the attributes that it has, which is why they are asked by name here.
+
+There is no type to name: no suite is imported but by its user, and each has its own.
+"""
 
 
 def with_names(obs: PyTree) -> PyTree:
@@ -27,7 +32,7 @@ def with_names(obs: PyTree) -> PyTree:
     return obs
 
 
-def foreign_space(space: Any, example: PyTree = None) -> Space:
+def foreign_space(space: Foreign, example: PyTree = None) -> Space:
     """Any suite's space as one of ours.
 
     Args:
@@ -57,7 +62,7 @@ def foreign_space(space: Any, example: PyTree = None) -> Space:
     return Box(_bound(low, shape, dtype), _bound(high, shape, dtype), shape, dtype)
 
 
-def fingerprint(value: Any, seen: tuple[int, ...] = ()) -> Hashable:
+def fingerprint(value: Foreign, seen: tuple[int, ...] = ()) -> Hashable:
     """A hashable that is equal for objects built alike: numbers and arrays by value, functions by code and closure.
 
     What cannot be looked into (compiled functions, objects without a `__dict__`) is equal to itself only.
@@ -93,7 +98,7 @@ def fingerprint(value: Any, seen: tuple[int, ...] = ()) -> Hashable:
 class _Identity:
     """An object as itself: equal to nothing else, and kept alive, so that no other gets its address."""
 
-    value: Any
+    value: Foreign
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Identity) and other.value is self.value
@@ -105,7 +110,7 @@ class _Identity:
         return self
 
 
-def _member(space: Any, name: str) -> Any:
+def _member(space: Foreign, name: str) -> Foreign:
     space = getattr(space, "spaces", space)
     try:
         return space[name]
@@ -113,7 +118,7 @@ def _member(space: Any, name: str) -> Any:
         return None
 
 
-def _bound(end: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+def _bound(end: ArrayLike, shape: tuple[int, ...], dtype: np.dtype) -> Bound:
     """A bound as one number where it is the same everywhere, else as nested tuples; integers stay in their range."""
     end = np.broadcast_to(np.asarray(end, float), shape)
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -126,6 +131,6 @@ def _bound(end: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     return first if (end == first).all() else nested(end.tolist())
 
 
-def nested(values: Any) -> Any:
+def nested(values: list) -> Bound:
     """Nested lists as nested tuples."""
     return tuple(nested(value) for value in values) if isinstance(values, list) else values

@@ -5,18 +5,16 @@ its own, so that no state holds the future.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env._convert import foreign_space, with_names
+from jaxpar.env._convert import Foreign, foreign_space, with_names
 from jaxpar.env.spaces import Box, Discrete, Space, mask_shape
-from jaxpar.types import PyTree, UsageError
-
-__all__ = ["Parts", "brax", "gymnax", "jaxmarl", "jumanji", "navix", "pgx", "xminigrid"]
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 
 class Parts(NamedTuple):
@@ -36,16 +34,16 @@ class Parts(NamedTuple):
     step: Callable
     observation_space: Callable[[PyTree, PyTree], Space]
     action_space: Callable[[PyTree], Space]
-    optional: dict[str, Any] = {}
+    optional: Mapping[str, object] = {}
 
 
-def gymnax(env: Any, params: PyTree) -> Parts:
+def gymnax(env: Foreign, params: PyTree) -> Parts:
     """Gymnax 1.0 (six values), and what keeps to its older five: gymnax 0.0, Craftax, POPGym Arcade.
 
     Five values have one flag for both ends. It is a truncation where `info` says so, or where the state's clock has
     reached the limit that the parameters (or the environment) hold; a termination in that very step is then not seen.
     What gymnax 1.0.1 gets wrong stays: MountainCarContinuous stops at the goal in place of the left wall (ours is in
-    `envs/classic.py`), and MetaMaze and GaussianBandit leave their observation spaces.
+    `envs/classic/mountain_car.py`), and MetaMaze and GaussianBandit leave their observation spaces.
     """
     params = env.default_params if params is None else params
 
@@ -77,7 +75,7 @@ def gymnax(env: Any, params: PyTree) -> Parts:
     )
 
 
-def jaxmarl(env: Any, params: PyTree) -> Parts:
+def jaxmarl(env: Foreign, params: PyTree) -> Parts:
     """JaxMARL: dictionaries over agents, stacked in the order of `env.agents`.
 
     Vectors of unequal length are padded with zeros, unequal numbers of choices are masked. The suite has one flag for
@@ -126,7 +124,7 @@ def jaxmarl(env: Any, params: PyTree) -> Parts:
             return Discrete(max(choices), (len(agents),))
         return bounds(spaces, (len(agents), max(space.shape[0] for space in spaces)), jnp.float32)
 
-    optional: dict[str, Any] = {"num_agents": len(agents)}
+    optional: dict[str, object] = {"num_agents": len(agents)}
     try:
         jax.eval_shape(lambda key: env.get_avail_actions(env.reset(key)[1]), jax.random.key(0))
         optional |= {"action_mask": action_mask} if is_discrete else {}
@@ -137,7 +135,7 @@ def jaxmarl(env: Any, params: PyTree) -> Parts:
     return Parts((), reset, step, observation_space, action_space, optional)
 
 
-def jumanji(env: Any, params: PyTree) -> Parts:
+def jumanji(env: Foreign, params: PyTree) -> Parts:
     """Jumanji: a last step with discount 0 terminates, one with another discount is truncated.
 
     Many of its environments call their time limit a termination, and nothing here can tell. Masks come along where
@@ -174,7 +172,7 @@ def jumanji(env: Any, params: PyTree) -> Parts:
     )
 
 
-def xminigrid(env: Any, params: PyTree) -> Parts:
+def xminigrid(env: Foreign, params: PyTree) -> Parts:
     """XLand-MiniGrid: a last step with discount 0 terminates, one with discount 1 is truncated; both: terminated.
 
     Its parameters are static but for the ruleset, so only rulesets can be stacked.
@@ -199,7 +197,7 @@ def xminigrid(env: Any, params: PyTree) -> Parts:
     )
 
 
-def navix(env: Any, params: PyTree) -> Parts:
+def navix(env: Foreign, params: PyTree) -> Parts:
     """Navix: step type 1 is a truncation, 2 a termination (also where both hold).
 
     Its symbolic observations leave the space that it declares (tiles of 10 where 9 is the bound), so the dtype bounds.
@@ -223,7 +221,7 @@ def navix(env: Any, params: PyTree) -> Parts:
     )
 
 
-def pgx(env: Any, params: PyTree) -> Parts:
+def pgx(env: Foreign, params: PyTree) -> Parts:
     """Pgx: one player is one agent; several are stacked, and only the one whose turn it is acts.
 
     Each player sees the board with its own eyes; the choices of those who wait are all legal and ignored. The suite
@@ -264,7 +262,7 @@ def pgx(env: Any, params: PyTree) -> Parts:
     )
 
 
-def brax(env: Any, params: PyTree) -> Parts:
+def brax(env: Foreign, params: PyTree) -> Parts:
     """Brax, MuJoCo Playground and their likes, without their auto-reset wrapper.
 
     `info["truncation"]`, which their episode wrapper writes, is the truncation; without that wrapper there is none.
@@ -297,7 +295,7 @@ CLOCKS = ("time", "timestep", "step")
 LIMITS = ("max_steps_in_episode", "max_timesteps", "max_steps")
 
 
-def _past_limit(state: PyTree, *holders: Any) -> Any:
+def _past_limit(state: PyTree, *holders: Foreign) -> Array:
     """Whether the state's clock has reached the limit that one of `holders` knows; False where there is neither."""
     for clock in (getattr(state, name) for name in CLOCKS if hasattr(state, name)):
         for limit in (getattr(holder, name) for holder in holders for name in LIMITS if hasattr(holder, name)):
@@ -305,7 +303,7 @@ def _past_limit(state: PyTree, *holders: Any) -> Any:
     return jnp.zeros((), bool)
 
 
-def _with_key(state: PyTree, key: Any) -> PyTree:
+def _with_key(state: PyTree, key: PRNGKey) -> PyTree:
     """The state with its own key, where it has one, replaced."""
     if getattr(state, "key", None) is None:
         return state

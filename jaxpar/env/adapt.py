@@ -6,15 +6,15 @@ Nothing is imported but what the user's environment has imported already; a suit
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxpar.env import _suites
-from jaxpar.env._convert import fingerprint
-from jaxpar.env.kernel import Transition
+from jaxpar.env._convert import Foreign, fingerprint
+from jaxpar.env.capabilities import is_adapter
+from jaxpar.env.protocols import Adapter, Environment, Transition
 from jaxpar.env.spaces import Space
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -78,14 +78,14 @@ class Adapted:
             {str(name): jax.tree.map(jnp.asarray, value) for name, value in info.items()},
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         optional = self.__dict__["parts"].optional if "parts" in self.__dict__ else {}
         if name in optional:
             return optional[name]
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
 
-def adapt(env: Any, params: PyTree = None) -> Any:
+def adapt(env: Foreign, params: PyTree = None) -> Environment | Adapter:
     """A foreign environment for our rollouts and learners; one of ours comes back as it is.
 
     gymnax 1.0 and all that keeps to gymnax's older five values (told apart by abstract evaluation), JaxMARL, Jumanji,
@@ -99,7 +99,7 @@ def adapt(env: Any, params: PyTree = None) -> Any:
     Raises:
         UsageError: the environment is of no known kind, or a wrapper hides it or resets it.
     """
-    if hasattr(env, "transition") or isinstance(env, Adapted):
+    if isinstance(env, Adapted) or not is_adapter(env):
         return env
     kind = type(env)
     if hasattr(env, "step_env") and not hasattr(kind, "step_env"):
@@ -113,7 +113,7 @@ def adapt(env: Any, params: PyTree = None) -> Any:
     return Adapted(name, (suite.__name__, fingerprint(env), fingerprint(params)), parts)
 
 
-def _suite_of(env: Any) -> Callable[[Any, PyTree], _suites.Parts]:
+def _suite_of(env: Foreign) -> Callable[[Foreign, PyTree], _suites.Parts]:
     """The suite whose methods `env` has."""
     if hasattr(env, "step_env"):
         return _suites.jaxmarl if hasattr(env, "agents") else _suites.gymnax
@@ -133,14 +133,14 @@ def _suite_of(env: Any) -> Callable[[Any, PyTree], _suites.Parts]:
     )
 
 
-def _abstract(params: PyTree) -> tuple[Any, tuple]:
+def _abstract(params: PyTree) -> tuple[PyTree, tuple]:
     leaves, structure = jax.tree.flatten(params)
     kinds = (jax.typeof(leaf) for leaf in leaves)
     return structure, tuple(jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type) for kind in kinds)
 
 
 @functools.lru_cache(maxsize=256)
-def _settled(env: Adapted, structure: Any, leaves: tuple) -> tuple[PyTree, PyTree]:
+def _settled(env: Adapted, structure: PyTree, leaves: tuple) -> tuple[PyTree, PyTree]:
     """The types of observation and state, wide enough for both a reset and a step."""
     params, key = jax.tree.unflatten(structure, leaves), jax.random.key(0)
     first = jax.eval_shape(env.parts.reset, key, params)
@@ -155,7 +155,7 @@ def _settled(env: Adapted, structure: Any, leaves: tuple) -> tuple[PyTree, PyTre
     return jax.tree.map(_wider, first, made)
 
 
-def _wider(first: Any, second: Any) -> jax.ShapeDtypeStruct:
+def _wider(first: jax.ShapeDtypeStruct, second: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     dtype = first.dtype if first.dtype == second.dtype else jnp.promote_types(first.dtype, second.dtype)
     return jax.ShapeDtypeStruct(first.shape, dtype)
 

@@ -9,31 +9,20 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 
+from jaxpar.env.capabilities import capabilities, is_adapter
 from jaxpar.env.kernel import reset, step
-from jaxpar.env.spaces import Box, Discrete, MultiDiscrete, legal_sample, mask_shape
+from jaxpar.env.protocols import Adapter, Environment
+from jaxpar.env.spaces import Box, Discrete, MultiDiscrete, Space, legal_sample, mask_shape
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = [
-    "Report",
-    "Walk",
-    "check_absorbing",
-    "check_action",
-    "check_environment",
-    "check_identity",
-    "check_likelihood",
-    "check_params",
-    "check_parts",
-    "check_types",
-    "check_walk",
-    "walk",
-]
+__all__ = ["Report", "Walk", "check_action", "check_environment", "check_params", "walk"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +31,7 @@ class Report:
 
     Attributes:
         name: of the environment.
-        steps: how many random legal steps were made, over all lanes.
+        steps: how many random legal steps were made, over all environments.
         episodes: how many of them ended an episode.
         checks: the names of the checks that applied and passed.
     """
@@ -71,15 +60,15 @@ class Walk(NamedTuple):
 
 
 def check_environment(
-    env: Any,
+    env: Environment | Adapter,
     params: PyTree = None,
     *,
     key: PRNGKey | None = None,
-    num_lanes: int = 8,
+    num_envs: int = 8,
     num_steps: int = 64,
     num_samples: int = 4096,
 ) -> Report:
-    """Checks an environment, or an adapter, on `num_lanes * num_steps` random legal steps.
+    """Checks an environment, or an adapter, on `num_envs * num_steps` random legal steps.
 
     Types, spaces, finiteness, masks, value semantics, optional parts, absorption where it is claimed, and the
     likelihood of discrete observations. Costs one compilation of a scan and a few small ones.
@@ -88,12 +77,12 @@ def check_environment(
         env: the environment.
         params: its parameters; the default ones if None.
         key: consumed; `jax.random.key(0)` if None.
-        num_lanes: independent copies.
+        num_envs: independent copies.
         num_steps: steps of each.
         num_samples: observations drawn for the likelihood, from each of 8 transitions.
 
     Raises:
-        UsageError: what is wrong, with lane and step where that applies.
+        UsageError: what is wrong, with environment and step where that applies.
     """
     params = env.default_params if params is None else params
     walk_key, likelihood_key, absorbing_key = jax.random.split(jax.random.key(0) if key is None else key, 3)
@@ -101,17 +90,17 @@ def check_environment(
     check_params(env, params)
     check_types(env, params)
     check_parts(env, params)
-    steps = _once(lambda key: walk(key, env, params, num_lanes, num_steps))(walk_key)
+    steps = _once(lambda key: walk(key, env, params, num_envs, num_steps))(walk_key)
     check_walk(env, steps)
     checks = ["identity", "params", "types", "parts", "walk"]
     if check_likelihood(likelihood_key, env, params, steps, num_samples=num_samples):
         checks.append("likelihood")
     if check_absorbing(absorbing_key, env, params, steps):
         checks.append("absorbing")
-    return Report(env.name, num_lanes * num_steps, int(np.sum(_over(steps))), tuple(checks))
+    return Report(env.name, num_envs * num_steps, int(np.sum(_over(steps))), tuple(checks))
 
 
-def check_identity(env: Any) -> None:
+def check_identity(env: Environment | Adapter) -> None:
     """A copy is equal and hashes alike, so a new instance with the same fields compiles nothing again."""
     twin = copy.deepcopy(env)
     try:
@@ -124,7 +113,7 @@ def check_identity(env: Any) -> None:
         raise UsageError(f"a copy of {env.name} is not equal to it, so every new instance would compile again")
 
 
-def check_params(env: Any, params: PyTree) -> None:
+def check_params(env: Environment | Adapter, params: PyTree) -> None:
     """Parameters are of the kind and structure that the environment's own are."""
     own = env.default_params
     if jax.tree.structure(params) != jax.tree.structure(own):
@@ -133,7 +122,7 @@ def check_params(env: Any, params: PyTree) -> None:
         )
 
 
-def check_action(env: Any, params: PyTree, action: PyTree) -> None:
+def check_action(env: Environment | Adapter, params: PyTree, action: PyTree) -> None:
     """An action has the shape and the kind of dtype of the action space, and lies in it if its value is known."""
     space = env.action_space(params)
     if isinstance(space, Box | Discrete | MultiDiscrete):
@@ -142,7 +131,7 @@ def check_action(env: Any, params: PyTree, action: PyTree) -> None:
         if jnp.shape(action) != space.shape or not jnp.issubdtype(dtype, kind):
             raise UsageError(
                 f"{env.name} takes actions of {space}, not {dtype} {list(jnp.shape(action))}; "
-                f"a policy is written for one lane"
+                f"a policy is written for one environment"
             )
     if not any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(action)):
         if isinstance(space, Box):
@@ -151,12 +140,12 @@ def check_action(env: Any, params: PyTree, action: PyTree) -> None:
             raise UsageError(f"the action {action} is not in the action space of {env.name}, {space}")
 
 
-def check_types(env: Any, params: PyTree) -> None:
+def check_types(env: Environment | Adapter, params: PyTree) -> None:
     """Structure, shapes, dtypes and weak types: the same after a reset and a step, traced and eager."""
     keys = jax.random.split(jax.random.key(1), 3)
-    if hasattr(env, "transition"):
+    if not is_adapter(env):
         _check_states(env, params, keys)
-    agents = (env.num_agents,) if hasattr(env, "num_agents") else ()
+    agents = capabilities(env).agents
 
     def both(keys, params):
         first = reset(keys[0], env, params)
@@ -168,8 +157,9 @@ def check_types(env: Any, params: PyTree) -> None:
     for how, ((obs, state), made) in {"traced": traced, "eager": eager}.items():
         _same(f"{env.name}, {how}: state", state, made.state)
         _same(f"{env.name}, {how}: observation", obs, made.obs)
-        for field, dtype in {"reward": jnp.float32, "terminated": bool, "truncated": bool}.items():
-            value = getattr(made, field)
+        ends = {"reward": (made.reward, jnp.float32), "terminated": (made.terminated, bool)}
+        ends["truncated"] = made.truncated, bool
+        for field, (value, dtype) in ends.items():
             if value.shape != agents or value.dtype != dtype:
                 raise UsageError(
                     f"{env.name}, {how}: {field} is {_type(value)} but must be {jnp.dtype(dtype)} {list(agents)}"
@@ -177,7 +167,7 @@ def check_types(env: Any, params: PyTree) -> None:
     _same(f"{env.name}, eager against traced: state", traced[0][1], eager[0][1])
 
 
-def _check_states(env: Any, params: PyTree, keys: PRNGKey) -> None:
+def _check_states(env: Environment, params: PyTree, keys: PRNGKey) -> None:
     """The parts that make states, alone: whatever reads a state of another type fails in words of its own."""
     state = jax.eval_shape(env.init, keys[0], params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -187,29 +177,31 @@ def _check_states(env: Any, params: PyTree, keys: PRNGKey) -> None:
     _same(f"{env.name}: state", state, jax.eval_shape(env.transition, keys[2], state, action, params))
 
 
-def check_parts(env: Any, params: PyTree) -> None:
+def check_parts(env: Environment | Adapter, params: PyTree) -> None:
     """The optional parts that it has return the shapes and dtypes of the protocol."""
     _, state = jax.eval_shape(lambda key: reset(key, env, params), jax.random.key(0))
     obs, _ = jax.eval_shape(lambda key: reset(key, env, params), jax.random.key(0))
-    if hasattr(env, "render"):
-        image = jax.eval_shape(env.render, state, params)
+    can = capabilities(env)
+    if can.render is not None:
+        image = jax.eval_shape(can.render, state, params)
         if image.dtype != jnp.uint8 or len(image.shape) != 3 or image.shape[-1] != 3:
             raise UsageError(f"{env.name}: render gives {_type(image)} but must give uint8 [H, W, 3]")
-    if hasattr(env, "action_mask"):
-        space, mask = env.action_space(params), jax.eval_shape(env.action_mask, state, params)
+    if can.action_mask is not None:
+        space, mask = env.action_space(params), jax.eval_shape(can.action_mask, state, params)
         if (expected := mask_shape(space)) is None:
             raise UsageError(f"{env.name} has an action mask, but its actions are not discrete: {space}")
         if mask.dtype != bool or mask.shape != expected:
             raise UsageError(f"{env.name}: the action mask is {_type(mask)} but must be bool {list(expected)}")
-    for part, dtype, arguments in (("heuristic", jnp.float32, (state,)), ("obs_key", jnp.int32, (obs,))):
-        if hasattr(env, part):
-            value = jax.eval_shape(getattr(env, part), *arguments, params)
+    numbers = {"heuristic": (can.heuristic, state, jnp.float32), "obs_key": (can.obs_key, obs, jnp.int32)}
+    for part, (function, argument, dtype) in numbers.items():
+        if function is not None:
+            value = jax.eval_shape(function, argument, params)
             if value.shape != () or value.dtype != dtype:
                 raise UsageError(f"{env.name}: {part} is {_type(value)} but must be {jnp.dtype(dtype)} []")
 
 
-def walk(key: PRNGKey, env: Any, params: PyTree, num_lanes: int, num_steps: int) -> Walk:
-    """Random legal steps of several lanes, each with its own keys; consumes `key`."""
+def walk(key: PRNGKey, env: Environment | Adapter, params: PyTree, num_envs: int, num_steps: int) -> Walk:
+    """Random legal steps of several environments, each with its own keys; consumes `key`."""
     observations, actions = env.observation_space(params), env.action_space(params)
 
     def one(state, key):
@@ -232,15 +224,15 @@ def walk(key: PRNGKey, env: Any, params: PyTree, num_lanes: int, num_steps: int)
             legal=legal,
         )
 
-    def lane(key):
+    def one_env(key):
         reset_key, steps_key = jax.random.split(key)
         _, state = reset(reset_key, env, params)
         return jax.lax.scan(one, state, jax.random.split(steps_key, num_steps))[1]
 
-    return jax.vmap(lane, out_axes=1)(jax.random.split(key, num_lanes))
+    return jax.vmap(one_env, out_axes=1)(jax.random.split(key, num_envs))
 
 
-def check_walk(env: Any, steps: Walk) -> None:
+def check_walk(env: Environment | Adapter, steps: Walk) -> None:
     """Every reward and observation of a walk is finite and in its space, and some action is always legal."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(steps.obs):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -248,15 +240,15 @@ def check_walk(env: Any, steps: Walk) -> None:
     _refuse(env, ~np.isfinite(steps.reward), "the reward is not finite")
     _refuse(env, ~np.asarray(steps.legal), "no action is legal in the state before")
     if not np.all(steps.inside):
-        time, lane = np.argwhere(~np.asarray(steps.inside))[0]
-        obs = jax.tree.map(lambda x: np.asarray(x[time, lane]), steps.obs)
+        time, index = np.argwhere(~np.asarray(steps.inside))[0]
+        obs = jax.tree.map(lambda x: np.asarray(x[time, index]), steps.obs)
         _refuse(env, ~np.asarray(steps.inside), f"the observation is not in the observation space: {obs}"[:400])
 
 
-def check_absorbing(key: PRNGKey, env: Any, params: PyTree, steps: Walk) -> bool:
+def check_absorbing(key: PRNGKey, env: Environment | Adapter, params: PyTree, steps: Walk) -> bool:
     """Where `env.absorbing` claims it: a step from a terminal state earns 0 and ends again. False: nothing to check."""
     ended = np.asarray(jnp.all(_per_step(steps.terminated), axis=-1))
-    if not getattr(env, "absorbing", False) or not ended.any():
+    if not capabilities(env).absorbing or not ended.any():
         return False
     states = jax.tree.map(lambda x: x[ended], steps.next_state)
     actions = jax.tree.map(lambda x: x[ended], steps.action)
@@ -270,7 +262,13 @@ def check_absorbing(key: PRNGKey, env: Any, params: PyTree, steps: Walk) -> bool
 
 
 def check_likelihood(
-    key: PRNGKey, env: Any, params: PyTree, steps: Walk, *, num_samples: int = 4096, max_z: float = 5.0
+    key: PRNGKey,
+    env: Environment | Adapter,
+    params: PyTree,
+    steps: Walk,
+    *,
+    num_samples: int = 4096,
+    max_z: float = 5.0,
 ) -> bool:
     """Frequencies of drawn observations against `exp(log_likelihood)`, from 8 transitions of a walk; consumes `key`.
 
@@ -278,7 +276,8 @@ def check_likelihood(
     probability p is refused where |k - n p| > z sqrt(n p (1 - p) + z^2 / 36) + z^2 / 6 with z = `max_z`: by Bernstein's
     inequality a right likelihood is refused with a chance below 2 exp(-z^2 / 2), 7e-6 for each observation.
     """
-    if not hasattr(env, "log_likelihood"):
+    log_likelihood = capabilities(env).log_likelihood
+    if log_likelihood is None or is_adapter(env):
         return False
     space = env.observation_space(params)
     everything = _every(space)
@@ -293,7 +292,7 @@ def check_likelihood(
     @jax.vmap
     def one(key, state, action, following):
         draws = jax.vmap(lambda key: env.observe(key, following, action, params))(jax.random.split(key, num_samples))
-        likelihood = jax.vmap(lambda obs: env.log_likelihood(obs, state, action, following, params))(everything)
+        likelihood = jax.vmap(lambda obs: log_likelihood(obs, state, action, following, params))(everything)
         same = (draws[:, None] == everything[None]).reshape(num_samples, len(everything), -1).all(-1)
         return same.sum(0), likelihood
 
@@ -318,11 +317,12 @@ def _once(f: Callable) -> Callable:
     return jax.jit(f, compiler_options=lazily if jax.default_backend() == "cpu" else None)
 
 
-def _mask(env: Any, state: PyTree, params: PyTree) -> Array | None:
-    return env.action_mask(state, params) if hasattr(env, "action_mask") else None
+def _mask(env: Environment | Adapter, state: PyTree, params: PyTree) -> Array | None:
+    mask = capabilities(env).action_mask
+    return None if mask is None else mask(state, params)
 
 
-def _every(space: Any) -> Array | None:
+def _every(space: Space) -> Array | None:
     """All observations of a small discrete space, `[count, *space.shape]`."""
     if not isinstance(space, Discrete | MultiDiscrete):
         return None
@@ -342,10 +342,10 @@ def _over(steps: Walk) -> np.ndarray:
     return np.asarray(jnp.all(_per_step(steps.terminated | steps.truncated), axis=-1))
 
 
-def _refuse(env: Any, wrong: np.ndarray, what: str) -> None:
+def _refuse(env: Environment | Adapter, wrong: np.ndarray, what: str) -> None:
     if wrong.any():
-        time, lane = np.argwhere(wrong)[0][:2]
-        raise UsageError(f"{env.name}, step {time} of lane {lane}: {what}")
+        time, index = np.argwhere(wrong)[0][:2]
+        raise UsageError(f"{env.name}, step {time} of environment {index}: {what}")
 
 
 def _same(what: str, before: PyTree, after: PyTree) -> None:
@@ -360,11 +360,11 @@ def _same(what: str, before: PyTree, after: PyTree) -> None:
             raise UsageError(f"{what}{_at(path)} has a weak type; give the Python number in it a dtype")
 
 
-def _type(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape)}" + (" (weak)" if getattr(leaf, "weak_type", False) else "")
+def _type(leaf: jax.ShapeDtypeStruct | ShapedArray) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}" + (" (weak)" if leaf.weak_type else "")
 
 
-def _at(path: Any) -> str:
+def _at(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path)
 
 

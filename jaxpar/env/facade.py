@@ -1,22 +1,25 @@
 """Our environments in the shapes that JAX's other tools expect: gymnax's, and dictionaries over agents."""
 
 import dataclasses
-from typing import Any
+from typing import cast
 
 import gymnax.environments.spaces as gymnax_spaces
 import jax
 import jax.numpy as jnp
+import numpy as np
 from gymnax.environments.environment import Environment as GymnaxEnvironment
 
 from jaxpar.env._convert import fingerprint, nested
+from jaxpar.env.capabilities import capabilities, is_adapter
 from jaxpar.env.kernel import reset, step
+from jaxpar.env.protocols import Adapter, Environment
 from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, mask_shape
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["AgentsView", "Gymnax", "agents_view", "to_gymnax"]
+__all__ = ["AgentsView", "agents_view", "to_gymnax"]
 
 
-def to_gymnax(env: Any, params: PyTree = None) -> "Gymnax":
+def to_gymnax(env: Environment | Adapter, params: PyTree = None) -> "Gymnax":
     """`env` as a gymnax environment, with gymnax's six values and its reset in the same step.
 
     Runs in gymnax's `LogWrapper`, `RolloutWrapper` and the like, and compiles once for equal environments.
@@ -28,15 +31,15 @@ def to_gymnax(env: Any, params: PyTree = None) -> "Gymnax":
     Raises:
         UsageError: the environment has several agents.
     """
-    if hasattr(env, "num_agents"):
-        raise UsageError(f"gymnax knows no agents, and {env.name} has {env.num_agents}; see `agents_view`")
+    if (count := capabilities(env).num_agents) is not None:
+        raise UsageError(f"gymnax knows no agents, and {env.name} has {count}; see `agents_view`")
     return Gymnax(env, env.default_params if params is None else params)
 
 
 class Gymnax(GymnaxEnvironment):
     """A gymnax environment over one of ours; made by `to_gymnax`."""
 
-    def __init__(self, env: Any, params: PyTree):
+    def __init__(self, env: Environment | Adapter, params: PyTree):
         self.env, self._params = env, params
         self._value = (env, fingerprint(params))
 
@@ -52,14 +55,14 @@ class Gymnax(GymnaxEnvironment):
         return self.env.name
 
     @property
-    def default_params(self) -> Any:
+    def default_params(self) -> PyTree:
         """The parameters that `to_gymnax` was given."""
         return self._params
 
     @property
     def num_actions(self) -> int:
         """How many discrete actions there are."""
-        return self.env.action_space(self._params).n
+        return cast(Discrete, self.env.action_space(self._params)).n
 
     def action_space(self, params: PyTree = None) -> gymnax_spaces.Space:
         """Gymnax's space of the actions."""
@@ -76,7 +79,7 @@ class Gymnax(GymnaxEnvironment):
 
     def observe(self, key: PRNGKey, state: PyTree, action: PyTree | None, params: PyTree) -> PyTree:
         """What is seen of a state, entered by `action` (None at a start); consumes `key`."""
-        return self._part("observe")(key, state, action, params)
+        return self._parts("observe").observe(key, state, action, params)
 
     def get_obs(self, state: PyTree, params: PyTree = None, key: PRNGKey | None = None) -> PyTree:
         """Gymnax's older name of `observe`; without a key where nothing is drawn for an observation.
@@ -84,9 +87,9 @@ class Gymnax(GymnaxEnvironment):
         Raises:
             UsageError: no key, and the observation is drawn; or the environment is an adapter, which has no such part.
         """
-        params, observe = self._params if params is None else params, self._part("observe")
+        params, parts = self._params if params is None else params, self._parts("observe")
         try:
-            return observe(key, state, None, params)
+            return parts.observe(cast(PRNGKey, key), state, None, params)
         except TypeError as error:
             if key is not None:
                 raise
@@ -94,12 +97,11 @@ class Gymnax(GymnaxEnvironment):
 
     def is_terminated(self, state: PyTree, params: PyTree) -> Array:
         """Whether the process has ended in `state`; `is_terminal` and `discount` are gymnax's, by this."""
-        return jnp.asarray(self._part("terminal")(state, params), bool)
+        return jnp.asarray(self._parts("terminal").terminal(state, params), bool)
 
     def is_truncated(self, state: PyTree, params: PyTree) -> Array:
         """Whether the episode is cut in `state`, though the process goes on."""
-        self._part("transition")
-        cut = getattr(self.env, "truncated", None)
+        cut = capabilities(self._parts("truncated")).truncated
         return jnp.asarray(False if cut is None else cut(state, params), bool)
 
     def reset_env(self, key: PRNGKey, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -111,7 +113,10 @@ class Gymnax(GymnaxEnvironment):
         made = step(key, self.env, state, action, params)
         return made.obs, made.state, made.reward, made.terminated, {**made.info, "truncated": made.truncated}
 
-    def step(self, key: PRNGKey, state: PyTree, action: PyTree, params: PyTree = None) -> tuple:
+    # The base class jits its own method, which a type checker takes for a field.
+    def step(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, key: PRNGKey, state: PyTree, action: PyTree, params: PyTree = None
+    ) -> tuple:
         """One step, and where it ends the episode the first of the next; `info["final_observation"]` is the last.
 
         Gymnax's own way, a reset at every step, of which nearly all are thrown away: our rollouts do better.
@@ -125,11 +130,11 @@ class Gymnax(GymnaxEnvironment):
         info = {**info, "terminated": terminated, "final_observation": obs}
         return kept_obs, kept_state, reward, terminated, info["truncated"], info
 
-    def _part(self, name: str) -> Any:
-        """A part of the environment; adapters have `reset` and `step` alone."""
-        if not hasattr(self.env, name):
-            raise UsageError(f"{self.name} is an adapter, of which reset and step can be asked, but no {name}.")
-        return getattr(self.env, name)
+    def _parts(self, asked: str) -> Environment:
+        """The environment, whose part `asked` is wanted; adapters have `reset` and `step` alone."""
+        if is_adapter(self.env):
+            raise UsageError(f"{self.name} is an adapter, of which reset and step can be asked, but no {asked}.")
+        return self.env
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,17 +145,17 @@ class AgentsView:
     of them have ended so: the episode is over where every agent has one or the other, `over(terminated, truncated)`.
     """
 
-    env: Any
+    env: Environment | Adapter
 
     @property
     def num_agents(self) -> int:
         """How many agents there are."""
-        return self.env.num_agents
+        return capabilities(self.env).num_agents or 0
 
     @property
     def agents(self) -> tuple[str, ...]:
         """Their names, in the order of the stacked arrays."""
-        return tuple(f"agent_{i}" for i in range(self.env.num_agents))
+        return tuple(f"agent_{i}" for i in range(self.num_agents))
 
     @property
     def default_params(self) -> PyTree:
@@ -187,8 +192,8 @@ class AgentsView:
 
     def action_masks(self, state: PyTree, params: PyTree = None) -> dict[str, Array]:
         """The legal actions of each agent; all, where the environment has no masks."""
-        if hasattr(self.env, "action_mask"):
-            return self._split(self.env.action_mask(state, self._params(params)))
+        if (mask := capabilities(self.env).action_mask) is not None:
+            return self._split(mask(state, self._params(params)))
         return {agent: jnp.ones(mask_shape(self.action_space(agent, params)), bool) for agent in self.agents}
 
     def _params(self, params: PyTree) -> PyTree:
@@ -203,13 +208,13 @@ class AgentsView:
         return {agent: jax.tree.map(lambda x, i=i: x[i], stacked) for i, agent in enumerate(self.agents)}
 
 
-def agents_view(env: Any) -> AgentsView:
+def agents_view(env: Environment | Adapter) -> AgentsView:
     """The dictionary view of an environment with `num_agents`.
 
     Raises:
         UsageError: it has one agent only.
     """
-    if not hasattr(env, "num_agents"):
+    if capabilities(env).num_agents is None:
         raise UsageError(f"{env.name} has one agent and no `num_agents`; it needs no dictionaries")
     return AgentsView(env)
 
@@ -234,10 +239,10 @@ def _gymnax_space(space: Space) -> gymnax_spaces.Space:
             return gymnax_spaces.Discrete(space.n)
         case Discrete() | MultiDiscrete():
             high = jnp.asarray(space.ns if isinstance(space, MultiDiscrete) else space.n) - 1
-            return gymnax_spaces.Box(0, high, space.shape, space.dtype)
+            return gymnax_spaces.Box(0, high, space.shape, cast(np.dtype, space.dtype))
         case Box():
             low, high = space.bounds()
-            return gymnax_spaces.Box(jnp.asarray(low), jnp.asarray(high), space.shape, space.dtype)
+            return gymnax_spaces.Box(jnp.asarray(low), jnp.asarray(high), space.shape, cast(np.dtype, space.dtype))
         case Fields():
             return _Named({name: _gymnax_space(inner) for name, inner in space.items})
 
@@ -245,13 +250,14 @@ def _gymnax_space(space: Space) -> gymnax_spaces.Space:
 class _Named(gymnax_spaces.Dict):
     """A space of fields by name; gymnax's own finds those of objects alone, not those of dictionaries."""
 
-    def contains(self, x: Any) -> Array:
+    # An array, since under jit the answer is not known yet.
+    def contains(self, x: PyTree) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether every field is in its space."""
-        found = [space.contains(x[k] if isinstance(x, dict) else getattr(x, k)) for k, space in self.spaces.items()]
+        found = [space.contains(x[k] if isinstance(x, dict) else vars(x)[k]) for k, space in self.spaces.items()]
         return jnp.all(jnp.asarray(found, bool))
 
 
-def _space_of(shape: Any) -> gymnax_spaces.Space:
+def _space_of(shape: PyTree) -> gymnax_spaces.Space:
     """The space of everything that has these shapes and dtypes."""
     if isinstance(shape, jax.ShapeDtypeStruct):
         if jnp.issubdtype(shape.dtype, jnp.floating):
@@ -259,8 +265,8 @@ def _space_of(shape: Any) -> gymnax_spaces.Space:
         low, high = (0, 1) if shape.dtype == bool else (jnp.iinfo(shape.dtype).min, jnp.iinfo(shape.dtype).max)
         return gymnax_spaces.Box(low, high, shape.shape, shape.dtype)
     if dataclasses.is_dataclass(shape):
-        fields = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape)}
-    elif isinstance(shape, dict) or hasattr(shape, "_asdict"):
+        fields = {field.name: vars(shape)[field.name] for field in dataclasses.fields(shape)}
+    elif isinstance(shape, dict) or hasattr(shape, "_asdict"):  # named tuples have no type in common but `tuple`
         fields = dict(shape if isinstance(shape, dict) else shape._asdict())
     else:
         return gymnax_spaces.Tuple([_space_of(inner) for inner in shape if not _is_key(inner)])
@@ -269,5 +275,5 @@ def _space_of(shape: Any) -> gymnax_spaces.Space:
     )
 
 
-def _is_key(shape: Any) -> bool:
+def _is_key(shape: PyTree) -> bool:
     return isinstance(shape, jax.ShapeDtypeStruct) and jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)

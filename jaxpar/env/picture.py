@@ -1,6 +1,6 @@
-"""Pictures of states, drawn by pure functions of arrays, so that a thousand lanes are one `vmap`.
+"""Pictures of states, drawn by pure functions of arrays, so that a thousand environments are one `vmap`.
 
-A renderer starts from `canvas`, paints shapes over it in turn and ends with `finish`; a grid world looks its tiles up
+A renderer starts from `canvas`, paints shapes over it in turn and ends with `to_uint8`; a grid world looks its tiles up
 in a table of sprites (`tiles`). Points are (x, y) in pixels from the upper left corner, y downwards, float32 and
 traced; `to_pixels` makes them from coordinates of a world whose y points upwards. Edges are soft over one pixel.
 """
@@ -10,10 +10,12 @@ import dataclasses
 import io
 import math
 import os
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from typing import BinaryIO, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxpar.fields import Positive, check_fields, field
 from jaxpar.types import Array, UsageError
@@ -22,7 +24,6 @@ __all__ = [
     "Animation",
     "canvas",
     "disc",
-    "finish",
     "gif",
     "grid_of",
     "line",
@@ -30,24 +31,28 @@ __all__ = [
     "rectangle",
     "tiles",
     "to_pixels",
+    "to_uint8",
 ]
+
+Numbers: TypeAlias = "ArrayLike | Sequence[Numbers]"
+"""What `jnp.asarray` takes: an array, or nested sequences of numbers and traced scalars."""
 
 BLACK, WHITE, GRAY = (0, 0, 0), (255, 255, 255), (136, 136, 136)
 RED, GREEN, BLUE = (214, 69, 65), (60, 160, 90), (58, 110, 190)
 YELLOW, ORANGE, PURPLE, BROWN = (236, 190, 60), (232, 130, 50), (130, 85, 170), (150, 100, 60)
 
 
-def canvas(height: int, width: int, color: Any = WHITE) -> Array:
+def canvas(height: int, width: int, color: Numbers = WHITE) -> Array:
     """An empty image, float32 `[height, width, 3]` with values 0 to 255; `color` is three such numbers."""
     return jnp.broadcast_to(jnp.asarray(color, jnp.float32), (height, width, 3))
 
 
-def finish(image: Array) -> Array:
+def to_uint8(image: Array) -> Array:
     """The painted image, rounded to uint8 `[H, W, 3]`."""
     return jnp.clip(jnp.round(image), 0, 255).astype(jnp.uint8)
 
 
-def to_pixels(points: Any, low: Any, high: Any, height: int, width: int) -> Array:
+def to_pixels(points: Numbers, low: Numbers, high: Numbers, height: int, width: int) -> Array:
     """Pixels `[..., 2]` of world points `[..., 2]`; `low` is the world's lower left corner, `high` its upper right.
 
     The picture is stretched where its sides are not those of the world.
@@ -58,24 +63,26 @@ def to_pixels(points: Any, low: Any, high: Any, height: int, width: int) -> Arra
     return jnp.stack([share[..., 0] * width, (1 - share[..., 1]) * height], axis=-1)
 
 
-def disc(image: Array, center: Any, radius: Any, color: Any, *, visible: Any = True) -> Array:
+def disc(image: Array, center: Numbers, radius: ArrayLike, color: Numbers, *, visible: ArrayLike = True) -> Array:
     """A filled circle; `visible=False` (which may be traced) leaves the image as it is."""
     return _paint(image, jnp.linalg.norm(_pixels(image) - _point(center), axis=-1) - radius, color, visible)
 
 
-def rectangle(image: Array, low: Any, high: Any, color: Any, *, visible: Any = True) -> Array:
+def rectangle(image: Array, low: Numbers, high: Numbers, color: Numbers, *, visible: ArrayLike = True) -> Array:
     """A filled upright rectangle between its upper left corner `low` and its lower right corner `high`."""
     points = _pixels(image)
     return _paint(image, jnp.maximum(_point(low) - points, points - _point(high)).max(-1), color, visible)
 
 
-def line(image: Array, start: Any, end: Any, width: Any, color: Any, *, visible: Any = True) -> Array:
+def line(
+    image: Array, start: Numbers, end: Numbers, width: ArrayLike, color: Numbers, *, visible: ArrayLike = True
+) -> Array:
     """A line with round ends, `width` pixels thick."""
     distance = _to_segment(_pixels(image), jnp.asarray(start, jnp.float32), jnp.asarray(end, jnp.float32))
     return _paint(image, distance - jnp.asarray(width, jnp.float32) / 2, color, visible)
 
 
-def polygon(image: Array, corners: Any, color: Any, *, visible: Any = True) -> Array:
+def polygon(image: Array, corners: Numbers, color: Numbers, *, visible: ArrayLike = True) -> Array:
     """A filled polygon with `corners` `[N, 2]` in order, convex or not; costs N pictures of work."""
     points, corners = _pixels(image), jnp.asarray(corners, jnp.float32)
     distance, inside = jnp.full(image.shape[:2], jnp.inf), jnp.zeros(image.shape[:2], bool)
@@ -90,7 +97,7 @@ def polygon(image: Array, corners: Any, color: Any, *, visible: Any = True) -> A
     return _paint(image, jnp.where(inside, -distance, distance), color, visible)
 
 
-def tiles(indices: Array, sprites: Any) -> Array:
+def tiles(indices: Array, sprites: ArrayLike) -> Array:
     """The picture of a grid: integers `[R, C]` into sprites uint8 `[N, h, w, 3]` give uint8 `[R h, C w, 3]`."""
     sprites = jnp.asarray(sprites)
     rows, columns = indices.shape
@@ -98,26 +105,26 @@ def tiles(indices: Array, sprites: Any) -> Array:
     return sprites[indices].transpose(0, 2, 1, 3, 4).reshape(rows * height, columns * width, 3)
 
 
-def grid_of(frames: Any, columns: int | None = None, gap: int = 2) -> np.ndarray:
-    """Several lanes side by side: uint8 `[..., B, H, W, 3]` to one picture `[..., H', W', 3]`, on the host.
+def grid_of(frames: ArrayLike, columns: int | None = None, gap: int = 2) -> np.ndarray:
+    """Several environments side by side: uint8 `[..., B, H, W, 3]` to one picture `[..., H', W', 3]`, on the host.
 
     Args:
-        frames: one picture a lane; leading axes (time) stay.
-        columns: lanes in a row; about the square root of B by default.
-        gap: white pixels between lanes.
+        frames: one picture an environment; leading axes (time) stay.
+        columns: environments in a row; about the square root of B by default.
+        gap: white pixels between environments.
     """
     frames = np.asarray(frames)
-    *lead, lanes, height, width, _ = frames.shape
-    columns = columns or math.ceil(math.sqrt(lanes))
-    rows = -(-lanes // columns)
+    *lead, count, height, width, _ = frames.shape
+    columns = columns or math.ceil(math.sqrt(count))
+    rows = -(-count // columns)
     page = np.full((*lead, rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
-    for lane in range(lanes):
-        top, left = lane // columns * (height + gap), lane % columns * (width + gap)
-        page[..., top : top + height, left : left + width, :] = frames[..., lane, :, :, :]
+    for index in range(count):
+        top, left = index // columns * (height + gap), index % columns * (width + gap)
+        page[..., top : top + height, left : left + width, :] = frames[..., index, :, :, :]
     return page
 
 
-def gif(frames: Any, path: str | os.PathLike | BinaryIO, fps: float = 15) -> None:
+def gif(frames: ArrayLike, path: str | os.PathLike | BinaryIO, fps: float = 15) -> None:
     """Writes uint8 frames `[T, H, W, 3]` as an endless GIF to a path or an open binary file.
 
     GIF counts time in hundredths of a second, so `fps` is rounded to such a duration, 50 at most.
@@ -143,7 +150,7 @@ def gif(frames: Any, path: str | os.PathLike | BinaryIO, fps: float = 15) -> Non
 class Animation:
     """Frames uint8 `[T, H, W, 3]` that a notebook shows as a moving picture when this is the value of a cell."""
 
-    frames: Any
+    frames: Array | np.ndarray
     fps: float = field(15, Positive())
 
     __post_init__ = check_fields
@@ -161,7 +168,7 @@ def _pixels(image: Array) -> Array:
     return jnp.asarray(np.stack([x, y], axis=-1) + 0.5, jnp.float32)
 
 
-def _point(point: Any) -> Array:
+def _point(point: Numbers) -> Array:
     """One (x, y) that broadcasts over an image."""
     return jnp.asarray(point, jnp.float32).reshape(1, 1, 2)
 
@@ -173,7 +180,7 @@ def _to_segment(points: Array, start: Array, end: Array) -> Array:
     return jnp.linalg.norm(offset - share[..., None] * along.reshape(1, 1, 2), axis=-1)
 
 
-def _paint(image: Array, distance: Array, color: Any, visible: Any) -> Array:
+def _paint(image: Array, distance: Array, color: Numbers, visible: ArrayLike) -> Array:
     """Covers what lies inside (negative distance), half of what lies on the edge."""
     cover = jnp.where(visible, jnp.clip(0.5 - distance, 0, 1), 0)[..., None]
     return image + cover * (jnp.asarray(color, jnp.float32).reshape(1, 1, 3) - image)

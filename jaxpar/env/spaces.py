@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -19,7 +20,7 @@ class Discrete:
 
     n: int
     shape: tuple[int, ...] = ()
-    dtype: Any = jnp.int32
+    dtype: DTypeLike = jnp.int32
 
     def sample(self, key: PRNGKey) -> Array:
         """A uniform draw; consumes `key`."""
@@ -38,7 +39,7 @@ class MultiDiscrete:
     """A vector of integers, the i-th below `ns[i]`, as int32 `[len(ns)]`."""
 
     ns: tuple[int, ...]
-    dtype: Any = jnp.int32
+    dtype: DTypeLike = jnp.int32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,10 +62,10 @@ class MultiDiscrete:
 class Box:
     """Arrays of one shape between two bounds, which are numbers or nested tuples that broadcast to `shape`."""
 
-    low: Any
-    high: Any
+    low: "Bound"
+    high: "Bound"
     shape: tuple[int, ...] = ()
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """Both bounds, broadcast to `shape`."""
@@ -100,10 +101,10 @@ class Box:
 class Fields:
     """A dictionary of spaces, given as `Fields.of(image=Box(...), direction=Discrete(4))`."""
 
-    items: tuple[tuple[str, Any], ...]
+    items: tuple[tuple[str, "Space"], ...]
 
     @classmethod
-    def of(cls, **spaces: Any) -> "Fields":
+    def of(cls, **spaces: "Space") -> "Fields":
         """Named spaces, in the order of their names."""
         return cls(tuple(sorted(spaces.items())))
 
@@ -120,6 +121,9 @@ class Fields:
 
 
 Space = Discrete | MultiDiscrete | Box | Fields
+
+Bound: TypeAlias = "float | tuple[Bound, ...]"
+"""One end of a box: a number, or nested tuples of them, since a space is hashable."""
 
 
 def mask_shape(space: Space) -> tuple[int, ...] | None:

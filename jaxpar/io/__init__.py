@@ -15,7 +15,7 @@ file            | in -> out                                            | called 
 `graphs.py`     | nodes and edges, `metrics.jsonl`, curves -> PNG      | `jaxpar.neat`, experiments
 """
 
-from jaxpar.io.checkpoint import Checkpoints, Damaged, OtherRun, SaveError
+from jaxpar.io.checkpoint import Checkpoints, CorruptCheckpointError, RunMismatchError, SaveError
 from jaxpar.io.export import write_arrays
 from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
@@ -24,9 +24,9 @@ from jaxpar.io.progress import Progress, open_progress
 
 __all__ = [
     "Checkpoints",
-    "Damaged",
-    "OtherRun",
+    "CorruptCheckpointError",
     "Progress",
+    "RunMismatchError",
     "SaveError",
     "Writer",
     "open_progress",

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -15,11 +15,13 @@ from etils import epath
 
 from jaxpar.fields import AtLeast, OneOf, check_value
 from jaxpar.io import layers, reading, storage
-from jaxpar.io.reading import Damaged, OtherRun
+from jaxpar.io.reading import CorruptCheckpointError, RunMismatchError
 from jaxpar.io.snapshot import fits_twice, on_all_processes, pinned, prepare, snapshot
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["Checkpoints", "Damaged", "OtherRun", "SaveError"]
+T = TypeVar("T")
+
+__all__ = ["Checkpoints", "CorruptCheckpointError", "RunMismatchError", "SaveError"]
 
 
 class SaveError(UsageError):
@@ -69,7 +71,7 @@ class Checkpoints:
         check_value("best_mode", best_mode, OneOf(("min", "max")))
         check_value("snapshot", snapshot, OneOf(("auto", "device", "host")))
         self._folder = storage.absolute(folder)
-        self._ranking = storage.Ranking(best_metric, best_mode)
+        self._order = storage.CheckpointOrder(best_metric, best_mode)
         self._on_device = None if snapshot == "auto" else snapshot == "device"
         self._read_only = read_only
         self._pending: tuple[int, int] | None = None  # step and bytes of the save under way
@@ -78,7 +80,7 @@ class Checkpoints:
         # One thread, so that Orbax's barriers come in the same order on all processes.
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self.refused = storage.open_folder(self._folder, read_only)
-        self._manager = storage.open_manager(self._folder, keep, keep_every_s, self._ranking, read_only)
+        self._manager = storage.open_manager(self._folder, keep, keep_every_s, self._order, read_only)
 
     def steps(self) -> list[int]:
         """Returns the steps of all whole checkpoints, ascending; finishes a save under way first."""
@@ -96,13 +98,13 @@ class Checkpoints:
     def best(self) -> int | None:
         """Returns the step whose `best_metric` is best, or None where no save had a finite one."""
         self.wait()
-        return self._ranking.best_step(self._manager)
+        return self._order.best_step(self._manager)
 
     def prepare(self, state: PyTree) -> None:
         """Compiles what a save of such a state runs on the devices, so that the first save does not stall for it."""
         prepare(reading.flatten(state), self._on_device is not False)
 
-    def save(self, step: int, state: PyTree, metrics: Mapping[str, float], metadata: Mapping[str, Any]) -> float:
+    def save(self, step: int, state: PyTree, metrics: Mapping[str, float], metadata: Mapping[str, object]) -> float:
         """Copies `state` and starts to write it; returns before it is on disk.
 
         With a snapshot on the device, this waits for nothing but an earlier save that is still under way.
@@ -145,7 +147,7 @@ class Checkpoints:
         leaves: dict[str, jax.Array],
         digests: Callable[[], dict[str, str]],
         metrics: dict[str, float],
-        metadata: dict[str, Any],
+        metadata: Mapping[str, object],
         handed: threading.Event,
     ) -> None:
         """Hands a save to Orbax and sees it through, in the worker; empties `leaves` once they are on the host."""
@@ -200,11 +202,11 @@ class Checkpoints:
             self._worker.submit(self._manager.close).result()
             self._worker.shutdown()
 
-    def metadata(self, step: int) -> dict[str, Any]:
+    def metadata(self, step: int) -> dict[str, object]:
         """Returns the `metadata` that was saved with `step`."""
         return self._refusing(step, lambda folder: reading.read_description(folder)[1])
 
-    def numpy(self, step: int) -> dict[str, Any]:
+    def numpy(self, step: int) -> dict[str, PyTree]:
         """Returns the state of `step` as nested dicts of NumPy arrays by logical name; typed keys as their words.
 
         Needs no mesh and no device; all of the state is held in this host's memory.
@@ -218,7 +220,7 @@ class Checkpoints:
         """Reads the state of `step` into the shardings that are asked for.
 
         Leaves stacked over layers are cut into leaves of a layer and back where `abstract_state` has them so: see
-        `jaxpar.io.layers.match`.
+        `jaxpar.io.layers.match_layers`.
 
         Args:
           step: One of `steps()`.
@@ -231,9 +233,11 @@ class Checkpoints:
         Raises:
           UsageError: There is no such step, a leaf differs, or the checkpoint is damaged.
         """
-        return self._refusing(step, lambda folder: self._restore(folder, abstract_state, {}))
+        return self._refusing(step, lambda folder: self._restore(folder, abstract_state, {}, {}))
 
-    def restore_newest(self, abstract_state: PyTree, metadata: Mapping[str, Any]) -> tuple[int, PyTree] | None:
+    def restore_newest(
+        self, abstract_state: PyTree, metadata: Mapping[str, object], renamed: Mapping[str, str] | None = None
+    ) -> tuple[int, PyTree] | None:
         """Restores the newest checkpoint that is whole and of this run; sets newer ones aside as `<step>.refused`.
 
         Nothing is ever deleted or overwritten: what was set aside stays until the user removes it. `refused` then says
@@ -242,19 +246,20 @@ class Checkpoints:
         Args:
           abstract_state: As for `restore`.
           metadata: What must be among the metadata saved.
+          renamed: Parts of paths that older checkpoints have under another name, from today's to that one.
 
         Returns:
           The step and its state, or None where there is no checkpoint at all.
 
         Raises:
-          OtherRun: The only whole ones are of another configuration; names what differs in the newest of them.
-          Damaged: There are checkpoints, and none is whole.
+          RunMismatchError: The only whole ones are of another configuration; names what differs in the newest of them.
+          CorruptCheckpointError: There are checkpoints, and none is whole.
         """
         problems: dict[int, UsageError] = {}
         for step in reversed(self.steps()):
             try:
-                state = self._restore(self._folder / str(step), abstract_state, metadata)
-            except (Damaged, OtherRun) as error:
+                state = self._restore(self._folder / str(step), abstract_state, metadata, renamed or {})
+            except (CorruptCheckpointError, RunMismatchError) as error:
                 problems[step] = error
                 continue
             if problems and not self._read_only:
@@ -265,40 +270,42 @@ class Checkpoints:
                 self._manager.reload()
             return step, state
         for problem in problems.values():
-            if isinstance(problem, OtherRun):
+            if isinstance(problem, RunMismatchError):
                 raise problem
         damaged = [*problems.values(), *self.refused]
         earlier = [path.name for path in self._folder.glob("*.refused*")] if self._folder.exists() else []
         if damaged or earlier:
             why = damaged[0] if damaged else f"only {', '.join(sorted(earlier))} is left of those refused earlier"
-            raise Damaged(
+            raise CorruptCheckpointError(
                 f"no checkpoint in {self._folder} is whole: {why}; start anew with resume=false, or in another folder"
             )
         return None
 
-    def _restore(self, folder: epath.Path, abstract_state: PyTree, metadata: Mapping[str, Any]) -> PyTree:
+    def _restore(
+        self, folder: epath.Path, abstract_state: PyTree, metadata: Mapping[str, object], renamed: Mapping[str, str]
+    ) -> PyTree:
         """Reads one checkpoint; all processes raise if one does."""
         wanted = reading.flatten(abstract_state)
-        described: dict[str, Any] = {}
+        described: dict[str, reading.ArrayDescription] = {}
         leaves, sources, problem = {}, {}, None
         try:
             described, saved = reading.read_description(folder)
             reading.check_same_run(folder, saved, metadata)
-            sources, form = reading.fit(folder, described, wanted)
+            sources, form = reading.match_state(folder, described, wanted, renamed)
             leaves = reading.read_arrays(folder, form)
-        except (Damaged, OtherRun) as error:
+        except (CorruptCheckpointError, RunMismatchError) as error:
             problem = error
         # Before the next collective: a process that failed would not come to it.
-        worst = on_all_processes({type(None): 0, OtherRun: 1, Damaged: 2}[type(problem)])
+        worst = on_all_processes({type(None): 0, RunMismatchError: 1, CorruptCheckpointError: 2}[type(problem)])
         if worst:
-            kind = OtherRun if worst == 1 else Damaged
+            kind = RunMismatchError if worst == 1 else CorruptCheckpointError
             raise problem or kind(f"the checkpoint {folder} cannot be read by another process")
         _, digests = snapshot(leaves, False)
         reading.check_digests(folder, described, digests())
         leaves = layers.assemble(leaves, sources, wanted)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[path] for path in wanted])
 
-    def _refusing(self, step: int, read: Callable[[epath.Path], Any]) -> Any:
+    def _refusing(self, step: int, read: Callable[[epath.Path], T]) -> T:
         """Reads from the step that the user named; there is no other to go on from, so the user is told what to do."""
         steps = self.steps()
         if step not in steps:
@@ -306,8 +313,8 @@ class Checkpoints:
         folder = self._folder / str(step)
         try:
             return read(folder)
-        except Damaged as error:
-            raise Damaged(f"{error}; move that folder away to go on from the one before it") from error
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error}; move that folder away to go on from the one before it") from error
 
     def _fail(self, error: Exception) -> NoReturn:
         """Clears away a failed save and says why; an error that is not the storage's goes on as it is."""

@@ -1,7 +1,7 @@
 """Exact digests of arrays that do not depend on how the arrays are laid out."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,9 @@ import numpy as np
 from jaxpar.types import UsageError
 
 __all__ = ["device_digests", "digest_text", "numpy_digest"]
+
+Words = jax.Array | np.ndarray
+"""Arrays of uint32."""
 
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)  # one a lane
 _SPAN = 2**32  # elements that one word of index can tell apart
@@ -33,7 +36,7 @@ def device_digests(leaves: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.stack([_digest(path, leaves[path]) for path in sorted(leaves)])
 
 
-def digest_text(lanes: Any) -> str:
+def digest_text(lanes: Iterable[int]) -> str:
     """Returns the two lanes of a digest as 16 hexadecimal digits."""
     first, second = (int(lane) for lane in lanes)
     return f"{first:08x}{second:08x}"
@@ -100,14 +103,14 @@ def _position(shape: tuple[int, ...], dimensions: range) -> jax.Array:
     return index
 
 
-def _hash(words: list[Any], seed: np.uint32) -> Any:
-    h = seed
+def _hash(words: Sequence[Words], seed: np.uint32) -> Words:
+    h: Any = seed
     for word in words:
         h = _mix(h ^ word)
     return h
 
 
-def _mix(x: Any) -> Any:
+def _mix(x: Words) -> Words:
     """Wellons' "lowbias32": a bijection of uint32 in which each bit flips about half of the others."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)

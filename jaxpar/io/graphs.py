@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxpar.io._figure import BLUE, COLORS, GREEN, VERMILION, empty_figure, save
 from jaxpar.io.metrics import read_jsonl
@@ -45,7 +46,7 @@ def plot_graph(
             connectionstyle=f"arc3,rad={bend}",
         )  # fmt: skip
         finish = places[end] + (0.02 if start == end else 0)
-        panel.annotate("", finish, places[start], arrowprops=style)
+        panel.annotate("", tuple(finish), tuple(places[start]), arrowprops=style)
     panel.scatter(*np.asarray(places, float).T, s=280, c=[shades[c] for c in colors], edgecolors="white", zorder=3)
     for (x, y), label in zip(places, labels, strict=True):
         size = min(7.0, 24 / len(label)) if label else 7.0  # within its circle
@@ -78,7 +79,12 @@ def plot_stream(metrics_jsonl: Path, out: Path, prefix: str, *, ylabel: str, tit
 
 
 def plot_seeds(
-    curves: Mapping[str, tuple[Any, Any]], out: Path, *, xlabel: str = "step", ylabel: str = "", title: str = ""
+    curves: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    out: Path,
+    *,
+    xlabel: str = "step",
+    ylabel: str = "",
+    title: str = "",
 ) -> None:
     """Draws the mean over seeds of each curve, in a band where it lies with 95 %, into the PNG `out`.
 
@@ -112,7 +118,7 @@ def plot_seeds(
     if not drawn:
         raise UsageError(f"no finite values of {', '.join(curves)} to draw")
     panel.set(xlabel=xlabel, ylabel=ylabel)
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    cast(Any, panel.xaxis.get_major_locator()).set_params(integer=True)
     panel.legend(frameon=False)
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.margins(x=0.01)

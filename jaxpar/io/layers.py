@@ -3,20 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-__all__ = ["Source", "assemble", "match", "saved_form"]
+__all__ = ["LeafSource", "match_layers"]
 
-Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+Specs = Mapping[str, tuple[str, tuple[int, ...]]]
 """path -> (dtype, shape)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class LeafSource:
     """Where a wanted leaf comes from.
 
     Attributes:
@@ -28,19 +27,19 @@ class Source:
     layer: int | None = None
 
 
-def match(saved: Layout, wanted: Layout) -> dict[str, Source]:
+def match_layers(saved: Specs, wanted: Specs) -> dict[str, LeafSource]:
     """Returns where each wanted leaf comes from; leaves out those that come from nowhere.
 
     A path that both have is itself. Otherwise `a/b [L, ...]` is the stack of `a/0/b` ... `a/<L-1>/b`, each `[...]`,
     wherever the number stands in the path and in either direction. The paths of optimizer moments end in those of
     their parameters, so the rule moves them along. Shapes and dtypes must agree, and all L layers must be there.
     """
-    sources = {path: Source((path,)) for path in wanted if saved.get(path) == wanted[path]}
+    sources = {path: LeafSource((path,)) for path in wanted if saved.get(path) == wanted[path]}
     for path, leaf in wanted.items():
         if path not in saved:
-            stacks = [Source(layers) for layers in _layers(path, leaf) if _are_layers(layers, leaf, saved)]
+            stacks = [LeafSource(layers) for layers in _layers(path, leaf) if _are_layers(layers, leaf, saved)]
             cuts = [
-                Source((stack,), layer)
+                LeafSource((stack,), layer)
                 for stack, layer in _stacks(path)
                 if stack in saved
                 and any(path in layers and _are_layers(layers, saved[stack], wanted)
@@ -52,7 +51,7 @@ def match(saved: Layout, wanted: Layout) -> dict[str, Source]:
 
 
 def saved_form(
-    saved: Layout, sources: Mapping[str, Source], wanted: Mapping[str, jax.ShapeDtypeStruct]
+    saved: Specs, sources: Mapping[str, LeafSource], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the saved leaves to read, on the shardings that the wanted ones imply."""
     read = {}
@@ -67,7 +66,7 @@ def saved_form(
 
 
 def assemble(
-    read: dict[str, jax.Array], sources: Mapping[str, Source], wanted: Mapping[str, jax.ShapeDtypeStruct]
+    read: dict[str, jax.Array], sources: Mapping[str, LeafSource], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
     """Stacks and cuts what was read; takes it out of `read`, so that each leaf is there twice only for a moment."""
     done, cuts = {}, {}
@@ -104,12 +103,12 @@ def _layers(path: str, leaf: tuple[str, tuple[int, ...]]) -> Iterator[tuple[str,
         yield tuple("/".join([*before, str(layer), *after]) for layer in range(shape[0]))
 
 
-def _are_layers(paths: tuple[str, ...], stack: tuple[str, tuple[int, ...]], layout: Layout) -> bool:
+def _are_layers(paths: tuple[str, ...], stack: tuple[str, tuple[int, ...]], layout: Specs) -> bool:
     dtype, shape = stack
     return math.prod(shape[:1]) > 0 and all(layout.get(path) == (dtype, shape[1:]) for path in paths)
 
 
-def _shift(sharding: Any, by: int) -> Sharding:
+def _shift(sharding: Sharding | None, by: int) -> Sharding | None:
     """Returns the sharding of an array with one more leading axis, whole, or one fewer."""
     if not isinstance(sharding, NamedSharding):
         return sharding

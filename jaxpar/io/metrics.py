@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 import jax
 
@@ -29,7 +30,7 @@ class Writer(Protocol):
         ...
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, float]]:
     """Reads what `JsonlWriter` wrote: one dict a line, `step` an int, all else floats, NaN and inf included.
 
     A last line that a killed process left without its end is not read.
@@ -67,9 +68,9 @@ class JsonlWriter:
 
     def __init__(self, path: Path, resume_step: int | None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = read_jsonl(path) if resume_step is not None and path.exists() else []
+        rows = [] if resume_step is None or not path.exists() else read_jsonl(path)
         kept = path.with_name(path.name + ".tmp")
-        kept.write_text("".join(_line(row) for row in rows if row["step"] <= resume_step))
+        kept.write_text("".join(_line(row) for row in rows if row["step"] <= (resume_step or 0)))
         os.replace(kept, path)
         self._file = path.open("a")
 
@@ -107,7 +108,7 @@ class TensorBoardWriter:
 class WandbWriter:
     """Logs to the Weights & Biases run `name` of `project`, the same one again when a run resumes."""
 
-    def __init__(self, project: str, name: str, config: Mapping[str, Any], folder: Path):
+    def __init__(self, project: str, name: str, config: Mapping[str, object], folder: Path):
         identity = re.sub(r"[^\w.-]", "-", name)  # what the service allows in an identifier
         wandb = _package("wandb", "wandb")
         self._run = wandb.init(
@@ -148,7 +149,7 @@ def open_writers(
     *,
     project: str = "jaxpar",
     name: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
 ) -> Writers:
     """Opens `folder/metrics.jsonl`, and the services named in `also`; writes on process 0 only.
 
@@ -176,7 +177,7 @@ def open_writers(
     return Writers([JsonlWriter(folder / "metrics.jsonl", resume_step), *services])
 
 
-def _package(package: str, extra: str) -> Any:
+def _package(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,15 +1,19 @@
-"""Pictures: a run's losses, gradient norm and learning rate; distributions; what layouts cost and how exact; plans."""
+"""Pictures: a run's losses, gradient norm and learning rate; distributions; what layouts cost, how exact; memory."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxpar.io._figure import BLUE, COLORS, GREEN, PURPLE, VERMILION, empty_figure, save
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
+
+if TYPE_CHECKING:  # matplotlib is an extra
+    from matplotlib.axes import Axes
 
 __all__ = ["plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
 
@@ -122,7 +126,7 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
     save(figure, out)
 
 
-def _draw_losses(panel: Any, train: np.ndarray, validation: np.ndarray, unit: str) -> None:
+def _draw_losses(panel: "Axes", train: np.ndarray, validation: np.ndarray, unit: str) -> None:
     steps, loss = train
     if loss.size:
         panel.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
@@ -140,7 +144,7 @@ def _draw_losses(panel: Any, train: np.ndarray, validation: np.ndarray, unit: st
     panel.legend(frameon=False)
 
 
-def _draw_optimizer(panel: Any, norm: np.ndarray, rate: np.ndarray) -> None:
+def _draw_optimizer(panel: "Axes", norm: np.ndarray, rate: np.ndarray) -> None:
     from matplotlib.ticker import LogLocator
 
     if norm.size:
@@ -171,23 +175,23 @@ def _smoothed(values: np.ndarray) -> np.ndarray:
     return np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 0)
 
 
-def plot_memory(plans: dict[str, dict[str, float]], capacity: float | None, out: Path) -> None:
-    """Draws into the PNG `out` one bar a plan: its parts in GiB a device, and what a device has as a line.
+def plot_memory(estimates: dict[str, dict[str, float]], capacity: float | None, out: Path) -> None:
+    """Draws into the PNG `out` one bar an estimate: its parts in GiB a device, and what a device has as a line.
 
     Args:
-      plans: Name -> part -> bytes; all with the same parts.
+      estimates: Name -> part -> bytes; all with the same parts.
       capacity: Bytes of a device, if known.
       out: A path.
 
     Raises:
       UsageError: matplotlib is missing.
     """
-    figure = empty_figure(8, 1.7 + 0.45 * len(plans))
+    figure = empty_figure(8, 1.7 + 0.45 * len(estimates))
     panel = figure.subplots()
-    names, left = list(plans), np.zeros(len(plans))
+    names, left = list(estimates), np.zeros(len(estimates))
     colours = (BLUE, GREEN, PURPLE, VERMILION)
-    for index, part in enumerate(next(iter(plans.values()))):
-        width = np.array([plans[name][part] for name in names]) / 2**30
+    for index, part in enumerate(next(iter(estimates.values()))):
+        width = np.array([estimates[name][part] for name in names]) / 2**30
         panel.barh(names, width, left=left, color=colours[index % len(colours)], label=part, height=0.6)
         left += width
     if capacity is not None:
@@ -204,7 +208,7 @@ def plot_memory(plans: dict[str, dict[str, float]], capacity: float | None, out:
     figure.savefig(out)
 
 
-def plot_histograms(panels: Mapping[str, Any], out: Path, *, title: str = "") -> None:
+def plot_histograms(panels: Mapping[str, ArrayLike], out: Path, *, title: str = "") -> None:
     """Draws into the PNG `out`, side by side, how often each value occurs, and the mean as a line.
 
     Args:

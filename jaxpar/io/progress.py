@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self, TextIO
 
 import jax
+from numpy.typing import ArrayLike
 
 __all__ = ["Progress", "open_progress"]
 
@@ -74,7 +75,7 @@ class Progress:
         self._latest: tuple[int, Mapping[str, Any]] | None = None
         self._shown = (-float("inf"), -1)  # when, and which step
 
-    def update(self, step: int, values: Mapping[str, Any]) -> None:
+    def update(self, step: int, values: Mapping[str, ArrayLike]) -> None:
         """Tells that `step` steps are made; cheap, for every step.
 
         Args:

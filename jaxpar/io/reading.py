@@ -1,9 +1,10 @@
-"""What one checkpoint on disk holds, read without a word to other processes, and the reasons to refuse it."""
+"""What one checkpoint on disk holds, read without communication between processes, and the reasons to refuse it."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -15,36 +16,37 @@ from jaxpar.io.digest import numpy_digest
 from jaxpar.io.storage import unreadable_reason
 from jaxpar.types import PyTree, UsageError
 
-__all__ = [
-    "Damaged",
-    "OtherRun",
-    "check_digests",
-    "check_same_run",
-    "describe",
-    "fit",
-    "flatten",
-    "nest",
-    "read_arrays",
-    "read_description",
-    "read_numpy",
-]
+__all__ = ["CorruptCheckpointError", "RunMismatchError"]
 
 
-class Damaged(UsageError):
+class ArrayForm(TypedDict):
+    """What two arrays must share to stand for each other."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ArrayDescription(ArrayForm):
+    """What a checkpoint says of one array."""
+
+    digest: str
+
+
+class CorruptCheckpointError(UsageError):
     """A checkpoint is not what was saved."""
 
 
-class OtherRun(UsageError):
+class RunMismatchError(UsageError):
     """A checkpoint is whole, but of another configuration."""
 
 
-def flatten(tree: PyTree) -> dict[str, Any]:
+def flatten(tree: PyTree) -> dict[str, PyTree]:
     """Returns the leaves by their logical names: `params/layers/wq`, in whatever classes they are held."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nest(leaves: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Returns nested dicts with the leaves at their names."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -56,7 +58,9 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def describe(leaves: Mapping[str, Any], digests: Mapping[str, str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def describe(
+    leaves: Mapping[str, jax.Array], digests: Mapping[str, str], metadata: Mapping[str, object]
+) -> dict[str, object]:
     """Returns what a checkpoint says about its arrays: dtype, shape and digest by path, and a check of the text."""
     arrays = {
         path: {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "digest": digests[path]}
@@ -65,11 +69,11 @@ def describe(leaves: Mapping[str, Any], digests: Mapping[str, str], metadata: Ma
     return {"arrays": arrays, "check": _check(arrays, metadata)}
 
 
-def read_description(folder: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_description(folder: epath.Path) -> tuple[dict[str, ArrayDescription], dict[str, object]]:
     """Returns the arrays' description and the metadata of the checkpoint in `folder`.
 
     Raises:
-      Damaged: They are not both there as they were written.
+      CorruptCheckpointError: They are not both there as they were written.
     """
     json_handler = ocp.JsonCheckpointHandler()
     try:
@@ -86,7 +90,7 @@ def read_arrays(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) 
     """Reads all arrays of a checkpoint onto the shardings of `wanted`; each process reads its own part.
 
     Raises:
-      Damaged: A file cannot be read. Whether what was read is what was saved is for the digests to say.
+      CorruptCheckpointError: A file cannot be read. Whether what was read is what was saved is for the digests to say.
     """
     handler = ocp.StandardCheckpointHandler()
     try:
@@ -109,7 +113,7 @@ def read_numpy(folder: epath.Path) -> dict[str, np.ndarray]:
     """Reads all arrays of a checkpoint to the host, typed keys as their words, and checks their digests.
 
     Raises:
-      Damaged: A file cannot be read, or an array is not the one that was saved.
+      CorruptCheckpointError: A file cannot be read, or an array is not the one that was saved.
     """
     described, _ = read_description(folder)
     handler = ocp.PyTreeCheckpointHandler()
@@ -122,53 +126,77 @@ def read_numpy(folder: epath.Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def check_digests(folder: epath.Path, described: Mapping[str, Any], found: Mapping[str, str]) -> None:
-    """Raises `Damaged` unless every array that is described has the digest that was found."""
+def check_digests(folder: epath.Path, described: Mapping[str, ArrayDescription], found: Mapping[str, str]) -> None:
+    """Raises `CorruptCheckpointError` unless every array that is described has the digest that was found."""
     wrong = [path for path, entry in described.items() if entry["digest"] != found.get(path)]
     if wrong:
         others = f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
-        raise Damaged(f"the checkpoint {folder} is damaged: {wrong[0]}{others} is not what was saved")
+        raise CorruptCheckpointError(f"the checkpoint {folder} is damaged: {wrong[0]}{others} is not what was saved")
 
 
-def check_same_run(folder: epath.Path, saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Raises `OtherRun` unless all of `metadata` is among what was saved."""
+def check_same_run(folder: epath.Path, saved: Mapping[str, object], metadata: Mapping[str, object]) -> None:
+    """Raises `RunMismatchError` unless all of `metadata` is among what was saved."""
     for name, value in metadata.items():
         if saved.get(name) != value:
-            raise OtherRun(
+            raise RunMismatchError(
                 f"the checkpoint of step {folder.name} was made with {name}={saved.get(name)!r} and this run has "
                 f"{value!r}; go back to that, or start anew with resume=false."
             )
 
 
-def fit(
-    folder: epath.Path, described: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[dict[str, layers.Source], dict[str, jax.ShapeDtypeStruct]]:
-    """Returns where each wanted leaf comes from and what to read for it; refuses a state of another layout."""
-    ours = {path: {"dtype": str(leaf.dtype), "shape": leaf.shape} for path, leaf in wanted.items()}
-    saved, asked = (
-        {path: (entry["dtype"], entry["shape"]) for path, entry in side.items()} for side in (described, ours)
-    )
-    sources = layers.match(saved, asked)
+def match_state(
+    folder: epath.Path,
+    described: Mapping[str, ArrayDescription],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    renamed: Mapping[str, str],
+) -> tuple[dict[str, layers.LeafSource], dict[str, jax.ShapeDtypeStruct]]:
+    """Returns where each wanted leaf comes from and what to read for it; refuses a state of another layout.
+
+    A leaf that was saved under an older name is found by `renamed`, from parts of paths to what they were called.
+    """
+    ours: dict[str, ArrayForm] = {
+        path: {"dtype": str(leaf.dtype), "shape": leaf.shape} for path, leaf in wanted.items()
+    }
+    older = {path: _older_name(path, renamed) for path in ours if path not in described}
+    today = {old: path for path, old in older.items() if old in described}
+    saved = {today.get(path, path): (entry["dtype"], entry["shape"]) for path, entry in described.items()}
+    found = layers.match_layers(saved, {path: (entry["dtype"], entry["shape"]) for path, entry in ours.items()})
+    names = {path: old for old, path in today.items()}
+    sources = {
+        path: dataclasses.replace(source, paths=tuple(names.get(name, name) for name in source.paths))
+        for path, source in found.items()
+    }
     used = {name for source in sources.values() for name in source.paths}
-    for path in dict.fromkeys([*ours, *sorted(described)]):
-        if path in ours and path not in sources or path in described and path not in used:
-            here, there = (_text_of(side[path]) if path in side else "absent" for side in (ours, described))
-            raise OtherRun(
+    theirs = {today.get(path, path): entry for path, entry in described.items()}
+    for path in dict.fromkeys([*ours, *sorted(theirs)]):
+        if path in ours and path not in sources or path in theirs and names.get(path, path) not in used:
+            here, there = (_text_of(side[path]) if path in side else "absent" for side in (ours, theirs))
+            raise RunMismatchError(
                 f"the checkpoint of step {folder.name} in {folder.parent} does not fit this run: "
                 f"{path} is {there} there and {here} here; start anew with resume=false, or go on with the version "
                 "and the flags that made it"
             )
-    return sources, layers.saved_form(saved, sources, wanted)
+    return sources, layers.saved_form(
+        {path: (entry["dtype"], entry["shape"]) for path, entry in described.items()}, sources, wanted
+    )
 
 
-def _text_of(entry: Any) -> str:
+def _older_name(path: str, renamed: Mapping[str, str]) -> str:
+    """The path with whole names, or runs of them such as `rates/tau`, replaced."""
+    path = f"/{path}/"
+    for new, old in renamed.items():
+        path = path.replace(f"/{new}/", f"/{old}/")
+    return path[1:-1]
+
+
+def _text_of(entry: ArrayForm) -> str:
     return f"{entry['dtype']}[{','.join(map(str, entry['shape']))}]"
 
 
-def _check(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+def _check(arrays: Mapping[str, object], metadata: Mapping[str, object]) -> str:
     as_read = json.loads(json.dumps([dict(arrays), dict(metadata)]))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
-def _unreadable(folder: epath.Path, error: Exception) -> Damaged:
-    return Damaged(f"the checkpoint {folder} cannot be read: {unreadable_reason(error)}")
+def _unreadable(folder: epath.Path, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the checkpoint {folder} cannot be read: {unreadable_reason(error)}")

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.io.digest import device_digests, digest_text
 
-__all__ = ["fits_twice", "on_all_processes", "pinned", "prepare", "snapshot"]
+__all__ = ["fits_twice", "snapshot"]
 
 Leaves = dict[str, jax.Array]
 

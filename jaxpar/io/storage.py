@@ -14,8 +14,6 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxpar.io.snapshot import on_all_processes
 from jaxpar.types import UsageError
 
-__all__ = ["Ranking", "absolute", "open_folder", "open_manager", "set_aside", "storage_reason", "unreadable_reason"]
-
 # What TensorStore writes into a ValueError when the operating system refuses a write.
 _REFUSALS = (
     "no space left on device",
@@ -38,7 +36,7 @@ _UNREADABLE = {
 }
 
 
-class Ranking:
+class CheckpointOrder:
     """How good a checkpoint is by its `metric`; None ranks none."""
 
     def __init__(self, metric: str | None, mode: str):
@@ -124,22 +122,22 @@ def set_aside(checkpoint: epath.Path, why: str) -> str:
 
 
 def open_manager(
-    folder: epath.Path, keep: int, keep_every_s: float, ranking: Ranking, read_only: bool
+    folder: epath.Path, keep: int, keep_every_s: float, order: CheckpointOrder, read_only: bool
 ) -> ocp.CheckpointManager:
     """Returns Orbax's manager of `folder`, with our items and retention."""
     retention: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
     if keep_every_s:
         retention.append(policies.EveryNSeconds(keep_every_s))  # pyright: ignore[reportArgumentType]
-    if ranking.metric is not None:
+    if order.metric is not None:
         best = policies.BestN(
-            get_metric_fn=ranking, reverse=ranking.mode == "min", n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=order, reverse=order.mode == "min", n=1, keep_checkpoints_without_metrics=False
         )
         retention.append(best)
     processes = jax.process_count()
     options = ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy(retention),
-        best_fn=None if ranking.metric is None else ranking,
-        best_mode=ranking.mode,
+        best_fn=None if order.metric is None else order,
+        best_mode=order.mode,
         cleanup_tmp_directories=not read_only,
         create=False,
         read_only=read_only,

@@ -22,19 +22,19 @@ from jaxpar.lm.keys import (
     TABLE,
     TEXT,
     Kind,
+    brief,
     check,
-    one_of,
+    literal,
     plain,
     read_json,
     refuse_unknown,
-    shown,
 )
 from jaxpar.types import UsageError
 
-__all__ = ["Architecture", "Row", "architecture_of", "config_from_hf", "config_json", "read_config"]
+__all__ = ["Architecture", "Place", "architecture_of", "config_from_hf", "config_json", "read_config"]
 
 
-class Row(NamedTuple):
+class Place(NamedTuple):
     """Where a leaf lies in the files."""
 
     name: str  # of the tensor; in a layer, what follows the layer's prefix
@@ -49,7 +49,7 @@ class Architecture(NamedTuple):
     model_type: str
     layer: str  # prefix of a layer's tensors; a file may lack its first word
     passed_over: str  # pattern of tensors that are no parameters
-    rows: dict[str, Row]  # leaf -> place
+    rows: dict[str, Place]  # leaf -> place
     fields: dict[str, tuple]  # field -> its key and kind, and the default of transformers unless required
     others: dict[str, Kind]  # keys that `read` translates
     fixed: dict[str, Any]  # key -> the one value that this library computes
@@ -63,7 +63,7 @@ ROPE = {
     "rope_original_len": "original_max_position_embeddings",
 }  # fmt: skip
 ROPE_KINDS = {
-    "rope_theta": POSITIVE, "partial_rotary_factor": one_of(1.0, 1), "factor": RAISING, "low_freq_factor": POSITIVE,
+    "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "factor": RAISING, "low_freq_factor": POSITIVE,
     "high_freq_factor": POSITIVE, "original_max_position_embeddings": SIZE,
 }  # fmt: skip
 GELU = {"gelu_new": "gelu", "gelu": "gelu_exact"}
@@ -83,11 +83,11 @@ def _read_rope(values: dict) -> dict:
     for part in (beside, values.get("rope_scaling", {}), values.get("rope_parameters", {})):
         for key, value in part.items():
             if value is not None and rope.setdefault(key, value) != value:
-                raise UsageError(f"{key} is {shown(rope[key])} and {shown(value)}; legal is one value.")
+                raise UsageError(f"{key} is {brief(rope[key])} and {brief(value)}; legal is one value.")
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
     if kind not in ("default", "llama3"):
-        raise UsageError(f"rope type {shown(kind)} is unknown; legal are default and llama3.")
+        raise UsageError(f"rope type {brief(kind)} is unknown; legal are default and llama3.")
     keys = ROPE if kind == "llama3" else {}
     kinds = ROPE_KINDS if keys else {key: ROPE_KINDS[key] for key in ("rope_theta", "partial_rotary_factor")}
     if absent := [key for key in keys.values() if key not in rope]:
@@ -95,7 +95,7 @@ def _read_rope(values: dict) -> dict:
     for key, value in rope.items():
         if key not in kinds:
             raise UsageError(
-                f"rope type {kind!r} does not honour {plain(key)}={shown(value)}; legal are {', '.join(kinds)}."
+                f"rope type {kind!r} does not honour {plain(key)}={brief(value)}; legal are {', '.join(kinds)}."
             )
         check("the rope of config.json", key, value, kinds[key])
     if keys and not rope["high_freq_factor"] > rope["low_freq_factor"]:
@@ -140,17 +140,17 @@ def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
 LLAMA = Architecture(
     "LlamaForCausalLM", "llama", "model.layers.{}.", r"rotary_emb\.inv_freq$",
     rows={
-        "embedding": Row("model.embed_tokens.weight", "vd>v,d"), "head": Row("lm_head.weight", "vd>v,d"),
-        "final_norm.scale": Row("model.norm.weight", "d>d"),
-        "layers.attn_norm.scale": Row("input_layernorm.weight", "d>d"),
-        "layers.mlp_norm.scale": Row("post_attention_layernorm.weight", "d>d"),
-        "layers.wq": Row("self_attn.q_proj.weight", "dhk>hk,d"), "layers.bq": Row("self_attn.q_proj.bias", "hk>hk"),
-        "layers.wk": Row("self_attn.k_proj.weight", "dgk>gk,d"), "layers.bk": Row("self_attn.k_proj.bias", "gk>gk"),
-        "layers.wv": Row("self_attn.v_proj.weight", "dgk>gk,d"), "layers.bv": Row("self_attn.v_proj.bias", "gk>gk"),
-        "layers.wo": Row("self_attn.o_proj.weight", "hkd>d,hk"), "layers.bo": Row("self_attn.o_proj.bias", "d>d"),
-        "layers.w_gate": Row("mlp.gate_proj.weight", "df>f,d"), "layers.b_gate": Row("mlp.gate_proj.bias", "f>f"),
-        "layers.w_up": Row("mlp.up_proj.weight", "df>f,d"), "layers.b_up": Row("mlp.up_proj.bias", "f>f"),
-        "layers.w_down": Row("mlp.down_proj.weight", "fd>d,f"), "layers.b_down": Row("mlp.down_proj.bias", "d>d"),
+        "embedding": Place("model.embed_tokens.weight", "vd>v,d"), "head": Place("lm_head.weight", "vd>v,d"),
+        "final_norm.scale": Place("model.norm.weight", "d>d"),
+        "layers.attn_norm.scale": Place("input_layernorm.weight", "d>d"),
+        "layers.mlp_norm.scale": Place("post_attention_layernorm.weight", "d>d"),
+        "layers.wq": Place("self_attn.q_proj.weight", "dhk>hk,d"), "layers.bq": Place("self_attn.q_proj.bias", "hk>hk"),
+        "layers.wk": Place("self_attn.k_proj.weight", "dgk>gk,d"), "layers.bk": Place("self_attn.k_proj.bias", "gk>gk"),
+        "layers.wv": Place("self_attn.v_proj.weight", "dgk>gk,d"), "layers.bv": Place("self_attn.v_proj.bias", "gk>gk"),
+        "layers.wo": Place("self_attn.o_proj.weight", "hkd>d,hk"), "layers.bo": Place("self_attn.o_proj.bias", "d>d"),
+        "layers.w_gate": Place("mlp.gate_proj.weight", "df>f,d"), "layers.b_gate": Place("mlp.gate_proj.bias", "f>f"),
+        "layers.w_up": Place("mlp.up_proj.weight", "df>f,d"), "layers.b_up": Place("mlp.up_proj.bias", "f>f"),
+        "layers.w_down": Place("mlp.down_proj.weight", "fd>d,f"), "layers.b_down": Place("mlp.down_proj.bias", "d>d"),
     },
     fields={
         "vocab_size": ("vocab_size", SIZE), "num_layers": ("num_hidden_layers", LAYERS),
@@ -161,7 +161,7 @@ LLAMA = Architecture(
         "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
     },
     others={
-        "mlp_bias": FLAG, "attention_bias": FLAG, "rope_theta": POSITIVE, "partial_rotary_factor": one_of(1.0, 1),
+        "mlp_bias": FLAG, "attention_bias": FLAG, "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1),
         "rope_scaling": TABLE, "rope_parameters": TABLE,
     },
     fixed={"hidden_act": "silu"}, read=_read_llama, write=_write_llama, needs=_needs_llama,
@@ -170,17 +170,17 @@ LLAMA = Architecture(
 GPT2 = Architecture(
     "GPT2LMHeadModel", "gpt2", "transformer.h.{}.", r"\.attn\.(masked_)?bias$",
     rows={
-        "embedding": Row("transformer.wte.weight", "vd>v,d"), "positions": Row("transformer.wpe.weight", "td>t,d"),
-        "final_norm.scale": Row("transformer.ln_f.weight", "d>d"),
-        "final_norm.bias": Row("transformer.ln_f.bias", "d>d"),
-        "layers.attn_norm.scale": Row("ln_1.weight", "d>d"), "layers.attn_norm.bias": Row("ln_1.bias", "d>d"),
-        "layers.mlp_norm.scale": Row("ln_2.weight", "d>d"), "layers.mlp_norm.bias": Row("ln_2.bias", "d>d"),
-        "layers.wq": Row("attn.c_attn.weight", "dhk>d,hk", 0), "layers.bq": Row("attn.c_attn.bias", "hk>hk", 0),
-        "layers.wk": Row("attn.c_attn.weight", "dhk>d,hk", 1), "layers.bk": Row("attn.c_attn.bias", "hk>hk", 1),
-        "layers.wv": Row("attn.c_attn.weight", "dhk>d,hk", 2), "layers.bv": Row("attn.c_attn.bias", "hk>hk", 2),
-        "layers.wo": Row("attn.c_proj.weight", "hkd>hk,d"), "layers.bo": Row("attn.c_proj.bias", "d>d"),
-        "layers.w_up": Row("mlp.c_fc.weight", "df>d,f"), "layers.b_up": Row("mlp.c_fc.bias", "f>f"),
-        "layers.w_down": Row("mlp.c_proj.weight", "fd>f,d"), "layers.b_down": Row("mlp.c_proj.bias", "d>d"),
+        "embedding": Place("transformer.wte.weight", "vd>v,d"), "positions": Place("transformer.wpe.weight", "td>t,d"),
+        "final_norm.scale": Place("transformer.ln_f.weight", "d>d"),
+        "final_norm.bias": Place("transformer.ln_f.bias", "d>d"),
+        "layers.attn_norm.scale": Place("ln_1.weight", "d>d"), "layers.attn_norm.bias": Place("ln_1.bias", "d>d"),
+        "layers.mlp_norm.scale": Place("ln_2.weight", "d>d"), "layers.mlp_norm.bias": Place("ln_2.bias", "d>d"),
+        "layers.wq": Place("attn.c_attn.weight", "dhk>d,hk", 0), "layers.bq": Place("attn.c_attn.bias", "hk>hk", 0),
+        "layers.wk": Place("attn.c_attn.weight", "dhk>d,hk", 1), "layers.bk": Place("attn.c_attn.bias", "hk>hk", 1),
+        "layers.wv": Place("attn.c_attn.weight", "dhk>d,hk", 2), "layers.bv": Place("attn.c_attn.bias", "hk>hk", 2),
+        "layers.wo": Place("attn.c_proj.weight", "hkd>hk,d"), "layers.bo": Place("attn.c_proj.bias", "d>d"),
+        "layers.w_up": Place("mlp.c_fc.weight", "df>d,f"), "layers.b_up": Place("mlp.c_fc.bias", "f>f"),
+        "layers.w_down": Place("mlp.c_proj.weight", "fd>f,d"), "layers.b_down": Place("mlp.c_proj.bias", "d>d"),
     },
     fields={
         "vocab_size": ("vocab_size", SIZE), "num_layers": ("n_layer", LAYERS), "embed_dim": ("n_embd", SIZE),
@@ -188,7 +188,7 @@ GPT2 = Architecture(
         "norm_eps": ("layer_norm_epsilon", NOT_NEGATIVE, 1e-5), "dropout": ("resid_pdrop", SHARE, 0.1),
         "tied": ("tie_word_embeddings", FLAG, True), "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
     },
-    others={"activation_function": one_of(*GELU), "n_inner": SIZE, "embd_pdrop": SHARE, "attn_pdrop": SHARE},
+    others={"activation_function": literal(*GELU), "n_inner": SIZE, "embd_pdrop": SHARE, "attn_pdrop": SHARE},
     fixed={
         "tie_word_embeddings": True, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False, "add_cross_attention": False,
@@ -198,7 +198,7 @@ GPT2 = Architecture(
 
 FULL = "full_attention"
 COMMON = {
-    "bos_token_id": IDS, "eos_token_id": IDS, "use_sliding_window": one_of(False), "pruned_heads": one_of({}),
+    "bos_token_id": IDS, "eos_token_id": IDS, "use_sliding_window": literal(False), "pruned_heads": literal({}),
     "layer_types": Kind(f"a list of {FULL!r}", lambda x: isinstance(x, list) and all(item == FULL for item in x)),
 }  # fmt: skip
 """Keys of all architectures."""
@@ -228,7 +228,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
             f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in (LLAMA, GPT2))}."
         )
     known = {key: kind for key, kind, *_ in arch.fields.values()} | arch.others | COMMON
-    refuse_unknown(path, values, known | {key: one_of(value) for key, value in arch.fixed.items()})
+    refuse_unknown(path, values, known | {key: literal(value) for key, value in arch.fixed.items()})
     if absent := [key for key, _, *default in arch.fields.values() if not default and key not in values]:
         raise UsageError(f"{path} lacks {', '.join(absent)}.")
     fields = {ours: values.get(key, *default) for ours, (key, _, *default) in arch.fields.items()}
@@ -248,7 +248,7 @@ def architecture_of(config: LMConfig) -> Architecture:
     raise UsageError(f"no folder can hold a model with {fields}: {'; '.join(text for _, text in reasons)}.")
 
 
-def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, Any]:
+def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, object]:
     """Returns what `config.json` of a model says."""
     values = {"architectures": [arch.name], "model_type": arch.model_type, "torch_dtype": dtype}
     # Left out, these would be the ids of transformers' own vocabularies.

@@ -1,10 +1,10 @@
 """What a language model is: `LMConfig`, and GPT-2 and Llama as two presets of it."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
-from jaxpar.nn.attention.mixer import IMPLS, Attention
+from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
@@ -16,15 +16,17 @@ from jaxpar.types import UsageError
 __all__ = ["LMConfig", "gpt2", "llama"]
 
 
+T = TypeVar("T")
+
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def _execution(default: Any, legal: Any = None) -> Any:
+def _execution(default: T, legal: Between | OneOf | None = None) -> T:
     """A field that says how to compute and not what: it is no part of a run's identity."""
     return field(default, legal, identity=False)
 
 
-def _later(default: Any, legal: Any) -> Any:
+def _later(default: T, legal: Between | OneOf | None) -> T:
     """A field that runs made before it was there lack: part of a run's identity where it is not the default."""
     return field(default, legal, identity="changed")
 
@@ -100,7 +102,7 @@ class LMConfig:
     dtype: str = field("bfloat16", OneOf(DTYPES))
     low_logits: bool = False
     remat: str = _execution("none", OneOf(REMATS))
-    attention: str = _execution("auto", OneOf(IMPLS))
+    attention: str = _execution("auto", OneOf(ATTENTION_IMPLS))
     solver: str = _execution("auto", OneOf(METHODS))
     scan_layers: bool = _execution(True)
     loss_chunk: int = _execution(8192, AtLeast(1))

@@ -175,7 +175,7 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
     except OSError as error:
         raise UsageError(f"the cache folder {entry.parent} cannot be written: {error.strerror}") from error
     try:
-        content, pieces = _plan(files, config.split)
+        content, pieces = _content_and_pieces(files, config.split)
         if tokenizer is None and config.tokenizer == "bytes":
             tokenizer = Bytes()
         elif tokenizer is None:
@@ -202,7 +202,7 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _plan(files: list, split: str) -> tuple[str, list[_Piece]]:
+def _content_and_pieces(files: list, split: str) -> tuple[str, list[_Piece]]:
     """Reads everything once: the hash of the content, and the pieces in stream order.
 
     Documents are the blocks of a single file, in its order, or whole files in the order of their digests,
@@ -311,7 +311,7 @@ def _files(path: str) -> list[tuple[str, int, int]]:
     root = Path(path or sysconfig.get_paths()["stdlib"]).expanduser().resolve()
     if not root.is_file() and not root.is_dir():
         raise UsageError(f"data path {path!r} is neither a file nor a folder")
-    names = [str(root)] if root.is_file() else _walk(str(root), set() if path else _STDLIB_SKIPS, set())
+    names = [str(root)] if root.is_file() else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
     stats = ((name, os.stat(name)) for name in names if path or name.endswith(".py"))
     files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats if stat.st_size)
     if not files:
@@ -319,7 +319,7 @@ def _files(path: str) -> list[tuple[str, int, int]]:
     return files
 
 
-def _walk(folder: str, skips: set[str], seen: set[str]) -> Iterator[str]:
+def _regular_files(folder: str, skips: set[str], seen: set[str]) -> Iterator[str]:
     """Regular files that are not hidden, each real folder once however links lead to it."""
     if (real := os.path.realpath(folder)) in seen:
         return
@@ -329,6 +329,6 @@ def _walk(folder: str, skips: set[str], seen: set[str]) -> Iterator[str]:
         if name.startswith(".") or name in skips:
             continue
         if os.path.isdir(path):
-            yield from _walk(path, skips, seen)
+            yield from _regular_files(path, skips, seen)
         elif os.path.isfile(path):
             yield path

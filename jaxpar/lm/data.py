@@ -13,7 +13,7 @@ from jaxpar.fields import AtLeast, Finite, check_fields, field
 from jaxpar.lm.corpus import Corpus, DataConfig, Tokens, open_corpus
 from jaxpar.types import UsageError
 
-__all__ = ["Corpus", "DataConfig", "Tokens", "Windows", "open_corpus", "permuted", "sweep"]
+__all__ = ["Corpus", "DataConfig", "Windows", "open_corpus", "permuted", "sweep"]
 
 _ROUNDS = 8
 

@@ -7,18 +7,19 @@ import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxpar.lm.architectures import Architecture, Row, architecture_of, config_json, read_config
+from jaxpar.lm.architectures import Architecture, Place, architecture_of, config_json, read_config
 from jaxpar.lm.config import DTYPES, LMConfig
-from jaxpar.lm.keys import plain, read_json, shown
+from jaxpar.lm.keys import brief, plain, read_json
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
@@ -30,7 +31,9 @@ FILE_DTYPES = ("BF16", "F16", "F32", "F64")
 HEAD = "lm_head.weight"
 
 
-def from_hf(folder: str | Path, *, dtype: str = "bfloat16", param_dtype: Any = jnp.float32) -> tuple[LMConfig, PyTree]:
+def from_hf(
+    folder: str | Path, *, dtype: str = "bfloat16", param_dtype: DTypeLike = jnp.float32
+) -> tuple[LMConfig, PyTree]:
     """Reads a Llama or GPT-2 folder of `config.json` and safetensors, whole or in shards.
 
     Under `jaxpar.mesh.use_mesh` every device's slice is read from the files and placed at once; a process holds at most
@@ -141,7 +144,17 @@ def _dotted(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _flat(tree: PyTree) -> dict[str, Any]:
+class _Tensor(Protocol):
+    """A tensor of a safetensors file, of which a slice is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
+
+
+def _flat(tree: PyTree) -> dict[str, PyTree]:
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -187,7 +200,7 @@ def _check_tied(tensors: dict, arch: Architecture, block: np.ndarray, shape: tup
         )
 
 
-def _cut(tensor: Any, row: Row, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+def _cut(tensor: _Tensor, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
     """Reads a leaf's `bounds` out of a tensor of the files, one layer, in the leaf's order."""
     ours, theirs = row.layout.split(">")
     sizes, ranges = dict(zip(ours, shape, strict=True)), dict(zip(ours, bounds, strict=True))
@@ -219,7 +232,7 @@ def _gather(arch: Architecture, flat: dict, parts: list[tuple[str, int]], dtype:
         ours, theirs = arch.rows[name].layout.split(">")
         shape = [math.prod(x.shape[ours.index(axis)] for axis in group) for group in theirs.split(",")]
         blocks.append(x.transpose([ours.index(axis) for axis in theirs.replace(",", "")]).reshape(shape))
-    # safetensors writes the memory of a strided array as it lies, without a word.
+    # safetensors writes the memory of a strided array in its own order, without an error.
     return np.ascontiguousarray(np.concatenate(blocks, axis=-1))
 
 
@@ -257,7 +270,7 @@ def _check(flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: st
             raise UsageError(f"parameter {name} has shape {here}, but the config means {there}.")
 
 
-def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: ExitStack) -> dict[str, Any]:
+def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: ExitStack) -> dict[str, _Tensor]:
     """Opens the files, without reading them, and returns every tensor's slicer once names and shapes are right."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not whole.is_file() and not index.is_file():
@@ -296,10 +309,10 @@ def _file_names(index: Path) -> list[str]:
     """Returns the files that an index names, which lie beside it."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise UsageError(f"{index} has weight_map={shown(places)}; legal is an object of tensors and their files.")
+        raise UsageError(f"{index} has weight_map={brief(places)}; legal is an object of tensors and their files.")
     for tensor, name in places.items():
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
             raise UsageError(
-                f"{index} says that {plain(tensor)} lies in {shown(name)}; legal is a safetensors file of that folder."
+                f"{index} says that {plain(tensor)} lies in {brief(name)}; legal is a safetensors file of that folder."
             )
     return sorted(set(places.values()))

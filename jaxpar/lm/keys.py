@@ -4,30 +4,11 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jaxpar.types import UsageError
 
-__all__ = [
-    "FLAG",
-    "IDS",
-    "LAYERS",
-    "NAMES",
-    "NOT_NEGATIVE",
-    "POSITIVE",
-    "RAISING",
-    "SHARE",
-    "SIZE",
-    "TABLE",
-    "TEXT",
-    "Kind",
-    "check",
-    "one_of",
-    "plain",
-    "read_json",
-    "refuse_unknown",
-    "shown",
-]
+__all__ = ["Kind", "read_json", "refuse_unknown"]
 
 
 class Kind(NamedTuple):
@@ -37,15 +18,15 @@ class Kind(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _whole(value: Any, least: int, most: int) -> bool:
+def _whole(value: object, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most  # true and false are ints to Python
 
 
-def _finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # False for NaN
+def _finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max  # False for NaN
 
 
-def _id(value: Any) -> bool:
+def _id(value: object) -> bool:
     return _whole(value, 0, 2**31 - 1)
 
 
@@ -64,7 +45,7 @@ IDS = Kind(
 )
 
 
-def one_of(*values: Any) -> Kind:
+def literal(*values: object) -> Kind:
     """Returns the kind that holds these values, and no others that Python takes for equal."""
     return Kind(" or ".join(map(repr, values)), lambda x: any(type(x) is type(v) and x == v for v in values))
 
@@ -86,27 +67,27 @@ HARMLESS = frozenset(
 )
 
 
-def shown(value: Any) -> str:
+def brief(value: object) -> str:
     """Returns a value as an error names it: on one line, and short."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def plain(name: Any) -> Any:
+def plain(name: object) -> object:
     """Returns a name as it is, unless it would break an error's line."""
-    return shown(name) if isinstance(name, str) and not (name.isprintable() and len(name) <= 80) else name
+    return brief(name) if isinstance(name, str) and not (name.isprintable() and len(name) <= 80) else name
 
 
-def check(where: Any, key: str, value: Any, kind: Kind) -> None:
+def check(where: object, key: str, value: object, kind: Kind) -> None:
     """Raises `UsageError` unless `value`, the one of `key` in the file `where`, is of its kind."""
     if not kind.holds(value):
-        raise UsageError(f"{where} has {key}={shown(value)}; legal is {kind.legal}.")
+        raise UsageError(f"{where} has {key}={brief(value)}; legal is {kind.legal}.")
 
 
-def refuse_unknown(where: Any, values: Mapping[str, Any], known: Mapping[str, Kind]) -> None:
+def refuse_unknown(where: object, values: Mapping[str, object], known: Mapping[str, Kind]) -> None:
     """Judges the keys of a `config.json`, nulls left out: the known ones by their kinds, others unless they are off.
 
-    A key that nobody knows may change what the model computes, so it passes only if it is harmless, or false.
+    An unknown key may change what the model computes, so it passes only if it is harmless, or false.
 
     Raises:
       UsageError: For the first key that is not honoured, or of another kind.
@@ -118,16 +99,16 @@ def refuse_unknown(where: Any, values: Mapping[str, Any], known: Mapping[str, Ki
         elif key == "sliding_window":
             if windowed is not False:
                 raise UsageError(
-                    f"{where} has sliding_window={shown(value)}; legal is null, or use_sliding_window=false."
+                    f"{where} has sliding_window={brief(value)}; legal is null, or use_sliding_window=false."
                 )
         elif key not in HARMLESS and not key.startswith("_") and value is not False:
             raise UsageError(
-                f"{where} has {plain(key)}={shown(value)}, which is not honoured here and may change what the model "
+                f"{where} has {plain(key)}={brief(value)}, which is not honoured here and may change what the model "
                 "computes; legal is null, false, or no such key."
             )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:  # any JSON, before it is checked
     """Returns the object that a JSON file holds.
 
     Raises:

@@ -135,7 +135,7 @@ def cross_entropy_and_z(
     return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads=False))
 
 
-def _told(value: Any) -> tuple[jax.Array, jax.Array]:
+def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (sum, z) of a pair of both, or of a sum without z."""
     return (value[0], value[1]) if value.ndim else (value, jnp.zeros_like(value))
 

@@ -11,7 +11,7 @@ from jaxpar.nn.block import dropout
 from jaxpar.nn.mixer import TRAINING
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["apply", "begin", "embed", "enter", "head", "hidden", "logits"]
+__all__ = ["apply", "embed", "embed_for_training", "embed_positions", "embed_tokens", "head", "hidden", "logits"]
 
 
 def head(params: PyTree) -> Float[Array, "V D"]:
@@ -19,7 +19,7 @@ def head(params: PyTree) -> Float[Array, "V D"]:
     return params.get("head", params["embedding"])
 
 
-def embed(
+def embed_tokens(
     table: Float[Array, "V D"], tokens: Int[Array, "B T"], axes: tuple = TRAINING.inside
 ) -> Float[Array, "B T D"]:
     """Looks tokens up in a table split over the vocabulary; one sum over its parts, no gather of the table.
@@ -40,7 +40,7 @@ def embed(
     return local(lookup, [("vocab", None), axes[:2]], axes)(table, tokens)
 
 
-def place(table: Float[Array, "S D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def embed_positions(table: Float[Array, "S D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Looks learned positions up, in a table that is gathered whole, as is its gradient: it is small."""
     return constrain(table, None, None)[positions]
 
@@ -69,12 +69,12 @@ def hidden(
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = begin(params, tokens, positions, config, dropout_key)
+    x = embed_for_training(params, tokens, positions, config, dropout_key)
     x, _, aux = config.stack().apply(params, x, positions=positions, segments=segments, key=dropout_key)
     return x, aux
 
 
-def begin(
+def embed_for_training(
     params: PyTree,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"] | None,
@@ -87,14 +87,14 @@ def begin(
         raise UsageError(f"sequences of {length} tokens are over model.max_seq_len={config.max_seq_len}.")
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    x = enter(params, tokens, positions, config)
+    x = embed(params, tokens, positions, config)
     # Folded by number, so that layer l drops the same things scanned and unrolled.
     if dropout_key is not None:
         x = dropout(x, config.dropout, jax.random.fold_in(dropout_key, config.num_layers))
     return constrain(x.astype(config.dtype), *TRAINING.outside)
 
 
-def enter(
+def embed(
     params: PyTree,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
@@ -102,8 +102,8 @@ def enter(
     axes: tuple = TRAINING.inside,
 ) -> Float[Array, "B T D"]:
     """Looks tokens and learned positions up: what enters the first layer. `axes` are those of the result."""
-    x = embed(params["embedding"], tokens, axes)
-    return x + place(params["positions"], positions) if config.positions == "learned" else x
+    x = embed_tokens(params["embedding"], tokens, axes)
+    return x + embed_positions(params["positions"], positions) if config.positions == "learned" else x
 
 
 def logits(params: PyTree, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Leaf", "abstract", "axes", "flops_per_token", "init", "is_weight", "leaves", "num_params"]
+__all__ = ["Leaf", "abstract", "axes", "decay_mask", "flops_per_token", "init", "leaves", "num_params"]
 
 
 def leaves(c: LMConfig) -> dict:
@@ -41,7 +41,7 @@ def init(key: PRNGKey, config: LMConfig, dtype=jnp.float32) -> PyTree:
     Each leaf's key is `key` folded with the leaf's path, so adding a parameter changes no other. Jit it
     with `out_shardings` to have each device make only its share. Consumes `key`.
     """
-    return draw(key, leaves(config), dtype)
+    return init_leaves(key, leaves(config), dtype)
 
 
 def axes(config: LMConfig) -> PyTree:
@@ -54,7 +54,7 @@ def abstract(config: LMConfig, dtype=jnp.float32) -> PyTree:
     return _map(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), config)
 
 
-def is_weight(config: LMConfig) -> PyTree:
+def decay_mask(config: LMConfig) -> PyTree:
     """Returns True for matrices (drawn at random), False for norms and biases: the mask of weight decay."""
     return _map(lambda _, leaf: not isinstance(leaf.init, str), config)
 

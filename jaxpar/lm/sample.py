@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.model import enter, logits
+from jaxpar.lm.model import embed, logits
 from jaxpar.nn.mixer import DECODING
 from jaxpar.nn.stack import StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
@@ -72,9 +72,10 @@ def extend(
     """
     stack = config.stack()
     params, positions = stack.hold(params), cache.seen[:, None] + jnp.arange(tokens.shape[1])[None]
-    x = enter(params, tokens, positions, config, DECODING.inside)
-    x, cache, _ = stack.apply(params, x, positions=positions, valid=valid, cache=cache)
-    return logits(params, x), cache
+    x = embed(params, tokens, positions, config, DECODING.inside)
+    x, after, _ = stack.apply(params, x, positions=positions, valid=valid, cache=cache)
+    assert after is not None  # a cache in, a cache out
+    return logits(params, x), after
 
 
 def prefill(
@@ -103,8 +104,9 @@ def prefill(
     if length > most:
         raise UsageError(f"prompts of {length} tokens are over the {most} that the cache and learned positions have.")
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    x, cache = enter(params, tokens, positions, config, DECODING.inside), empty_cache(config, batch, slots)
-    x, cache, _ = config.stack().apply(params, x, positions=positions, valid=lengths, cache=cache, fresh=True)
+    x, empty = embed(params, tokens, positions, config, DECODING.inside), empty_cache(config, batch, slots)
+    x, cache, _ = config.stack().apply(params, x, positions=positions, valid=lengths, cache=empty, fresh=True)
+    assert cache is not None  # a cache in, a cache out
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     return logits(params, last)[:, 0], cache
 

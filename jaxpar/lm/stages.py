@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last, losses
-from jaxpar.lm.model import begin, head
+from jaxpar.lm.model import embed_for_training, head
 from jaxpar.mesh import gather
 from jaxpar.nn.schedule import Stages
 from jaxpar.types import PRNGKey, PyTree
@@ -27,7 +27,7 @@ def stages(config: LMConfig) -> Stages:
         return stack.context(x, positions, data.get("segments"))._replace(key=_dropped(key, config))
 
     def first(params: PyTree, data: dict, key: PRNGKey | None):
-        return begin(params, data["tokens"], data.get("positions"), config, _dropped(key, config))
+        return embed_for_training(params, data["tokens"], data.get("positions"), config, _dropped(key, config))
 
     def layer(params: PyTree, index: int, x: jax.Array, data: dict, key: PRNGKey | None):
         x, _, aux = stack.layer(params, index, x, context(x, data, key))

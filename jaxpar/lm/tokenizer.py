@@ -2,15 +2,15 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxpar.lm.keys import FLAG, IDS, check, read_json, shown
+from jaxpar.lm.keys import FLAG, IDS, brief, check, read_json
 from jaxpar.types import UsageError
 
 __all__ = ["Bpe", "Bytes", "Tokenizer", "load_tokenizer", "train_bpe", "vocab_size_of"]
@@ -19,13 +19,13 @@ __all__ = ["Bpe", "Bytes", "Tokenizer", "load_tokenizer", "train_bpe", "vocab_si
 class Tokenizer(Protocol):
     """A mapping between text and ids below `vocab_size`; `identity` changes when the mapping does.
 
-    A sample begins with the ids of `begin` and ends at the first of `ends`, which `encode` never adds.
+    A sample begins with `bos_ids` and ends at the first of `eos_ids`, which `encode` never adds.
     """
 
     vocab_size: int
     identity: str
-    begin: tuple[int, ...]
-    ends: tuple[int, ...]
+    bos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
 
     def encode(self, text: str) -> np.ndarray: ...  # noqa: D102
 
@@ -37,7 +37,7 @@ class Bytes:
 
     vocab_size = 256
     identity = "bytes"
-    begin = ends = ()
+    bos_ids = eos_ids = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Maps text to its UTF-8 bytes, int32 `[n]`; escaped bytes of a command line come back as they were."""
@@ -53,12 +53,12 @@ class Bpe:
 
     Neither a beginning-of-text nor any other special token is added, so that the pieces of a stream can
     be encoded one by one; where the text spells a special token, it becomes that token. `vocab_size` is
-    one more than the largest id; `identity` holds the sha256 of the JSON, however its file was formatted. `begin` and
-    `ends` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging Face folder.
+    one more than the largest id; `identity` holds the sha256 of the JSON, however its file was formatted. `bos_ids` and
+    `eos_ids` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging Face folder.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, begin: tuple[int, ...] = (), ends: tuple[int, ...] = ()):
-        self._tokenizer, self.begin, self.ends = tokenizer, begin, ends
+    def __init__(self, tokenizer: tokenizers.Tokenizer, bos_ids: tuple[int, ...] = (), eos_ids: tuple[int, ...] = ()):
+        self._tokenizer, self.bos_ids, self.eos_ids = tokenizer, bos_ids, eos_ids
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = "bpe:" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
@@ -138,23 +138,23 @@ def _ids(folder: Path, key: str) -> list[int]:
         ids = _values(folder, name).get(key)
         if ids is not None:
             check(folder / name, key, ids, IDS)
-            return ids if isinstance(ids, list) else [ids]
+            return cast(list[int], ids if isinstance(ids, list) else [ids])
     return []
 
 
-def _token(folder: Path, tokenizer: tokenizers.Tokenizer, settings: dict[str, Any], key: str) -> int | None:
+def _token(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, object], key: str) -> int | None:
     """Returns the id of a special token that `tokenizer_config.json` spells, plainly or in an object."""
     value = settings.get(key)
     text = value.get("content") if isinstance(value, dict) else value
     found = tokenizer.token_to_id(text) if isinstance(text, str) else None
     if found is None and value is not None:
         raise UsageError(
-            f"{folder / 'tokenizer_config.json'} has {key}={shown(value)}; legal is a token of tokenizer.json, or null."
+            f"{folder / 'tokenizer_config.json'} has {key}={brief(value)}; legal is a token of tokenizer.json, or null."
         )
     return found
 
 
-def _values(folder: Path, name: str) -> dict[str, Any]:
+def _values(folder: Path, name: str) -> dict[str, object]:
     """Returns what a file of the folder says, if it is there; null is as good as nothing."""
     values = read_json(folder / name) if (folder / name).is_file() else {}
     return {key: value for key, value in values.items() if value is not None}

@@ -12,7 +12,7 @@ from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import axes_like
-from jaxpar.nn.auxiliary import shown
+from jaxpar.nn.auxiliary import scalars
 from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree
@@ -82,7 +82,7 @@ class Trainer:
 
     __post_init__ = check_fields
 
-    def init(self, key: PRNGKey, inputs: Any = None) -> TrainState:
+    def init(self, key: PRNGKey, inputs: PyTree = None) -> TrainState:
         """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
         del inputs
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
@@ -121,7 +121,7 @@ class Trainer:
                 "spike": spike,
                 "spikes": health.spikes,
             }
-            | shown(aux)
+            | scalars(aux)
         )
         return TrainState(params, opt_state, state.step + 1, health), jax.tree.map(jnp.float32, info)
 
@@ -131,7 +131,7 @@ class Trainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `TrainState.opt_state`."""
-        axes, decays = declared.axes(self.model), declared.is_weight(self.model)
+        axes, decays = declared.axes(self.model), declared.decay_mask(self.model)
         return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays)
 
 

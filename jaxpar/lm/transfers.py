@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.params import Leaf, is_weight, leaves
+from jaxpar.lm.params import Leaf, decay_mask, leaves
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.mesh import in_role, mesh_axes, num_shares
-from jaxpar.nn.mixer import Traffic
+from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.optim import muon_dimensions
 from jaxpar.verify import Transfer
 
@@ -78,7 +78,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
 
 def _exchanges(config: LMConfig, add) -> None:
     """Muon's matrices, made whole on one device each, and their updates back: one exchange a split dimension each."""
-    layers, sides = leaves(config)["layers"], muon_dimensions(axes_of(config), is_weight(config))["layers"]
+    layers, sides = leaves(config)["layers"], muon_dimensions(axes_of(config), decay_mask(config))["layers"]
     for name, leaf in {**layers, **layers.get("mixer", {})}.items():
         if not isinstance(leaf, Leaf) or {**sides, **sides.get("mixer", {})}[name] is None:
             continue
@@ -118,4 +118,4 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     parts = math.ceil(chunk / config.loss_chunk)
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
     add("sum", vocab, 1, stream, "features of the loss, backward")
-    return stack.mixer.transfers(Traffic(tokens, layers, narrow, times))
+    return stack.mixer.transfers(ActivationSizes(tokens, layers, narrow, times))

@@ -1,8 +1,8 @@
-"""What is below the rooms that make kernels and read programs: walks of jaxprs, Triton's kernels and their launchers.
+"""What rooms that make kernels or read programs share: readers of jaxprs, Triton's kernels and their launchers.
 
 | file | in -> out | called by |
 |---|---|---|
 | `jaxprs` | jaxpr, a rule for equations -> values of its results; which equations matter | `aot`, `solve`, `neat` |
 | `triton` | text of a kernel -> Triton's function; whether there is Triton | `lookback`, `scan`, `solve` |
-| `lookback` | `Source` -> text; arrays of one shape `[..., T, ...]` -> outputs: a scan's kernel | `scan`, `solve` |
+| `lookback` | source -> text; arrays of one shape `[..., T, ...]` -> outputs: a scan's kernel | `scan`, `solve` |
 """

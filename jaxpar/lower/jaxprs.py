@@ -1,26 +1,36 @@
-"""Walks of jaxprs: which equations matter, what a call holds, and an interpreter whose values are its user's.
+"""Readers of jaxprs: which equations matter, what a call holds, and an interpreter whose values are its user's.
 
 A value may be anything that a rule can make of an equation's operands: a Triton variable (`jaxpar.solve`), an array of
 numbers (`jaxpar.neat`), JAX's own tracers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
-from jax.extend.core import Literal
+from jax import Array
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
-__all__ = ["CALLS", "called", "inner_jaxpr", "interpret", "live_equations", "opened"]
+__all__ = ["CALLS", "array_of", "called", "inner_jaxpr", "interpret", "live_equations", "opened"]
+
+Value = TypeVar("Value")
 
 CALLS = frozenset(("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"))
 """Primitives that run one jaxpr once, on their own operands, and return its results."""
 
 
-def opened(jaxpr: Any) -> Any:
+def array_of(atom: Var | Literal) -> ShapedArray:
+    """Returns shape and dtype of an operand or a result, which all have but tokens."""
+    return cast(ShapedArray, atom.aval)
+
+
+def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Returns a jaxpr, closed or not, without its constants."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def inner_jaxpr(equation: Any) -> Any:
+def inner_jaxpr(equation: JaxprEqn) -> Jaxpr | None:
     """Returns the one jaxpr that an equation holds, without its constants; None where it holds none, or several.
 
     That of a call, of a `shard_map`, of a kernel and of a scan's step; a while loop and a conditional have several.
@@ -29,18 +39,19 @@ def inner_jaxpr(equation: Any) -> Any:
     return None if inner is None else opened(inner)
 
 
-def called(equation: Any) -> tuple[Any, Sequence[Any]]:
+def called(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Array]]:
     """Returns the jaxpr that an equation of `CALLS` calls, and its constants."""
     inner = _inner(equation)
-    return opened(inner), getattr(inner, "consts", ())
+    assert inner is not None  # every primitive of `CALLS` holds one
+    return opened(inner), inner.consts if isinstance(inner, ClosedJaxpr) else ()
 
 
-def _inner(equation: Any) -> Any:
+def _inner(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
     found = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr"))
     return next((jaxpr for jaxpr in found if jaxpr is not None), None)
 
 
-def live_equations(jaxpr: Any) -> list[Any]:
+def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Returns the equations that the results of a jaxpr need, in their order."""
     needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
     live = []
@@ -52,12 +63,12 @@ def live_equations(jaxpr: Any) -> list[Any]:
 
 
 def interpret(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    inputs: Sequence[Any],
-    rule: Callable[[Any, list[Any]], Sequence[Any] | None],
-    constant: Callable[[Any, Any], Any],
-) -> list[Any]:
+    jaxpr: Jaxpr,
+    consts: Sequence[Array],
+    inputs: Sequence[Value],
+    rule: Callable[[JaxprEqn, list[Value]], Sequence[Value] | None],
+    constant: Callable[[ArrayLike, ShapedArray], Value],
+) -> list[Value]:
     """Returns the values of a jaxpr's results, of its live equations only.
 
     Args:
@@ -69,10 +80,10 @@ def interpret(
       constant: `(number or array, its abstract value) -> value` of constants and literals.
     """
     names = dict(zip(jaxpr.invars, inputs, strict=True))
-    names |= {var: constant(const, var.aval) for var, const in zip(jaxpr.constvars, consts, strict=True)}
+    names |= {var: constant(const, array_of(var)) for var, const in zip(jaxpr.constvars, consts, strict=True)}
 
-    def read(atom: Any) -> Any:
-        return constant(atom.val, atom.aval) if isinstance(atom, Literal) else names[atom]
+    def read(atom: Var | Literal) -> Value:
+        return constant(atom.val, array_of(atom)) if isinstance(atom, Literal) else names[atom]
 
     for equation in live_equations(jaxpr):
         values = [read(atom) for atom in equation.invars]

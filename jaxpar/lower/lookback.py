@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxpar.lower.triton import compiled, indented
 
-__all__ = ["LARGEST_BLOCK", "Source", "Tile", "kernel_text", "launch", "tile_for"]
+__all__ = ["LARGEST_BLOCK", "KernelSource", "Tile", "launch"]
 
 LARGEST_BLOCK = 2
 """Blocks of more components do not fit a tile's registers."""
@@ -33,7 +33,7 @@ CONSTANTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class KernelSource:
     """Where a tile gets its coefficients from, and what is written.
 
     Attributes:
@@ -77,7 +77,7 @@ def _composition(k: int, name: str, cut: bool) -> str:
 
     products = [row(i, lambda m, j=j: f"l{m}{j}") for i in range(k) for j in range(k)]
     sums = [row(i, lambda m: f"l{m}") + f" + r{i}" for i in range(k)]
-    if cut:
+    if cut:  # right of a flag nothing earlier matters: a tile whose last state is known stands for all before it
         products = [f"tl.where(rc > 0, 0.0, {text})" for text in products]
         sums = [f"tl.where(rc > 0, r{i}, {text})" for i, text in enumerate(sums)] + ["tl.maximum(lc, rc)"]
     arguments = names("l") + ["lc"] * cut + names("r") + ["rc"] * cut
@@ -89,9 +89,11 @@ def _look_back(k: int, parts: list[str]) -> str:
     matrix, vector = parts[: k * k], parts[k * k :]
     lines = [f"run{name} = tl.full([W], {float(name in [f'{i}{i}' for i in range(k)])}, tl.float32)" for name in matrix]
     lines += [f"run{name} = tl.zeros([W], tl.float32)" for name in vector]
+    # Backwards, SPAN tiles at a time, until every lane has met a tile whose last state is known; tile 0 always is one.
     lines += ["known = tl.zeros([W], tl.int32)", "newest = chunk - 1", "open = 1", "while open > 0:"]
     lines += ["    back = newest - (SPAN - 1) + tl.arange(0, SPAN)", "    there = (back >= 0)[:, None] & live[None, :]"]
     lines += [f"    word = words + (back[:, None].to(tl.int64) * LANES + lane[None, :]) * {len(parts) + k}"]
+    # Volatile, or the compiler would read once and loop without end. What lies before tile 0 counts as known.
     poll = [f"w{i} = tl.load(word + {i}, mask=there, other=UNKNOWN, volatile=True)" for i in range(len(parts) + k)]
     poll.append(
         "waiting = tl.max(tl.max(1 - ("
@@ -101,6 +103,7 @@ def _look_back(k: int, parts: list[str]) -> str:
         + ").to(tl.int32), 1), 0)"
     )
     lines += ["    " + line for line in poll] + ["    while waiting > 0:"] + ["        " + line for line in poll]
+    # Of a tile whose last state is known, only that is taken: its map becomes 0 h + state.
     lines += [f"    final = {_status(vector, len(parts), 2)}"]
     for place, name in enumerate(parts):
         lines.append(f"    v{name} = {_read(place)}")
@@ -109,9 +112,11 @@ def _look_back(k: int, parts: list[str]) -> str:
         lines.append(f"    v{name} = tl.where(final, {_read(place)}, v{name})")
     names = ", ".join(f"v{name}" for name in parts)
     lines += [f"    {names}, cut = tl.associative_scan(({names}, final.to(tl.int32)), 0, compose_cut)"]
+    # Triton cannot index a tile: the last row is picked by a sum with all others masked.
     lines += ["    last = (tl.arange(0, SPAN) == SPAN - 1)[:, None]"]
     for name in [*(f"v{name}" for name in parts), "cut"]:
         lines.append(f"    {name} = tl.sum(tl.where(last, {name}, 0), 0)")
+    # The new span lies before what `run` sums up so far; a lane that is known already keeps what it has.
     for i in range(k):
         total = " + ".join(f"run{i}{m} * v{m}" for m in range(k))
         lines.append(f"    run{i} = tl.where(known > 0, run{i}, {total} + run{i})")
@@ -130,10 +135,12 @@ def _status(parts: list[str], first: int, status: int) -> str:
 
 
 def _read(place: int) -> str:
+    """The float32 in the low half of a word; the high half is its status."""
     return f"(w{place} & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)"
 
 
 def _publish(values: list[str], first: int, status: int) -> str:
+    """Stores values with their status in one word each, which no reader can see in parts."""
     lines = []
     for place, value in enumerate(values, first):
         bits = f"{value}.to(tl.uint32, bitcast=True).to(tl.uint64)"
@@ -141,7 +148,7 @@ def _publish(values: list[str], first: int, status: int) -> str:
     return "\n".join(lines)
 
 
-def kernel_text(source: Source) -> str:
+def kernel_text(source: KernelSource) -> str:
     """Returns the Triton source of the kernel `lookback`."""
     k = source.k
     matrix = [f"{i}{j}" for i in range(k) for j in range(k)]
@@ -160,6 +167,8 @@ def kernel_text(source: Source) -> str:
     )
     starts = "\n".join(f"carry{i} = " + source.start.format(i=i) for i in range(k))
     pointers = ", ".join((*source.inputs, *source.outputs))
+    # The ticket and not the program's number says which tile is made: programs start in no promised order, and one that
+    # waits for an earlier tile must be sure that it has been begun. Offsets are 64 bits wide where T is a factor.
     body = f"""
 ticket = tl.atomic_add(ticket_ptr, 1)
 chunk = ticket // BLOCKS
@@ -204,6 +213,7 @@ def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:
     With many lanes the tiles before a tile are mostly done, and looking back at two is enough; with few, longer tiles
     make fewer of them. 24 to 48 tiles were tried at each shape; half of them cost more than 1.2 times the best.
     """
+    # Sizes of Triton's tiles are powers of two, and no larger than what there is to do.
     width = min(32, 1 << max(0, columns - 1).bit_length())
     length = 256 if lanes <= 128 else 128
     length = min(length if k == 1 else 64, max(16, 1 << (steps - 1).bit_length()))
@@ -211,7 +221,7 @@ def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:
 
 
 def launch(
-    source: Source, buffers, out_shape, shape, axis: int, *, reverse=False, adjoint=False, tile=None, zeroed=()
+    source: KernelSource, buffers, out_shape, shape, axis: int, *, reverse=False, adjoint=False, tile=None, zeroed=()
 ) -> tuple:
     """Runs the look-back kernel of a source over arrays of one `shape`; outputs at the places `zeroed` start zero."""
     import jax_triton
@@ -224,6 +234,7 @@ def launch(
     tile = tile or tile_for(steps, columns, lanes, source.k)
     chunks, per_batch = -(-steps // tile.steps), -(-columns // tile.lanes)
     blocks = per_batch * (lanes // columns)
+    # A word for each entry of a tile's matrix, of its sum and of its last state; zeroed, since status 0 is "not yet".
     words = chunks * lanes * source.k * (source.k + 2)
     scratch = [jax.ShapeDtypeStruct((2 * words,), jnp.uint32), jax.ShapeDtypeStruct((1,), jnp.int32)]
     outputs = jax_triton.triton_call(

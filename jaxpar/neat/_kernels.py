@@ -1,27 +1,30 @@
 """On a CUDA GPU: all networks in one kernel, and whole episodes in one kernel, by Pallas and Triton.
 
-A program has a network's matrix in registers. `settled` sweeps over its nodes until none changes, which is the deepest
-level of that network and not of all. `played` plays an episode to its end: no lane waits for another, and nothing is
-launched for a step. The environment's step is inlined, number by number (`jaxpar.neat._numbers`).
+A program has a network's matrix in registers. `feedforward_kernel` sweeps over its nodes until none changes, as often
+as that network is deep and not as the deepest of all. `episode_kernel` plays an episode to its end, so a short one need
+not run on with longer ones, and no step costs a launch. The environment's step is inlined, number by number
+(`jaxpar.neat._scalars`).
 """
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxpar.lower.jaxprs import CALLS, called, live_equations
-from jaxpar.neat._numbers import ELEMENTWISE, NotNumbers, by_numbers
+from jaxpar.lower.jaxprs import CALLS, array_of, called, live_equations
+from jaxpar.neat._scalars import ELEMENTWISE, NotScalar, scalarize
 from jaxpar.neat.config import NeatConfig
 from jaxpar.neat.functions import activate
 from jaxpar.types import Array, PyTree
 
-__all__ = ["NotNumbers", "Play", "WIDEST", "inlined", "on_gpu", "played", "settled"]
+if TYPE_CHECKING:  # which imports this file
+    from jaxpar.neat.network import Networks
 
 WIDEST = 64
 """Node slots of a network, at most: a matrix of these fills the registers of four warps."""
@@ -29,78 +32,79 @@ WIDEST = 64
 NUMBERS = {jnp.dtype(name) for name in ("float32", "int32", "uint32", "bool")}
 
 
-def on_gpu(networks: Any) -> bool:
-    """Whether JAX's first platform is a GPU, and kernels take these networks; what is lowered for others goes on."""
+def use_kernels(networks: "Networks") -> bool:
+    """Whether JAX's first platform is a GPU and the kernels below can run these networks."""
     config = networks.config
     plain = config.aggregations == ("sum",) and config.kind in ("feedforward", "recurrent")
     fits = networks.width <= WIDEST and networks.bias.dtype == jnp.float32
     own = dict(config.own_activations)
-    known = all(inlined(own[name]) for name in config.activations if name in own)
+    known = all(is_inlinable(own[name]) for name in config.activations or () if name in own)
     return jax.default_backend() == "gpu" and plain and fits and known and _lowers_to_triton()
 
 
 @functools.cache
-def inlined(function: Callable[[Array], Array]) -> bool:
-    """Whether kernels take an activation of one's own: each of its operations is one of `_numbers.ELEMENTWISE`.
+def is_inlinable(function: Callable[[Array], Array]) -> bool:
+    """Whether kernels can run an activation of the user's: each of its operations is one of `_scalars.ELEMENTWISE`.
 
-    Other ones, and arrays that it closes over, kernels cannot have; such networks go by sweeps and lanes.
+    A kernel has no other operations, and no arrays that it closes over; such networks run by sweeps and in slots.
     """
     closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16,), jnp.float32))
 
-    def plain(jaxpr: Any, consts: Any) -> bool:
+    def plain(jaxpr: Jaxpr, consts: Sequence[Array]) -> bool:
         return not consts and all(map(fits, live_equations(jaxpr)))
 
-    def fits(equation: Any) -> bool:
+    def fits(equation: JaxprEqn) -> bool:
         name = equation.primitive.name
         if any(isinstance(atom, Literal) and (jnp.ndim(atom.val) or isinstance(atom.val, jax.Array))
                for atom in equation.invars):  # fmt: skip
             return False
         if name in CALLS:
             return plain(*called(equation))
-        return name in ELEMENTWISE or (name == "broadcast_in_dim" and equation.invars[0].aval.shape == ())
+        return name in ELEMENTWISE or (name == "broadcast_in_dim" and array_of(equation.invars[0]).shape == ())
 
     return plain(closed.jaxpr, closed.consts)
 
 
 @functools.cache
 def _lowers_to_triton() -> bool:
-    """Whether this JAX still has Pallas's way to Triton, which 0.11 calls deprecated; without it there are lanes."""
+    """Whether this JAX still has Pallas's way to Triton, deprecated in 0.11; without it episodes run in slots."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def slots_of(width: int) -> int:
-    """The slots of a kernel's network: the next power of two."""
+    """The slots of a kernel's network: the next power of two, which Triton's blocks must have."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 class _Net(NamedTuple):
     """One network in a program: `[w, w]`, then `[w]` each."""
 
-    matrix: Any
-    bias: Any
-    response: Any
-    activation: Any
+    matrix: Array
+    bias: Array
+    response: Array
+    activation: Array
 
     @classmethod
-    def read(cls, *refs: Any) -> "_Net":
+    def read(cls, *refs: Array) -> "_Net":
+        """Reads the references of a program, which are indexed as arrays are."""
         return cls(*(ref[0] for ref in refs))
 
-    def swept(self, config: NeatConfig, values: Array, inputs: Array) -> Array:
+    def sweep(self, config: NeatConfig, values: Array, inputs: Array) -> Array:
         """All nodes from all others; `inputs` at the slots of inputs."""
         total = jnp.sum(self.matrix * values[None, :], 1)
         new = activate(config.activation_functions, self.activation, self.bias + self.response * total)
         return jnp.where(_slots(values) < config.num_inputs, inputs, new)
 
-    def called(self, config: NeatConfig, memory: Array, inputs: Array) -> Array:
+    def call(self, config: NeatConfig, memory: Array, inputs: Array) -> Array:
         """The nodes after a call: swept once if recurrent, else until none changes."""
         if config.kind == "recurrent":
-            return self.swept(config, jnp.where(_slots(memory) < config.num_inputs, inputs, memory), inputs)
+            return self.sweep(config, jnp.where(_slots(memory) < config.num_inputs, inputs, memory), inputs)
 
         def go_on(carry):
             return carry[1] & (carry[2] < len(inputs))
 
         def body(carry):
-            new = self.swept(config, carry[0], inputs)
+            new = self.sweep(config, carry[0], inputs)
             return new, jnp.max((new != carry[0]).astype(jnp.int32)) > 0, carry[2] + 1
 
         return jax.lax.while_loop(go_on, body, (inputs, jnp.bool_(True), jnp.int32(0)))[0]
@@ -110,7 +114,7 @@ def _slots(values: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
 
 
-def _options(width: int, interpret: bool) -> dict[str, Any]:
+def _options(width: int, interpret: bool) -> dict[str, PyTree]:
     if interpret:
         return {"interpret": True}
     from jax.experimental.pallas import triton
@@ -118,7 +122,7 @@ def _options(width: int, interpret: bool) -> dict[str, Any]:
     return {"compiler_params": triton.CompilerParams(num_warps=max(1, width * width // 1024), num_stages=1)}
 
 
-def _padded(networks: Any) -> tuple[Array, ...]:
+def _padded(networks: "Networks") -> tuple[Array, ...]:
     """The arrays of `_Net` of all networks, at a kernel's width."""
     count, width = networks.bias.shape
     wide = slots_of(width)
@@ -126,6 +130,7 @@ def _padded(networks: Any) -> tuple[Array, ...]:
     if networks.matrix is not None:
         matrix = jnp.pad(networks.matrix, ((0, 0), (0, more), (0, more))) if more else networks.matrix
     else:
+        assert networks.source is not None and networks.target is not None and networks.weight is not None
         is_edge = networks.target < width
         place = jnp.where(is_edge, networks.target * wide + networks.source, wide * wide)
         flat = jnp.zeros((count, wide * wide), networks.weight.dtype)
@@ -135,13 +140,13 @@ def _padded(networks: Any) -> tuple[Array, ...]:
     return matrix, *(jnp.pad(x, ((0, 0), (0, more))) for x in rest)
 
 
-def _net_specs(wide: int, owner: Callable[[Any], Any]) -> list[pl.BlockSpec]:
+def _net_specs(wide: int, owner: Callable[[Array], Array]) -> list[pl.BlockSpec]:
     return [pl.BlockSpec((1, wide, wide), lambda i: (owner(i), 0, 0)),
             *(pl.BlockSpec((1, wide), lambda i: (owner(i), 0)) for _ in range(3))]  # fmt: skip
 
 
-def settled(networks: Any, x: Array, *, interpret: bool = False) -> Array:
-    """`apply` of feed-forward networks: float32 `[P, B, O]` from `[P, B, I]`; a program a network."""
+def feedforward_kernel(networks: "Networks", x: Array, *, interpret: bool = False) -> Array:
+    """`apply` of feed-forward networks: float32 `[G, B, O]` from `[G, B, I]`; a program a network."""
     config, wide = networks.config, slots_of(networks.width)
     count, rows = x.shape[:2]
     placed = jnp.pad(x, ((0, 0), (0, 0), (0, wide - config.num_inputs)))
@@ -151,7 +156,7 @@ def settled(networks: Any, x: Array, *, interpret: bool = False) -> Array:
 
         def row(b, _):
             inputs = x_ref[0, b]
-            out_ref[0, b] = net.called(config, inputs, inputs)
+            out_ref[0, b] = net.call(config, inputs, inputs)
             return 0
 
         jax.lax.fori_loop(0, rows, row, 0)
@@ -159,13 +164,14 @@ def settled(networks: Any, x: Array, *, interpret: bool = False) -> Array:
     block = pl.BlockSpec((1, rows, wide), lambda i: (i, 0, 0))
     out = pl.pallas_call(
         kernel, grid=(count,), in_specs=[*_net_specs(wide, lambda i: i), block], out_specs=block,
-        out_shape=jax.ShapeDtypeStruct(placed.shape, placed.dtype), name="settled", **_options(wide, interpret),
+        out_shape=jax.ShapeDtypeStruct(placed.shape, placed.dtype), name="feedforward_networks",
+        **_options(wide, interpret),
     )(*_padded(networks), placed)  # fmt: skip
-    return out[..., config.num_inputs : config.num_ends]
+    return out[..., config.num_inputs : config.num_io]
 
 
-class Play(NamedTuple):
-    """What episodes do, in numbers: made once by `Play.of`, or refused.
+class ScalarStep(NamedTuple):
+    """A step of an episode as a function of scalars: made once by `ScalarStep.of`, or refused.
 
     Attributes:
         step: numbers of the state, of the parameters and the network's outputs in; the state's, the observation's,
@@ -174,12 +180,14 @@ class Play(NamedTuple):
         params: the environment's parameters, numbers by dtype.
     """
 
-    step: Callable[..., list[Any]]
-    state: tuple[Any, ...]
+    step: Callable[..., list[Array]]
+    state: tuple[np.dtype, ...]
     params: PyTree
 
     @classmethod
-    def of(cls, move: Callable[[PyTree, PyTree, Array], tuple], state: PyTree, params: PyTree, outputs: int) -> "Play":
+    def of(
+        cls, move: Callable[[PyTree, PyTree, Array], tuple], state: PyTree, params: PyTree, outputs: int
+    ) -> "ScalarStep":
         """Takes `move(state, params, y) -> (state, obs, reward, ended)` of one episode apart.
 
         Args:
@@ -189,22 +197,22 @@ class Play(NamedTuple):
             outputs: O, the length of `y`.
 
         Raises:
-            NotNumbers: with the reason.
+            NotScalar: with the reason.
         """
         params = jax.tree.map(jnp.asarray, params)
         trees = state, params, jax.ShapeDtypeStruct((outputs,), jnp.float32)
         leaves, structure = jax.tree.flatten(trees)
         for leaf in leaves:
             if leaf.dtype not in NUMBERS:
-                raise NotNumbers(f"an array is {leaf.dtype}")
+                raise NotScalar(f"an array is {leaf.dtype}")
 
-        def flat(*leaves: Any) -> list[Any]:
+        def flat(*leaves: Array) -> list[Array]:
             state, obs, reward, ended = move(*jax.tree.unflatten(structure, leaves))
             numbers = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(obs)]
             return [*jax.tree.leaves(state), *numbers, jnp.asarray(reward, jnp.float32), jnp.asarray(ended, bool)]
 
         dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(state) for _ in range(leaf.size))
-        return cls(by_numbers(flat, *leaves), dtypes, params)
+        return cls(scalarize(flat, *leaves), dtypes, params)
 
 
 def _columns(leaves: list[Array], lead: int) -> tuple[Array, Array]:
@@ -222,7 +230,7 @@ def _columns(leaves: list[Array], lead: int) -> tuple[Array, Array]:
     return reals, whole
 
 
-def _read(dtypes: tuple[Any, ...], real: Callable[[int], Any], whole: Callable[[int], Any]) -> list[Any]:
+def _read(dtypes: tuple[np.dtype, ...], real: Callable[[int], Array], whole: Callable[[int], Array]) -> list[Array]:
     """The numbers that `_columns` put away, in their order."""
     found, used = [], [0, 0]
     for dtype in dtypes:
@@ -235,17 +243,17 @@ def _read(dtypes: tuple[Any, ...], real: Callable[[int], Any], whole: Callable[[
     return found
 
 
-def played(
-    play: Play, networks: Any, states: PyTree, obs: PyTree, episodes: int, max_steps: int, constant: bool,
+def episode_kernel(
+    play: ScalarStep, networks: "Networks", states: PyTree, obs: PyTree, episodes: int, max_steps: int, constant: bool,
     *, interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Plays all episodes of P networks: float32 `[P E]` returns and int32 `[P E]` lengths; a program an episode.
+    """Plays all episodes of G networks: float32 `[G E]` returns and int32 `[G E]` lengths; a program an episode.
 
     Args:
         play: the step, in numbers.
-        networks: P of them.
-        states: of all episodes at their beginning, `[P E, ...]`; network p has those from p E on.
-        obs: what is seen of them.
+        networks: G of them.
+        states: of all episodes at their beginning, `[G E, ...]`; network g has those from g E on.
+        obs: the observations of these.
         episodes: E.
         max_steps: of an episode.
         constant: whether a last input of 1 follows the observation.
@@ -254,15 +262,15 @@ def played(
     config, wide = networks.config, slots_of(networks.width)
     jobs = len(networks.bias) * episodes
     dtypes = tuple(x.dtype for x in jax.tree.leaves(play.params) for _ in range(x.size))
-    seen = [jnp.asarray(x, jnp.float32).reshape(jobs, -1) for x in jax.tree.leaves(obs)]
-    reals, wholes = _columns([*jax.tree.leaves(states), *seen], 1)
+    numbers = [jnp.asarray(x, jnp.float32).reshape(jobs, -1) for x in jax.tree.leaves(obs)]
+    reals, wholes = _columns([*jax.tree.leaves(states), *numbers], 1)
     given = _columns(jax.tree.leaves(play.params), 0)
     count = config.num_inputs - constant
 
     def kernel(*refs):
         net, (real, whole, param, flag, returns, lengths) = _Net.read(*refs[:4]), refs[4:]
         state_and_obs = (*play.state, *(jnp.dtype("float32"),) * count)
-        begun = _read(state_and_obs, lambda k: real[0, k], lambda k: whole[0, k])
+        started = _read(state_and_obs, lambda k: real[0, k], lambda k: whole[0, k])
         params = _read(dtypes, lambda k: param[k], lambda k: flag[k])
         slot = _slots(net.bias)
 
@@ -275,13 +283,13 @@ def played(
             inputs = jnp.where(slot == count, float(constant), 0.0)
             for k, value in enumerate(obs):
                 inputs = jnp.where(slot == k, value, inputs)
-            nodes = net.called(config, memory, inputs)
+            nodes = net.call(config, memory, inputs)
             y = [jnp.sum(jnp.where(slot == config.num_inputs + o, nodes, 0.0)) for o in range(config.num_outputs)]
             *after, reward, ended = play.step(*state, *params, *y)
             after = [jnp.asarray(x, dtype) for x, dtype in zip(after, state_and_obs, strict=True)]
             return (*after, nodes, total + reward, time + 1, jnp.asarray(ended, bool))
 
-        first = (*begun, jnp.zeros_like(net.bias), jnp.float32(0), jnp.int32(0), jnp.bool_(False))
+        first = (*started, jnp.zeros_like(net.bias), jnp.float32(0), jnp.int32(0), jnp.bool_(False))
         *_, total, time, _ = jax.lax.while_loop(go_on, body, first)
         returns[0], lengths[0] = total, time
 
@@ -292,5 +300,5 @@ def played(
     specs = [*_net_specs(wide, lambda i: i // episodes), own(reals), own(wholes), *map(shared, given)]
     return tuple(pl.pallas_call(
         kernel, grid=(jobs,), in_specs=specs, out_specs=[number, number],
-        out_shape=[shape(jnp.float32), shape(jnp.int32)], name="played", **_options(wide, interpret),
+        out_shape=[shape(jnp.float32), shape(jnp.int32)], name="play_episodes", **_options(wide, interpret),
     )(*_padded(networks), reals, wholes, *given))  # fmt: skip

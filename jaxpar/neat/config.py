@@ -1,15 +1,14 @@
-"""What a search is: sizes and kinds, which compile, and rates, which are numbers and can be swept."""
+"""Configuration of an evolution: sizes and kinds, which compile, and rates, which are numbers and can be swept."""
 
 import dataclasses
 import math
 import numbers
-from typing import Any
 
 import flax.struct
 
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, Activation, check_names, check_own
-from jaxpar.types import UsageError
+from jaxpar.types import Scalar, UsageError
 
 __all__ = ["CANONICAL", "FAST", "NeatConfig", "Rates"]
 
@@ -27,15 +26,15 @@ class Rates:
     Attributes:
         weights: chance that the weights mutate at all.
         weight_perturb: then, chance of a gene that its weight takes a step.
-        weight_replace: then, chance of a gene that its weight is drawn anew.
+        weight_replace: then, chance of a gene that its weight is replaced by a random one.
         weight_power: size of a step: standard deviation ("fast") or half-width ("canonical").
         weight_init: size of a new weight, likewise.
         weight_limit: weights, biases and responses stay within plus and minus this.
         node_perturb: chance of a node that an evolved attribute takes a step.
-        node_replace: chance of a node that an evolved attribute is drawn anew.
+        node_replace: chance of a node that an evolved attribute is replaced by a random one.
         node_power: size of a step of an attribute.
         bias_init: size of a new bias, where biases evolve.
-        redraw: chance of a node that its activation, and that its aggregation, is drawn anew.
+        redraw: chance of a node that its activation, and that its aggregation, is replaced by a random one.
         add_node: chance to split a connection.
         add_conn: chance to add a connection, if no node was added.
         del_node: chance to delete a hidden node, if nothing was added.
@@ -60,39 +59,39 @@ class Rates:
         target: fitness that ends the search; out of reach by default.
     """
 
-    weights: Any = field(1.0, Between(0, 1))
-    weight_perturb: Any = field(0.8, Between(0, 1))
-    weight_replace: Any = field(0.1, Between(0, 1))
-    weight_power: Any = field(0.5, AtLeast(0))
-    weight_init: Any = field(1.0, AtLeast(0))
-    weight_limit: Any = field(30.0, AtLeast(0))
-    node_perturb: Any = field(0.7, Between(0, 1))
-    node_replace: Any = field(0.1, Between(0, 1))
-    node_power: Any = field(0.5, AtLeast(0))
-    bias_init: Any = field(1.0, AtLeast(0))
-    redraw: Any = field(0.05, Between(0, 1))
-    add_node: Any = field(0.1, Between(0, 1))
-    add_conn: Any = field(0.2, Between(0, 1))
-    del_node: Any = field(0.05, Between(0, 1))
-    del_conn: Any = field(0.1, Between(0, 1))
-    toggle: Any = field(0.01, Between(0, 1))
-    reenable: Any = field(0.01, Between(0, 1))
-    excess: Any = field(1.0, AtLeast(0))
-    disjoint: Any = field(1.0, AtLeast(0))
-    difference: Any = field(0.5, AtLeast(0))
-    small: Any = field(0.0, AtLeast(0))
-    threshold: Any = field(2.0, AtLeast(0))
-    survival: Any = field(0.2, Between(0, 1))
-    mutate_only: Any = field(0.25, Between(0, 1))
-    mate_only: Any = field(0.0, Between(0, 1))
-    interspecies: Any = field(0.001, Between(0, 1))
-    disable: Any = field(0.75, Between(0, 1))
-    average: Any = field(0.0, Between(0, 1))
-    champion: Any = field(2.0, AtLeast(0))
-    stagnation: Any = field(15.0, AtLeast(0))
-    stale: Any = field(0.0, Between(0, 1))
-    stall: Any = field(1e9, AtLeast(0))
-    target: Any = field(3e38, Between(-math.inf, math.inf))
+    weights: Scalar = field(1.0, Between(0, 1))
+    weight_perturb: Scalar = field(0.8, Between(0, 1))
+    weight_replace: Scalar = field(0.1, Between(0, 1))
+    weight_power: Scalar = field(0.5, AtLeast(0))
+    weight_init: Scalar = field(1.0, AtLeast(0))
+    weight_limit: Scalar = field(30.0, AtLeast(0))
+    node_perturb: Scalar = field(0.7, Between(0, 1))
+    node_replace: Scalar = field(0.1, Between(0, 1))
+    node_power: Scalar = field(0.5, AtLeast(0))
+    bias_init: Scalar = field(1.0, AtLeast(0))
+    redraw: Scalar = field(0.05, Between(0, 1))
+    add_node: Scalar = field(0.1, Between(0, 1))
+    add_conn: Scalar = field(0.2, Between(0, 1))
+    del_node: Scalar = field(0.05, Between(0, 1))
+    del_conn: Scalar = field(0.1, Between(0, 1))
+    toggle: Scalar = field(0.01, Between(0, 1))
+    reenable: Scalar = field(0.01, Between(0, 1))
+    excess: Scalar = field(1.0, AtLeast(0))
+    disjoint: Scalar = field(1.0, AtLeast(0))
+    difference: Scalar = field(0.5, AtLeast(0))
+    small: Scalar = field(0.0, AtLeast(0))
+    threshold: Scalar = field(2.0, AtLeast(0))
+    survival: Scalar = field(0.2, Between(0, 1))
+    mutate_only: Scalar = field(0.25, Between(0, 1))
+    mate_only: Scalar = field(0.0, Between(0, 1))
+    interspecies: Scalar = field(0.001, Between(0, 1))
+    disable: Scalar = field(0.75, Between(0, 1))
+    average: Scalar = field(0.0, Between(0, 1))
+    champion: Scalar = field(2.0, AtLeast(0))
+    stagnation: Scalar = field(15.0, AtLeast(0))
+    stale: Scalar = field(0.0, Between(0, 1))
+    stall: Scalar = field(1e9, AtLeast(0))
+    target: Scalar = field(3e38, Between(-math.inf, math.inf))
 
 
 FAST = Rates()
@@ -109,12 +108,12 @@ CANONICAL = Rates(
 
 @dataclasses.dataclass(frozen=True)
 class NeatConfig:
-    """Sizes and kinds of a search; hashable.
+    """Sizes and kinds of an evolution; hashable.
 
     Attributes:
         num_inputs: I. Inputs are the first node slots.
         num_outputs: O. Outputs follow.
-        population: P.
+        population: G.
         max_nodes: N, capacity of a genome, inputs and outputs included.
         max_conns: C, capacity of a genome.
         max_species: S; genomes that fit nowhere when all are taken join the nearest.
@@ -132,7 +131,7 @@ class NeatConfig:
         widths: node slots of the compiled forms of a network, ascending; the last must be N. () chooses them.
         own_activations: pairs (name, function) that `activations` may name beside those of `jaxpar.neat.functions`. A
             function takes an array and gives a number from each number; it is known by its identity, so another one,
-            even of the same name, compiles anew. Files have its name.
+            even of the same name, is compiled again. Files have its name.
     """
 
     num_inputs: int = field(legal=AtLeast(1))
@@ -181,15 +180,15 @@ class NeatConfig:
                                  "state.rates.replace.")  # fmt: skip
         check_fields(self.rates, "rates.")
 
-    def _fill(self, name: str, value: Any) -> None:
+    def _fill(self, name: str, value: object) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
     def _check_sizes(self) -> None:
-        if self.max_nodes < self.num_ends:
+        if self.max_nodes < self.num_io:
             raise UsageError(
                 f"max_nodes={self.max_nodes} is too small for {self.num_inputs} inputs and {self.num_outputs} outputs; "
-                f"give at least {self.num_ends}."
+                f"give at least {self.num_io}."
             )
         needed = self.num_inputs * self.num_outputs
         if self.initial == "full" and self.max_conns < needed:
@@ -198,11 +197,11 @@ class NeatConfig:
                 f"least {needed}, or initial='none'."
             )
         if self.widths and (self.widths[-1] != self.max_nodes or sorted(set(self.widths)) != list(self.widths)
-                            or self.widths[0] < self.num_ends):  # fmt: skip
-            raise UsageError(f"widths={self.widths} must ascend from at least {self.num_ends} to {self.max_nodes}.")
+                            or self.widths[0] < self.num_io):  # fmt: skip
+            raise UsageError(f"widths={self.widths} must ascend from at least {self.num_io} to {self.max_nodes}.")
 
     @property
-    def num_ends(self) -> int:
+    def num_io(self) -> int:
         """I + O."""
         return self.num_inputs + self.num_outputs
 
@@ -216,5 +215,5 @@ class NeatConfig:
     @property
     def node_widths(self) -> tuple[int, ...]:
         """`widths`, or by default 16, 64, 256, ... as far as they hold the ends and are well below N, then N."""
-        least, most = self.num_ends, self.max_nodes
+        least, most = self.num_io, self.max_nodes
         return self.widths or (*(w for w in (16, 64, 256, 1024) if least <= w and 3 * w <= 2 * most), most)

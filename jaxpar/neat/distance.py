@@ -1,7 +1,7 @@
 """Distances between all genomes and all centres of species, in one pass over slot ids.
 
-Only the marks of the S centres can match, at most S C of them. They get dense ids, the centres' weights become the rows
-of one table, and a pair costs C look-ups: no sort of the population, no comparison of genes with genes.
+Only the innovation numbers of the S centres can match, at most S C of them. They get dense ids, the centres' weights
+become the rows of one table, and a pair costs C look-ups: no sort of the population, no comparison of genes with genes.
 """
 
 import flax.struct
@@ -21,28 +21,28 @@ _NONE = jnp.iinfo(jnp.int32).max
 class Centres:
     """What distances need of S genomes: int32, bool and float32 `[S, C]`."""
 
-    mark: Array
+    innovation: Array
     on: Array
     weight: Array
 
 
 def centres_of(genomes: Genomes) -> Centres:
     """Every genome as a centre."""
-    return Centres(genomes.mark, genomes.on, genomes.weight)
+    return Centres(genomes.innovation, genomes.on, genomes.weight)
 
 
-def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
-    """Dense ids below S C of the centres' marks; every other mark gets S C.
+def slot_ids(centres: Centres, innovations: Array) -> tuple[Array, Array]:
+    """Dense ids below S C of the centres' innovations; every other one gets S C.
 
-    Marks are looked up in a hash table, by their low bits; where two marks of centres fall together, which takes marks
-    that are thousands of innovations apart, by binary search. A GPU always searches: that is one kernel, and to ask
-    whether marks collide would make it wait for its host.
+    They are looked up in a hash table, by their low bits; where two of the centres' collide, which takes numbers that
+    are thousands apart, by binary search. A GPU always searches: that is one kernel, and to ask whether there are
+    collisions would make it wait for its host.
 
     Returns:
-        Ids of the centres' genes, int32 `[S, C]`, and of `marks`, of their shape.
+        Ids of the centres' genes, int32 `[S, C]`, and of `innovations`, of their shape.
     """
     on_gpu = jax.default_backend() == "gpu"
-    ordered = jnp.sort(jnp.where(centres.on, centres.mark, _NONE).reshape(-1))
+    ordered = jnp.sort(jnp.where(centres.on, centres.innovation, _NONE).reshape(-1))
     room = len(ordered)
     is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != _NONE)
     size = 1 << max(10, (4 * room - 1).bit_length())
@@ -51,54 +51,55 @@ def slot_ids(centres: Centres, marks: Array) -> tuple[Array, Array]:
     padded = jnp.concatenate([ordered, jnp.full(1, _NONE)])
     collides = jnp.any(is_first & (table[ordered % size] != place))
 
-    def hashed(marks):
-        return table[marks % size]
+    def hashed(innovations):
+        return table[innovations % size]
 
-    def searched(marks):
+    def searched(innovations):
         longest = room.bit_length()
 
-        def halve(step, at):  # the first place whose mark is not smaller is at least `at`, and `size` further at most
+        def halve(step, at):  # the first number that is not smaller stands from `at` to `at + size`
             size = jnp.int32(1) << (longest - 1 - step)
             further = at + size
-            is_smaller = (further <= room) & (ordered[jnp.minimum(further, room) - 1] < marks)
+            is_smaller = (further <= room) & (ordered[jnp.minimum(further, room) - 1] < innovations)
             return jnp.where(is_smaller, further, at)
 
         unroll = longest if on_gpu else 1
-        return jax.lax.fori_loop(0, longest, halve, jnp.zeros_like(marks), unroll=unroll)
+        return jax.lax.fori_loop(0, longest, halve, jnp.zeros_like(innovations), unroll=unroll)
 
-    asked = jnp.concatenate([centres.mark.reshape(-1), marks.reshape(-1)])
+    asked = jnp.concatenate([centres.innovation.reshape(-1), innovations.reshape(-1)])
     at = searched(asked) if on_gpu else jax.lax.cond(collides, searched, hashed, asked)
     found = jnp.where(padded[at] == asked, at, room)
-    own = jnp.where(centres.on, found[: centres.mark.size].reshape(centres.mark.shape), room)
-    return own, found[centres.mark.size :].reshape(marks.shape)
+    own = jnp.where(centres.on, found[: centres.innovation.size].reshape(centres.innovation.shape), room)
+    return own, found[centres.innovation.size :].reshape(innovations.shape)
 
 
 def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centres) -> Array:
-    """c1 E / N + c2 D / N + c3 mean abs(w - w') of all pairs, float32 `[P, S]`.
+    """c1 E / N + c2 D / N + c3 mean abs(w - w') of all pairs, float32 `[G, S]`.
 
-    E counts excess genes, with marks beyond the other genome's last, and D disjoint ones; N is the larger genome's
-    number of genes, or 1 where both have fewer than `rates.small`. Stanley and Miikkulainen 2002, equation 1. The mode
-    "fast" counts excess genes as disjoint.
+    E counts excess genes, whose innovation is beyond the other genome's last, and D disjoint ones; N is the larger
+    genome's number of genes, or 1 where both have fewer than `rates.small`. Stanley and Miikkulainen 2002, equation 1.
+    The mode "fast" counts excess genes as disjoint.
 
-    Cost: P S C look-ups.
+    Cost: G S C look-ups.
     """
-    centre_slots, slots = slot_ids(centres, genomes.mark)
-    width = centres.mark.size + 1
+    centre_slots, slots = slot_ids(centres, genomes.innovation)
+    width = centres.innovation.size + 1
     row = jnp.arange(len(centres.on))[:, None]
     absent = jnp.where(centres.on, centres.weight, jnp.inf)
     weights = jnp.full((len(centres.on), width), jnp.inf, float).at[row, centre_slots].set(absent)
     slots = jnp.where(genomes.on, slots, width - 1)
     mine, theirs = count(genomes.on)[:, None], count(centres.on)[None]
     tells_excess = config.mode == "canonical"
-    last = [jnp.max(jnp.where(x.on, x.mark, -1), 1) for x in (genomes, centres)]
+    last = [jnp.max(jnp.where(x.on, x.innovation, -1), 1) for x in (genomes, centres)]
 
     def to_one(weights, centre, centre_last):
         apart = jnp.abs(genomes.weight - weights[slots])
         is_same = apart < jnp.inf
         terms = [is_same.astype(float), jnp.where(is_same, apart, 0)]
         if tells_excess:
-            beyond = genomes.on & (genomes.mark > centre_last), centre.on[None] & (centre.mark[None] > last[0][:, None])
-            terms.append(beyond[0].astype(float) + beyond[1].astype(float))
+            mine_beyond = genomes.on & (genomes.innovation > centre_last)
+            centres_beyond = centre.on[None] & (centre.innovation[None] > last[0][:, None])
+            terms.append(mine_beyond.astype(float) + centres_beyond.astype(float))
         return _sums(*terms)
 
     matching, difference, *excess = (x.T for x in jax.vmap(to_one)(weights, centres, last[1]))

@@ -1,35 +1,46 @@
-"""Problems in time: networks act in an environment, on lanes that never wait.
+"""Problems in time: networks act in an environment, as many episodes at once as there are slots.
 
-P networks have E episodes each, and L lanes play them: a lane that finishes an episode takes the next that nobody has
-begun, so a network that lives long holds up its own lane alone. When none is left, those that still play move together
-into half as many lanes, again and again, so few lane-steps are made for nothing. Every draw depends on the episode and
-its step, not on the lane, so neither L nor the number of devices changes a score.
+G networks have E episodes each, and L slots play them, copies of the environment: one that finishes an episode starts
+the next, so a network with long episodes occupies its own slot alone. When no episode is left to start, those that
+still run move together into half as many slots, again and again, so more than half of all steps are of an episode.
+Every random number depends on the episode and its step, not on the slot, so neither L nor the number of devices changes
+a score.
 
-On a CUDA GPU an environment whose steps draw nothing, such as a cart with poles, is played by one kernel instead: a
-program an episode, from its first step to its last (`jaxpar.neat._kernels`).
+On a CUDA GPU an environment whose steps are deterministic, such as a cart with poles, is played by one kernel instead:
+a program an episode, from its first step to its last (`jaxpar.neat._kernels`).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jaxpar.env import Box, Discrete, reset, step
+from jaxpar.env import Adapter, Box, Discrete, Environment, Space, capabilities, is_adapter, reset, step
 from jaxpar.fields import AtLeast, Between, Each, Finite, check_fields, field
 from jaxpar.mesh import mesh_axes
-from jaxpar.neat._kernels import NotNumbers, Play, on_gpu, played
-from jaxpar.neat.network import Networks, apply, start
-from jaxpar.neat.search import Score
+from jaxpar.neat._kernels import NotScalar, ScalarStep, episode_kernel, use_kernels
+from jaxpar.neat.evolution import Score
+from jaxpar.neat.network import Networks, apply, init_carry
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Episodes", "Exam", "Examined", "Played", "Trials", "act", "ends_of", "play"]
+__all__ = [
+    "Episodes",
+    "GeneralizationInputs",
+    "GeneralizationResult",
+    "GeneralizationTest",
+    "PlayResult",
+    "act",
+    "io_sizes",
+    "play",
+]
 
 
-def ends_of(env: Any, params: PyTree, constant: bool) -> tuple[int, int]:
-    """How many inputs and outputs a network needs: all observed numbers and perhaps a constant; an output a choice."""
+def io_sizes(env: Environment | Adapter, params: PyTree, constant: bool) -> tuple[int, int]:
+    """Numbers of inputs and outputs of a network for `env`: all observed numbers and perhaps a constant; actions."""
     obs = jax.eval_shape(lambda key: reset(key, env, params)[0], jax.random.key(0))
     numbers = sum(leaf.size for leaf in jax.tree.leaves(obs))
     space = env.action_space(params)
@@ -40,26 +51,27 @@ def ends_of(env: Any, params: PyTree, constant: bool) -> tuple[int, int]:
     raise UsageError(f"networks act by Discrete numbers or Boxes, not by {space}.")
 
 
-def act(space: Any, y: Array, low: float = 0.0, high: float = 1.0) -> Array:
-    """The action that outputs, `[O]` from `low` to `high`, mean: the largest, the upper half, or a point of the box."""
+def act(space: Space, y: Array, low: float = 0.0, high: float = 1.0) -> Array:
+    """The action of outputs `[O]` from `low` to `high`: the largest one, the upper half, or a point of the box."""
     if isinstance(space, Discrete):
         choice = jnp.argmax(y) if space.n > 2 else (y[0] > (low + high) / 2)
         return choice.astype(space.dtype)
+    assert isinstance(space, Box)  # `ends_of` refuses others
     share = (jnp.clip(y, low, high) - low) / (high - low)
     least, most = space.bounds()
-    return (least + share.reshape(space.shape) * (most - least)).astype(space.dtype)
+    return jnp.add(least, share.reshape(space.shape) * (most - least)).astype(space.dtype)
 
 
-class Played(NamedTuple):
-    """Of each network's episodes: float32 `[P, E]` returns, int32 `[P, E]` lengths; int32 `[]` lane steps made."""
+class PlayResult(NamedTuple):
+    """Results of all episodes: float32 `[G, E]` returns, int32 `[G, E]` lengths; int32 `[]` steps of all slots."""
 
     returns: Array
     lengths: Array
-    lane_steps: Array
+    env_steps: Array
 
 
-class _Lanes(NamedTuple):
-    job: Array  # int32 [L], the episode: network * E + number; P E for none
+class _Slots(NamedTuple):
+    job: Array  # int32 [L], the episode: network * E + number; G E for none
     time: Array
     state: PyTree
     obs: PyTree
@@ -68,16 +80,16 @@ class _Lanes(NamedTuple):
 
 
 class _Table(NamedTuple):
-    results: Array  # float32 [P E, 2], returns and lengths
-    made: Array  # int32 [], lane steps
+    results: Array  # float32 [G E, 2], returns and lengths
+    steps: Array  # int32 [], of all slots
 
 
-class _Game(NamedTuple):
-    """What all lanes share."""
+class _Player(NamedTuple):
+    """What all slots share."""
 
     key: PRNGKey
     networks: Networks
-    env: Any
+    env: Environment | Adapter
     params: PyTree
     levels: PyTree
     episodes: int
@@ -93,32 +105,33 @@ class _Game(NamedTuple):
         own = jax.random.fold_in(self.key, self.networks.index[job // self.episodes])
         return jax.random.fold_in(jax.random.fold_in(own, job % self.episodes), time)
 
-    def owned(self, job) -> Networks:
-        """The networks that play these episodes."""
+    def networks_of(self, job) -> Networks:
+        """The networks of these episodes."""
         owner = jnp.minimum(job, self.num_jobs - 1) // self.episodes
         return jax.tree.map(lambda leaf: leaf[owner] if jnp.ndim(leaf) else leaf, self.networks)
 
-    def begun(self, job) -> _Lanes:
-        """Lanes at the start of these episodes."""
+    def fresh_slots(self, job) -> _Slots:
+        """Slots at the start of these episodes."""
+        env, init_level = self.env, capabilities(self.env).init_level
 
         def one(job):
             key = self.key_of(job, 0)
-            if self.levels is None:
+            if self.levels is None or init_level is None or is_adapter(env):
                 return reset(key, self.env, self.params)
             init_key, observe_key = jax.random.split(key)
             level = jax.tree.map(lambda x: x[job % self.episodes], self.levels)
-            state = self.env.init_level(init_key, level, self.params)
-            return self.env.observe(observe_key, state, None, self.params), state
+            state = init_level(init_key, level, self.params)
+            return env.observe(observe_key, state, None, self.params), state
 
         obs, state = jax.vmap(one)(jnp.minimum(job, self.num_jobs - 1))
-        memory = jax.tree.map(lambda x: jnp.zeros((len(job), *x.shape[1:]), x.dtype), start(self.networks))
-        return _Lanes(job, jnp.zeros_like(job), state, obs, memory, jnp.zeros(len(job), jnp.float32))
+        memory = jax.tree.map(lambda x: jnp.zeros((len(job), *x.shape[1:]), x.dtype), init_carry(self.networks))
+        return _Slots(job, jnp.zeros_like(job), state, obs, memory, jnp.zeros(len(job), jnp.float32))
 
-    def advanced(self, mine: Networks, now: _Lanes, table: _Table) -> tuple[_Lanes, _Table]:
-        """One step of every lane; one whose episode ends has none afterwards."""
-        lanes, dtype = len(now.job), self.networks.bias.dtype
-        rows = [leaf.reshape(lanes, -1).astype(dtype) for leaf in jax.tree.leaves(now.obs)]
-        y, memory = apply(mine, now.carry, jnp.concatenate([*rows, jnp.ones((lanes, int(self.constant)), dtype)], 1))
+    def step_slots(self, mine: Networks, now: _Slots, table: _Table) -> tuple[_Slots, _Table]:
+        """One step of every slot; one whose episode ends has none afterwards."""
+        num_envs, dtype = len(now.job), self.networks.bias.dtype
+        rows = [leaf.reshape(num_envs, -1).astype(dtype) for leaf in jax.tree.leaves(now.obs)]
+        y, memory = apply(mine, now.carry, jnp.concatenate([*rows, jnp.ones((num_envs, int(self.constant)), dtype)], 1))
         space = self.env.action_space(self.params)
         action = jax.vmap(lambda y: act(space, y, *self.output_range))(y)
         keys = jax.vmap(self.key_of)(jnp.minimum(now.job, self.num_jobs - 1), now.time + 1)
@@ -128,18 +141,18 @@ class _Game(NamedTuple):
         ended = after.terminated | after.truncated | (time >= self.max_steps)
         at = jnp.where(ended, now.job, self.num_jobs)
         results = table.results.at[at].set(jnp.stack([total, time.astype(total.dtype)], 1), mode="drop")
-        table = _Table(results, table.made + lanes)
+        table = _Table(results, table.steps + num_envs)
         job = jnp.where(ended, self.num_jobs, now.job)
-        return _Lanes(job, time, after.state, after.obs, memory, total), table
+        return _Slots(job, time, after.state, after.obs, memory, total), table
 
-    def refilled(self, now: _Lanes, table: _Table) -> tuple[_Lanes, _Table]:
-        """Plays on until every episode has begun."""
+    def play_until_all_started(self, now: _Slots, table: _Table) -> tuple[_Slots, _Table]:
+        """Steps until every episode has started."""
 
         def body(carry):
             now, table, next_job = carry
-            now, table = self.advanced(self.owned(now.job), now, table)
+            now, table = self.step_slots(self.networks_of(now.job), now, table)
             idle = now.job == self.num_jobs
-            fresh = self.begun(jnp.minimum(next_job + jnp.cumsum(idle.astype(jnp.int32)) - 1, self.num_jobs))
+            fresh = self.fresh_slots(jnp.minimum(next_job + jnp.cumsum(idle.astype(jnp.int32)) - 1, self.num_jobs))
 
             def chosen(new, old):
                 return jnp.where(idle.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
@@ -149,97 +162,97 @@ class _Game(NamedTuple):
         carry = now, table, jnp.int32(len(now.job))
         return jax.lax.while_loop(lambda carry: carry[2] < self.num_jobs, body, carry)[:2]
 
-    def drained(self, now: _Lanes, table: _Table, until: int) -> tuple[_Lanes, _Table]:
-        """Plays on until at most `until` lanes have an episode, and keeps so many."""
-        mine = self.owned(now.job)
+    def play_until_few_left(self, now: _Slots, table: _Table, until: int) -> tuple[_Slots, _Table]:
+        """Steps until at most `until` slots have an episode, and keeps so many."""
+        mine = self.networks_of(now.job)
         busy = lambda now: now.job < self.num_jobs  # noqa: E731
         go_on = lambda carry: jnp.sum(busy(carry[0]), dtype=jnp.int32) > until  # noqa: E731
-        now, table = jax.lax.while_loop(go_on, lambda carry: self.advanced(mine, *carry), (now, table))
+        now, table = jax.lax.while_loop(go_on, lambda carry: self.step_slots(mine, *carry), (now, table))
         kept = jnp.argsort(~busy(now), stable=True)[: max(until, 1)]
         return jax.tree.map(lambda x: x[kept], now), table
 
-    def by_lanes(self, lanes: int, narrows: bool) -> Played:
-        """Plays all episodes on lanes, step by step."""
-        lanes = min(lanes, self.num_jobs)
-        now = self.begun(jnp.arange(lanes, dtype=jnp.int32))
+    def play_in_slots(self, num_envs: int, compacts: bool) -> PlayResult:
+        """Plays all episodes in slots, step by step."""
+        num_envs = min(num_envs, self.num_jobs)
+        now = self.fresh_slots(jnp.arange(num_envs, dtype=jnp.int32))
         table = _Table(jnp.zeros((self.num_jobs, 2), jnp.float32), jnp.int32(0))
-        if lanes < self.num_jobs:
-            now, table = self.refilled(now, table)
-        while lanes:
-            lanes = lanes // 2 if narrows else 0
-            now, table = self.drained(now, table, lanes)
+        if num_envs < self.num_jobs:
+            now, table = self.play_until_all_started(now, table)
+        while num_envs:
+            num_envs = num_envs // 2 if compacts else 0
+            now, table = self.play_until_few_left(now, table, num_envs)
         returns, lengths = table.results.T.reshape(2, len(self.networks.bias), self.episodes)
-        return Played(returns, lengths.astype(jnp.int32), table.made)
+        return PlayResult(returns, lengths.astype(jnp.int32), table.steps)
 
-    def in_numbers(self) -> Play:
-        """A step of one episode, in numbers; raises `NotNumbers`."""
+    def scalar_step(self) -> ScalarStep:
+        """A step of one episode as a function of scalars; raises `NotScalar`."""
 
         def move(state, params, y):
             action = act(self.env.action_space(params), y, *self.output_range)
-            after = step(jax.random.key(0), self.env, state, action, params)  # a draw is refused, so no key is used
+            after = step(jax.random.key(0), self.env, state, action, params)  # `NotScalar` if it uses the key
             return after.state, after.obs, after.reward, after.terminated | after.truncated
 
-        state = jax.eval_shape(lambda: self.begun(jnp.zeros(1, jnp.int32)).state)
+        state = jax.eval_shape(lambda: self.fresh_slots(jnp.zeros(1, jnp.int32)).state)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        return Play.of(move, one, self.params, self.networks.config.num_outputs)
+        return ScalarStep.of(move, one, self.params, self.networks.config.num_outputs)
 
-    def by_kernel(self, interpret: bool = False) -> Callable[[], Played] | None:
-        """What plays every episode whole inside a kernel, where there is a GPU and the environment permits it."""
-        if not (interpret or on_gpu(self.networks)):
+    def by_kernel(self, interpret: bool = False) -> Callable[[], PlayResult] | None:
+        """A function that plays every episode inside one kernel; None without a GPU or a deterministic environment."""
+        if not (interpret or use_kernels(self.networks)):
             return None
         try:
-            moves = self.in_numbers()
-        except NotNumbers:
+            scalar_step = self.scalar_step()
+        except NotScalar:
             return None
 
-        def run() -> Played:
-            begun = self.begun(jnp.arange(self.num_jobs, dtype=jnp.int32))
-            returns, lengths = played(moves, self.networks, begun.state, begun.obs, self.episodes, self.max_steps,
-                                      self.constant, interpret=interpret)  # fmt: skip
+        def run() -> PlayResult:
+            slots = self.fresh_slots(jnp.arange(self.num_jobs, dtype=jnp.int32))
+            returns, lengths = episode_kernel(scalar_step, self.networks, slots.state, slots.obs, self.episodes,
+                                              self.max_steps, self.constant, interpret=interpret)  # fmt: skip
             shape = len(self.networks.bias), self.episodes
-            return Played(returns.reshape(shape), lengths.reshape(shape), jnp.sum(lengths))
+            return PlayResult(returns.reshape(shape), lengths.reshape(shape), jnp.sum(lengths))
 
         return run
 
 
 def play(
-    key: PRNGKey, networks: Networks, env: Any, params: PyTree, episodes: int, lanes: int, max_steps: int,
-    *, constant: bool = True, output_range: tuple[float, float] = (0.0, 1.0), levels: PyTree = None,
-    narrows: bool = True,
-) -> Played:  # fmt: skip
-    """Plays `episodes` episodes with each of P networks; consumes `key`.
+    key: PRNGKey, networks: Networks, env: Environment | Adapter, params: PyTree, episodes: int, num_envs: int,
+    max_steps: int, *, constant: bool = True, output_range: tuple[float, float] = (0.0, 1.0), levels: PyTree = None,
+    compacts: bool = True,
+) -> PlayResult:  # fmt: skip
+    """Plays `episodes` episodes with each of G networks; consumes `key`.
 
-    Episode e of network p begins and goes on by a key of (key, p's number in the population, e, step). Cost: about
-    (all steps of all episodes) / L loops, of L network calls each, then those of the last to begin, in ever fewer
-    lanes: more than half of the lanes are busy in every step. Compiles a loop for each halving of L, the same steps of
-    another shape each: most of what compiling takes.
+    Episode e of network g has keys made of (key, g's number in the population, e, step). Cost: about (all steps of all
+    episodes) / L iterations, of L network calls each, then those of the last episodes in ever fewer slots: more than
+    half of the slots are busy in every step. Compiles a loop for each halving of L, which is most of the compile time.
 
     Args:
         key: consumed.
-        networks: P of them.
+        networks: G of them.
         env: an environment or adapter; static.
         params: its parameters.
         episodes: E.
-        lanes: L; the number of all episodes at most makes sense. A kernel that plays episodes whole needs none.
+        num_envs: L, slots; more than the number of all episodes are not used. The kernel has none.
         max_steps: of an episode, at most.
         constant: whether a last input of 1 follows the observation.
         output_range: what outputs lie in; see `act`.
-        levels: pytree with a leading axis E: episode e begins from level e, by `env.init_level`; None draws starts.
-        narrows: whether the last lanes move together; if not, a single loop is compiled, and those that ended wait.
+        levels: pytree with a leading axis E: episode e starts from level e, by `env.init_level`; None resets.
+        compacts: whether the last episodes move into fewer slots; if not, a single loop is compiled, and empty slots
+            step on.
     """
-    needed, ends = ends_of(env, params, constant), (networks.config.num_inputs, networks.config.num_outputs)
+    needed, ends = io_sizes(env, params, constant), (networks.config.num_inputs, networks.config.num_outputs)
     if needed != ends:
         raise UsageError(f"networks have {ends[0]} inputs and {ends[1]} outputs; the environment takes {needed[0]} and "
                          f"{needed[1]}.")  # fmt: skip
-    for name, value in (("episodes", episodes), ("lanes", lanes), ("max_steps", max_steps)):
+    for name, value in (("episodes", episodes), ("num_envs", num_envs), ("max_steps", max_steps)):
         if value < 1:
             raise UsageError(f"{name}={value} must be at least 1.")
     if not output_range[0] < output_range[1]:
         raise UsageError(f"output_range={output_range} must ascend.")
     networks = jax.tree.map(jnp.asarray, networks)  # indexed by traced numbers
-    game = _Game(key, networks, env, params, levels, episodes, max_steps, constant, output_range)
-    kernel, by_lanes = game.by_kernel(), lambda: game.by_lanes(lanes, narrows)
-    return by_lanes() if kernel is None else jax.lax.platform_dependent(default=by_lanes, cuda=kernel)
+    game = _Player(key, networks, env, params, levels, episodes, max_steps, constant, output_range)
+    kernel, play_in_slots = game.by_kernel(), lambda: game.play_in_slots(num_envs, compacts)
+    return play_in_slots() if kernel is None else jax.lax.platform_dependent(default=play_in_slots, cuda=kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,16 +265,16 @@ class Episodes:
         env: an environment or adapter.
         goal: the mean return that solves it.
         episodes: E, of each network.
-        lanes: L on each device; 0 means one a network.
+        num_envs: L on each device; 0 means one for each network.
         max_steps: of an episode.
         constant: whether a last input of 1 follows the observation.
         output_range: what outputs lie in.
     """
 
-    env: Any
+    env: Environment | Adapter
     goal: float = field(legal=Between(-math.inf, math.inf))
     episodes: int = field(1, AtLeast(1))
-    lanes: int = field(0, AtLeast(0))
+    num_envs: int = field(0, AtLeast(0))
     max_steps: int = field(1000, AtLeast(1))
     constant: bool = True
     output_range: tuple[float, float] = field((0.0, 1.0), Each(Finite()))
@@ -269,29 +282,29 @@ class Episodes:
     __post_init__ = check_fields
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: PyTree) -> Score:
-        """Scores P networks; consumes `key`."""
-        lanes = self.lanes or len(networks.bias)
-        played = play(key, networks, self.env, inputs, self.episodes, lanes, self.max_steps, constant=self.constant,
-                      output_range=self.output_range)  # fmt: skip
-        fitness = jnp.mean(played.returns, 1)
+        """Scores G networks; consumes `key`."""
+        num_envs = self.num_envs or len(networks.bias)
+        result = play(key, networks, self.env, inputs, self.episodes, num_envs, self.max_steps,
+                      constant=self.constant, output_range=self.output_range)  # fmt: skip
+        fitness = jnp.mean(result.returns, 1)
         return Score(fitness, fitness >= self.goal)
 
 
-class Trials(NamedTuple):
-    """What `Examined` reads.
+class GeneralizationInputs(NamedTuple):
+    """Inputs of `GeneralizationTest`.
 
     Attributes:
         params: of the environment that gives the fitness.
-        exam_params: of the environment of the exam.
+        test_params: of the environment of the test.
         levels: its starts, pytree with a leading axis.
     """
 
     params: PyTree
-    exam_params: PyTree
+    test_params: PyTree
     levels: PyTree
 
 
-class Exam(NamedTuple):
+class GeneralizationResult(NamedTuple):
     """Steps balanced from the usual start, int32 `[]`, and from how many of the levels it passed, int32 `[]`."""
 
     steps: Array
@@ -299,58 +312,59 @@ class Exam(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Examined:
-    """Fitness by episodes; solved when the best network of a generation passes an exam.
+class GeneralizationTest:
+    """Fitness by episodes; solved when the best network of a generation passes a test of generalization.
 
     It must last for `long_steps` from the usual start, and then for `short_steps` from at least `needed` of the levels.
-    Of equally fit networks the first is examined. With a mesh ambient, it is the best of all devices. The problem's
-    `inputs` are `Trials`. Source: the double pole without velocities of Stanley and Miikkulainen 2002, section 4.3.
+    Of equally fit networks the first is tested. With a mesh ambient, it is the best of all devices. The problem's
+    `inputs` are `GeneralizationInputs`. Source: the double pole without velocities of Stanley and Miikkulainen 2002,
+    section 4.3.
 
     Attributes:
-        search: gives the fitness; its `goal` is not read.
-        env: of the exam; it earns 1 a step that it lasts.
+        training: gives the fitness; its `goal` is not read.
+        env: of the test; its reward is 1 in every step.
         long_steps: to last from the usual start.
         short_steps: to last from a level.
         needed: levels to pass.
     """
 
-    search: Episodes
-    env: Any
+    training: Episodes
+    env: Environment | Adapter
     long_steps: int = field(100_000, AtLeast(1))
     short_steps: int = field(1000, AtLeast(1))
     needed: int = field(200, AtLeast(0))
 
     __post_init__ = check_fields
 
-    def __call__(self, key: PRNGKey, networks: Networks, inputs: Trials) -> Score:
-        """Scores P networks; consumes `key`."""
-        search_key, exam_key = jax.random.split(key)
-        fitness = self.search(search_key, networks, inputs.params).fitness
+    def __call__(self, key: PRNGKey, networks: Networks, inputs: GeneralizationInputs) -> Score:
+        """Scores G networks; consumes `key`."""
+        fitness_key, test_key = jax.random.split(key)
+        fitness = self.training(fitness_key, networks, inputs.params).fitness
         comparable = jnp.where(jnp.isfinite(fitness), fitness, -jnp.inf)
         best, over = jnp.max(comparable), mesh_axes("population")
         best = jax.lax.pmax(best, over) if over else best
         first = jnp.min(jnp.where(comparable == best, networks.index, jnp.iinfo(jnp.int32).max))
         first = jax.lax.pmin(first, over) if over else first
-        exam = self.exam(exam_key, chosen(networks, jnp.argmax(networks.index == first)), inputs)
-        passes = (exam.steps >= self.long_steps) & (exam.passed >= self.needed)
+        result = self.test(test_key, chosen(networks, jnp.argmax(networks.index == first)), inputs)
+        passes = (result.steps >= self.long_steps) & (result.passed >= self.needed)
         return Score(fitness, passes & (networks.index == first))
 
-    def exam(self, key: PRNGKey, network: Networks, inputs: Trials) -> Exam:
-        """Examines one network, `[1]`; from the levels only if it lasts. Consumes `key`."""
-        kinds = {"constant": self.search.constant, "output_range": self.search.output_range}
+    def test(self, key: PRNGKey, network: Networks, inputs: GeneralizationInputs) -> GeneralizationResult:
+        """Tests one network, `[1]`; from the levels only if it lasts. Consumes `key`."""
+        kinds = {"constant": self.training.constant, "output_range": self.training.output_range}
         long_key, short_key = jax.random.split(key)
-        long = play(long_key, network, self.env, inputs.exam_params, 1, 1, self.long_steps, **kinds).returns[0, 0]
+        long = play(long_key, network, self.env, inputs.test_params, 1, 1, self.long_steps, **kinds).returns[0, 0]
         count = len(jax.tree.leaves(inputs.levels)[0])
 
         def from_levels():
-            played = play(short_key, network, self.env, inputs.exam_params, count, count, self.short_steps,
-                          levels=inputs.levels, narrows=False, **kinds)  # fmt: skip
-            return jnp.sum(played.returns >= self.short_steps, dtype=jnp.int32)
+            result = play(short_key, network, self.env, inputs.test_params, count, count, self.short_steps,
+                          levels=inputs.levels, compacts=False, **kinds)  # fmt: skip
+            return jnp.sum(result.returns >= self.short_steps, dtype=jnp.int32)
 
         passed = jax.lax.cond(long >= self.long_steps, from_levels, lambda: jnp.int32(0))
-        return Exam(long.astype(jnp.int32), passed)
+        return GeneralizationResult(long.astype(jnp.int32), passed)
 
 
-def chosen(networks: Networks, number: Any) -> Networks:
+def chosen(networks: Networks, number: ArrayLike) -> Networks:
     """One of the networks, `[1]`; `number` is int32 `[]`."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[number][None] if jnp.ndim(leaf) else leaf, networks)

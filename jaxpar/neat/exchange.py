@@ -1,7 +1,7 @@
 """One genome in other people's forms: neat-python's network files, Graphviz, a formula."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,29 +11,34 @@ import numpy as np
 from jaxpar.neat.config import KINDS, NeatConfig
 from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, Activation, check_own
 from jaxpar.neat.genome import Genomes, check_genomes
-from jaxpar.types import UsageError
+from jaxpar.types import PyTree, UsageError
 
-__all__ = ["FORMAT_VERSION", "expressions", "from_json", "node_label", "one_of", "to_dot", "to_json"]
+__all__ = ["FORMAT_VERSION", "expressions", "from_json", "node_label", "select_genome", "to_dot", "to_json"]
+
+Json = Any
+"""What `json` reads and writes: anything, until its parts are asked for by name."""
 
 FORMAT_VERSION = "1.0"
 _OURS = {"steep_sigmoid"}
 
 
-def one_of(genomes: Genomes, number: int = 0) -> Any:
+def select_genome(genomes: Genomes, number: int = 0) -> PyTree:
     """One genome, fields `[N]` and `[C]`, as NumPy arrays."""
     if not 0 <= number < len(genomes.on):
         raise UsageError(f"there is no genome {number}; there are {len(genomes.on)}.")
     return jax.tree.map(lambda x: np.asarray(x)[number], genomes)
 
 
-def to_json(config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: Mapping[str, Any] | None = None) -> str:
+def to_json(
+    config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: Mapping[str, Json] | None = None
+) -> str:
     """A genome's network in neat-python's exported-network format, version 1.0.
 
     Inputs are -1, -2, ..., outputs 0, 1, ..., hidden nodes their identity minus the number of inputs. Disabled
     connections are written as such. `metadata` is copied: "fitness", "generation", ... An activation of one's own is
-    written by its name; whoever reads the file gives the function.
+    written by its name; `from_json` is given the function.
     """
-    one, ends = one_of(genomes, number), config.num_inputs
+    one, ends = select_genome(genomes, number), config.num_inputs
     assert config.activations is not None
     custom = _OURS | set(dict(config.own_activations))
 
@@ -44,7 +49,7 @@ def to_json(config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: 
         activation = config.activations[one.activation[slot]]  # pyright: ignore
         row = {
             "id": key(slot),
-            "type": "output" if slot < config.num_ends else "hidden",
+            "type": "output" if slot < config.num_io else "hidden",
             "activation": {"name": activation, "custom": activation in custom},
             "aggregation": {"name": config.aggregations[one.aggregation[slot]], "custom": False},
             "bias": float(one.bias[slot]),
@@ -77,7 +82,7 @@ def to_json(config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: 
 
 def from_json(
     text: str, *, max_nodes: int = 0, max_conns: int = 0, own_activations: Sequence[tuple[str, Activation]] = (),
-    **changes: Any,
+    **changes: Json,
 ) -> tuple[NeatConfig, Genomes]:  # fmt: skip
     """Reads a network in neat-python's exported-network format: its configuration and one genome, `[1]`.
 
@@ -107,7 +112,7 @@ def from_json(
         raise UsageError(f"this is no network in neat-python's format {FORMAT_VERSION}: {error!r}.") from None
 
 
-def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]) -> tuple[NeatConfig, Genomes]:
+def _read(document: Json, max_nodes: int, max_conns: int, changes: dict[str, Json]) -> tuple[NeatConfig, Genomes]:
     version, kind = str(document["format_version"]), document["network_type"]
     if version.split(".")[0] != "1" or kind not in KINDS:
         raise UsageError(f"a network of type {kind!r} in format {version} cannot be read; legal are "
@@ -126,12 +131,12 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
         "activations": _names(nodes.values(), "activation", (*ACTIVATIONS, *dict(changes["own_activations"]))),
         "aggregations": _names(nodes.values(), "aggregation", AGGREGATIONS),
     }
-    fields: dict[str, Any] = {"kind": kind, "initial": "none", "population": 1, **names, **changes}
+    fields: dict[str, Json] = {"kind": kind, "initial": "none", "population": 1, **names, **changes}
     config = NeatConfig(len(inputs), len(outputs), max_nodes=max(max_nodes, len(slots)),
                         max_conns=max(max_conns, len(connections), 1), **fields)  # fmt: skip
     nodes_of = (1, config.max_nodes)
     real = jnp.result_type(float)  # as of genomes that were evolved: float64 under x64
-    arrays: dict[str, Any] = {name: np.zeros(nodes_of, real) for name in ("bias", "response", "time_constant")}
+    arrays: dict[str, PyTree] = {name: np.zeros(nodes_of, real) for name in ("bias", "response", "time_constant")}
     arrays |= {name: np.zeros(nodes_of, np.int32) for name in ("node_id", "activation", "aggregation")}
     slot = np.arange(config.max_nodes)[None]
     arrays |= {"node_on": slot < len(slots), "node_id": np.where(slot < len(slots), slot, 0).astype(np.int32)}
@@ -142,7 +147,7 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
         for name in ("bias", "response", "time_constant"):
             arrays[name][at] = node.get(name, 1.0)  # only a time constant may be missing
     columns = {"source": [slots[c["from"]] for c in connections], "target": [slots[c["to"]] for c in connections],
-               "weight": [c["weight"] for c in connections], "mark": range(len(connections)),
+               "weight": [c["weight"] for c in connections], "innovation": range(len(connections)),
                "enabled": [c.get("enabled", True) for c in connections], "on": [True] * len(connections)}  # fmt: skip
     kinds = {"weight": real, "enabled": bool, "on": bool}
     for name, column in columns.items():
@@ -153,7 +158,7 @@ def _read(document: Any, max_nodes: int, max_conns: int, changes: dict[str, Any]
     return config, genomes
 
 
-def _check_numbers(nodes: list[Any], connections: list[Any]) -> None:
+def _check_numbers(nodes: list[Json], connections: list[Json]) -> None:
     """Refuses what is no number, before NumPy makes one of it."""
     named = [(f"node {node['id']}", name, node[name]) for node in nodes for name in ("bias", "response")]
     named += [(f"node {node['id']}", "time_constant", node.get("time_constant", 1.0)) for node in nodes]
@@ -171,7 +176,7 @@ def _check_numbers(nodes: list[Any], connections: list[Any]) -> None:
                              "false.")  # fmt: skip
 
 
-def _check_names(ends: list[Any], computed: list[Any], inputs: list[Any]) -> None:
+def _check_names(ends: list[Json], computed: list[Json], inputs: list[Json]) -> None:
     """Refuses two nodes of one name."""
     for names in (ends, computed, [*inputs, *computed]):
         twice = [name for place, name in enumerate(names) if name in names[:place]]
@@ -179,7 +184,7 @@ def _check_names(ends: list[Any], computed: list[Any], inputs: list[Any]) -> Non
             raise UsageError(f"the node {twice[0]!r} is there twice.")
 
 
-def _names(nodes: Any, field: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def _names(nodes: Iterable[Json], field: str, known: tuple[str, ...]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(node[field]["name"] for node in nodes))
     for name in found:
         if name not in known:
@@ -188,16 +193,16 @@ def _names(nodes: Any, field: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return found
 
 
-def node_label(config: NeatConfig, one: Any, slot: int) -> str:
+def node_label(config: NeatConfig, one: PyTree, slot: int) -> str:
     """x0, x1, ... for inputs, y0, ... for outputs, h and the identity for hidden nodes."""
     if slot < config.num_inputs:
         return f"x{slot}"
-    return f"y{slot - config.num_inputs}" if slot < config.num_ends else f"h{int(one.node_id[slot])}"
+    return f"y{slot - config.num_inputs}" if slot < config.num_io else f"h{int(one.node_id[slot])}"
 
 
 def to_dot(config: NeatConfig, genomes: Genomes, number: int = 0) -> str:
     """The graph in Graphviz's language: inputs x, hidden nodes h, outputs y; disabled connections dashed."""
-    one = one_of(genomes, number)
+    one = select_genome(genomes, number)
     assert config.activations is not None
     lines = ["digraph network {", "  rankdir=LR;"]
     for slot in map(int, np.flatnonzero(one.node_on)):
@@ -217,7 +222,7 @@ def expressions(config: NeatConfig, genomes: Genomes, number: int = 0, *, latex:
     Plain text reads as Python and SymPy do, given the functions: `{"h7": "tanh(0.5 + 1.2*x0)", "y0": ...}`. Of a
     recurrent network, names on the right are values of the step before.
     """
-    one = one_of(genomes, number)
+    one = select_genome(genomes, number)
     assert config.activations is not None
     live = np.flatnonzero(one.on & one.enabled)
     into = {int(n): [c for c in live if one.target[c] == n] for n in np.flatnonzero(one.node_on)}
@@ -232,12 +237,12 @@ def expressions(config: NeatConfig, genomes: Genomes, number: int = 0, *, latex:
             visit(int(one.source[c]))
         found[node_label(config, one, slot)] = _formula(config, one, slot, into[slot], latex)
 
-    for output in range(config.num_inputs, config.num_ends):
+    for output in range(config.num_inputs, config.num_io):
         visit(output)
     return found
 
 
-def _formula(config: NeatConfig, one: Any, slot: int, genes: list[Any], latex: bool) -> str:
+def _formula(config: NeatConfig, one: PyTree, slot: int, genes: Sequence[np.integer], latex: bool) -> str:
     def name(at):
         label = node_label(config, one, at)
         return f"{label[0]}_{{{label[1:]}}}" if latex else label

@@ -1,15 +1,21 @@
 """Activations and aggregations, with neat-python's exact formulas."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.types import Array, UsageError
+from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
-    "ACTIVATIONS", "AGGREGATIONS", "Activation", "activate", "aggregate", "check_names", "check_own", "is_bounded",
+    "ACTIVATIONS",
+    "AGGREGATIONS",
+    "Activation",
+    "activate",
+    "aggregate",
+    "check_names",
+    "check_own",
+    "is_bounded",
 ]  # fmt: skip
 
 
@@ -61,7 +67,7 @@ def check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> No
         raise UsageError(f"{which}; legal are tuples of {', '.join(known)}.")
 
 
-def check_own(own: Any) -> None:
+def check_own(own: object) -> None:
     """Refuses activations of one's own that are no pairs of a new name and a function of numbers, one by one."""
     if not isinstance(own, tuple | list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in own):
         raise UsageError(f"own_activations={own!r}; legal is a tuple of pairs (name, function).")
@@ -74,11 +80,11 @@ def check_own(own: Any) -> None:
             raise UsageError(f"own_activations: {name!r} is {function!r}; legal are hashable functions.")
         like = jax.ShapeDtypeStruct((2, 3), jnp.float32)
         try:
-            found: Any = jax.eval_shape(function, like)
+            found: PyTree = jax.eval_shape(function, like)
         except Exception as error:  # whatever a function of users raises
             what = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".:")
             raise UsageError(f"own_activations: {name!r} takes no array of float32 numbers ({what}).") from None
-        if getattr(found, "shape", None) != like.shape or found.dtype != like.dtype:
+        if not isinstance(found, jax.ShapeDtypeStruct) or (found.shape, found.dtype) != (like.shape, like.dtype):
             raise UsageError(f"own_activations: {name!r} makes {found} of {like}; legal is a number from each number.")
 
 

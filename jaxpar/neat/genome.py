@@ -1,40 +1,41 @@
 """Genomes of a whole population: one array a field, with identities and masks."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxpar.neat.config import NeatConfig
-from jaxpar.types import Array, UsageError
+from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Genomes", "Packed", "check_genomes", "count", "empty", "first", "initial", "picked"]
+__all__ = ["Genomes", "Packed", "check_genomes", "count", "empty_genomes", "first", "initial", "pick_random"]
 
 
 @flax.struct.dataclass
 class Genomes:
-    """P genomes of N node slots and C connection slots; what is not `on` is padding, and zero.
+    """G genomes of N node slots and C connection slots; what is not `on` is padding, and zero.
 
     The first I node slots are inputs, the next O outputs; hidden nodes have any of the others. Connections name their
-    ends by slot; identities, which persist over generations and genomes, are `node_id` and `mark`.
+    ends by slot; identities, which persist over generations and genomes, are `node_id` and `innovation`.
 
     Attributes:
-        node_id: int32 `[P, N]`: the slot's number for inputs and outputs, an innovation for hidden nodes.
-        node_on: bool `[P, N]`.
-        bias: float32 `[P, N]`.
-        response: float32 `[P, N]`, multiplies the aggregated inputs.
-        time_constant: float32 `[P, N]`, seconds; read by "ctrnn" alone.
-        activation: int32 `[P, N]`, index into `NeatConfig.activations`.
-        aggregation: int32 `[P, N]`, index into `NeatConfig.aggregations`.
-        mark: int32 `[P, C]`: historical mark, the connection's identity.
-        source: int32 `[P, C]`, a node slot.
-        target: int32 `[P, C]`, a node slot, never an input's.
-        weight: float32 `[P, C]`.
-        enabled: bool `[P, C]`; only enabled connections are in the network.
-        on: bool `[P, C]`.
+        node_id: int32 `[G, N]`: the slot's number for inputs and outputs, an innovation for hidden nodes.
+        node_on: bool `[G, N]`.
+        bias: float32 `[G, N]`.
+        response: float32 `[G, N]`, multiplies the aggregated inputs.
+        time_constant: float32 `[G, N]`, seconds; read by "ctrnn" alone.
+        activation: int32 `[G, N]`, index into `NeatConfig.activations`.
+        aggregation: int32 `[G, N]`, index into `NeatConfig.aggregations`.
+        innovation: int32 `[G, C]`: innovation number, the connection's identity.
+        source: int32 `[G, C]`, a node slot.
+        target: int32 `[G, C]`, a node slot, never an input's.
+        weight: float32 `[G, C]`.
+        enabled: bool `[G, C]`; only enabled connections are in the network.
+        on: bool `[G, C]`.
     """
 
     node_id: Array
@@ -44,14 +45,14 @@ class Genomes:
     time_constant: Array
     activation: Array
     aggregation: Array
-    mark: Array
+    innovation: Array
     source: Array
     target: Array
     weight: Array
     enabled: Array
     on: Array
 
-    def rows(self, index: Any) -> "Genomes":
+    def rows(self, index: ArrayLike) -> "Genomes":
         """The genomes of these numbers, in their order."""
         return jax.tree.map(lambda x: x[index], self)
 
@@ -61,8 +62,8 @@ class Packed:
     """Genomes side by side in two arrays, so that to copy rows is two gathers and not one a field.
 
     Attributes:
-        whole: int32 `[P, 4 N + 5 C]`: the fields of integers and masks, in the order of `Genomes`.
-        real: float32 `[P, 3 N + C]`: the other ones.
+        whole: int32 `[G, 4 N + 5 C]`: the fields of integers and masks, in the order of `Genomes`.
+        real: float32 `[G, 3 N + C]`: the other ones.
     """
 
     whole: Array
@@ -90,14 +91,14 @@ class Packed:
 
 _REAL = ("bias", "response", "time_constant", "weight")
 _MASKS = ("node_on", "enabled", "on")
-_OF_CONNS = ("mark", "source", "target", "weight", "enabled", "on")
+_OF_CONNS = ("innovation", "source", "target", "weight", "enabled", "on")
 
 
-def empty(config: NeatConfig, count: int) -> Genomes:
+def empty_genomes(config: NeatConfig, count: int) -> Genomes:
     """Genomes of inputs and outputs alone."""
     nodes, conns = (count, config.max_nodes), (count, config.max_conns)
     slots = jnp.broadcast_to(jnp.arange(config.max_nodes, dtype=jnp.int32), nodes)
-    is_end, is_output = slots < config.num_ends, (slots >= config.num_inputs) & (slots < config.num_ends)
+    is_end, is_output = slots < config.num_io, (slots >= config.num_inputs) & (slots < config.num_io)
     assert config.activations is not None and config.output_activation is not None
     zeros = jnp.zeros(conns, jnp.int32)
     return Genomes(
@@ -108,7 +109,7 @@ def empty(config: NeatConfig, count: int) -> Genomes:
         time_constant=is_end.astype(float),
         activation=jnp.where(is_output, jnp.int32(config.activations.index(config.output_activation)), 0),
         aggregation=jnp.zeros(nodes, jnp.int32),
-        mark=zeros,
+        innovation=zeros,
         source=zeros,
         target=zeros,
         weight=jnp.zeros(conns, float),
@@ -118,23 +119,23 @@ def empty(config: NeatConfig, count: int) -> Genomes:
 
 
 def initial(config: NeatConfig, weights: Array, biases: Array) -> Genomes:
-    """The first generation, of one structure: connection j has mark j, from input j // O to output j % O.
+    """The first generation, of one structure: connection j has innovation j, from input j // O to output j % O.
 
     Args:
         config: sizes; `initial` says whether there are connections.
-        weights: float32 `[P, C]`, of which the first I O are used.
-        biases: float32 `[P, N]`, of which those of outputs are used.
+        weights: float32 `[G, C]`, of which the first I O are used.
+        biases: float32 `[G, N]`, of which those of outputs are used.
     """
-    genomes = empty(config, len(weights))
+    genomes = empty_genomes(config, len(weights))
     count = config.num_inputs * config.num_outputs if config.initial == "full" else 0
     gene = jnp.broadcast_to(jnp.arange(config.max_conns, dtype=jnp.int32), weights.shape)
     on, outputs = gene < count, config.num_outputs
     slots = jnp.arange(config.max_nodes)[None]
-    is_output = (slots >= config.num_inputs) & (slots < config.num_ends)
+    is_output = (slots >= config.num_inputs) & (slots < config.num_io)
     return dataclasses.replace(
         genomes,
         bias=jnp.where(is_output, biases, 0),
-        mark=jnp.where(on, gene, 0),
+        innovation=jnp.where(on, gene, 0),
         source=jnp.where(on, gene // outputs, 0),
         target=jnp.where(on, config.num_inputs + gene % outputs, 0),
         weight=jnp.where(on, weights, 0),
@@ -162,20 +163,21 @@ def first(mask: Array, axis: int = 1) -> tuple[Array, Array]:
     return jnp.where(found, place, 0), found
 
 
-def picked(mask: Array, draw: Array) -> tuple[Array, Array]:
+def pick_random(mask: Array, uniform: Array) -> tuple[Array, Array]:
     """The place of one True in each row, any with the same chance, and whether there is any.
 
-    Every place gets a number, MurmurHash3's finish of the row's draw and the place, and the largest wins.
+    Every place gets a number, MurmurHash3's finalizer of the row's random number and the place, and the largest wins.
 
     Args:
-        mask: bool `[P, K]`.
-        draw: float32 `[P]`, uniform numbers.
+        mask: bool `[G, K]`.
+        uniform: float32 `[G]`, random numbers in [0, 1).
 
     Returns:
-        int32 `[P]` (0 where there is none) and bool `[P]`.
+        int32 `[G]` (0 where there is none) and bool `[G]`.
     """
     places = jax.lax.broadcasted_iota(jnp.uint32, mask.shape, 1)
-    bits = jax.lax.bitcast_convert_type(draw.astype(jnp.float32), jnp.uint32)[:, None] + places * jnp.uint32(0x9E3779B9)
+    bits = jax.lax.bitcast_convert_type(uniform.astype(jnp.float32), jnp.uint32)[:, None]
+    bits = bits + places * jnp.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     score = jnp.where(mask, (bits >> 1) + 1, 0)
@@ -207,13 +209,13 @@ def check_genomes(config: NeatConfig, genomes: Genomes) -> None:
                 raise UsageError(f"genome {number} {what}.")
 
 
-def _faults(config: NeatConfig, one: Any):
-    ids, marks = one.node_id[one.node_on], one.mark[one.on]
+def _faults(config: NeatConfig, one: PyTree) -> Iterator[tuple[bool, str]]:
+    ids, innovations = one.node_id[one.node_on], one.innovation[one.on]
     source, target = one.source[one.on], one.target[one.on]
-    yield not one.node_on[: config.num_ends].all(), "lacks an input or output"
-    yield (one.node_id[: config.num_ends] != np.arange(config.num_ends)).any(), "misnames an input or output"
+    yield not one.node_on[: config.num_io].all(), "lacks an input or output"
+    yield (one.node_id[: config.num_io] != np.arange(config.num_io)).any(), "misnames an input or output"
     yield len(set(ids)) < len(ids), "has a node identity twice"
-    yield len(set(marks)) < len(marks), "has a mark twice"
+    yield len(set(innovations)) < len(innovations), "has an innovation twice"
     yield len(set(zip(source, target, strict=True))) < len(source), "has an edge twice"
     yield not (one.node_on[source].all() and one.node_on[target].all()), "has a connection to a node that is not there"
     yield (target < config.num_inputs).any(), "has a connection into an input"

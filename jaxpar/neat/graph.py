@@ -1,7 +1,7 @@
 """Reachability and depth of many small graphs at once, on sets of nodes that are bits of words.
 
 A set of nodes of one genome is W = ceil(N / 32) words. To follow every edge of every genome once is one pass over the
-connections, `[P, C, W]`, and one reduction by `or`: no N x N matrix, no scatter.
+connections, `[G, C, W]`, and one reduction by `or`: no N x N matrix, no scatter.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpar.types import Array
 
-__all__ = ["cyclic", "members", "reachable", "singleton", "sweeps", "words_of"]
+__all__ = ["has_cycle", "pack_set", "reachable", "singleton", "sweeps", "unpack_set"]
 
 
 def singleton(slot: Array, num_nodes: int) -> Array:
@@ -20,27 +20,27 @@ def singleton(slot: Array, num_nodes: int) -> Array:
     return jnp.where(own, bit[..., None], jnp.uint32(0))
 
 
-def words_of(mask: Array) -> Array:
-    """The set as uint32 `[P, W]` from bool `[P, N]`."""
+def pack_set(mask: Array) -> Array:
+    """The set as uint32 `[G, W]` from bool `[G, N]`."""
     count = mask.shape[1]
     each = singleton(jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), mask.shape), count)
     return _union(jnp.where(mask[..., None], each, jnp.uint32(0)))
 
 
-def members(words: Array, num_nodes: int) -> Array:
-    """The set as bool `[P, N]`."""
+def unpack_set(words: Array, num_nodes: int) -> Array:
+    """The set as bool `[G, N]`."""
     slot = jnp.arange(num_nodes)
     return (words[:, slot // 32] >> (slot % 32).astype(jnp.uint32)[None] & 1) == 1
 
 
 def reachable(start: Array, source: Array, target: Array, on: Array, num_nodes: int) -> Array:
-    """The nodes of a path that begins in `start`, those included: uint32 `[P, W]`.
+    """The nodes of a path that begins in `start`, those included: uint32 `[G, W]`.
 
     Args:
-        start: uint32 `[P, W]`.
-        source: int32 `[P, C]`.
-        target: int32 `[P, C]`.
-        on: bool `[P, C]`, the edges to follow.
+        start: uint32 `[G, W]`.
+        source: int32 `[G, C]`.
+        target: int32 `[G, C]`.
+        on: bool `[G, C]`, the edges to follow.
         num_nodes: N.
     """
     follow = _follower(source, target, on, num_nodes)
@@ -55,7 +55,7 @@ def reachable(start: Array, source: Array, target: Array, on: Array, num_nodes: 
 
 
 def sweeps(source: Array, target: Array, on: Array, num_nodes: int, num_inputs: int) -> Array:
-    """How often all nodes must be computed from all others until nothing changes: int32 `[]`, over all P graphs.
+    """How often all nodes must be computed from all others until nothing changes: int32 `[]`, over all G graphs.
 
     That is the most nodes other than inputs on any path, so at least 1; a graph with a cycle gives N.
     """
@@ -70,21 +70,21 @@ def sweeps(source: Array, target: Array, on: Array, num_nodes: int, num_inputs: 
         late, _, count = carry  # ends of paths of `count` computed nodes before them
         return *follow(late), count + 1
 
-    begin = words_of(computed), jnp.ones(len(on), bool), jnp.int32(0)
+    begin = pack_set(computed), jnp.ones(len(on), bool), jnp.int32(0)
     return jax.lax.while_loop(go_on, body, begin)[2]
 
 
-def cyclic(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
-    """Which graphs have a circle: bool `[P]`. Edges as in `reachable`; costs a pass an edge of the longest path."""
+def has_cycle(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
+    """Which graphs have a cycle: bool `[G]`. Edges as in `reachable`; costs a pass an edge of the longest path."""
     follow = _follower(source, target, on, num_nodes)
 
     def body(carry):
-        late, after = carry[0], carry[0]  # ends of paths of k edges: fewer and fewer, down to what follows a circle
+        late, after = carry[0], carry[0]  # ends of paths of k edges: fewer and fewer, down to what follows a cycle
         for _ in range(_passes()):
             after = follow(after)[0]
         return after, jnp.any(after != late)
 
-    everywhere = words_of(jnp.ones((len(on), num_nodes), bool))
+    everywhere = pack_set(jnp.ones((len(on), num_nodes), bool))
     late, _ = jax.lax.while_loop(lambda carry: carry[1], body, (everywhere, jnp.any(on)))
     return jnp.any(late != 0, 1) & jnp.any(on)
 
@@ -95,7 +95,7 @@ def _passes() -> int:
 
 
 def _follower(source: Array, target: Array, on: Array, num_nodes: int):
-    """A function from sets `[P, W]` to the sets of the targets of the edges that leave them, and if there are any."""
+    """A function from sets `[G, W]` to the sets of the targets of the edges that leave them, and if there are any."""
     no = jnp.uint32(0)
     sources = jnp.where(on[..., None], singleton(source, num_nodes), no)
     targets = singleton(target, num_nodes)

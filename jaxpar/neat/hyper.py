@@ -1,4 +1,4 @@
-"""HyperNEAT: an evolved network paints the weights of a larger one, from where its nodes lie.
+"""HyperNEAT: an evolved network, the CPPN, gives the weights of a larger one from its nodes' coordinates.
 
 Every pair of nodes of neighbouring layers is a row of coordinates; all networks of a population see all rows at once,
 and the substrate then runs as dense matrix products.
@@ -8,18 +8,18 @@ networks", Artificial Life 15(2), 2009.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
+from jaxpar.neat.evolution import Score
 from jaxpar.neat.functions import ACTIVATIONS
-from jaxpar.neat.network import Networks, apply, start
-from jaxpar.neat.search import Score
+from jaxpar.neat.network import Networks, apply, init_carry
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["Paintable", "Painted", "Substrate", "grid", "paint", "substrate_apply"]
+__all__ = ["CppnDecoder", "Substrate", "SubstrateTable", "grid", "substrate_apply", "substrate_weights"]
 
 Layer = tuple[tuple[float, ...], ...]
 
@@ -36,10 +36,10 @@ class Substrate:
     """Layers of nodes at places; each layer feeds the next, whole.
 
     Attributes:
-        layers: for each layer, its nodes' coordinates, all of D numbers; a painter has 2 D + 1 inputs (with a constant)
+        layers: for each layer, its nodes' coordinates, all of D numbers; a CPPN has 2 D + 1 inputs (with a constant)
             and one output.
-        threshold: weaker outputs of the painter make no connection.
-        largest: the painter's output 1 makes this weight.
+        threshold: weaker outputs of the CPPN make no connection.
+        largest: the CPPN's output 1 makes this weight.
         activation: of every node behind the first layer.
     """
 
@@ -59,70 +59,70 @@ class Substrate:
 
     @property
     def num_inputs(self) -> int:
-        """What a painter needs: both ends' coordinates and a constant."""
+        """What a CPPN needs: both ends' coordinates and a constant."""
         return 2 * len(self.layers[0][0]) + 1
 
     def rows(self, layer: int) -> np.ndarray:
-        """The painter's inputs for the connections into layer + 1: `[targets * sources, 2 D + 1]`."""
+        """The CPPN's inputs for the connections into layer + 1: `[targets * sources, 2 D + 1]`."""
         sources, targets = np.asarray(self.layers[layer]), np.asarray(self.layers[layer + 1])
         pairs = [np.repeat(targets, len(sources), 0), np.tile(sources, (len(targets), 1))]
         return np.concatenate([pairs[1], pairs[0], np.ones((len(pairs[0]), 1))], 1)
 
-    def respond(self, networks: Networks, x: Array) -> Array:
-        """Outputs `[P, B, outputs]` of the substrates that P painters give, for `[P, B, inputs]`."""
-        return substrate_apply(self, paint(self, networks), x)
+    def apply_networks(self, networks: Networks, x: Array) -> Array:
+        """Outputs `[G, B, outputs]` of the substrates that G CPPNs give, for `[G, B, inputs]`."""
+        return substrate_apply(self, substrate_weights(self, networks), x)
 
 
-class Paintable(Protocol):
-    """What networks can paint: `Substrate`, whose nodes are given, and `Quadtree`, whose nodes are found."""
+class CppnDecoder(Protocol):
+    """A network from a CPPN: `Substrate`, whose nodes are given, and `Quadtree`, whose nodes are found."""
 
-    def respond(self, networks: Networks, x: Array) -> Array:
-        """Outputs `[P, B, outputs]` of what P painters give, for `[P, B, inputs]`."""
+    def apply_networks(self, networks: Networks, x: Array) -> Array:
+        """Outputs `[G, B, outputs]` of what G CPPNs give, for `[G, B, inputs]`."""
         ...
 
 
-def paint(substrate: Substrate, networks: Networks) -> tuple[Array, ...]:
-    """The weights that P painters give, one array a layer, `[P, targets, sources]`.
+def substrate_weights(substrate: Substrate, networks: Networks) -> tuple[Array, ...]:
+    """The weights that G CPPNs give, one array a layer, `[G, targets, sources]`.
 
     An output o, clipped to [-1, 1], weaker than the threshold t gives 0, else sign(o) (abs(o) - t) / (1 - t) times the
     largest weight.
     """
-    painted = []
+    weights = []
     for layer in range(len(substrate.layers) - 1):
         rows = jnp.asarray(substrate.rows(layer), networks.bias.dtype)
         x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        out = jnp.clip(apply(networks, start(networks, len(rows)), x)[0][..., 0], -1, 1)
+        out = jnp.clip(apply(networks, init_carry(networks, len(rows)), x)[0][..., 0], -1, 1)
         strength = jnp.maximum(jnp.abs(out) - substrate.threshold, 0) / (1 - substrate.threshold)
         shape = (len(out), len(substrate.layers[layer + 1]), len(substrate.layers[layer]))
-        painted.append((substrate.largest * jnp.sign(out) * strength).reshape(shape))
-    return tuple(painted)
+        weights.append((substrate.largest * jnp.sign(out) * strength).reshape(shape))
+    return tuple(weights)
 
 
 def substrate_apply(substrate: Substrate, weights: tuple[Array, ...], x: Array) -> Array:
-    """Runs P substrates: `[P, B, inputs]` -> `[P, B, outputs]`, a product a layer."""
+    """Runs G substrates: `[G, B, inputs]` -> `[G, B, outputs]`, a product a layer."""
     for matrix in weights:
         x = ACTIVATIONS[substrate.activation](jnp.einsum("pts,pbs->pbt", matrix, x, precision="highest"))
     return x
 
 
 @dataclasses.dataclass(frozen=True)
-class Painted:
-    """A table fitted by the substrates that networks paint; scores as `Table` does.
+class SubstrateTable:
+    """A table fitted by the substrates of CPPNs; scores as `Table` does.
 
     Attributes:
         substrate: its first layer has the table's inputs, its last the targets; or a `Quadtree` with such ends.
         tolerance: it is solved when no error is as large.
     """
 
-    substrate: Paintable
+    substrate: CppnDecoder
     tolerance: float = field(0.5, AtLeast(0))
 
     __post_init__ = check_fields
 
-    def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Any]) -> Score:
-        """Scores P networks; `key` is not needed."""
+    def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
+        """Scores G networks; `key` is not needed."""
         rows, targets = inputs["inputs"], inputs["targets"]
         x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        error = jnp.abs(self.substrate.respond(networks, x) - targets[None])
+        error = jnp.abs(self.substrate.apply_networks(networks, x) - targets[None])
         fitness = jnp.maximum(targets.size - jnp.sum(error, (1, 2)), 0) ** 2
         return Score(fitness, jnp.all(error < self.tolerance, (1, 2)))

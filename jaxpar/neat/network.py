@@ -6,20 +6,19 @@ matrix form costs w^2 a sweep and network for w node slots, the edge form C gath
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.neat._kernels import on_gpu, settled
+from jaxpar.neat._kernels import feedforward_kernel, use_kernels
 from jaxpar.neat.config import NeatConfig
 from jaxpar.neat.functions import activate, aggregate, is_bounded
 from jaxpar.neat.genome import Genomes
 from jaxpar.neat.graph import sweeps
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Networks", "apply", "express", "form_of", "start", "with_networks"]
+__all__ = ["Networks", "apply", "express", "form_of", "init_carry", "with_networks"]
 
 _SEGMENTS = {"sum": 0.0, "mean": 0.0, "product": 1.0, "max": -jnp.inf, "min": jnp.inf}
 _KERNEL_ROWS = 64
@@ -30,20 +29,20 @@ _EDGE_PRICE = 16
 
 @flax.struct.dataclass
 class Networks:
-    """P networks of w node slots.
+    """G networks of w node slots.
 
     Attributes:
-        index: int32 `[P]`, the genome's number in the whole population.
-        matrix: float32 `[P, w, w]`, weight from slot (last axis) to slot; None in the edge form.
-        mask: bool `[P, w, w]`, where there is an edge; None where zeros in `matrix` say the same.
-        source: int32 `[P, C]`; None in the matrix form, as are the next two.
-        target: int32 `[P, C]`; w for what is no edge.
-        weight: float32 `[P, C]`.
-        bias: float32 `[P, w]`.
-        response: float32 `[P, w]`.
-        time_constant: float32 `[P, w]`.
-        activation: int32 `[P, w]`.
-        aggregation: int32 `[P, w]`.
+        index: int32 `[G]`, the genome's number in the whole population.
+        matrix: float32 `[G, w, w]`, weight from slot (last axis) to slot; None in the edge form.
+        mask: bool `[G, w, w]`, where there is an edge; None where zeros in `matrix` say the same.
+        source: int32 `[G, C]`; None in the matrix form, as are the next two.
+        target: int32 `[G, C]`; w for what is no edge.
+        weight: float32 `[G, C]`.
+        bias: float32 `[G, w]`.
+        response: float32 `[G, w]`.
+        time_constant: float32 `[G, w]`.
+        activation: int32 `[G, w]`.
+        aggregation: int32 `[G, w]`.
         sweeps: int32 `[]`, of the deepest feed-forward network.
         config: static.
 
@@ -78,16 +77,21 @@ def form_of(config: NeatConfig, width: int) -> str:
 
 
 def express(
-    config: NeatConfig, genomes: Genomes, *, width: int | None = None, form: str | None = None, index: Any = None
+    config: NeatConfig,
+    genomes: Genomes,
+    *,
+    width: int | None = None,
+    form: str | None = None,
+    index: Array | None = None,
 ) -> Networks:
     """Builds the networks of genomes.
 
     Args:
         config: static.
-        genomes: P of them.
+        genomes: G of them.
         width: node slots to compute, N by default; it must hold every live slot.
         form: "matrix" or "edges"; None takes the cheaper.
-        index: int32 `[P]`, numbers of the genomes, 0, 1, ... by default.
+        index: int32 `[G]`, numbers of the genomes, 0, 1, ... by default.
 
     Raises:
         UsageError: an unknown form, or "edges" with an aggregation that it lacks.
@@ -104,7 +108,7 @@ def _needed(config: NeatConfig, genomes: Genomes) -> Array:
 
 
 def _expressed(
-    config: NeatConfig, genomes: Genomes, needed: Array | None, width: int | None, form: str | None, index: Any
+    config: NeatConfig, genomes: Genomes, needed: Array | None, width: int | None, form: str | None, index: Array | None
 ) -> Networks:
     assert config.activations is not None
     width, form = width or config.max_nodes, form or form_of(config, width or config.max_nodes)
@@ -140,7 +144,7 @@ def with_networks(
     genomes: Genomes,
     use: Callable[[Networks], PyTree],
     *,
-    index: Any = None,
+    index: Array | None = None,
     over: tuple[str, ...] = (),
 ) -> PyTree:
     """Calls `use(networks)` at the smallest of `config.node_widths` that holds all live nodes, chosen while running.
@@ -158,8 +162,8 @@ def with_networks(
     return jax.lax.switch(choice, branches, genomes, _needed(config, genomes), index)
 
 
-def start(networks: Networks, *batch: int) -> PyTree:
-    """What networks remember before their first call: `()` or zeros, float32 `[P, *batch, w]`."""
+def init_carry(networks: Networks, *batch: int) -> PyTree:
+    """The carry of networks before their first call: `()` or zeros, float32 `[G, *batch, w]`."""
     if networks.config.kind == "feedforward":
         return ()
     return jnp.zeros((len(networks.bias), *batch, networks.width), networks.bias.dtype)
@@ -173,12 +177,12 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
     values before; "ctrnn": `sub_steps` steps y += (1 - exp(-dt / tau)) (act(...) - y), exact while inputs are constant.
 
     Args:
-        networks: P of them.
-        carry: from `start(networks)`, or `start(networks, B)` where x has B.
-        x: float32 `[P, I]` or `[P, B, I]`.
+        networks: G of them.
+        carry: from `init_carry(networks)`, or `init_carry(networks, B)` where x has B.
+        x: float32 `[G, I]` or `[G, B, I]`.
 
     Returns:
-        float32 `[P, O]` or `[P, B, O]`, and the new carry.
+        float32 `[G, O]` or `[G, B, O]`, and the new carry.
     """
     config = networks.config
     if x.ndim not in (2, 3) or x.shape[0] != len(networks.bias) or x.shape[-1] != config.num_inputs:
@@ -195,10 +199,10 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
 
         def swept():
             values = jax.lax.fori_loop(0, networks.sweeps, lambda _, v: placed(_computed(networks, v)), padded)
-            return values[..., config.num_inputs : config.num_ends]
+            return values[..., config.num_inputs : config.num_io]
 
-        by_kernel = on_gpu(networks) and inputs.shape[1] <= _KERNEL_ROWS
-        settle = lambda: settled(networks, inputs)  # noqa: E731
+        by_kernel = use_kernels(networks) and inputs.shape[1] <= _KERNEL_ROWS
+        settle = lambda: feedforward_kernel(networks, inputs)  # noqa: E731
         out = jax.lax.platform_dependent(default=swept, cuda=settle) if by_kernel else swept()
         return (out if x.ndim == 3 else out[:, 0]), ()
     values = carry if x.ndim == 3 else carry[:, None]
@@ -212,12 +216,12 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
 
         values = jax.lax.fori_loop(0, config.sub_steps, relax, values)
     new = values if x.ndim == 3 else values[:, 0]
-    out = values[..., config.num_inputs : config.num_ends]
+    out = values[..., config.num_inputs : config.num_io]
     return (out if x.ndim == 3 else out[:, 0]), new
 
 
 def _computed(networks: Networks, values: Array) -> Array:
-    """Every node from every other: float32 `[P, B, w]`."""
+    """Every node from every other: float32 `[G, B, w]`."""
     per_node = [x[:, None] for x in (networks.bias, networks.response, networks.activation, networks.aggregation)]
     bias, response, activation, aggregation = per_node
     total = _by_edges(networks, values) if networks.matrix is None else _by_matrix(networks, values, aggregation)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
-from jaxpar.neat.network import Networks, apply, start
-from jaxpar.neat.search import Score
+from jaxpar.neat.evolution import Score
+from jaxpar.neat.network import Networks, apply, init_carry
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["Table", "multiplexer", "xor"]
@@ -31,10 +31,10 @@ class Table:
     __post_init__ = check_fields
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
-        """Scores P networks; `key` is not needed. Networks with memory start anew at every row."""
+        """Scores G networks; `key` is not needed. Networks with memory are reset for every row."""
         rows, targets = inputs["inputs"], inputs["targets"]
         x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        y, _ = apply(networks, start(networks, len(rows)), x)
+        y, _ = apply(networks, init_carry(networks, len(rows)), x)
         if targets.shape != y.shape[1:]:
             raise UsageError(f"targets have the shape {targets.shape}; legal is {y.shape[1:]}, a row of outputs a row "
                              "of inputs.")  # fmt: skip

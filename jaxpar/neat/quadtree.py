@@ -1,7 +1,7 @@
-"""ES-HyperNEAT: an evolved network paints a larger one, and where it paints detail decides where nodes lie.
+"""ES-HyperNEAT: an evolved network, the CPPN, gives a larger one, whose nodes lie where the CPPN has detail.
 
 The paper grows a quadtree from every node, divides it where weights differ, and connects to the points of its bands.
-The deepest tree is fixed here, so every tree is a stack of grids, 2 x 2, 4 x 4, ...: painters see all points of a tree
+The deepest tree is fixed here, so every tree is a stack of grids, 2 x 2, 4 x 4, ...: CPPNs see all points of a tree
 at once, recursion becomes masks from grid to grid, and the points are the H places that a hidden node can have. The
 network that is found runs as dense matrix products, with zeros for what is not there.
 
@@ -19,7 +19,7 @@ import numpy as np
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS
 from jaxpar.neat.hyper import Layer
-from jaxpar.neat.network import Networks, apply, start
+from jaxpar.neat.network import Networks, apply, init_carry
 from jaxpar.types import Array, UsageError
 
 __all__ = ["Discovered", "Quadtree", "discover", "discovered_apply"]
@@ -30,16 +30,16 @@ class Quadtree:
     """What is given of a substrate in the square [-1, 1] x [-1, 1], and how nodes are looked for.
 
     Attributes:
-        inputs: coordinates (x, y) of the input nodes; a painter has 5 inputs (x1, y1, x2, y2 and a constant) and one
+        inputs: coordinates (x, y) of the input nodes; a CPPN has 5 inputs (x1, y1, x2, y2 and a constant) and one
             output, clipped to [-1, 1].
         outputs: likewise, of the output nodes.
         initial_depth: trees are divided everywhere into 2^depth x 2^depth points.
-        max_depth: and at most this often. A painter is asked about 4/3 4^max_depth points from each of as many nodes.
+        max_depth: and at most this often. A CPPN is asked about 4/3 4^max_depth points from each of as many nodes.
         division: a point at the initial depth or below is divided if the variance among it and its siblings is larger.
         variance: a connection to a point stands for its whole region if the variance of the leaves in it is smaller.
         band: a point is connected if its weight differs by more from both neighbours along an axis.
         iterations: rounds in which the hidden nodes found last look for more.
-        largest: the painter's output 1 makes this weight.
+        largest: the CPPN's output 1 makes this weight.
         activation: of hidden and output nodes.
         sweeps: how often all hidden nodes are computed in a call; 0 means iterations + 1, which lets inputs reach the
             nodes found last.
@@ -70,19 +70,19 @@ class Quadtree:
         """Coordinates of the hidden nodes that there can be, `[H, 2]`, grid after grid, the coarsest first."""
         return np.concatenate([_grid(depth, 0) for depth in range(1, self.max_depth + 1)])
 
-    def respond(self, networks: Networks, x: Array) -> Array:
-        """Outputs `[P, B, outputs]` of the networks that P painters give, for `[P, B, inputs]`."""
+    def apply_networks(self, networks: Networks, x: Array) -> Array:
+        """Outputs `[G, B, outputs]` of the networks that G CPPNs give, for `[G, B, inputs]`."""
         return discovered_apply(self, discover(self, networks), x)
 
 
 class Discovered(NamedTuple):
-    """P networks among the same H places of `Quadtree.places`; 0 is no connection.
+    """G networks among the same H places of `Quadtree.places`; 0 is no connection.
 
     Attributes:
-        alive: bool `[P, H]`, the hidden nodes that lie on a way from an input to an output.
-        first: float32 `[P, H, inputs]`.
-        inner: float32 `[P, H, H]`, to (second axis) from (last).
-        last: float32 `[P, outputs, H]`.
+        alive: bool `[G, H]`, the hidden nodes that lie on a way from an input to an output.
+        first: float32 `[G, H, inputs]`.
+        inner: float32 `[G, H, H]`, to (second axis) from (last).
+        last: float32 `[G, outputs, H]`.
     """
 
     alive: Array
@@ -92,26 +92,26 @@ class Discovered(NamedTuple):
 
 
 def discover(quadtree: Quadtree, networks: Networks) -> Discovered:
-    """The nodes and connections that P painters give.
+    """The nodes and connections that G CPPNs give.
 
-    Cost: P (inputs + outputs + H) quadtrees of about 4/3 4^max_depth calls, however few nodes there are in the end.
+    Cost: G (inputs + outputs + H) quadtrees of about 4/3 4^max_depth calls, however few nodes there are in the end.
 
     Raises:
-        UsageError: the painters have not 5 inputs and one output.
+        UsageError: the CPPNs have not 5 inputs and one output.
     """
     if (networks.config.num_inputs, networks.config.num_outputs) != (5, 1):
-        raise UsageError(f"a quadtree's painters have 5 inputs and 1 output, not {networks.config.num_inputs} and "
+        raise UsageError(f"a quadtree's CPPNs have 5 inputs and 1 output, not {networks.config.num_inputs} and "
                          f"{networks.config.num_outputs}.")  # fmt: skip
 
-    def seen(ends, outgoing: bool):
-        """Connections of each end with each place: bool and float32 `[P, ends, H]`."""
+    def connections(ends, outgoing: bool):
+        """Connections of each end with each place: bool and float32 `[G, ends, H]`."""
         ends = jnp.asarray(ends, networks.bias.dtype)
         found = jax.lax.map(lambda end: _connected(quadtree, networks, end, outgoing), ends, batch_size=8)
         return tuple(jnp.moveaxis(x, 0, 1) for x in found)
 
-    first_on, first = seen(quadtree.inputs, True)
-    inner_on, inner = seen(quadtree.places, True)
-    last_on, last = seen(quadtree.outputs, False)
+    first_on, first = connections(quadtree.inputs, True)
+    inner_on, inner = connections(quadtree.places, True)
+    last_on, last = connections(quadtree.outputs, False)
     nodes, explored = jnp.any(first_on, 1), jnp.zeros_like(first_on[:, 0])
     for _ in range(quadtree.iterations):
         nodes, explored = nodes | _reached(inner_on, nodes), nodes
@@ -119,7 +119,7 @@ def discover(quadtree: Quadtree, networks: Networks) -> Discovered:
     alive = nodes & jnp.any(last_on, 1)
     alive = jax.lax.while_loop(
         lambda carry: carry[1],
-        lambda carry: _grown(carry[0], nodes & _reached(inner_on.mT, carry[0])),
+        lambda carry: _grow(carry[0], nodes & _reached(inner_on.mT, carry[0])),
         (alive, jnp.bool_(True)),
     )[0]
     both = alive[:, :, None] & alive[:, None]
@@ -132,7 +132,7 @@ def discover(quadtree: Quadtree, networks: Networks) -> Discovered:
 
 
 def discovered_apply(quadtree: Quadtree, found: Discovered, x: Array) -> Array:
-    """Runs P networks, `[P, B, inputs]` -> `[P, B, outputs]`: all hidden nodes from 0, `sweeps` times, then outputs."""
+    """Runs G networks, `[G, B, inputs]` -> `[G, B, outputs]`: all hidden nodes from 0, `sweeps` times, then outputs."""
     act, there = ACTIVATIONS[quadtree.activation], found.alive[:, None]
 
     def product(matrix, values):
@@ -153,14 +153,14 @@ def _grid(depth: int, border: int) -> np.ndarray:
 
 
 def _connected(quadtree: Quadtree, networks: Networks, end: Array, outgoing: bool) -> tuple[Array, Array]:
-    """Which places the tree of one end connects it with, and the weights: bool and float32 `[P, H]`."""
+    """Which places the tree of one end connects it with, and the weights: bool and float32 `[G, H]`."""
     depths = range(1, quadtree.max_depth + 1)
     points = jnp.asarray(np.concatenate([_grid(depth, 1) for depth in depths]), end.dtype)
     ends = jnp.broadcast_to(end, points.shape)
     pair = [ends, points] if outgoing else [points, ends]
     rows = jnp.concatenate([*pair, jnp.ones((len(points), 1), end.dtype)], 1)
     x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-    out = jnp.clip(apply(networks, start(networks, len(rows)), x)[0][..., 0], -1, 1)
+    out = jnp.clip(apply(networks, init_carry(networks, len(rows)), x)[0][..., 0], -1, 1)
     parts = jnp.split(out, np.cumsum([(2**depth + 2) ** 2 for depth in depths])[:-1], 1)
     grids = [part.reshape(len(out), 2**depth + 2, -1) for depth, part in zip(depths, parts, strict=True)]
     inside = [grid[:, 1:-1, 1:-1] for grid in grids]
@@ -203,7 +203,7 @@ def _expressed(quadtree: Quadtree, grids: list[Array], variances: list[Array]) -
 
 
 def _families(grid: Array) -> Array:
-    """A grid by parents: `[P, n, 2, n, 2]`, siblings on axes 2 and 4."""
+    """A grid by parents: `[G, n, 2, n, 2]`, siblings on axes 2 and 4."""
     half = grid.shape[1] // 2
     return grid.reshape(len(grid), half, 2, half, 2)
 
@@ -213,9 +213,9 @@ def _for_children(grid: Array) -> Array:
 
 
 def _reached(on: Array, nodes: Array) -> Array:
-    """Where connections `[P, from, to]` lead from nodes `[P, from]`."""
+    """Where connections `[G, from, to]` lead from nodes `[G, from]`."""
     return jnp.any(on & nodes[:, :, None], 1)
 
 
-def _grown(nodes: Array, more: Array) -> tuple[Array, Array]:
+def _grow(nodes: Array, more: Array) -> tuple[Array, Array]:
     return nodes | more, jnp.any(more & ~nodes)

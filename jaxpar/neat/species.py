@@ -1,4 +1,4 @@
-"""Species: who belongs to which, and how many children each has."""
+"""Species: which genome belongs to which, and how many children each has."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,18 +18,18 @@ __all__ = [
     "Ranking",
     "Species",
     "Standing",
-    "no_species",
-    "offspring",
+    "cumulative",
+    "empty_species",
+    "offspring_counts",
     "ordered_sum",
-    "progress",
-    "ranked",
-    "running",
+    "rank_genomes",
     "speciate",
+    "update_stagnation",
 ]
 
 
 LOWEST = float(np.finfo(np.float32).min)
-"""The best fitness of nobody."""
+"""The best fitness before any genome was scored; finite, so it can be compared and plotted."""
 
 
 @flax.struct.dataclass
@@ -53,19 +53,19 @@ class Species:
     next_number: Array
 
 
-def no_species(config: NeatConfig) -> Species:
+def empty_species(config: NeatConfig) -> Species:
     """All slots free."""
     zeros = jnp.zeros(config.max_species, jnp.int32)
     return Species(zeros > 0, zeros, jnp.full(config.max_species, LOWEST, float), zeros, zeros, jnp.int32(0))
 
 
-class _Search(NamedTuple):
-    """Where the founding of species stands; the arrays of genomes are the device's own."""
+class _Founding(NamedTuple):
+    """The loop that founds species; the arrays of genomes are the device's own."""
 
     species: Species
-    member: Array  # int32 [P], the slot, S while none
-    nearest: Array  # int32 [P]
-    distance: Array  # float32 [P], to the nearest
+    member: Array  # int32 [G], the slot, S while none
+    nearest: Array  # int32 [G]
+    distance: Array  # float32 [G], to the nearest
     founder: Array  # int32 [], the first genome without a species
 
 
@@ -83,14 +83,14 @@ def speciate(
         config: static.
         rates: thresholds.
         genomes: this device's.
-        index: int32 `[P]`, their numbers.
-        species: before; `size` and `alive` are made anew.
+        index: int32 `[G]`, their numbers.
+        species: before; `size` and `alive` are computed again.
         centres: of the slots.
         generation: int32 `[]`.
         over: mesh axes that split the population.
 
     Returns:
-        The species, and each genome's slot, int32 `[P]`.
+        The species, and each genome's slot, int32 `[G]`.
     """
     far = distances(config, rates, genomes, centres)
     far = jnp.where(species.alive[None], far, jnp.inf)
@@ -103,7 +103,7 @@ def speciate(
     member = jnp.where(jnp.any(near, 1), pick, config.max_species).astype(jnp.int32)
     alive = _sizes(config, member, over) > 0  # the slots of the others are free for new species
     species, far = dataclasses.replace(species, alive=alive), jnp.where(alive[None], far, jnp.inf)
-    search = _Search(
+    search = _Founding(
         species,
         member,
         nearest=jnp.argmin(far, 1).astype(jnp.int32),
@@ -112,10 +112,10 @@ def speciate(
     )
 
     def go_on(search):
-        return (search.founder < _NOBODY) & ~jnp.all(search.species.alive)
+        return (search.founder < _NO_GENOME) & ~jnp.all(search.species.alive)
 
     def found(search):
-        return _founded(config, rates, genomes, index, generation, over, search)
+        return _found_species(config, rates, genomes, index, generation, over, search)
 
     search = jax.lax.while_loop(go_on, found, search)
     member = jnp.where(search.member == config.max_species, search.nearest, search.member)
@@ -123,7 +123,7 @@ def speciate(
     return dataclasses.replace(search.species, size=size, alive=size > 0), member
 
 
-_NOBODY = 2**31 - 1
+_NO_GENOME = 2**31 - 1
 
 
 def _sizes(config: NeatConfig, member: Array, over: tuple[str, ...]) -> Array:
@@ -132,15 +132,15 @@ def _sizes(config: NeatConfig, member: Array, over: tuple[str, ...]) -> Array:
 
 
 def _first(mask: Array, index: Array, over: tuple[str, ...]) -> Array:
-    first = jnp.min(jnp.where(mask, index, _NOBODY))
+    first = jnp.min(jnp.where(mask, index, _NO_GENOME))
     return jax.lax.pmin(first, over) if over else first
 
 
-def _founded(config, rates, genomes, index, generation, over, search: _Search) -> _Search:
+def _found_species(config, rates, genomes, index, generation, over, search: _Founding) -> _Founding:
     species, slot = search.species, jnp.argmin(search.species.alive)
     is_founder = index == search.founder
     row = jax.tree.map(lambda x: x[jnp.argmax(is_founder)][None], centres_of(genomes))
-    if over:  # it is on one device, and zero on the others: a sum that rounds nothing
+    if over:  # the row is on one device and zero on the others, so the sum rounds nothing
         own = jax.tree.map(lambda x: jnp.where(jnp.any(is_founder), x, jnp.zeros_like(x)), row)
         row = dataclasses.replace(jax.lax.psum(own, over), on=jax.lax.pmax(own.on.astype(jnp.int32), over) > 0)
     far = distances(config, rates, genomes, row)[:, 0]
@@ -158,11 +158,11 @@ def _founded(config, rates, genomes, index, generation, over, search: _Search) -
     closer = far < search.distance
     nearest = jnp.where(closer, slot, search.nearest).astype(jnp.int32)
     founder = _first(member == config.max_species, index, over)
-    return _Search(species, member, nearest, jnp.where(closer, far, search.distance), founder)
+    return _Founding(species, member, nearest, jnp.where(closer, far, search.distance), founder)
 
 
 class Standing(NamedTuple):
-    """How species stand in their generation.
+    """Ranks of species in their generation.
 
     Attributes:
         rank: int32 `[S]`, 0 for the species with the fittest member of all; free slots come last.
@@ -173,10 +173,10 @@ class Standing(NamedTuple):
     share: Array
 
 
-def progress(
+def update_stagnation(
     config: NeatConfig, rates: Rates, species: Species, fitness: Array, member: Array, generation: Array, stalls: Array
 ) -> tuple[Species, Standing]:
-    """Notes which species grew better, and says how much of their fitness counts.
+    """Updates which species improved, and says how much of their fitness counts.
 
     All of it, if they found a better genome within `rates.stagnation` generations; in the mode "fast" also for the two
     best; else `rates.stale`. When all stand still (`stalls`) or none may have children, only the two best may; after a
@@ -186,7 +186,7 @@ def progress(
         config: static.
         rates: `stagnation`, `stale`.
         species: of this generation.
-        fitness: float32, of all P genomes, -inf for invalid ones.
+        fitness: float32, of all G genomes, -inf for invalid ones.
         member: int32, of all.
         generation: int32 `[]`.
         stalls: bool `[]`.
@@ -223,7 +223,7 @@ class Ranking(NamedTuple):
     """All genomes by species, and by falling fitness within; `order[start[s] + k]` is the k-th of species s.
 
     Attributes:
-        order: int32 `[P]`.
+        order: int32 `[G]`.
         start: int32 `[S]`.
     """
 
@@ -231,21 +231,21 @@ class Ranking(NamedTuple):
     start: Array
 
 
-def ranked(species: Species, fitness: Array, member: Array) -> Ranking:
-    """Ranks all P genomes by one sort; of equals, the first stands first."""
+def rank_genomes(species: Species, fitness: Array, member: Array) -> Ranking:
+    """Ranks all G genomes by one sort; equals stay in their order."""
     index = jnp.arange(len(fitness), dtype=jnp.int32)
     order = jax.lax.sort((member, -fitness, index), num_keys=2)[2]
-    return Ranking(order, running(species.size) - species.size)
+    return Ranking(order, cumulative(species.size) - species.size)
 
 
-def running(counts: Array) -> Array:
+def cumulative(counts: Array) -> Array:
     """Running sums of whole numbers, int32 `[S]`: S^2 additions, but a single loop to compile."""
     place = jnp.arange(len(counts))
     return jnp.sum(jnp.where(place[None] <= place[:, None], counts[None], 0), 1)
 
 
-def offspring(config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array) -> Array:
-    """How many children each species has: int32 `[S]`, P together.
+def offspring_counts(config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array) -> Array:
+    """How many children each species has: int32 `[S]`, G together.
 
     Explicit sharing: every member's fitness is divided by the size of its species, so a species has children in
     proportion to the share that counts of its mean fitness (minus the least fitness of all, where that is negative).
@@ -255,7 +255,7 @@ def offspring(config: NeatConfig, species: Species, standing: Standing, fitness:
         config: static.
         species: of this generation.
         standing: from `progress`.
-        fitness: float32, of all P genomes, -inf for invalid ones.
+        fitness: float32, of all G genomes, -inf for invalid ones.
         member: int32, of all.
     """
     valid = jnp.isfinite(fitness)
@@ -263,7 +263,7 @@ def offspring(config: NeatConfig, species: Species, standing: Standing, fitness:
     mine = member[None] == jnp.arange(config.max_species)[:, None]
     total = ordered_sum(jnp.where(mine & valid[None], fitness[None] - lowest, 0))
     mean = standing.share * total / jnp.maximum(species.size, 1)
-    # Where all are equally bad, all are equally good.
+    # Where every mean is 0, species share equally instead of dividing 0 by 0.
     mean = jnp.where(jnp.sum(mean) > 0, mean, standing.share)
     place = jnp.arange(config.max_species)
     sums = ordered_sum(jnp.where(place[None] <= place[:, None], mean[None], 0))

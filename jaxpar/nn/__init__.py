@@ -8,7 +8,7 @@
 | `attention`, `mixers` | params, x [B, T, D], cache -> y [B, T, D], cache, what is told | `block` |
 | `block`, `stack` | the same of one layer; of all, with remat and caches | `lm`, `rl`, users |
 | `schedule` | a model's stages, batch -> loss [], gradient | `lm` |
-| `cells`, `gated`, `aaren`, `s5` | params, h [B, n], drive [B, n] -> h [B, n], and facts about it | `layer` |
+| `cells`, `gated`, `aaren`, `s5` | params, h [B, n], projections [B, n] -> h [B, n], and facts about it | `layer` |
 | `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixers` |
 | `network` | params, xs [B, T, D] -> [B, T, C]; the trainer of any network | experiments |
 | `vision` | params, images [B, H, W, C] -> logits [B, classes] | experiments |

@@ -2,15 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn.cells import gate_leaves, gate_products
-from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp, Monoid, scan_monoid
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -36,6 +36,7 @@ class Aaren:
     size: int = field(legal=AtLeast(1))
     heads: int = field(1, AtLeast(1))
     gates = ("k", "v")
+    jacobian, lanes = "auto", 1
 
     def __post_init__(self):
         """Refuses heads that do not divide the units."""
@@ -47,32 +48,34 @@ class Aaren:
         """Declares wk, wv [D, n], bk, bv [n] and the queries q [n]."""
         return gate_leaves(self.gates, input_dim, self.size) | {"q": Leaf((self.size,), ("mlp",), 1.0)}
 
-    def init(self, key: PRNGKey, input_dim: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    def init(self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
         """Draws the parameters. Consumes `key`."""
-        return draw(key, self.leaves(input_dim), dtype)
+        return init_leaves(key, self.leaves(input_dim), dtype)
 
-    def drive(self, params: PyTree, xs: Float[Array, "*L D"]) -> dict[str, jax.Array]:
+    def input_projections(self, params: PyTree, xs: Float[Array, "*L D"]) -> dict[str, jax.Array]:
         """Computes the keys and values of all inputs."""
         return gate_products(self.gates, params, xs)
 
-    def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> LogSumExp:
+    def initial(self, batch_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> LogSumExp:
         """Returns what nothing seen leaves: a maximum `[*batch_shape, H]` of -inf, and sums of zero."""
         sums = (*batch_shape, self.heads)
         maximum, denominator = jnp.full(sums, -jnp.inf, dtype), jnp.zeros(sums, dtype)
         return LogSumExp(maximum, denominator, jnp.zeros((*sums, self.size // self.heads), dtype))
 
-    def step(self, params: PyTree, h: LogSumExp, drive: dict[str, jax.Array]) -> LogSumExp:
+    def step(self, params: PyTree, h: LogSumExp, projections: dict[str, jax.Array]) -> LogSumExp:
         """Adds one key and value to the sums of each head: constant time and memory, however long the past."""
-        return LOGSUMEXP.combine(h, self._element(params, drive, h.numerator.dtype))
+        return LOGSUMEXP.combine(h, self._element(params, projections, h.numerator.dtype))
 
     def output(self, params: PyTree, h: LogSumExp) -> Float[Array, "*L n"]:
         """Returns the weighted means of all heads; 0 before anything was seen."""
         del params
         return h.mean.reshape(*h.mean.shape[:-2], self.size)
 
-    def closed_form(self, params: PyTree, drive: dict[str, jax.Array], h0: LogSumExp, resets: Any = None) -> LogSumExp:
+    def closed_form(
+        self, params: PyTree, projections: dict[str, jax.Array], h0: LogSumExp, resets: Bool[Array, "T B"] | None = None
+    ) -> LogSumExp:
         """Returns all states by one scan: O(T) work, O(log T) depth. With resets through a tree, at more memory."""
-        elements = self._element(params, drive, h0.numerator.dtype)
+        elements = self._element(params, projections, h0.numerator.dtype)
         front = jax.tree.map(lambda h: h[None], h0)
         if resets is None:
             return LOGSUMEXP.combine(front, scan_monoid(LOGSUMEXP, elements))
@@ -81,10 +84,10 @@ class Aaren:
         states = scan_monoid(SEGMENTED, (jnp.broadcast_to(flags[..., None], whole.max.shape), whole))[1]
         return jax.tree.map(lambda x: x[1:], states)
 
-    def _element(self, params: PyTree, drive: dict[str, jax.Array], dtype: Any) -> LogSumExp:
+    def _element(self, params: PyTree, projections: dict[str, jax.Array], dtype: DTypeLike) -> LogSumExp:
         """Returns the sums over one place alone: (s, 1, v)."""
         heads = (self.heads, self.size // self.heads)
-        k, v = (drive[gate].astype(dtype).reshape(*drive[gate].shape[:-1], *heads) for gate in self.gates)
+        k, v = (projections[gate].astype(dtype).reshape(*projections[gate].shape[:-1], *heads) for gate in self.gates)
         query = params["q"].astype(dtype).reshape((1,) * (k.ndim - 2) + heads)
         scores = (k * query).sum(-1) / math.sqrt(heads[1])
         return LogSumExp(scores, jnp.ones_like(scores), v)

@@ -39,7 +39,7 @@ __all__ = [
     "both",
     "over_layers",
     "over_parts",
-    "shown",
+    "scalars",
     "stacked",
 ]
 
@@ -48,7 +48,7 @@ class Mean(NamedTuple):
     """A mean, as a sum and how many it is of."""
 
     total: Array
-    count: Array
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]  # a field: tuple.count is not used
 
     @classmethod
     def of(cls, x: Array) -> "Mean":
@@ -136,7 +136,7 @@ def both(a: Aux, b: Aux) -> Aux:
     return Aux(losses, a.metrics | b.metrics | stacked)
 
 
-def shown(aux: Aux) -> Info:
+def scalars(aux: Aux) -> Info:
     """Returns all losses and metrics as scalars by name."""
     return aux.losses | {name: metric.value for name, metric in aux.metrics.items()}
 

@@ -1,7 +1,5 @@
 """One pre-norm layer: x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -28,7 +26,7 @@ def block(
     mixer: Mixer,
     mlp: Mlp,
     norm: Norm,
-    layer: dict[str, Any],
+    layer: dict[str, PyTree],
     x: Float[Array, "B T D"],
     context: Context,
     cache: PyTree | None = None,

@@ -1,4 +1,4 @@
-"""Recurrent cells: one step h[t] = step(params, h[t-1], drive[t]), and everything about it that is known beforehand.
+"""Recurrent cells: one step h[t] = step(params, h[t-1], projections[t]), and all that is known of it beforehand.
 
 A cell is its step function with a few facts: the products with the input that it needs (computed for the whole
 sequence at once), its recurrent weights, and the structure of its Jacobian dh[t]/dh[t-1]. `jaxpar.nn.layer` runs
@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
-from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.scan import affine_scan
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -33,22 +34,33 @@ JACOBIANS = ("diag", "block", "dense", "auto")
 class SequenceCell(Protocol):
     """What `jaxpar.nn.layer` runs: `Cell` and `jaxpar.nn.aaren.Aaren` are two of them.
 
-    Time-free: every function takes any leading axes, so that `drive` serves a whole sequence and `step` one moment.
+    Time-free: every function takes any leading axes, so that `input_projections` serves a whole sequence and `step` one
+    moment.
     """
 
-    def init(self, key: PRNGKey, input_dim: int, dtype: Any = jnp.float32) -> PyTree:
+    @property
+    def jacobian(self) -> str:
+        """Structure of the Jacobian of one step, as in `Cell`; "auto" has the solver find out."""
+        ...
+
+    @property
+    def lanes(self) -> int:
+        """Arrays that a state is made of."""
+        ...
+
+    def init(self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32) -> PyTree:
         """Draws the parameters for inputs of `input_dim` features."""
         ...
 
-    def drive(self, params: PyTree, xs: Float[Array, "*L D"]) -> PyTree:
+    def input_projections(self, params: PyTree, xs: Float[Array, "*L D"]) -> PyTree:
         """Computes all that a step needs of its input, before anything is known of the state."""
         ...
 
-    def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> PyTree:
+    def initial(self, batch_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> PyTree:
         """Returns the state before the first step."""
         ...
 
-    def step(self, params: PyTree, h: PyTree, drive: PyTree, /) -> PyTree:
+    def step(self, params: PyTree, h: PyTree, projections: PyTree, /) -> PyTree:
         """Returns the next state."""
         ...
 
@@ -56,7 +68,9 @@ class SequenceCell(Protocol):
         """Returns what the layer above sees of a state."""
         ...
 
-    def closed_form(self, params: PyTree, drive: PyTree, h0: PyTree, resets: Any = None) -> PyTree | None:
+    def closed_form(
+        self, params: PyTree, projections: PyTree, h0: PyTree, resets: Bool[Array, "T B"] | None = None
+    ) -> PyTree | None:
         """Returns all states [T, B, ...] by a scan that needs no iteration, or None if there is no such scan."""
         ...
 
@@ -66,15 +80,16 @@ class Cell:
     """A recurrent cell: its step, and what is known of it; static and hashable.
 
     Attributes:
-      step: `(params, h, drive) -> h` for one moment of a batch, rows and (but for "dense") units apart: h [B, n], or a
-        tuple of such lanes; drive as from `drive`. A module's function, not a fresh lambda, or each call compiles anew.
+      step: `(params, h, projections) -> h` for one moment of a batch, rows and (but for "dense") units apart: h [B, n],
+        or a tuple of such lanes; projections as from `input_projections`. A module's function, not a fresh lambda, or
+        each call compiles anew.
       size: n, units.
-      gates: Names g of the input products: drive[g] = x w<g> + b<g>. Without any, the drive is the input itself.
+      gates: Names g of the input products: projections[g] = x w<g> + b<g>. Without any, it is the input itself.
       weights: Declares the other parameters, given the cell.
       lanes: Lanes of the state; with one, the state is an array, else a tuple whose last lane is the output.
       jacobian: Of one step: "diag" (one lane, of which unit i depends on unit i alone), "block" (a lanes x lanes block
         a unit), "dense" (within a row), or "auto" to have the solver find out.
-      affine: If the step is a h + b: `(params, drive) -> (a, b)`, which then needs no solver but one affine scan.
+      affine: If the step is a h + b: `(params, projections) -> (a, b)`, which then needs no solver but one affine scan.
       heads: Blocks along the diagonal of dense recurrent weights.
     """
 
@@ -89,7 +104,7 @@ class Cell:
 
     def __post_init__(self):
         """Refuses what no cell can be."""
-        name = getattr(self.step, "__name__", "step").strip("_")
+        name = getattr(self.step, "__name__", "step").strip("_")  # a `functools.partial` has no name
         check_fields(self, f"{name}.")
         if self.size % self.heads:
             legal = ", ".join(str(h) for h in range(1, self.size + 1) if self.size % h == 0)
@@ -101,30 +116,32 @@ class Cell:
             raise UsageError("this cell declares no parameters; make them yourself, or give it gates and weights.")
         return gate_leaves(self.gates, input_dim, self.size) | (self.weights(self) if self.weights else {})
 
-    def init(self, key: PRNGKey, input_dim: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    def init(self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
         """Draws the declared parameters. Consumes `key`."""
-        return draw(key, self.leaves(input_dim), dtype)
+        return init_leaves(key, self.leaves(input_dim), dtype)
 
-    def drive(self, params: PyTree, xs: Float[Array, "*L D"]) -> Any:
-        """Computes drive[g] = x w<g> + b<g> of each gate g; without gates, x itself."""
+    def input_projections(self, params: PyTree, xs: Float[Array, "*L D"]) -> PyTree:
+        """Computes projections[g] = x w<g> + b<g> of each gate g; without gates, x itself."""
         return gate_products(self.gates, params, xs) if self.gates else xs
 
-    def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    def initial(self, batch_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> PyTree:
         """Returns zeros: `[*batch_shape, n]` a lane."""
         lane = jnp.zeros((*batch_shape, self.size), dtype)
         return lane if self.lanes == 1 else (lane,) * self.lanes
 
-    def output(self, params: PyTree, h: Any) -> Float[Array, "*L n"]:
+    def output(self, params: PyTree, h: PyTree) -> Float[Array, "*L n"]:
         """Returns the last lane of the state."""
         del params
         return h if self.lanes == 1 else h[-1]
 
-    def closed_form(self, params: PyTree, drive: Any, h0: Any, resets: Any = None) -> Any:
+    def closed_form(
+        self, params: PyTree, projections: PyTree, h0: PyTree, resets: Bool[Array, "T B"] | None = None
+    ) -> PyTree | None:
         """Returns h[t] = a[t] h[t-1] + b[t] by one affine scan, in the dtype of h0; None without `affine`."""
         if self.affine is None:
             return None
         # The gates themselves in h0's dtype: a bfloat16 close to 1 forgets within a few hundred steps.
-        a, b = self.affine(params, jax.tree.map(lambda x: x.astype(h0.dtype), drive))
+        a, b = self.affine(params, jax.tree.map(lambda x: x.astype(h0.dtype), projections))
         if resets is not None:
             a = jnp.where(resets[..., None], 0, a)
         return affine_scan(a, b, h0)

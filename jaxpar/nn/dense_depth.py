@@ -52,13 +52,13 @@ class DenseDepth:
         """Evaluates layer after layer, each once; returns all of them."""
 
         def layer(h, inputs):
-            index, w, drive, bias = inputs
-            new = jnp.tanh(drive + jnp.einsum("jab,ja->b", w, h) + bias)
+            index, w, projections, bias = inputs
+            new = jnp.tanh(projections + jnp.einsum("jab,ja->b", w, h) + bias)
             return h.at[index].set(new), None
 
-        drive = jnp.einsum("a,iab->ib", x, params["input"])
-        steps = (jnp.arange(self.num_layers), self._between(params), drive, params["bias"])
-        return lax.scan(layer, jnp.zeros_like(drive), steps)[0]
+        projections = jnp.einsum("a,iab->ib", x, params["input"])
+        steps = (jnp.arange(self.num_layers), self._between(params), projections, params["bias"])
+        return lax.scan(layer, jnp.zeros_like(projections), steps)[0]
 
     def parallel(
         self,
@@ -74,12 +74,12 @@ class DenseDepth:
         `tol` and `with_stats` are those of `causal_fixed_point`.
         """
         between = self._between(params)
-        drive = jnp.einsum("a,iab->ib", x, params["input"]) + params["bias"]
+        projections = jnp.einsum("a,iab->ib", x, params["input"]) + params["bias"]
 
         def update(h):
-            return jnp.tanh(drive + jnp.einsum("ijab,ja->ib", between, h))
+            return jnp.tanh(projections + jnp.einsum("ijab,ja->ib", between, h))
 
-        return causal_fixed_point(update, jnp.zeros_like(drive), method=method, tol=tol, with_stats=with_stats)
+        return causal_fixed_point(update, jnp.zeros_like(projections), method=method, tol=tol, with_stats=with_stats)
 
     def _between(self, params: PyTree) -> Array:
         """Returns the weights [to, from, in, out] without what training may have put into links that do not exist."""

@@ -5,7 +5,7 @@ with T = 1 is a step of decoding. Inside, time is the leading axis: each step re
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,11 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.mesh import platform
 from jaxpar.nn.cells import SequenceCell
-from jaxpar.solve import Auto, Block, Dense, Newton, Sequential, parallel_scan
+from jaxpar.solve import Auto, Block, Dense, Newton, Sequential, Stats, parallel_scan
+from jaxpar.solve.problem import Chooser, Method
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["chosen", "first_state", "recurrent", "unroll"]
+__all__ = ["cell_states", "first_state", "method_for", "recurrent"]
 
 
 def recurrent(
@@ -25,10 +26,10 @@ def recurrent(
     xs: Float[Array, "B T D"],
     h0: PyTree | None = None,
     *,
-    method: Any = None,
+    method: Method | Chooser | None = None,
     resets: Bool[Array, "B T"] | None = None,
     with_stats: bool = False,
-) -> Any:
+) -> Any:  # two results or three, as `with_stats` says
     """Runs a cell over sequences: ys[:, t] = output(h[t]), h[t] = step(h[t-1], xs[:, t]).
 
     Args:
@@ -37,7 +38,7 @@ def recurrent(
       xs: Inputs, of any floating dtype; matrix products with them are made in it, the state is float32 at least.
       h0: State before the first step, by default `cell.initial`; pass the last state of an earlier call to go on there.
       method: How the recurrence is solved, one of `jaxpar.solve`. By default the closed form of a cell that has one
-        (one scan, no iteration), else what `chosen` says.
+        (one scan, no iteration), else what `method_for` says.
       resets: True where a sequence starts anew: the step sees the initial state instead of the last one.
       with_stats: Whether to return `jaxpar.solve.Stats` as well; None in their place where nothing was iterated.
 
@@ -51,38 +52,40 @@ def recurrent(
         raise UsageError(f"a recurrent layer takes xs [B, T, D] with three axes, not {xs.ndim}: shape {xs.shape}.")
     if resets is not None and resets.shape != xs.shape[:2]:
         raise UsageError(f"resets of shape {resets.shape} do not fit xs of shape {xs.shape}; give [B, T].")
-    drive = cell.drive(params, jnp.swapaxes(xs, 0, 1))
-    h0 = first_state(cell, h0, xs.shape[0], drive)
-    states, stats = unroll(cell, params, drive, h0, method=method, resets=None if resets is None else resets.T)
+    projections = cell.input_projections(params, jnp.swapaxes(xs, 0, 1))
+    h0 = first_state(cell, h0, xs.shape[0], projections)
+    states, stats = cell_states(
+        cell, params, projections, h0, method=method, resets=None if resets is None else resets.T
+    )
     last = jax.tree.map(lambda h: h[-1], states) if xs.shape[1] else h0
     ys = jnp.swapaxes(cell.output(params, states), 0, 1).astype(xs.dtype)
     return (ys, last, stats) if with_stats else (ys, last)
 
 
-def first_state(cell: SequenceCell, h0: PyTree | None, batch: int, drive: PyTree) -> PyTree:
+def first_state(cell: SequenceCell, h0: PyTree | None, batch: int, projections: PyTree) -> PyTree:
     """Returns the state before the first step, given or the cell's initial one, in float32 at least."""
-    wide = jnp.promote_types(jnp.result_type(*jax.tree.leaves(drive)), jnp.float32)
+    wide = jnp.promote_types(jnp.result_type(*jax.tree.leaves(projections)), jnp.float32)
     return cell.initial((batch,), wide) if h0 is None else jax.tree.map(lambda h: h.astype(wide), h0)
 
 
-def unroll(
+def cell_states(
     cell: SequenceCell,
     params: PyTree,
-    drive: PyTree,
+    projections: PyTree,
     h0: PyTree,
     *,
-    method: Any = None,
+    method: Method | Chooser | None = None,
     resets: Bool[Array, "T B"] | None = None,
-) -> tuple[PyTree, Any]:
-    """Computes every state from the drive, time first: leaves [T, B, ...] and h0 [B, ...] -> states [T, B, ...].
+) -> tuple[PyTree, Stats | None]:
+    """Computes every state from the projections, time first: leaves [T, B, ...] and h0 [B, ...] -> states [T, B, ...].
 
-    `method` and `resets` are those of `recurrent`, which makes the drive and calls this. Returns the states, and the
-    solver's stats or None.
+    `method` and `resets` are those of `recurrent`, which makes the projections and calls this. Returns the states, and
+    the solver's stats or None.
     """
-    lane: Any = jax.tree.leaves(drive)[0]
+    lane: Any = jax.tree.leaves(projections)[0]
     length = len(lane)
     if method is None:
-        states = cell.closed_form(params, drive, h0, resets)
+        states = cell.closed_form(params, projections, h0, resets)
         if states is not None:
             return states, None
 
@@ -90,31 +93,33 @@ def unroll(
         resets = jnp.broadcast_to(resets[..., None], lane.shape).astype(lane.dtype)
 
     def step(h, inputs):
-        drive, reset = inputs
+        projections, reset = inputs
         if reset is not None:
             h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old) > 0, new, old), cell.initial((1,)), h)
-        h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, drive), h)
+        h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, projections), h)
         return h, h
 
-    _, states, stats = parallel_scan(step, h0, (drive, resets), method=chosen(cell, method, length), with_stats=True)
+    _, states, stats = parallel_scan(
+        step, h0, (projections, resets), method=method_for(cell, method, length), with_stats=True
+    )
     return states, stats
 
 
-def chosen(cell: SequenceCell, method: Any, length: int) -> Any:
+def method_for(cell: SequenceCell, method: Method | Chooser | None, length: int) -> Method | Chooser:
     """Returns the method to solve a cell's recurrence with, the structure of its Jacobian declared.
 
     Without a method: on CPUs `Sequential`, since few cores gain nothing from iterating over all steps at once; on GPUs
     what `Auto` picks by the costs measured there, the fused loop for cells of units that do not see each other,
     multiple shooting for dense ones; elsewhere `Newton` for the former.
     """
-    kind, lanes = getattr(cell, "jacobian", "auto"), getattr(cell, "lanes", 1)
+    kind = cell.jacobian
     if method is None and length > 1:
         apart = Newton() if kind in ("diag", "block") else None
         method = {"cpu": None, "gpu": Auto()}.get(platform(), apart)
     method = method or Sequential()
-    known = {"diag": "diag", "block": Block(lanes), "dense": Dense(1)}
-    if kind in known and getattr(method, "jac", None) == "auto":
-        method = dataclasses.replace(method, jac=known[kind])
+    known = {"diag": "diag", "block": Block(cell.lanes), "dense": Dense(1)}
+    if kind in known and method.jac == "auto":
+        return dataclasses.replace(cast(Any, method), jac=known[kind])
     return method
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Leaf", "draw"]
+__all__ = ["Leaf", "init_leaves"]
 
 CONSTANTS = {"ones": 1.0, "zeros": 0.0}
 GATES = {"keep": 1.0, "renew": -1.0}
@@ -31,7 +31,7 @@ class Leaf(NamedTuple):
     init: str | float
 
 
-def draw(key: PRNGKey, leaves: PyTree, dtype=jnp.float32) -> PyTree:
+def init_leaves(key: PRNGKey, leaves: PyTree, dtype=jnp.float32) -> PyTree:
     """Draws the parameters that a tree of `Leaf` declares, in `dtype`; the same values on any mesh.
 
     Each leaf's key is `key` folded with the leaf's path, so adding a parameter changes no other. Consumes `key`.

@@ -1,6 +1,6 @@
-"""The one door for every product with a weight: `contract`, and what may stand in a weight's place.
+"""Every product with a weight: `contract`, and what may stand in a weight's place.
 
-Where a parameter tree has an array, it may have another object with a `contract` of its own: `Adapted` adds a low-rank
+Where a parameter tree has an array, it may have another object with a `contract` of its own: `Lora` adds a low-rank
 product, `Quantised` keeps eight bits a number, `Deferred` leaves the weight's gradient for later. They are pytrees
 whose arrays may be stacked over layers, so no layer, loop or optimizer needs to know of them.
 
@@ -27,37 +27,51 @@ Example:
 """
 
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.lax import PrecisionLike
 
 from jaxpar.mesh import constrain, in_role, mesh_axes
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Adapted", "Deferred", "Quantised", "Weight", "contract", "deferred_gradient", "on_weight", "quantise"]
+__all__ = ["Deferred", "Lora", "Quantised", "Weight", "contract", "deferred_gradient", "on_weight", "quantise"]
 
 Axes = tuple[str | None, ...]
 
 
+@runtime_checkable
 class Weight(Protocol):
     """What may stand in an array's place; a pytree."""
 
-    def contract(self, equation: str, x: Array, axes: Axes, **options: Any) -> Array:
+    def contract(
+        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+    ) -> Array:
         """Returns what `contract` of the module returns for this weight."""
+        ...
+
+
+@runtime_checkable
+class SupportsOnWeight(Weight, Protocol):
+    """A `Weight` that says which of its arrays is to be cast and laid out as a weight is."""
+
+    def on_weight(self, fn: Callable[[Array], Array]) -> PyTree:
+        """Returns itself with `fn` applied to that array."""
         ...
 
 
 def contract(
     equation: str,
     x: Array,
-    w: Any,
+    w: Array | Weight,
     axes: Axes,
     *,
     bias: Array | None = None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     apart: bool = False,
 ) -> Array:
     """Computes `einsum(equation, x, w) + bias` in the dtype of `x`, on any mesh; named "product" for remat.
@@ -77,7 +91,7 @@ def contract(
 
     Cost: 2 operations a pair of elements that are multiplied; twice that again for the gradients.
     """
-    if hasattr(w, "contract"):
+    if isinstance(w, Weight):
         y = w.contract(equation, x, axes, precision=precision, apart=apart)
     else:
         y = _product((equation, axes, precision, apart), x, w.astype(x.dtype))
@@ -102,7 +116,7 @@ def _product_backward(how: tuple, kept: tuple, g: Array) -> tuple[Array, Array]:
     return dx, _weight_gradient(how, weight, x, g)
 
 
-def _weight_gradient(how: tuple, weight: Any, x: Array, g: Array) -> Array:
+def _weight_gradient(how: tuple, weight: Array, x: Array, g: Array) -> Array:
     equation, axes, precision, _ = how
     product = functools.partial(jnp.einsum, equation, precision=precision)
     (dweight,) = jax.linear_transpose(lambda weight: product(x, weight), weight)(g)
@@ -120,7 +134,7 @@ def _letters(equation: str) -> tuple[str, str, str]:
 
 
 @flax.struct.dataclass
-class Adapted:
+class Lora:
     """A weight and a low-rank change of it: x W + scale (x A) B (LoRA: arXiv:2106.09685, eq. 3).
 
     Attributes:
@@ -135,7 +149,9 @@ class Adapted:
     up: Array
     scale: float = flax.struct.field(pytree_node=False, default=1.0)
 
-    def contract(self, equation: str, x: Array, axes: Axes, **options: Any) -> Array:
+    def contract(
+        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+    ) -> Array:
         """Returns the sum of both products; that of A is as small as the rank."""
         letters, weight, out = _letters(equation)
         shared = [c for c in weight if c not in out]
@@ -146,13 +162,25 @@ class Adapted:
             )
         middle = "".join(c for c in letters if c not in shared) + "z"
         narrow = contract(
-            f"{letters},{''.join(shared)}z->{middle}", x, self.down, (*axes[: len(shared)], None), **options
+            f"{letters},{''.join(shared)}z->{middle}",
+            x,
+            self.down,
+            (*axes[: len(shared)], None),
+            precision=precision,
+            apart=apart,
         )
-        change = contract(f"{middle},z{''.join(kept)}->{out}", narrow, self.up, (None, *axes[len(shared) :]), **options)
-        return contract(equation, x, self.weight, axes, **options) + self.scale * change
+        change = contract(
+            f"{middle},z{''.join(kept)}->{out}",
+            narrow,
+            self.up,
+            (None, *axes[len(shared) :]),
+            precision=precision,
+            apart=apart,
+        )
+        return contract(equation, x, self.weight, axes, precision=precision, apart=apart) + self.scale * change
 
     @classmethod
-    def of(cls, key: Array, weight: Array, contracted: int, rank: int, scale: float = 1.0) -> "Adapted":
+    def of(cls, key: Array, weight: Array, contracted: int, rank: int, scale: float = 1.0) -> "Lora":
         """Returns `weight` with an adapter that changes nothing yet; consumes `key`.
 
         Args:
@@ -168,7 +196,7 @@ class Adapted:
         )
         return cls(weight, down, jnp.zeros((rank, *weight.shape[contracted:]), weight.dtype), scale)
 
-    def on_weight(self, fn: Any) -> "Adapted":
+    def on_weight(self, fn: Callable[[Array], Array]) -> "Lora":
         """Applies `fn` to W alone."""
         return self.replace(weight=on_weight(fn, self.weight))  # type: ignore[attr-defined]
 
@@ -185,17 +213,21 @@ class Quantised:
     values: Array
     scales: Array
 
-    def contract(self, equation: str, x: Array, axes: Axes, **options: Any) -> Array:
+    def contract(
+        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+    ) -> Array:
         """Multiplies by the values, and the result by the scales; reads a byte a weight."""
         _, weight, out = _letters(equation)
         kept = [c for c in weight if c in out]
         whole = [self.scales.shape[kept.index(c)] if c in kept else 1 for c in out]
         if sorted(kept, key=out.index) != kept:
             raise UsageError(f"quantised weights keep their axes in order, not {equation!r}.")
-        y = contract(equation, x, jax.lax.stop_gradient(self.values.astype(x.dtype)), axes, **options)
+        y = contract(
+            equation, x, jax.lax.stop_gradient(self.values.astype(x.dtype)), axes, precision=precision, apart=apart
+        )
         return y * self.scales.astype(y.dtype).reshape(whole)
 
-    def on_weight(self, fn: Any) -> "Quantised":
+    def on_weight(self, fn: Callable[[Array], Array]) -> "Quantised":
         """Stays what it is: it is as small as it gets."""
         del fn
         return self
@@ -232,11 +264,13 @@ class Deferred:
     weight: Array
     slot: tuple[Array, Array]
 
-    def contract(self, equation: str, x: Array, axes: Axes, *, precision: Any = None, apart: bool = False) -> Array:
+    def contract(
+        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+    ) -> Array:
         """Multiplies as an array would."""
         return _deferring((equation, axes, precision, apart), x, self.weight.astype(x.dtype), self.slot)
 
-    def on_weight(self, fn: Any) -> "Deferred":
+    def on_weight(self, fn: Callable[[Array], Array]) -> "Deferred":
         """Applies `fn` to W alone."""
         return self.replace(weight=fn(self.weight))  # type: ignore[attr-defined]
 
@@ -269,6 +303,6 @@ def deferred_gradient(equation: str, slot: tuple[Array, Array], weight: Array, a
     return _weight_gradient((equation, axes, None, False), weight.astype(x.dtype), x, g).astype(weight.dtype)
 
 
-def on_weight(fn: Any, w: PyTree) -> PyTree:
+def on_weight(fn: Callable[[Array], Array], w: PyTree) -> PyTree:
     """Applies `fn` to the array of a weight: to itself, or to what a `Weight` says is its weight."""
-    return w.on_weight(fn) if hasattr(w, "on_weight") else fn(w)
+    return w.on_weight(fn) if isinstance(w, SupportsOnWeight) else fn(w)

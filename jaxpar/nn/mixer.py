@@ -34,7 +34,7 @@ Example:
             y = contract("btd,de->bte", (line[:, :-1] + x) / 2, params["w_mix"], ("embed", "mlp"))
             return y, cache if cache is None else context.last(line), NOTHING
 
-        def transfers(self, traffic):
+        def transfers(self, sizes):
             return []
 
     stack = Stack(num_layers=2, embed_dim=8, mixer=LastTwo(), mlp=Mlp(16))
@@ -47,16 +47,17 @@ Example:
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.types import PRNGKey, PyTree, UsageError
 from jaxpar.verify import Transfer
 
-__all__ = ["DECODING", "TRAINING", "Context", "Mixer", "Rules", "Traffic"]
+__all__ = ["DECODING", "TRAINING", "ActivationSizes", "Context", "Mixer", "Rules"]
 
 
 class Rules(NamedTuple):
@@ -118,7 +119,7 @@ class Context(NamedTuple):
                 raise UsageError(f"{who} cannot honour {name}; leave it out, or take mixer=attention.")
 
 
-class Traffic(NamedTuple):
+class ActivationSizes(NamedTuple):
     """What a mixer may ask to tell what crosses devices in a training step of all layers.
 
     Attributes:
@@ -135,23 +136,28 @@ class Traffic(NamedTuple):
 
 
 class Mixer(Protocol):
-    """What mixes the tokens of a block; frozen and hashable.
+    """What mixes the tokens of a block; frozen and hashable."""
 
-    Attributes:
-      causal: Whether a token sees none after it.
-      score_size: Multiplications a token and token seen, beyond products with weights: H K of attention, 0 of a
-        recurrence.
-      num_inputs: Products with weights that read the block's input.
-    """
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees none after it."""
+        ...
 
-    causal: Any
-    score_size: Any
+    @property
+    def score_size(self) -> int:
+        """Multiplications a token and token seen, beyond products with weights: H K of attention, 0 of a recurrence."""
+        ...
 
-    def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Any]:
+    @property
+    def num_inputs(self) -> int:
+        """Products with weights that read the block's input."""
+        ...
+
+    def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, PyTree]:
         """Declares the parameters of one layer: those that leave the branch start with `out_std`."""
         ...
 
-    def init_cache(self, batch: int, slots: int, width: int, dtype: Any) -> PyTree:
+    def init_cache(self, batch: int, slots: int, width: int, dtype: DTypeLike) -> PyTree:
         """Returns the cache [B, ...] of one layer before the first token, of room for `slots` tokens of `width`."""
         ...
 
@@ -165,6 +171,6 @@ class Mixer(Protocol):
         """Returns outputs, the cache after the last token that counts (None without one), and what it tells."""
         ...
 
-    def transfers(self, traffic: Traffic) -> Iterator[Transfer]:
+    def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares what a training step moves between devices on the ambient mesh, beyond products with weights."""
         ...

@@ -8,16 +8,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.mesh import axes_like, constrain
-from jaxpar.nn.leaf import Leaf, draw
-from jaxpar.nn.mixers.recurrent import CELLS, cell_of, mixed, mixer_leaves
+from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.cells import Cell
+from jaxpar.nn.leaf import Leaf, init_leaves
+from jaxpar.nn.mixers.recurrent import CELLS, cell_of, mixer_leaves, sharded_recurrence
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
+from jaxpar.solve.problem import Chooser, Method
 from jaxpar.types import Info, PRNGKey, PyTree
 
-__all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer", "cross_entropy"]
+__all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer", "weighted_cross_entropy"]
 
 EPS = 1e-6  # of the norms
 
@@ -45,7 +49,7 @@ class SequenceNetwork:
     size: int = field(64, AtLeast(1))
     layers: int = field(2, AtLeast(1))
     heads: int = field(1, AtLeast(1))
-    method: Any = None
+    method: Method | Chooser | None = None
     classes: bool = True
 
     def __post_init__(self):
@@ -53,7 +57,7 @@ class SequenceNetwork:
         check_fields(self)
         self.unit()
 
-    def unit(self) -> Any:
+    def unit(self) -> Cell | Aaren:
         """Returns the cell of a layer."""
         return cell_of(self.cell, self.size, self.heads)
 
@@ -71,9 +75,9 @@ class SequenceNetwork:
             "b_head": Leaf((self.outputs,), (None,), "zeros"),
         }
 
-    def init(self, key: PRNGKey, dtype: Any = jnp.float32) -> PyTree:
+    def init(self, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> PyTree:
         """Draws the parameters. Consumes `key`."""
-        return draw(key, self.leaves(), dtype)
+        return init_leaves(key, self.leaves(), dtype)
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
@@ -92,9 +96,9 @@ class SequenceNetwork:
         x = x @ params["w_in"] + params["b_in"][None, None]
         cell, last, infos = self.unit(), {}, []
         for name, layer in params["layers"].items():
-            drive = cell.drive(layer, _norm(x, layer["norm"]))
-            ys, last[name], info = mixed(
-                cell, layer, drive, states and states[name], method=self.method, with_info=True
+            projections = cell.input_projections(layer, _norm(x, layer["norm"]))
+            ys, last[name], info = sharded_recurrence(
+                cell, layer, projections, states and states[name], method=self.method, with_info=True
             )
             x = constrain(x + ys @ layer["w_out"], None, "batch", None)
             infos.append(info)
@@ -114,13 +118,13 @@ class SequenceNetwork:
         del key
         out, _, info = self.apply(params, batch["inputs"])
         if self.classes:
-            loss, accuracy = cross_entropy(out, batch["targets"], batch["weights"])
+            loss, accuracy = weighted_cross_entropy(out, batch["targets"], batch["weights"])
             return loss, info | {"accuracy": accuracy}
         weights = batch["weights"] / batch["weights"].sum()
         return (weights * (out[..., 0] - batch["targets"]) ** 2).sum(), info
 
 
-def cross_entropy(
+def weighted_cross_entropy(
     out: Float[Array, "... C"], targets: Int[Array, "..."], weights: Float[Array, "..."]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted means of -log softmax(out)[target] and of whether the largest is the target's."""
@@ -163,7 +167,7 @@ class SequenceTrainer:
         check_fields(self)
         self.make_optimizer()
 
-    def init(self, key: PRNGKey, inputs: Any = None) -> SequenceState:
+    def init(self, key: PRNGKey, inputs: PyTree = None) -> SequenceState:
         """Draws the parameters. Consumes `key`; ignores `inputs`."""
         del inputs
         params = self.network.init(key)

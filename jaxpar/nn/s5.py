@@ -2,15 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn.cells import along
-from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.scan import affine_scan
 from jaxpar.types import PRNGKey, PyTree
 
@@ -36,6 +36,7 @@ class S5:
     """
 
     size: int = field(legal=AtLeast(1))
+    jacobian, lanes = "auto", 2
 
     __post_init__ = check_fields
 
@@ -47,37 +48,39 @@ class S5:
         return vectors | {"br": Leaf(*into, std_in), "bi": Leaf(*into, std_in), "cr": Leaf(*out, std_out),
                           "ci": Leaf(*out, std_out)}  # fmt: skip
 
-    def init(self, key: PRNGKey, input_dim: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    def init(self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
         """Draws the parameters, all in logarithms but the angles. Consumes `key`."""
-        params = draw(key, self.leaves(input_dim), dtype)
+        params = init_leaves(key, self.leaves(input_dim), dtype)
         params["decay"] = jnp.full(self.size, math.log(0.5), dtype)
         params["angle"] = jnp.pi * jnp.arange(self.size, dtype=dtype)
         params["step"] = jnp.linspace(math.log(STEPS[1]), math.log(STEPS[0]), self.size, dtype=dtype)
         return params
 
-    def drive(self, params: PyTree, xs: Float[Array, "*L D"]) -> tuple[jax.Array, jax.Array]:
+    def input_projections(self, params: PyTree, xs: Float[Array, "*L D"]) -> tuple[jax.Array, jax.Array]:
         """Computes what the inputs add to the states: real and imaginary parts."""
         keep, pole = self._transition(params)
         added = jax.lax.complex(xs @ params["br"], xs @ params["bi"]) * along((keep - 1) / pole, xs)
         return added.real, added.imag
 
-    def initial(self, batch_shape: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
+    def initial(self, batch_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> tuple[jax.Array, jax.Array]:
         """Returns zeros."""
         lane = jnp.zeros((*batch_shape, self.size), dtype)
         return lane, lane
 
-    def step(self, params: PyTree, h: tuple, drive: tuple) -> tuple[jax.Array, jax.Array]:
+    def step(self, params: PyTree, h: tuple, projections: tuple) -> tuple[jax.Array, jax.Array]:
         """Returns the next state."""
-        new = along(self._transition(params)[0], h[0]) * jax.lax.complex(*h) + jax.lax.complex(*drive)
+        new = along(self._transition(params)[0], h[0]) * jax.lax.complex(*h) + jax.lax.complex(*projections)
         return new.real, new.imag
 
     def output(self, params: PyTree, h: tuple) -> Float[Array, "*L n"]:
         """Returns 2 Re(h C)."""
         return 2 * (h[0] @ params["cr"] - h[1] @ params["ci"])
 
-    def closed_form(self, params: PyTree, drive: tuple, h0: tuple, resets: Any = None) -> tuple[jax.Array, jax.Array]:
+    def closed_form(
+        self, params: PyTree, projections: tuple, h0: tuple, resets: Bool[Array, "T B"] | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns all states by one scan: O(T) work, O(log T) depth."""
-        b = jax.lax.complex(*drive)
+        b = jax.lax.complex(*projections)
         keep = jnp.broadcast_to(along(self._transition(params)[0], b), b.shape)
         if resets is not None:
             keep = jnp.where(resets[..., None], 0, keep)

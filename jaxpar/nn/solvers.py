@@ -1,9 +1,9 @@
 """Names of the ways to solve a recurrence, as flags have them."""
 
 import dataclasses
-from typing import Any
 
 from jaxpar.solve import Elk, Fused, GaussSeidel, Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential
+from jaxpar.solve.problem import Method
 from jaxpar.types import UsageError
 
 __all__ = ["METHODS", "solver"]
@@ -22,7 +22,7 @@ METHODS = {
 }
 
 
-def solver(name: str, window: int = 0) -> Any:
+def solver(name: str, window: int = 0) -> Method | None:
     """Returns the method that a name of `METHODS` means, None for "auto"; in windows of so many steps, if over 0.
 
     Raises:

@@ -2,20 +2,20 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, is_axes
 from jaxpar.nn.auxiliary import Aux, Max, both, over_layers, stacked
 from jaxpar.nn.block import block
-from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import on_weight
-from jaxpar.nn.mixer import DECODING, TRAINING, Context
+from jaxpar.nn.mixer import DECODING, TRAINING, Context, Mixer
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.types import PRNGKey, PyTree, UsageError
@@ -63,7 +63,7 @@ class Stack:
 
     num_layers: int = field(legal=AtLeast(1))
     embed_dim: int = field(legal=AtLeast(1))
-    mixer: Any = field()
+    mixer: Mixer = field()
     mlp: Mlp = field()
     norm: Norm = Norm()
     dropout: float = field(0.0, Between(0, 1, "[)"))
@@ -75,7 +75,7 @@ class Stack:
 
     __post_init__ = check_fields
 
-    def leaves(self) -> dict[str, Any]:
+    def leaves(self) -> dict[str, PyTree]:
         """Declares "layers", each leaf [L, ...], and "final_norm"."""
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
         layer = {
@@ -91,9 +91,9 @@ class Stack:
         layers = jax.tree.map(stacked, layer, is_leaf=_is_leaf)
         return {"layers": layers, "final_norm": self.norm.leaves(self.embed_dim)}
 
-    def init(self, key: PRNGKey, dtype: Any = jnp.float32) -> PyTree:
+    def init(self, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> PyTree:
         """Draws the parameters. Consumes `key`."""
-        return draw(key, self.leaves(), dtype)
+        return init_leaves(key, self.leaves(), dtype)
 
     def hold(self, params: PyTree) -> PyTree:
         """Returns the parameters with the layers' weights as a step holds them: in `dtype`, split by "embed_weight".
@@ -104,7 +104,7 @@ class Stack:
         if isinstance(params["layers"], tuple):
             return params
 
-        def lower(path, leaf: Leaf, x: Any):
+        def lower(path, leaf: Leaf, x: PyTree):
             if isinstance(leaf.init, str):
                 return x
             held, summed = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
@@ -160,7 +160,7 @@ class Stack:
         cache: StackCache | None = None,
         fresh: bool = False,
         key: PRNGKey | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
+    ) -> tuple[Float[Array, "B T D"], StackCache | None, Aux]:
         """Computes the residual stream after all layers and the last norm, in `dtype`.
 
         Args:
@@ -218,7 +218,12 @@ class Stack:
         return Context(positions, segments, starts, seen=seen, first=first, fresh=fresh, rules=rules)
 
     def layer(
-        self, layer: PyTree, index: Any, x: Float[Array, "B T D"], context: Context, cache: PyTree | None = None
+        self,
+        layer: PyTree,
+        index: int | Int[Array, ""],
+        x: Float[Array, "B T D"],
+        context: Context,
+        cache: PyTree | None = None,
     ) -> tuple[Float[Array, "B T D"], PyTree | None, Aux]:
         """Applies layer `index`, given its own held parameters: outputs, its cache, and what it told.
 
@@ -271,7 +276,7 @@ class Stack:
         return jax.checkpoint(body, policy=policy[self.remat], prevent_cse=not self.scan_layers)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, Leaf)
 
 
@@ -290,9 +295,10 @@ def _began(places: jax.Array, starts: jax.Array | None, before: jax.Array) -> ja
     return jnp.where(last >= 0, last, before[:, None])
 
 
-def _moved_on(cache: StackCache, layers: Any, context: Any) -> StackCache:
+def _moved_on(cache: StackCache, layers: tuple[PyTree, ...], context: Context) -> StackCache:
     """The cache after the tokens that count."""
     length = context.positions.shape[1]
     count = jnp.int32(length) if context.valid is None else context.valid
+    assert context.first is not None  # `Stack.context` fills it in
     states = jnp.concatenate([cache.first[:, None], context.first], 1)
     return StackCache(layers, cache.seen + count, context.last(states))

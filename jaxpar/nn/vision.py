@@ -2,17 +2,17 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, Each, check_fields, field
-from jaxpar.nn.auxiliary import Aux, shown
-from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.auxiliary import Aux, scalars
+from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import contract
-from jaxpar.nn.network import cross_entropy
+from jaxpar.nn.network import weighted_cross_entropy
 from jaxpar.nn.stack import Stack
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
@@ -60,7 +60,7 @@ class ImageClassifier:
         """N."""
         return (self.shape[0] // self.patch) * (self.shape[1] // self.patch)
 
-    def leaves(self) -> dict[str, Any]:
+    def leaves(self) -> dict[str, PyTree]:
         """Declares the stack's parameters, w_in [P P C, D], positions [N, D], head [D, classes] and two biases."""
         into, width = self.patch**2 * self.shape[2], self.stack.embed_dim
         return {
@@ -72,9 +72,9 @@ class ImageClassifier:
             "b_head": Leaf((self.classes,), (None,), "zeros"),
         }
 
-    def init(self, key: PRNGKey, dtype: Any = jnp.float32) -> PyTree:
+    def init(self, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> PyTree:
         """Draws the parameters. Consumes `key`."""
-        return draw(key, self.leaves(), dtype)
+        return init_leaves(key, self.leaves(), dtype)
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
@@ -109,5 +109,5 @@ class ImageClassifier:
           key: Switches dropout on; consumed.
         """
         out, aux = self.apply(params, batch["inputs"], key)
-        loss, accuracy = cross_entropy(out, batch["targets"], batch["weights"])
-        return loss + sum(aux.losses.values()), shown(aux) | {"accuracy": accuracy}
+        loss, accuracy = weighted_cross_entropy(out, batch["targets"], batch["weights"])
+        return loss + sum(aux.losses.values()), scalars(aux) | {"accuracy": accuracy}

@@ -17,7 +17,7 @@ __all__ = ["MomentumState", "orthogonalise", "scale_by_whole_muon"]
 class MomentumState(NamedTuple):
     """Steps made, and the running mean of the gradients."""
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # a field: tuple.count is not used
     mean: PyTree
 
 

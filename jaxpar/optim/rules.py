@@ -1,7 +1,5 @@
 """From a configuration to an optimizer: each name's rule."""
 
-from typing import Any
-
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
@@ -17,7 +15,7 @@ __all__ = ["make_optimizer"]
 
 
 def make_optimizer(
-    config: OptimizerConfig, num_steps: int | None = None, *, axes: PyTree = None, decays: Any = matrices
+    config: OptimizerConfig, num_steps: int | None = None, *, axes: PyTree = None, decays: PyTree = matrices
 ) -> Optimizer:
     """Returns the optimizer of a configuration: `init(params)`, `update(grads, state, params)`.
 
@@ -45,7 +43,7 @@ def make_optimizer(
     return Optimizer(rule, schedule, config.clip_norm, config.weight_decay, decays, decay_last=config.name == "muon")
 
 
-def _muon(config: OptimizerConfig, axes: PyTree, decays: Any) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, axes: PyTree, decays: PyTree) -> optax.GradientTransformation:
     """Returns Muon on stacks of matrices, Adam on all else.
 
     Muon's updates are rescaled to AdamW's root mean square of 0.2 (arXiv:2502.16982, eq. 4), so that one learning rate

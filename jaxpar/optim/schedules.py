@@ -30,7 +30,7 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def annealed(rate: Array, num_steps: Array, step: Array) -> Array:
-    """Returns the rate at a step, falling in a line to 0 over `num_steps`, or `rate` for ever if that is 0.
+    """Returns the rate at a step, falling in a line to 0 over `num_steps`, or always `rate` if that is 0.
 
     All three are scalars that may be traced, and so swept by `vmap`.
     """

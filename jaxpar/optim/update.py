@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.optim.masks import matrices
@@ -79,7 +80,7 @@ class Optimizer:
             grads, _ = self._clip().update(grads, optax.EmptyState())
         else:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12)), grads)
-        used: Any = self._scheduled(state) if rate is None else rate
+        used = self._scheduled(state) if rate is None else rate
         updates, moved = self._stepped(grads, state, params, used)
         new = optax.apply_updates(params, updates), moved
         (params, state), good = finite_or_old(new, (params, state), norm, good)
@@ -92,7 +93,7 @@ class Optimizer:
             raise UsageError("an optimizer without a schedule is none of optax's; make it for num_steps.")
         return self._chain(self.schedule, self._clip())
 
-    def _scheduled(self, state: PyTree) -> Any:
+    def _scheduled(self, state: PyTree) -> ArrayLike:
         if self.schedule is None:
             raise UsageError("this optimizer has no schedule; give rate= to every update, or make it for num_steps.")
         return self.schedule(state[1][-1].count)
@@ -109,7 +110,7 @@ class Optimizer:
             clip, optax.chain(self.rule, optax.add_decayed_weights(self.weight_decay, self.decays), scale)
         )
 
-    def _stepped(self, grads: PyTree, state: PyTree, params: PyTree, rate: Any) -> tuple[PyTree, PyTree]:
+    def _stepped(self, grads: PyTree, state: PyTree, params: PyTree, rate: ArrayLike) -> tuple[PyTree, PyTree]:
         """Returns what is added to the parameters, and the next state; `grads` are clipped."""
 
         def schedule(count):  # the rate is known, and the count only goes on

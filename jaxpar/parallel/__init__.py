@@ -2,6 +2,6 @@
 
 | room | in -> out | called by |
 |---|---|---|
-| `placement` | two placements, a shape -> collectives; the array converted; plans | `experiments.plan`, users |
+| `placement` | two placements, a shape -> collectives; the array converted; chains | `experiments.estimate`, users |
 | `controller` | functions, values and futures, meshes -> futures; an array moved to another mesh | users |
 """

@@ -11,8 +11,6 @@ from scipy.optimize import linprog
 
 from jaxpar.types import UsageError
 
-__all__ = ["backup", "prune"]
-
 GAIN = 1e-9
 """How much, relative to the largest entry, a vector must add somewhere in order to stay."""
 

@@ -1,63 +1,69 @@
-"""Loops over simulations that go side by side, which end when none of them has anything left to do."""
+"""Loops over simulations that run side by side, which end when none of them is live."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.types import Array, PyTree
 
-__all__ = ["anyone", "map_lanes", "while_live"]
+Carry = TypeVar("Carry")
 
 
 @jax.custom_batching.custom_vmap
-def anyone(flags: Array) -> Array:
-    """Whether any of the flags is set, bool; under `vmap` in any member of the batch, which is one answer for all."""
+def any_in_batch(flags: Array) -> Array:
+    """Whether any of the flags is set, bool; under `vmap` in any member of the batch, which is one answer for all.
+
+    A loop whose condition is one answer for all keeps its carry as it is. One whose condition is batched selects, for
+    each member and at each turn, between the old and the new carry, which copies every tree of the batch.
+    """
     return jnp.any(flags)
 
 
-@anyone.def_vmap
+@any_in_batch.def_vmap
 def _(size: int, batched: list[bool], flags: Array) -> tuple[Array, bool]:
-    return anyone(flags), False
+    return any_in_batch(flags), False
 
 
 def while_live(
-    most: Array, level: Callable[[Array, Any], Any], first: Any, live: Callable[[Any], Array]
-) -> tuple[Array, Any]:
+    most: Array, level: Callable[[Array, Carry], Carry], first: Carry, live: Callable[[Carry], Array]
+) -> tuple[Array, Carry]:
     """`carry = level(d, carry)` for d = 0, 1, ..., `most - 1` while any of `live(carry)`; how many those were, int32.
 
-    Levels at which nobody lives must change nothing: under `vmap` all members walk as deep as the deepest, so that none
-    of them has its tree copied to keep it from a level that is not its own.
+    Levels at which none is live must change nothing: under `vmap` all members go as deep as the deepest, so that no
+    tree is copied to keep it from a level that is not its own.
     """
 
     def going(state: tuple) -> Array:
-        return (state[0] < most) & anyone(live(state[1]))
+        return (state[0] < most) & any_in_batch(live(state[1]))
 
     return jax.lax.while_loop(going, lambda state: (state[0] + 1, level(*state)), (jnp.zeros((), jnp.int32), first))
 
 
-def map_lanes(apply: Callable[[Array], PyTree], active: Array, block: int) -> PyTree:
-    """`apply(indices [block])` of the active ones of n lanes, block by block, as a pytree of `[n, ...]`.
+def map_active(apply: Callable[[Array], PyTree], active: Array, block: int) -> PyTree:
+    """`apply(indices [block])` of the active ones of n simulations, block by block, as a pytree of `[n, ...]`.
 
-    What comes back in the place of a lane that is not active means nothing, and may be NaN. Costs a scatter of n, and
-    work in proportion to how many are active, which is worth it where `apply` handles long rows and lanes share them.
+    What comes back in the place of one that is not active means nothing, and may be NaN. Costs a scatter of n, and
+    work in proportion to how many are active, which is worth it where `apply` handles long rows and simulations share
+    them.
     With a block of n or more it is one call for all.
 
     Args:
-        apply: of int32 lane numbers `[block]`, or `[n]`.
+        apply: of int32 numbers of simulations `[block]`, or `[n]`.
         active: bool `[n]`.
-        block: lanes a call.
+        block: simulations a call.
     """
     count = active.shape[0]
     if block >= count:
         return apply(jnp.arange(count, dtype=jnp.int32))
+    # Active numbers are packed to the front; `room` is a multiple of the block, so that no slice is moved by clamping.
     so_far, room = jnp.cumsum(active, dtype=jnp.int32), count + -count % block
     most, place = so_far[-1], jnp.where(active, so_far - 1, room)
     padded = jnp.zeros((room,), jnp.int32).at[place].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
 
     def going(state: tuple) -> Array:
-        return anyone(state[0] < most)
+        return any_in_batch(state[0] < most)
 
     def advance(state: tuple) -> tuple:
         first, made = state

@@ -1,16 +1,16 @@
 """A point-based solver with a lower and an upper bound, in batches of trials.
 
-A trial walks from the start as heuristic search does (HSVI2: Smith and Simmons, 2005; SARSOP: Kurniawati, Hsu and Lee,
-2008): the action that the upper bound likes best, then the observation whose belief leaves most of the gap open. Here
-many lanes walk at once, the first by that rule and the others by draws in proportion to it; then all beliefs of a depth
-are backed up as one batch, deepest first. The lower bound is a set of alpha vectors. The upper bound is the sawtooth
-over beliefs with known bounds and the corners, and never above the fast informed bound.
+A trial follows a path from the start as heuristic search does (HSVI2: Smith and Simmons, 2005; SARSOP: Kurniawati, Hsu
+and Lee, 2008): the action that the upper bound likes best, then the observation whose belief leaves most of the gap
+open. Here many paths go at once, the first by that rule and the others by draws in proportion to it; then all beliefs
+of a depth are backed up as one batch, deepest first. The lower bound is a set of alpha vectors. The upper bound is the
+sawtooth over beliefs with known bounds and the corners, and never above the fast informed bound.
 
 Sets live in arrays of fixed capacity, valid up to a count, which double on the host; each doubling compiles once.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxpar.types import Array, PRNGKey
 MAX_SWEEPS = 2000
 """Most repeated backups of one set of beliefs."""
 
-__all__ = ["Bounds", "first_bounds", "grown", "lower_at", "pruned", "settled", "trial", "upper_at"]
+Carry = TypeVar("Carry")
 
 
 class Bounds(NamedTuple):
@@ -64,8 +64,12 @@ def grown(bounds: Bounds, capacity: int) -> Bounds:
     def padded(x):
         return jnp.pad(x, [(0, capacity - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
-    sets = {name: padded(getattr(bounds, name)) for name in ("alphas", "actions", "points", "values")}
-    return bounds._replace(**sets)
+    return bounds._replace(
+        alphas=padded(bounds.alphas),
+        actions=padded(bounds.actions),
+        points=padded(bounds.points),
+        values=padded(bounds.values),
+    )
 
 
 def lower_at(bounds: Bounds, measures: Array) -> tuple[Array, Array]:
@@ -124,34 +128,34 @@ def _backed_up(model: TabularPomdp, bounds: Bounds, beliefs: Array) -> tuple[Arr
     return vectors, actions, _upper_q(model, bounds, beliefs, joint)[0].max(-1)
 
 
-def _walk(key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_lanes: int, depth: int) -> Array:
-    """The beliefs of the lanes, `[depth, K, S]`; a lane whose gap is closed repeats its last."""
+def _follow_paths(key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_paths: int, depth: int) -> Array:
+    """The beliefs of the paths, `[depth, K, S]`; a path whose gap is closed repeats its last."""
 
     def one(beliefs, inputs):
         key, level = inputs
         joint = successors(model, beliefs)
         q, parts = _upper_q(model, bounds, beliefs, joint)
-        lanes, actions = jnp.arange(num_lanes), q.argmax(-1)
-        mine, chance = joint[lanes, actions], joint[lanes, actions].sum(-1)
-        gaps = parts[lanes, actions] - lower_at(bounds, mine)[0]
+        paths, actions = jnp.arange(num_paths), q.argmax(-1)
+        mine, chance = joint[paths, actions], joint[paths, actions].sum(-1)
+        gaps = parts[paths, actions] - lower_at(bounds, mine)[0]
         excess = gaps - chance * tol * model.discount ** -(level + 1)
         noise = jax.random.gumbel(key, excess.shape, excess.dtype).at[0].set(0)
         obs = (jnp.log(jnp.maximum(excess, jnp.finfo(excess.dtype).tiny)) + noise).argmax(-1)
-        ahead, evidence = mine[lanes, obs], chance[lanes, obs]
-        goes_on = (excess[lanes, obs] > 0) & (evidence > 0)
+        ahead, evidence = mine[paths, obs], chance[paths, obs]
+        goes_on = (excess[paths, obs] > 0) & (evidence > 0)
         following = jnp.where(goes_on[:, None], ahead / jnp.where(goes_on, evidence, 1)[:, None], beliefs)
         return following, beliefs
 
-    first = jnp.broadcast_to(model.start, (num_lanes, len(model.start)))
+    first = jnp.broadcast_to(model.start, (num_paths, len(model.start)))
     levels = jnp.arange(depth).astype(first.dtype)
     return jax.lax.scan(one, first, (jax.random.split(key, depth), levels))[1]
 
 
-def settled(model: TabularPomdp, bounds: Bounds, beliefs: Array, tol: Array) -> tuple[Bounds, Array]:
+def consistent_bounds(model: TabularPomdp, bounds: Bounds, beliefs: Array, tol: Array) -> tuple[Bounds, Array]:
     """Both bounds made consistent at some beliefs `[B, S]`, and `[lower, upper]` at the start.
 
-    A trial backs up each belief of a walk once. Where actions lead back to a belief, at once or in a circle (bumping
-    into a wall, walking to and fro, starting anew), beliefs vouch for each other, and a trial closes their gap by a
+    A trial backs up each belief of a path once. Where actions lead back to a belief, at once or in a circle (bumping
+    into a wall, going to and fro, starting anew), beliefs vouch for each other, and a trial closes their gap by a
     factor of gamma and no more. So backups are repeated here, of these beliefs alone, until none changes a value by
     `tol (1 - gamma) / 4`; each is a bound. What other points say is asked once; a sweep costs `B A O` times `B`.
     Needs room for B more vectors and points.
@@ -188,7 +192,7 @@ def settled(model: TabularPomdp, bounds: Bounds, beliefs: Array, tol: Array) -> 
     return bounds, jnp.stack([lower_at(bounds, start)[0][0], upper_at(bounds, start)[0]])
 
 
-def _repeated(sweep: Callable, first: Any, value_of: Callable, enough: Array) -> Any:
+def _repeated(sweep: Callable, first: Carry, value_of: Callable, enough: Array) -> Carry:
     """`sweep` from `first` until no value changes by more than `enough`, at most `MAX_SWEEPS` times."""
 
     def going(carry: tuple) -> Array:
@@ -219,14 +223,14 @@ def _added(bounds: Bounds, vectors: Array, actions: Array, beliefs: Array, value
 
 
 def trial(
-    key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_lanes: int, depth: int
+    key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_paths: int, depth: int
 ) -> tuple[Bounds, Array]:
-    """One trial of `num_lanes` walks of at most `depth` steps, and its backups; consumes `key`.
+    """One trial of `num_paths` paths of at most `depth` steps, and its backups; consumes `key`.
 
-    Needs room for `num_lanes * depth` more vectors and points. Cost a depth: `K A O` beliefs times the `N` vectors and
+    Needs room for `num_paths * depth` more vectors and points. Cost a depth: `K A O` beliefs times the `N` vectors and
     the `M` points. Returns the new bounds and `[lower, upper]` at the start.
     """
-    beliefs = _walk(key, model, bounds, tol, num_lanes, depth)
+    beliefs = _follow_paths(key, model, bounds, tol, num_paths, depth)
 
     def one(bounds, beliefs):
         vectors, actions, uppers = _backed_up(model, bounds, beliefs)

@@ -8,8 +8,6 @@ from xml.parsers import expat
 
 from jaxpar.types import UsageError
 
-__all__ = ["Element", "parse", "source_of"]
-
 
 @dataclasses.dataclass
 class Element:
@@ -91,7 +89,7 @@ def parse(source: str | os.PathLike, root: str) -> Element:
     try:
         parser.Parse(content, True)
     except (expat.ExpatError, ValueError) as error:
-        line = getattr(error, "lineno", 1)
+        line = error.lineno if isinstance(error, expat.ExpatError) else 1
         raise UsageError(f"{name}, line {line}: this is no well-formed XML: {error}") from None
     if outermost[0].tag != root:
         outermost[0].refuse(f"expected <{root}>, not <{outermost[0].tag}>")

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from jaxpar.types import Array
 
-__all__ = ["add_at"]
-
 FEW = 256
 """Values up to which all pairs are compared."""
 

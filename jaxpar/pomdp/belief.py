@@ -1,26 +1,100 @@
 """Beliefs: what is known of the state, as weighted particles or as a Gaussian.
 
-A belief model is a frozen dataclass with `init(key, env, params) -> belief` and
-`update(key, belief, action, obs, env, params) -> (belief, Evidence)`; a belief is a pytree with
-`draw(key, num) -> states [num, ...]`. Planners need `draw` only, `jaxpar.pomdp.simulate` all three; anything with these
-three methods, such as a factored belief of one's own, works in both.
+There are two kinds of things. A `Belief` is the value, a pytree from which states can be sampled; it is all that a
+planner sees. A `BeliefUpdater` is the filter, a frozen dataclass that makes the first belief and the next one;
+`simulate` asks it after every step. A new belief is one of each; they need no base class.
+
+Example:
+    import dataclasses
+    import envs, jax
+    import jax.numpy as jnp
+    from jaxpar.pomdp import Evidence, Pomcp, from_environment, simulate
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Doors:                                      # the new belief: where a tiger is, as one number
+        right: jax.Array
+        weightless, invalid = False, 0
+
+        def sample(self, key, num):
+            return jax.random.bernoulli(key, self.right, (num,)).astype(jnp.int32)
+
+    class Listener:                                   # its updater: Bayes' rule, anew behind a door that was opened
+        def init(self, key, env, params):
+            return Doors(jnp.asarray(0.5))
+
+        def update(self, key, belief, action, obs, env, params):
+            odds = belief.right / (1 - belief.right) * jnp.where(obs == 1, 0.85 / 0.15, 0.15 / 0.85)
+            right = jnp.where(action == 0, odds / (1 + odds), 0.5)
+            return Doors(right), Evidence(jnp.zeros(()), jnp.inf, False, False)
+
+    model = from_environment(*envs.make("Tiger"))     # whose states are 0 and 1
+    planner = Pomcp(4, 8, max_depth=3, leaf="zero")
+    episode = simulate(jax.random.key(0), model.environment, model, planner, Listener(), 4)
+    assert int(episode.length) == 4 and not episode.stranded.any()
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.env import Environment, capabilities
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.pomdp.model import is_traced
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Evidence", "Gaussian", "KalmanBelief", "ParticleBelief", "Particles", "is_weight", "systematic"]
+__all__ = [
+    "Belief",
+    "BeliefUpdater",
+    "Evidence",
+    "Gaussian",
+    "KalmanBelief",
+    "ParticleBelief",
+    "Particles",
+    "is_weight",
+    "systematic",
+]
+
+
+class Belief(Protocol):
+    """What is known of the state: a pytree of arrays from which states can be sampled."""
+
+    @property
+    def weightless(self) -> Array | bool:
+        """Whether nothing has any weight, bool; samples then mean nothing, and planners count them as stranded."""
+        ...
+
+    @property
+    def invalid(self) -> Array | int:
+        """How many weights are no numbers, int32; planners count them as invalid."""
+        ...
+
+    def sample(self, key: PRNGKey, num: int) -> PyTree:
+        """`num` states, `[num, ...]`; consumes `key`."""
+        ...
+
+
+B = TypeVar("B", bound=Belief)
+
+
+class BeliefUpdater(Protocol[B]):
+    """A filter: a hashable object that makes the first belief, and the next one after an action and an observation."""
+
+    def init(self, key: PRNGKey, env: Environment, params: PyTree) -> B:
+        """The belief before anything is seen; consumes `key`."""
+        ...
+
+    def update(
+        self, key: PRNGKey, belief: B, action: Array, obs: PyTree, env: Environment, params: PyTree
+    ) -> tuple[B, "Evidence"]:
+        """The belief after `action` and `obs`, while the episode goes on; consumes `key`."""
+        ...
 
 
 class Evidence(NamedTuple):
@@ -51,15 +125,15 @@ class Particles:
 
     @property
     def weightless(self) -> Array:
-        """Whether no particle has any weight, bool; draws then mean nothing, and planners count them as stranded."""
+        """Whether no particle has any weight, bool."""
         return ~jnp.any(jnp.isfinite(self.log_weights))
 
     @property
     def invalid(self) -> Array:
-        """How many weights are no numbers, int32; planners count them as invalid."""
+        """How many weights are no numbers, int32."""
         return jnp.sum(~is_weight(self.log_weights), dtype=jnp.int32)
 
-    def draw(self, key: PRNGKey, num: int) -> PyTree:
+    def sample(self, key: PRNGKey, num: int) -> PyTree:
         """`num` states with replacement, by systematic resampling, so that their noise is low; consumes `key`.
 
         Raises:
@@ -83,14 +157,16 @@ def systematic(key: PRNGKey, log_weights: Array, num: int) -> Array:
     never drawn. With no weight at all the indices are all 0. Costs one cumulative sum and one search.
     """
     log_weights = jnp.where(is_weight(log_weights), log_weights, -jnp.inf)
+    # The largest weight is 1, so that none overflows; -1e30 keeps -inf less -inf, which is NaN, out of it.
     weights = jnp.exp(log_weights - jnp.maximum(jnp.max(log_weights), -1e30))
     total = jnp.cumsum(weights)
     points = (jnp.arange(num) + jax.random.uniform(key)) / num * total[-1]
+    # A point that rounding moves onto the total would fall behind the last weight, onto one that is 0.
     last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[0]), 0))
     return jnp.minimum(jnp.searchsorted(total, points, side="right"), last).astype(jnp.int32)
 
 
-Rejuvenate = Callable[[PRNGKey, Particles, Array, PyTree, Particles, Array, Any, PyTree], Particles]
+Rejuvenate = Callable[[PRNGKey, Particles, Array, PyTree, Particles, Array, Environment, PyTree], Particles]
 """`(key, prior, action, obs, posterior, depleted, env, params) -> Particles`, called after every update."""
 
 
@@ -114,16 +190,17 @@ class ParticleBelief:
     Attributes:
         num_particles: P.
         resample_below: resample when the effective sample size falls below this share of P, in [0, 1].
-        rejuvenate: hook that may replace the posterior after each update; it is told whether the belief is depleted.
+        rejuvenate: hook that may replace the posterior after each update; it receives whether the belief is depleted.
     """
 
     num_particles: int = field(1000, AtLeast(1))
     resample_below: float = field(0.5, Between(0, 1))
     rejuvenate: Rejuvenate | None = None
 
-    __post_init__ = check_fields
+    def __post_init__(self) -> None:
+        check_fields(self)
 
-    def init(self, key: PRNGKey, env: Any, params: PyTree) -> Particles:
+    def init(self, key: PRNGKey, env: Environment, params: PyTree) -> Particles:
         """Equal weights on draws of `env.init`; consumes `key`."""
         keys = jax.random.split(key, self.num_particles)
         states = jax.vmap(lambda key: env.init(key, params))(keys)
@@ -132,7 +209,7 @@ class ParticleBelief:
         return Particles(states, jnp.full((self.num_particles,), -math.log(self.num_particles), jnp.float32))
 
     def update(
-        self, key: PRNGKey, belief: Particles, action: Array, obs: PyTree, env: Any, params: PyTree
+        self, key: PRNGKey, belief: Particles, action: Array, obs: PyTree, env: Environment, params: PyTree
     ) -> tuple[Particles, Evidence]:
         """The belief after `action` and `obs`; consumes `key`. Costs P transitions, one sort and one cumulative sum."""
         move, pick, hook = jax.random.split(key, 3)
@@ -161,8 +238,8 @@ class ParticleBelief:
         )
         equal = jnp.full_like(weights, -math.log(self.num_particles))
         kept = jax.tree.map(lambda x: x[chosen], posterior.states)
-        told = Evidence(evidence, ess, depleted, resampled, invalid)
-        return Particles(kept, jnp.where(resampled, equal, weights)), told
+        found = Evidence(evidence, ess, depleted, resampled, invalid)
+        return Particles(kept, jnp.where(resampled, equal, weights)), found
 
 
 def _weighed(log_weights: Array) -> tuple[Array, Array]:
@@ -179,6 +256,7 @@ def _side_by_side(states: PyTree) -> Array:
         bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, word)
         rows.append(bits.reshape(len(x), -1).astype(jnp.uint32))
     words = jnp.concatenate(rows, 1)
+    # Each word is mixed with a constant of its own and all are summed, so that rows of equal bits have equal hashes.
     salt = np.random.default_rng(0).integers(0, 2**32, (1, words.shape[1]), np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words = (words ^ salt ^ (words >> shift)) * jnp.uint32(factor)
@@ -191,14 +269,17 @@ def _normalised(log_weights: Array, otherwise: Array) -> Array:
     return jnp.where(jnp.isfinite(total), log_weights - jnp.where(jnp.isfinite(total), total, 0.0), otherwise)
 
 
-def _move(key: PRNGKey, env: Any, params: PyTree, state: PyTree, action: Array, obs: PyTree) -> tuple[PyTree, Array]:
+def _move(
+    key: PRNGKey, env: Environment, params: PyTree, state: PyTree, action: Array, obs: PyTree
+) -> tuple[PyTree, Array]:
+    """The next state of one particle, and how likely it makes `obs`: log-likelihood, or 0 or -inf by rejection."""
     move, see = jax.random.split(key)
-    following = env.transition(move, state, action, params)
-    if hasattr(env, "log_likelihood"):
-        likelihood = env.log_likelihood(obs, state, action, following, params)
+    following, able = env.transition(move, state, action, params), capabilities(env)
+    if able.log_likelihood is not None:
+        likelihood = able.log_likelihood(obs, state, action, following, params)
     else:
-        drawn = env.observe(see, following, action, params)
-        name = (lambda x: env.obs_key(x, params)) if hasattr(env, "obs_key") else (lambda x: x)
+        drawn, obs_key = env.observe(see, following, action, params), able.obs_key
+        name = (lambda x: x) if obs_key is None else (lambda x: obs_key(x, params))
         same = [jnp.all(a == b) for a, b in zip(jax.tree.leaves(name(drawn)), jax.tree.leaves(name(obs)), strict=True)]
         likelihood = jnp.where(jnp.stack(same).all(), 0.0, -jnp.inf)
     return following, jnp.where(env.terminal(following, params), -jnp.inf, jnp.asarray(likelihood, jnp.float32))
@@ -211,7 +292,17 @@ class Gaussian:
     mean: Array
     covariance: Array
 
-    def draw(self, key: PRNGKey, num: int) -> Array:
+    @property
+    def weightless(self) -> bool:
+        """False: a density has weight everywhere."""
+        return False
+
+    @property
+    def invalid(self) -> int:
+        """0: there are no weights."""
+        return 0
+
+    def sample(self, key: PRNGKey, num: int) -> Array:
         """`num` independent states `[num, S]`; consumes `key`."""
         return jax.random.multivariate_normal(key, self.mean, self.covariance, (num,), self.mean.dtype)
 
@@ -223,21 +314,26 @@ class KalmanBelief:
     The environment offers `linear_gaussian(action, params) -> (F [S, S], u [S], Q [S, S], H [O, S], R [O, O])`, for
     `s' = F s + u + N(0, Q)` and `o = H s' + N(0, R)`, and `gaussian_start(params) -> (mean [S], covariance [S, S])`.
     The covariance is updated in Joseph's form, which keeps it symmetric and positive. An observation without a density
-    (a NaN in it) leaves the prediction, and is told as depleted and invalid.
+    (a NaN in it) leaves the prediction, and is reported as depleted and invalid.
     """
 
-    def init(self, key: PRNGKey, env: Any, params: PyTree) -> Gaussian:
+    def init(self, key: PRNGKey, env: Environment, params: PyTree) -> Gaussian:
         """The environment's start; draws nothing."""
-        for part in ("gaussian_start", "linear_gaussian"):
-            if not hasattr(env, part):
-                raise UsageError(f"a Kalman belief needs {part} of the environment, and {env.name} has none")
-        return Gaussian(*env.gaussian_start(params))
+        able = capabilities(env)
+        if able.gaussian_start is None:
+            raise UsageError(f"a Kalman belief needs gaussian_start of the environment, and {env.name} has none")
+        if able.linear_gaussian is None:
+            raise UsageError(f"a Kalman belief needs linear_gaussian of the environment, and {env.name} has none")
+        return Gaussian(*able.gaussian_start(params))
 
     def update(
-        self, key: PRNGKey, belief: Gaussian, action: Array, obs: Array, env: Any, params: PyTree
+        self, key: PRNGKey, belief: Gaussian, action: Array, obs: Array, env: Environment, params: PyTree
     ) -> tuple[Gaussian, Evidence]:
         """One prediction and one correction; draws nothing. Costs one O x O Cholesky factor."""
-        forward, drift, noise, seen, blur = env.linear_gaussian(action, params)
+        linear_gaussian = capabilities(env).linear_gaussian
+        if linear_gaussian is None:
+            raise UsageError(f"a Kalman belief needs linear_gaussian of the environment, and {env.name} has none")
+        forward, drift, noise, seen, blur = linear_gaussian(action, params)
         mean = forward @ belief.mean + drift
         covariance = forward @ belief.covariance @ forward.T + noise
         surprise, spread = obs - seen @ mean, seen @ covariance @ seen.T + blur

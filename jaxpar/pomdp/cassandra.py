@@ -10,15 +10,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxpar.pomdp.model import LARGEST
 from jaxpar.pomdp.tabular import SUM_TOLERANCE, TabularPomdp
 from jaxpar.types import UsageError
 
-__all__ = ["decimal", "is_numbered", "load_pomdp", "save_pomdp"]
+__all__ = ["load_pomdp", "save_pomdp"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _PREAMBLE = ("discount", "values", "states", "actions", "observations")
@@ -73,10 +74,9 @@ def _illegal(name: str) -> bool:
     return name in _RESERVED or not re.fullmatch(r"[A-Za-z][^\s:#]*", name)
 
 
-def decimal(value: Any) -> str:
+def decimal(value: ArrayLike) -> str:
     """The fewest digits that give the same float of the same precision again."""
-    scalar: Any = np.asarray(value)[()]
-    return np.format_float_positional(scalar, unique=True, trim="0")
+    return np.format_float_positional(cast(np.floating, np.asarray(value)[()]), unique=True, trim="0")
 
 
 class _Parser:
@@ -87,6 +87,7 @@ class _Parser:
         self.tokens = list(_tokens(text))
         self.end = text.count("\n") + 1
         self.given: dict[str, Any] = {}
+        self.sizes: tuple[int, ...] = ()  # of states, actions and observations, once the preamble is complete
         self.start: np.ndarray | None = None
         self.start_line = self.reset_line = 0
         self.rewards: list[tuple[tuple, np.ndarray]] = []
@@ -168,7 +169,7 @@ class _Parser:
         words = self.body()
         if kind in self.given:
             self.refuse(line, f"{kind} is given a second time")
-        if hasattr(self, "sizes"):
+        if self.sizes:
             self.refuse(line, f"{kind} must come before start, T, O and R")
         if kind == "discount":
             self.given[kind] = float(self.numbers(words, 1, kind, line)[0])
@@ -196,7 +197,7 @@ class _Parser:
 
     def need_preamble(self, line: int, before: str) -> None:
         """Makes the arrays once everything that sizes them is known."""
-        if hasattr(self, "sizes"):
+        if self.sizes:
             return
         if missing := [kind for kind in _PREAMBLE if kind not in self.given]:
             self.refuse(line, f"{missing[0]} must be given before {before}")

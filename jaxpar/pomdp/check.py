@@ -1,23 +1,25 @@
 """Proof that a model keeps its promises: what planners and filters take for granted."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import check_environment
+from jaxpar.env import Environment, capabilities, check_environment
 from jaxpar.env.check import Report
 from jaxpar.pomdp.tabular import TabularPomdp, from_environment
-from jaxpar.types import PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["check_model", "check_tabular"]
 
 MAX_PAIRS = 256
 
 
-def check_model(env: Any, params: PyTree = None, *, key: PRNGKey | None = None, num_samples: int = 4096) -> Report:
+def check_model(
+    env: Environment | TabularPomdp, params: PyTree = None, *, key: PRNGKey | None = None, num_samples: int = 4096
+) -> Report:
     """Checks a model for planning: an environment with its optional parts, or a `TabularPomdp`.
 
     All of `jaxpar.env.check_environment` (types, spaces, masks; the likelihoods of discrete observations sum to one and
@@ -38,14 +40,16 @@ def check_model(env: Any, params: PyTree = None, *, key: PRNGKey | None = None, 
     if isinstance(env, TabularPomdp):
         env, params = env.environment, env
     params = env.default_params if params is None else params
-    walk_key, tabular_key = jax.random.split(jax.random.key(0) if key is None else key)
-    report = check_environment(env, params, key=walk_key, num_samples=num_samples)
-    if hasattr(env, "tabular") and check_tabular(tabular_key, env, params, num_samples=num_samples):
+    check_key, tabular_key = jax.random.split(jax.random.key(0) if key is None else key)
+    report = check_environment(env, params, key=check_key, num_samples=num_samples)
+    if capabilities(env).tabular is not None and check_tabular(tabular_key, env, params, num_samples=num_samples):
         report = dataclasses.replace(report, checks=(*report.checks, "tabular"))
     return report
 
 
-def check_tabular(key: PRNGKey, env: Any, params: PyTree, *, num_samples: int = 4096, max_z: float = 5.0) -> bool:
+def check_tabular(
+    key: PRNGKey, env: Environment, params: PyTree, *, num_samples: int = 4096, max_z: float = 5.0
+) -> bool:
     """The arrays of `tabular(params)` against draws of the parts; consumes `key`.
 
     Rows sum to one; `init`, `transition` and `observe` draw with the frequencies of their rows, by the bound of
@@ -112,7 +116,7 @@ def _frequencies(what: str, counts: np.ndarray, p: np.ndarray, rows: list[str], 
 
 
 def _rewards(
-    env: Any, model: TabularPomdp, rewards: np.ndarray, actions: np.ndarray, states: np.ndarray, rows: list[str]
+    env: Environment, model: TabularPomdp, rewards: np.ndarray, actions: np.ndarray, states: np.ndarray, rows: list[str]
 ) -> None:
     """Rewards of possible transitions, or their means where the arrays have those."""
     possible, wanted = np.asarray(model.transition)[actions, states], np.asarray(model.reward)[actions, states]
@@ -127,7 +131,7 @@ def _rewards(
         )
 
 
-def _ends(env: Any, model: TabularPomdp, params: PyTree, state_of: Any) -> None:
+def _ends(env: Environment, model: TabularPomdp, params: PyTree, state_of: Callable[[Array], PyTree]) -> None:
     ended = np.asarray(jax.vmap(lambda s: env.terminal(state_of(s), params))(jnp.arange(len(model.states))))
     if (wrong := ended & ~np.asarray(model.terminal)).any():
         state = model.states[int(np.argmax(wrong))]

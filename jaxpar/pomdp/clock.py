@@ -4,80 +4,54 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.env import Environment
+from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.model import discount_of, legal_actions
-from jaxpar.pomdp.search import PlanInfo, Search, begin, grow
+from jaxpar.pomdp.planner import PlanInfo, SearchPlanner
+from jaxpar.pomdp.simulations import State
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["decided", "improve_until", "nothing_to_plan", "plan_until", "refuse", "repeat_until"]
+__all__ = ["plan_until"]
+
+Carry = TypeVar("Carry")
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"))
-def _begun(key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any) -> tuple[Search, Array]:
-    """The empty search, and what `refuse` takes: one launch, where op by op takes 40 ms on a GPU."""
-    states = belief.draw(key, planner.num_simulations)
-    search = begin(planner, env, params, belief, planner.iterations)
+def _begun(
+    key: PRNGKey, planner: SearchPlanner[State], env: Environment, params: PyTree, belief: Belief
+) -> tuple[State, Array]:
+    """The empty search, and what `refuse_empty` takes: one launch, where op by op takes 40 ms on a GPU."""
+    states = belief.sample(key, planner.num_simulations)
+    search = planner.tree_search().init_search(env, params, belief)
     legal = jnp.all(legal_actions(env, params, states), axis=0)
     return dataclasses.replace(search, legal=legal), nothing_to_plan(env, params, belief, states)
 
 
-@functools.partial(jax.jit, static_argnames=("planner",))
-def decided(planner: Any, search: Any) -> tuple[Array, Any]:
-    """`planner.decide` of a search, compiled."""
-    return planner.decide(search)
-
-
-@functools.partial(jax.jit, static_argnames=("planner", "env", "iterations"), donate_argnames=("search",))
+@functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("search",))
 def _grown(
-    key: PRNGKey, planner: Any, env: Any, params: PyTree, belief: Any, search: Search, iterations: int
-) -> Search:
-    return grow(planner, key, env, params, belief, search, iterations)
+    key: PRNGKey, planner: SearchPlanner[State], env: Environment, params: PyTree, belief: Belief, search: State
+) -> State:
+    """One batch more, in place: the search is donated, so that no batch copies its tree."""
+    return planner.tree_search().grow(key, env, params, belief, search, 1)
 
 
-def improve_until(
-    key: PRNGKey,
-    planner: Any,
-    env: Any,
-    params: PyTree,
-    belief: Any,
-    deadline: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Search:
-    """Runs batches until the next one would probably end after `deadline`, at most `planner.iterations`.
-
-    Args:
-        key: consumed.
-        planner: its `iterations` bound the work and, with the capacities, the memory.
-        env: hashable.
-        params: its parameters.
-        belief: with `draw`.
-        deadline: when to be done, on `clock`, in seconds.
-        clock: for tests.
-
-    Raises:
-        UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
-    """
-    discount_of(params, planner.discount)  # which cannot refuse what is traced
-    search, nothing = _begun(key, planner, env, params, belief)
-    refuse(nothing)
-
-    def advance(search: Search) -> Search:
-        return _grown(key, planner, env, params, belief, search, 1)
-
-    return repeat_until(advance, search, planner.iterations, deadline, clock)
+@functools.partial(jax.jit, static_argnames=("planner",))
+def _decided(planner: SearchPlanner[State], search: State) -> tuple[Array, PlanInfo]:
+    return planner.tree_search().decide(search)
 
 
-def nothing_to_plan(env: Any, params: PyTree, belief: Any, states: PyTree) -> Array:
+def nothing_to_plan(env: Environment, params: PyTree, belief: Belief, states: PyTree) -> Array:
     """Whether all of `states` `[n, ...]`, drawn from `belief`, have ended, and whether it has no weight: bool `[2]`."""
     ended = jnp.all(jax.vmap(lambda state: env.terminal(state, params))(states))
-    return jnp.stack([ended, jnp.asarray(getattr(belief, "weightless", False))])
+    return jnp.stack([ended, jnp.asarray(belief.weightless)])
 
 
-def refuse(nothing: Array) -> None:
+def refuse_empty(nothing: Array) -> None:
     """`UsageError` where there is nothing to plan, which a compiled draw cannot say."""
     ended, weightless = jax.device_get(nothing)
     if weightless:
@@ -87,13 +61,13 @@ def refuse(nothing: Array) -> None:
 
 
 def repeat_until(
-    advance: Callable[[Any], Any],
-    state: Any,
+    advance: Callable[[Carry], Carry],
+    state: Carry,
     most: int,
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
-    done: Callable[[Any], bool] = lambda state: False,
-) -> Any:
+    done: Callable[[Carry], bool] = lambda state: False,
+) -> Carry:
     """`advance` repeated, at most `most` times, until `done`, or the next would probably end after `deadline`."""
     longest = 0.0
     for _ in range(most):
@@ -106,19 +80,32 @@ def repeat_until(
 
 
 def plan_until(
-    planner: Any,
     key: PRNGKey,
-    env: Any,
+    planner: SearchPlanner,
+    env: Environment,
     params: PyTree,
-    belief: Any,
+    belief: Belief,
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Array, PlanInfo]:
-    """As `plan`, with as many of the batches as end before `deadline` on `clock` (s); runs on the host.
+    """Runs batches until the next one would probably end after `deadline`, at most `planner.iterations`, and decides.
 
-    A deadline that is too short for one batch still gives a legal action, with `iterations` 0.
+    Args:
+        key: consumed.
+        planner: its `iterations` bound the work and, with the capacities, the memory.
+        env: hashable.
+        params: its parameters.
+        belief: what is known of the state.
+        deadline: when to be done, on `clock`, in seconds.
+        clock: for tests.
 
     Raises:
-        UsageError: every state drawn from the belief has ended.
+        UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
     """
-    return decided(planner, improve_until(key, planner, env, params, belief, deadline, clock))
+    discount_of(params, planner.discount)  # here, since a discount that is traced cannot be refused
+    search, nothing = _begun(key, planner, env, params, belief)
+    refuse_empty(nothing)
+    search = repeat_until(
+        lambda search: _grown(key, planner, env, params, belief, search), search, planner.iterations, deadline, clock
+    )
+    return _decided(planner, search)

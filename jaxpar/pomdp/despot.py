@@ -11,14 +11,14 @@ scenarios F_b that reach it; with D_b its depth, every value below carries the w
 
 The published search walks one path a trial: the action of the highest mu, then the observation of the largest excess
 uncertainty E(b) = mu(b) - ell(b) - #F_b/K * xi * (mu - ell)(root), until E(b) <= 0, and expands its end. Here all
-scenarios walk at once, each to the child that is its own, so that one *wave* expands every leaf with E(b) > 0 of the
-optimistic policy: K lanes whatever the tree's shape, K A steps a wave. `wide=False` walks the one path.
+scenarios go at once, each to the child that is its own, so that one *wave* expands every leaf with E(b) > 0 of the
+optimistic policy: K scenarios whatever the tree's shape, K A steps a wave. `wide=False` walks the one path.
 
 Published, too, is a rule that cuts a node where an ancestor's U - l0 is at most lambda for every node between. It is
-not needed: each of these nodes has paid its lambda in the ancestor's mu, which then is l0, and no walk passes there.
+not needed: each of these nodes has paid its lambda in the ancestor's mu, which then is l0, and no path passes there.
 
-A lane is a scenario and a node's children are a block of A particles a scenario, so that finding one's way takes no
-search and no sort: particle (block, a) knows its node and its own block.
+A node's children are a block of A particles a scenario, so that finding a scenario's way takes no search and no sort:
+particle (block, a) knows its node and its own block.
 
 Sources: Somani, Ye, Hsu and Lee (2013), "DESPOT: online POMDP planning with regularization"; Ye et al. (2017).
 """
@@ -32,19 +32,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, check_fields, field
 from jaxpar.pomdp.adding import add_at
-from jaxpar.pomdp.clock import decided, refuse, repeat_until
-from jaxpar.pomdp.model import discount_of, legal_actions, num_actions
-from jaxpar.pomdp.scenario_tree import COUNT, DEFAULT, LOWER, UPPER_BOUND, DespotInfo, ScenarioTree, Walk
-from jaxpar.pomdp.scenarios import HORIZON, UPPER, default_actions, scenario_bounds, scenario_keys, scenario_steps
-from jaxpar.pomdp.search import (
-    children_of,
-    drawn_from_nothing,
-    invalid_weights,
-    plan,
+from jaxpar.pomdp.belief import Belief
+from jaxpar.pomdp.clock import refuse_empty, repeat_until
+from jaxpar.pomdp.model import Number, discount_of, legal_actions, num_actions
+from jaxpar.pomdp.scenario_tree import COUNT, DEFAULT, LOWER, UPPER_BOUND, DespotInfo, ScenarioTree, WavePath
+from jaxpar.pomdp.scenarios import (
+    HORIZON,
+    UPPER,
+    DefaultPolicy,
+    default_actions,
+    scenario_bounds,
+    scenario_keys,
+    scenario_steps,
 )
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed
+from jaxpar.pomdp.simulations import invalid_weights, samples_without_weight
+from jaxpar.pomdp.tree import EMPTY, DenseChildren, HashedChildren
+from jaxpar.pomdp.tree_search import children_of
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Despot"]
@@ -74,13 +80,14 @@ class Despot:
         discount: in (0, 1]; None takes `params.discount`.
         max_nodes: capacity in nodes.
         max_particles: capacity in scenarios at expanded nodes, at least K; each has A children.
-        children: `Dense(O)` or `Hashed()`; None picks by the number of observations. Used for one wave at a time.
+        children: `DenseChildren(O)` or `HashedChildren()`, used for one wave at a time; None picks by the number of
+            observations.
     """
 
     num_scenarios: int = field(100, AtLeast(1))
     iterations: int = field(30, AtLeast(1))
     max_depth: int = field(30, AtLeast(1))
-    default: int | Callable[..., Array] | None = None
+    default: DefaultPolicy | None = None
     upper: str | None = field(None, OneOf(UPPER))
     max_reward: Any = field(None, Finite())
     leaf: str = field("zero", OneOf(HORIZON))
@@ -90,25 +97,27 @@ class Despot:
     discount: Any = field(None, Between(0, 1, "(]"))
     max_nodes: int = field(1 << 18, AtLeast(1))
     max_particles: int = field(1 << 16, AtLeast(1))
-    children: Dense | Hashed | None = None
+    children: DenseChildren | HashedChildren | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_particles < self.num_scenarios:
             raise UsageError(f"max_particles must be at least num_scenarios = {self.num_scenarios}, for the root")
 
-    plan = plan
+    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, DespotInfo]:
+        """As `Planner.plan`, with bounds in the report."""
+        return self.decide(self.search(key, env, params, belief))
 
-    def search(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> ScenarioTree:
+    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> ScenarioTree:
         """The tree that `plan` decides by."""
-        return self.grow(env, params, self.begin(key, env, params, belief), self.iterations)
+        return self.grow(env, params, self.init_search(key, env, params, belief), self.iterations)
 
     def plan_until(
         self,
         key: PRNGKey,
-        env: Any,
+        env: Environment,
         params: PyTree,
-        belief: Any,
+        belief: Belief,
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> tuple[Array, DespotInfo]:
@@ -120,9 +129,9 @@ class Despot:
         Raises:
             UsageError: every state drawn from the belief has ended.
         """
-        discount_of(params, self.discount)  # which cannot refuse what is traced
+        discount_of(params, self.discount)  # here, since a discount that is traced cannot be refused
         tree = jax.tree.map(jnp.copy, _begun(key, self, env, params, belief))  # shared buffers cannot be donated
-        refuse(jnp.stack([tree.ended >= 1, tree.stranded > 0]))
+        refuse_empty(jnp.stack([tree.ended >= 1, tree.stranded > 0]))
         steps = -1
 
         def done(tree: ScenarioTree) -> bool:
@@ -133,7 +142,7 @@ class Despot:
         def advance(tree: ScenarioTree) -> ScenarioTree:
             return _grown(self, env, params, tree)
 
-        return decided(self, repeat_until(advance, tree, self.iterations, deadline, clock, done))
+        return _decided(self, repeat_until(advance, tree, self.iterations, deadline, clock, done))
 
     def decide(self, tree: ScenarioTree) -> tuple[Array, DespotInfo]:
         """The action of the highest lower bound, or the default policy's where none is above what that earns."""
@@ -165,24 +174,24 @@ class Despot:
             inconsistent=tree.inconsistent,
         )
 
-    def begin(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> ScenarioTree:
+    def init_search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> ScenarioTree:
         """K scenarios and their root; consumes `key`."""
         discount, count, actions = discount_of(params, self.discount), self.num_scenarios, num_actions(env, params)
         draw_key, scenario_key = jax.random.split(key)
-        states, keys = belief.draw(draw_key, count), jax.random.split(scenario_key, count)
+        states, keys = belief.sample(draw_key, count), jax.random.split(scenario_key, count)
         ended = jax.vmap(lambda state: env.terminal(state, params))(states)
         legal = jnp.all(legal_actions(env, params, states) | ended[:, None], axis=0)
         column = jax.tree.map(lambda x: x[:, None], states)
         depth = jnp.zeros((count,), jnp.int32)
-        default, upper, invalid, inconsistent = scenario_bounds(
-            self, keys, env, params, column, depth, ~ended[:, None], discount
+        default, upper, invalid, inconsistent = self.evaluate(
+            keys, env, params, column, depth, ~ended[:, None], discount
         )
-        chosen = default_actions(self.default, scenario_keys(keys, depth)[:, 1], env, params, column)
+        chosen = default_actions(scenario_keys(keys, depth)[:, 1], self.default, env, params, column)
         chosen = chosen[jnp.argmin(ended), 0]
         default, utility = default.sum() / count, jnp.maximum(upper.sum(), default.sum()) / count
         node = jnp.stack([default, jnp.maximum(default, utility - self.regularization)])
         max_nodes = min(self.max_nodes, 1 + self.iterations * count * actions)
-        roots = -(-count // actions)
+        roots = -(-count // actions)  # blocks that hold the K roots, A particles each
         max_blocks = roots + min(self.max_particles, self.iterations * count)
         if max(max_nodes, max_blocks * actions) >= EMPTY:
             raise UsageError(
@@ -218,76 +227,81 @@ class Despot:
             steps=zero,
             overflow=zero,
             invalid=invalid + invalid_weights(belief),
-            stranded=drawn_from_nothing(belief, count),
+            stranded=samples_without_weight(belief, count),
             inconsistent=inconsistent,
             depth=zero,
         )
 
-    def grow(self, env: Any, params: PyTree, tree: ScenarioTree, iterations: int) -> ScenarioTree:
+    def grow(self, env: Environment, params: PyTree, tree: ScenarioTree, iterations: int) -> ScenarioTree:
         """`iterations` waves more; pure, and deterministic: all chance is in the scenarios."""
 
         def wave(_: Array, tree: ScenarioTree) -> ScenarioTree:
-            walk = self._walk(tree)
-            return self._back_up(self._expand(env, params, tree, walk), walk)
+            path = self.select(tree)
+            return self.back_up(self.expand(env, params, tree, path), path)
 
         return jax.lax.fori_loop(0, iterations, wave, tree)
 
-    def _walk(self, tree: ScenarioTree) -> Walk:
+    def select(self, tree: ScenarioTree) -> WavePath:
         """Down the optimistic policy, every scenario to its own child, until nothing is left to gain."""
-        count, lanes = tree.keys.shape[0], jnp.arange(tree.keys.shape[0], dtype=jnp.int32)
+        count, scenarios = tree.keys.shape[0], jnp.arange(tree.keys.shape[0], dtype=jnp.int32)
         root_gap = tree.node[0, UPPER_BOUND] - tree.node[0, LOWER]
 
         def level(d: Array, carry: tuple) -> tuple:
-            walk, live, particle = carry
+            path, live, particle = carry
             node = tree.particle_node.reshape(-1)[particle]
             live = live & (node != EMPTY)
             values, born = (x.at[node].get(mode="clip") for x in (tree.node, tree.born))
             gap, share = values[:, UPPER_BOUND] - values[:, LOWER], born[:, COUNT] / count
             excess = jnp.where(live & (root_gap > 0), gap - share * self.gap_ratio * root_gap, -jnp.inf)
-            if not self.wide:
+            if not self.wide:  # only the scenarios at the child with the largest excess uncertainty go on
                 live = live & (node == node[jnp.argmax(excess)])
             going = live & (excess > 0) & (d < self.max_depth)
             block = tree.particle_block.reshape(-1)[particle]
             leaf = block == EMPTY
             on = going & ~leaf
-            walk = Walk(
-                nodes=walk.nodes.at[d].set(jnp.where(live, node, EMPTY)),
-                particle=jnp.where(live, particle, walk.particle),
-                depth=jnp.where(live, d, walk.depth),
-                grow=walk.grow | (going & leaf),
+            path = WavePath(
+                nodes=path.nodes.at[d].set(jnp.where(live, node, EMPTY)),
+                particle=jnp.where(live, particle, path.particle),
+                depth=jnp.where(live, d, path.depth),
+                grow=path.grow | (going & leaf),
             )
             action = tree.action.at[node].get(mode="clip")
-            return walk, on, jnp.where(on, block * tree.legal.shape[0] + action, particle)
+            # The child of a particle by an action is the action's particle of its block: no look-up.
+            return path, on, jnp.where(on, block * tree.legal.shape[0] + action, particle)
 
         never = jnp.zeros((count,), bool)
         nodes = jnp.full((self.max_depth + 1, count), EMPTY, jnp.int32)
-        walk = Walk(nodes, lanes, jnp.zeros_like(lanes), never)
-        first = (walk, ~never, lanes)
+        path = WavePath(nodes, scenarios, jnp.zeros_like(scenarios), never)
+        first = (path, ~never, scenarios)
+        # The tree is as deep as there were waves.
         return jax.lax.fori_loop(0, jnp.minimum(tree.iteration, self.max_depth) + 1, level, first)[0]
 
-    def _expand(self, env: Any, params: PyTree, tree: ScenarioTree, walk: Walk) -> ScenarioTree:
+    def expand(self, env: Environment, params: PyTree, tree: ScenarioTree, path: WavePath) -> ScenarioTree:
         """All actions of all scenarios at the leaves that the wave reached."""
         discount, actions = discount_of(params, self.discount), tree.legal.shape[0]
         count, max_blocks = tree.keys.shape[0], tree.particle_node.shape[0]
-        wanted = jnp.sum(walk.grow, dtype=jnp.int32)
+        wanted = jnp.sum(path.grow, dtype=jnp.int32)
+        # All or none: a leaf that only some of its scenarios expand would be a node of fewer scenarios.
         fits = tree.num_blocks + wanted <= max_blocks
-        grow = walk.grow & fits
+        grow = path.grow & fits
         own = jnp.where(grow, tree.num_blocks + jnp.cumsum(grow, dtype=jnp.int32) - 1, EMPTY)
-        leaf = jnp.where(grow, tree.particle_node.reshape(-1)[walk.particle], EMPTY)
+        leaf = jnp.where(grow, tree.particle_node.reshape(-1)[path.particle], EMPTY)
+        # Every scenario gets a block of particles; the first of a leaf's blocks is also the row of the leaf's values.
         block = tree.block.at[leaf].min(own, mode="drop")
         edges = block.at[leaf].get(mode="fill", fill_value=EMPTY)
 
-        states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[walk.particle], tree.states)
+        states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[path.particle], tree.states)
         legal = legal_actions(env, params, states)
         rows = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (count, actions, *x.shape[1:])), states)
         choice = jnp.broadcast_to(jnp.arange(actions, dtype=jnp.int32), (count, actions))
-        result = scenario_steps(scenario_keys(tree.keys, walk.depth)[:, 0], env, params, rows, choice)
+        result = scenario_steps(scenario_keys(tree.keys, path.depth)[:, 0], env, params, rows, choice)
         taken = grow[:, None] & legal
         on = taken & ~result.terminated
-        default, upper, wrong, inconsistent = scenario_bounds(
-            self, tree.keys, env, params, result.state, walk.depth + 1, on, discount
+        default, upper, wrong, inconsistent = self.evaluate(
+            tree.keys, env, params, result.state, path.depth + 1, on, discount
         )
-        children: Any = children_of(self, env, params)
+        children = children_of(self.children, env, params)
+        # Children are told apart within this wave only, so their table is as large as the wave and not as the tree.
         places = jnp.where(on, (edges - tree.num_blocks)[:, None] * actions + choice, 0)
         table = children.empty(count * actions, count * actions)
         _, ids, num_nodes = children.find(
@@ -295,10 +309,11 @@ class Despot:
         )
         ids = ids.reshape(count, actions)
         lost = on & (ids == EMPTY)
-        weight = (jnp.asarray(discount, jnp.float32) ** walk.depth / count)[:, None]
+        weight = (jnp.asarray(discount, jnp.float32) ** path.depth / count)[:, None]
         default, upper = weight * discount * default, weight * discount * upper
         tree, below = self._add_nodes(tree, ids, default, upper)
         below = below + jnp.where(lost, default, 0.0)[..., None]  # who finds no room counts as the default policy
+        # Values are sums over a node's scenarios; the price of a node is paid once, by the one that owns its row.
         price = jnp.where(own == edges, self.regularization, 0.0)[:, None, None]
         gain = jnp.where(legal[..., None], (weight * result.reward)[..., None] + below - price, -jnp.inf)
         return dataclasses.replace(
@@ -307,11 +322,11 @@ class Despot:
             edge=add_at(tree.edge, edges, gain),
             particle_node=tree.particle_node.at[own].set(ids, mode="drop"),
             particle_block=tree.particle_block.reshape(-1)
-            .at[jnp.where(grow, walk.particle, EMPTY)]
+            .at[jnp.where(grow, path.particle, EMPTY)]
             .set(own, mode="drop")
             .reshape(max_blocks, actions),
             states=jax.tree.map(lambda old, new: old.at[own].set(new, mode="drop"), tree.states, result.state),
-            visits=tree.visits + jnp.sum(taken & (walk.depth == 0)[:, None], axis=0, dtype=jnp.int32),
+            visits=tree.visits + jnp.sum(taken & (path.depth == 0)[:, None], axis=0, dtype=jnp.int32),
             num_nodes=num_nodes,
             num_blocks=tree.num_blocks + jnp.sum(grow, dtype=jnp.int32),
             steps=tree.steps + jnp.sum(taken, dtype=jnp.int32),
@@ -319,12 +334,19 @@ class Despot:
             invalid=tree.invalid + wrong + jnp.sum(taken & result.invalid, dtype=jnp.int32),
             stranded=tree.stranded + jnp.sum(grow & ~jnp.any(legal, axis=1), dtype=jnp.int32),
             inconsistent=tree.inconsistent + inconsistent,
-            depth=jnp.maximum(tree.depth, jnp.max(jnp.where(grow, walk.depth + 1, 0))),
+            depth=jnp.maximum(tree.depth, jnp.max(jnp.where(grow, path.depth + 1, 0))),
         )
+
+    def evaluate(
+        self, keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, depth: Array, live: Array,
+        discount: Number,
+    ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+        """What the default policy earns from states `[K, A]`, and an upper bound, by `scenario_bounds`."""
+        return scenario_bounds(keys, self, env, params, states, depth, live, discount)
 
     def _add_nodes(self, tree: ScenarioTree, ids: Array, default: Array, upper: Array) -> tuple[ScenarioTree, Array]:
         """New nodes `ids` `[K, A]`, each the sum of its scenarios, and the values shared among these, `[K, A, 2]`."""
-        lanes = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
+        scenarios = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
         more = jnp.stack([jnp.ones_like(default), default, upper], axis=-1)
         born = add_at(tree.born, ids.reshape(-1), more.reshape(-1, 3))
         count, default, utility = jnp.moveaxis(born.at[ids].get(mode="clip"), -1, 0)
@@ -332,28 +354,29 @@ class Despot:
         values = jnp.stack([default, jnp.maximum(default, utility - self.regularization)], axis=-1)
         tree = dataclasses.replace(
             tree,
-            first=tree.first.at[ids].min(lanes, mode="drop"),
+            first=tree.first.at[ids].min(scenarios, mode="drop"),
             born=born,
             node=tree.node.at[ids].set(values, mode="drop"),
         )
         return tree, jnp.where((ids != EMPTY)[..., None], values / jnp.maximum(count, 1)[..., None], 0.0)
 
-    def _back_up(self, tree: ScenarioTree, walk: Walk) -> ScenarioTree:
-        """New values of the nodes on the way, deepest first; each is spoken for by its first scenario."""
-        lanes = jnp.arange(walk.depth.shape[0], dtype=jnp.int32)
+    def back_up(self, tree: ScenarioTree, path: WavePath) -> ScenarioTree:
+        """New values of the nodes on the way, deepest first; each is written by its first scenario."""
+        scenarios = jnp.arange(path.depth.shape[0], dtype=jnp.int32)
         deepest = jnp.minimum(tree.iteration, self.max_depth)
-        moved = jnp.sum((walk.nodes[0] != EMPTY) & (walk.depth > 0), dtype=jnp.int32)
+        moved = jnp.sum((path.nodes[0] != EMPTY) & (path.depth > 0), dtype=jnp.int32)
         tree = dataclasses.replace(tree, visits=tree.visits.at[tree.action[0]].add(moved))
 
         def level(i: Array, carry: tuple[ScenarioTree, Array]) -> tuple[ScenarioTree, Array]:
             tree, change = carry
             d = deepest - i
-            node = walk.nodes[d]
+            node = path.nodes[d]
             first = tree.first.at[node].get(mode="fill", fill_value=EMPTY)
-            node = jnp.where(first == lanes, node, EMPTY)
+            node = jnp.where(first == scenarios, node, EMPTY)
             old = tree.node.at[node].get(mode="clip")
             default = tree.born.at[node].get(mode="clip")[:, DEFAULT, None]
             block, action = (x.at[node].get(mode="fill", fill_value=EMPTY) for x in (tree.block, tree.action))
+            # The scenarios below a node bring their changes to its first one, which adds their sum to the edge.
             change = add_at(jnp.zeros_like(change), first, change)
             place = jnp.where(block == EMPTY, EMPTY, block * tree.edge.shape[1] + action)
             edge = add_at(tree.edge.reshape(-1, 2), place, change).reshape(tree.edge.shape)
@@ -369,16 +392,21 @@ class Despot:
             )
             return tree, jnp.where((node != EMPTY)[:, None], new - old, 0.0)
 
-        nothing = jnp.zeros((lanes.shape[0], 2), jnp.float32)
+        nothing = jnp.zeros((scenarios.shape[0], 2), jnp.float32)
         tree, _ = jax.lax.fori_loop(0, deepest + 1, level, (tree, nothing))
         return dataclasses.replace(tree, iteration=tree.iteration + 1)
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"))
-def _begun(key: PRNGKey, planner: Despot, env: Any, params: PyTree, belief: Any) -> ScenarioTree:
-    return planner.begin(key, env, params, belief)
+def _begun(key: PRNGKey, planner: Despot, env: Environment, params: PyTree, belief: Belief) -> ScenarioTree:
+    return planner.init_search(key, env, params, belief)
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("tree",))
-def _grown(planner: Despot, env: Any, params: PyTree, tree: ScenarioTree) -> ScenarioTree:
+def _grown(planner: Despot, env: Environment, params: PyTree, tree: ScenarioTree) -> ScenarioTree:
     return planner.grow(env, params, tree, 1)
+
+
+@functools.partial(jax.jit, static_argnames=("planner",))
+def _decided(planner: Despot, tree: ScenarioTree) -> tuple[Array, DespotInfo]:
+    return planner.decide(tree)

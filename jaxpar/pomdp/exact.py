@@ -1,19 +1,22 @@
 """Oracles for small models: exact values, bounds that meet, the iterated scheme swept over all beliefs."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, check_value
 from jaxpar.pomdp import _alpha, _points
+from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.bounds import blind, fib
 from jaxpar.pomdp.exact_belief import chances_of
 from jaxpar.pomdp.model import num_actions
-from jaxpar.pomdp.search import PlanInfo
+from jaxpar.pomdp.planner import PlanInfo
 from jaxpar.pomdp.tabular import TabularPomdp
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -56,7 +59,12 @@ class Exact:
         """The first action of the best vector at a belief `[S]`."""
         return self.actions[(self.alphas @ belief).argmax()]
 
-    def plan(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
+    @property
+    def discount(self) -> None:
+        """None: that of the environment's parameters."""
+        return None
+
+    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief | Array) -> tuple[Array, PlanInfo]:
         """The action of the best vector, as a planner gives it, so that `simulate` can play the policy.
 
         With `ExactBelief` it earns at least `lower`, if it was solved for an infinite horizon; of a finite one the
@@ -101,7 +109,7 @@ def solve_exact(
     tol: float = 1e-3,
     max_iterations: int = 1000,
     max_vectors: int = 100_000,
-    num_lanes: int = 4,
+    num_paths: int = 4,
     depth: int = 32,
     key: PRNGKey | None = None,
 ) -> Exact:
@@ -120,8 +128,8 @@ def solve_exact(
         tol: the gap between the bounds at the start at which to stop.
         max_iterations: trials, after which the bounds are returned as they are (`converged=False`).
         max_vectors: of an alpha set before it is pruned.
-        num_lanes: walks a trial.
-        depth: steps a walk at most.
+        num_paths: paths of a trial, side by side.
+        depth: steps of a path, at most.
         key: consumed by the trials; `jax.random.key(0)` if None.
 
     Raises:
@@ -136,12 +144,12 @@ def solve_exact(
     for name, value in (
         ("max_iterations", max_iterations),
         ("max_vectors", max_vectors),
-        ("num_lanes", num_lanes),
+        ("num_paths", num_paths),
         ("depth", depth),
     ):
         check_value(name, value, AtLeast(1), int)
     if horizon is None and method == "points":
-        return _by_trials(model, tol, max_iterations, num_lanes, depth, jax.random.key(0) if key is None else key)
+        return _by_trials(jax.random.key(0) if key is None else key, model, tol, max_iterations, num_paths, depth)
     return _by_vectors(model, horizon, tol, max_vectors)
 
 
@@ -166,14 +174,14 @@ def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vector
     return Exact(lower, lower, upper, alphas, jnp.asarray(actions), bool(left <= tol), steps)
 
 
-def _by_trials(model: TabularPomdp, tol: float, max_iterations: int, num_lanes: int, depth: int, key: PRNGKey) -> Exact:
-    most = max(num_lanes * depth, SETTLED)
+def _by_trials(key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: int, num_paths: int, depth: int) -> Exact:
+    most = max(num_paths * depth, SETTLED)
     capacity = 2 ** math.ceil(math.log2(2 * most + len(model.actions)))
     bounds, ends, done, number = _points.first_bounds(model, capacity), (-np.inf, np.inf), False, 0
     seen: dict[bytes, np.ndarray] = {}
     while not done and number < max_iterations:
         before = int(bounds.num_points)
-        bounds, made = _trial(jax.random.fold_in(key, number), model, bounds, 0.5 * tol, num_lanes, depth)
+        bounds, made = _trial(jax.random.fold_in(key, number), model, bounds, 0.5 * tol, num_paths, depth)
         ends, number = np.asarray(made), number + 1
         _see(seen, np.asarray(bounds.points[before : int(bounds.num_points)]))
         bounds, capacity = _fitted(bounds, capacity, most)
@@ -217,8 +225,8 @@ def _latest(seen: dict[bytes, np.ndarray], model: TabularPomdp) -> np.ndarray:
     return np.stack([*rows, *[rows[-1]] * (size - len(rows))])
 
 
-_trial = jax.jit(_points.trial, static_argnames=("num_lanes", "depth"))
-_settle = jax.jit(_points.settled)
+_trial = jax.jit(_points.trial, static_argnames=("num_paths", "depth"))
+_settle = jax.jit(_points.consistent_bounds)
 _pruned = jax.jit(_points.pruned)
 
 
@@ -243,7 +251,7 @@ def reachable_beliefs(model: TabularPomdp, *, merge: float = 1e-9, max_beliefs: 
     return np.stack(found)
 
 
-def iterated_values(model: TabularPomdp, eta: float, num_iterations: int, beliefs: Any = None) -> Array:
+def iterated_values(model: TabularPomdp, eta: float, num_iterations: int, beliefs: ArrayLike | None = None) -> Array:
     """`V_k = L_eta Psi_k` at every reachable belief, of the iterated reference scheme swept exactly.
 
     `Psi_{k+1}(b, a) = Psi_k(b, a) - L_eta Psi_k(b) + R(b, a) + gamma sum_o P(o | a, b) L_eta Psi_k(b')` from

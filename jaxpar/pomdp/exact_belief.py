@@ -5,17 +5,18 @@ Arrays number the states, so a state must be that number: one integer, as those 
 """
 
 import dataclasses
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.belief import Evidence, Particles
+from jaxpar.env import Environment
+from jaxpar.pomdp.belief import Belief, Evidence, Particles
 from jaxpar.pomdp.model import is_traced
 from jaxpar.pomdp.tabular import TabularPomdp, from_environment
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["ExactBelief", "chances_of"]
+__all__ = ["ExactBelief"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ExactBelief:
     `model = from_environment(env, params)`, then `model.environment` with `model` as its parameters.
     """
 
-    def init(self, key: PRNGKey, env: Any, params: PyTree) -> Particles:
+    def init(self, key: PRNGKey, env: Environment, params: PyTree) -> Particles:
         """The model's start; draws nothing.
 
         Raises:
@@ -45,7 +46,7 @@ class ExactBelief:
         return Particles(states, jnp.log(model.start).astype(jnp.float32))
 
     def update(
-        self, key: PRNGKey, belief: Particles, action: Array, obs: Array, env: Any, params: PyTree
+        self, key: PRNGKey, belief: Particles, action: Array, obs: Array, env: Environment, params: PyTree
     ) -> tuple[Particles, Evidence]:
         """The belief after `action` and `obs`, an int32; draws nothing. Costs S^2.
 
@@ -61,13 +62,13 @@ class ExactBelief:
         lost, never = evidence <= 0, jnp.zeros((), bool)
         following = jnp.where(lost, predicted, _shares(joint, predicted))
         weights = jnp.log(following).astype(jnp.float32)
-        told = Evidence(
+        found = Evidence(
             jnp.log(evidence).astype(jnp.float32), jnp.asarray(jnp.inf), lost, never, jnp.zeros((), jnp.int32)
         )
-        return Particles(belief.states, weights), told
+        return Particles(belief.states, weights), found
 
 
-def _model(env: Any, params: PyTree) -> TabularPomdp:
+def _model(env: Environment, params: PyTree) -> TabularPomdp:
     if isinstance(params, TabularPomdp):
         return params
     if is_traced(params):
@@ -80,18 +81,18 @@ def _shares(masses: Array, otherwise: Array) -> Array:
     return jnp.where(total > 0, masses / jnp.where(total > 0, total, 1), otherwise)
 
 
-def chances_of(belief: Any, num_states: int) -> Array:
+def chances_of(belief: Belief | Array, num_states: int) -> Array:
     """The chance of each of S states `[S]` under a belief: itself, or what weighted particles of one integer say.
 
     Raises:
         UsageError: it is neither.
     """
-    if not hasattr(belief, "log_weights"):
-        if jnp.shape(belief) != (num_states,):
+    if not isinstance(belief, Particles):
+        if jnp.shape(cast(Array, belief)) != (num_states,):
             raise UsageError(
                 f"a belief is [S] = [{num_states}] chances or weighted particles, not {type(belief).__name__}"
             )
-        return jnp.asarray(belief)
+        return jnp.asarray(cast(Array, belief))
     leaves = jax.tree.leaves(belief.states)
     if len(leaves) != 1 or leaves[0].ndim != 1 or not jnp.issubdtype(leaves[0].dtype, jnp.integer):
         raise UsageError(

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, check_value
-from jaxpar.pomdp.search import Search, children_of
+from jaxpar.pomdp.planner import SearchPlanner
+from jaxpar.pomdp.simulations import SearchState
 from jaxpar.pomdp.tree import EMPTY
+from jaxpar.pomdp.tree_search import children_of
 from jaxpar.types import PyTree
 
 __all__ = ["Branch", "outline"]
@@ -41,9 +43,9 @@ class Branch:
 
 
 def outline(
-    search: Search,
-    planner: Any,
-    env: Any,
+    search: SearchState,
+    planner: SearchPlanner,
+    env: Environment,
     params: PyTree,
     *,
     depth: int = 2,
@@ -69,7 +71,7 @@ def outline(
     for name, value in (("depth", depth), ("width", width)):
         check_value(name, value, AtLeast(0), int)
     tree = jax.tree.map(np.asarray, search.tree)
-    links = children_of(planner, env, params).links(search.tree.children)
+    links = children_of(planner.children, env, params).links(search.tree.children)
     edge, key, node = (np.asarray(x) for x in links)
     used = node != EMPTY
     order = np.argsort(edge[used], kind="stable")

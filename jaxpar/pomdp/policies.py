@@ -5,6 +5,7 @@ Both hold vectors over the states with the number of an action each, in the orde
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -133,7 +134,7 @@ def _of_xml(root: Element, model: TabularPomdp) -> tuple[list[int], list[np.ndar
     return actions, vectors
 
 
-def _number(word: str, line: int, refuse) -> float:
+def _number(word: str, line: int, refuse: Callable[[int, str], NoReturn]) -> float:
     try:
         value = float(word)
     except ValueError:

@@ -8,40 +8,28 @@ Source: Silver and Veness (2010), "Monte-Carlo planning in large POMDPs".
 """
 
 import dataclasses
-from typing import Any, ClassVar
+import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
+from jaxpar.pomdp import clock as clocks
+from jaxpar.pomdp import planner
 from jaxpar.pomdp.adding import add_at
-from jaxpar.pomdp.clock import plan_until
-from jaxpar.pomdp.search import (
-    LEAVES,
-    Lanes,
-    Path,
-    PlanInfo,
-    Search,
-    begin,
-    grow,
-    plan,
-    report,
-    search,
-)
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, tell_parents
-from jaxpar.types import Array, PRNGKey
+from jaxpar.pomdp.belief import Belief
+from jaxpar.pomdp.leaves import LEAVES, evaluation
+from jaxpar.pomdp.model import Number
+from jaxpar.pomdp.planner import PlanInfo, report
+from jaxpar.pomdp.simulations import Path, SearchState, Simulations
+from jaxpar.pomdp.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree, back_up
+from jaxpar.pomdp.tree_search import Depth, TreeSearch
+from jaxpar.types import Array, PRNGKey, PyTree
 
-__all__ = [
-    "BACKUPS",
-    "Pomcp",
-    "add_best",
-    "add_returns",
-    "back_up",
-    "best_mean",
-    "ranks",
-    "upper_confidence",
-    "virtual_choice",
-]
+__all__ = ["Pomcp", "virtual_choice"]
 
 BACKUPS = ("mean", "best")
 """What a node is worth to the edge above: the mean of all returns from it, or its best action."""
@@ -56,11 +44,11 @@ def ranks(ids: Array) -> Array:
     return jnp.zeros_like(place).at[order].set(place - first, unique_indices=True)
 
 
-def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, total: Array, scale: Any) -> Array:
+def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, total: Array, scale: Number) -> Array:
     """The action that UCB1 takes after `rank` virtual visits, int32 `[n]`.
 
     UCB1 visits in decreasing order of Q_a + scale sqrt(log total / (visits_a + j)), j = 0, 1, ...; the place in this
-    order is found by bisecting the bound, so that nobody waits for anybody. Costs 32 sweeps over `[n, A]`.
+    order is found by bisecting the bound, so that all simulations choose at once. Costs 32 sweeps over `[n, A]`.
 
     Args:
         rank: int32 `[n]`.
@@ -72,11 +60,13 @@ def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, tota
     """
     bonus = (scale**2 * jnp.log(total))[:, None]
     low, high = jnp.where(legal, values, jnp.inf).min(1), jnp.where(legal, values, -jnp.inf).max(1)
+    # Above the bound of every action that was visited once; 1.01 and 1e-3 are room for rounding.
     top = high + jnp.sqrt(bonus[:, 0]) * 1.01 + 1e-3
 
     def made(bound: Array) -> Array:
-        gap = jnp.maximum(bound[:, None] - values, 1e-9)
-        count = jnp.minimum(jnp.ceil(bonus / gap**2 - visits), 2.0**20)
+        """How many virtual visits each action gets before its upper confidence bound falls below `bound`."""
+        gap = jnp.maximum(bound[:, None] - values, 1e-9)  # no division by 0 where the bound is a mean
+        count = jnp.minimum(jnp.ceil(bonus / gap**2 - visits), 2.0**20)  # sums of these are exact in float32
         return jnp.where(legal, jnp.maximum(count, 0.0), 0.0)
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -84,27 +74,29 @@ def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, tota
         enough = made(middle).sum(1) > rank
         return jnp.where(enough, middle, ends[0]), jnp.where(enough, ends[1], middle)
 
-    below, above = jax.lax.fori_loop(0, 32, halve, (low, top))
+    below, above = jax.lax.fori_loop(0, 32, halve, (low, top))  # 32 halvings end at float32's resolution
     at_once = made(top).sum(1) > rank  # an action without visits has an infinite bound
     before = jnp.where((at_once | (above >= top))[:, None], 0.0, made(above))
     more = jnp.cumsum(jnp.maximum(made(jnp.where(at_once, top, below)) - before, 0.0), axis=1)
+    # Between `above` and `below` lie the visits among which `rank` is: they are counted in order of actions.
     place = rank.astype(jnp.float32) - before.sum(1)
     return jnp.argmax((more > place[:, None]) & legal, axis=1).astype(jnp.int32)
 
 
-def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, exploration: Any) -> Array:
+def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, exploration: Number) -> Array:
     """The actions of UCB1 at `node` `[n]` after `rank` `[n]` virtual visits, among `legal` `[n, A]`; int32 `[n]`."""
     row = tree.edges.at[node].get(mode="clip")
     tried = row != EMPTY
     visits = jnp.where(tried, tree.edge_visits.at[row].get(mode="clip"), 0)
     values = jnp.where(tried, tree.value.at[row].get(mode="clip"), jnp.inf)
     least = jnp.min(values, axis=1, keepdims=True)
+    # The mean of an action without visits only has to be finite: its bonus is infinite.
     values = jnp.where(tried, values, jnp.where(jnp.isfinite(least), least, 0.0))
-    total = tree.node_visits.at[node].get(mode="clip").astype(jnp.float32) + 1
+    total = tree.node_visits.at[node].get(mode="clip").astype(jnp.float32) + 1  # above 1, so that its log is positive
     return virtual_choice(rank, values, visits, legal, total, exploration)
 
 
-def add_returns(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
+def add_returns(tree: Tree, path: Path, depth: Array, discount: Number) -> Tree:
     """Adds each simulation's return to the edges on its way, deepest level first."""
 
     def level(i: Array, carry: tuple[Tree, Array]) -> tuple[Tree, Array]:
@@ -121,7 +113,7 @@ def add_returns(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
     return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
 
 
-def add_best(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
+def add_best(tree: Tree, path: Path, depth: Array, discount: Number) -> Tree:
     """Values of the edges on the way from the best actions below, deepest level first.
 
     `Q(b, a) = (sum of rewards + discount * sum_o N(bao) max_a' Q(bao, a')) / N(ba)`, over the actions that were tried;
@@ -139,17 +131,12 @@ def add_best(tree: Tree, path: Path, depth: Array, discount: Any) -> Tree:
         guesses = tree.leaf_visits.at[nodes].get(mode="clip")
         guess = tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(guesses, 1)
         parents = jnp.where(d > 0, path.edges[jnp.maximum(d - 1, 0)], EMPTY)
-        return tell_parents(tree, nodes, parents, jnp.where(jnp.isfinite(best), best, guess))
+        return back_up(tree, nodes, parents, jnp.where(jnp.isfinite(best), best, guess))
 
     return jax.lax.fori_loop(0, depth + 1, level, tree)
 
 
-def back_up(tree: Tree, path: Path, depth: Array, discount: Any, how: str) -> Tree:
-    """`add_best` or `add_returns`, by `how`."""
-    return (add_best if how == "best" else add_returns)(tree, path, depth, discount)
-
-
-def best_mean(search: Search) -> tuple[Array, PlanInfo]:
+def best_mean(search: SearchState) -> tuple[Array, PlanInfo]:
     """The action of the highest mean return, and the report; the policy is the visits' share."""
     row = search.tree.edges[0]
     tried = row != EMPTY
@@ -177,7 +164,7 @@ class Pomcp:
             of few samples flatters, much where leaf values do.
         max_nodes: capacity in observation nodes.
         max_edges: capacity in action nodes; None is `max_nodes`.
-        children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
+        children: `DenseChildren(O)` or `HashedChildren()`; None picks by the number of observations.
     """
 
     num_simulations: int = field(32, AtLeast(1))
@@ -191,32 +178,64 @@ class Pomcp:
     backup: str = field("mean", OneOf(BACKUPS))
     max_nodes: int = field(1 << 18, AtLeast(1))
     max_edges: int | None = field(None, AtLeast(1))
-    children: Dense | Hashed | None = None
+    children: DenseChildren | HashedChildren | None = None
 
-    ranked_by: ClassVar[str] = "values"
+    def __post_init__(self) -> None:
+        check_fields(self)
 
-    __post_init__ = check_fields
+    def tree_search(self) -> TreeSearch:
+        """The search with its parts and sizes."""
+        return TreeSearch(
+            select=self.select,
+            evaluate=evaluation(self.leaf, self.rollout_depth),
+            back_up=self.back_up,
+            decide=best_mean,
+            depth_of=self.depth_of,
+            num_simulations=self.num_simulations,
+            iterations=self.iterations,
+            max_depth=self.max_depth,
+            expand_after=self.expand_after,
+            discount=self.discount,
+            max_nodes=self.max_nodes,
+            max_edges=self.max_edges,
+            children=self.children,
+            ranked_by="values",
+        )
 
-    @property
-    def stops_before(self) -> int:
-        """How many visits a node needs for a simulation to go on from it."""
-        return self.expand_after
-
-    def depth_of(self, k: Any) -> Any:
+    def depth_of(self, k: Depth) -> Depth:
         """At most one level more than the batches so far."""
         return min(k + 1, self.max_depth) if isinstance(k, int) else jnp.minimum(k + 1, self.max_depth)
 
-    def select(self, key: PRNGKey, tree: Tree, lanes: Lanes, legal: Array) -> Array:
+    def select(self, key: PRNGKey, tree: Tree, simulations: Simulations, legal: Array) -> Array:
         """UCB1 with virtual visits; int32 `[n]`. The key is not used."""
-        rank = jnp.where(lanes.live, ranks(jnp.where(lanes.live, lanes.node, EMPTY)), 0)
-        return upper_confidence(tree, lanes.node, rank, legal, self.exploration)
+        # Those that are not live share the id `EMPTY`, whose ranks mean nothing.
+        rank = jnp.where(simulations.live, ranks(jnp.where(simulations.live, simulations.node, EMPTY)), 0)
+        return upper_confidence(tree, simulations.node, rank, legal, self.exploration)
 
-    def back_up(self, tree: Tree, children: Any, path: Path, depth: Array, discount: Any) -> Tree:
-        """New values of the edges on the way."""
-        return back_up(tree, path, depth, discount, self.backup)
+    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Number) -> Tree:
+        """New values of the edges on the way, by the field `backup`."""
+        return (add_best if self.backup == "best" else add_returns)(tree, path, depth, discount)
 
-    begin, grow, plan, search, plan_until = begin, grow, plan, search, plan_until
+    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+        """As `Planner.plan`."""
+        return planner.plan(key, self, env, params, belief)
 
-    def decide(self, search: Search) -> tuple[Array, PlanInfo]:
+    def plan_until(
+        self,
+        key: PRNGKey,
+        env: Environment,
+        params: PyTree,
+        belief: Belief,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> tuple[Array, PlanInfo]:
+        """As `AnytimePlanner.plan_until`."""
+        return clocks.plan_until(key, self, env, params, belief, deadline, clock)
+
+    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> SearchState:
+        """The search that `plan` decides by, with the whole tree."""
+        return planner.search(key, self, env, params, belief)
+
+    def decide(self, search: SearchState) -> tuple[Array, PlanInfo]:
         """The action of the highest mean return, and the report; the policy is the visits' share."""
         return best_mean(search)

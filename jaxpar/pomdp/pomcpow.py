@@ -8,20 +8,79 @@ spaces", algorithm 2.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pomdp.belief import is_weight
+from jaxpar.env import PartiallyObserved
+from jaxpar.pomdp.belief import Belief, is_weight
+from jaxpar.pomdp.model import where_rows
+from jaxpar.pomdp.particle_search import ExpandParticles
 from jaxpar.pomdp.pft import Pft
 from jaxpar.pomdp.pomcp import ranks
-from jaxpar.pomdp.search import Lanes, Path, is_waiting
+from jaxpar.pomdp.simulations import Path, Simulations, is_waiting
 from jaxpar.pomdp.tree import EMPTY
-from jaxpar.pomdp.widening import Step, Store, chosen_rows, drawn_index, speaks
+from jaxpar.pomdp.widening import Descent, NodeBeliefs, drawn_index, is_first_at_node
 from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = ["Pomcpow"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeighArrivals:
+    """Nodes that gain a weighted state at every visit, and give one of all that they hold."""
+
+    def has_ended(self, descent: Descent, is_keyed: bool) -> Array:
+        """Simulations whose step ended the episode."""
+        return descent.result.terminated
+
+    def visit(
+        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, beliefs: NodeBeliefs, simulations: Simulations,
+        descent: Descent, before: Array, is_keyed: bool,
+    ) -> tuple[NodeBeliefs, PyTree, Array, Array]:  # fmt: skip
+        """As `ExpandParticles.visit`: the state that arrives is weighted and kept, and one of the node's goes on."""
+        size, moved = beliefs.log_weights.shape[1], descent.edge != EMPTY
+        named = jnp.where(is_first_at_node(descent, before), descent.child, EMPTY)
+        obs = jax.tree.map(lambda old, new: old.at[named].set(new, mode="drop"), beliefs.obs, descent.result.obs)
+        seen = jax.tree.map(lambda x: x.at[descent.child].get(mode="clip"), obs)
+        weight = jax.vmap(lambda obs, state, action, after: env.log_likelihood(obs, state, action, after, params))(
+            seen, simulations.states, descent.action, descent.result.state
+        )
+        good = is_weight(weight)
+        weight = jnp.where(good, weight, -jnp.inf)
+        if is_keyed:  # who made the observation itself must not be weighted by it again
+            weight, good = jnp.zeros_like(weight), jnp.ones_like(good)
+        place = ranks(descent.child)
+        added = beliefs.num_added.at[descent.child].get(mode="clip")
+        row = jnp.where(place < size, descent.child, EMPTY)  # of one batch a node takes m states at most
+        slot = (added + place) % size  # the oldest are written over
+        beliefs = dataclasses.replace(
+            beliefs,
+            obs=obs,
+            states=jax.tree.map(
+                lambda old, new: old.at[row, slot].set(new, mode="drop"), beliefs.states, descent.result.state
+            ),
+            log_weights=beliefs.log_weights.at[row, slot].set(jnp.asarray(weight, jnp.float32), mode="drop"),
+            num_added=beliefs.num_added.at[row].add(1, mode="drop"),
+            invalid=beliefs.invalid + jnp.sum((row != EMPTY) & ~good, dtype=jnp.int32),
+        )
+        on = (descent.child != EMPTY) & ~descent.fresh
+        chosen = drawn_index(key, beliefs.log_weights.at[descent.child].get(mode="clip"))
+        states = jax.tree.map(lambda x: x.at[descent.child, chosen].get(mode="clip"), beliefs.states)
+        earned = jax.vmap(lambda state, action, after: env.reward(state, action, after, params))(
+            simulations.states, descent.action, states
+        )
+        reward = jnp.where(moved, jnp.where(on, earned, descent.result.reward), 0.0).astype(jnp.float32)
+        kept = jax.tree.map(lambda new, old: where_rows(moved, new, old), descent.result.state, simulations.states)
+        states = jax.tree.map(lambda new, old: where_rows(on, new, old), states, kept)
+        return beliefs, states, reward, on
+
+    def fill(
+        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, belief: Belief, beliefs: NodeBeliefs, path: Path,
+        simulations: Simulations, last: Descent, before: Array, is_keyed: bool,
+    ) -> tuple[NodeBeliefs, Path, Simulations, Array]:  # fmt: skip
+        """As `ExpandParticles.fill`: new nodes were filled on arrival, and nothing is left to do."""
+        return beliefs, path, simulations, is_waiting(simulations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,55 +92,6 @@ class Pomcpow(Pft):
     observation, all with the same weight. A batch costs n steps and O(n m) a level.
     """
 
-    def _is_over(self, env: Any, params: PyTree, move: Step) -> Array:
-        return move.result.terminated
-
-    def _arrive(
-        self, key: PRNGKey, env: Any, params: PyTree, store: Store, lanes: Lanes, move: Step, before: Array
-    ) -> tuple[Store, PyTree, Array, Array]:
-        size, moved = self.num_particles, move.edge != EMPTY
-        named = jnp.where(speaks(move, before), move.child, EMPTY)
-        obs = jax.tree.map(lambda old, new: old.at[named].set(new, mode="drop"), store.obs, move.result.obs)
-        seen = jax.tree.map(lambda x: x.at[move.child].get(mode="clip"), obs)
-        weight = jax.vmap(lambda *row: env.log_likelihood(*row, params))(
-            seen, lanes.states, move.action, move.result.state
-        )
-        good = is_weight(weight)
-        weight = jnp.where(good, weight, -jnp.inf)
-        if self.is_keyed(env, params):  # who made the observation itself must not be weighted by it again
-            weight, good = jnp.zeros_like(weight), jnp.ones_like(good)
-        place = ranks(move.child)
-        held = store.held.at[move.child].get(mode="clip")
-        row = jnp.where(place < size, move.child, EMPTY)  # of one batch a node takes m states at most
-        slot = (held + place) % size
-        store = dataclasses.replace(
-            store,
-            obs=obs,
-            states=jax.tree.map(
-                lambda old, new: old.at[row, slot].set(new, mode="drop"), store.states, move.result.state
-            ),
-            log_weights=store.log_weights.at[row, slot].set(jnp.asarray(weight, jnp.float32), mode="drop"),
-            held=store.held.at[row].add(1, mode="drop"),
-            invalid=store.invalid + jnp.sum((row != EMPTY) & ~good, dtype=jnp.int32),
-        )
-        on = (move.child != EMPTY) & ~move.fresh
-        chosen = drawn_index(key, store.log_weights.at[move.child].get(mode="clip"))
-        states = jax.tree.map(lambda x: x.at[move.child, chosen].get(mode="clip"), store.states)
-        earned = jax.vmap(lambda *row: env.reward(*row, params))(lanes.states, move.action, states)
-        reward = jnp.where(moved, jnp.where(on, earned, move.result.reward), 0.0).astype(jnp.float32)
-        kept = jax.tree.map(lambda new, old: chosen_rows(moved, new, old), move.result.state, lanes.states)
-        return store, jax.tree.map(lambda new, old: chosen_rows(on, new, old), states, kept), reward, on
-
-    def _fill(
-        self,
-        key: PRNGKey,
-        env: Any,
-        params: PyTree,
-        belief: Any,
-        store: Store,
-        path: Path,
-        lanes: Lanes,
-        last: Step,
-        before: Array,
-    ) -> tuple[Store, Path, Lanes, Array]:
-        return store, path, lanes, is_waiting(lanes)
+    def expansion(self) -> ExpandParticles:
+        """What nodes hold: the states that arrived."""
+        return WeighArrivals()

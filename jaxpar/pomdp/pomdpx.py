@@ -12,10 +12,10 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxpar.pomdp._xml import Element, parse
 from jaxpar.pomdp.cassandra import decimal, is_numbered
@@ -55,7 +55,9 @@ def save_pomdpx(model: TabularPomdp, path: str | os.PathLike) -> None:
             return f"<NumValues>{len(values)}</NumValues>"
         return f"<ValueEnum>{escape(' '.join(values))}</ValueEnum>"
 
-    def table(tag: str, var: str, parents: str, rows: Sequence[tuple[str, Any]], of: str = "CondProb") -> list[str]:
+    def table(
+        tag: str, var: str, parents: str, rows: Sequence[tuple[str, ArrayLike]], of: str = "CondProb"
+    ) -> list[str]:
         entries = [
             f"<Entry><Instance>{escape(where)}</Instance>"
             f"<{tag}>{' '.join(decimal(x) for x in np.ravel(numbers))}</{tag}></Entry>"

@@ -1,9 +1,9 @@
 """Root parallelism: independent trees on one belief, whose roots are merged.
 
-Trees differ by their keys alone, so they need not speak while they grow: on the ambient mesh (`jaxpar.mesh.use_mesh`)
-they are split over devices by the rule of "particles", and one small gather of their roots ends the plan. Within a
-device they grow under `vmap`. Their sum is not one tree of as many simulations: each is as shallow as its own budget
-makes it, but its errors are its own, and a mean over trees is less noisy than any of them.
+Trees differ by their keys alone, so they need not communicate while they grow: on the ambient mesh
+(`jaxpar.mesh.use_mesh`) they are split over devices by the rule of "particles", and one small gather of their roots
+ends the plan. Within a device they grow under `vmap`. Their sum is not one tree of as many simulations: each is as
+shallow as its own budget makes it, but its errors are its own, and a mean over trees is less noisy than any of them.
 
 Source: Chaslot, Winands and van den Herik (2008), "Parallel Monte-Carlo tree search".
 """
@@ -12,16 +12,17 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import constrain, mesh_axes, partition
-from jaxpar.pomdp.clock import nothing_to_plan, refuse, repeat_until
-from jaxpar.pomdp.model import legal_actions
-from jaxpar.pomdp.search import PlanInfo, root_value
+from jaxpar.pomdp.belief import Belief
+from jaxpar.pomdp.clock import nothing_to_plan, refuse_empty, repeat_until
+from jaxpar.pomdp.model import Number, legal_actions
+from jaxpar.pomdp.planner import PlanInfo, SearchPlanner, root_value
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["RootParallel", "merged"]
@@ -47,6 +48,7 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
     tried = total > 0
 
     def mean(rows: Array) -> Array:
+        # -inf of actions that were not tried, times 0 visits, would be NaN.
         rows = jnp.where(visits > 0, visits * jnp.where(visits > 0, rows, 0.0), 0.0)
         return jnp.where(tried, rows.sum(0) / jnp.maximum(total, 1), -jnp.inf)
 
@@ -60,7 +62,6 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
         value = jnp.mean(infos.value)
     value = root_value(value, jnp.any(tried), jnp.all(infos.ended >= 1))
     action = jnp.where(jnp.any(tried & legal), jnp.argmax(jnp.where(legal, order, -jnp.inf)), jnp.argmax(legal))
-    summed = ("nodes", "edges", "steps", "overflow", "invalid", "stranded")
     return action.astype(jnp.int32), PlanInfo(
         value=value,
         values=values,
@@ -72,7 +73,12 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
         iterations=jnp.max(infos.iterations),
         ended=jnp.mean(infos.ended),
         legal=legal,
-        **{name: jnp.sum(getattr(infos, name), axis=0) for name in summed},
+        nodes=jnp.sum(infos.nodes, axis=0),
+        edges=jnp.sum(infos.edges, axis=0),
+        steps=jnp.sum(infos.steps, axis=0),
+        overflow=jnp.sum(infos.overflow, axis=0),
+        invalid=jnp.sum(infos.invalid, axis=0),
+        stranded=jnp.sum(infos.stranded, axis=0),
     )
 
 
@@ -84,17 +90,17 @@ class RootParallel:
     split with them.
 
     Attributes:
-        planner: `Vopp`, `FixedReference`, `Pomcp`, `Pft` or `Pomcpow`. (`Despot` is refused: a tree with all scenarios
-            bounds the value better than several with a part each.)
+        planner: `Vopp`, `FixedReference`, `Pomcp`, `Pft`, `Pomcpow`, or another with a `tree_search`. (`Despot` is
+            refused: a tree with all scenarios bounds the value better than several with a part each.)
         trees: W; where the ambient mesh splits "particles", a multiple of its devices.
     """
 
-    planner: Any
+    planner: SearchPlanner
     trees: int = field(8, AtLeast(1))
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not hasattr(self.planner, "ranked_by"):
+        if not isinstance(self.planner, SearchPlanner):
             raise UsageError(f"{type(self.planner).__name__}'s roots cannot be merged; give it a larger budget instead")
 
     @property
@@ -108,25 +114,26 @@ class RootParallel:
         return self.trees * self.planner.num_simulations
 
     @property
-    def discount(self) -> Any:
+    def discount(self) -> Number | None:
         """The planner's."""
         return self.planner.discount
 
-    def plan(self, key: PRNGKey, env: Any, params: PyTree, belief: Any) -> tuple[Array, PlanInfo]:
+    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
         """An action for `belief`, int32, with its report; pure, with a fixed budget; consumes `key`."""
 
-        def report(keys: PRNGKey, told: tuple) -> PlanInfo:
-            return jax.vmap(lambda key: self.planner.plan(key, env, *told)[1])(keys)
+        def report(keys: PRNGKey, shared: tuple) -> PlanInfo:
+            params, belief = shared
+            return jax.vmap(lambda key: self.planner.plan(key, env, params, belief)[1])(keys)
 
         infos = _whole(self._split(report)(jax.random.split(key, self.trees), (params, belief)))
-        return merged(infos, self.planner.ranked_by, jnp.all(infos.legal, axis=0))
+        return merged(infos, self.planner.tree_search().ranked_by, jnp.all(infos.legal, axis=0))
 
     def plan_until(
         self,
         key: PRNGKey,
-        env: Any,
+        env: Environment,
         params: PyTree,
-        belief: Any,
+        belief: Belief,
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> tuple[Array, PlanInfo]:
@@ -137,27 +144,27 @@ class RootParallel:
         Raises:
             UsageError: every state drawn from the belief has ended.
         """
-        states = belief.draw(key, self.planner.num_simulations)
-        refuse(nothing_to_plan(env, params, belief, states))
+        states = belief.sample(key, self.planner.num_simulations)
+        refuse_empty(nothing_to_plan(env, params, belief, states))
         keys = jax.random.split(key, self.trees)
-        trees = jax.tree.map(jnp.copy, _begun(self, env, keys, params, belief))  # shared buffers cannot be donated
+        trees = jax.tree.map(jnp.copy, _begun(keys, self, env, params, belief))  # shared buffers cannot be donated
 
         def advance(trees: PyTree) -> PyTree:
-            return _grown(self, env, keys, params, belief, trees)
+            return _grown(keys, self, env, params, belief, trees)
 
         legal = jnp.all(legal_actions(env, params, states), axis=0)
         return _decided(self, repeat_until(advance, trees, self.iterations, deadline, clock), legal)
 
     def _split(self, each: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """`each(keys [W], told, *rows [W, ...]) -> [W, ...]` with W split over the devices, where these are free."""
+        """`each(keys [W], shared, *rows [W, ...]) -> [W, ...]` with W split over the devices, where these are free."""
         over = mesh_axes("particles")
         if not over or set(over) & set(jax.sharding.get_abstract_mesh().manual_axes):
             return each  # inside of `simulate_many` on a mesh a device has episodes of its own
         rows, same = partition(("particles",), (self.trees,), "trees"), partition(())
 
-        def split(keys: PRNGKey, told: tuple, *more: PyTree) -> PyTree:
+        def split(keys: PRNGKey, shared: tuple, *more: PyTree) -> PyTree:
             specs = (rows, same, *[rows] * len(more))
-            return jax.shard_map(each, in_specs=specs, out_specs=rows, check_vma=False)(keys, told, *more)
+            return jax.shard_map(each, in_specs=specs, out_specs=rows, check_vma=False)(keys, shared, *more)
 
         return split
 
@@ -169,23 +176,32 @@ def _whole(infos: PlanInfo) -> PlanInfo:
     return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), infos)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _begun(planner: RootParallel, env: Any, keys: PRNGKey, params: PyTree, belief: Any) -> PyTree:
-    def begin(keys: PRNGKey, told: tuple) -> PyTree:
-        return jax.vmap(lambda key: planner.planner.begin(env, *told, planner.iterations))(keys)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _begun(keys: PRNGKey, planner: RootParallel, env: Environment, params: PyTree, belief: Belief) -> PyTree:
+    searching = planner.planner.tree_search()
+
+    def begin(keys: PRNGKey, shared: tuple) -> PyTree:
+        params, belief = shared
+        return jax.vmap(lambda key: searching.init_search(env, params, belief))(keys)
 
     return planner._split(begin)(keys, (params, belief))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
-def _grown(planner: RootParallel, env: Any, keys: PRNGKey, params: PyTree, belief: Any, trees: PyTree) -> PyTree:
-    def grow(keys: PRNGKey, told: tuple, trees: PyTree) -> PyTree:
-        return jax.vmap(lambda key, tree: planner.planner.grow(key, env, *told, tree, 1))(keys, trees)
+@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=5)
+def _grown(
+    keys: PRNGKey, planner: RootParallel, env: Environment, params: PyTree, belief: Belief, trees: PyTree
+) -> PyTree:
+    searching = planner.planner.tree_search()
+
+    def grow(keys: PRNGKey, shared: tuple, trees: PyTree) -> PyTree:
+        params, belief = shared
+        return jax.vmap(lambda key, tree: searching.grow(key, env, params, belief, tree, 1))(keys, trees)
 
     return planner._split(grow)(keys, (params, belief), trees)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decided(planner: RootParallel, trees: PyTree, legal: Array) -> tuple[Array, PlanInfo]:
-    infos = _whole(jax.vmap(lambda tree: planner.planner.decide(tree)[1])(trees))
-    return merged(infos, planner.planner.ranked_by, legal & jnp.all(infos.legal, axis=0))
+    searching = planner.planner.tree_search()
+    infos = _whole(jax.vmap(lambda tree: searching.decide(tree)[1])(trees))
+    return merged(infos, searching.ranked_by, legal & jnp.all(infos.legal, axis=0))

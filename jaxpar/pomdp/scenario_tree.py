@@ -1,13 +1,13 @@
-"""What `Despot` grows and reports: the tree of scenarios as arrays, a wave's way through it, the report with bounds."""
+"""What `Despot` grows and reports: the tree of scenarios as arrays, a wave's path, the report with bounds."""
 
 from typing import NamedTuple
 
 import flax.struct
 
-from jaxpar.pomdp.search import PlanInfo
+from jaxpar.pomdp.planner import PlanInfo
 from jaxpar.types import Array, PRNGKey, PyTree
 
-__all__ = ["COUNT", "DEFAULT", "LOWER", "UPPER_BOUND", "DespotInfo", "ScenarioTree", "Walk"]
+__all__ = ["DespotInfo"]
 
 
 @flax.struct.dataclass
@@ -40,7 +40,7 @@ class ScenarioTree:
         default_action: int32, what the default policy does at the root.
         legal: bool `[A]`.
         ended: float32, the share of scenarios that were over at the root.
-        first: int32 `[N]`, the lowest of them: the lane that speaks for the node.
+        first: int32 `[N]`, the lowest of them, which alone writes the node's values.
         action: int32 `[N]`, of the highest upper bound.
         block: int32 `[N]`, the block whose row holds the values of the node's actions; `EMPTY` at a leaf.
         born: float32 `[N, 3]`: the node's number of scenarios, l0, and U as it was first.
@@ -86,7 +86,7 @@ class ScenarioTree:
     depth: Array
 
 
-class Walk(NamedTuple):
+class WavePath(NamedTuple):
     """Where a wave went.
 
     Attributes:

@@ -1,14 +1,16 @@
 """Whole episodes of belief, planner and environment in one scan, and many of them at once."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import reset, step
+from jaxpar.env import Environment, capabilities, reset, step
 from jaxpar.mesh import mesh_axes, partition
-from jaxpar.pomdp.model import discount_of, is_traced
+from jaxpar.pomdp.belief import BeliefUpdater
+from jaxpar.pomdp.model import Number, discount_of, is_traced
+from jaxpar.pomdp.planner import Planner
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
@@ -107,33 +109,34 @@ class DishonestValues(UserWarning):
 
 
 def simulate(
-    key: PRNGKey, env: Any, params: PyTree, planner: Any, belief_model: Any, num_steps: int, *, discount: Any = None
-) -> Episode:
+    key: PRNGKey, env: Environment, params: PyTree, planner: Planner, updater: BeliefUpdater, num_steps: int, *,
+    discount: Number | None = None,
+) -> Episode:  # fmt: skip
     """One episode, planned at every step: a pure function, one `lax.scan`.
 
     Args:
         key: consumed; split for the start, the belief, and for each step's plan, move and update.
         env: the environment.
         params: its parameters; `params.discount` is used unless `discount` is given.
-        planner: with `plan(key, env, params, belief) -> (action, info)`.
-        belief_model: with `init` and `update`, as `ParticleBelief`.
+        planner: what chooses the actions.
+        updater: what makes the beliefs, as `ParticleBelief`.
         num_steps: T.
         discount: of the return that is reported; None takes the planner's, then the parameters'.
     """
     if num_steps < 1:
         raise UsageError(f"an episode needs num_steps >= 1, not {num_steps}")
-    discount = discount_of(params, getattr(planner, "discount", None) if discount is None else discount)
-    start_key, belief_key, walk_key = jax.random.split(key, 3)
+    discount = discount_of(params, planner.discount if discount is None else discount)
+    start_key, belief_key, steps_key = jax.random.split(key, 3)
     _, state = reset(start_key, env, params)
-    belief = belief_model.init(belief_key, env, params)
+    belief, mask = updater.init(belief_key, env, params), capabilities(env).action_mask
 
     def advance(carry: tuple, key: PRNGKey) -> tuple:
         state, belief, live = carry
         plan_key, step_key, update_key = jax.random.split(key, 3)
         action, info = planner.plan(plan_key, env, params, belief)
-        legal = env.action_mask(state, params)[action] if hasattr(env, "action_mask") else jnp.ones((), bool)
+        legal = jnp.ones((), bool) if mask is None else mask(state, params)[action]
         following = step(step_key, env, state, action, params)
-        updated, evidence = belief_model.update(update_key, belief, action, following.obs, env, params)
+        updated, evidence = updater.update(update_key, belief, action, following.obs, env, params)
         on = live & ~following.terminated & ~following.truncated
         row = {
             "states": state,
@@ -157,7 +160,7 @@ def simulate(
         return (following.state, belief, on), (live, row)
 
     alive = ~jnp.asarray(env.terminal(state, params), bool)
-    (_, _, cut), (live, rows) = jax.lax.scan(advance, (state, belief, alive), jax.random.split(walk_key, num_steps))
+    (_, _, cut), (live, rows) = jax.lax.scan(advance, (state, belief, alive), jax.random.split(steps_key, num_steps))
     weights = jnp.asarray(discount, jnp.float32) ** jnp.arange(num_steps)
     # The value before the last step, less what that step earned: no belief after it is planned for.
     left = jnp.where(cut, weights[-1] * (rows["value"][-1] - rows["reward"][-1]), 0.0)
@@ -172,20 +175,20 @@ def simulate(
 
 def simulate_many(
     key: PRNGKey,
-    env: Any,
+    env: Environment,
     params: PyTree,
-    planner: Any,
-    belief_model: Any,
+    planner: Planner,
+    updater: BeliefUpdater,
     num_steps: int,
     num_episodes: int,
     *,
     batch: int | None = None,
-    discount: Any = None,
+    discount: Number | None = None,
 ) -> Episode:
     """`num_episodes` independent episodes: `simulate` under `vmap`, in turns of `batch` where memory asks for it.
 
     On the ambient mesh (`jaxpar.mesh.use_mesh`) episodes are split by the rule of "envs", and each device plays its own
-    without a word to the others. Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`,
+    without communication. Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`,
     whatever the devices and `batch`; with a `batch` that divides each device's share its bits are the same, too, as
     the same program then plays it.
 
@@ -194,7 +197,7 @@ def simulate_many(
     """
 
     def one(key: PRNGKey) -> Episode:
-        return simulate(key, env, params, planner, belief_model, num_steps, discount=discount)
+        return simulate(key, env, params, planner, updater, num_steps, discount=discount)
 
     def played(keys: PRNGKey) -> Episode:
         return jax.vmap(one)(keys) if batch is None else jax.lax.map(one, keys, batch_size=batch)
@@ -238,11 +241,11 @@ def standard_error(values: Array) -> Array:
     return jnp.std(values, ddof=1) / jnp.sqrt(values.shape[0])
 
 
-def dishonesty(optimism: Any, error: Any, promised: Any) -> str:
+def dishonesty(optimism: Number, error: Number, promised: Number) -> str:
     """What to say where a planner's start values are far above what was earned; empty where they are not.
 
     Far is beyond 4 standard errors, and beyond a twentieth of what was promised, however many the episodes. A promise
-    below what is earned is not told: `Despot` returns lower bounds, and means of UCB1 hold what exploring cost.
+    below what is earned is no warning: `Despot` returns lower bounds, and means of UCB1 hold what exploring cost.
     """
     optimism, error, promised = float(optimism), float(error), float(promised)
     if not optimism > max(4 * error, 0.05 * abs(promised)):  # not of a NaN, either

@@ -2,17 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
-from jaxpar.env import Discrete, picture
+from jaxpar.env import Discrete, Environment, capabilities, picture
 from jaxpar.pomdp.model import LARGEST
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["TabularEnvironment", "TabularPomdp", "from_environment", "tabular_update"]
 
@@ -52,11 +52,11 @@ class TabularPomdp:
     @classmethod
     def of(
         cls,
-        transition: Any,
-        observation: Any,
-        reward: Any,
-        start: Any = None,
-        discount: Any = 0.95,
+        transition: ArrayLike,
+        observation: ArrayLike,
+        reward: ArrayLike,
+        start: ArrayLike | None = None,
+        discount: Array | np.ndarray | float = 0.95,
         *,
         states: Sequence[str] | None = None,
         actions: Sequence[str] | None = None,
@@ -124,7 +124,7 @@ class TabularPomdp:
         return self.reward if self.reward.ndim == 2 else (self.transition * self.reward).sum(-1)
 
 
-def from_environment(env: Any, params: Any = None) -> TabularPomdp:
+def from_environment(env: Environment, params: PyTree = None) -> TabularPomdp:
     """The whole model of a finite environment, from its part `tabular(params)`.
 
     That part gives a dictionary of the arguments of `TabularPomdp.of`: `transition`, `observation`, `reward`, `start`,
@@ -133,9 +133,10 @@ def from_environment(env: Any, params: Any = None) -> TabularPomdp:
     Raises:
         UsageError: it has no such part, or no POMDP has these arrays.
     """
-    if not hasattr(env, "tabular"):
+    tabular = capabilities(env).tabular
+    if tabular is None:
         raise UsageError(f"{env.name} has no part tabular(params), so it cannot be turned into arrays")
-    arrays = env.tabular(env.default_params if params is None else params)
+    arrays = tabular(env.default_params if params is None else params)
     return arrays if isinstance(arrays, TabularPomdp) else TabularPomdp.of(**arrays)
 
 
@@ -247,7 +248,7 @@ class TabularEnvironment:
             low = jnp.asarray([16.0 * cell[0] + 1, 16.0 * cell[1] + 1])
             image = picture.rectangle(image, low, low + 14.0, picture.WHITE)
         center = jnp.stack([state % columns, state // columns]).astype(jnp.float32) * 16.0 + 8.0
-        return picture.finish(picture.disc(image, center, 6.0, picture.BLUE))
+        return picture.to_uint8(picture.disc(image, center, 6.0, picture.BLUE))
 
 
 def normalised(what: str, rows: np.ndarray, actions: Sequence[str], states: Sequence[str]) -> np.ndarray:
@@ -293,7 +294,7 @@ def _absorbing(transition: np.ndarray, reward: np.ndarray) -> np.ndarray:
     return (stays & (earned == 0)).all(0)
 
 
-def _check_index(what: str, index: Any, names: tuple[str, ...]) -> None:
+def _check_index(what: str, index: Array, names: tuple[str, ...]) -> None:
     if not 0 <= int(index) < len(names):
         raise UsageError(f"{what} {int(index)} is out of range: there are {len(names)}, from 0")
 

@@ -3,14 +3,15 @@
 Two kinds of rows: *nodes* b (histories that end with an observation; the root is node 0) and *edges* ba (an action
 taken at a node). Ids are int32, given in the order of the simulations that first need them, and valid below a count.
 The edges of a node are a dense row `[A]`; the nodes below an edge are found in a dense row `[O]` where observations
-are few (`Dense`), and in a hash table with verified keys otherwise (`Hashed`). What finds no room is counted.
+are few (`DenseChildren`), and in a hash table with verified keys otherwise (`HashedChildren`). What finds no room is
+counted.
 
 Terminated simulations end on an edge and reach no node: the edge's visits count them, so that the mean over its
 visits gives their future the value 0.
 """
 
 import dataclasses
-from typing import Any
+from typing import Protocol
 
 import flax.struct
 import jax
@@ -19,27 +20,14 @@ import jax.numpy as jnp
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
-from jaxpar.types import Array, UsageError
+from jaxpar.pomdp.model import Number
+from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = [
-    "EMPTY",
-    "Dense",
-    "Hashed",
-    "Slots",
-    "Tree",
-    "add_leaves",
-    "arrive",
-    "empty_tree",
-    "insert",
-    "lineage",
-    "speaker",
-    "take",
-    "tally",
-    "tell_parents",
-]
+__all__ = ["EMPTY", "Children", "DenseChildren", "HashedChildren", "Tree"]
 
 EMPTY = 2**31 - 1
-"""What a child table holds where there is no child."""
+"""What a child table holds where there is no child. The largest int32, so that scatters with it fall outside of every
+table and are dropped, and that `min` prefers any id to it."""
 
 
 @flax.struct.dataclass
@@ -48,7 +36,7 @@ class Tree:
 
     Attributes:
         edges: int32 `[N, A]`, the edge of each action, or `EMPTY`.
-        children: the table of nodes below edges, of `Dense` or `Hashed`.
+        children: the table of nodes below edges, which `Children` made and reads.
         node_visits: int32 `[N]`, simulations that arrived.
         node_legal: int32 `[N]`, how many actions are legal, as last seen where one was taken.
         leaf_sum: float32 `[N]`, values of the simulations that stopped here.
@@ -71,7 +59,7 @@ class Tree:
     """
 
     edges: Array
-    children: Any
+    children: PyTree
     node_visits: Array
     node_legal: Array
     leaf_sum: Array
@@ -110,11 +98,12 @@ def insert(table: Array, slots: Array, wanted: Array, count: Array, capacity: in
         The table, ids `[n]` (`EMPTY` where not wanted or where there is no room), the new count, and bool `[n]`: which
         simulation made each new child.
     """
-    size, lanes = table.shape[0], capacity + jnp.arange(slots.shape[0], dtype=jnp.int32)
+    # Claims are numbered from `capacity` on, above all ids, so that `min` never takes a child that is there.
+    size, claims = table.shape[0], capacity + jnp.arange(slots.shape[0], dtype=jnp.int32)
     # Reads come before writes by this barrier: a read that moves past them has XLA keep a copy of the whole table.
     missing, table = jax.lax.optimization_barrier((wanted & (table[slots] == EMPTY), table))
-    claimed = table.at[jnp.where(missing, slots, size)].min(lanes, mode="drop")
-    first = missing & (claimed[slots] == lanes)
+    claimed = table.at[jnp.where(missing, slots, size)].min(claims, mode="drop")
+    first = missing & (claimed[slots] == claims)
     so_far = jnp.cumsum(first, dtype=jnp.int32)
     new = count + so_far - 1
     fits = first & (new < capacity)
@@ -123,13 +112,36 @@ def insert(table: Array, slots: Array, wanted: Array, count: Array, capacity: in
     return table, ids, jnp.minimum(count + so_far[-1], capacity), fits
 
 
+class Children(Protocol):
+    """Where the nodes below edges are looked up: makes a table, and finds or makes nodes in it."""
+
+    def empty(self, num_nodes: int, num_edges: int) -> PyTree:
+        """A table without nodes: a pytree of int32 arrays, which only this object reads."""
+        ...
+
+    def find(
+        self, table: PyTree, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
+    ) -> tuple[PyTree, Array, Array]:
+        """The nodes of n pairs of an edge and an observation key, made where missing, as by `insert`.
+
+        Returns:
+            The table, ids `[n]` (`EMPTY` where not wanted or where there is no room), and the new count of nodes.
+        """
+        ...
+
+    def links(self, table: PyTree) -> tuple[Array, Array, Array]:
+        """The edge, observation key and node of every slot, int32 `[M]`; `EMPTY` nodes are unused slots."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class DenseChildren:
     """The nodes below an edge in a row `[O]`: no search, E x O int32 of memory. For few observations."""
 
     num_observations: int = field(legal=AtLeast(1))
 
-    __post_init__ = check_fields
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def empty(self, num_nodes: int, num_edges: int) -> Array:
         """int32 `[E * O]`."""
@@ -144,7 +156,7 @@ class Dense:
         self, table: Array, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
     ) -> tuple[Array, Array, Array]:
         """As `insert`, for pairs of an edge and an observation key; a key outside `0 .. O - 1` finds no room."""
-        wanted = wanted & (keys >= 0) & (keys < self.num_observations)
+        wanted = wanted & (keys >= 0) & (keys < self.num_observations)  # else a key would name another edge's slot
         slots = jnp.where(wanted, edges * self.num_observations + keys, 0)
         return insert(table, slots, wanted, count, capacity)[:3]
 
@@ -155,7 +167,7 @@ class Dense:
 
 
 @flax.struct.dataclass
-class Slots:
+class HashTable:
     """A hash table of M slots: the edge, the observation key and the node id of each, int32 `[M]`."""
 
     edge: Array
@@ -164,7 +176,7 @@ class Slots:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hashed:
+class HashedChildren:
     """The nodes below edges in one hash table with verified keys: 3 int32 a slot, 4 to 8 slots a node; any int32 key.
 
     Double hashing in rounds, at most `probes`, while any simulation still searches. Since at most a quarter of the
@@ -173,16 +185,18 @@ class Hashed:
 
     probes: int = field(16, AtLeast(1))
 
-    __post_init__ = check_fields
+    def __post_init__(self) -> None:
+        check_fields(self)
 
-    def empty(self, num_nodes: int, num_edges: int) -> Slots:
+    def empty(self, num_nodes: int, num_edges: int) -> HashTable:
         """A table for `num_nodes` nodes."""
+        # A power of two, so that `place & (size - 1)` is the slot, and an odd stride visits all of them.
         none = jnp.full((1 << (4 * num_nodes - 1).bit_length(),), EMPTY, jnp.int32)
-        return Slots(none, none, none)
+        return HashTable(none, none, none)
 
     def find(
-        self, table: Slots, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
-    ) -> tuple[Slots, Array, Array]:
+        self, table: HashTable, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
+    ) -> tuple[HashTable, Array, Array]:
         """As `insert`, for pairs of an edge and an observation key."""
         mixed = _mix(edges.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ _mix(keys.astype(jnp.uint32)))
         stride = _mix(mixed + jnp.uint32(0x7F4A7C15)) | jnp.uint32(1)
@@ -192,17 +206,20 @@ class Hashed:
             table, place, ids, pending, count = carry
             slot = (place & jnp.uint32(size - 1)).astype(jnp.int32)
             nodes, found, count, made = insert(table.node, slot, pending, count, capacity)
-            own = jnp.where(made, slot, size)
-            table = Slots(table.edge.at[own].set(edges, mode="drop"), table.key.at[own].set(keys, mode="drop"), nodes)
+            own = jnp.where(made, slot, size)  # who made the node writes its key; the others' writes are dropped
+            table = HashTable(
+                table.edge.at[own].set(edges, mode="drop"), table.key.at[own].set(keys, mode="drop"), nodes
+            )
             match = pending & (found != EMPTY) & (table.edge[slot] == edges) & (table.key[slot] == keys)
             return table, place + stride, jnp.where(match, found, ids), pending & ~match, count
 
+        # A slot that holds another pair is a collision: its searchers stay pending and go on by their stride.
         first = (table, mixed, jnp.full(keys.shape, EMPTY, jnp.int32), wanted, count)
         _, (table, _, ids, _, count) = while_live(jnp.asarray(self.probes), probe, first, lambda carry: carry[3])
         return table, ids, count
 
-    def links(self, table: Slots) -> tuple[Array, Array, Array]:
-        """As `Dense.links`."""
+    def links(self, table: HashTable) -> tuple[Array, Array, Array]:
+        """As `DenseChildren.links`."""
         return table.edge, table.key, table.node
 
 
@@ -213,10 +230,10 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def take(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, Array]:
+def insert_edges(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, Array]:
     """The edges of `actions` at `nodes`, made where missing: `(tree, int32 [n])`, `EMPTY` where not live or no room."""
     capacity, num_actions = tree.edge_visits.shape[0], tree.edges.shape[1]
-    slots = jnp.where(live, nodes * num_actions + actions, 0)
+    slots = jnp.where(live, nodes * num_actions + actions, 0)  # `EMPTY` times A would leave int32
     flat, edges, count, _ = insert(tree.edges.reshape(-1), slots, live, tree.num_edges, capacity)
     return dataclasses.replace(
         tree,
@@ -226,7 +243,7 @@ def take(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, A
     ), edges
 
 
-def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) -> tuple[Tree, Array, Array]:
+def insert_nodes(tree: Tree, children: Children, edges: Array, keys: Array, live: Array) -> tuple[Tree, Array, Array]:
     """The nodes of the observations `keys` below `edges`, made where missing: `(tree, int32 [n])`, as `take`.
 
     And their visits before these, int32 `[n]`, which mean nothing where there is no node.
@@ -246,15 +263,20 @@ def arrive(tree: Tree, children: Any, edges: Array, keys: Array, live: Array) ->
     )
 
 
-def tally(tree: Tree, **flags: Array) -> Tree:
-    """Adds how many of each `flags` `[n]` are set to the tree's number of that name, by one sum for all."""
-    sums = jnp.sum(jnp.stack(list(flags.values())), axis=1, dtype=jnp.int32)
+def add_counts(tree: Tree, steps: Array, overflow: Array, stranded: Array, invalid: Array | None = None) -> Tree:
+    """Adds how many of each of these flags `[n]` are set to the tree's count of that name, by one sum for all."""
+    flags = (steps, overflow, stranded) if invalid is None else (steps, overflow, invalid, stranded)
+    made, lost, *wrong, stuck = jnp.sum(jnp.stack(flags), axis=1, dtype=jnp.int32)  # one kernel for all
     return dataclasses.replace(
-        tree, **{name: getattr(tree, name) + total for name, total in zip(flags, sums, strict=True)}
+        tree,
+        steps=tree.steps + made,
+        overflow=tree.overflow + lost,
+        invalid=tree.invalid + wrong[0] if wrong else tree.invalid,
+        stranded=tree.stranded + stuck,
     )
 
 
-def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: Any) -> Tree:
+def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: Number) -> Tree:
     """Adds values of simulations that stopped at `nodes`, or, for want of room, below `edges` (`EMPTY`: not there).
 
     The latter count, discounted, as rewards of their edges, whose means stay those of all their visits.
@@ -267,13 +289,17 @@ def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: 
     )
 
 
-def speaker(stamp: Array, ids: Array) -> tuple[Array, Array]:
-    """One of the lanes `[n]` that share an id, int32 `[n]`, and the scratch that names it; of `EMPTY` ids any lane."""
+def representative(stamp: Array, ids: Array) -> tuple[Array, Array]:
+    """One simulation of those that share an id, for each of n, int32 `[n]`, and the scratch that names it.
+
+    Whichever writes last represents the id: any will do, since equal ids have equal rows. Of `EMPTY` ids the answer
+    means nothing: their writes are dropped, and they read the last row.
+    """
     stamp = stamp.at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32), mode="drop")
     return stamp, stamp.at[ids].get(mode="clip")
 
 
-def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tree:
+def back_up(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tree:
     """Replaces what the visited `nodes` count for in `future_sum` of their `parents`, once for each distinct node.
 
     Args:
@@ -282,9 +308,9 @@ def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tre
         parents: int32 `[n]`, the edges above; `EMPTY` for the root.
         values: float32 `[n]`, equal for equal nodes.
     """
-    stamp, who = speaker(tree.stamp, nodes)
+    stamp, who = representative(tree.stamp, nodes)
     number = jnp.arange(nodes.shape[0], dtype=jnp.int32)
-    mine = (nodes != EMPTY) & (who == number)  # who is nowhere reads the last node's stamp
+    mine = (nodes != EMPTY) & (who == number)  # one simulation a node; `EMPTY` reads the last node's stamp
     mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
     change = mass - tree.weighted.at[nodes].get(mode="clip")
     return dataclasses.replace(
@@ -295,7 +321,7 @@ def tell_parents(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tre
     )
 
 
-def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Any) -> Tree:
+def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Children) -> Tree:
     """A tree that holds its root only."""
     if max_nodes < 1 or max_edges < 1 or max_nodes * num_actions >= EMPTY:
         raise UsageError(
@@ -328,7 +354,7 @@ def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Any) 
     )
 
 
-def lineage(tree: Tree, children: Any) -> tuple[Array, Array]:
+def parents(tree: Tree, children: Children) -> tuple[Array, Array]:
     """The edge above each node, int32 `[N]`, and the node above each edge, int32 `[E]`; `EMPTY` where there is none."""
     max_nodes, num_actions = tree.edges.shape
     edge, _, node = children.links(tree.children)

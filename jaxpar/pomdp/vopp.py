@@ -19,42 +19,40 @@ start above and the asynchronous rule. `unvisited="paper"` with `sweep="tree"` i
 """
 
 import dataclasses
+import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
-from jaxpar.pomdp._loops import map_lanes
-from jaxpar.pomdp.clock import plan_until
-from jaxpar.pomdp.search import (
-    LEAVES,
-    Lanes,
-    Path,
-    PlanInfo,
-    Search,
-    begin,
-    grow,
-    plan,
-    report,
-    search,
-)
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, Tree, lineage, speaker, tell_parents
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.pomdp import clock as clocks
+from jaxpar.pomdp import planner
+from jaxpar.pomdp._loops import map_active
+from jaxpar.pomdp.belief import Belief
+from jaxpar.pomdp.leaves import LEAVES, evaluation
+from jaxpar.pomdp.model import Number
+from jaxpar.pomdp.planner import PlanInfo, report
+from jaxpar.pomdp.simulations import Path, SearchState, Simulations
+from jaxpar.pomdp.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree, back_up, parents, representative
+from jaxpar.pomdp.tree_search import Depth, TreeSearch
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
 
 UNVISITED = ("leaf", "mask", "paper")
 
 
-def soft_value(psi: Array, tried: Array, eta: Any) -> Array:
+def soft_value(psi: Array, tried: Array, eta: Number) -> Array:
     """`[L Psi] = (1/eta) log sum exp(eta Psi)` over the tried actions of the last axis; -inf where there is none."""
     return jax.nn.logsumexp(jnp.where(tried, eta * psi, -jnp.inf), axis=-1) / eta
 
 
 def preference_step(
-    psi: Array, values: Array, tried: Array, eta: Any, first: Array, untried: Array, moves: Array | None = None
+    psi: Array, values: Array, tried: Array, eta: Number, first: Array, untried: Array, moves: Array | None = None
 ) -> tuple[Array, Array]:
     """One step of the iterated scheme at n beliefs: the new Psi `[n, A]` and the new [L Psi] `[n]`.
 
@@ -111,7 +109,7 @@ class Vopp:
         widen_power: how that number grows with its visits.
         max_nodes: capacity in observation nodes.
         max_edges: capacity in action nodes; None is `max_nodes`.
-        children: `Dense(O)` or `Hashed()`; None picks by the number of observations.
+        children: `DenseChildren(O)` or `HashedChildren()`; None picks by the number of observations.
     """
 
     num_simulations: int = field(256, AtLeast(1))
@@ -130,10 +128,9 @@ class Vopp:
     widen_power: Any = field(0.5, Between(0, 1))
     max_nodes: int = field(1 << 20, AtLeast(1))
     max_edges: int | None = field(None, AtLeast(1))
-    children: Dense | Hashed | None = None
+    children: DenseChildren | HashedChildren | None = None
 
     iterated: ClassVar[bool] = True
-    ranked_by: ClassVar[str] = "preferences"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -142,35 +139,72 @@ class Vopp:
                 f'expand_after={self.expand_after} needs unvisited="leaf", where simulations stop at nodes.'
             )
 
-    @property
-    def stops_before(self) -> int:
-        """How many visits a node needs for a simulation to go on from it; where nothing stops, none."""
-        return self.expand_after if self.unvisited == "leaf" else 0
+    def tree_search(self) -> TreeSearch:
+        """The search with its parts and sizes."""
+        return TreeSearch(
+            select=self.select,
+            evaluate=evaluation(self.leaf, self.rollout_depth),
+            back_up=self.back_up,
+            decide=self.decide,
+            depth_of=self.depth_of,
+            num_simulations=self.num_simulations,
+            iterations=self.iterations,
+            max_depth=self.max_depth,
+            expand_after=self.expand_after if self.unvisited == "leaf" else 0,
+            discount=self.discount,
+            max_nodes=self.max_nodes,
+            max_edges=self.max_edges,
+            children=self.children,
+            ranked_by="preferences",
+        )
 
-    def depth_of(self, k: Any) -> Any:
+    def depth_of(self, k: Depth) -> Depth:
         """How deep batch k goes: an int of an int, an int32 of a traced number."""
-        if isinstance(k, int):
+        if isinstance(k, int):  # 1e-4 forgives the rounding of the power
             return min(int(self.depth_scale * k**self.depth_power + 1e-4) + 1, self.max_depth)
         depth = jnp.floor(self.depth_scale * jnp.asarray(k, jnp.float32) ** self.depth_power + 1e-4)
         return jnp.minimum(depth.astype(jnp.int32) + 1, self.max_depth)
+
+    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+        """As `Planner.plan`."""
+        return planner.plan(key, self, env, params, belief)
+
+    def plan_until(
+        self,
+        key: PRNGKey,
+        env: Environment,
+        params: PyTree,
+        belief: Belief,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> tuple[Array, PlanInfo]:
+        """As `AnytimePlanner.plan_until`."""
+        return clocks.plan_until(key, self, env, params, belief, deadline, clock)
+
+    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> SearchState:
+        """The search that `plan` decides by, with the whole tree."""
+        return planner.search(key, self, env, params, belief)
 
     def considered(self, visits: Array, legal: Array) -> Array:
         """How many of a node's `legal` actions count after `visits`, int32."""
         most = jnp.ceil(self.widen * jnp.maximum(visits, 1).astype(jnp.float32) ** self.widen_power)
         return jnp.minimum(legal.astype(jnp.float32), most).astype(jnp.int32)
 
-    def select(self, key: PRNGKey, tree: Tree, lanes: Lanes, legal: Array) -> Array:
+    def select(self, key: PRNGKey, tree: Tree, simulations: Simulations, legal: Array) -> Array:
         """Actions drawn from softmax(eta Psi) over the tried and the prior share of the untried; int32 `[n]`."""
-        number, block = jnp.arange(lanes.node.shape[0], dtype=jnp.int32), row_block(legal.shape[1], lanes.node.shape[0])
+        count, num_actions = legal.shape
+        number, block = jnp.arange(count, dtype=jnp.int32), row_block(num_actions, count)
         first = number
-        if block < number.size:  # lanes at one node with one mask draw from one row
-            first = speaker(tree.stamp, lanes.node)[1]
+        if block < number.size:  # simulations at one node with one mask draw from the row of one of them
+            first = representative(tree.stamp, simulations.node)[1]
             first = jnp.where(jnp.all(legal == legal[first], axis=1), first, number)
-        total = map_lanes(
-            lambda some: self._shares(tree, lanes.node[some], legal[some]), (first == number) & lanes.live, block
+        total = map_active(
+            lambda some: self._shares(tree, simulations.node[some], legal[some]),
+            (first == number) & simulations.live,
+            block,
         )
         total = total if first is number else total[first]
-        drawn = self._uniform(key, lanes)[:, None] * total[:, -1:]
+        drawn = self._uniform(key, simulations)[:, None] * total[:, -1:]
         return jnp.argmax((total > drawn) & legal, axis=1).astype(jnp.int32)
 
     def _shares(self, tree: Tree, nodes: Array, legal: Array) -> Array:
@@ -191,19 +225,19 @@ class Vopp:
             weights = jnp.where(untried, share / jnp.maximum(unknown, 1), weights)
         return _sums_before(weights)
 
-    def _uniform(self, key: PRNGKey, lanes: Lanes) -> Array:
+    def _uniform(self, key: PRNGKey, simulations: Simulations) -> Array:
         """Numbers in [0, 1), independent but at the root: there evenly spread (by multiples of the golden ratio).
 
         Equal root states come side by side (systematic draws of a table, or of particles that lie so), so every action
         sees its fair share of each: most of the variance of rare actions goes away, and each simulation's own number is
         still uniform.
         """
-        count = lanes.node.shape[0]
+        count = simulations.node.shape[0]
         golden = np.arange(count) * 0.6180339887498949 % 1.0
         draws = jax.random.uniform(key, (count,))
-        return jnp.where(lanes.node == 0, (jnp.asarray(golden, jnp.float32) + draws[0]) % 1.0, draws)
+        return jnp.where(simulations.node == 0, (jnp.asarray(golden, jnp.float32) + draws[0]) % 1.0, draws)
 
-    def back_up(self, tree: Tree, children: Any, path: Path, depth: Array, discount: Any) -> Tree:
+    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Number) -> Tree:
         """Learns from one batch, deepest level first."""
         if self.sweep == "tree":
             return self._sweep(tree, children, tree.depth, discount)
@@ -217,8 +251,9 @@ class Vopp:
 
         return jax.lax.fori_loop(0, depth + 1, level, tree)
 
-    def _sweep(self, tree: Tree, children: Any, depth: Array, discount: Any) -> Tree:
-        above, owner = lineage(tree, children)
+    def _sweep(self, tree: Tree, children: Children, depth: Array, discount: Number) -> Tree:
+        """Moves every preference of the whole tree, level by level from the deepest."""
+        above, owner = parents(tree, children)
         higher = jnp.where(above != EMPTY, owner.at[above].get(mode="clip"), EMPTY)
         ids, edge_ids = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in (above, owner))
 
@@ -237,17 +272,18 @@ class Vopp:
         return jax.lax.fori_loop(0, depth + 1, back_up_level, tree)
 
     def _back_up_nodes(
-        self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Any, moves: Array | None
+        self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Number, moves: Array | None
     ) -> Tree:
+        """New values of `edges`, new preferences at `nodes`, and what these are worth to the edges above, `parents`."""
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
         total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[edges].get(mode="clip")
         tree = dataclasses.replace(tree, value=tree.value.at[edges].set(total / visits, mode="drop"))
         if self.iterated and moves is not None:
-            edges, psi, best = self._learn_lanes(tree, nodes, edges, moves)
+            edges, psi, best = self._learn_edges(tree, nodes, edges, moves)
         else:
             edges, psi, best = self._learn(tree, nodes, moves)
         tree = dataclasses.replace(tree, psi=tree.psi.at[edges].set(psi, mode="drop"))
-        return tell_parents(tree, nodes, parents, best)
+        return back_up(tree, nodes, parents, best)
 
     def _learn(self, tree: Tree, nodes: Array, moves: Array | None) -> tuple[Array, Array, Array]:
         """The edges of nodes `[n, A]`, their new preferences, and the new values of the nodes `[n]`."""
@@ -264,10 +300,11 @@ class Vopp:
             best = soft_value(psi, tried, self.eta)
         return row, psi, jnp.where(jnp.any(tried, axis=1), best, leaf)
 
-    def _learn_lanes(self, tree: Tree, nodes: Array, edges: Array, moves: Array) -> tuple[Array, Array, Array]:
-        """The edges of lanes `[n]`, which alone have moved, their preferences, and the values of the nodes `[n]`.
+    def _learn_edges(self, tree: Tree, nodes: Array, edges: Array, moves: Array) -> tuple[Array, Array, Array]:
+        """The edges `[n]` of the simulations, which alone have moved, their preferences, and the nodes' values `[n]`.
 
-        Where rows are long, one lane speaks for each edge and for each node, and nodes without edges ask no row.
+        Where rows are long, one simulation asks for each edge and one for each node, and nodes without edges ask for
+        no row.
         """
         number, block = jnp.arange(nodes.shape[0], dtype=jnp.int32), row_block(tree.edges.shape[1], nodes.shape[0])
 
@@ -278,14 +315,15 @@ class Vopp:
 
         if block >= number.size:
             return edges, *learn(number)
-        by_edge = speaker(jnp.zeros(tree.psi.shape, jnp.int32), edges)[1]
-        speaks = (by_edge == number) & (edges != EMPTY)
-        stamp = speaker(tree.stamp, nodes)[0]
-        by_node = speaker(stamp, jnp.where(speaks, nodes, EMPTY))[0].at[nodes].get(mode="clip")
+        by_edge = representative(jnp.zeros(tree.psi.shape, jnp.int32), edges)[1]
+        asks_edge = (by_edge == number) & (edges != EMPTY)
+        stamp = representative(tree.stamp, nodes)[0]
+        # Who asks for an edge has its node's row at hand, so it represents the node, too, where there is one.
+        by_node = representative(stamp, jnp.where(asks_edge, nodes, EMPTY))[0].at[nodes].get(mode="clip")
         leaf, guesses = self._guess(tree, nodes)
         expanded = guesses < tree.node_visits.at[nodes].get(mode="clip")
-        asks = (by_node == number) & (nodes != EMPTY) & expanded
-        psi, best = map_lanes(learn, speaks | asks, block)
+        asks_node = (by_node == number) & (nodes != EMPTY) & expanded
+        psi, best = map_active(learn, asks_edge | asks_node, block)
         return edges, psi[by_edge], jnp.where(expanded, best[by_node], leaf)
 
     def _guess(self, tree: Tree, nodes: Array) -> tuple[Array, Array]:
@@ -311,16 +349,14 @@ class Vopp:
         most = jnp.where(guessed, jnp.maximum(self.considered(visits, legal), count), count)
         return jnp.where(guessed, leaf - jnp.log(jnp.maximum(most, 1)) / self.eta, share), most - count
 
-    begin, grow, plan, search, plan_until = begin, grow, plan, search, plan_until
-
-    def decide(self, search: Search) -> tuple[Array, PlanInfo]:
+    def decide(self, search: SearchState) -> tuple[Array, PlanInfo]:
         """The action of the highest preference, and the report."""
         row = search.tree.edges[0]
         tried = row != EMPTY
         psi = jnp.where(tried, search.tree.psi.at[row].get(mode="clip"), -jnp.inf)
         allowed = tried & search.legal
         policy = _weights(psi, allowed, self.eta)
-        policy = policy / jnp.maximum(policy.sum(), 1e-30)
+        policy = policy / jnp.maximum(policy.sum(), 1e-30)  # 0 where nothing was tried
         return report(search, soft_value(psi, allowed, self.eta), psi, policy)
 
 
@@ -340,10 +376,11 @@ def row_block(num_actions: int, count: int) -> int:
     return max(2**19 // num_actions, 1) if num_actions > 64 else count
 
 
-def _weights(psi: Array, among: Array, eta: Any) -> Array:
+def _weights(psi: Array, among: Array, eta: Number) -> Array:
     """exp(eta (Psi - max)) among some actions, else 0."""
     scaled = jnp.where(among, eta * psi, -jnp.inf)
     top = jnp.max(scaled, axis=-1, keepdims=True)
+    # The largest exponent is 0, so that none overflows; a row without any has no top to take off.
     return jnp.where(among, jnp.exp(scaled - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
 
 

@@ -1,13 +1,11 @@
 """Convolutions of boards: pictures so small that one matrix product over all their patches is fastest."""
 
-from typing import Any
+from collections.abc import Callable
 
 import flax.linen as linen
 import jax.numpy as jnp
 
 from jaxpar.types import Array, UsageError
-
-__all__ = ["SIDE", "BoardConv", "check_board", "convolved"]
 
 SIDE = 3  # of a kernel
 
@@ -44,7 +42,7 @@ class BoardConv(linen.Module):
     """`convolved` with a bias, `[N, H, W, C]` -> `[N, H - 2, W - 2, channels]`; parameters as those of `linen.Conv`."""
 
     channels: int
-    kernel_init: Any
+    kernel_init: Callable[..., Array]
 
     @linen.compact
     def __call__(self, x: Array) -> Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Buffer", "add", "empty", "sample"]
+__all__ = ["Buffer", "add", "empty_buffer", "sample"]
 
 
 @flax.struct.dataclass
@@ -24,7 +24,7 @@ class Buffer:
     size: Array
 
 
-def empty(row: PyTree, capacity: int) -> Buffer:
+def empty_buffer(row: PyTree, capacity: int) -> Buffer:
     """A buffer of `capacity` rows shaped as `row` (arrays or shapes), none of them held."""
     if capacity < 1:
         raise UsageError(f"capacity={capacity} must be at least 1.")

@@ -1,39 +1,49 @@
-"""From lanes to what learners read: an unroll with advantages, and minibatches of it."""
+"""Data for learners: a rollout with advantages, and minibatches of it."""
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.returns import advantages, next_values
-from jaxpar.rollout import Lanes, Steps, summary, unroll
+from jaxpar.rollout import EnvState, Reset, Trajectory, episode_stats, rollout
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["Batch", "check_minibatches", "collect", "ended_by", "epochs", "judged", "latest", "marks"]
+__all__ = [
+    "Batch",
+    "carry_at_start",
+    "check_minibatches",
+    "collect",
+    "done_and_weight",
+    "last_agent_done",
+    "make_batch",
+    "scan_minibatches",
+    "update_episode_stats",
+]
 
 
 @flax.struct.dataclass
 class Batch:
-    """An unroll as an actor and critic learn from it; `[T, B, (N)]` but for the carry.
+    """A rollout as an actor and critic learn from it; `[T, B, (N)]` but for the carry.
 
     Attributes:
-        obs: what was seen.
+        obs: what the policy saw.
         start: bool `[T, B]`.
-        drawn: what the policy drew.
-        log_prob: of that, when it was drawn.
-        value: when it was drawn.
-        advantage: of it.
+        raw_action: what the policy drew, before it was scaled to the bounds of a box.
+        log_prob: of that, by the weights that acted.
+        value: likewise.
+        advantage: of the action.
         target: the return that the value is to learn.
-        weight: float32, 1 where the step counts, 0 where no episode or agent was there.
+        weight: float32, 1 where the step counts, 0 outside of episodes and for agents that have ended.
         action_mask: legal actions, or None.
-        carry: what lanes `[B, ...]` remembered before the first step.
+        carry: the policy's `[B, ...]` before the first step.
     """
 
     obs: PyTree
     start: Array
-    drawn: Array
+    raw_action: Array
     log_prob: Array
     value: Array
     advantage: Array
@@ -45,55 +55,68 @@ class Batch:
 
 def collect(
     key: PRNGKey,
-    lanes: Lanes,
-    gone: Array | None,
-    agent: Any,
+    env_state: EnvState,
+    agent_done: Array | None,
+    agent: ActorCritic,
     params: PyTree,
     weights: PyTree,
-    rates: Any,
+    rates: PyTree,
     num_steps: int,
-    **rollout: Any,
-) -> tuple[Lanes, Batch, Steps]:
-    """Walks `num_steps` steps with the policy and judges them; consumes `key`.
+    prng: str = "env",
+    reset: Reset | None = None,
+) -> tuple[EnvState, Batch, Trajectory]:
+    """Makes `num_steps` steps with the policy, and a batch of them; consumes `key`.
 
     Args:
         key: consumed.
-        lanes: where to go on.
-        gone: `ended_by` the steps before.
+        env_state: of the environments before.
+        agent_done: `last_agent_done` of the trajectory before.
         agent: an `ActorCritic`.
         params: of the environment.
         weights: of the agent.
-        rates: with `discount`, `trace` and `reward_scale`.
+        rates: with `discount`, `gae_lambda` and `reward_scale`.
         num_steps: T.
-        rollout: what else `jaxpar.rollout.unroll` takes.
+        prng: as in `jaxpar.rollout.rollout`.
+        reset: likewise.
     """
-    carry = lanes.carry
-    lanes, steps = unroll(key, lanes, agent.env, params, agent, weights, num_steps, value=agent.value, **rollout)
-    last = jax.vmap(agent.value, (None, 0, 0))(weights, lanes.obs, carried(lanes))
-    return lanes, judged(steps, last, carry, rates, gone), steps
+    carry = env_state.carry
+    env_state, trajectory = rollout(key, env_state, agent.env, params, agent, weights, num_steps, value=agent.value,
+                                    prng=prng, reset=reset)  # fmt: skip
+    last = jax.vmap(agent.value, (None, 0, 0))(weights, env_state.obs, carry_at_start(env_state))
+    return env_state, make_batch(trajectory, last, carry, rates, agent_done), trajectory
 
 
-def carried(lanes: Lanes) -> PyTree:
-    """What lanes remember, those that start anew as at the start."""
+def carry_at_start(env_state: EnvState) -> PyTree:
+    """The policy's carry before the next step `[B, ...]`: the first one where an episode starts."""
 
     def one(first, now):
-        start = lanes.start.reshape(lanes.start.shape + (1,) * (now.ndim - 1))
+        start = env_state.start.reshape(env_state.start.shape + (1,) * (now.ndim - 1))
         return jnp.where(start, first, now)
 
-    return jax.tree.map(lambda first, now: one(first[None], now), lanes.first_carry, lanes.carry)
+    return jax.tree.map(lambda first, now: one(first[None], now), env_state.first_carry, env_state.carry)
 
 
-def judged(steps: Steps, last_value: Array, carry: PyTree, rates: Any, gone: Array | None = None) -> Batch:
-    """Steps with advantages and targets; `last_value` is that of the observation after them, `gone` as of `marks`."""
-    extras = steps.extras
-    value, reward = extras["value"], steps.reward * rates.reward_scale
-    cut, weight = marks(steps, gone)
-    following = next_values(value, last_value, cut, steps.bootstrap)
-    advantage = advantages(reward, value, following, cut, rates.discount, rates.trace)
+def make_batch(
+    trajectory: Trajectory, last_value: Array, carry: PyTree, rates: PyTree, agent_done: Array | None = None
+) -> Batch:
+    """A trajectory with advantages and targets.
+
+    Args:
+        trajectory: `[T, B]`, with the extras of an `ActorCritic`.
+        last_value: of the observation after it `[B]`, or `[B, N]` agents.
+        carry: the policy's `[B, ...]` before the first step.
+        rates: with `discount`, `gae_lambda` and `reward_scale`.
+        agent_done: as in `done_and_weight`.
+    """
+    extras = trajectory.extras
+    value, reward = extras["value"], trajectory.reward * rates.reward_scale
+    done, weight = done_and_weight(trajectory, agent_done)
+    following = next_values(value, last_value, done, trajectory.bootstrap)
+    advantage = advantages(reward, value, following, done, rates.discount, rates.gae_lambda)
     return Batch(
-        obs=steps.obs,
-        start=steps.start,
-        drawn=extras["drawn"],
+        obs=trajectory.obs,
+        start=trajectory.start,
+        raw_action=extras["raw_action"],
         log_prob=extras["log_prob"],
         value=value,
         advantage=advantage,
@@ -104,37 +127,37 @@ def judged(steps: Steps, last_value: Array, carry: PyTree, rates: Any, gone: Arr
     )
 
 
-def marks(steps: Steps, gone: Array | None = None) -> tuple[Array, Array]:
-    """Where trajectories are cut, bool `[T, B, (N)]`, and what counts, float32: 1, or 0 where nobody was there.
+def done_and_weight(trajectory: Trajectory, agent_done: Array | None = None) -> tuple[Array, Array]:
+    """Which steps end their trajectories, bool `[T, B, (N)]`, and which count, float32: 1, or 0 without an agent.
 
     Args:
-        steps: `[T, B]`.
-        gone: bool `[B, N]`, which of several agents had ended before them; None if none had.
+        trajectory: `[T, B]`.
+        agent_done: bool `[B, N]`, which of several agents had ended before it; None if none had.
     """
-    ended = _per_agent(steps.ended, steps.reward)
-    cut = steps.terminated | steps.truncated | ended
-    # An agent that ended before its episode did waits; whatever its policy says then, counts for nothing.
-    before = jnp.zeros_like(cut[:1]) if gone is None else gone[None]
-    over = jnp.concatenate([before, (steps.terminated | steps.truncated)[:-1]])
-    waits = over & ~_per_agent(steps.start, steps.reward)
-    return cut, (_per_agent(steps.valid, steps.reward) & ~waits).astype(jnp.float32)
+    ended = _per_agent(trajectory.ended, trajectory.reward)
+    agent_ends = trajectory.terminated | trajectory.truncated
+    # An agent that ends before its episode still gets observations and acts; those steps do not count.
+    before = jnp.zeros_like(ended[:1]) if agent_done is None else agent_done[None]
+    had_ended = jnp.concatenate([before, agent_ends[:-1]]) & ~_per_agent(trajectory.start, trajectory.reward)
+    weight = _per_agent(trajectory.valid, trajectory.reward) & ~had_ended
+    return agent_ends | ended, weight.astype(jnp.float32)
 
 
-def ended_by(steps: Steps) -> Array | None:
-    """Which of several agents have ended when the steps have, bool `[B, N]`, for the `marks` of those that follow.
+def last_agent_done(trajectory: Trajectory) -> Array | None:
+    """Which of several agents have ended at the end of a trajectory, bool `[B, N]`: `agent_done` of the next one.
 
-    None for a lone agent, whose end is the episode's.
+    None for a single agent, whose end is the episode's.
     """
-    return (steps.terminated | steps.truncated)[-1] if steps.reward.ndim > 2 else None
+    return (trajectory.terminated | trajectory.truncated)[-1] if trajectory.reward.ndim > 2 else None
 
 
 def _per_agent(flag: Array, like: Array) -> Array:
     return jnp.broadcast_to(flag.reshape(flag.shape + (1,) * (like.ndim - flag.ndim)), like.shape)
 
 
-def check_minibatches(num_steps: int, num_lanes: int, minibatches: int, has_memory: bool) -> None:
-    """Refuses a number of minibatches that does not divide what is dealt: lanes with a memory, else steps of lanes."""
-    count, what = (num_lanes, "lanes") if has_memory else (num_steps * num_lanes, "steps of all lanes")
+def check_minibatches(num_steps: int, num_envs: int, minibatches: int, has_memory: bool) -> None:
+    """Refuses a number of minibatches that does not divide what is shuffled: environments with a memory, else steps."""
+    count, what = (num_envs, "environments") if has_memory else (num_steps * num_envs, "steps of all environments")
     if minibatches < 1 or count % minibatches:
         legal = [n for n in range(1, count + 1) if count % n == 0]
         near = sorted(legal, key=lambda n: (abs(n - minibatches), n))[:3]
@@ -144,47 +167,47 @@ def check_minibatches(num_steps: int, num_lanes: int, minibatches: int, has_memo
         )
 
 
-def epochs(
+def scan_minibatches(
     key: PRNGKey, state: PyTree, batch: PyTree, update: Callable, num_epochs: int, minibatches: int, has_memory: bool
 ) -> tuple[PyTree, PyTree]:
-    """Goes through a batch in `minibatches` random parts, `num_epochs` times; consumes `key`.
+    """Scans `update` over a batch in `minibatches` random parts, `num_epochs` times; consumes `key`.
 
-    A memory needs whole unrolls, so that then lanes are dealt; without one, single steps are, as `[1, M]`.
+    A memory needs whole rollouts, so environments are shuffled then; without one single steps are, as `[1, M]`.
 
     Args:
         key: consumed.
-        state: what `update` changes.
+        state: what `update` carries.
         batch: a dataclass with leaves `[T, B, ...]`, and with a `carry` of leaves `[B, ...]`.
         update: `(state, minibatch) -> (state, info)`.
-        num_epochs: how often all is seen.
-        minibatches: parts; see `check_minibatches`.
-        has_memory: whether lanes stay whole.
+        num_epochs: passes over the batch.
+        minibatches: parts of it; see `check_minibatches`.
+        has_memory: whether environments stay whole.
 
     Returns:
         The last state, and infos `[num_epochs, minibatches, ...]`.
     """
-    num_steps, num_lanes = batch.start.shape
-    count = num_lanes if has_memory else num_steps * num_lanes
-    if not has_memory:  # then the carry has no leaves
+    num_steps, num_envs = batch.start.shape
+    count = num_envs if has_memory else num_steps * num_envs
+    if not has_memory:  # the carry has no leaves then, so all leaves are [T, B, ...]
         batch = jax.tree.map(lambda x: x.reshape(1, count, *x.shape[2:]), batch)
 
-    def part(rows):
-        dealt = jax.tree.map(lambda x: jnp.take(x, rows, 1), batch.replace(carry=None))
-        return dealt.replace(carry=jax.tree.map(lambda x: x[rows], batch.carry))
+    def minibatch(rows):
+        chosen = jax.tree.map(lambda x: jnp.take(x, rows, 1), batch.replace(carry=None))
+        return chosen.replace(carry=jax.tree.map(lambda x: x[rows], batch.carry))
 
     def epoch(state, key):
         order = jax.random.permutation(key, count).reshape(minibatches, -1)
-        return jax.lax.scan(lambda state, rows: update(state, part(rows)), state, order)
+        return jax.lax.scan(lambda state, rows: update(state, minibatch(rows)), state, order)
 
     return jax.lax.scan(epoch, state, jax.random.split(key, num_epochs))
 
 
-def latest(info: Info, before: dict[str, Array], steps: Steps) -> tuple[Info, dict[str, Array]]:
-    """Adds how episodes went that ended within the steps; where none did, what was last known.
+def update_episode_stats(info: Info, before: dict[str, Array], trajectory: Trajectory) -> tuple[Info, dict[str, Array]]:
+    """Adds mean return and length of the episodes that ended within the trajectory; where none did, those of `before`.
 
     Returns:
-        The info, and what is known now: "return_mean" and "length_mean", NaN until an episode has ended.
+        The info, also with "num_episodes"; and the means alone, NaN until an episode has ended.
     """
-    now = summary(steps)
-    known = {name: jnp.where(now["num_episodes"] > 0, now[name], old) for name, old in before.items()}
-    return info | known | {"episodes": now["num_episodes"].astype(jnp.float32)}, known
+    now = episode_stats(trajectory)
+    means = {name: jnp.where(now["num_episodes"] > 0, now[name], old) for name, old in before.items()}
+    return info | means | {"num_episodes": now["num_episodes"].astype(jnp.float32)}, means

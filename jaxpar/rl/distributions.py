@@ -1,47 +1,52 @@
-"""Distributions over actions: numbers of a policy's head -> draws, log probabilities, entropies.
+"""Distributions over actions: numbers of a policy's head -> raw actions, log probabilities, entropies.
 
 | space | head | distribution |
 | --- | --- | --- |
 | `Discrete`, `MultiDiscrete` | `[*space.shape, choices]` logits | independent categorical ones, illegal choices at 0 |
 | `Box` | `[n]` means, and `[n]` log standard deviations | independent normal ones, in units of the box |
 
-A draw from a box is kept as drawn, and acted on after scaling to the bounds and clipping: the density is the draw's.
+A raw action is what was sampled. In a box the environment gets it scaled to the bounds and clipped (`scale_action`),
+while the density stays that of the raw action.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Box, Discrete, MultiDiscrete, mask_shape
+from jaxpar.env import Adapter, Box, Discrete, Environment, MultiDiscrete, Space, mask_shape
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["action_of", "check_actions", "draw", "entropy", "head_size", "log_prob", "masked", "mode"]
+__all__ = ["check_actions", "entropy", "head_size", "log_prob", "masked", "mode", "sample_action", "scale_action"]
 
 
-def check_actions(space: Any, name: str) -> None:
-    """Refuses spaces that no policy here acts in."""
+ActionSpace = Discrete | MultiDiscrete | Box
+"""What `check_actions` lets pass."""
+
+
+def check_actions(env: Environment | Adapter, space: Space) -> None:
+    """Refuses spaces that no policy of this package acts in."""
     if not isinstance(space, Discrete | MultiDiscrete | Box) or (
         isinstance(space, Box) and not jnp.issubdtype(space.dtype, jnp.floating)
     ):
-        raise UsageError(f"{name} takes actions of {space}; learners act by Discrete, MultiDiscrete or float Box.")
+        raise UsageError(f"{env.name} takes actions of {space}; learners act by Discrete, MultiDiscrete or float Box.")
 
 
-def head_size(space: Any) -> int:
+def head_size(space: ActionSpace) -> int:
     """How many numbers a policy's head gives."""
     return math.prod(space.shape if isinstance(space, Box) else mask_shape(space) or ())
 
 
-def masked(space: Any, outputs: Array, mask: Array | None) -> Array:
+def masked(space: ActionSpace, outputs: Array, mask: Array | None) -> Array:
     """Logits `[..., *space.shape, choices]` with illegal choices at -1e9; outputs as they are for boxes.
 
-    Finite, so that no gradient is lost to an infinity less itself.
+    Finite: an infinite logit would make the gradient of a log probability NaN (infinity less infinity).
     """
     if isinstance(space, Box):
         return outputs
-    shape: Any = mask_shape(space)
+    shape = mask_shape(space)
+    assert shape is not None  # the space is discrete
     logits = outputs.reshape(*outputs.shape[:-1], *shape)
     if isinstance(space, MultiDiscrete):
         exists = np.arange(shape[-1]) < np.asarray(space.ns)[:, None]
@@ -49,27 +54,27 @@ def masked(space: Any, outputs: Array, mask: Array | None) -> Array:
     return logits if mask is None else jnp.where(mask, logits, -1e9)
 
 
-def draw(key: PRNGKey, space: Any, head: Array) -> Array:
-    """Draws from what `masked` returned, for every leading index; consumes `key`."""
+def sample_action(key: PRNGKey, space: ActionSpace, head: Array) -> Array:
+    """Samples from what `masked` returned, for every leading index; consumes `key`."""
     if isinstance(space, Box):
         mean, log_std = jnp.split(head, 2, -1)
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
     return jax.random.categorical(key, head).astype(space.dtype)
 
 
-def mode(space: Any, head: Array) -> Array:
-    """The likeliest draw."""
+def mode(space: ActionSpace, head: Array) -> Array:
+    """The likeliest raw action."""
     if isinstance(space, Box):
         return jnp.split(head, 2, -1)[0]
     return jnp.argmax(head, -1).astype(space.dtype)
 
 
-def action_of(space: Any, drawn: Array) -> Array:
-    """The action that a draw stands for: within bounds, -1 to 1 spans a box; unbounded ones are taken as drawn."""
+def scale_action(space: ActionSpace, raw_action: Array) -> Array:
+    """The action for the environment: within bounds, -1 to 1 spans a box; unbounded numbers stay as they are."""
     if not isinstance(space, Box):
-        return drawn
+        return raw_action
     low, high = space.bounds()
-    x = drawn.reshape(*drawn.shape[:-1], *space.shape)
+    x = raw_action.reshape(*raw_action.shape[:-1], *space.shape)
     finite = np.isfinite(low) & np.isfinite(high)
     middle, half = np.where(finite, (low + high) / 2, 0), np.where(finite, (high - low) / 2, 1)
     lead = (1,) * (x.ndim - low.ndim)
@@ -77,18 +82,18 @@ def action_of(space: Any, drawn: Array) -> Array:
     return jnp.clip(middle + half * x, low, high).astype(space.dtype)
 
 
-def log_prob(space: Any, head: Array, drawn: Array) -> Array:
-    """Log density of draws, summed over what one action consists of."""
+def log_prob(space: ActionSpace, head: Array, raw_action: Array) -> Array:
+    """Log density of raw actions, summed over the numbers or choices of one action."""
     if isinstance(space, Box):
         mean, log_std = jnp.split(head, 2, -1)
-        z = (drawn - mean) * jnp.exp(-log_std)
+        z = (raw_action - mean) * jnp.exp(-log_std)
         return jnp.sum(-0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi), -1)
-    one = jnp.take_along_axis(jax.nn.log_softmax(head), drawn[..., None].astype(jnp.int32), -1)[..., 0]
+    one = jnp.take_along_axis(jax.nn.log_softmax(head), raw_action[..., None].astype(jnp.int32), -1)[..., 0]
     return one.sum(tuple(range(one.ndim - len(space.shape), one.ndim)))
 
 
-def entropy(space: Any, head: Array) -> Array:
-    """Entropy, in nats, of the draw."""
+def entropy(space: ActionSpace, head: Array) -> Array:
+    """Entropy of the raw action, in nats."""
     if isinstance(space, Box):
         log_std = jnp.split(head, 2, -1)[1]
         return jnp.sum(log_std + 0.5 * math.log(2 * math.pi * math.e), -1)

@@ -1,25 +1,25 @@
 """Q-learning from a replay buffer, with a target network."""
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.env import Adapter, Environment
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
 from jaxpar.optim import OptimizerConfig, annealed, make_optimizer
-from jaxpar.rl.action_values import ActionValues, Lesson, epsilon_at, masks_of, of_team, q_loss
-from jaxpar.rl.buffer import Buffer, add, empty, sample
-from jaxpar.rl.collect import ended_by, latest, marks
-from jaxpar.rl.learner import LearnerState, begun, check_learner, has_memory, learner_axes, summed_up
-from jaxpar.rl.mixers import MIXERS
+from jaxpar.rl.action_values import ActionValues, QBatch, action_masks, epsilon_schedule, q_loss, team_trajectory
+from jaxpar.rl.buffer import Buffer, add, empty_buffer, sample
+from jaxpar.rl.collect import done_and_weight, last_agent_done, update_episode_stats
+from jaxpar.rl.learner import LearnerState, check_learner, has_memory, init_learner, learner_axes, mean_metrics
 from jaxpar.rl.network import Network
 from jaxpar.rl.returns import n_step_returns
-from jaxpar.rollout import Chunked, Lanes, NextStep, Steps, unroll
-from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+from jaxpar.rl.value_decomposition import DECOMPOSITIONS
+from jaxpar.rollout import Chunked, EnvState, GivenLevel, NextStep, Pool, SameStep, Trajectory, rollout
+from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar, UsageError
 
-__all__ = ["Dqn", "DqnRates", "DqnState", "Experience", "experiences", "taught"]
+__all__ = ["Dqn", "DqnRates", "DqnState", "Experience", "n_step_experience", "td_targets"]
 
 
 @flax.struct.dataclass
@@ -30,42 +30,42 @@ class DqnRates:
         learning_rate: of Adam, at first.
         anneal: updates over which it falls to 0 in a line; 0 keeps it.
         discount: of a step.
-        epsilon: share of random actions, at first.
-        last_epsilon: and in the end.
-        explore: updates over which it gets there, in a line.
-        target: how far the target network goes to the online one each time that it goes: 1 copies it (with
-            `Dqn.target_period` gradients between), a small one averages (with a period of 1).
+        epsilon_start: share of random actions, at first.
+        epsilon_end: and in the end.
+        epsilon_anneal: updates over which it gets there, in a line.
+        tau: how far the target network moves to the online one, every `Dqn.target_period` gradient steps: 1 copies it,
+            a small one with a period of 1 averages.
         max_grad_norm: gradients longer than this are shortened to it.
         reward_scale: what rewards are multiplied by before anything is learned from them.
     """
 
-    learning_rate: Any = field(2.5e-4, Positive())
-    anneal: Any = field(0.0, AtLeast(0))
-    discount: Any = field(0.99, Between(0, 1))
-    epsilon: Any = field(1.0, Between(0, 1))
-    last_epsilon: Any = field(0.05, Between(0, 1))
-    explore: Any = field(500.0, AtLeast(0))
-    target: Any = field(1.0, Between(0, 1))
-    max_grad_norm: Any = field(10.0, AtLeast(0))
-    reward_scale: Any = field(1.0, Finite())
+    learning_rate: Scalar = field(2.5e-4, Positive())
+    anneal: Scalar = field(0.0, AtLeast(0))
+    discount: Scalar = field(0.99, Between(0, 1))
+    epsilon_start: Scalar = field(1.0, Between(0, 1))
+    epsilon_end: Scalar = field(0.05, Between(0, 1))
+    epsilon_anneal: Scalar = field(500.0, AtLeast(0))
+    tau: Scalar = field(1.0, Between(0, 1))
+    max_grad_norm: Scalar = field(10.0, AtLeast(0))
+    reward_scale: Scalar = field(1.0, Finite())
 
 
 @flax.struct.dataclass
 class Experience:
-    """What happened in up to n steps; `[*L, (N), ...]`, numbers without N where a mixer makes agents a team.
+    """A transition of up to n steps; `[*L, (N), ...]`, numbers without N where a decomposition makes agents a team.
 
     Attributes:
-        obs: what was seen.
-        drawn: what was done, int32.
+        obs: before the first step.
+        action: of the first step, int32.
         reward: discounted sum of the steps' rewards.
-        discount: of the value of what they led to: 0 where the process terminated.
-        next_obs: what they led to; the last observation of an episode that was truncated.
+        discount: of the value of `next_obs`; 0 where the process terminated.
+        next_obs: after the last step; the last observation of an episode that was truncated.
         next_mask: legal actions there, or None.
-        weight: float32, 1 where it counts.
+        weight: float32, 1 where it counts, 0 outside of episodes.
     """
 
     obs: PyTree
-    drawn: Array
+    action: Array
     reward: Array
     discount: Array
     next_obs: PyTree
@@ -75,78 +75,77 @@ class Experience:
 
 @flax.struct.dataclass
 class DqnState(LearnerState):
-    """A learner's state, with its memory of the past.
+    """A learner's state, with its target network and replay buffer.
 
     Attributes:
-        target: weights of the target network.
+        target_weights: of the target network.
         buffer: of `Experience` rows; on a mesh, whole on every device.
-        gradients: int32 [], gradient steps made.
+        gradient_steps: int32 [], made so far.
     """
 
-    target: PyTree
+    target_weights: PyTree
     buffer: Buffer
-    gradients: Array
+    gradient_steps: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Dqn:
     """Deep Q-learning (Mnih et al. 2015, doi:10.1038/nature14236, algorithm 1); an `Algorithm`, a step of it an update.
 
-    An update walks `num_steps` steps in `num_lanes` environments, keeps them in a ring of `capacity` experiences on the
-    device, and makes `gradients` gradient steps on batches drawn from it. Finished lanes spend a step on their last
-    observation (`NextStep`), so that what a step led to is always what is seen next; those steps are not kept. Several
-    agents share the network; with a mixer they are taught the team's mean reward (VDN, QMIX).
+    An update makes `num_steps` steps in `num_envs` environments, keeps them in a ring of `capacity` experiences on the
+    device, and makes `gradient_steps` gradient steps on batches sampled from it. Finished environments spend a step on
+    their last observation (`NextStep`), so the next observation is always in the next row; those steps are not kept.
+    Several agents share the network; with a decomposition they are taught the team's mean reward (VDN, QMIX).
 
     Attributes:
         env: the environment or adapter, with actions `Discrete`.
         network: of the values, without a memory.
         rates: numbers.
-        num_lanes: B.
-        num_steps: T, of an unroll.
-        gradients: gradient steps after each.
+        num_envs: B.
+        num_steps: T, of a rollout.
+        gradient_steps: after each rollout.
         batch_size: experiences a gradient step.
         capacity: experiences that are kept.
         warmup: experiences before anything is learned.
-        n_step: rewards that a target sums, fewer where an episode or the unroll ends.
+        n_step: rewards that a target sums, fewer where an episode or the rollout ends.
         double: whether the online network chooses the action that the target network values (van Hasselt et al. 2016,
             arXiv:1509.06461, eq. 4).
         target_period: gradient steps between moves of the target network.
-        mixer: "none", "vdn" or "qmix".
-        mixer_size: hidden units of QMIX.
-        draw: as in `jaxpar.rollout.unroll`.
+        decomposition: "none", "vdn" or "qmix".
+        decomposition_size: hidden units of QMIX's mixing network.
+        prng: as in `jaxpar.rollout.rollout`.
         reset: where new episodes begin: `NextStep`'s `by`; None for the exact default.
     """
 
-    env: Any
+    env: Environment | Adapter
     network: Network = Network(hidden=(120, 84), activation="relu", layer_norm=True)
     rates: DqnRates = DqnRates()
-    num_lanes: int = field(8, AtLeast(1))
+    num_envs: int = field(8, AtLeast(1))
     num_steps: int = field(16, AtLeast(1))
-    gradients: int = field(16, AtLeast(1))
+    gradient_steps: int = field(16, AtLeast(1))
     batch_size: int = field(128, AtLeast(1))
     capacity: int = field(65536, AtLeast(1))
     warmup: int = field(4096, AtLeast(0))
     n_step: int = field(3, AtLeast(1))
     double: bool = True
     target_period: int = field(100, AtLeast(1))
-    mixer: str = field("none", OneOf(MIXERS))
-    mixer_size: int = field(32, AtLeast(1))
-    draw: str = "lane"
-    reset: Any = None
+    decomposition: str = field("none", OneOf(DECOMPOSITIONS))
+    decomposition_size: int = field(32, AtLeast(1))
+    prng: str = "env"
+    reset: Chunked | SameStep | Pool | GivenLevel | None = None
 
     optimizer = make_optimizer(OptimizerConfig(eps=1e-8, b2=0.999, weight_decay=0.0))
-    axes = learner_axes
 
     def __post_init__(self):
         """Refuses what no learner can be."""
         check_learner(self)
-        least = max(self.num_lanes * self.num_steps, self.warmup)
+        least = max(self.num_envs * self.num_steps, self.warmup)
         if self.capacity < least:
             raise UsageError(
-                f"capacity={self.capacity} is too small: it must hold an update's {self.num_lanes * self.num_steps} "
+                f"capacity={self.capacity} is too small: it must hold an update's {self.num_envs * self.num_steps} "
                 f"steps and the warmup={self.warmup}; the least is {least}."
             )
-        if has_memory(self):
+        if has_memory(self.network):
             raise UsageError(
                 f"memory={self.network.memory!r} has no place in a buffer of single experiences: give memory='none', "
                 "or learn with Pqn."
@@ -155,132 +154,144 @@ class Dqn:
 
     def agent(self, greedy: bool = False) -> ActionValues:
         """The policy; if greedy, with the weights of a state as its parameters, else with `(weights, epsilon)`."""
-        return ActionValues(self.env, self.network, self.mixer, self.mixer_size, greedy)
+        return ActionValues(self.env, self.network, self.decomposition, self.decomposition_size, greedy)
 
     def init(self, key: PRNGKey, inputs: PyTree) -> DqnState:
-        """Draws weights and begins an episode in every lane; consumes `key`."""
-        first = begun(self, key, inputs)
+        """Draws weights and starts an episode in every environment; consumes `key`."""
+        first = init_learner(self, key, inputs)
         params = self.env.default_params if inputs is None else inputs
         acting = first.weights, jnp.float32(1)
-        found = jax.eval_shape(lambda key: self._walk(key, first, acting, params)[2], key)
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), found)
+        experience = jax.eval_shape(lambda key: self._collect(key, first, acting, params)[2], key)
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), experience)
         return DqnState(
             **vars(first),
-            target=jax.tree.map(jnp.copy, first.weights),
-            buffer=empty(row, self.capacity),
-            gradients=jnp.int32(0),
+            target_weights=jax.tree.map(jnp.copy, first.weights),
+            buffer=empty_buffer(row, self.capacity),
+            gradient_steps=jnp.int32(0),
         )
 
     def step(self, key: PRNGKey, state: DqnState, inputs: PyTree) -> tuple[DqnState, Info]:
-        """Makes an update; consumes `key`. Until something is learned, what is known of learning is NaN."""
+        """Makes an update; consumes `key`. During the warmup, metrics of learning are NaN."""
         params = self.env.default_params if inputs is None else inputs
         act_key, learn_key = jax.random.split(key)
-        epsilon = epsilon_at(state.rates, state.updates)
-        lanes, steps, found = self._walk(act_key, state, (state.weights, epsilon), params)
-        found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
-        keep = jnp.any(found.weight.reshape(len(found.weight), -1) > 0, -1)
-        buffer = add(state.buffer, found, keep)
+        epsilon = epsilon_schedule(state.rates, state.updates)
+        env_state, trajectory, experience = self._collect(act_key, state, (state.weights, epsilon), params)
+        experience = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), experience)
+        # One row holds all agents of a step: it is kept if any of them was in its episode.
+        keep = jnp.any(experience.weight.reshape(len(experience.weight), -1) > 0, -1)
+        buffer = add(state.buffer, experience, keep)
         rate = annealed(state.rates.learning_rate, state.rates.anneal, state.updates)
-        learned = state.weights, state.opt_state, state.target, state.gradients
+        carry = state.weights, state.opt_state, state.target_weights, state.gradient_steps
 
-        def gradient(learned, key):
-            return self._gradient(learned, sample(key, buffer, self.batch_size), state.rates, rate)
+        def gradient(carry, key):
+            return self._gradient(carry, sample(key, buffer, self.batch_size), state.rates, rate)
 
-        keys = jax.random.split(learn_key, self.gradients)
-        unknown = jax.eval_shape(gradient, learned, keys[0])[1]
+        keys = jax.random.split(learn_key, self.gradient_steps)
+        metrics = jax.eval_shape(gradient, carry, keys[0])[1]
         idle = {"converged": 1.0, "skipped": 0.0}
-        waiting = {name: jnp.full(self.gradients, idle.get(name, jnp.nan)) for name in unknown}
-        (weights, opt_state, target, gradients), infos = jax.lax.cond(
-            buffer.size >= self.warmup, lambda: jax.lax.scan(gradient, learned, keys), lambda: (learned, waiting)
+        during_warmup = {name: jnp.full(self.gradient_steps, idle.get(name, jnp.nan)) for name in metrics}
+        (weights, opt_state, target, gradient_steps), infos = jax.lax.cond(
+            buffer.size >= self.warmup, lambda: jax.lax.scan(gradient, carry, keys), lambda: (carry, during_warmup)
         )
-        info = summed_up(infos) | {"learning_rate": rate, "epsilon": epsilon}
-        info["stored"] = buffer.size.astype(jnp.float32)
-        info, known = latest(info, state.known, steps)
-        now = dataclasses.replace(
+        info = mean_metrics(infos) | {"learning_rate": rate, "epsilon": epsilon}
+        info["buffer_size"] = buffer.size.astype(jnp.float32)
+        info, stats = update_episode_stats(info, state.episode_stats, trajectory)
+        state = dataclasses.replace(
             state,
             weights=weights,
             opt_state=opt_state,
-            target=target,
-            gradients=gradients,
+            target_weights=target,
+            gradient_steps=gradient_steps,
             buffer=buffer,
-            lanes=lanes,
-            gone=ended_by(steps),
+            env_state=env_state,
+            agent_done=last_agent_done(trajectory),
             updates=state.updates + 1,
-            known=known,
+            episode_stats=stats,
         )
-        return now, info
+        return state, info
 
-    def _walk(self, key, state, acting, params) -> tuple[Lanes, Steps, Experience]:
+    def axes(self) -> PyTree:
+        """Logical axes of the state; see `learner_axes`."""
+        return learner_axes(self)
+
+    def _collect(self, key, state, acting, params) -> tuple[EnvState, Trajectory, Experience]:
         agent, reset = self.agent(), NextStep(Chunked() if self.reset is None else self.reset)
-        lanes, steps = unroll(key, state.lanes, self.env, params, agent, acting, self.num_steps, draw=self.draw,
-                              reset=reset)  # fmt: skip
-        masks = masks_of(self.env, lanes.state, params)
-        found = experiences(agent, steps, lanes.obs, masks, state.rates, self.n_step, state.gone)
-        return lanes, steps, found
+        env_state, trajectory = rollout(key, state.env_state, self.env, params, agent, acting, self.num_steps,
+                                        prng=self.prng, reset=reset)  # fmt: skip
+        masks = action_masks(self.env, env_state.state, params)
+        experience = n_step_experience(agent, trajectory, env_state.obs, masks, state.rates, self.n_step,
+                                       state.agent_done)  # fmt: skip
+        return env_state, trajectory, experience
 
-    def _gradient(self, learned, rows: Experience, rates, rate) -> tuple[tuple, Info]:
+    def _gradient(self, carry, rows: Experience, rates, rate) -> tuple[tuple, Info]:
         agent, optimizer = self.agent(), self.optimizer
-        weights, opt_state, target, gradients = learned
-        lesson = taught(agent, weights, target, rows, self.double)
-        grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, lesson)
-        weights, opt_state, said = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
-        gradients = gradients + 1
-        share = jnp.where(gradients % self.target_period == 0, rates.target, 0.0)
+        weights, opt_state, target, gradient_steps = carry
+        batch = td_targets(agent, weights, target, rows, self.double)
+        grads, info = jax.grad(q_loss, has_aux=True)(weights, agent, batch)
+        weights, opt_state, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate,
+                                                              max_norm=rates.max_grad_norm)  # fmt: skip
+        gradient_steps = gradient_steps + 1
+        # A step size of 0 between moves: a `cond` under `vmap` over seeds would compute both branches anyway.
+        share = jnp.where(gradient_steps % self.target_period == 0, rates.tau, 0.0)
         target = jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, weights)
-        return (weights, opt_state, target, gradients), info | said
+        return (weights, opt_state, target, gradient_steps), info | optimizer_info
 
 
-def experiences(
+def n_step_experience(
     agent: ActionValues,
-    steps: Steps,
+    trajectory: Trajectory,
     last_obs: PyTree,
     last_mask: Array | None,
-    rates: Any,
+    rates: PyTree,
     num_steps: int,
-    gone: Array | None = None,
+    agent_done: Array | None = None,
 ) -> Experience:
-    """What each step of an unroll led to within `num_steps` steps, fewer where an episode or the unroll ends.
+    """A transition of `num_steps` steps from each step of a rollout, of fewer where an episode or the rollout ends.
 
         reward = r[t] + discount r[t + 1] + ... + discount^(m - 1) r[t + m - 1],    next_obs = obs[t + m]
 
     Args:
-        agent: who walked.
-        steps: `[T, B]`, walked with `NextStep`: what a step led to is what the next one saw, also at an episode's end.
-        last_obs: what is seen after them `[B, ...]`.
+        agent: whose policy acted.
+        trajectory: `[T, B]` by `NextStep`: what a step led to is the observation of the next row, also at an episode's
+            end.
+        last_obs: the observation after it `[B, ...]`.
         last_mask: legal actions there, or None.
         rates: with `discount` and `reward_scale`.
         num_steps: n.
-        gone: as of `marks`; a mixer's team has nobody leave.
+        agent_done: as in `done_and_weight`; ignored where a decomposition makes agents a team, which ends as one.
     """
-    obs, drawn, mask = steps.obs, steps.extras["drawn"], steps.extras.get("action_mask")
-    steps = of_team(agent, steps)
-    cut, weight = marks(steps, gone if agent.mixer == "none" else None)
-    nothing, going = jnp.zeros_like(steps.reward), (~steps.terminated).astype(jnp.float32)
-    reward = n_step_returns(steps.reward * rates.reward_scale, nothing, cut, rates.discount, num_steps)
-    discount = n_step_returns(nothing, going, cut, rates.discount, num_steps)
-    after = jnp.broadcast_to(jnp.arange(1.0, len(cut) + 1).reshape(-1, *[1] * (cut.ndim - 1)), cut.shape)
-    # By agent: one that was cut alone was led to what it saw then, not to what others have still to see.
-    led_to = n_step_returns(jnp.zeros_like(after), after, cut, 1.0, num_steps).astype(jnp.int32)
+    obs, action, mask = trajectory.obs, trajectory.extras["raw_action"], trajectory.extras.get("action_mask")
+    trajectory = team_trajectory(agent, trajectory)
+    done, weight = done_and_weight(trajectory, agent_done if agent.decomposition == "none" else None)
+    zero, alive = jnp.zeros_like(trajectory.reward), (~trajectory.terminated).astype(jnp.float32)
+    reward = n_step_returns(trajectory.reward * rates.reward_scale, zero, done, rates.discount, num_steps)
+    # The same sweep over other leaves: a "next value" of 1 gives the product of discounts, and one of t + 1 (without
+    # rewards and discount) gives the row of the next observation.
+    discount = n_step_returns(zero, alive, done, rates.discount, num_steps)
+    next_row = jnp.broadcast_to(jnp.arange(1.0, len(done) + 1).reshape(-1, *[1] * (done.ndim - 1)), done.shape)
+    # For each agent: the next observation of one that ended alone is its own last one, not its team mates' later one.
+    next_row = n_step_returns(jnp.zeros_like(next_row), next_row, done, 1.0, num_steps).astype(jnp.int32)
 
-    def then(x, last):
-        return jnp.concatenate([x, last[None]])[led_to, *jnp.indices(cut.shape, sparse=True)[1:]]
+    def at_next_row(x, last):
+        return jnp.concatenate([x, last[None]])[next_row, *jnp.indices(done.shape, sparse=True)[1:]]
 
-    next_mask = None if mask is None else then(mask, last_mask)
-    return Experience(obs, drawn, reward, discount, jax.tree.map(then, obs, last_obs), next_mask, weight)
+    next_mask = None if mask is None else at_next_row(mask, last_mask)
+    next_obs = jax.tree.map(at_next_row, obs, last_obs)
+    return Experience(obs, action, reward, discount, next_obs, next_mask, weight)
 
 
-def taught(agent: ActionValues, weights: PyTree, target: PyTree, rows: Experience, double: bool) -> Lesson:
-    """Experiences `[M]` with their targets, as a lesson `[1, M]`.
+def td_targets(agent: ActionValues, weights: PyTree, target_weights: PyTree, rows: Experience, double: bool) -> QBatch:
+    """Experiences `[M]` with their targets, as a batch of one step `[1, M]`.
 
         target = reward + discount Q'(s', argmax_a Q''(s', a))
 
-    over legal actions, with Q' by the `target` weights, and Q'' by the online ones if `double`, else by `target` too.
+    over legal actions, with Q' by `target_weights`, and Q'' by the online `weights` if `double`, else as Q'.
     """
     start = jnp.zeros((1, *rows.weight.shape[:1]), bool)
     rows = jax.tree.map(lambda x: x[None], rows)
     carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (start.size, *x.shape)), agent.first_carry())
-    valued = agent.estimates(target, rows.next_obs, start, carry, rows.next_mask).q
-    chosen = agent.estimates(weights, rows.next_obs, start, carry, rows.next_mask).q if double else valued
-    best = jnp.take_along_axis(valued, jnp.argmax(chosen, -1)[..., None], -1)[..., 0]
-    value = agent.joined(target, rows.next_obs, best)
-    return Lesson(rows.obs, start, rows.drawn, rows.reward + rows.discount * value, rows.weight, carry)
+    values = agent.apply(target_weights, rows.next_obs, start, carry, rows.next_mask).q
+    chosen = agent.apply(weights, rows.next_obs, start, carry, rows.next_mask).q if double else values
+    best = jnp.take_along_axis(values, jnp.argmax(chosen, -1)[..., None], -1)[..., 0]
+    value = agent.joint(target_weights, rows.next_obs, best)
+    return QBatch(rows.obs, start, rows.action, rows.reward + rows.discount * value, rows.weight, carry)

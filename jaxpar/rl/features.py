@@ -1,22 +1,22 @@
-"""Observations as a network reads them: numbers `[F]`, or a picture `[H, W, C]`, by what the space says of them."""
+"""Features of observations for a network: numbers `[F]`, or a picture `[H, W, C]`, by the space."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Box, Discrete, Fields, MultiDiscrete
+from jaxpar.env import Adapter, Box, Discrete, Environment, Fields, MultiDiscrete, Space, capabilities
+from jaxpar.env.spaces import Bound
 from jaxpar.types import Array, PyTree
 
 __all__ = [
-    "acted",
+    "agent_action_space",
+    "agent_obs_space",
     "feature_shape",
     "features",
     "num_agents",
     "num_choices",
-    "observed",
     "of_one_agent",
     "zeros_of",
 ]
@@ -24,22 +24,22 @@ __all__ = [
 MAX_CHOICES = 32  # integers of no more values than this count as names, not as numbers
 
 
-def num_agents(agent: Any) -> int:
-    """N of `agent.env`, or 0 for a lone agent; a property of what acts there, as are the next two."""
-    return getattr(agent.env, "num_agents", 0)
+def num_agents(env: Environment | Adapter) -> int:
+    """N, or 0 for a lone agent."""
+    return capabilities(env).num_agents or 0
 
 
-def acted(agent: Any) -> Any:
+def agent_action_space(env: Environment | Adapter) -> Space:
     """The actions of one agent."""
-    return of_one_agent(agent.env.action_space(agent.env.default_params), num_agents(agent))
+    return of_one_agent(env.action_space(env.default_params), num_agents(env))
 
 
-def observed(agent: Any) -> Any:
+def agent_obs_space(env: Environment | Adapter) -> Space:
     """The observations of one agent."""
-    return of_one_agent(agent.env.observation_space(agent.env.default_params), num_agents(agent))
+    return of_one_agent(env.observation_space(env.default_params), num_agents(env))
 
 
-def of_one_agent(space: Any, count: int) -> Any:
+def of_one_agent(space: Space, count: int) -> Space:
     """The space of one agent, from that of all: `[N, ...]` without the N; as it is for a count of 0, a lone one."""
     if not count:
         return space
@@ -55,7 +55,7 @@ def of_one_agent(space: Any, count: int) -> Any:
     return Box(_bound(low[0], shape), _bound(high[0], shape), shape, space.dtype)
 
 
-def _bound(end: np.ndarray, shape: tuple[int, ...]) -> Any:
+def _bound(end: np.ndarray, shape: tuple[int, ...]) -> Bound:
     """One bound as a hashable value."""
     if np.all(end == end[0]):
         return float(end[0])
@@ -66,7 +66,7 @@ def _bound(end: np.ndarray, shape: tuple[int, ...]) -> Any:
     return nested(end.reshape(shape).tolist())
 
 
-def features(space: Any, obs: PyTree) -> Array:
+def features(space: Space, obs: PyTree) -> Array:
     """Reads observations `[*L, ...]` of one agent: float32 `[*L, F]`, or `[*L, H, W, C]` for pictures.
 
     Choices, and integers of few values, become indicators; bytes up to 255 are divided by it; fields are put side by
@@ -94,12 +94,12 @@ def features(space: Any, obs: PyTree) -> Array:
     return x if rank == 3 else _flat(x, rank)
 
 
-def feature_shape(space: Any) -> tuple[int, ...]:
+def feature_shape(space: Space) -> tuple[int, ...]:
     """`[F]` or `[H, W, C]`."""
     return jax.eval_shape(lambda: features(space, zeros_of(space))).shape
 
 
-def zeros_of(space: Any) -> PyTree:
+def zeros_of(space: Space) -> PyTree:
     """Zeros of an element's shapes and dtypes."""
     if isinstance(space, Fields):
         return {name: zeros_of(inner) for name, inner in space.items}

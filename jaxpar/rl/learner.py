@@ -1,158 +1,303 @@
-"""What learners have in common: where they stand, how they begin, and an update from an unroll."""
+"""What learners have in common: their state, its initialisation, and an update from a rollout.
+
+Example:
+    import envs
+    import jax
+    import jax.numpy as jnp
+    from jaxpar.rl import A2c, Network, train
+    from jaxpar.rl.distributions import log_prob
+    from jaxpar.rl.learner import actor_critic_update
+
+    def reinforce_loss(weights, agent, batch, rates):  # returns alone say how good an action was; no critic is asked
+        out = agent.apply(weights, batch.obs, batch.start, batch.carry, batch.action_mask)
+        log_p = log_prob(agent.action_space, out.policy, batch.raw_action)
+        ratio_error = jnp.max(jnp.abs(jnp.exp(log_p - batch.log_prob) - 1))
+        return -jnp.mean(log_p * batch.target), {"ratio_error": ratio_error, "converged": jnp.float32(1)}
+
+    class Reinforce(A2c):
+        def step(self, key, state, inputs):
+            return actor_critic_update(self, key, state, inputs, reinforce_loss)
+
+    env, params = envs.make("CartPole-v1")
+    state, info = train(Reinforce(env, Network(hidden=()), num_envs=2, num_steps=4), jax.random.key(0), params, 3)
+    assert state.updates == 3 and float(info["ratio_error"].max()) < 1e-5
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpar.env import Adapter, Environment
 from jaxpar.fields import check_fields
-from jaxpar.optim import annealed
+from jaxpar.optim import Optimizer, annealed
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.collect import Batch, collect, ended_by, epochs, latest
-from jaxpar.rollout import Lanes, begin
-from jaxpar.types import Array, Info, PRNGKey, PyTree
+from jaxpar.rl.collect import Batch, collect, last_agent_done, scan_minibatches, update_episode_stats
+from jaxpar.rl.network import Network
+from jaxpar.rollout import EnvState, Policy, Reset, init
+from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree
 
 __all__ = [
+    "RENAMED",
+    "Agent",
+    "Learner",
     "LearnerState",
-    "actor_critic",
-    "begun",
+    "MinibatchLearner",
+    "actor_critic_update",
     "check_learner",
-    "descended",
     "has_memory",
-    "learned",
+    "init_learner",
     "learner_axes",
-    "summed_up",
+    "mean_metrics",
+    "minibatch_updates",
 ]
+
+
+RENAMED = {
+    "env_state": "lanes",
+    "agent_done": "gone",
+    "episode_stats": "known",
+    "decomposition": "mixer",
+    "target_weights": "target",
+    "gradient_steps": "gradients",
+    "buffer/rows/action": "buffer/rows/drawn",
+    "rates/gae_lambda": "rates/trace",
+    "rates/q_lambda": "rates/trace",
+    "rates/value_coef": "rates/value",
+    "rates/entropy_coef": "rates/entropy",
+    "rates/epsilon_start": "rates/epsilon",
+    "rates/epsilon_end": "rates/last_epsilon",
+    "rates/epsilon_anneal": "rates/explore",
+    "rates/tau": "rates/target",
+}
+"""Names in states that older checkpoints have under another one, for `jaxpar.loop.Hooks.renamed`."""
 
 
 @flax.struct.dataclass
 class LearnerState:
-    """Where a learner stands.
+    """The state of a learner.
 
     Attributes:
         weights: of its network.
         opt_state: of its optimizer.
-        lanes: its environments.
-        gone: bool `[B, N]`, which of several agents have ended in an episode that goes on; None for a lone agent.
+        env_state: of its environments.
+        agent_done: bool `[B, N]`, which agents have ended in an episode that goes on; None for a single agent.
         rates: float32 scalars; replace them to sweep.
         updates: int32 [], made so far.
-        known: how the last episodes went, float32 [] each.
+        episode_stats: mean return and length of the last episodes, float32 [] each; NaN before the first.
     """
 
     weights: PyTree
     opt_state: PyTree
-    lanes: Lanes
-    gone: Array | None
+    env_state: EnvState
+    agent_done: Array | None
     rates: PyTree
     updates: Array
-    known: dict[str, Array]
+    episode_stats: dict[str, Array]
 
 
-def check_learner(learner: Any) -> None:
-    """Refuses counts and rates by which nothing can be learned; rates that are traced are not looked at."""
+LearnerStateT = TypeVar("LearnerStateT", bound=LearnerState)
+
+
+class Agent(Policy, Protocol):
+    """What a learner trains: a policy with weights, `ActorCritic` or `ActionValues`; static and hashable."""
+
+    @property
+    def num_agents(self) -> int:
+        """N, of several agents that share the weights; 0 for a single one."""
+        ...
+
+    def init(self, key: PRNGKey) -> PyTree:
+        """Draws the weights; consumes `key`."""
+        ...
+
+    def first_carry(self) -> PyTree:
+        """The carry of one environment when an episode starts."""
+        ...
+
+
+class Learner(Algorithm[LearnerStateT], Protocol[LearnerStateT]):
+    """An `Algorithm` whose step is an update from a rollout, and whose inputs are the environment's parameters.
+
+    `Ppo`, `A2c`, `Pqn` and `Dqn` are learners, frozen dataclasses whose fields are these and more.
+    """
+
+    @property
+    def env(self) -> Environment | Adapter:
+        """In which it learns."""
+        ...
+
+    @property
+    def network(self) -> Network:
+        """Whose weights it learns."""
+        ...
+
+    @property
+    def rates(self) -> PyTree:
+        """Its numbers at first; those of a state can be swept."""
+        ...
+
+    @property
+    def num_envs(self) -> int:
+        """B."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """T, of a rollout."""
+        ...
+
+    @property
+    def prng(self) -> str:
+        """As in `jaxpar.rollout.rollout`."""
+        ...
+
+    @property
+    def reset(self) -> Reset | None:
+        """Likewise; None for the exact default."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of the weights."""
+        ...
+
+    def agent(self, greedy: bool = False) -> Agent:
+        """The policy; if greedy, it explores nothing."""
+        ...
+
+    def axes(self) -> PyTree:
+        """Logical axes of the state, for a mesh."""
+        ...
+
+
+class MinibatchLearner(Learner[LearnerState], Protocol):
+    """A learner that goes several times through each rollout in random parts: `Ppo`, `A2c` and `Pqn`."""
+
+    @property
+    def epochs(self) -> int:
+        """Times that each rollout is gone through."""
+        ...
+
+    @property
+    def minibatches(self) -> int:
+        """Parts of a rollout."""
+        ...
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether rollouts must stay whole, since the agent remembers."""
+        ...
+
+
+def check_learner(learner: Learner) -> None:
+    """Refuses counts and rates that are not legal; rates that are traced are not checked."""
     check_fields(learner)
     check_fields(learner.rates, "rates.")
 
 
-def has_memory(learner: Any) -> bool:
-    """Whether unrolls must stay whole; a property of learners."""
-    return learner.network.remembers() is not None
+def has_memory(network: Network) -> bool:
+    """Whether a learner's rollouts must stay whole."""
+    return network.memory_layer() is not None
 
 
-def actor_critic(learner: Any, greedy: bool = False) -> ActorCritic:
-    """The policy, for `jaxpar.rollout.unroll` and `evaluate`, with the weights of a state as its parameters."""
-    return ActorCritic(learner.env, learner.network, learner.central, greedy)
-
-
-def begun(learner: Any, key: PRNGKey, inputs: PyTree) -> LearnerState:
-    """Draws weights and begins an episode in every lane; consumes `key`. A learner's `init`."""
+def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree) -> LearnerState:
+    """Draws weights and starts an episode in every environment; consumes `key`. A learner's `init`."""
     params = learner.env.default_params if inputs is None else inputs
-    weights_key, lanes_key = jax.random.split(key)
+    weights_key, envs_key = jax.random.split(key)
     agent = learner.agent()
     weights = agent.init(weights_key)
-    nothing_known = {name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")}
     return LearnerState(
         weights=weights,
         opt_state=learner.optimizer.init(weights),
-        gone=jnp.zeros((learner.num_lanes, agent.agents), bool) if agent.agents else None,
-        lanes=begin(lanes_key, learner.env, params, learner.num_lanes, agent.first_carry(), draw=learner.draw),
+        agent_done=jnp.zeros((learner.num_envs, agent.num_agents), bool) if agent.num_agents else None,
+        env_state=init(envs_key, learner.env, params, learner.num_envs, agent.first_carry(), prng=learner.prng),
         rates=jax.tree.map(jnp.float32, learner.rates),
         updates=jnp.int32(0),
-        known=nothing_known,
+        episode_stats={name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")},
     )
 
 
-def learner_axes(learner: Any) -> Any:
-    """Logical axes of the state: lanes are split by the rule of "envs", the rest is on every device."""
+def learner_axes(learner: Learner) -> PyTree:
+    """Logical axes of the state: environments are split by the rule of "envs", the rest is on every device."""
     state = jax.eval_shape(lambda: learner.init(jax.random.key(0), None))
 
     def named(path, leaf):
-        names = [getattr(entry, "name", None) for entry in path[:2]]
-        split = names == ["gone"] or names[0] == "lanes" and names[1] not in ("first_carry", "step")
+        names = [entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else None for entry in path[:2]]
+        split = names == ["agent_done"] or names[0] == "env_state" and names[1] not in ("first_carry", "step")
         return (("envs",) if split else (None,)) + (None,) * (leaf.ndim - 1) if leaf.ndim else ()
 
     return jax.tree_util.tree_map_with_path(named, state)
 
 
-def learned(
-    learner: Any, key: PRNGKey, state: LearnerState, inputs: PyTree, loss: Callable
+def actor_critic_update(
+    learner: MinibatchLearner, key: PRNGKey, state: LearnerState, inputs: PyTree, loss: Callable
 ) -> tuple[LearnerState, Info]:
-    """An update of an actor and its critic: an unroll, its advantages, and `loss` descended on its minibatches.
+    """An update of an actor and its critic: a rollout, its advantages, and gradient steps on its minibatches.
 
     Args:
-        learner: with `agent()`, `env`, `num_steps`, `epochs`, `minibatches`, `has_memory`, `optimizer`, `draw` and
-            `reset`.
+        learner: one whose agent is an `ActorCritic`.
         key: consumed.
         state: before.
         inputs: the environment's parameters, or None for the default ones.
         loss: `(weights, agent, batch, rates) -> (loss, info)`.
     """
     agent, rates = learner.agent(), state.rates
+    assert isinstance(agent, ActorCritic)
     params = learner.env.default_params if inputs is None else inputs
     act_key, deal_key = jax.random.split(key)
-    lanes, batch, steps = collect(act_key, state.lanes, state.gone, agent, params, state.weights, rates,
-                                  learner.num_steps, draw=learner.draw, reset=learner.reset)  # fmt: skip
-    weights, opt_state, infos = descended(learner, deal_key, state, batch, functools.partial(loss, rates=rates))
+    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, state.weights,
+                                           rates, learner.num_steps, prng=learner.prng,
+                                           reset=learner.reset)  # fmt: skip
+    weights, opt_state, infos = minibatch_updates(learner, deal_key, state, batch, functools.partial(loss, rates=rates))
+    # Of the first minibatch alone: there the weights are those that acted, and every ratio should be 1.
     ratio_error = infos["ratio_error"][0, 0]
-    info = summed_up(infos) | {"explained": _explained(batch), "ratio_error": ratio_error}
-    info, known = latest(info, state.known, steps)
-    return LearnerState(weights, opt_state, lanes, ended_by(steps), rates, state.updates + 1, known), info
+    info = mean_metrics(infos) | {"explained_variance": _explained_variance(batch), "ratio_error": ratio_error}
+    info, stats = update_episode_stats(info, state.episode_stats, trajectory)
+    done = last_agent_done(trajectory)
+    return LearnerState(weights, opt_state, env_state, done, rates, state.updates + 1, stats), info
 
 
-def descended(
-    learner: Any, key: PRNGKey, state: LearnerState, batch: PyTree, loss: Callable
+def minibatch_updates(
+    learner: MinibatchLearner, key: PRNGKey, state: LearnerState, batch: PyTree, loss: Callable
 ) -> tuple[PyTree, PyTree, Info]:
-    """Weights and optimizer's state after all epochs of a batch; and infos `[epochs, minibatches]`; consumes `key`.
+    """Makes the gradient steps of all epochs on minibatches of a batch; consumes `key`.
 
-    `loss` is `(weights, agent, minibatch) -> (loss, info)`; "grad_norm", "skipped" and "learning_rate" are added.
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`.
+
+    Returns:
+        The weights, the optimizer's state, and infos `[epochs, minibatches]`, with "grad_norm", "skipped" and
+        "learning_rate" added to those of `loss`.
     """
     rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
     rate = annealed(rates.learning_rate, rates.anneal, state.updates)
 
-    def update(carry, part):
+    def update(carry, minibatch):
         weights, opt_state = carry
-        grads, info = jax.grad(loss, has_aux=True)(weights, agent, part)
-        weights, opt_state, said = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
-        return (weights, opt_state), info | said
+        grads, info = jax.grad(loss, has_aux=True)(weights, agent, minibatch)
+        weights, opt_state, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate,
+                                                              max_norm=rates.max_grad_norm)  # fmt: skip
+        return (weights, opt_state), info | optimizer_info
 
-    (weights, opt_state), infos = epochs(
+    (weights, opt_state), infos = scan_minibatches(
         key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory
     )
     return weights, opt_state, infos
 
 
-def summed_up(infos: Info) -> Info:
+def mean_metrics(infos: Info) -> Info:
     """The mean of each metric over all updates; the least "converged"; and how many updates were "skipped"."""
-    ends = {"converged": jnp.min(infos["converged"]), "skipped": jnp.sum(infos["skipped"])}
-    return jax.tree.map(jnp.mean, infos) | ends
+    reduced = {"converged": jnp.min(infos["converged"]), "skipped": jnp.sum(infos["skipped"])}
+    return jax.tree.map(jnp.mean, infos) | reduced
 
 
-def _explained(batch: Batch) -> Array:
-    """The share of the returns' variance that the values foresaw: 1 at best."""
+def _explained_variance(batch: Batch) -> Array:
+    """`1 - Var(target - value) / Var(target)`, by the weights of the batch: 1 at best, 0 for a constant value."""
     share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
-    left, whole = batch.target - batch.value, batch.target - jnp.sum(share * batch.target)
-    left = left - jnp.sum(share * left)
-    return 1 - jnp.sum(share * left**2) / jnp.maximum(jnp.sum(share * whole**2), 1e-8)
+    error, centred = batch.target - batch.value, batch.target - jnp.sum(share * batch.target)
+    error = error - jnp.sum(share * error)
+    # Targets of one value alone have no variance to explain: 1 - 0 / 1e-8 there, and no NaN.
+    return 1 - jnp.sum(share * error**2) / jnp.maximum(jnp.sum(share * centred**2), 1e-8)

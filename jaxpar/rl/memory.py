@@ -1,15 +1,14 @@
-"""What an agent remembers: sequence layers that honour the start of episodes inside one parallel pass.
+"""Memories of agents: sequence layers that honour the start of episodes inside one parallel pass.
 
 A memory maps features `[T, B, D]` and flags `start [T, B]` to `[T, B, n]`, from a carry `[B, ...]` on; a call with
-T = 1 is a step of acting, and a call with a whole unroll is what is trained, solved over all steps at once. Step t of a
-lane sees what came since the last start at or before t, and nothing older.
+T = 1 is a step of acting, and a call with a whole rollout is what is trained, solved over all steps at once. Step t of
+an environment depends on the features since the last start at or before t, and on nothing older.
 """
 
 import dataclasses
 import functools
-import inspect
 import math
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +16,24 @@ import jax.numpy as jnp
 from jaxpar.mesh import unsplit
 from jaxpar.nn import S5, SequenceCell
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.layer import first_state, unroll
-from jaxpar.nn.leaf import Leaf, draw
+from jaxpar.nn.layer import cell_states, first_state
+from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.mixers import CELLS, cell_of
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack, StackCache
+from jaxpar.solve.problem import Method
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["MEMORIES", "Memory", "Recurrent", "StackMemory", "memory_of"]
+__all__ = ["MEMORIES", "CellMemory", "Memory", "StackMemory", "memory_of"]
 
 WINDOW = 64
 """Steps that named memories attend to."""
 MANY = 2**30
-"""More steps than any window: a cache has then room for just what is seen."""
+"""More steps than any window: with so many slots asked for, a cache allocates those of the window alone."""
 
 
+@runtime_checkable
 class Memory(Protocol):
     """A sequence layer with starts; hashable, since it is static."""
 
@@ -41,7 +42,7 @@ class Memory(Protocol):
         ...
 
     def initial(self, batch: int) -> PyTree:
-        """The carry `[B, ...]` of lanes that remember nothing."""
+        """The carry `[B, ...]` before a first step."""
         ...
 
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
@@ -50,8 +51,8 @@ class Memory(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrent:
-    """A cell of `jaxpar.nn`, over a whole unroll in parallel.
+class CellMemory:
+    """A cell of `jaxpar.nn`, over a whole rollout in parallel.
 
     Attributes:
         cell: what is run.
@@ -60,21 +61,21 @@ class Recurrent:
     """
 
     cell: SequenceCell
-    method: Any = None
+    method: Method | None = None
 
     def init(self, key: PRNGKey, input_dim: int) -> PyTree:
         """Draws the parameters for features `[D]`; consumes `key`."""
         return self.cell.init(key, input_dim)
 
     def initial(self, batch: int) -> PyTree:
-        """The carry of lanes that remember nothing."""
+        """The carry before a first step."""
         return self.cell.initial((batch,))
 
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
         """Outputs `[T, B, n]`, the carry after the last step, and bool [] whether the solver converged."""
-        drive = self.cell.drive(params, xs)
-        h0 = first_state(self.cell, carry, xs.shape[1], drive)
-        states, stats = unroll(self.cell, params, drive, h0, method=self.method, resets=starts)
+        projections = self.cell.input_projections(params, xs)
+        h0 = first_state(self.cell, carry, xs.shape[1], projections)
+        states, stats = cell_states(self.cell, params, projections, h0, method=self.method, resets=starts)
         last = jax.tree.map(lambda h: h[-1], states)
         converged = jnp.ones((), bool) if stats is None else jnp.all(stats.converged)
         return self.cell.output(params, states).astype(xs.dtype), last, converged
@@ -84,7 +85,7 @@ class Recurrent:
 class StackMemory:
     """A linear map and a `jaxpar.nn.stack.Stack`, whose cache is the carry: a transformer that acts.
 
-    A step sees of its episode what the stack's mixer lets it: attention in a window, or what a recurrence kept.
+    Of its episode a step has what the stack's mixer keeps: a window of attention, or the state of a recurrence.
 
     Attributes:
         stack: what is run; its mixer is causal, and its cache of one size however long the run: attention has a window.
@@ -93,10 +94,10 @@ class StackMemory:
     stack: Stack
 
     def __post_init__(self):
-        """Refuses a stack that cannot act step by step for ever."""
+        """Refuses a stack that cannot act step by step without end."""
         if not self.stack.mixer.causal:
             raise UsageError("a memory sees no later step, but this stack's mixer is not causal; give causal=True.")
-        if rate := self.stack.dropout or getattr(self.stack.mixer, "dropout", 0):
+        if rate := self.stack.dropout or (self.stack.mixer.dropout if isinstance(self.stack.mixer, Attention) else 0):
             raise UsageError(f"what acted is what is learned from, so a memory's stack has dropout=0, not {rate}.")
         small, large = (jax.eval_shape(functools.partial(self._empty, 1, slots)) for slots in (MANY, 2 * MANY))
         if jax.tree.leaves(small) != jax.tree.leaves(large):
@@ -109,10 +110,10 @@ class StackMemory:
         """Draws the parameters for features `[D]`; consumes `key`."""
         into = Leaf((input_dim, self.stack.embed_dim), (None, "embed"), 1 / math.sqrt(input_dim))
         bias = Leaf((self.stack.embed_dim,), (None,), "zeros")
-        return draw(key, {"w_in": into, "b_in": bias, **self.stack.leaves()})
+        return init_leaves(key, {"w_in": into, "b_in": bias, **self.stack.leaves()})
 
     def initial(self, batch: int) -> PyTree:
-        """The empty cache of lanes that remember nothing."""
+        """The empty cache before a first step."""
         return self._empty(batch, MANY)
 
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
@@ -121,56 +122,58 @@ class StackMemory:
 
     def _apply(self, params, xs, starts, carry):
         x = jnp.swapaxes(xs, 0, 1) @ params["w_in"] + params["b_in"][None, None]
-        ys, carry, aux = self.stack.apply(params, x, starts=starts.T, cache=carry)
+        ys, cache, aux = self.stack.apply(params, x, starts=starts.T, cache=carry)
+        assert cache is not None  # one was given
         converged = aux.metrics["converged"].value > 0 if "converged" in aux.metrics else jnp.ones((), bool)
-        return jnp.swapaxes(ys, 0, 1).astype(xs.dtype), self._counted_anew(carry), converged
+        return jnp.swapaxes(ys, 0, 1).astype(xs.dtype), self._rebased(cache), converged
 
     def _empty(self, batch: int, slots: int) -> StackCache:
         return unsplit(lambda: self.stack.init_cache(batch, slots))()
 
-    def _counted_anew(self, cache: Any) -> StackCache:
-        """The same cache with places counted from a window or two ago, so that no number grows over an endless episode.
+    def _rebased(self, cache: StackCache) -> StackCache:
+        """The same cache with positions counted from a window or two ago, so no counter grows in an endless episode.
 
-        By whole windows, so that each key stays in its slot. Distances stay as they are, and rotated keys turn along.
+        The shift is by whole windows, so each key stays in its slot. Distances stay the same, so it changes no output;
+        keys that are rotated by their positions are rotated back by as much.
         """
         mixer = self.stack.mixer
         if not isinstance(mixer, Attention):
-            return cache  # a recurrence asks for no place
+            return cache  # a recurrence has no positions
         window = mixer.visible.window
         back = jnp.maximum(cache.seen // window - 1, 0) * window
         first = jnp.maximum(cache.first - back, 0)
         layers = cache.layers
         if isinstance(rope := mixer.positions, Rope):
-            turn = (cache.first - first - back)[:, None]
+            shift = (cache.first - first - back)[:, None]
 
-            def turned(layer):
-                return layer.replace(keys=jnp.swapaxes(rope.rotate(jnp.swapaxes(layer.keys, 1, 2), turn), 1, 2))
+            def rotated(layer):
+                return layer.replace(keys=jnp.swapaxes(rope.rotate(jnp.swapaxes(layer.keys, 1, 2), shift), 1, 2))
 
-            layers = tuple(turned(layer) for layer in layers)
+            layers = tuple(rotated(layer) for layer in layers)
         return StackCache(layers, cache.seen - back, first)
 
 
-def _attending(size: int, layers: int, hidden: int, positions: Alibi | Rope) -> StackMemory:
+def _attention_stack(size: int, layers: int, hidden: int, positions: Alibi | Rope) -> StackMemory:
     """Layers of attention to the last `WINDOW` steps, and an mlp of `hidden` units each."""
-    heads = 4 if size % 8 == 0 else 1  # halves of a head are rotated
+    heads = 4 if size % 8 == 0 else 1  # a head's size must be even: rotation pairs its halves
     mixer = Attention(heads, heads, size // heads, positions=positions, visible=Visible(window=WINDOW))
     return StackMemory(Stack(layers, size, mixer, Mlp(hidden, "gelu"), init_std=1 / math.sqrt(size)))
 
 
 STACKS = {
-    "attention": lambda size: _attending(size, 1, size, Alibi()),
-    "transformer": lambda size: _attending(size, 2, 4 * size, Rope()),
+    "attention": lambda size: _attention_stack(size, 1, size, Alibi()),
+    "transformer": lambda size: _attention_stack(size, 2, 4 * size, Rope()),
 }
-"""One light layer that favours what is near; and two that find a step by how long ago it was, which slopes do badly."""
+"""One layer with ALiBi, which favours recent steps; two with rotary positions, which find a step by its distance."""
 MEMORIES = (*CELLS, "s5", *STACKS)
 """Names that `memory_of` knows, besides "none"."""
 
 
-def memory_of(memory: Any, size: int, method: Any = None) -> Memory | None:
+def memory_of(memory: str | Memory | Stack, size: int, method: Method | None = None) -> Memory | None:
     """The memory of a name, of `size` units, of a `Stack`, or the object itself if it is a `Memory`; None for "none".
 
     Raises:
-        UsageError: an unknown name, a stack that cannot act for ever, or an object that cannot honour starts.
+        UsageError: an unknown name, a stack that cannot act without end, or an object that cannot honour starts.
     """
     if isinstance(memory, str):
         if memory == "none":
@@ -181,12 +184,12 @@ def memory_of(memory: Any, size: int, method: Any = None) -> Memory | None:
             return STACKS[memory](size)
         heads = 4 if size % 4 == 0 else 1
         cell = S5(size) if memory == "s5" else cell_of(memory, size, heads if memory == "aaren" else 1)
-        return Recurrent(cell, method)
+        return CellMemory(cell, method)
     if isinstance(memory, Stack):
         return StackMemory(memory)
-    if "starts" not in inspect.signature(getattr(memory, "apply", lambda: 0)).parameters:
+    if not isinstance(memory, Memory):
         raise UsageError(
-            f"{type(memory).__name__} cannot honour the start of episodes: a memory's apply takes "
-            "(params, xs, starts, carry), as jaxpar.rl.Memory."
+            f"{type(memory).__name__} cannot honour the start of episodes: a memory has init, initial and "
+            "apply(params, xs, starts, carry), as jaxpar.rl.Memory."
         )
     return memory

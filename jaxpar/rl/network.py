@@ -3,15 +3,18 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxpar.fields import AtLeast, Each, OneOf, check_fields, field
+from jaxpar.nn.stack import Stack
 from jaxpar.rl.board import BoardConv, check_board
 from jaxpar.rl.memory import Memory, memory_of
+from jaxpar.solve.problem import Method
 from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = ["Network", "Outputs"]
@@ -20,11 +23,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"tanh": jnp.tanh, "relu": ja
 
 
 class Outputs(NamedTuple):
-    """What a network gives for T steps of B lanes.
+    """Outputs of a network for T steps of B environments.
 
     Attributes:
         heads: by name `[T, B, width]`.
-        carry: what it remembers after the last step.
+        carry: of the memory after the last step.
         converged: bool [], whether the memory's solver did.
     """
 
@@ -56,16 +59,16 @@ class Network:
     activation: str = field("tanh", OneOf(ACTIVATIONS))
     conv: tuple[int, ...] = field((), Each(AtLeast(1)))
     layer_norm: bool = False
-    memory: Any = "none"
+    memory: str | Memory | Stack = "none"
     memory_size: int = field(64, AtLeast(1))
-    method: Any = None
+    method: Method | None = None
 
     def __post_init__(self):
         """Refuses what no network can be."""
         check_fields(self)
-        self.remembers()
+        self.memory_layer()
 
-    def remembers(self) -> Memory | None:
+    def memory_layer(self) -> Memory | None:
         """The memory, None without one."""
         return memory_of(self.memory, self.memory_size, self.method)
 
@@ -82,10 +85,10 @@ class Network:
         """
         check_board(self.conv, shape)
         encoder_key, memory_key, heads_key = jax.random.split(key, 3)
-        x: Any = jnp.zeros((1, *shape))
-        params: dict[str, Any] = {"encoder": self._encoder().init(encoder_key, x)}
+        x: PyTree = jnp.zeros((1, *shape))
+        params: dict[str, PyTree] = {"encoder": self._encoder().init(encoder_key, x)}
         x = self._encoder().apply(params["encoder"], x)
-        if memory := self.remembers():
+        if memory := self.memory_layer():
             params["memory"] = memory.init(memory_key, x.shape[-1])
             start = jnp.ones((1, 1), bool)
             x = jax.eval_shape(memory.apply, params["memory"], x[None], start, memory.initial(1))[0]
@@ -97,15 +100,15 @@ class Network:
         return params
 
     def initial(self, batch: int) -> PyTree:
-        """The carry of lanes that remember nothing."""
-        memory = self.remembers()
+        """The memory's carry before a first step; without leaves where there is none."""
+        memory = self.memory_layer()
         return memory.initial(batch) if memory else {}
 
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> Outputs:
         """Heads `[T, B, width]` of features `[T, B, ...]`; `starts [T, B]`, and `carry` from before the first step."""
-        x: Any = self._encoder().apply(params["encoder"], xs)
+        x: PyTree = self._encoder().apply(params["encoder"], xs)
         converged = jnp.ones((), bool)
-        if memory := self.remembers():
+        if memory := self.memory_layer():
             x, carry, converged = memory.apply(params["memory"], x, starts, carry)
         heads = {}
         for name, weights in params["heads"].items():
@@ -147,14 +150,14 @@ class _Layers(linen.Module):
         return self.activation(linen.LayerNorm()(x) if self.layer_norm else x)
 
 
-def _orthogonal(gain: float) -> Any:
+def _orthogonal(gain: float) -> Callable[..., Array]:
     """Draws orthonormal columns, or rows where these are fewer, times `gain`, evenly among all such matrices.
 
-    By Gram and Schmidt, each column twice, rather than by LAPACK's QR: two of those in a batch, as under `vmap` over
-    seeds, wait for ever for each other's threads on CPUs (jaxlib 0.10).
+    By Gram-Schmidt, each column twice (once is not orthogonal enough in float32), and not by LAPACK's QR: two of those
+    in a batch, as under `vmap` over seeds, deadlock over their threads on CPUs (jaxlib 0.10).
     """
 
-    def init(key: PRNGKey, shape: Sequence[int], dtype: Any = jnp.float32) -> Array:
+    def init(key: PRNGKey, shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
         width, height = sorted((math.prod(shape[:-1]), shape[-1]))
         drawn = jax.random.normal(key, (width, height), dtype)
 

@@ -1,9 +1,9 @@
-"""What steps were worth: advantages and targets of whole unrolls, by one scan each.
+"""Advantages and value targets of whole rollouts, by one scan each.
 
-In all of them `next_value[t]` is the value of what step t led to and `cut[t]` whether the trajectory ends with it, so
+In all of them `next_value[t]` is the value of what step t led to and `done[t]` whether the trajectory ends with it, so
 that nothing of what follows belongs to it: after an end, `next_value` is the bootstrap (0 where the process terminated,
 the value of the last observation where the episode was truncated), never the value of the next episode's start.
-`next_values` makes both from an unroll. Time is the leading axis; any axes may follow.
+`next_values` makes both from a rollout. Time is the leading axis; any axes may follow.
 """
 
 import jax
@@ -17,18 +17,19 @@ __all__ = ["advantages", "lambda_returns", "n_step_returns", "next_values"]
 
 
 def next_values(
-    value: Float[Array, "T *B"], last_value: Float[Array, "*B"], cut: Bool[Array, "T *B"], bootstrap: Array
+    value: Float[Array, "T *B"], last_value: Float[Array, "*B"], done: Bool[Array, "T *B"], bootstrap: Array
 ) -> Float[Array, "T *B"]:
-    """The value of what each step led to: `bootstrap[t]` where cut, else `value[t + 1]`, at the end `last_value`."""
-    return jnp.where(cut, bootstrap, jnp.concatenate([value[1:], last_value[None]]))
+    """The value of what each step led to: `bootstrap[t]` where done, else `value[t + 1]`, at the end `last_value`."""
+    return jnp.where(done, bootstrap, jnp.concatenate([value[1:], last_value[None]]))
 
 
 def advantages(
-    reward: Float[Array, "T *B"], value: Array, next_value: Array, cut: Bool[Array, "T *B"], discount, trace
+    reward: Float[Array, "T *B"], value: Array, next_value: Array, done: Bool[Array, "T *B"], discount, gae_lambda
 ) -> Float[Array, "T *B"]:
     """Generalised advantages (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
-        d[t] = reward[t] + discount next_value[t] - value[t]    A[t] = d[t] + discount trace A[t + 1], or d[t] where cut
+        d[t] = reward[t] + discount next_value[t] - value[t]
+        A[t] = d[t] + discount gae_lambda A[t + 1], or d[t] where done
 
     O(T) work, O(log T) depth on accelerators. Gradients flow into all arguments; stop them where they must not.
 
@@ -36,38 +37,38 @@ def advantages(
         reward: of each step.
         value: of what each step started from.
         next_value: of what it led to, see above.
-        cut: whether the trajectory ends with the step.
+        done: whether the trajectory ends with the step.
         discount: of a step.
-        trace: lambda; 0 gives one-step errors, 1 gives returns less values.
+        gae_lambda: 0 gives one-step errors, 1 gives returns less values.
     """
     error = reward + discount * next_value - value
-    return affine_scan(jnp.where(cut, 0.0, discount * trace).astype(error.dtype), error, reverse=True)
+    return affine_scan(jnp.where(done, 0.0, discount * gae_lambda).astype(error.dtype), error, reverse=True)
 
 
 def lambda_returns(
-    reward: Float[Array, "T *B"], next_value: Array, cut: Bool[Array, "T *B"], discount, trace
+    reward: Float[Array, "T *B"], next_value: Array, done: Bool[Array, "T *B"], discount, lambda_
 ) -> Float[Array, "T *B"]:
     """Returns that mix all lengths (Sutton and Barto 2018, section 12.1).
 
-        G[t] = reward[t] + discount ((1 - trace) next_value[t] + trace G[t + 1])
+        G[t] = reward[t] + discount ((1 - lambda) next_value[t] + lambda G[t + 1])
 
-    with `next_value[t]` in place of both where cut and at the end. Arguments as of `advantages`.
+    with `next_value[t]` in place of both where done and at the end. Arguments as of `advantages`.
     """
-    last = jnp.zeros_like(cut).at[-1].set(True) | cut
-    trace = jnp.where(last, 0.0, trace).astype(reward.dtype)
-    return affine_scan(discount * trace, reward + discount * (1 - trace) * next_value, reverse=True)
+    last = jnp.zeros_like(done).at[-1].set(True) | done
+    lambda_ = jnp.where(last, 0.0, lambda_).astype(reward.dtype)
+    return affine_scan(discount * lambda_, reward + discount * (1 - lambda_) * next_value, reverse=True)
 
 
 def n_step_returns(
-    reward: Float[Array, "T *B"], next_value: Array, cut: Bool[Array, "T *B"], discount, num_steps: int
+    reward: Float[Array, "T *B"], next_value: Array, done: Bool[Array, "T *B"], discount, num_steps: int
 ) -> Float[Array, "T *B"]:
-    """The rewards of up to `num_steps` steps and the value of where they led, fewer where cut and at the end.
+    """The rewards of up to `num_steps` steps and the value of where they led, fewer where done and at the end.
 
-    `num_steps` sweeps over the whole unroll. Arguments as of `advantages`.
+    `num_steps` sweeps over the whole rollout. Arguments as of `advantages`.
     """
     if num_steps < 1:
         raise UsageError(f"num_steps={num_steps} must be at least 1.")
-    last = jnp.zeros_like(cut).at[-1].set(True) | cut
+    last = jnp.zeros_like(done).at[-1].set(True) | done
 
     def longer(_, returns):
         after = jnp.concatenate([returns[1:], returns[-1:]])

@@ -1,19 +1,19 @@
 """Whole runs: of one learner as a pure function, of many seeds side by side."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.loop import run
-from jaxpar.types import Algorithm, Info, PRNGKey, PyTree
+from jaxpar.rl.learner import Learner
+from jaxpar.types import Info, PRNGKey, PyTree
 
 __all__ = ["Seeds", "train"]
 
 
-def train(learner: Algorithm, key: PRNGKey, params: PyTree, num_updates: int) -> tuple[PyTree, Info]:
+def train(learner: Learner, key: PRNGKey, params: PyTree, num_updates: int) -> tuple[PyTree, Info]:
     """A whole run as a pure function: `jit` it, and `vmap` it over keys, or over the environment's parameters.
 
     The same steps as `jaxpar.loop.fit` makes with this key.
@@ -43,9 +43,9 @@ class Seeds:
             the default ones.
     """
 
-    learner: Any
+    learner: Learner
     num_seeds: int = field(legal=AtLeast(1))
-    params: Any = dataclasses.field(default=None, compare=False)
+    params: PyTree = dataclasses.field(default=None, compare=False)
 
     __post_init__ = check_fields
 

@@ -1,27 +1,28 @@
-"""Many copies of an environment, walked by one policy: where an episode ends is an argument, not a base class.
+"""Many copies of an environment under one policy: what happens where an episode ends is an argument, not a base class.
 
 | file | in -> out | called by |
 | --- | --- | --- |
-| `draws.py` | key, steps, lanes B -> keys, one a lane and use | `lanes`, `resets`, `unroll` |
-| `lanes.py` | key, environment, B -> `Lanes` at their first observations | users, `unroll` |
+| `prng.py` | key, steps, B environments -> keys, one an environment and use | `env_state`, `resets`, `trajectory` |
+| `env_state.py` | key, environment, B -> `EnvState` at the first observations | users, `trajectory` |
 | `costs.py` | program -> operations | `resets` |
-| `resets.py` | finished `[B]` -> states and observations with the finished begun anew | `unroll` |
-| `policies.py` | key, legal actions -> a random one | users |
-| `unroll.py` | `Lanes` B, policy, T -> `Lanes`, `Steps [T, B]` | learners, planners, `statistics` |
-| `statistics.py` | `Steps [T, B]` -> returns and lengths by `where`; faults with lane and step | experiments |
+| `resets.py` | finished `[B]` -> states and observations, those of the finished from new episodes | `trajectory` |
+| `policies.py` | what a policy is; key, legal actions -> a random one | users, `trajectory` |
+| `trajectory.py` | `EnvState` of B, policy, T -> `EnvState`, `Trajectory [T, B]` | learners, `statistics` |
+| `statistics.py` | `Trajectory [T, B]` -> returns and lengths; faulty actions and rewards | experiments |
 """
 
-from jaxpar.rollout.lanes import Lanes, begin
-from jaxpar.rollout.policies import RandomPolicy, random_policy
+from jaxpar.rollout.env_state import EnvState, init
+from jaxpar.rollout.policies import MaskedPolicy, Policy, RandomPolicy, Value, random_policy
 from jaxpar.rollout.resets import Chunked, GivenLevel, NextStep, NoReset, Pool, Reset, SameStep
-from jaxpar.rollout.statistics import Episodes, check_steps, evaluate, first_episodes, summary
-from jaxpar.rollout.unroll import Policy, Steps, unroll
+from jaxpar.rollout.statistics import EpisodeResults, check_trajectory, episode_stats, evaluate, first_episodes
+from jaxpar.rollout.trajectory import Trajectory, rollout
 
 __all__ = [
     "Chunked",
-    "Episodes",
+    "EnvState",
+    "EpisodeResults",
     "GivenLevel",
-    "Lanes",
+    "MaskedPolicy",
     "NextStep",
     "NoReset",
     "Policy",
@@ -29,12 +30,13 @@ __all__ = [
     "RandomPolicy",
     "Reset",
     "SameStep",
-    "Steps",
-    "begin",
-    "check_steps",
+    "Trajectory",
+    "Value",
+    "check_trajectory",
+    "episode_stats",
     "evaluate",
     "first_episodes",
+    "init",
     "random_policy",
-    "summary",
-    "unroll",
+    "rollout",
 ]

@@ -1,41 +1,43 @@
-"""Statistics of steps, by `where`: what is masked never enters, whatever its value."""
+"""Statistics of trajectories, by `where`: a masked value never enters, even if it is NaN."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.rollout.lanes import begin, per_lane
+from jaxpar.env import Adapter, Environment
+from jaxpar.rollout.env_state import init, per_env
+from jaxpar.rollout.policies import Policy
 from jaxpar.rollout.resets import NoReset
-from jaxpar.rollout.unroll import Steps, unroll
+from jaxpar.rollout.trajectory import Trajectory, rollout
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Episodes", "check_steps", "evaluate", "first_episodes", "summary"]
+__all__ = ["EpisodeResults", "check_trajectory", "episode_stats", "evaluate", "first_episodes"]
 
 
-def summary(steps: Steps) -> dict[str, Array]:
-    """Scalars of all episodes that ended within the steps; NaN where none did.
+def episode_stats(trajectory: Trajectory) -> dict[str, Array]:
+    """Scalars of all episodes that ended within the trajectory; NaN where none did.
 
-    Short episodes end more often within a given time, so these means lean to them: good for watching a run, not for
-    judging a policy. For that, `evaluate`.
+    Short episodes end more often within a given time, so these means are biased towards them: good for watching a
+    run, not for judging a policy. For that, `evaluate`.
 
     Returns:
         "num_steps" (valid ones), "num_episodes", "truncated" (the share of episodes cut, not terminated), "reward"
         (mean of a step), and of returns and lengths mean, standard deviation, least and largest: "return_mean", ...
         For several agents, the mean over agents is one return.
     """
-    agents = tuple(range(2, steps.reward.ndim))
-    returns, rewards = steps.episode_return.mean(agents), steps.reward.mean(agents)
-    cut = jnp.any((steps.truncated & ~steps.terminated).reshape(*steps.start.shape, -1), -1)
+    agents = tuple(range(2, trajectory.reward.ndim))
+    returns, rewards = trajectory.episode_return.mean(agents), trajectory.reward.mean(agents)
+    cut = jnp.any((trajectory.truncated & ~trajectory.terminated).reshape(*trajectory.start.shape, -1), -1)
     return {
-        "num_steps": jnp.sum(steps.valid, dtype=jnp.int32),
-        "num_episodes": jnp.sum(steps.ended, dtype=jnp.int32),
-        "truncated": _mean(cut, steps.ended),
-        "reward": _mean(rewards, steps.valid),
-        **{f"return_{name}": x for name, x in _moments(returns, steps.ended).items()},
-        **{f"length_{name}": x for name, x in _moments(steps.episode_length, steps.ended).items()},
+        "num_steps": jnp.sum(trajectory.valid, dtype=jnp.int32),
+        "num_episodes": jnp.sum(trajectory.ended, dtype=jnp.int32),
+        "truncated": _mean(cut, trajectory.ended),
+        "reward": _mean(rewards, trajectory.valid),
+        **{f"return_{name}": x for name, x in _moments(returns, trajectory.ended).items()},
+        **{f"length_{name}": x for name, x in _moments(trajectory.episode_length, trajectory.ended).items()},
     }
 
 
@@ -55,11 +57,11 @@ def _moments(x: Array, mask: Array) -> dict[str, Array]:
     }
 
 
-class Episodes(NamedTuple):
-    """One episode a lane.
+class EpisodeResults(NamedTuple):
+    """The results of one episode in each environment.
 
     Attributes:
-        returns: float32 `[B]`, or `[B, N]` agents; of one that is not finished, so far.
+        returns: float32 `[B]`, or `[B, N]` agents; so far of one that is not finished.
         lengths: int32 `[B]`.
         finished: bool `[B]`.
         truncated: bool `[B]`, it was cut before the process ended (for some agent).
@@ -71,66 +73,71 @@ class Episodes(NamedTuple):
     truncated: Array
 
 
-def first_episodes(steps: Steps) -> Episodes:
-    """The first episode of each lane alone: every lane counts once, so short episodes have no more weight than long.
+def first_episodes(trajectory: Trajectory) -> EpisodeResults:
+    """The first episode of each environment: each counts once, so short episodes have no more weight than long ones.
 
-    The steps should begin where the lanes did, and be so many that every lane finishes: look at `finished`.
+    The trajectory should start where the episodes do, and be long enough for all of them: see `finished`.
     """
-    last = jnp.where(jnp.any(steps.ended, 0), jnp.argmax(steps.ended, 0), len(steps.ended) - 1)
+    last = jnp.where(jnp.any(trajectory.ended, 0), jnp.argmax(trajectory.ended, 0), len(trajectory.ended) - 1)
 
     def at_last(x):
-        return jnp.take_along_axis(x, per_lane(last, x[0])[None], 0)[0]
+        return jnp.take_along_axis(x, per_env(last, x[0])[None], 0)[0]
 
-    cut = jnp.any((steps.truncated & ~steps.terminated).reshape(*steps.start.shape, -1), -1)
-    finished = jnp.any(steps.ended, 0)
-    return Episodes(at_last(steps.episode_return), at_last(steps.episode_length), finished, at_last(cut) & finished)
+    cut = jnp.any((trajectory.truncated & ~trajectory.terminated).reshape(*trajectory.start.shape, -1), -1)
+    finished = jnp.any(trajectory.ended, 0)
+    return EpisodeResults(
+        at_last(trajectory.episode_return), at_last(trajectory.episode_length), finished, at_last(cut) & finished
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("env", "policy", "num_lanes", "max_steps", "draw"))
+@functools.partial(jax.jit, static_argnames=("env", "policy", "num_envs", "max_steps", "prng"))
 def evaluate(
     key: PRNGKey,
-    env: Any,
+    env: Environment | Adapter,
     params: PyTree,
-    policy: Any,
+    policy: Policy,
     policy_params: PyTree,
-    num_lanes: int,
+    num_envs: int,
     max_steps: int,
     *,
     carry: PyTree = (),
-    draw: str = "lane",
-) -> Episodes:
-    """Plays one episode a lane, of at most `max_steps` steps, and keeps nothing but its statistics.
+    prng: str = "env",
+) -> EpisodeResults:
+    """Plays one episode in each environment, of at most `max_steps` steps, and keeps nothing but its results.
 
-    Arguments are those of `begin` and `unroll`.
+    Arguments are those of `init` and `rollout`.
     """
-    lanes = begin(key, env, params, num_lanes, carry, draw=draw)
-    steps = unroll(key, lanes, env, params, policy, policy_params, max_steps, reset=NoReset(), draw=draw)[1]
-    return first_episodes(steps)
+    env_state = init(key, env, params, num_envs, carry, prng=prng)
+    trajectory = rollout(key, env_state, env, params, policy, policy_params, max_steps, reset=NoReset(), prng=prng)[1]
+    return first_episodes(trajectory)
 
 
-def check_steps(steps: Steps, env: Any = None, params: PyTree = None, *, first_step: int = 0) -> None:
+def check_trajectory(
+    trajectory: Trajectory, env: Environment | Adapter | None = None, params: PyTree = None, *, first_step: int = 0
+) -> None:
     """Refuses rewards that are not finite and, given the environment, actions outside its space; not under jit.
 
     Args:
-        steps: of `unroll`.
-        env: the environment, to judge actions.
+        trajectory: of `rollout`.
+        env: the environment, to check actions.
         params: its parameters.
-        first_step: how many steps were made before these, to be told the right number.
+        first_step: how many steps were made before these, for the numbers in the message.
 
     Raises:
-        UsageError: naming the first such step and lane, and how many there are.
+        UsageError: naming the first such step and environment, and how many there are.
     """
-    agents = tuple(range(2, steps.reward.ndim))
-    wrong = np.asarray(~jnp.isfinite(steps.reward).all(agents))
+    agents = tuple(range(2, trajectory.reward.ndim))
+    wrong = np.asarray(~jnp.isfinite(trajectory.reward).all(agents))
     if wrong.any():
         raise UsageError(
-            f"{_place(wrong, first_step)} the reward is {np.asarray(steps.reward)[_first(wrong)]}; legal are numbers."
+            f"{_place(wrong, first_step)} the reward is {np.asarray(trajectory.reward)[_first(wrong)]}; "
+            "legal are finite numbers."
         )
     if env is not None:
-        inside = jax.vmap(jax.vmap(env.action_space(params).contains))(steps.action)
-        wrong = np.asarray(~inside & steps.valid)
+        inside = jax.vmap(jax.vmap(env.action_space(params).contains))(trajectory.action)
+        wrong = np.asarray(~inside & trajectory.valid)
         if wrong.any():
-            action = jax.tree.map(lambda x: np.asarray(x)[_first(wrong)], steps.action)
+            action = jax.tree.map(lambda x: np.asarray(x)[_first(wrong)], trajectory.action)
             raise UsageError(f"{_place(wrong, first_step)} the action {action} is not in {env.action_space(params)}.")
 
 
@@ -139,5 +146,5 @@ def _first(wrong: np.ndarray) -> tuple[int, ...]:
 
 
 def _place(wrong: np.ndarray, first_step: int) -> str:
-    step, lane = _first(wrong)
-    return f"at step {first_step + step} of lane {lane} (the first of {int(wrong.sum())} such steps)"
+    step, env = _first(wrong)
+    return f"at step {first_step + step} of environment {env} (the first of {int(wrong.sum())} such steps)"

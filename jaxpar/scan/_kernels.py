@@ -15,9 +15,7 @@ from jax import custom_batching
 
 from jaxpar.lower import triton
 from jaxpar.scan import _triton
-from jaxpar.scan._rings import LANES, Ring, num_steps, together
-
-__all__ = ["kernel_for"]
+from jaxpar.scan._rings import LANE_RING, Ring, num_steps, together
 
 # Not once it is wanted: jax 0.11 traces and compiles a program twice if its tracing is what imports Pallas for TPUs.
 _pallas = importlib.import_module("jaxpar.scan._pallas") if importlib.util.find_spec("libtpu") else None
@@ -27,7 +25,7 @@ _DTYPES = {jnp.dtype("float32"), jnp.dtype("bfloat16")}
 def kernel_for(platform: str, ring: Ring, a, b, h0, *, axis: int) -> Callable | None:
     """Returns the platform's kernel as `(a, b, h0, *, axis, reverse) -> h` if it takes these arrays."""
     module = _module(platform)
-    if module is None or ring is not LANES or len(b) > module.LARGEST_BLOCK:
+    if module is None or ring is not LANE_RING or len(b) > module.LARGEST_BLOCK:
         return None
     if {x.dtype for x in jax.tree.leaves((a, b, h0))} - _DTYPES:
         return None

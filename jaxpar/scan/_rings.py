@@ -9,8 +9,6 @@ from jax import lax
 
 from jaxpar.scan.varying import varying_as
 
-__all__ = ["DENSE", "LANES", "Ring", "cast", "num_steps", "put_first", "shifted", "span", "take", "together"]
-
 
 class Ring(NamedTuple):
     """How transitions multiply and act; elementwise over every other axis.
@@ -42,7 +40,7 @@ def _apply_lanes(a, h):
     return tuple(_sum(x * y for x, y in zip(row, h, strict=True)) for row in a)
 
 
-LANES = Ring(_multiply_lanes, _apply_lanes, lambda a: tuple(zip(*a, strict=True)))
+LANE_RING = Ring(_multiply_lanes, _apply_lanes, lambda a: tuple(zip(*a, strict=True)))
 """a is a tuple of rows of arrays, h a tuple of arrays: unrolled, and one lane is the diagonal recurrence."""
 
 
@@ -54,7 +52,7 @@ def _multiply_matrices(later, earlier):
     return jnp.matmul(later, earlier, precision=lax.Precision.HIGHEST)
 
 
-DENSE = Ring(_multiply_matrices, _apply_matrix, lambda a: jnp.swapaxes(a, -1, -2))
+MATRIX_RING = Ring(_multiply_matrices, _apply_matrix, lambda a: jnp.swapaxes(a, -1, -2))
 """a ends in two axes, h in one. Products at full precision: nothing refines a scan, so TF32 would stay in it."""
 
 

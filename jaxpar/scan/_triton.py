@@ -2,29 +2,28 @@
 
 import jax
 
-from jaxpar.lower.lookback import LARGEST_BLOCK, Source, Tile, launch
-
-__all__ = ["LARGEST_BLOCK", "affine", "arrays"]
+from jaxpar.lower.lookback import KernelSource, Tile, launch
 
 
-def arrays(k: int, has_start: bool) -> Source:
+def arrays(k: int, has_start: bool) -> KernelSource:
     """Coefficients read from arrays, one a component; with SHIFT those of a belong to the step before."""
     body, pairs = [], [(i, j) for i in range(k) for j in range(k)]
-    # Without a start, what the first step's a is does not matter, be it infinite.
+    # Without a start the first step's a must not matter, even if it is infinite: it is not loaded, but 0.
     body.append("used = mask" if has_start else "used = mask & (step > 0)[:, None]")
+    # In float32 whatever the arrays are: the carry of a long scan would lose a 16-bit state's last bits at every step.
     for i, j in pairs:
         body.append(f"a{i}{j} = tl.load(a{i}{j}_ptr + at + SHIFT, mask=used, other=0.0).to(tl.float32)")
     body += [f"b{i} = tl.load(b{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for i in range(k)]
     inputs = [f"a{i}{j}_ptr" for i, j in pairs] + [f"b{i}_ptr" for i in range(k)]
     if has_start:
         inputs += [f"start{i}_ptr" for i in range(k)]
-    return Source(
+    return KernelSource(
         k,
         tuple(inputs),
         tuple(f"h{i}_ptr" for i in range(k)),
         "\n".join(body),
         "\n".join(f"tl.store(h{i}_ptr + at, h{i}, mask=mask)" for i in range(k)),
-        "tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" if has_start else Source.start,
+        "tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" if has_start else KernelSource.start,
     )
 
 

@@ -11,8 +11,6 @@ from jax import lax
 
 from jaxpar.scan._rings import Ring, cast, num_steps, put_first, shifted, span, take
 
-__all__ = ["CHUNK", "associative", "chunked", "sequential", "summary"]
-
 CHUNK = 16
 """Steps of a chunk, which are unrolled: 8 were slower on an H100, and 32 as fast but slower to compile."""
 
@@ -66,15 +64,17 @@ def chunked(ring: Ring, a, b, h0, *, axis: int, reverse: bool, carry):
         starts = jax.tree.map(lambda x: jnp.expand_dims(x, axis), start)
     else:
         p, h = _reduce(ring, a, b, axis, reverse, carry)
+        # More ends than three levels of chunks hold are scanned in chunks again, fewer by a tree.
         level = chunked if num_steps(h, axis) > CHUNK**3 else associative
         ends = level(ring, p, h, start, axis=axis, reverse=reverse, carry=carry)
         first = jax.tree.map(jnp.zeros_like, take(ends, 0, axis)) if start is None else start
         starts = shifted(ends, first, axis, reverse=reverse)
-    h = _walk(ring, a, b, starts, axis, reverse, carry, h0 is None)
+    # Each chunk starts from the end of the one before, now that all ends are known.
+    h = _run_chunks(ring, a, b, starts, axis, reverse, carry, h0 is None)
     return jax.tree.map(lambda x: _unfold(x, axis, length, reverse), h)
 
 
-def summary(ring: Ring, a, b, *, axis: int, reverse: bool, carry):
+def compose_steps(ring: Ring, a, b, *, axis: int, reverse: bool, carry):
     """Returns (p, h) with which all steps take a state x to p x + h; arrays without time, of dtype `carry`."""
     while (length := num_steps(b, axis)) > 1:
         chunk = min(CHUNK, length)
@@ -104,7 +104,7 @@ def _reduce(ring, a, b, axis, reverse, carry):
     return p, h
 
 
-def _walk(ring, a, b, h, axis, reverse, carry, cleared):
+def _run_chunks(ring, a, b, h, axis, reverse, carry, cleared):
     """Runs every chunk from its state in `h`; None are zeros, and so is the first one if `cleared`, whatever its a."""
     states = []
     for place in _order(num_steps(b, axis + 1), reverse):

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.scan import _xla, rules, sharded
+from jaxpar.scan import _xla, dispatch, sharded
 from jaxpar.scan._kernels import kernel_for
-from jaxpar.scan._rings import DENSE, LANES, Ring, cast, num_steps, shifted, take, together
+from jaxpar.scan._rings import LANE_RING, MATRIX_RING, Ring, cast, num_steps, shifted, take, together
 from jaxpar.scan.varying import moving_with
 from jaxpar.types import Array, UsageError
 
-__all__ = ["IMPLS", "KINDS", "affine_lanes", "affine_scan"]
+__all__ = ["affine_lanes", "affine_scan"]
 
 KINDS = ("diag", "block", "dense")
 IMPLS = ("auto", "kernel", "sequential", "associative", "chunked")
@@ -58,7 +58,7 @@ def affine_scan(
       axis: Of time in b; not the last one of "block" and "dense".
       reverse: Computes h[t] = a[t] h[t+1] + b[t] instead.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`; shard i holds the i-th piece.
-      impl: "auto" picks by `jaxpar.scan.rules` for the platform compiled for; "sequential", "associative" and
+      impl: "auto" picks by `jaxpar.scan.dispatch` for the platform compiled for; "sequential", "associative" and
         "chunked" insist, and "kernel" does where the platform has one that takes these arrays (else it is "auto").
 
     Returns:
@@ -80,12 +80,12 @@ def affine_scan(
     _check_start(h0, b, axis)
     spec = _Spec(axis, reverse, axis_name, _known(impl), _carry_dtype(a, b, h0))
     if kind == "dense":
-        return _solve(DENSE, a, b, h0, spec)
+        return _solve(MATRIX_RING, a, b, h0, spec)
     if kind == "diag":
-        return _solve(LANES, ((a,),), (b,), None if h0 is None else (h0,), spec)[0]
+        return _solve(LANE_RING, ((a,),), (b,), None if h0 is None else (h0,), spec)[0]
     k = b.shape[-1]
     rows = tuple(tuple(a[..., i, j] for j in range(k)) for i in range(k))
-    return jnp.stack(_solve(LANES, rows, _unstack(b), None if h0 is None else _unstack(h0), spec), -1)
+    return jnp.stack(_solve(LANE_RING, rows, _unstack(b), None if h0 is None else _unstack(h0), spec), -1)
 
 
 def affine_lanes(
@@ -131,7 +131,7 @@ def affine_lanes(
     for x in h0 or ():
         _check_start(x, b[0], axis)
     spec = _Spec(axis, reverse, axis_name, _known(impl), _carry_dtype(a[0][0], b[0], *(h0 or ())))
-    return _solve(LANES, a, b, h0, spec)
+    return _solve(LANE_RING, a, b, h0, spec)
 
 
 def _solve(ring: Ring, a, b, h0, spec: _Spec):
@@ -140,6 +140,7 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
     if num_steps(b, axis) == 0:
         return b
     a, b, h0 = together((a, b, h0))
+    # `custom_linear_solve` transposes all of its right-hand side or none of it.
     h0, b = moving_with(h0, (a, b)), moving_with(b, h0)
 
     def matvec(x):
@@ -148,18 +149,19 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
         return start, jax.tree.map(lambda y, z: y - z.astype(y.dtype), h, pushed)
 
     def solve(_, rhs):
-        start, drive = rhs
-        return start, _scan(ring, a, drive, start, spec)
+        start, b = rhs
+        return start, _scan(ring, a, b, start, spec)
 
     def transpose_solve(_, cotangent):
-        start, drive = cotangent
+        # (I - A S)^T g = cotangent: the same recurrence backwards in time, with transposed transitions one step later.
+        start, cotangents = cotangent
         back = spec._replace(reverse=not reverse)
-        g = _scan(ring, ring.transpose(a), drive, None, back, adjoint=True)
+        g = _scan(ring, ring.transpose(a), cotangents, None, back, adjoint=True)
         if start is None:
             return None, g
         first = -1 if reverse else 0
         out = ring.apply(*(cast(take(x, first, axis), spec.carry) for x in (ring.transpose(a), g)))
-        if spec.axis_name is not None:
+        if spec.axis_name is not None:  # only the piece with the first step has h0 in it
             here = sharded.is_first(spec.axis_name, reverse)
             out = jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), out)
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), start, out), g
@@ -175,7 +177,7 @@ def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):
     how = {"axis": spec.axis, "reverse": spec.reverse}
     if spec.axis_name is not None:
         a, adjoint = (_before(a, None, spec), False) if adjoint else (a, False)
-        piece = _xla.summary(ring, a, b, carry=spec.carry, **how)
+        piece = _xla.compose_steps(ring, a, b, carry=spec.carry, **how)
         start = jax.tree.map(jnp.zeros_like, piece[1]) if h0 is None else cast(h0, spec.carry)
         push = lambda h, piece: jax.tree.map(jnp.add, ring.apply(piece[0], h), piece[1])  # noqa: E731
         h0 = sharded.incoming(push, piece, start, spec.axis_name, spec.reverse)
@@ -185,7 +187,7 @@ def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):
     runs = {}
     for platform in ("cpu", "cuda", "tpu", "other"):
         kernel = kernel_for(platform, ring, a, b, h0, axis=spec.axis)
-        impl = rules.choose(platform, num_steps=num_steps(b, spec.axis), kernel=kernel is not None)
+        impl = dispatch.choose_impl(platform, num_steps=num_steps(b, spec.axis), kernel=kernel is not None)
         if kernel is not None and "kernel" in (impl, spec.impl):
             runs[platform] = functools.partial(_kernel, kernel, platform, spec, adjoint)
         else:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +141,7 @@ def _element(score, value):
 
 def _relative(score, unit):
     """Returns exp(score - unit) for score <= unit, 0 if both are minus infinity; `unit` is a constant."""
+    # Both branches are computed and differentiated: inside, a hidden step's -inf is 0, so that no inf - inf is NaN.
     some = score > -jnp.inf
     return jnp.where(some, jnp.exp(jnp.where(some, score, 0) - jnp.where(some, unit, 0)), 0)
 
@@ -161,6 +162,7 @@ def _nothing(element):
 
 def _scan_log_sum_exp(elements, *, axis, reverse, axis_name):
     """Scans the maxima; in their units the sums are affine recurrences whose transitions are constants up to 1."""
+    # The result does not depend on the units, so that they are constants to a derivative.
     units = scan_monoid(_MAX, lax.stop_gradient(elements.max), axis=axis, reverse=reverse, axis_name=axis_name)
     first = take(units, -1 if reverse else 0, axis)
     if axis_name is not None:
@@ -169,11 +171,11 @@ def _scan_log_sum_exp(elements, *, axis, reverse, axis_name):
     keep = _relative(shifted(units, first, axis, reverse=reverse), units)
     weight = _relative(elements.max, units)
     run = functools.partial(affine_scan, axis=axis, reverse=reverse, axis_name=axis_name)
-    drive = weight[..., None] * elements.numerator
+    values = weight[..., None] * elements.numerator
     return LogSumExp(
         units,
         run(keep.astype(elements.denominator.dtype), weight * elements.denominator),
-        run(jnp.broadcast_to(keep[..., None], drive.shape).astype(drive.dtype), drive),
+        run(jnp.broadcast_to(keep[..., None], values.shape).astype(values.dtype), values),
     )
 
 
@@ -183,7 +185,7 @@ LOGSUMEXP = Monoid(_add, _nothing, _scan_log_sum_exp)
 """Over `LogSumExp(max, denominator, numerator)`; one observation is (score, 1, value)."""
 
 
-def _time_axis(elements: Any, axis: int) -> int:
+def _time_axis(elements: PyTree, axis: int) -> int:
     leaves = jax.tree.leaves(elements)
     if not leaves:
         raise UsageError("scan_monoid takes elements with at least one array, but there is none.")

@@ -6,8 +6,6 @@ from jax import lax
 
 from jaxpar.scan._rings import take, together
 
-__all__ = ["from_earlier", "incoming", "is_first"]
-
 
 def is_first(axis_name: str, reverse: bool):
     """Returns whether this device holds the piece with the first step (the last one if `reverse`)."""
@@ -17,6 +15,7 @@ def is_first(axis_name: str, reverse: bool):
 def from_earlier(tree, axis_name: str, reverse: bool):
     """Returns `tree` of the device whose piece comes just before this one's; zeros where there is none."""
     size = lax.axis_size(axis_name)
+    # No pair for the piece at the end: `ppermute` gives zeros to who is sent nothing.
     hops = [(i, i - 1) if reverse else (i, i + 1) for i in range(size)]
     return jax.tree.map(lambda x: lax.ppermute(x, axis_name, [hop for hop in hops if 0 <= hop[1] < size]), tree)
 

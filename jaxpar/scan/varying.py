@@ -1,14 +1,18 @@
 """What arrays are to a transformation: over which mesh axes they vary inside `jax.shard_map`, and which move."""
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.types import PyTree
+
+Tree = TypeVar("Tree")
+
 __all__ = ["moving_with", "varying_as", "varying_axes", "varying_over"]
 
 
-def varying_as(tree: Any, like: Any) -> Any:
+def varying_as(tree: Tree, like: PyTree) -> Tree:
     """Returns `tree`, typed inside `jax.shard_map` as varying over every mesh axis that anything in `like` varies over.
 
     What a loop carries must enter it with the type with which it leaves.
@@ -16,7 +20,7 @@ def varying_as(tree: Any, like: Any) -> Any:
     return varying_over(tree, frozenset().union(*map(varying_axes, jax.tree.leaves(like))))
 
 
-def varying_over(tree: Any, axes: frozenset[str]) -> Any:
+def varying_over(tree: Tree, axes: frozenset[str]) -> Tree:
     """Returns `tree`, typed as varying over `axes` at least."""
 
     def cast(leaf):
@@ -26,7 +30,7 @@ def varying_over(tree: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def varying_axes(leaf: Any) -> frozenset[str]:
+def varying_axes(leaf: jax.Array) -> frozenset[str]:
     """Returns the mesh axes that an array varies over by its type."""
     return jax.typeof(leaf).manual_axis_type.varying
 

@@ -14,7 +14,7 @@
 | `systems` | fields, densities -> f for `parallel` | users |
 
 A method is a frozen dataclass with `jac` and `states` (`problem.Method`); one that iterates has `update` and `held`,
-and its `states` is `windows.by_windows`. Nothing else has to know of a new one.
+and its `states` calls `windows.by_windows`. Nothing else has to know of a new one.
 """
 
 from jaxpar.solve.auto import Auto, Choice, choose

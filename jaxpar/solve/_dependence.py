@@ -15,12 +15,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxpar.lower.jaxprs import CALLS, called, opened
+from jaxpar.lower.jaxprs import CALLS, array_of, called, opened
 from jaxpar.types import UsageError
-
-__all__ = ["Lost", "Relation", "relations"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,7 @@ _RUNNING = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "ax
 _RUNNING |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
 
 
-def relations(jaxpr: Any, inputs: Sequence[Relation]) -> list[Relation]:
+def relations(jaxpr: Jaxpr, inputs: Sequence[Relation]) -> list[Relation]:
     """Returns the relation of each output of a jaxpr, given those of its inputs; constants have none."""
     known: dict[Any, Relation] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -88,7 +86,7 @@ def _moved(relation: Relation, where: Callable[[int], int | Lost]) -> Relation:
     }
 
 
-def _after(eqn: Any, operands: list[Relation]) -> list[Relation]:
+def _after(eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
     """Returns the relations of what one equation computes."""
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
@@ -114,21 +112,21 @@ def _after(eqn: Any, operands: list[Relation]) -> list[Relation]:
     return [join(*(_moved(part, where) for part in operands))] * outs
 
 
-def _kept_axes(eqn: Any, side: int) -> Callable[[int], int | Lost]:
+def _kept_axes(eqn: JaxprEqn, side: int) -> Callable[[int], int | Lost]:
     """Axes that keep their size and place; of a scatter none is sure to."""
-    name, shape = eqn.primitive.name, eqn.invars[side].aval.shape
+    name, shape = eqn.primitive.name, array_of(eqn.invars[side]).shape
     if name == "pad":
         plain = [config == (0, 0, 0) for config in eqn.params["padding_config"]]
     elif name == "dynamic_update_slice":
-        plain = [a == b for a, b in zip(shape, eqn.outvars[0].aval.shape, strict=True)]
+        plain = [a == b for a, b in zip(shape, array_of(eqn.outvars[0]).shape, strict=True)]
     else:
         plain = [False] * len(shape)
     return lambda p: p if p < len(plain) and plain[p] else Lost(name, False)
 
 
-def _product(eqn: Any, side: int) -> Callable[[int], int | Lost]:
+def _product(eqn: JaxprEqn, side: int) -> Callable[[int], int | Lost]:
     contract, batch = eqn.params["dimension_numbers"]
-    shapes = [var.aval.shape for var in eqn.invars]
+    shapes = [array_of(var).shape for var in eqn.invars]
     free = [[p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]] for s in range(2)]
     first = len(batch[0]) + (len(free[0]) if side else 0)
     place = {p: number for number, p in enumerate(batch[side])}
@@ -137,12 +135,12 @@ def _product(eqn: Any, side: int) -> Callable[[int], int | Lost]:
 
 
 def _broadcast(eqn):
-    dims, before, after = eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    dims, before, after = eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, array_of(eqn.outvars[0]).shape
     return lambda p: dims[p] if before[p] == after[dims[p]] else Lost("broadcast_in_dim", True)
 
 
 def _reshape(eqn):
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before, after = eqn.invars[0].aval.shape, array_of(eqn.outvars[0]).shape
 
     def where(p):
         ahead = math.prod(before[:p])
@@ -161,7 +159,7 @@ def _removed(axes, certain):
 
 
 def _sliced(eqn):
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before, after = eqn.invars[0].aval.shape, array_of(eqn.outvars[0]).shape
     return lambda p: p if before[p] == after[p] else Lost(eqn.primitive.name, True)
 
 
@@ -224,8 +222,8 @@ def _while(eqn, operands):
 def _scan(eqn, operands):
     body, lost = opened(eqn.params["jaxpr"]), Lost("scan", True)
     # What is scanned over, or stacked, has an axis more than the body sees; the names of the counts depend on JAX.
-    num_xs = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
-    num_carry = sum(a.aval.ndim == b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
+    num_xs = sum(array_of(a).ndim > array_of(b).ndim for a, b in zip(eqn.invars, body.invars, strict=True))
+    num_carry = sum(array_of(a).ndim == array_of(b).ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
     num_consts = len(operands) - num_carry - num_xs
     consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
     rows = [_moved(part, lambda p: p - 1 if p else lost) for part in xs]

@@ -11,8 +11,6 @@ from jax.core import Tracer
 
 from jaxpar.lower.jaxprs import CALLS, interpret
 
-__all__ = ["FUNCTIONS", "NotElementwise", "statements", "trimmed"]
-
 BINARY = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "div": "/"} | {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
 }  # fmt: skip
@@ -26,8 +24,9 @@ UNARY = {
     "square": "({0} * {0})",
     "one_minus_square": "(1.0 - {0} * {0})",
     "is_finite": "(tl.abs({0}) < float('inf'))",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
+    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",  # of zero and of NaN itself, as in JAX
 }
+# Triton's own maximum drops a NaN, and JAX's keeps it.
 LARGER, SMALLER = (f"tl.{name}({{}}, {{}}, propagate_nan=tl.PropagateNan.ALL)" for name in ("maximum", "minimum"))
 SEVERAL = {
     "max": LARGER.format("{0}", "{1}"),
@@ -84,6 +83,7 @@ def statements(closed, inputs: list[str], prefix: str, lanes: tuple[int, ...]) -
     def rule(equation, values):
         name = equation.primitive.name
         for var in equation.outvars:
+            # Also of calls, which are opened below: what goes into one and out of it are tiles, too.
             _check_shape(name, var.aval.shape, lanes)
             _check_dtype(name, var.aval.dtype)
         if name in CALLS:
@@ -106,7 +106,7 @@ def _expression(name: str, values: list[str], equation) -> str:
         return f"({values[0]} != 0)" if is_bool else f"({values[0]}).to(tl.float32)"
     if name == "select_n" and len(values) != 3:
         raise NotElementwise("it selects among more than two values")
-    if name == "integer_pow":
+    if name == "integer_pow":  # a product, as XLA makes it, and no call of pow
         power = equation.params["y"]
         product = " * ".join([values[0]] * abs(power)) or "1.0"
         return f"({product})" if power >= 0 else f"(1.0 / ({product}))"
@@ -120,8 +120,9 @@ def _expression(name: str, values: list[str], equation) -> str:
 def _check_move(name: str, before: tuple[int, ...], after: tuple[int, ...], params: dict):
     """Refuses what does not leave every value in its lane."""
     if name == "reshape":
-        moves = trimmed(before) != trimmed(after)
+        moves = trimmed(before) != trimmed(after)  # leading ones may come and go
     else:
+        # An axis may be added in front or stretched from 1; one that lands elsewhere would give a lane another's value.
         skipped, places = len(after) - len(before), params["broadcast_dimensions"]
         moves = any(
             size != 1 and place != i + skipped for i, (size, place) in enumerate(zip(before, places, strict=True))
@@ -157,5 +158,6 @@ def _number(value) -> str:
         raise NotElementwise("it holds an array constant")
     if jnp.issubdtype(jnp.result_type(value), jnp.floating):
         number = float(value)
+        # Triton's text has no literal for what is not finite.
         return repr(number) if math.isfinite(number) else f"float('{number}')"
     return repr(int(value))

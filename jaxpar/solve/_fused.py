@@ -1,7 +1,7 @@
-"""Elementwise cells as GPU kernels: one that walks time with the state in registers, one that does a Newton step.
+"""Elementwise cells as GPU kernels: one that runs all steps with the state in registers, one for a Newton step.
 
 Both get the cell as Triton statements written from its jaxpr (`jaxpar.solve._emit`). Lanes are independent, so that
-the walk has as many threads as the carry has elements, and reads each input once; a Newton step reads the previous
+the former has as many threads as the carry has elements, and reads each input once; a Newton step reads the previous
 states as well, and runs over time in parallel (`jaxpar.lower.lookback`).
 """
 
@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxpar.lower.lookback import LARGEST_BLOCK, Source, launch
-from jaxpar.solve import _walk
+from jaxpar.lower.lookback import LARGEST_BLOCK, KernelSource, launch
+from jaxpar.solve import _sequential_kernel
 from jaxpar.solve._emit import FUNCTIONS, NotElementwise, statements, trimmed
-
-__all__ = ["LaneCell", "lane_cell", "newton_step", "walk"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +63,7 @@ def lane_cell(step, carry, x) -> tuple[LaneCell, list[jax.Array]]:
         raise NotElementwise(f"kernels take up to {LARGEST_BLOCK} leaves of a carry, not {k}")
     if any(leaf.shape != lanes for leaf in carry):
         raise NotElementwise(f"its carry has leaves of shapes {', '.join(str(leaf.shape) for leaf in carry)}")
+    # Arrays that the step closes over become arguments of the kernel; numbers stay in its text.
     value = jax.make_jaxpr(step)(carry, x)
     constants = [constant for constant in value.consts if jnp.ndim(constant)]
     held = [isinstance(constant, jax.Array) and constant.ndim > 0 for constant in value.consts]
@@ -75,6 +74,7 @@ def lane_cell(step, carry, x) -> tuple[LaneCell, list[jax.Array]]:
         return jaxpr_as_fun(ClosedJaxpr(value.jaxpr, consts))(*carry, *x)
 
     def linear(carry, x, constants):
+        # k <= 2 columns by forward mode; each makes the value again, of which the first is taken.
         seeds = [[jnp.full_like(leaf, i == j) for i, leaf in enumerate(carry)] for j in range(k)]
         columns = [jax.jvp(lambda *carry: cell(carry, x, constants), carry, tuple(seed)) for seed in seeds]
         return [*columns[0][0], *(columns[j][1][i] for i in range(k) for j in range(k))]
@@ -107,14 +107,14 @@ def _function(name: str, function, arguments, cell: LaneCell) -> str:
     return f"{FUNCTIONS}\n\n@triton.jit\ndef {name}({', '.join(cell.arguments)}):\n{body}"
 
 
-def walk(cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = False) -> tuple:
+def states_sequentially(cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = False) -> tuple:
     """Runs the cell over time, one thread a lane; returns k arrays of states [T, *lanes] of the start's dtypes."""
-    work = _walk.Walk(cell.k, cell.x_columns, cell.c_columns, cell.value)
-    return _walk.walk(work, start, xs, constants, (steps, *cell.lanes), 0, reverse=reverse)
+    work = _sequential_kernel.SequentialKernel(cell.k, cell.x_columns, cell.c_columns, cell.value)
+    return _sequential_kernel.launch_sequential(work, start, xs, constants, (steps, *cell.lanes), 0, reverse=reverse)
 
 
 @functools.cache
-def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: float) -> Source:
+def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: float) -> KernelSource:
     """The look-back kernel whose coefficients are the Jacobian and the residual of the cell at the last states."""
     k, xs, cs = cell.k, range(len(cell.x_columns)), range(len(cell.c_columns))
     inputs = [
@@ -123,6 +123,8 @@ def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: fl
         for i in places
     ]
     outputs = [f"{name}{i}_ptr" for name in ("new", "worst") for i in range(k)]
+    # Step t needs the old state of t - 1, which lies BACK elements before it, or the start: not `old` shifted in
+    # registers, since the first row of a tile has its neighbour in another program's.
     body = ["begins = (step == 0)[:, None]", "row = time[:, None].to(tl.int64)"]
     for i in range(k):
         body.append(f"start{i} = tl.load(first{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)[None, :]")
@@ -140,7 +142,8 @@ def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: fl
     body.append(f"{', '.join(results)} = cell_and_jacobian({', '.join(cell.arguments)})")
     for i in range(k):
         body += [f"a{i}{j} = j{i}{j}" for j in range(k)]
-        body.append(f"b{i} = f{i} - old{i}")
+        body.append(f"b{i} = f{i} - old{i}")  # the residual: what is solved for is the update, not the state
+    # The update is judged here, while it is in registers: a pass of its own would read all of it again.
     finish = []
     for i in range(k):
         finish.append(f"new{i} = old{i} + h{i}")
@@ -150,7 +153,7 @@ def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: fl
         # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
         finish.append(f"bits = tl.where(mask, tl.abs(h{i}) / bound, 0.0).to(tl.int32, bitcast=True)")
         finish.append(f"tl.atomic_max(worst{i}_ptr + lane, tl.max(bits, 0), mask=live)")
-    return Source(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear)
+    return KernelSource(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear)
 
 
 def newton_step(
@@ -171,6 +174,7 @@ def newton_step(
       The new states, k arrays [T, *lanes]; and the largest |update| of each lane in units of its bound, k arrays
       float32 [*lanes], NaN where one is met.
     """
+    # The largest updates are maxima over all programs, taken of their bits as integers: see `newton_source`.
     k, lanes = cell.k, math.prod(cell.lanes)
     shape = (states[0].shape[0], lanes)
     out = [jax.ShapeDtypeStruct(shape, state.dtype) for state in states]

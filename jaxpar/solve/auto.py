@@ -3,15 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxpar.aot.flops import count_flops
-from jaxpar.lower.jaxprs import inner_jaxpr
+from jaxpar.lower.jaxprs import array_of, inner_jaxpr
 from jaxpar.solve.carries import Loop, divided
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.fused import Fused, takes
@@ -22,7 +22,7 @@ from jaxpar.solve.parallel import parallel_scan
 from jaxpar.solve.problem import Method, Problem
 from jaxpar.solve.program import leaf_names, trace
 from jaxpar.solve.sequential import ParallelBackward, Sequential
-from jaxpar.solve.structure import LANES, Structure, structure_of
+from jaxpar.solve.structure import MAX_LANES, Jac, Structure, structure_of
 from jaxpar.solve.windows import auto_window
 from jaxpar.types import PyTree, UsageError
 
@@ -33,14 +33,14 @@ class Costs(NamedTuple):
     """What a platform takes, in seconds and per second.
 
     Attributes:
-      unroll: Of the loop of a walk.
-      step: One step of a walk so unrolled, whatever it computes.
+      unroll: Of the sequential loop.
+      step: One step of a loop so unrolled, whatever it computes.
       step_back: One step of its transpose, with what it stores.
       iteration: Fixed part of one parallel iteration: its kernels' launches.
       bandwidth: Bytes of Jacobians and residuals a second, through an affine scan.
       flops: Multiplications and additions a second.
-      kernel: Of the kernels for elementwise cells: seconds of a step of the walk, fixed seconds of a Newton iteration,
-        and its bytes a second; None without kernels.
+      kernel: Of the kernels for elementwise cells: seconds of a step of the sequential kernel, fixed seconds of a
+        Newton iteration, and its bytes a second; None without kernels.
       source: Where the numbers are from.
     """
 
@@ -59,8 +59,8 @@ COSTS = {
         8, 1.5e-6, 4e-6, 1.3e-4, 0.83e12, 3e13, (1.5e-7, 8e-5, 1.1e12),
         "one H100, bench/recurrence.py: GRU of 1 and 16, B = 16, T = 10,000: lax.scan 56 ms, unrolled by 8 8.7 and "
         "24 ms, with its gradient 41 and 81 (not unrolled 180 and 217); Newton 0.15 and 0.9 ms an iteration; ParaGRU, "
-        "2048 lanes: walk 0.14 us a step, Newton step 0.11 ms at T = 2048, 0.6 ms for 33 million states; half of "
-        "the peak of float32 in flops",
+        "2048 lanes: sequentially 0.14 us a step, Newton step 0.11 ms at T = 2048, 0.6 ms for 33 million states; half "
+        "of the peak of float32 in flops",
     ),
     "cpu": Costs(
         1, 2e-8, 2e-8, 1e-5, 2.7e9, 2e10, None,
@@ -125,7 +125,8 @@ class Auto:
 
     Outside of jit it measures, which compiles some short solves. Inside, values are not known, so that only the
     structure, the length and the platform decide, and the recurrence is taken to be predictable: where it is not,
-    the failed iterations come on top of the walk that finishes them. So call `choose` once and pass what it returns.
+    the failed iterations come on top of the sequential run that finishes them. So call `choose` once and pass what it
+    returns.
 
     Attributes:
       gradient: Whether the cost of a gradient counts.
@@ -133,11 +134,11 @@ class Auto:
     """
 
     gradient: bool = True
-    jac: Any = "auto"
+    jac: Jac = "auto"
 
-    def choice(self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Choice:
-        """Returns what `choose` does."""
-        return choose(f, init, xs, length, reverse, gradient=self.gradient, jac=self.jac)
+    def choose_method(self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Method:
+        """Returns the method that `choose` chooses."""
+        return choose(f, init, xs, length, reverse, gradient=self.gradient, jac=self.jac).method
 
 
 def choose(
@@ -148,14 +149,14 @@ def choose(
     reverse: bool = False,
     *,
     gradient: bool = True,
-    jac: Any = "auto",
+    jac: Jac = "auto",
     platform: str | None = None,
 ) -> Choice:
     """Chooses a method for `parallel_scan(f, init, xs, length, reverse)`: predictability, then cost.
 
     The exponent of the first `PREFIX` steps rules iterative methods out if errors would grow by more than
-    eps^(-1/2) over the whole length. Those that could be cheaper than a walk are then tried on the same steps, for
-    their iterations. The model is coarse, within a factor of two or three at best: time both if it matters.
+    eps^(-1/2) over the whole length. Those that could be cheaper than a sequential run are then tried on the same
+    steps, for their iterations. The model is coarse, within a factor of two or three at best: time both if it matters.
 
     Args:
       f: As for `parallel_scan`, and so are init, xs, length and reverse. Traced values are not looked at.
@@ -201,7 +202,7 @@ def choose(
         obstacle = "f rounds to a narrower type than the state's, and iterates do not settle below that"
     else:
         obstacle = ""
-    table = _walks(model, jac)
+    table = _sequential_candidates(model, jac)
     limit = min(row.seconds for row in table)
     for method in _iterative(structure, jac):
         table.append(_candidate(method, model, limit, obstacle, (f, init, xs, reverse) if is_known else None))
@@ -227,10 +228,10 @@ class _Model:
     gradient: bool
     kernel: tuple[float, float, float] | None
 
-    def walk(self) -> float:
+    def sequential(self) -> float:
         return self.length * (self.costs.step + self.step_flops / self.costs.flops)
 
-    def walk_back(self) -> float:
+    def sequential_backward(self) -> float:
         return self.length * (self.costs.step_back + 2 * self.step_flops / self.costs.flops)
 
     def iteration(self, method: Method) -> float:
@@ -242,7 +243,7 @@ class _Model:
         products = 0 if isinstance(method, Jacobi) else max(group.n for group in self.structure.groups)
         size = 4 * sum(math.prod(group.batch) * group.n for group in held.groups)
         bytes_per_step = 4 * size if isinstance(method, Jacobi) else held.bytes_per_step
-        dense = sum(math.prod(g.batch) * g.n**3 for g in held.groups if g.n > LANES)
+        dense = sum(math.prod(g.batch) * g.n**3 for g in held.groups if g.n > MAX_LANES)
         flops = self.step_flops * (1 + 2 * products) + (0 if isinstance(method, Jacobi) else 4 * dense)
         windows = math.ceil(self.length / auto_window(held, self.length))
         return windows * self.costs.iteration + self.length * (
@@ -263,13 +264,18 @@ class _Model:
         return iterations * self.iteration(method) + self.back()
 
 
-def _walks(model: _Model, jac: Any) -> list[Candidate]:
+def _sequential_candidates(model: _Model, jac: Jac) -> list[Candidate]:
     """The rows of what takes one step after the other."""
     table = [
         Candidate(
-            Sequential(model.costs.unroll, jac=jac), 0, model.walk() + model.gradient * model.walk_back(), "lax.scan"
+            Sequential(model.costs.unroll, jac=jac),
+            0,
+            model.sequential() + model.gradient * model.sequential_backward(),
+            "lax.scan",
         ),
-        Candidate(ParallelBackward(jac=jac), 0, model.walk() + model.back(), "lax.scan, with a parallel gradient"),
+        Candidate(
+            ParallelBackward(jac=jac), 0, model.sequential() + model.back(), "lax.scan, with a parallel gradient"
+        ),
     ]
     if model.kernel is not None:
         seconds = model.length * model.kernel[0] + model.back()
@@ -277,18 +283,18 @@ def _walks(model: _Model, jac: Any) -> list[Candidate]:
     return table
 
 
-def _iterative(structure: Structure, jac: Any) -> list[Method]:
+def _iterative(structure: Structure, jac: Jac) -> list[Method]:
     """Returns the methods worth a trial: quasi-Newton is Newton's where nothing is coupled."""
     coupled = max(group.n for group in structure.groups) > 1
     return [Newton(jac=jac), Jacobi(jac=jac), *([Quasi(jac=jac)] if coupled else [])]
 
 
-def _is_rounded(jaxpr: Any, wanted: Sequence[Any], eps: float) -> bool:
+def _is_rounded(jaxpr: Jaxpr, wanted: Sequence[Var | Literal], eps: float) -> bool:
     """Returns whether what makes the `wanted` of its results passes through a type coarser than `eps`."""
     used = {atom for atom in wanted if isinstance(atom, Var)}
     for eqn in reversed(jaxpr.eqns):
         places = [place for place, var in enumerate(eqn.outvars) if var in used]
-        kinds = [eqn.outvars[place].aval.dtype for place in places]
+        kinds = [array_of(eqn.outvars[place]).dtype for place in places]
         if any(jnp.issubdtype(kind, jnp.floating) and float(jnp.finfo(kind).eps) > eps for kind in kinds):
             return True
         inner = inner_jaxpr(eqn)
@@ -304,7 +310,9 @@ def _candidate(method: Method, model: _Model, limit: float, obstacle: str, probl
     if obstacle:
         return Candidate(method, 0, math.inf, f"ruled out: {obstacle}")
     if model.solve(method, 2) >= limit:
-        return Candidate(method, 2, model.solve(method, 2), "not tried: dearer than a walk with two iterations already")
+        return Candidate(
+            method, 2, model.solve(method, 2), "not tried: dearer than a sequential run with two iterations already"
+        )
     if problem is None:
         if not isinstance(method, Newton):
             return Candidate(method, 0, math.inf, "not tried: its iterations can only be measured")
@@ -321,7 +329,7 @@ def _candidate(method: Method, model: _Model, limit: float, obstacle: str, probl
     return Candidate(method, count, model.solve(method, count), f"iterations measured on {num} steps")
 
 
-def _shooting(model: _Model, jac: Any, exponent: float | None, obstacle: str, eps: float) -> Candidate:
+def _shooting(model: _Model, jac: Jac, exponent: float | None, obstacle: str, eps: float) -> Candidate:
     """Multiple shooting: a pass for each block until a wrong start is forgotten, one to see it, one for the insides."""
     method = GaussSeidel(jac=jac)
     if obstacle or (exponent is not None and exponent >= 0):
@@ -344,8 +352,8 @@ def _reason(table: list[Candidate], exponent: float | None, is_chaotic: bool, nu
     if is_chaotic:
         why = f"errors grow by {exponent:+.3f} nats a step, too much over {num} steps for any iteration"
     else:
-        walks = Sequential | ParallelBackward | Fused
-        other = next(row for row in table if isinstance(row.method, walks) != isinstance(best.method, walks))
+        one_by_one = Sequential | ParallelBackward | Fused
+        other = next(row for row in table if isinstance(row.method, one_by_one) != isinstance(best.method, one_by_one))
         why = f"{best.seconds:.1e} s expected against {other.seconds:.1e} s for {type(other.method).__name__}"
         forgets = "predictability assumed" if exponent is None else f"exponent {exponent:+.3f} nats a step"
         why = f"{why}; {forgets}"

@@ -1,13 +1,12 @@
 """Carries with leaves that cannot be unknowns: counters, flags, random keys, complex numbers, arrays without entries.
 
-A solve varies its unknowns, so these must be floating. Leaves of other types are walked first, all in one loop, if
-their values do not depend on an unknown; what they are before each step is then an input of it. If they do depend on
-one, there is nothing to solve apart from them.
+A solve varies its unknowns, so these must be floating. Leaves of other types are run sequentially first, all in one
+loop, if their values do not depend on an unknown; what they are before each step is then an input of it. If they do
+depend on one, there is nothing to solve apart from them.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,14 @@ from jaxpar.solve._dependence import Relation, relations
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.program import Traced, kind
 from jaxpar.solve.structure import Leaves, Structure
-from jaxpar.types import PyTree
+from jaxpar.types import Array, PyTree
 
 __all__ = ["Division", "Loop", "divided"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """How `lax.scan` is to walk.
+    """How `lax.scan` is to run.
 
     Attributes:
       length: T; with `axis_name`, of this device's part.
@@ -45,7 +44,7 @@ class Loop:
     def run(self, f: Callable, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns what `lax.scan` does, also of a sequence that is split, of leaves of any type.
 
-        Cost: T steps. Split, each device walks its part as often as there are parts, from where the one before it ended
+        Cost: T steps. Split, each device runs its part as often as there are parts, from where the one before it ended
         the last time: it is right from its turn on, and the derivative is that of a loop.
         """
 
@@ -68,14 +67,14 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Division:
-    """The leaves of a carry: those to solve for, and those to walk first.
+    """The leaves of a carry: those to solve for, and those to run sequentially first.
 
     Attributes:
       traced: The whole recurrence.
       names: Of the leaves, for messages.
       solved: Numbers of the leaves that are unknowns.
       first: Numbers of the others.
-      reason: Why the whole has to be walked; empty if it need not be.
+      reason: Why the whole has to be run sequentially; empty if it need not be.
     """
 
     traced: Traced
@@ -141,16 +140,16 @@ def _coupled(traced: Traced, solved: tuple[int, ...], first: tuple[int, ...], na
     return ""
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _words(leaves: Sequence[Any]) -> Leaves:
+def _words(leaves: Sequence[Array]) -> Leaves:
     """Returns random keys as the words that they consist of: what devices can send each other."""
     return tuple(jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in leaves)
 
 
-def _read(words: Leaves, like: Sequence[Any]) -> Leaves:
+def _read(words: Leaves, like: Sequence[Array]) -> Leaves:
     """Returns words as the random keys that they are in `like`."""
     return tuple(
         jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key)) if _is_key(key) else leaf

@@ -15,7 +15,7 @@ from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.sequential import Sequential
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["CausalStats", "causal_fixed_point", "check_causal"]
+__all__ = ["CausalStats", "Order", "causal_fixed_point", "check_causal"]
 
 Update = Callable[[PyTree], PyTree]
 Order = Jacobi | GaussSeidel | Sequential
@@ -64,7 +64,7 @@ def causal_fixed_point(
 
     Raises:
       UsageError: Leaves without N elements at `axis`, an update that changes structure, shape or dtype, or a bound
-        whose outcome nobody would see.
+        whose outcome would not be returned.
     """
     num = _num_elements(guess, axis)
     _check_update(update, guess)
@@ -125,7 +125,7 @@ def _sweep(update: Update, guess: PyTree, axis: int, block: int, tol: float, lim
 def _unchanged(old: Array, new: Array, tol: float) -> Array:
     if tol == 0 or not jnp.issubdtype(new.dtype, jnp.inexact):
         return old == new
-    # The smaller magnitude, lest an infinite value be close to everything.
+    # The smaller magnitude, so that an infinite value is not close to everything.
     scale = jnp.maximum(1, jnp.minimum(jnp.abs(old), jnp.abs(new)))
     return (old == new) | (jnp.abs(new - old) <= tol * scale)
 
@@ -160,7 +160,7 @@ def check_causal(update: Update, example: PyTree, *, axis: int = 0, tol: float =
       tol: A float of the output may move by `tol * max(1, |x|)`.
 
     Raises:
-      UsageError: An element moves (named), or the arguments are being traced, so that nobody could be told.
+      UsageError: An element moves (named), or the arguments are being traced, so that their values are not known.
     """
     num = _num_elements(example, axis)
     _check_update(update, example)

@@ -1,7 +1,7 @@
 """Newton's method in a trust region: a Kalman filter over the sequence says how far to trust each Jacobian."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, field
 from jaxpar.solve.newton import check_iterative, diagonal_structure, exact_diagonal
-from jaxpar.solve.problem import Problem
-from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.solve.problem import Outcome, Problem
+from jaxpar.solve.structure import Jac, Leaves, Structure
 from jaxpar.solve.windows import by_windows
 
-__all__ = ["Elk", "trusted"]
+__all__ = ["Elk"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Elk:
     quasi: bool = False
     lam: float = field(1.0, AtLeast(0))
     adaptive: bool = True
-    jac: Any = "auto"
+    jac: Jac = "auto"
     window: int | None = field(None, AtLeast(1))
     max_iters: int | None = field(None, AtLeast(1))
 
@@ -63,7 +63,9 @@ class Elk:
         """Returns False but for lambda = 0: an attenuated update is not the error."""
         return not self.quasi and self.lam == 0
 
-    states = by_windows
+    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+        """Solves window by window."""
+        return by_windows(self, problem, guess, on_fail)
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns L(M A)^-1 residual. Over devices each part's filter starts anew, which changes M and no solution."""
@@ -77,7 +79,7 @@ class Elk:
         ma = []
         for group, a, whole in zip(structure.groups, jacobian, structure.dense(jacobian), strict=True):
             lam = self._lam(group.flat(residual), group.flat(ahead))
-            each = trusted(whole.astype(lam.dtype), lam)
+            each = damped_dynamics(whole.astype(lam.dtype), lam)
             lanes = tuple(tuple(each[..., i, j] for j in range(group.n)) for i in range(group.n))
             ma.append(lanes if isinstance(a, tuple) else each)
         return problem.solve(tuple(ma), residual, structure=structure)
@@ -90,7 +92,7 @@ class Elk:
         return self.lam * jnp.mean(residual * residual, -1) / jnp.maximum(size, jnp.finfo(size.dtype).tiny)[None]
 
 
-def trusted(a: Float[Array, "T *batch n n"], lam: Float[Array, "T *batch"]) -> Float[Array, "T *batch n n"]:
+def damped_dynamics(a: Float[Array, "T *batch n n"], lam: Float[Array, "T *batch"]) -> Float[Array, "T *batch n n"]:
     """Returns M[t] A[t], M[t] = (I + lam[t] P[t])^-1: the dynamics of the Kalman filter's estimate.
 
     P[t] = A[t] S[t-1] A[t]^T + I is the covariance predicted by delta[t] = A[t] delta[t-1] + unit noise, and

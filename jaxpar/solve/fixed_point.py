@@ -1,14 +1,13 @@
 """Iterations that need no Jacobian: Jacobi's and Picard's."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, field
 from jaxpar.solve.newton import check_iterative, diagonal_structure
-from jaxpar.solve.problem import Problem
-from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.solve.problem import Outcome, Problem
+from jaxpar.solve.structure import Jac, Leaves, Structure
 from jaxpar.solve.windows import by_windows
 
 __all__ = ["Jacobi", "Picard"]
@@ -28,7 +27,7 @@ class Jacobi:
     Reference: Song et al., arXiv:2002.03629.
     """
 
-    jac: Any = "auto"
+    jac: Jac = "auto"
     window: int | None = field(None, AtLeast(1))
     max_iters: int | None = field(None, AtLeast(1))
 
@@ -43,7 +42,9 @@ class Jacobi:
         """Returns False: an update knows little of the Jacobian."""
         return False
 
-    states = by_windows
+    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+        """Solves window by window."""
+        return by_windows(self, problem, guess, on_fail)
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns the residual: the next iterate is f(S h, x)."""
@@ -60,7 +61,7 @@ class Picard:
       max_iters: As there.
     """
 
-    jac: Any = "auto"
+    jac: Jac = "auto"
     window: int | None = field(None, AtLeast(1))
     max_iters: int | None = field(None, AtLeast(1))
 
@@ -75,7 +76,9 @@ class Picard:
         """Returns False: an update knows little of the Jacobian."""
         return False
 
-    states = by_windows
+    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+        """Solves window by window."""
+        return by_windows(self, problem, guess, on_fail)
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns delta[t] = delta[t-1] + residual[t]."""

@@ -1,4 +1,4 @@
-"""Elementwise cells on CUDA GPUs: the walk as one kernel, and Newton's method as one kernel an iteration.
+"""Elementwise cells on CUDA GPUs: all steps in one sequential kernel, and Newton's method as one an iteration.
 
 Elsewhere, for cells that are not elementwise, and without jax-triton, both are what they are in plain XLA.
 """
@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,41 +19,41 @@ from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
 from jaxpar.solve.iterate import ROUNDINGS, is_rounding, leading, once, remaining
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.rounding import fraction, settled
-from jaxpar.solve.sequential import untroubled
-from jaxpar.solve.structure import Leaves
-from jaxpar.solve.windows import walk
+from jaxpar.solve.rounding import fraction, residual_bound
+from jaxpar.solve.sequential import sequential_outcome
+from jaxpar.solve.structure import Jac, Leaves
+from jaxpar.solve.windows import run_sequentially
 
-__all__ = ["Fused", "newton_states", "takes", "walked"]
+__all__ = ["Fused"]
 
 MAX_ITERATIONS = 24
-"""Of Newton's method by kernels: by then the walk would have been faster."""
+"""Of Newton's method by kernels: by then the sequential kernel would have been faster."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """Walks time inside one GPU kernel: a thread an element of the state, which stays in registers.
+    """Runs all steps sequentially inside one GPU kernel: a thread an element of the state, which stays in registers.
 
     The same states as `Sequential`, in float32 also where they are stored as bfloat16, and the exact parallel gradient
     of `ParallelBackward`. Every input is read once; a step costs 0.2 to 0.3 microseconds on an H100 whatever the number
     of elements up to some ten thousand, against 10 to 20 of `lax.scan`. For elementwise cells of one or two leaves on
-    CUDA; everything else is walked by `lax.scan`.
+    CUDA; everything else is run by `lax.scan`.
 
     Attributes:
       jac: Structure of the Jacobian, for the gradient, as in `Newton`.
       window: Steps whose Jacobians are alive at a time, in the gradient; None for what the budget allows.
-      unroll: Of `lax.scan`, where that walks; None for 8 on CUDA, 1 elsewhere.
+      unroll: Of `lax.scan`, where that is taken; None for 8 on CUDA, 1 elsewhere.
     """
 
-    jac: Any = "auto"
+    jac: Jac = "auto"
     window: int | None = field(None, AtLeast(1))
     unroll: int | None = field(None, AtLeast(1))
 
     __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Walks; there is nothing to guess nor to fail."""
-        return walked(problem, self.unroll), untroubled(problem)
+        """Runs one step after the other; there is nothing to guess nor to fail."""
+        return fused_states(problem, self.unroll), sequential_outcome(problem)
 
 
 def takes(problem: Problem) -> bool:
@@ -62,16 +61,16 @@ def takes(problem: Problem) -> bool:
     return _lanes(problem) is not None
 
 
-def walked(problem: Problem, unroll: int | None = None) -> Leaves:
+def fused_states(problem: Problem, unroll: int | None = None) -> Leaves:
     """Returns the states found step by step."""
     lanes = _lanes(problem)
-    plain = functools.partial(walk, problem, unroll=unroll)
+    plain = functools.partial(run_sequentially, problem, unroll=unroll)
     if lanes is None:
         return plain()
     cell, constants = lanes
 
     def run(cell, start, xs, constants, _):
-        return _fused.walk(cell, start, xs, constants, steps=problem.length), (), ()
+        return _fused.states_sequentially(cell, start, xs, constants, steps=problem.length), (), ()
 
     def kernel():
         states = _batched(run, cell)(problem.start, problem.xs, constants, ())[0]
@@ -85,7 +84,7 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
 
     Only on CUDA and where `takes(problem)`. Iterates until the last two updates say that the error is allowed, a few
     roundings of what enters an entry included; then the residual is tested as everywhere. Where a step fails iteration
-    goes on, and at its bound all are walked.
+    goes on, and at its bound all are run sequentially.
     """
     lanes = _lanes(problem)
     assert lanes is not None
@@ -116,15 +115,15 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
 
     inputs = problem.start, problem.xs, constants
 
-    def turn(fit):
-        h, (error,), (count,) = _batched(run, cell)(*inputs, fit[0])
+    def turn(carry):
+        h, (error,), (count,) = _batched(run, cell)(*inputs, carry[0])
         residual = problem.residual(h)
-        sizes = fraction(residual, settled(problem, h))
+        sizes = fraction(residual, residual_bound(problem, h))
         passes = once(~(sizes <= 1).all(), lambda _: is_rounding(problem, h, residual), sizes <= 1, problem.start)
-        return varying_as((h, passes & (error <= 1).all(), sizes.max(), error.max(), fit[4] + count), inputs)
+        return varying_as((h, passes & (error <= 1).all(), sizes.max(), error.max(), carry[4] + count), inputs)
 
-    def goes_on(fit):
-        _, passes, _, error, count = fit
+    def goes_on(carry):
+        _, passes, _, error, count = carry
         # Updates that happen to fall steeply far from the solution promise too much, which the residual shows.
         return ~passes.all() & (error <= 1) & (count < most)
 
@@ -141,7 +140,7 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
 
     def repaired(h):
         if on_fail == "finish":
-            return walked(problem)
+            return fused_states(problem)
         is_kept = jnp.arange(problem.length) < prefix
         return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
 

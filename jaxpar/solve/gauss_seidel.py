@@ -1,4 +1,4 @@
-"""Multiple shooting: only the states between blocks of steps are unknown, and every block is walked inside.
+"""Multiple shooting: only the states between blocks of steps are unknown, and every block is run sequentially inside.
 
 So are, of a cell with many coupled entries, the tangent of the states and its transpose, the gradient: where a
 recurrence forgets, so do they, and no Jacobian is ever held.
@@ -6,7 +6,6 @@ recurrence forgets, so do they, and no Jacobian is ever held.
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.iterate import as_good_as_rounding, leading, once
 from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.rounding import settled, within
-from jaxpar.solve.structure import Leaves, Structure
+from jaxpar.solve.rounding import residual_bound, within
+from jaxpar.solve.structure import Jac, Leaves, Structure
 from jaxpar.solve.windows import by_windows, finished, scanned
 from jaxpar.types import UsageError
 
@@ -28,16 +27,16 @@ __all__ = ["GaussSeidel"]
 
 @dataclasses.dataclass(frozen=True)
 class GaussSeidel:
-    """Walks blocks of steps, all blocks at once, until each starts where the one before it ends.
+    """Runs blocks of steps sequentially, all blocks at once, until each starts where the one before it ends.
 
     Inside a block every step sees the newest state before it (Gauss-Seidel), between blocks the old one (Jacobi): one
     iteration takes the time of `block` steps, holds one state a block, and carries information over a whole block, so
     it converges fast where a recurrence forgets within a block. With `correction` the ends of blocks are corrected by
     Newton's method, as parareal does with a coarse propagator: the Jacobian of a block is the product of those of its
-    steps, n Jacobian-vector products with a walk through it.
+    steps, n Jacobian-vector products with a run through it.
 
     Attributes:
-      block: Steps of a block; the last T modulo `block` steps are walked at the end.
+      block: Steps of a block; the last T modulo `block` steps are run at the end.
       correction: Whether by Newton's method.
       jac: Structure of the Jacobian, as in `Newton`.
       window: Steps solved at once, as in `Newton`.
@@ -51,7 +50,7 @@ class GaussSeidel:
 
     block: int = field(64, AtLeast(1))
     correction: bool = False
-    jac: Any = "auto"
+    jac: Jac = "auto"
     window: int | None = field(None, AtLeast(1))
     max_iters: int | None = field(None, AtLeast(1))
     shot_above: int = field(16, AtLeast(0))
@@ -62,14 +61,14 @@ class GaussSeidel:
             raise UsageError(f"window={self.window} must hold one block of {self.block} at least.")
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Solves for the ends of the blocks, and walks every block once more for what lies inside."""
+        """Solves for the ends of the blocks, and runs every block once more for what lies inside."""
         length = problem.length
         block = min(self.block, length)
         if problem.axis_name is not None and length % block:
             raise UsageError(f"over devices a part's {length} steps must be a whole number of blocks of {block}.")
         count = length // block
 
-        def walk(before: Leaves, xs: Leaves, steps: int = block) -> Leaves:
+        def run_block(before: Leaves, xs: Leaves, steps: int = block) -> Leaves:
             entry = varying_as(before, (before, xs, problem.start))
 
             def one(h, x):
@@ -79,7 +78,7 @@ class GaussSeidel:
             return scanned(one, entry, xs, steps)
 
         def last(before: Leaves, xs: Leaves) -> Leaves:
-            return tuple(leaf[-1] for leaf in walk(before, xs))
+            return tuple(leaf[-1] for leaf in run_block(before, xs))
 
         rows = tuple(leaf[: count * block].reshape(count, block, *leaf.shape[1:]) for leaf in problem.xs)
         ends = dataclasses.replace(problem, step=last, xs=rows, length=count)
@@ -88,18 +87,18 @@ class GaussSeidel:
         method = (Newton if self.correction else Jacobi)(window=self.window and self.window // block, **options)
         h, outcome = by_windows(method, ends, start, "nan", confirm=False)
 
-        inside = jax.vmap(walk, axis_size=count)(ends.shift(h), rows)
-        # This is the residual of the ends that were found. Where errors grow, a block that is walked by another program
+        inside = jax.vmap(run_block, axis_size=count)(ends.shift(h), rows)
+        # This is the residual of the ends that were found. Where errors grow, a block that is run by another program
         # may end elsewhere, too: then it was not found.
         gap = tuple(a[:, -1] - b for a, b in zip(inside, h, strict=True))
-        is_met = within(gap, settled(ends, h, self.correction))
+        is_met = within(gap, residual_bound(ends, h, self.correction))
         is_met = once(~is_met.all(), lambda met: met | as_good_as_rounding(ends, h, gap, gap), is_met, problem.start)
         is_found = problem.rank * count + jnp.arange(count) < outcome.first_bad
         prefix, is_done = leading(ends, is_found & is_met)
         inside = tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in inside)
         if count * block < length:
             rest = tuple(leaf[count * block :] for leaf in problem.xs)
-            tail = walk(tuple(leaf[-1] for leaf in inside), rest, length - count * block)
+            tail = run_block(tuple(leaf[-1] for leaf in inside), rest, length - count * block)
             inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
         h = once(~is_done, lambda h: finished(problem, h, prefix * block, on_fail), inside, problem.start)
         first_bad = jnp.where(prefix < count, problem.rank * length + prefix * block, problem.parts * length)
@@ -111,12 +110,12 @@ class GaussSeidel:
         """Whether the tangent is shot too, not solved for by an affine scan with all Jacobians."""
         return not self.correction and max(group.n for group in structure.groups) > self.shot_above
 
-    def tangent(self, problem: Problem, h: Leaves, drive: Leaves, d_start: Leaves) -> Leaves:
-        """Returns dh[t] = A[t] dh[t-1] + drive[t] from dh[-1] = `d_start`, A the Jacobians along the states `h`.
+    def tangent(self, problem: Problem, h: Leaves, b: Leaves, d_start: Leaves) -> Leaves:
+        """Returns dh[t] = A[t] dh[t-1] + b[t] from dh[-1] = `d_start`, A the Jacobians along the states `h`.
 
-        By shooting again, to a residual of 8 eps of each entry and of its sequence's largest drive; what that does not
-        find is walked. The transpose is shot backwards. Cost: a Jacobian-vector (or vector-Jacobian) product of every
-        step in every pass; memory as `h`.
+        By shooting again, to a residual of 8 eps of each entry and of its sequence's largest b; what that does not
+        find is run sequentially. The transpose is shot backwards. Cost: a Jacobian-vector (or vector-Jacobian) product
+        of every step in every pass; memory as `h`.
         """
         before = problem.shift(h)
         narrow = tuple(leaf.dtype for leaf in h)
@@ -161,14 +160,14 @@ class GaussSeidel:
             first = (tuple(leaf[0] for leaf in part) for part in (back, before, problem.xs))
             return _sum(start, pulled(*first)), back
 
-        d_start, drive = _cast(d_start, wide), _cast(drive, wide)
-        pair = moving_with(d_start, (h, drive)), moving_with(drive, (h, d_start))
+        d_start, b = _cast(d_start, wide), _cast(b, wide)
+        pair = moving_with(d_start, (h, b)), moving_with(b, (h, d_start))
         return _cast(lax.custom_linear_solve(matvec, pair, solve, transpose_solve)[1], narrow)
 
 
-def _sizes(structure: Structure, drive: Leaves, start: Leaves) -> Leaves:
-    """Returns the largest |drive| and |start| of each leaf's coupled entries over all steps, [1, ...]."""
-    whole = tuple(jnp.concatenate([a[None].astype(b.dtype), b]) for a, b in zip(start, drive, strict=True))
+def _sizes(structure: Structure, b: Leaves, start: Leaves) -> Leaves:
+    """Returns the largest |b| and |start| of each leaf's coupled entries over all steps, [1, ...]."""
+    whole = tuple(jnp.concatenate([first[None].astype(rest.dtype), rest]) for first, rest in zip(start, b, strict=True))
     out = [jnp.abs(leaf).max(0, keepdims=True) for leaf in whole]
     for group in structure.groups:
         size = group.flat(tuple(out)).max(-1, keepdims=True, initial=0)

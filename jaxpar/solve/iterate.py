@@ -5,18 +5,18 @@ every iteration lengthens; only what follows it is ever changed or reset.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import IterativeMethod, Problem
-from jaxpar.solve.rounding import allowed, fraction, noise, settled, trusted, wide, within
+from jaxpar.solve.rounding import allowed, fraction, residual_bound, rounding_noise, trusted, wide, within
 from jaxpar.solve.structure import Leaves
-from jaxpar.types import Array
+from jaxpar.types import Array, PyTree
 
-__all__ = ["Fit", "as_good_as_rounding", "is_rounding", "iterate", "leading", "most_iterations", "once", "remaining"]
+Tree = TypeVar("Tree")
 
 FROZEN = 0.02
 """Of the allowed error, the residual of a step that is not changed again."""
@@ -28,7 +28,7 @@ STALLED = 0.9
 """An update that is not smaller than so much of the one before it has stalled."""
 
 
-class Fit(NamedTuple):
+class Iterates(NamedTuple):
     """The iterates of one window.
 
     Attributes:
@@ -63,14 +63,14 @@ def most_iterations(length: int) -> int:
 
 def iterate(
     method: IterativeMethod, problem: Problem, guess: Leaves, valid: Array, is_sound: Array, confirm: bool = True
-) -> Fit:
+) -> Iterates:
     """Iterates until residual and error are small at every entry of every step, or the method's bound is reached.
 
     Judged is the iterate that is returned: its own residual, and its error, for which the last two updates speak. If
     those shrink by the factor q an iteration, what is left of the error is q / (1 - q) of the last update. An entry
-    passes if that is at most `rtol |h| + atol` and its residual as small (`settled`). Where the updates of a method
-    that solves with the true Jacobian shrink no more, rounding has the last word: see `as_good_as_rounding`. Those of
-    others may shrink slowly for another reason, and have to pass.
+    passes if that is at most `rtol |h| + atol` and its residual as small (`residual_bound`). Where the updates of a
+    method that solves with the true Jacobian shrink no more, rounding decides: see `as_good_as_rounding`.
+    Those of others may shrink slowly for another reason, and have to pass.
 
     Args:
       method: Whose updates.
@@ -86,43 +86,45 @@ def iterate(
     is_padding = index >= valid
     is_exact = method.is_exact(problem.structure)
 
-    def advance(fit: Fit) -> Fit:
-        is_fixed = index < fit.frozen
-        before = fit.residual if confirm else _cleared(is_fixed, problem.residual(fit.h))
-        delta = _cleared(is_fixed, method.update(problem, fit.h, before))
-        h = tuple((a + b).astype(a.dtype) for a, b in zip(fit.h, delta, strict=True))
+    def advance(iterates: Iterates) -> Iterates:
+        is_fixed = index < iterates.frozen
+        before = iterates.residual if confirm else _cleared(is_fixed, problem.residual(iterates.h))
+        delta = _cleared(is_fixed, method.update(problem, iterates.h, before))
+        h = tuple((a + b).astype(a.dtype) for a, b in zip(iterates.h, delta, strict=True))
         h = _reset(h, guess)
         residual = _cleared(is_fixed, problem.residual(h)) if confirm else before
         bound = allowed(problem, h)
-        residuals, updates = fraction(residual, settled(problem, h, is_exact)), fraction(delta, bound)
+        residuals, updates = fraction(residual, residual_bound(problem, h, is_exact)), fraction(delta, bound)
         size, worst = (_largest(problem, jnp.where(is_padding, 0, steps)) for steps in (updates, residuals))
-        rate = size / fit.size
-        error = remaining(updates, rate, fit.iterations)
+        rate = size / iterates.size
+        error = remaining(updates, rate, iterates.iterations)
         passes = (residuals <= 1) & (error <= 1)
         frozen, _ = leading(problem, passes & (residuals <= FROZEN) | is_fixed | is_padding)
         if is_exact:
             passes = once(
-                (fit.iterations > 0) & (rate > STALLED) & ~(passes | is_padding).all(),
-                lambda passes: passes | as_good_as_rounding(problem, h, residual, delta, fit.iterations),
+                (iterates.iterations > 0) & (rate > STALLED) & ~(passes | is_padding).all(),
+                lambda passes: passes | as_good_as_rounding(problem, h, residual, delta, iterates.iterations),
                 passes,
                 problem.start,
             )
         prefix, is_done = leading(problem, passes | is_fixed | is_padding)
-        after = Fit(h, residual, frozen, prefix, is_done, fit.iterations + 1, size, (worst, size))
+        after = Iterates(h, residual, frozen, prefix, is_done, iterates.iterations + 1, size, (worst, size))
         return varying_as(after, problem.start)
 
     prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
     unknown = problem.residual(guess) if confirm else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
-    first = Fit(guess, unknown, prefix, prefix, is_done, jnp.int32(0), nothing, (nothing, nothing))
+    first = Iterates(guess, unknown, prefix, prefix, is_done, jnp.int32(0), nothing, (nothing, nothing))
     first = varying_as(first, problem.start)
-    return jax.lax.while_loop(lambda fit: is_sound & ~fit.is_done & (fit.iterations < limit), advance, first)
+    return jax.lax.while_loop(
+        lambda iterates: is_sound & ~iterates.is_done & (iterates.iterations < limit), advance, first
+    )
 
 
 def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
     """Returns the error that is left after updates that shrink by `rate`, in their units: a geometric series' rest.
 
-    A single update speaks for itself. Where nothing changes any more, nothing is left.
+    In the first iteration there is no rate yet, and the update itself is returned; where nothing changes, zero.
     """
     factor = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
     factor = jnp.where(iterations == 0, 1.0, factor)
@@ -131,8 +133,8 @@ def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
 
 def is_rounding(problem: Problem, h: Leaves, residual: Leaves, salt: Array | int = 0) -> Array:
     """Returns at which steps the residual of every entry is a few roundings of what enters it, [T]."""
-    level = noise(problem, h, salt)
-    most = tuple(a + ROUNDINGS * b for a, b in zip(settled(problem, h), level, strict=True))
+    level = rounding_noise(problem, h, salt)
+    most = tuple(a + ROUNDINGS * b for a, b in zip(residual_bound(problem, h), level, strict=True))
     return within(residual, most)
 
 
@@ -145,7 +147,7 @@ def as_good_as_rounding(problem: Problem, h: Leaves, residual: Leaves, error: Le
     return is_rounding(problem, h, residual, salt) & within(error, trusted(problem, h))
 
 
-def once(is_needed: Array, repair: Callable[[Any], Any], state: Any, like: Any) -> Any:
+def once(is_needed: Array, repair: Callable[[Tree], Tree], state: Tree, like: PyTree) -> Tree:
     """Returns `repair(state)` if that is needed, else `state`, for which nothing is computed.
 
     A loop that makes no trip: under `vmap` a `cond` would run both branches.

@@ -35,8 +35,8 @@ def lyapunov(
       length: T, needed when xs has no leaves.
       states: The states after each step, [T, ...], where they are known (the ys of a scan that returns its carry). All
         Jacobians are then taken and multiplied at once, in log2(T) rounds of n x n products with O(T n^2) memory;
-        without them one `lax.scan` walks with v.
-      discard: Steps left out of the mean at the start, so that the orbit forgets `init` and, in the walk, v turns.
+        without them one `lax.scan` carries v along.
+      discard: Steps left out of the mean at the start, so that the orbit forgets `init` and, in the loop, v turns.
       seed: Of v.
 
     Returns:
@@ -60,7 +60,7 @@ def lyapunov(
         return ravel_pytree(f(unravel(h), x)[0])[0]
 
     if states is None:
-        logs = _walk(step, h, xs, length, v)
+        logs = _run_steps(step, h, xs, length, v)
         return logs[discard:].mean()
     flat = jax.vmap(lambda state: ravel_pytree(state)[0])(states)
     if len(flat) != num:
@@ -71,7 +71,7 @@ def lyapunov(
     return _log_product(jacobians, v) / (num - discard)
 
 
-def _walk(step, h: Array, xs: PyTree, length: int | None, v: Array) -> Array:
+def _run_steps(step, h: Array, xs: PyTree, length: int | None, v: Array) -> Array:
     """Returns log ||J v|| of every step, v being turned along and made of norm one each time."""
 
     def body(carry, x):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,12 @@ import jax.numpy as jnp
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, check_fields, field
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.fused import newton_states, takes
-from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.structure import Block, Dense, Jacobian, Leaves, Structure, elementwise
+from jaxpar.solve.problem import Method, Outcome, Problem
+from jaxpar.solve.structure import Block, Dense, Jac, Jacobian, Leaves, Structure, elementwise
 from jaxpar.solve.windows import by_windows
 from jaxpar.types import Array, UsageError
 
-__all__ = ["Newton", "Quasi", "check_iterative", "diagonal_structure", "exact_diagonal"]
+__all__ = ["Newton", "Quasi"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Newton:
     arXiv:2510.21450.
     """
 
-    jac: Any = "auto"
+    jac: Jac = "auto"
     window: int | None = field(None, AtLeast(1))
     max_iters: int | None = field(None, AtLeast(1))
     damping: float = field(0.0, Between(0, 1))
@@ -94,7 +93,7 @@ class Quasi:
     """
 
     diagonal: str = field("exact", OneOf(("exact", "hutchinson")))
-    jac: Any = "auto"
+    jac: Jac = "auto"
     samples: int = field(1, AtLeast(1))
     seed: int = field(0, Finite())
     window: int | None = field(None, AtLeast(1))
@@ -114,7 +113,9 @@ class Quasi:
         is_all = self.diagonal == "exact" and max(group.n for group in structure.groups) == 1
         return is_all and not self.damping and self.clip is None
 
-    states = by_windows
+    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+        """Solves window by window."""
+        return by_windows(self, problem, guess, on_fail)
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns L(diag A)^-1 residual."""
@@ -130,7 +131,7 @@ class Quasi:
         return problem.solve(jacobian, residual, structure=structure)
 
 
-def check_iterative(method: Any) -> None:
+def check_iterative(method: Method) -> None:
     """Checks the fields that all iterative methods share.
 
     Raises:

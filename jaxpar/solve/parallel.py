@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.struct
 import jax
@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.carries import Division, Loop, divided
 from jaxpar.solve.newton import Newton
-from jaxpar.solve.problem import Method, Outcome
+from jaxpar.solve.problem import Chooser, Method, Outcome, UnrolledMethod
 from jaxpar.solve.program import leaf_names, trace
 from jaxpar.solve.sequential import Sequential, check_unroll
 from jaxpar.solve.solution import Solve, states
@@ -77,21 +77,21 @@ def parallel_scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
-    method: Method | None = None,
+    method: Method | Chooser | None = None,
     with_stats: bool = False,
     on_fail: str = "finish",
     guess: PyTree = None,
     axis_name: str | None = None,
     rtol: float | None = None,
     atol: float | None = None,
-) -> Any:
+) -> Any:  # two results or three, as `with_stats` says
     """Returns what `jax.lax.scan(f, init, xs, length, reverse, unroll)` does, with its states found in parallel.
 
     The states are the root of f(h[t-1], x[t]) - h[t] = 0 over all t; the method iterates on all of them at once until
     every entry of every step is within `rtol |h| + atol` of what it must be, or as near as rounding lets its own
     numbers come. The result is a true trajectory: every state is f of the one before, up to rounding; the loop's own
-    where errors do not grow. Leaves that are not floating (counters, flags, keys, complex numbers) are walked first,
-    as inputs of the solve; if one depends on an unknown, the whole is walked, and `Stats.reason` says so.
+    where errors do not grow. Leaves that are not floating (counters, flags, keys, complex numbers) run sequentially
+    first, as inputs of the solve; if one depends on an unknown, so does the whole, and `Stats.reason` says so.
 
     Derivatives of any order are exact whatever the method: they are those of the root. Works under `jit`, `vmap` (each
     sequence converges for itself), `grad`, `jvp`, `shard_map` and in loops (there JAX refuses `grad` of `grad`); f may
@@ -104,10 +104,10 @@ def parallel_scan(
       xs: Inputs, a pytree of arrays [T, ...], or None.
       length: T; needed if xs has no arrays.
       reverse: Whether the first step is at the end of xs.
-      unroll: As `lax.scan`'s, of what is walked; 1 leaves it to the method.
+      unroll: As `lax.scan`'s, of what is run sequentially; 1 leaves it to the method.
       method: A method object of `jaxpar.solve`; None for `Newton()`, `Auto()` to choose one by predictability and cost.
       with_stats: Whether to return a `Stats` as third.
-      on_fail: What stands where iteration fails: "finish", a true trajectory, walked; "nan"; or "raise", an
+      on_fail: What stands where iteration fails: "finish", a true trajectory, run sequentially; "nan"; or "raise", an
         `ArithmeticError` outside of jit, where values are known, and NaN inside.
       guess: States to start from: like init, with a leading T, in the order of xs. Leaves not solved for are not read.
       axis_name: Mesh axis that the sequence is split over, inside `jax.shard_map`: xs is this device's part, init and
@@ -128,12 +128,12 @@ def parallel_scan(
     method = _chosen(method, f, init, xs, loop)
     if length == 0 or not names or (isinstance(method, Sequential) and axis_name is None):
         carry, ys = dataclasses.replace(_unrolled(loop, method), axis_name=None).run(f, init, xs)
-        stats = _untroubled(method, loop)
+        stats = _sequential_stats(method, loop)
         return (carry, ys, stats) if with_stats else (carry, ys)
     parts = divided(trace(f, init, xs, axis_name), names)
     near = None if guess is None else _guess_leaves(guess, parts, length)
     if parts.reason:
-        carry, ys, stats = _walked(f, xs, parts, loop, method)
+        carry, ys, stats = _run_sequentially(f, xs, parts, loop, method)
     else:
         carry, ys, stats = _solved(parts, loop, method, on_fail, near, (rtol, atol))
     if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
@@ -141,13 +141,15 @@ def parallel_scan(
     return (carry, ys, stats) if with_stats else (carry, ys)
 
 
-def _walked(f: Callable, xs: PyTree, parts: Division, loop: Loop, method: Method) -> tuple[PyTree, PyTree, Stats]:
+def _run_sequentially(
+    f: Callable, xs: PyTree, parts: Division, loop: Loop, method: Method
+) -> tuple[PyTree, PyTree, Stats]:
     """Takes one step after the other, where some of the carry cannot be told apart from the unknowns."""
     traced = parts.traced
     whole = traced.state_tree.unflatten(traced.init), jax.tree.structure(xs).unflatten(traced.xs)
     carry, ys = _unrolled(loop, method).run(f, *whole)
     method = method if isinstance(method, Sequential) else Sequential()
-    return carry, ys, _untroubled(method, loop, parts.reason)
+    return carry, ys, _sequential_stats(method, loop, parts.reason)
 
 
 def _check(on_fail: str, rtol: float | None, atol: float | None, unroll: int | bool) -> None:
@@ -161,15 +163,20 @@ def _check(on_fail: str, rtol: float | None, atol: float | None, unroll: int | b
 
 
 def _solved(
-    parts: Division, loop: Loop, method: Any, on_fail: str, guess: Leaves | None, tolerances: tuple[Any, Any]
+    parts: Division,
+    loop: Loop,
+    method: Method,
+    on_fail: str,
+    guess: Leaves | None,
+    tolerances: tuple[float | None, float | None],
 ) -> tuple[PyTree, PyTree, Stats]:
-    """Returns the last state, the outputs and the stats: what can be is walked first, and the rest solved."""
+    """Returns the last state, the outputs and the stats: what can be is run sequentially first, and the rest solved."""
     program, known = parts.traced, ()
     if parts.first:
         known, before = parts.known(loop)
         program = trace(*parts.rest(before), loop.axis_name)
-    if loop.unroll != 1 and hasattr(method, "unroll"):
-        method = dataclasses.replace(method, unroll=loop.unroll)
+    if loop.unroll != 1 and isinstance(method, UnrolledMethod):
+        method = dataclasses.replace(cast(Any, method), unroll=loop.unroll)
     first = tuple(leaf[0] for leaf in program.xs)
     structure = structure_of(program.step, program.init, first, method.jac, [parts.names[n] for n in parts.solved])
     what = program.recurrence, method, structure, loop.length, on_fail, loop.axis_name, loop.reverse
@@ -179,18 +186,18 @@ def _solved(
     return parts.traced.state_tree.unflatten(parts.merged(carry, known)), parts.traced.output_tree.unflatten(ys), stats
 
 
-def _chosen(method: Any, f: Callable, init: PyTree, xs: PyTree, loop: Loop) -> Method:
+def _chosen(method: Method | Chooser | None, f: Callable, init: PyTree, xs: PyTree, loop: Loop) -> Method:
     """Returns the method itself, `Newton` for None, and the choice of an `Auto`, which tries methods with this f."""
     if method is None:
         return Newton()
-    if hasattr(method, "choice"):
-        return method.choice(f, init, xs, loop.length, loop.reverse).method if loop.length > 0 else Sequential()
+    if isinstance(method, Chooser):
+        return method.choose_method(f, init, xs, loop.length, loop.reverse) if loop.length > 0 else Sequential()
     return method
 
 
-def _unrolled(loop: Loop, method: Any) -> Loop:
+def _unrolled(loop: Loop, method: Method) -> Loop:
     """Returns the loop, unrolled as its method says where the call does not."""
-    own = getattr(method, "unroll", None)
+    own = method.unroll if isinstance(method, UnrolledMethod) else None
     return dataclasses.replace(loop, unroll=own) if own and loop.unroll == 1 else loop
 
 
@@ -243,7 +250,7 @@ def _guess_leaves(guess: PyTree, parts: Division, length: int) -> Leaves:
     return varying_as(jax.lax.stop_gradient(cast), traced.init)
 
 
-def _untroubled(method: Method, loop: Loop, reason: str = "") -> Stats:
+def _sequential_stats(method: Method, loop: Loop, reason: str = "") -> Stats:
     """Returns the stats of a plain loop."""
     zero = jnp.zeros((), jnp.float32)
     outcome = Outcome(jnp.int32(0), jnp.int32(0), zero, zero, jnp.int32(loop.parts * loop.length))

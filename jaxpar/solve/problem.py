@@ -7,15 +7,16 @@ one affine scan. Other methods replace A.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxpar.solve.structure import Jacobian, Leaves, Structure
-from jaxpar.types import Array
+from jaxpar.solve.structure import Jac, Jacobian, Leaves, Structure
+from jaxpar.types import Array, PyTree
 
-__all__ = ["IterativeMethod", "Method", "Outcome", "Problem"]
+__all__ = ["Chooser", "IterativeMethod", "Method", "Outcome", "Problem", "UnrolledMethod", "WindowedMethod"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Problem:
       reverse: Whether the first device along that axis holds the last part. Within a part time runs forwards.
       rtol: Error that is allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype.
       atol: Error that is allowed in every entry beside that; None for a tenth of rtol.
-      unroll: Of what is walked; None leaves it to who walks.
+      unroll: Of what is run sequentially; None leaves it to the method.
       floor: Error that is allowed beside both, arrays that broadcast against [T, ...]; None for none.
     """
 
@@ -48,7 +49,7 @@ class Problem:
     unroll: int | None = None
     floor: Leaves | None = None
 
-    def tolerance(self, dtype: Any) -> tuple[float, float]:
+    def tolerance(self, dtype: DTypeLike) -> tuple[float, float]:
         """Returns rtol and atol for states of a dtype."""
         rtol = 1.5 * float(jnp.finfo(dtype).eps) ** 0.75 if self.rtol is None else self.rtol
         return rtol, rtol / 10 if self.atol is None else self.atol
@@ -139,7 +140,7 @@ class Method(Protocol):
     """How states are found: a frozen, hashable dataclass without arrays."""
 
     @property
-    def jac(self) -> Any:
+    def jac(self) -> Jac:
         """Declared structure of the Jacobian: "auto", "diag", `Block(k)`, "dense" or `Dense(batch_dims)`."""
         ...
 
@@ -154,13 +155,42 @@ class Method(Protocol):
         ...
 
 
-class IterativeMethod(Method, Protocol):
-    """A method whose `states` is `jaxpar.solve.windows.by_windows(self, problem, guess, on_fail)`."""
+@runtime_checkable
+class WindowedMethod(Method, Protocol):
+    """A method that takes a sequence in windows."""
 
     @property
     def window(self) -> int | None:
-        """Steps solved at once; None for what a budget of memory allows."""
+        """Steps solved at once, or whose Jacobians are alive at once; None for what a budget of memory allows."""
         ...
+
+
+@runtime_checkable
+class UnrolledMethod(Method, Protocol):
+    """A method with a loop over steps, which may be unrolled."""
+
+    @property
+    def unroll(self) -> int | None:
+        """Steps in one trip of the loop, as `lax.scan`'s; None for what the platform does best."""
+        ...
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """What stands in a method's place and chooses one for the recurrence at hand: a frozen dataclass, too."""
+
+    @property
+    def jac(self) -> Jac:
+        """Declared structure of the Jacobian, which it passes on."""
+        ...
+
+    def choose_method(self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Method:
+        """Returns the method to take for these arguments of `parallel_scan`."""
+        ...
+
+
+class IterativeMethod(WindowedMethod, Protocol):
+    """A method whose `states` returns `jaxpar.solve.windows.by_windows(self, problem, guess, on_fail)`."""
 
     @property
     def max_iters(self) -> int | None:

@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxpar.scan.varying import varying_axes, varying_over
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array, PyTree, UsageError
-
-__all__ = ["Recurrence", "Traced", "kind", "leaf_names", "trace"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +85,7 @@ def trace(f: Callable, init: PyTree, xs: PyTree, axis_name: str | None) -> Trace
     state, inputs = (tuple(map(jnp.asarray, jax.tree.leaves(tree))) for tree in (init, xs))
     axes = frozenset() if axis_name is None else frozenset({axis_name})
     axes = axes.union(*map(varying_axes, (*state, *inputs)))
+    # By its name, since the stubs of `jax.config` do not list its flags.
     precision = getattr(jax.config, "jax_default_matmul_precision") or "highest"  # noqa: B009
     with jax.default_matmul_precision(precision):
         while True:
@@ -121,7 +121,7 @@ def _program(f, state: Leaves, inputs: Leaves, state_tree, inputs_tree):
     return jax.make_jaxpr(flat)(state, [leaf[0] for leaf in inputs]), trees[-1]
 
 
-def _check(names: list[str], state: Leaves, new: Any) -> None:
+def _check(names: list[str], state: Leaves, new: Sequence[ShapedArray]) -> None:
     for name, old, aval in zip(names, state, new, strict=True):
         if old.shape != aval.shape or old.dtype != aval.dtype:
             raise UsageError(
@@ -129,7 +129,7 @@ def _check(names: list[str], state: Leaves, new: Any) -> None:
             )
 
 
-def kind(leaf: Any) -> str:
+def kind(leaf: Array | ShapedArray) -> str:
     """Returns dtype and shape, for messages."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 

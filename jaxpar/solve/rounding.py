@@ -13,8 +13,6 @@ from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Jacobian, Leaves
 from jaxpar.types import Array
 
-__all__ = ["allowed", "entering", "fraction", "noise", "settled", "spread", "trusted", "wide", "within"]
-
 PROBES = 4
 """Random derivatives that estimate the size of what enters an entry."""
 
@@ -33,7 +31,7 @@ def allowed(problem: Problem, h: Leaves) -> Leaves:
     return tuple(out) if problem.floor is None else tuple(map(jnp.add, out, problem.floor))
 
 
-def settled(problem: Problem, h: Leaves, is_exact: bool = True) -> Leaves:
+def residual_bound(problem: Problem, h: Leaves, is_exact: bool = True) -> Leaves:
     """Returns what a residual may be, [T, ...]; the error that it grows to is for the updates to tell.
 
     After an update by the true Jacobian (`is_exact`) that is what is allowed, and one rounding. Other methods leave a
@@ -59,7 +57,7 @@ def within(values: Leaves, bound: Leaves) -> Array:
     return fraction(values, bound) <= 1
 
 
-def noise(problem: Problem, h: Leaves, salt: Array | int) -> Leaves:
+def rounding_noise(problem: Problem, h: Leaves, salt: Array | int) -> Leaves:
     """Estimates the rounding of f(S h, x) in every entry, [T, ...]: eps times the numbers that enter it.
 
     They are the result, and the terms a[i, j] h[j] and b[i, j] x[j] of its derivative, of which random derivatives give
@@ -102,7 +100,7 @@ def spread(like: Array, salt: Array | int) -> Array:
 
 
 def entering(problem: Problem, jacobian: Jacobian, h: Leaves) -> Leaves:
-    """Returns eps (|h| + |A| |S h|), what `noise` estimates without the inputs, from a Jacobian that is at hand."""
+    """Returns eps (|h| + |A| |S h|), what `rounding_noise` estimates without the inputs, from a Jacobian at hand."""
     before = tuple(jnp.abs(leaf.astype(wide(leaf))) for leaf in problem.shift(h))
     terms = problem.structure.apply(jax.tree.map(jnp.abs, jacobian), before)
     return tuple(

@@ -1,17 +1,16 @@
 """Step by step: the sequential twin of every method, and the same with a parallel gradient."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.structure import Leaves
-from jaxpar.solve.windows import walk
+from jaxpar.solve.structure import Jac, Leaves
+from jaxpar.solve.windows import run_sequentially
 from jaxpar.types import UsageError
 
-__all__ = ["ParallelBackward", "Sequential", "check_unroll", "untroubled"]
+__all__ = ["ParallelBackward", "Sequential", "check_unroll", "sequential_outcome"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +23,18 @@ class Sequential:
     """
 
     unroll: int = field(1, AtLeast(1))
-    jac: Any = "auto"
+    jac: Jac = "auto"
 
     __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Walks; there is nothing to guess nor to fail."""
-        return walk(problem, unroll=self.unroll), untroubled(problem)
+        """Runs one step after the other; there is nothing to guess nor to fail."""
+        return run_sequentially(problem, unroll=self.unroll), sequential_outcome(problem)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelBackward:
-    """Walks forwards, and solves for the gradient in parallel: exact, without any iteration.
+    """Runs forwards sequentially, and solves for the gradient in parallel: exact, without any iteration.
 
     Attributes:
       jac: Structure of the Jacobian, as in `Newton`.
@@ -43,24 +42,24 @@ class ParallelBackward:
       unroll: Of the forward `lax.scan`; None for 8 on CUDA, 1 elsewhere.
     """
 
-    jac: Any = "auto"
+    jac: Jac = "auto"
     window: int | None = field(None, AtLeast(1))
     unroll: int | None = field(None, AtLeast(1))
 
     __post_init__ = check_fields
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Walks; there is nothing to guess nor to fail."""
-        return walk(problem, unroll=self.unroll), untroubled(problem)
+        """Runs one step after the other; there is nothing to guess nor to fail."""
+        return run_sequentially(problem, unroll=self.unroll), sequential_outcome(problem)
 
 
 def check_unroll(unroll: int | bool | None) -> None:
-    """Checks what all walks share: True unrolls a loop wholly, as `lax.scan` does."""
+    """Checks what all sequential runs share: True unrolls a loop wholly, as `lax.scan` does."""
     if unroll is not None and not isinstance(unroll, bool) and unroll < 1:
         raise UsageError(f"unroll={unroll} must be 1 at least.")
 
 
-def untroubled(problem: Problem) -> Outcome:
-    """Returns the outcome of a walk: nothing is guessed, and nothing fails."""
+def sequential_outcome(problem: Problem) -> Outcome:
+    """Returns the outcome of a sequential run: nothing is guessed, and nothing fails."""
     zero = jnp.zeros((), jnp.float32)
     return Outcome(jnp.int32(0), jnp.int32(1), zero, zero, jnp.int32(problem.parts * problem.length))

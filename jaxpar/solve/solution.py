@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jaxpar.solve.gauss_seidel import GaussSeidel
-from jaxpar.solve.problem import Method, Outcome, Problem
+from jaxpar.solve.problem import Method, Outcome, Problem, WindowedMethod
 from jaxpar.solve.program import Recurrence
 from jaxpar.solve.structure import Leaves, Structure, probe, probe_tolerance
 from jaxpar.solve.windows import auto_window, cut, joined
 from jaxpar.types import Array
-
-__all__ = ["Solve", "states"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Solve:
         """Steps whose true Jacobians are alive at a time."""
         if self.axis_name is not None:
             return self.length
-        chosen = getattr(self.method, "window", None) or self.length
-        return min(chosen, auto_window(self.structure, self.length))
+        chosen = self.method.window if isinstance(self.method, WindowedMethod) else None
+        return min(chosen or self.length, auto_window(self.structure, self.length))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

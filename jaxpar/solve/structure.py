@@ -21,28 +21,15 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.scan import affine_lanes, affine_scan
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve._dependence import Lost, Relation, relations
-from jaxpar.types import Array, UsageError
+from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = [
-    "LANES",
-    "Block",
-    "Dense",
-    "Group",
-    "Jacobian",
-    "Leaves",
-    "Structure",
-    "check_structure",
-    "elementwise",
-    "probe",
-    "probe_tolerance",
-    "structure_of",
-]
+__all__ = ["Block", "Dense", "check_structure"]
 
-LANES = 2
+MAX_LANES = 2
 """Groups of at most so many coupled entries are solved with each entry as an array of its own."""
 
 Jacobian = tuple[Any, ...]
-"""One item a group: lanes `A[i][j]` of shape [T, *batch] if n <= `LANES`, else an array [T, *batch, n, n]."""
+"""One item a group: lanes `A[i][j]` of shape [T, *batch] if n <= `MAX_LANES`, else an array [T, *batch, n, n]."""
 
 Leaves = tuple[Array, ...]
 
@@ -63,6 +50,10 @@ class Dense:
     batch_dims: int = field(0, AtLeast(0))
 
     __post_init__ = check_fields
+
+
+Jac = str | Block | Dense
+"""How the structure of a Jacobian is given: "auto", "diag", `Block(k)`, "dense" or `Dense(batch_dims)`."""
 
 
 class Group(NamedTuple):
@@ -142,7 +133,7 @@ class Structure:
         def column(seed: Leaves) -> Leaves:
             return jax.jvp(apply, (before,), (seed,))[1]
 
-        if n <= LANES:
+        if n <= MAX_LANES:
             columns = [column(self.seed(before, jnp.arange(n) == entry)) for entry in range(n)]
             return tuple(_rows([group.lanes(each) for each in columns[: group.n]]) for group in self.groups)
         stacked = jax.vmap(lambda chosen: column(self.seed(before, chosen)))(jnp.eye(n, dtype=bool))
@@ -214,9 +205,9 @@ def _rows(columns: Sequence[Leaves]) -> tuple[Leaves, ...]:
     return tuple(zip(*columns, strict=True))
 
 
-def _matrix(group: Group, columns: Leaves) -> Any:
+def _matrix(group: Group, columns: Leaves) -> Array | tuple[Leaves, ...]:
     """Returns A of one group from the leaves [n, T, ...] of its columns."""
-    if group.n <= LANES:
+    if group.n <= MAX_LANES:
         return _rows([group.lanes(tuple(leaf[entry] for leaf in columns)) for entry in range(group.n)])
     return jnp.moveaxis(jax.vmap(group.flat)(columns), 0, -1)
 
@@ -226,7 +217,7 @@ def elementwise(shapes: Sequence[tuple[int, ...]]) -> Structure:
     return Structure(tuple(Group((number,), tuple(shape), (1,)) for number, shape in enumerate(shapes)))
 
 
-def structure_of(step: Callable, start: Leaves, x: Leaves, jac: Any, names: Sequence[str] = ()) -> Structure:
+def structure_of(step: Callable, start: Leaves, x: Leaves, jac: Jac, names: Sequence[str] = ()) -> Structure:
     """Returns the structure of f at states and inputs like `start` and `x`.
 
     Args:
@@ -299,7 +290,7 @@ def _group(leaves: tuple[int, ...], dims: int, shapes: list[tuple[int, ...]]) ->
     return Group(leaves, shapes[leaves[0]][:dims], sizes)
 
 
-def _declared(jac: Any, shapes: list[tuple[int, ...]]) -> Structure:
+def _declared(jac: Jac, shapes: list[tuple[int, ...]]) -> Structure:
     """Returns the structure that a declaration means for leaves of these shapes."""
     every = tuple(range(len(shapes)))
     if jac == "diag":
@@ -318,7 +309,7 @@ def _declared(jac: Any, shapes: list[tuple[int, ...]]) -> Structure:
 
 
 def _proved(
-    structure: Structure, jac: Any, pattern: list[Relation], shapes: list[tuple[int, ...]], names: list[str]
+    structure: Structure, jac: Jac, pattern: list[Relation], shapes: list[tuple[int, ...]], names: list[str]
 ) -> bool:
     """Returns whether a pattern shows a declared structure; refuses one that it contradicts."""
     group_of = {number: group for group in structure.groups for number in group.leaves}
@@ -348,7 +339,7 @@ def _proved(
     return proved
 
 
-def check_structure(f: Callable, init: Any, x: Any, jac: Any) -> Structure:
+def check_structure(f: Callable, init: PyTree, x: PyTree, jac: Jac) -> Structure:
     """Returns the structure of `f`'s Jacobian if `jac` declares it rightly; to be called once, outside of jit.
 
     The program of f's derivative decides where it can; else one product with a random vector does, at `init` moved
@@ -402,6 +393,6 @@ def probe(structure: Structure, apply: Callable[[Leaves], Leaves], before: Leave
     return jnp.where(jnp.isfinite(error), error, jnp.inf).max()
 
 
-def probe_tolerance(leaves: Sequence[Any]) -> float:
+def probe_tolerance(leaves: Leaves) -> float:
     """Returns the bound on `probe` that rounding explains."""
     return 100 * max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)

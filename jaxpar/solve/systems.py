@@ -61,7 +61,7 @@ def intervals(ts: Float[Array, "T+1"], xs: PyTree = None) -> Interval:
     return Interval(jnp.asarray(ts[:-1]), jnp.asarray(lengths), xs)
 
 
-def ode_step(field: Callable[[Array, PyTree, Any], PyTree]) -> Step:
+def ode_step(field: Callable[[Array, PyTree, PyTree], PyTree]) -> Step:
     """Returns a step of the classical Runge-Kutta method of order four for dh/dt = field(t, h, x).
 
     Over a grid of one's own times, which may lie as far apart as one likes:

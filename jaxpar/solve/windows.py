@@ -1,6 +1,6 @@
 """Windows in sequence, each started from the true state before it, and what follows where one fails.
 
-A window that fails is solved again in short windows, and what fails even there is walked step by step. A repair is a
+A window that fails is solved again in short windows, and what fails even there is run step by step. A repair is a
 loop that makes no trip when there is nothing to repair: under `vmap` a `cond` would run both branches.
 
 Windows hide instability: each may converge while the error of the states before it grows from window to window. So a
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ from jaxpar.solve.iterate import iterate, leading, once
 from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.rounding import entering, spread, trusted, wide, within
 from jaxpar.solve.structure import Leaves, Structure
-from jaxpar.types import Array
+from jaxpar.types import Array, PyTree
 
-__all__ = ["SHORT", "WINDOW_BYTES", "auto_window", "by_windows", "cut", "finished", "joined", "once", "scanned", "walk"]
+__all__ = ["SHORT", "WINDOW_BYTES"]
 
 WINDOW_BYTES = 2**30
 """What the Jacobians of one window and the scan over them may take, by `Structure.bytes_per_step`."""
@@ -57,7 +57,7 @@ def by_windows(
     return h, outcome._replace(first_bad=first_bad.astype(jnp.int32))
 
 
-def cut(tree: Any, length: int, size: int) -> Any:
+def cut(tree: PyTree, length: int, size: int) -> PyTree:
     """Returns arrays [T, ...] as windows [ceil(T / size), size, ...]; the last step fills up the last one."""
     count = math.ceil(length / size)
     rows = jnp.minimum(jnp.arange(count * size), length - 1)
@@ -69,20 +69,22 @@ def cut(tree: Any, length: int, size: int) -> Any:
     return jax.tree.map(one, tree)
 
 
-def joined(tree: Any, length: int) -> Any:
+def joined(tree: PyTree, length: int) -> PyTree:
     """Returns windows of arrays as arrays [T, ...], without what filled them up."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:length], tree)
 
 
-def scanned(f: Callable, start: Leaves, xs: Any, length: int, unroll: int | None = None) -> Leaves:
-    """Returns the outputs of `lax.scan`, whose loop is unrolled as `walk` says."""
+def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | None = None) -> Leaves:
+    """Returns the outputs of `lax.scan`, whose loop is unrolled as `run_sequentially` says."""
     run = functools.partial(jax.lax.scan, f, start, xs, length)
     if unroll is not None:
         return run(unroll=unroll)[1]
     return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
 
 
-def walk(problem: Problem, h: Leaves | None = None, prefix: Array | int = 0, unroll: int | None = None) -> Leaves:
+def run_sequentially(
+    problem: Problem, h: Leaves | None = None, prefix: Array | int = 0, unroll: int | None = None
+) -> Leaves:
     """Returns the states found step by step, keeping the first `prefix` steps of `h`, none by default.
 
     With `axis_name` the devices take turns, each passing one state on. `unroll` is `lax.scan`'s; None for 8 on CUDA,
@@ -169,28 +171,28 @@ class _Solver:
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
         entry = tuple(leaf[None] for leaf in problem.start)
         is_sound = is_finite & within(tuple(leaf[None] for leaf in error), trusted(problem, entry))[0]
-        fit = iterate(self.method, problem, guess, valid, is_sound, self.confirm)
-        prefix, is_done = fit.prefix, fit.is_done
+        iterates = iterate(self.method, problem, guess, valid, is_sound, self.confirm)
+        prefix, is_done = iterates.prefix, iterates.is_done
         after = error
         if chained and self._is_affordable(problem):
-            errors = _errors(problem, fit.h, error)
-            is_trusted = within(errors, trusted(problem, fit.h)) | (jnp.arange(problem.length) >= valid)
+            errors = _errors(problem, iterates.h, error)
+            is_trusted = within(errors, trusted(problem, iterates.h)) | (jnp.arange(problem.length) >= valid)
             prefix, is_done = leading(problem, is_trusted & (jnp.arange(problem.length) < prefix))
             after = tuple(leaf[-1] for leaf in errors)
         none = jnp.full_like(prefix, problem.length)
-        outcome = Outcome(fit.iterations, jnp.int32(1), *fit.worst, none)
+        outcome = Outcome(iterates.iterations, jnp.int32(1), *iterates.worst, none)
 
         def repair(state: _State) -> _State:
             if sizes[1:]:
                 again = self.windows(problem, sizes[1:], state.h, valid, error, True)
                 made = again.outcome
-                total = made._replace(iterations=made.iterations + fit.iterations, windows=made.windows + 1)
+                total = made._replace(iterations=made.iterations + iterates.iterations, windows=made.windows + 1)
                 return again._replace(outcome=total)
-            # What is walked is what the loop gives; the estimate starts again from what it was.
+            # What is run sequentially is what the loop gives; the estimate starts again from what it was.
             rest = finished(problem, state.h, prefix, self.on_fail)
             return _State(rest, error, outcome._replace(first_bad=prefix))
 
-        return once(~is_done, repair, _State(fit.h, after, outcome), problem.start)
+        return once(~is_done, repair, _State(iterates.h, after, outcome), problem.start)
 
     def _is_affordable(self, problem) -> bool:
         """Whether the true Jacobian takes no more memory than what an update holds anyway."""
@@ -198,9 +200,9 @@ class _Solver:
 
 
 def finished(problem: Problem, h: Leaves, prefix: Array, on_fail: str) -> Leaves:
-    """Returns the states with all but the first `prefix` steps walked, or NaN; see `Method.states`."""
+    """Returns the states with all but the first `prefix` steps run sequentially, or NaN; see `Method.states`."""
     if on_fail == "finish":
-        return walk(problem, h, prefix)
+        return run_sequentially(problem, h, prefix)
     is_kept = jnp.arange(problem.length) < prefix
     return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
 

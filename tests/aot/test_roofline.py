@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.aot import CHIPS
 from jaxpar.aot.hlo import Crossing
-from jaxpar.aot.roofline import LINK, roofline
+from jaxpar.aot.roofline import LINK_SHARE, roofline
 from jaxpar.aot.traffic import Traffic, traffic_of
 from jaxpar.lm import OptimizerConfig, Trainer, flops_per_token
 from jaxpar.mesh import MeshSpec, make_mesh
@@ -54,5 +54,5 @@ def test_links(kind, moved, chip, links):
     mesh = make_mesh(MeshSpec(fsdp=4, tensor=2), jax.devices())
     traffic = Traffic({(0.0, 1.0): 1}, 0.0, ())
     line = roofline(traffic, [Crossing(kind, "fsdp", 10, 10**9)], CHIPS[chip], mesh)
-    assert line.links_s == {"fsdp": pytest.approx(moved * 1e9 / (LINK * links * CHIPS[chip].link_bandwidth))}
+    assert line.links_s == {"fsdp": pytest.approx(moved * 1e9 / (LINK_SHARE * links * CHIPS[chip].link_bandwidth))}
     assert line.step_s == sum(line.links_s.values()) and line.bound == "links"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxpar.aot import CHIPS, chip_of, devices, parse
+from jaxpar.aot import CHIPS, chip_of, devices, parse_topology
 from jaxpar.aot.topology import hbm_bytes
 from jaxpar.types import UsageError
 
@@ -32,15 +32,15 @@ SIZES |= {"tpu7x:2x2x1": 8, "v5p:16x16x24": 6144}
 )
 def test_wrong_names_say_what_is_legal(text, sentence):
     with pytest.raises(UsageError, match=sentence):
-        parse(text)
+        parse_topology(text)
 
 
 def test_names_are_read():
-    topology = parse("TPU7x:2x2x1")
+    topology = parse_topology("TPU7x:2x2x1")
     assert (topology.text, topology.num_devices, topology.offline) == ("tpu7x:2x2x1", 8, False)
-    assert parse("h200:16").offline and parse("h200:16").num_devices == 16
-    with pytest.raises(UsageError, match="planned analytically"):
-        devices(parse("h200:16"))
+    assert parse_topology("h200:16").offline and parse_topology("h200:16").num_devices == 16
+    with pytest.raises(UsageError, match="estimated analytically"):
+        devices(parse_topology("h200:16"))
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_peaks_are_of_one_magnitude():
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_compile_only_devices_come_in_silence():
     script = (
-        "from jaxpar.aot import chip_of, devices, parse\n"
+        "from jaxpar.aot import chip_of, devices, parse_topology\n"
         f"for name in {list(SIZES)}:\n"
-        "    found = devices(parse(name))\n"
+        "    found = devices(parse_topology(name))\n"
         "    print(name, len(found), chip_of(found[0]).name)\n"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "TPU_", "ALLOW_"))}
@@ -113,5 +113,5 @@ def test_what_libtpu_says_is_said_in_our_words(text, sentence, monkeypatch, capf
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     with pytest.raises(UsageError) as caught:
-        devices(parse("v5e:5000x3"))
+        devices(parse_topology("v5e:5000x3"))
     assert str(caught.value) == sentence and capfd.readouterr() == ("", "")

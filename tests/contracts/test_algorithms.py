@@ -63,13 +63,13 @@ def short_episodes():
     return CART_PARAMS.replace(max_steps=3)
 
 
-SHAPES_ALONE = "rollout.lanes evaluates shapes, and nothing else, with a key that was used"
+SHAPES_ALONE = "rollout.env_state evaluates shapes, and nothing else, with a key that was used"
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
 FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
 VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
 STACK = Stack(1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window=3)), Mlp(4), init_std=0.5)
 BOTH_WAYS = Stack(1, 4, Attention(2, 2, 2, visible=Visible(causal=False)), Mlp(4), dropout=0.1)
-TINY = {"num_lanes": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
+TINY = {"num_envs": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(
@@ -82,15 +82,15 @@ ROWS = {
         xor,
     ),
     "ppo": Row(
-        Ppo(CART, Network(hidden=(8,)), num_lanes=2, num_steps=6, epochs=2, minibatches=2), short_episodes, SHAPES_ALONE
+        Ppo(CART, Network(hidden=(8,)), num_envs=2, num_steps=6, epochs=2, minibatches=2), short_episodes, SHAPES_ALONE
     ),
     "a2c-para-gru": Row(
-        A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_lanes=2, num_steps=6),
+        A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_envs=2, num_steps=6),
         short_episodes,
         SHAPES_ALONE,
     ),  # fmt: skip
     "a2c-stack": Row(
-        A2c(CART, Network((8,), (8,), memory=STACK), num_lanes=2, num_steps=6), short_episodes, SHAPES_ALONE
+        A2c(CART, Network((8,), (8,), memory=STACK), num_envs=2, num_steps=6), short_episodes, SHAPES_ALONE
     ),  # fmt: skip
     "images": Row(SequenceTrainer(ImageClassifier(BOTH_WAYS, 2, (4, 4, 1), 3)), images),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
@@ -99,12 +99,12 @@ ROWS = {
         Pqn(CART, Network(hidden=(), memory="min_gru", memory_size=4), **TINY), short_episodes, SHAPES_ALONE
     ),
     "pqn-qmix": Row(
-        Pqn(FORAGING, VALUES, mixer="qmix", mixer_size=4, **TINY),
+        Pqn(FORAGING, VALUES, decomposition="qmix", decomposition_size=4, **TINY),
         lambda: FORAGING_PARAMS.replace(max_steps=3),
         SHAPES_ALONE,
     ),  # fmt: skip
     "dqn": Row(
-        Dqn(CART, VALUES, num_lanes=2, num_steps=4, gradients=2, batch_size=4, capacity=16, warmup=1),
+        Dqn(CART, VALUES, num_envs=2, num_steps=4, gradient_steps=2, batch_size=4, capacity=16, warmup=1),
         short_episodes,
         SHAPES_ALONE,
     ),  # fmt: skip

@@ -52,7 +52,7 @@ each_row = pytest.mark.parametrize("name", list(rows()))
 
 @functools.cache
 def compiled(name):
-    """Jitted resets and legal steps of several lanes, and how often the step was traced."""
+    """Jitted resets and legal steps of several environments, and how often the step was traced."""
     (env, params), traces = envs.make(name), []
 
     def advance(key, state):
@@ -95,7 +95,7 @@ def test_argument_names(name):
 @each_row
 def test_promises_hold(name):
     env, params = envs.make(name)
-    report = check_environment(env, params, num_lanes=4, num_steps=50)
+    report = check_environment(env, params, num_envs=4, num_steps=50)
     assert report.steps == 200 and {"identity", "types", "walk"} <= set(report.checks)
 
 

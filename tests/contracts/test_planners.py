@@ -15,7 +15,15 @@ from fast import jit
 import envs
 from jaxpar.env import Discrete
 from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, RootParallel, Vopp
+from jaxpar.pomdp.leaves import HeuristicValues, leaf_values
+from jaxpar.pomdp.model import random_legal
 from jaxpar.types import UsageError
+
+
+def at_random(key, tree, simulations, legal):
+    """A part: any legal action."""
+    return random_legal(jax.random.uniform(key, simulations.node.shape), legal)
+
 
 ENV, PARAMS = envs.make("RockSample-2-2")
 ACTIONS = ENV.action_space(PARAMS).n
@@ -27,6 +35,12 @@ ROWS = {
     "pomcpow": Pomcpow(8, 4, max_depth=3, num_particles=4, leaf="heuristic"),
     "despot": Despot(8, 3, max_depth=3, default=1, upper="heuristic"),
     "root-parallel": RootParallel(Vopp(8, 3, max_depth=3), 2),
+    "composed": dataclasses.replace(
+        Pomcp(8, 4, max_depth=3).tree_search(), select=at_random, evaluate=HeuristicValues()
+    ),
+    "composed-particles": dataclasses.replace(
+        Pft(8, 4, max_depth=3, num_particles=4, leaf="heuristic").tree_search(), select=at_random
+    ),
 }
 each_row = pytest.mark.parametrize("name", ROWS)
 
@@ -187,6 +201,36 @@ def test_rewards_are_discounted_and_observations_used(name):
         assert int(info.depth) == 2, "nobody walks on where the episode has ended"
         visits = np.asarray(info.visits)
         assert visits.min() >= 32 if name == "despot" else visits.sum() == 32 * 12 and visits.min() > 8
+
+
+@pytest.mark.parametrize("name", ["pomcp", "pft"])
+def test_an_exchanged_evaluation_values_the_leaves(name):
+    """One step deep: what it earns, and half of what the part says of every leaf."""
+
+    def four(key, env, params, states, actions, live, discount):
+        return jnp.full(live.shape, 4.0)
+
+    search = dataclasses.replace(LEARNED[name].tree_search(), evaluate=four, iterations=1)
+    known = ParticleBelief(32).init(jax.random.key(0), LESSON, LessonParams())
+    _, info = jit(lambda key: search.plan(key, LESSON, LessonParams(), known))(jax.random.key(1))
+    np.testing.assert_allclose(info.values, [2.0, 1.0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["composed", "composed-particles"])
+def test_an_exchanged_selection_has_a_key_of_its_own_in_each_batch(name):
+    """Were it one key, every batch would take the same actions at the root, and visits be multiples of the batches."""
+    _, info = compiled(name)[0](jax.random.key(1), belief())
+    assert (np.asarray(info.visits) % ROWS[name].iterations).any()
+
+
+def test_leaf_values_of_what_has_ended_or_cannot_be_added_are_0():
+    def odd(key, env, params, states, actions, live, discount):
+        return jnp.asarray([4.0, 4.0, jnp.nan, 1e30, jnp.nan])
+
+    live = jnp.asarray([True, False, True, True, False])
+    none = jnp.full((5,), -1)
+    values, wrong = leaf_values(jax.random.key(0), odd, LESSON, LessonParams(), none, none, live, 1.0)
+    assert values.tolist() == [4.0, 0.0, 0.0, 0.0, 0.0] and wrong.tolist() == [False, False, True, True, False]
 
 
 @each_learned

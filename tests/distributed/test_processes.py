@@ -29,7 +29,8 @@ def start(process_id, port, out):
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
     }
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

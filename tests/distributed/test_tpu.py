@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.aot import hlo
-from jaxpar.aot.plan import compile_lowered
+from jaxpar.aot.estimate import compile_lowered
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 

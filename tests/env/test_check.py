@@ -23,7 +23,7 @@ from jaxpar.env.check import (
 from jaxpar.env.spaces import legal_sample
 from jaxpar.types import UsageError
 
-CHECK = functools.partial(check_environment, num_lanes=4, num_steps=40)
+CHECK = functools.partial(check_environment, num_envs=4, num_steps=40)
 
 
 @pytest.mark.parametrize("env", [Corridor(), Team()], ids=lambda env: env.name)
@@ -101,12 +101,16 @@ BROKEN = {
         {"observation_space": lambda s, p: Box(0.0, 9.0)},
         "not in the observation space",
     ),
-    "NaN reward": (WALK, {"reward": nan_after_a_while}, r"step 1 of lane \d+: the reward is not finite"),
-    "NaN observation": (WALK, {"observe": lambda *a: jnp.full((), jnp.nan)}, "step 0 of lane 0: observation is NaN"),
+    "NaN reward": (WALK, {"reward": nan_after_a_while}, r"step 1 of environment \d+: the reward is not finite"),
+    "NaN observation": (
+        WALK,
+        {"observe": lambda *a: jnp.full((), jnp.nan)},
+        "step 0 of environment 0: observation is NaN",
+    ),
     "no legal action": (
         WALK,
         {"action_mask": lambda self, state, p: jnp.broadcast_to(state.time < 1, (3,))},
-        "step 1 of lane 0: no action is legal",
+        "step 1 of environment 0: no action is legal",
     ),
     "mask of another shape": (
         PARTS,

@@ -86,11 +86,11 @@ def test_resets_by_hand():
         made = ours.step(still)
         equal(made, theirs.step(still))
     assert made[3].all()
-    with pytest.raises(UsageError, match="lane 0 has ended and resets are disabled"):
+    with pytest.raises(UsageError, match="environment 0 has ended and resets are disabled"):
         ours.step(still)
     mask = np.asarray([True, False])
     ours.reset(options={"reset_mask": mask}), theirs.reset(options={"reset_mask": mask})
-    with pytest.raises(UsageError, match="lane 1 has ended"):
+    with pytest.raises(UsageError, match="environment 1 has ended"):
         ours.step(still)
     mask = np.asarray([False, True])
     equal(ours.reset(options={"reset_mask": mask}), theirs.reset(options={"reset_mask": mask}))
@@ -140,10 +140,10 @@ def test_mistakes_are_named():
         single.step(3)
     with pytest.raises(UsageError, match="no options for its reset"):
         single.reset(options={"place": 3})
-    with pytest.raises(UsageError, match="at least one lane, not 0"):
+    with pytest.raises(UsageError, match="at least one environment, not 0"):
         to_gymnasium_vector(Corridor(), None, 0)
     many = to_gymnasium_vector(Corridor(), None, 2)
-    with pytest.raises(UsageError, match="2 lanes need as many seeds, not 3"):
+    with pytest.raises(UsageError, match="2 environments need as many seeds, not 3"):
         many.reset(seed=[1, 2, 3])
     many.reset()
     with pytest.raises(UsageError, match="takes actions of MultiDiscrete"):

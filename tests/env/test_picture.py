@@ -40,16 +40,16 @@ def test_x_is_the_column_and_world_y_points_up():
 
 def test_shapes_are_painted_in_turn_and_may_be_invisible():
     image = picture.rectangle(picture.canvas(*SIZE), (0, 0), (32, 24), picture.RED)
-    image = picture.finish(picture.disc(image, (16, 12), 4, picture.BLUE))
+    image = picture.to_uint8(picture.disc(image, (16, 12), 4, picture.BLUE))
     assert image.dtype == jnp.uint8
     assert tuple(image[0, 0].tolist()) == picture.RED and tuple(image[12, 16].tolist()) == picture.BLUE
     hidden = jax.jit(lambda visible: picture.disc(picture.canvas(*SIZE), (9, 9), 4, picture.BLUE, visible=visible))
     assert area(hidden(False)) == 0 and area(hidden(True)) > 0
 
 
-def test_a_thousand_lanes_are_one_vmap():
+def test_a_thousand_environments_are_one_vmap():
     def draw(x):
-        return picture.finish(picture.line(picture.canvas(*SIZE), (x, 0.0), (x, 24.0), 2.0, picture.BLACK))
+        return picture.to_uint8(picture.line(picture.canvas(*SIZE), (x, 0.0), (x, 24.0), 2.0, picture.BLACK))
 
     places = jnp.linspace(2, 30, 5)
     many = jax.jit(jax.vmap(draw))(places)
@@ -64,7 +64,7 @@ def test_tiles_against_a_loop():
     np.testing.assert_array_equal(picture.tiles(jnp.asarray(indices), sprites), loop)
 
 
-def test_lanes_side_by_side():
+def test_environments_side_by_side():
     frames = np.arange(5, dtype=np.uint8)[None, :, None, None, None] * np.ones((2, 5, 3, 4, 3), np.uint8)
     page = picture.grid_of(frames, columns=3, gap=1)
     assert page.shape == (2, 3 * 2 + 1, 4 * 3 + 2, 3)

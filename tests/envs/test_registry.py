@@ -36,12 +36,12 @@ def test_gymnax_fills_what_we_lack_and_no_more():
     env, params = envs.make("Catch-bsuite")
     assert type(env).__name__ == "Adapted" and env == envs.make("Catch-bsuite")[0]
     env, params = envs.make("MountainCarContinuous-v0")
-    assert type(env).__module__ == "envs.mountain_car"
+    assert type(env).__module__ == "envs.classic.mountain_car"
     with pytest.raises(UsageError, match="Catch-bsuite, which is gymnax's, cannot be made"):
         envs.make("Catch-bsuite", sise=3)
 
 
 def test_no_name_is_given_twice(monkeypatch):
-    monkeypatch.setattr(registry, "MODULES", ("classic", "classic"))
-    with pytest.raises(ValueError, match="classic.py gives .* a second time"):
+    monkeypatch.setattr(registry, "MODULES", ("classic.acrobot", "classic.acrobot"))
+    with pytest.raises(ValueError, match="envs/classic/acrobot.py gives .* a second time"):
         registry._variants.__wrapped__()

@@ -100,8 +100,8 @@ def command_in(compiled, text):
         "TPU_SKIP_MDS_QUERY": "1",
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 "
-        "--xla_llvm_disable_expensive_passes=true",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
     }
     return lambda cwd: Command(cwd, [*TINY, f"data.path={text}", "hydra.run.dir=run"], env)
 

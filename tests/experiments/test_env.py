@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 from experiments import _run, env
-from experiments._walk import FirstAction, shoot
+from experiments._policy_run import FirstAction, save_film
 from jaxpar.env import Box, Fields
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.rollout import begin, first_episodes, summary, unroll
+from jaxpar.rollout import episode_stats, first_episodes, init, rollout
 from jaxpar.types import UsageError
 
 TINY = "env=CartPole-v1 num_envs=8 num_steps=12 frames=7 hydra.run.dir=run cpu_devices=8".split()
 
 
-def walk_of(*flags):
-    return env.make_walk(env.compose(*flags))
+def policy_run_of(*flags):
+    return env.make_policy_run(env.compose(*flags))
 
 
-def walked(walk, num_calls, num_steps):
+def walked(policy_run, num_calls, num_steps):
     with use_mesh(make_mesh(MeshSpec(data=8))):
         key = jax.random.key(0)
-        return list(walk.calls(key, *walk.compiled(key, num_steps), num_calls))
+        return list(policy_run.calls(key, *policy_run.compiled(key, num_steps), num_calls))
 
 
 # ---------------------------------------------------------------- the command
@@ -49,7 +49,7 @@ def test_it_counts_what_happened(main, tmp_path, monkeypatch):
     assert "96 in " in said.out and "ended      16 episodes, at 16.667% of the steps; 100.0% were cut" in said.out
     assert "return 5 ± 0 (5 to 5), length 5 ± 0 (5 to 5), 100.0% cut" in said.out and "favoured" not in said.out
     assert (folder / "plots" / "episodes.png").stat().st_size > 1000
-    with image.open(folder / "plots" / "lanes.gif") as gif:
+    with image.open(folder / "plots" / "environments.gif") as gif:
         shown = [
             np.asarray(frame.convert("RGB"))
             for frame in image_sequence.Iterator(gif)
@@ -60,7 +60,8 @@ def test_it_counts_what_happened(main, tmp_path, monkeypatch):
 
 def test_what_did_not_finish_is_told(main):
     said = main(*TINY, "gif=false", "num_steps=4", of="env")
-    assert said.code == 0 and "no lane finished its first episode within 4 steps; raise num_steps" in said.out, said
+    assert said.code == 0, said
+    assert "no environment finished its first episode within 4 steps; raise num_steps" in said.out, said
     assert "plot " not in said.out and "film" not in said.out
 
 
@@ -76,7 +77,7 @@ def test_what_did_not_finish_is_told(main):
         ("policy=clever", "policy='clever' is unknown; legal are random, scripted, noop"),
         ("policy=scripted", "CartPole-v1 comes with no scripted play; legal are random and noop"),
         ("reset=sometimes", "reset='sometimes' is unknown; legal are chunked, same_step"),
-        ("draw=twice", "draw='twice' is unknown; legal are lane and batch"),
+        ("prng=twice", "prng='twice' is unknown; legal are env and batch"),
         ("params.gravty=5", "CartPole-v1 has no params.gravty; the nearest are gravity"),
         ("params.gravity=strong", "params.gravity='strong' does not fit CartPole-v1, where it is 9.8; give a number"),
         ("params.gravity=nan", "params.gravity=nan must be a finite number"),
@@ -95,23 +96,32 @@ def test_how_long_and_how_shown_is_no_part_of_a_runs_identity():
     usual = env.compose()
     for flag in ("num_steps=5", "gif=false", "frames=3", "mesh.data=8"):
         assert _run.folder_name(env.compose(flag)) == _run.folder_name(usual)
-    for flag in ("params.max_steps=9", "policy=noop", "num_envs=8", "reset=none", "draw=batch", "seed=2"):
+    for flag in ("params.max_steps=9", "policy=noop", "num_envs=8", "reset=none", "prng=batch", "seed=2"):
         assert _run.folder_name(env.compose(flag)) != _run.folder_name(usual)
     assert _run.folder_name(usual).startswith("DoorKey-8x8-")
 
 
-# ---------------------------------------------------------------- the walk
+# ---------------------------------------------------------------- the rollout
 
 
 @pytest.mark.slow
-def test_calls_together_are_one_walk():
-    walk = walk_of("env=CartPole-v1", "num_envs=8", "reset=same_step")
-    calls, key = walked(walk, 3, 20), jax.random.key(0)
-    lanes = begin(key, walk.env, walk.params, 8)
-    _, steps = unroll(key, lanes, walk.env, walk.params, walk.policy, walk.params, 60, reset=walk.reset)
-    assert 0 < summary(steps)["num_episodes"]
+def test_calls_together_are_one_rollout():
+    policy_run = policy_run_of("env=CartPole-v1", "num_envs=8", "reset=same_step")
+    calls, key = walked(policy_run, 3, 20), jax.random.key(0)
+    env_state = init(key, policy_run.env, policy_run.params, 8)
+    _, steps = rollout(
+        key,
+        env_state,
+        policy_run.env,
+        policy_run.params,
+        policy_run.policy,
+        policy_run.params,
+        60,
+        reset=policy_run.reset,
+    )
+    assert 0 < episode_stats(steps)["num_episodes"]
     jax.tree.map(np.testing.assert_array_equal, calls[-1].first, first_episodes(steps))
-    found, wanted = env.totals(calls), jax.device_get(summary(steps))
+    found, wanted = env.totals(calls), jax.device_get(episode_stats(steps))
     for name in ("num_steps", "num_episodes", "return_mean", "length_mean"):
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6)
     assert found["done_rate"] == wanted["num_episodes"] / (8 * 60)
@@ -121,23 +131,23 @@ def test_calls_together_are_one_walk():
 
 
 def test_scripted_play_knows_the_state_and_faults_are_told():
-    walk, key = walk_of("env=SpeakerListener", "num_envs=16", "policy=scripted"), jax.random.key(0)
+    policy_run, key = policy_run_of("env=SpeakerListener", "num_envs=16", "policy=scripted"), jax.random.key(0)
     with use_mesh(make_mesh(MeshSpec(data=8))):
-        program, lanes = walk.compiled(key, 25)
-        (call,) = walk.calls(key, program, lanes, 1)
+        program, env_state = policy_run.compiled(key, 25)
+        (call,) = policy_run.calls(key, program, env_state, 1)
         assert call.first.finished.all() and call.values["first_return"] > -15  # at random: -40
-        broken = dataclasses.replace(walk, params=walk.params.replace(push=float("nan")))
+        broken = dataclasses.replace(policy_run, params=policy_run.params.replace(push=float("nan")))
         with pytest.raises(
-            UsageError, match=r"at step \d of lane 0 \(the first of \d+ such steps\) the reward is \[nan"
+            UsageError, match=r"at step \d of environment 0 \(the first of \d+ such steps\) the reward is \[nan"
         ):
-            list(broken.calls(key, program, lanes, 1))
+            list(broken.calls(key, program, env_state, 1))
 
 
 def test_noop_takes_the_first_legal_action():
-    walk = walk_of("env=CartPole-v1", "policy=noop")
+    policy_run = policy_run_of("env=CartPole-v1", "policy=noop")
     mask = jnp.array([[False, True, True], [True, False, False]])
     assert FirstAction(None)(None, None, None, (), action_mask=mask)[0].tolist() == [1, 0]
-    assert walk.policy(None, walk.params, None, ())[0] == 0
+    assert policy_run.policy(None, policy_run.params, None, ())[0] == 0
 
     class Continuous:
         def action_space(self, params):
@@ -148,12 +158,12 @@ def test_noop_takes_the_first_legal_action():
 
 
 def test_an_environment_without_a_picture_is_not_filmed(tmp_path, capsys):
-    assert shoot(0, walk_of("env=Breakout-MinAtar"), "Breakout-MinAtar", tmp_path, 5, fps=10) is None
+    assert save_film(0, policy_run_of("env=Breakout-MinAtar"), "Breakout-MinAtar", tmp_path, 5, fps=10) is None
     assert "Breakout-MinAtar has no render" in capsys.readouterr().out
 
 
 def test_fields_and_parameters_are_changed():
-    walk = walk_of("env=Foraging-8x8-2p-2f", "env_fields.size=6", "params.max_steps=9", "params.penalty=1")
-    assert walk.env.size == 6 and walk.params.max_steps == 9
-    assert walk.params.penalty == 1.0 and type(walk.params.penalty) is float
-    assert walk_of("env=Combat-3v3", "params.reach=[1,2,3]").params.reach == (1, 2, 3)
+    policy_run = policy_run_of("env=Foraging-8x8-2p-2f", "env_fields.size=6", "params.max_steps=9", "params.penalty=1")
+    assert policy_run.env.size == 6 and policy_run.params.max_steps == 9
+    assert policy_run.params.penalty == 1.0 and type(policy_run.params.penalty) is float
+    assert policy_run_of("env=Combat-3v3", "params.reach=[1,2,3]").params.reach == (1, 2, 3)

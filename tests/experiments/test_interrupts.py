@@ -20,7 +20,7 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["digits", "env", "launch", "lm", "neat", "plan", "pomdp", "rl", "rnn", "verify"]
+COMMANDS = ["digits", "env", "estimate", "launch", "lm", "neat", "pomdp", "rl", "rnn", "verify"]
 
 
 def interrupt():
@@ -161,9 +161,9 @@ TINY = {
     "env": "env=CartPole-v1 num_envs=8 num_steps=8 gif=false",
     "lm": "",
     "neat": "population=16",
-    "plan": "",
-    "pomdp": "env=Tiger episodes=2 steps=2 gif=false",
-    "rl": "num_seeds=1 num_envs=8 num_steps=8 steps=64 chunk=1 gif=false",
+    "estimate": "",
+    "pomdp": "env=Tiger episodes=2 max_steps=2 gif=false",
+    "rl": "num_seeds=1 num_envs=8 num_steps=8 train.steps=64 train.chunk=1 gif=false",
     "rnn": "data.task=selective_copy",
     "verify": "layouts=[data8] topology=none dtypes=[float32]",
 }
@@ -173,8 +173,8 @@ FIRST = {  # what a command does first that takes long
     "neat": "jaxpar.loop._first_state",
     "rl": "jaxpar.loop._first_state",
     "rnn": "jaxpar.loop._first_state",
-    "env": "experiments.env.Walk.compiled",
-    "plan": "jaxpar.aot.plan",
+    "env": "experiments.env.PolicyRun.compiled",
+    "estimate": "jaxpar.aot.estimate",
     "pomdp": "experiments.pomdp.batched",
     "verify": "experiments.verify.verify_lm",
 }
@@ -187,7 +187,7 @@ def test_ctrl_c_while_a_command_compiles(main, monkeypatch, tmp_path, name):
         raise AssertionError("it went on")
 
     monkeypatch.setattr(FIRST[name], compile_)
-    flags = [] if name in ("plan", "verify") else ["cpu_devices=8", "hydra.run.dir=run"]
+    flags = [] if name in ("estimate", "verify") else ["cpu_devices=8", "hydra.run.dir=run"]
     said = main(*TINY[name].split(), *flags, of=name)
     sentence = NOTHING if FIRST[name].startswith("jaxpar.loop") else NONE
     assert (said.code, said.err.splitlines()[-1]) == (130, sentence), said
@@ -263,7 +263,7 @@ def check(code, err):
 def test_ctrl_c_while_xla_compiles_is_no_crash(command, tmp_path):
     """The runtime must not be taken apart under a compilation that goes on: jaxlib 0.10 crashed, three of three."""
     environment = command.env | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "XLA_FLAGS": ""}
-    process = start("rl", "steps=20000 num_seeds=1 hydra.run.dir=run".split(), tmp_path, environment)
+    process = start("rl", "train.steps=20000 num_seeds=1 hydra.run.dir=run".split(), tmp_path, environment)
     for line in process.stdout:
         if line.startswith("updates"):
             break
@@ -274,8 +274,8 @@ def test_ctrl_c_while_xla_compiles_is_no_crash(command, tmp_path):
 
 
 SWEPT = TINY | {
-    "rl": "num_seeds=1 num_envs=8 num_steps=8 steps=6400 chunk=1 save_every=1 gif=false anneal=false",
-    "neat": "population=64 generations=60 chunk=1 save_every=1 task=multiplexer",
+    "rl": "num_seeds=1 num_envs=8 num_steps=8 train.steps=6400 train.chunk=1 train.save_every=1 gif=false anneal=false",
+    "neat": "population=64 train.steps=60 train.chunk=1 train.save_every=1 task=multiplexer",
     "launch": "--processes 2 --devices-per-process 1 lm",
 }
 

@@ -247,7 +247,7 @@ def test_without_a_launcher_the_survivor_ends_with_a_sentence(command):
     began = time.monotonic()
     said = command.finish(first)
     command.finish(second)
-    assert time.monotonic() - began < _interrupt.FAREWELL_S + 20
+    assert time.monotonic() - began < _interrupt.SHUTDOWN_S + 20
     errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
     assert said.code in (1, -signal.SIGABRT) and "Traceback" not in said.err, said
     assert len(errors) == 1 and "another process of this run ended or cannot be reached" in errors[0]
@@ -272,8 +272,8 @@ def test_slurm_tells_the_processes_of_each_other(command):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("", "no experiment is named; legal are digits, env, lm"),
-        ("train.steps=3", "there is no experiment 'train.steps=3'; legal are digits, env, lm"),
+        ("", "no experiment is named; legal are digits, env, estimate, lm"),
+        ("train.steps=3", "there is no experiment 'train.steps=3'; legal are digits, env, estimate, lm"),
         ("--processes 0 lm", "--processes 0 must be at least 1."),
         ("--processes two lm", "argument --processes: invalid int value: 'two'; --help shows examples."),
         ("--devices-per-process 0 lm", "--devices-per-process 0 must be at least 1."),

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from experiments import neat
-from jaxpar.neat import Examined, from_json, start
+from jaxpar.neat import GeneralizationTest, from_json, init_carry
 from jaxpar.types import UsageError
 
 TINY = (
-    "population=16 max_nodes=8 max_conns=12 max_species=4 chunk=2 save_every=4 cpu_devices=8 hydra.run.dir=run".split()
-)
+    "population=16 max_nodes=8 max_conns=12 max_species=4 train.chunk=2 train.save_every=4 cpu_devices=8 "
+    "hydra.run.dir=run"
+).split()
 
 
 def test_it_solves_and_tells(main, tmp_path):
-    said = main(*TINY, "rates.target=0.5", "generations=8", of="neat", compiles=True)
+    said = main(*TINY, "rates.target=0.5", "train.steps=8", of="neat", compiles=True)
     assert said.code == 0, said
     assert "solved     after 1 generations, 16 evaluations" in said.out
     folder = tmp_path / "run"
@@ -31,11 +32,11 @@ def test_it_solves_and_tells(main, tmp_path):
 
 def test_it_goes_on_where_it_was(main, tmp_path):
     flags = [*TINY, "task=regression"]
-    first = main(*flags, "generations=4", of="neat", compiles=True)
+    first = main(*flags, "train.steps=4", of="neat", compiles=True)
     assert first.code == 0 and "unsolved   after 4 generations, 64 evaluations" in first.out, first
-    second = main(*flags, "generations=8", of="neat", compiles=True)
+    second = main(*flags, "train.steps=8", of="neat", compiles=True)
     assert "resuming at generation 4" in second.out and "after 8 generations" in second.out
-    whole = main(*flags[:-2], "hydra.run.dir=whole", flags[-1], "generations=8", of="neat", compiles=True)
+    whole = main(*flags[:-2], "hydra.run.dir=whole", flags[-1], "train.steps=8", of="neat", compiles=True)
     assert whole.code == 0
     champions = [json.loads((tmp_path / run / "champion.json").read_text()) for run in ("run", "whole")]
     assert champions[0] == champions[1]
@@ -45,7 +46,7 @@ def test_it_goes_on_where_it_was(main, tmp_path):
 def test_how_many_seeds_solve_it_is_told(main, tmp_path, together):
     sizes = "population=16 max_nodes=8 max_conns=12 max_species=4 cpu_devices=8".split()
     said = main(
-        *sizes, "rates.target=0.5", "generations=3", "seeds=4", f"together={together}", of="neat", compiles=True
+        *sizes, "rates.target=0.5", "train.steps=3", "num_seeds=4", f"together={together}", of="neat", compiles=True
     )
     assert said.code == 0 and "solved     4 of 4" in said.out, said
     assert "mean 16.00, standard error 0.00" in said.out
@@ -55,12 +56,12 @@ def test_how_many_seeds_solve_it_is_told(main, tmp_path, together):
     assert len({row["best"] for row in rows}) == 4
 
 
-@pytest.mark.parametrize("protocol", ["paper_xor", "double_pole_velocities", "double_pole_no_velocities"])
-def test_protocols_are_the_papers(protocol):
-    config = neat.compose(f"protocol={protocol}")
-    assert (config.name, config.mode) == (protocol, "canonical")
+@pytest.mark.parametrize("preset", ["paper_xor", "double_pole_velocities", "double_pole_no_velocities"])
+def test_presets_are_the_papers(preset):
+    config = neat.compose(f"preset={preset}")
+    assert (config.name, config.mode) == (preset, "canonical")
     search, _ = neat.make_search(config)
-    assert isinstance(search.problem, Examined) == (protocol == "double_pole_no_velocities")
+    assert isinstance(search.problem, GeneralizationTest) == (preset == "double_pole_no_velocities")
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,10 @@ def test_protocols_are_the_papers(protocol):
         (["max_conns=2"], "max_conns=2 is too small"),
         (["population=9"], "does not divide"),
         (["activations=[blub]"], "'blub' is no activation"),
-        (["generations=0"], "generations=0"),
+        (["train.steps=0"], "train.steps=0"),
         (["max_steps=-1"], "max_steps=-1"),
-        (["seeds=4", "together=3"], "together=3 must divide seeds=4"),
-        (["protocol=xorr"], "there is no preset 'protocol/xorr'"),
+        (["num_seeds=4", "together=3"], "together=3 must divide num_seeds=4"),
+        (["preset=xorr"], "there is no preset 'xorr'"),
     ],
 )
 def test_mistakes_are_told(main, flags, words):
@@ -87,10 +88,12 @@ def test_environments_by_name():
     assert (search.config.num_inputs, search.config.num_outputs, search.problem.goal) == (4, 1, 50)
     assert params.max_steps == 100_000
     state = jax.eval_shape(lambda: search.init(jax.random.key(0), None))
-    assert start(search.express(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.genomes))).shape == (150, 32)
+    networks = search.express(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.genomes))
+    assert init_carry(networks).shape == (150, 32)
     search, trials = neat.make_search(neat.compose("task=DoublePole-NoVelocities", "kind=recurrent"))
-    assert isinstance(search.problem, Examined) and search.problem.search.env.damping and not search.problem.env.damping
-    assert (search.problem.search.max_steps, trials.exam_params.max_steps) == (1000, 100_000)
+    assert isinstance(search.problem, GeneralizationTest)
+    assert search.problem.training.env.damping and not search.problem.env.damping
+    assert (search.problem.training.max_steps, trials.test_params.max_steps) == (1000, 100_000)
     assert trials.levels.x.shape == (625,)
     with pytest.raises(UsageError, match="no environment"):
         neat.make_search(neat.compose("task=Nowhere-v1"))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import envs
-from envs.mars import Mars
-from envs.rocksample import RockSample
+from envs.pomdp.mars import Mars
+from envs.pomdp.rocksample import RockSample
 from experiments import _run, pomdp
 from experiments._judge import Judge
 from experiments._pomdp_film import moves, planned
@@ -21,7 +21,7 @@ from jaxpar.types import UsageError
 
 TINY = (
     "env=Tiger planner.num_simulations=16 planner.iterations=3 planner.max_depth=3 planner.leaf=zero "
-    "planner.max_nodes=256 belief.num_particles=32 episodes=3 steps=4 hydra.run.dir=run cpu_devices=8"
+    "planner.max_nodes=256 belief.num_particles=32 episodes=3 max_steps=4 hydra.run.dir=run cpu_devices=8"
 ).split()
 
 # ---------------------------------------------------------------- the command
@@ -36,7 +36,7 @@ def test_batches_report_what_a_loop_of_single_steps_gives(main, tmp_path):
     returns = []
     for i in range(3):
         key = jax.random.fold_in(jax.random.key(0), i)
-        walk = list(moves(key, env, params, setting.belief, 4, plan))
+        walk = list(moves(key, env, params, setting.updater, 4, plan))
         assert all(move.tree.visits == 48 and not move.terminated for move in walk) and len(walk) == 4
         returns.append(sum(move.reward * 0.95**t for t, move in enumerate(walk)))
     mean, error = pomdp.mean_and_error(np.asarray(returns))
@@ -48,7 +48,7 @@ def test_batches_report_what_a_loop_of_single_steps_gives(main, tmp_path):
 
 @pytest.mark.slow
 def test_a_budget_of_time_and_a_film(main, tmp_path):
-    said = main(*TINY, "episodes=2", "steps=2", "budget_s=0.05", of="pomdp")
+    said = main(*TINY, "episodes=2", "max_steps=2", "budget_s=0.05", of="pomdp")
     assert said.code == 0 and "0.05 s a plan" in said.out, said
     folder = tmp_path / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -79,7 +79,7 @@ def test_leaves_without_a_heuristic_are_played_out(capsys):
 def test_every_planner_plans(main, tmp_path, planner):
     flags = {"despot": ["planner.num_scenarios=16", "planner.default=0"]}.get(planner, ["planner.num_simulations=8"])
     flags += [f"planner={planner}", "planner.iterations=3", "planner.max_depth=3", "planner.leaf=zero", "episodes=2"]
-    said = main(TINY[0], *flags, "steps=2", "hydra.run.dir=run", "cpu_devices=8", of="pomdp")
+    said = main(TINY[0], *flags, "max_steps=2", "hydra.run.dir=run", "cpu_devices=8", of="pomdp")
     assert said.code == 0 and f"planner    {planner}" in said.out, said
     assert (tmp_path / "run" / "plots" / "episode.gif").stat().st_size > 1000
 
@@ -90,12 +90,12 @@ def test_every_planner_plans(main, tmp_path, planner):
         ("env=Tigre", "there is no environment 'Tigre'; the nearest are Tiger"),
         ("env=CartPole-v1", "parameters have no discount"),
         ("episodes=0", "episodes=0 must be at least 1"),
-        ("steps=0", "steps=0 must be at least 1"),
+        ("max_steps=0", "max_steps=0 must be at least 1"),
         ("budget_s=-1", "budget_s=-1.0 must be at least 0"),
         ("judge=true budget_s=1", "leave budget_s=0"),
         (
             "planner=pomcpp",
-            "there is no preset 'planner/pomcpp'; legal for planner= are despot, fixed_reference, pft, pomcp",
+            "there is no preset 'pomcpp'; legal for planner= are despot, fixed_reference, pft, pomcp",
         ),
         ("planner.kind=sarsop", "planner.kind='sarsop' is unknown; legal are vopp, fixed_reference, pomcp, despot"),
         ("planner.num_simulation=3", "vopp has no planner.num_simulation; the nearest are num_simulations"),
@@ -119,7 +119,7 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
 def test_how_shown_is_no_part_of_a_runs_identity():
     usual = pomdp.compose()
     assert _run.folder_name(pomdp.compose("gif=false")) == _run.folder_name(usual)
-    for flag in ("planner=pomcp", "planner.eta=3", "belief.num_particles=9", "steps=3", "budget_s=1", "seed=2"):
+    for flag in ("planner=pomcp", "planner.eta=3", "belief.num_particles=9", "max_steps=3", "budget_s=1", "seed=2"):
         assert _run.folder_name(pomdp.compose(flag)) != _run.folder_name(usual)
     with pytest.raises(UsageError, match="unknown flag"):
         pomdp.compose("plannner.eta=3")
@@ -157,7 +157,7 @@ def test_rocks_are_what_bayes_says_of_all_maps(env):
         if after.terminated:
             break
     assert t > 5 and belief.good.min() < 0.3
-    drawn = _rocks(env, belief.draw(jax.random.key(9), 4000))
+    drawn = _rocks(env, belief.sample(jax.random.key(9), 4000))
     np.testing.assert_allclose(drawn.mean(0), belief.good, atol=0.04)
     _, evidence = model.update(jax.random.key(0), belief, jnp.asarray(0), jnp.asarray(2), env, params)
     assert bool(evidence.depleted) and evidence.log_evidence == -jnp.inf

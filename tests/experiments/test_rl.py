@@ -1,28 +1,33 @@
 """`python -m experiments.rl`: it learns, goes on where it was, and tells mistakes in a sentence."""
 
+import contextlib
 import json
+import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import OPTIMISED
 
 from experiments import _run, rl
+from jaxpar.io import Checkpoints
+from jaxpar.io.reading import flatten, nest
 from jaxpar.rl import Pqn, Seeds, train
 
 TINY = (
-    "num_seeds=2 num_envs=4 num_steps=8 chunk=2 hidden=[8] eval_episodes=4 eval_steps=40 gif=false cpu_devices=8 "
+    "num_seeds=2 num_envs=4 num_steps=8 train.chunk=2 hidden=[8] eval_episodes=4 eval_steps=40 gif=false cpu_devices=8 "
     "hydra.run.dir=run"
 ).split()
 
 
 def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
     flags = [*TINY, "anneal=false"]
-    first = main(*flags, "steps=128", "gif=true", "frames=3", of="rl", compiles=True)
+    first = main(*flags, "train.steps=128", "gif=true", "frames=3", of="rl", compiles=True)
     assert first.code == 0 and "return     " in first.out, first
-    second = main(*flags, "steps=256", of="rl", compiles=True)
+    second = main(*flags, "train.steps=256", of="rl", compiles=True)
     assert second.code == 0 and "resuming at update 4" in second.out, second
-    whole = main(*flags[:-2], "anneal=false", "hydra.run.dir=whole", "steps=256", of="rl", compiles=True)
+    whole = main(*flags[:-2], "anneal=false", "hydra.run.dir=whole", "train.steps=256", of="rl", compiles=True)
     assert whole.code == 0, whole
     for name in ("plots/returns.png", "plots/learning.png", "plots/agent.gif", "config.yaml"):
         assert (tmp_path / "run" / name).stat().st_size > 50, name
@@ -39,7 +44,7 @@ def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
     [
         (["algorithm=pop"], "algorithm='pop' is unknown; the nearest are ppo"),
         (["minibatches=5"], "minibatches=5 does not divide 32 steps"),
-        (["memory=gru", "minibatches=3"], "minibatches=3 does not divide 4 lanes"),
+        (["memory=gru", "minibatches=3"], "minibatches=3 does not divide 4 environments"),
         (["algorithm=dqn", "epochs=2"], "epochs=2 does not apply: algorithm=dqn has none"),
         (["algorithm=pqn", "env=Pendulum-v1"], "Pendulum"),
         (["algorithm=qmix"], "agents"),
@@ -47,14 +52,17 @@ def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
         (["conv=[16]"], "conv=[16] reads boards [height, width, channels] of at least 3 x 3; this observation is [4]"),
         (["memory=gur"], "memory='gur' is unknown"),
         (["rates.entropie=1"], "has no rates.entropie"),
+        (["rates.trace=0.9"], "rates.trace is called rates.gae_lambda now"),
+        (["algorithm=pqn", "rates.trace=0.9"], "rates.trace is called rates.q_lambda now"),
+        (["algorithm=dqn", "fields.gradients=2"], "fields.gradients is called fields.gradient_steps now"),
         (["env=CartPole"], "there is no environment 'CartPole'"),
         (["num_envs=3", "minibatches=1"], "does not divide"),
-        (["steps=0"], "steps=0 must be at least 1"),
+        (["train.steps=0"], "train.steps=0 must be at least 1"),
         (["rates.learning_rate=-1"], "rates.learning_rate=-1.0 must be over 0"),
         (["rates.discount=2"], "rates.discount=2.0 must be at least 0 and at most 1"),
-        (["rates.entropy=nan"], "rates.entropy=nan must be a finite number"),
+        (["rates.entropy_coef=nan"], "rates.entropy_coef=nan must be a finite number"),
         (["rates.anneal=5"], "rates.anneal needs anneal=false"),
-        (["algorithm=dqn", "steps=64"], "steps=64 end before the warmup of 4096 experiences"),
+        (["algorithm=dqn", "train.steps=64"], "train.steps=64 end before the warmup of 4096 experiences"),
     ],
 )
 def test_mistakes_are_told(main, flags, words):
@@ -63,26 +71,26 @@ def test_mistakes_are_told(main, flags, words):
 
 
 def test_a_run_that_diverges_ends_with_a_sentence(main):
-    said = main(*TINY, "rates.learning_rate=1e30", "steps=256", of="rl", compiles=True)
+    said = main(*TINY, "rates.learning_rate=1e30", "train.steps=256", of="rl", compiles=True)
     assert "the gradient is not finite after update" in said.sentence(), said
 
 
 def test_a_buffer_that_fills_is_no_divergence(main):
-    flags = "algorithm=dqn steps=256 fields.warmup=128 fields.capacity=512 fields.batch_size=8 fields.gradients=1"
-    said = main(*TINY, *flags.split(), of="rl", compiles=True)
+    flags = "algorithm=dqn train.steps=256 fields.warmup=128 fields.capacity=512 fields.batch_size=8".split()
+    said = main(*TINY, *flags, "fields.gradient_steps=1", of="rl", compiles=True)
     assert said.code == 0 and "return     " in said.out, said
 
 
 def test_flags_make_the_learner():
-    config = rl.compose("algorithm=vdn", "env=Spread-3", "num_envs=8", "rates.trace=0.5", "activation=tanh")
+    config = rl.compose("algorithm=vdn", "env=Spread-3", "num_envs=8", "rates.q_lambda=0.5", "activation=tanh")
     learner, _ = rl.make_learner(config)
-    assert isinstance(learner, Pqn) and learner.mixer == "vdn" and learner.num_lanes == 8
-    assert learner.rates.trace == 0.5 and learner.rates.anneal == rl.num_updates(config, learner)
+    assert isinstance(learner, Pqn) and learner.decomposition == "vdn" and learner.num_envs == 8
+    assert learner.rates.q_lambda == 0.5 and learner.rates.anneal == rl.num_updates(config, learner)
     assert learner.network.activation == "tanh" and learner.network.hidden == Pqn(learner.env).network.hidden
 
 
 def test_trials_are_told(main, tmp_path):
-    flags = "preset=rl2 num_steps=8 minibatches=2 steps=64 env_fields.num_tasks=3 params.trials=2".split()
+    flags = "preset=rl2 num_steps=8 minibatches=2 train.steps=64 env_fields.num_tasks=3 params.trials=2".split()
     said = main(*TINY, *flags, "params.trial_steps=5", of="rl", compiles=True)
     assert said.code == 0, said
     told = [float(word.split(" ")[0]) for word in said.out.split("trials     ")[1].splitlines()[0].split(", ")]
@@ -93,7 +101,7 @@ def test_trials_are_told(main, tmp_path):
 
 @pytest.mark.slow
 def test_chance_and_scripted_play_are_told_beside(main):
-    flags = "preset=combat steps=64 minibatches=2 eval_episodes=16 params.max_steps=8".split()
+    flags = "preset=combat train.steps=64 minibatches=2 eval_episodes=16 params.max_steps=8".split()
     said = main(*flags, *TINY, "eval_steps=8", of="rl", compiles=True)
     assert said.code == 0, said
     least, most = (float(said.out.split(f"\n{name} ")[1].split("±")[0]) for name in ("random", "scripted"))
@@ -104,10 +112,10 @@ def test_scripted_play_beats_chance_and_shares_are_those_of_arithmetic():
     config = rl.compose("env=Spread-3", "eval_episodes=16", "eval_steps=25")
     chance, scripted = rl.compared(config, *rl.make_learner(config))
     assert chance.shape == scripted.shape == (16,) and scripted.mean() > chance.mean() + 10
-    lines = rl.told_beside(np.array([0.0, 0.2]), np.array([-1.0, -1.0]), np.array([0.4, 0.6]))
+    lines = rl.comparison_lines(np.array([0.0, 0.2]), np.array([-1.0, -1.0]), np.array([0.4, 0.6]))
     assert "is 11.0 standard errors above" in lines[0] and "learned / scripted 0.2, " in lines[1], lines
     assert lines[1].endswith("(scripted - random) 0.733")
-    assert rl.told_beside(np.ones(2), np.zeros(2), None)[0].endswith("is inf standard errors above")
+    assert rl.comparison_lines(np.ones(2), np.zeros(2), None)[0].endswith("is inf standard errors above")
 
 
 def learned(*flags, seeds):
@@ -125,8 +133,8 @@ def test_what_one_trial_taught_serves_in_the_next():
     """RL^2: later trials return more than the first by three standard errors, and without a memory they do not."""
     rise = {}
     for memory in ("gru", "none"):
-        flags = ("preset=rl2", f"memory={memory}", "steps=1_000_000", "eval_episodes=512")
-        trials = rl.judged_by_trial(*learned(*flags, seeds=2))
+        flags = ("preset=rl2", f"memory={memory}", "train.steps=1_000_000", "eval_episodes=512")
+        trials = rl.evaluation_by_trial(*learned(*flags, seeds=2))
         rise[memory] = trials[:, 1:].mean(1) - trials[:, 0]
     # A trial pays 0 to 1, so that a mean over 512 episodes errs by 0.5 / sqrt(512) at most.
     error = 0.5 * np.sqrt(2 / 512)
@@ -135,17 +143,49 @@ def test_what_one_trial_taught_serves_in_the_next():
 
 @pytest.mark.slow
 def test_a_team_learns_to_fight():
-    flags = ("preset=combat", "steps=1_000_000", "num_envs=128", "hidden=[64,64]")
+    flags = ("preset=combat", "train.steps=1_000_000", "num_envs=128", "hidden=[64,64]")
     config, learner, params, state = learned(*flags, seeds=3)
-    returns, (chance, scripted) = rl.judged(config, learner, params, state), rl.compared(config, learner, params)
+    returns, (chance, scripted) = (
+        rl.evaluation_returns(config, learner, params, state),
+        rl.compared(config, learner, params),
+    )
     error = np.hypot(returns.std(ddof=1) / np.sqrt(3), chance.std() / np.sqrt(len(chance)))
     assert returns.mean() > chance.mean() + 3 * error and scripted.mean() > chance.mean() + 1, (returns, chance.mean())
 
 
-@pytest.mark.parametrize("path", sorted((_run.CONF / "preset").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((_run.CONF / "rl" / "preset").glob("*.yaml")), ids=lambda path: path.stem)
 def test_each_preset_makes_a_learner_and_opens_with_its_command(path):
     name = path.stem
     learner, _ = rl.make_learner(rl.compose(f"preset={name}"))
     assert learner.num_steps > 1
     command = path.read_text().splitlines()[1]
     assert command.startswith("# python -m experiments.rl") and (f"preset={name}" in command or name == "cartpole")
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ("", "CartPole-v1-8a2fc571"),
+        ("preset=spread_team", "Spread-3-1e347e59"),
+        ("preset=rl2", "XLand-R1-5x5-Pick-2e9cff68"),
+    ],
+)
+def test_a_run_goes_on_in_the_folder_that_it_had_before_flags_were_renamed(flags, folder):
+    """By `draw`, `recall`, `rates.trace` and the like, as they stand in the identity of runs made then."""
+    assert _run.folder_name(rl.compose(*flags.split())) == folder
+
+
+def test_a_run_whose_state_has_older_names_goes_on(main, tmp_path):
+    flags, folder = [*TINY, "anneal=false"], tmp_path / "run" / "checkpoints"
+    first = main(*flags, "train.steps=128", of="rl", compiles=True)
+    assert first.code == 0, first
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
+        state, metadata = flatten(checkpoints.numpy(4)), checkpoints.metadata(4)
+    shutil.rmtree(folder)
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
+        older = {path.replace("env_state/", "lanes/").replace("rates/gae_lambda", "rates/trace"): leaf
+                 for path, leaf in state.items()}  # fmt: skip
+        older = {path.replace("episode_stats/", "known/").replace("_coef", ""): leaf for path, leaf in older.items()}
+        checkpoints.save(4, nest(jax.tree.map(jnp.asarray, older)), {}, metadata)
+    second = main(*flags, "train.steps=256", of="rl", compiles=True)
+    assert second.code == 0 and "resuming at update 4" in second.out, second

@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import _run, digits, env, lm, neat, plan, pomdp, rl, rnn
+from experiments import _run, digits, env, estimate, lm, neat, pomdp, rl, rnn
+from experiments._mistakes import RENAMED, _flags, presets_of
 from jaxpar.lm import gpt2, llama, num_params
 from jaxpar.lm.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-PRESETS = sorted(path.stem for path in (_run.CONF / "model").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (_run.CONF / "lm" / "preset").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_traces_a_whole_step_on_its_mesh(preset):
-    config = lm.with_vocabulary(lm.compose(f"model={preset}"), Bytes())
+    config = lm.with_vocabulary(lm.compose(f"preset={preset}"), Bytes())
     assert config.name == preset
     with use_mesh(make_mesh(config.mesh)):
         trainer = lm.make_trainer(config)
@@ -32,12 +33,12 @@ def test_each_preset_traces_a_whole_step_on_its_mesh(preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_opens_with_its_command(preset):
-    lines = (_run.CONF / "model" / f"{preset}.yaml").read_text().splitlines()
+    lines = (_run.CONF / "lm" / "preset" / f"{preset}.yaml").read_text().splitlines()
     flags = re.search(r"python -m experiments.lm([^)]*)", "\n".join(lines[:2]))[1].split()
     if preset == "tiny":
         assert flags == [] and lm.compose().name == "tiny"
     else:
-        assert flags[0] == f"model={preset}"
+        assert flags[0] == f"preset={preset}"
     assert lm.compose(*flags).name == preset
 
 
@@ -46,19 +47,19 @@ PUBLISHED = {"gpt2_124m": 124_439_808 + 47 * 768, "llama_1b": 1_235_814_400, "ll
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_is_the_model_that_it_is_named_after_whatever_the_tokenizer(preset):
-    """Planned, trained over bytes and trained over its own tokens, it has the same number of parameters."""
-    config = lm.compose(f"model={preset}")
-    assert num_params(config.model) == num_params(plan.compose(f"model={preset}").model) == PUBLISHED[preset]
+    """Estimated, trained over bytes and trained over its own tokens, it has the same number of parameters."""
+    config = lm.compose(f"preset={preset}")
+    assert num_params(config.model) == num_params(estimate.compose(f"preset={preset}").model) == PUBLISHED[preset]
     assert lm.with_vocabulary(config, Bytes()).model == config.model
     count, _, unit = re.fullmatch(r"\w+_([\d]+)(\.\d+)?([mb])", preset).groups()
     assert float(count) == pytest.approx(PUBLISHED[preset] / {"m": 1e6, "b": 1e9}[unit], abs=0.5)
-    lines = (_run.CONF / "model" / f"{preset}.yaml").read_text()
+    lines = (_run.CONF / "lm" / "preset" / f"{preset}.yaml").read_text()
     assert f"{PUBLISHED[preset]:,} parameters" in lines
 
 
 def test_gpt2_without_padding_is_the_published_one():
     assert (
-        num_params(lm.compose("model=gpt2_124m", "model.vocab_size=50257").model) == num_params(gpt2()) == 124_439_808
+        num_params(lm.compose("preset=gpt2_124m", "model.vocab_size=50257").model) == num_params(gpt2()) == 124_439_808
     )
     assert num_params(llama()) == PUBLISHED["llama_1b"]
 
@@ -71,8 +72,8 @@ def test_gpt2_without_padding_is_the_published_one():
         ("model.embed_dim=64", dict(num_heads=4, head_dim=16)),
         ("model.num_heads=2 model.num_kv_heads=0", dict(num_kv_heads=2, head_dim=64)),
         ("model.head_dim=8", dict(num_heads=4, head_dim=8)),
-        ("model=gpt2_124m model.num_heads=6", dict(num_heads=6, num_kv_heads=6, head_dim=128)),
-        ("model=gpt2_124m model.embed_dim=384", dict(num_heads=12, num_kv_heads=12, head_dim=32)),
+        ("preset=gpt2_124m model.num_heads=6", dict(num_heads=6, num_kv_heads=6, head_dim=128)),
+        ("preset=gpt2_124m model.embed_dim=384", dict(num_heads=12, num_kv_heads=12, head_dim=32)),
     ],
 )
 def test_derived_sizes_follow_the_flags(flags, derived):
@@ -81,7 +82,7 @@ def test_derived_sizes_follow_the_flags(flags, derived):
 
 
 def test_flags_beat_the_preset_and_the_preset_beats_the_schema():
-    config = lm.compose("model=llama_1b", "train.steps=7", "mesh.tensor=2", "rules.embed=none", "metrics=[wandb]")
+    config = lm.compose("preset=llama_1b", "train.steps=7", "mesh.tensor=2", "rules.embed=none", "metrics=[wandb]")
     assert (config.train.steps, config.train.accumulate, config.train.keep) == (7, 4, lm.TrainConfig().keep)
     assert config.mesh == MeshSpec(data=1, fsdp=-1, tensor=2)
     assert config.rules == {"embed": "none"} and config.metrics == ["wandb"]
@@ -131,9 +132,66 @@ def test_a_flag_that_came_later_leaves_the_names_of_runs_as_they_were():
 
 def test_the_folder_is_named_after_preset_and_identity():
     assert re.fullmatch("tiny-[0-9a-f]{8}", _run.folder_name(lm.compose()))
-    assert re.fullmatch("gpt2_124m-[0-9a-f]{8}", _run.folder_name(lm.compose("model=gpt2_124m")))
+    assert re.fullmatch("gpt2_124m-[0-9a-f]{8}", _run.folder_name(lm.compose("preset=gpt2_124m")))
     assert re.fullmatch("mine-[0-9a-f]{8}", _run.folder_name(lm.compose("name=mine")))
     assert _run.folder_name(lm.compose("train.steps=3")) == _run.folder_name(lm.compose())
+
+
+def words():
+    """The rows of the quick start's table of flags: flag -> experiments that have it."""
+    page = (_run.CONF.parents[1] / "docs" / "quickstart.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| .* \| ([a-z, ]+) \|$", page, re.MULTILINE)
+    return {flag: sorted(names.split(", ")) for flag, names in rows}
+
+
+def test_one_word_means_one_thing_in_every_experiment():
+    experiments = {"digits": digits, "env": env, "lm": lm, "neat": neat, "pomdp": pomdp, "rl": rl, "rnn": rnn}
+    flags = {name: dict(_flags(module.Config)) for name, module in experiments.items()}
+    for name in experiments:
+        flags[name] |= {"preset": str} if presets_of(name, "preset") else {}
+        assert not flags[name].keys() & set(RENAMED), "an old name is back"
+    assert len(words()) == 8
+    for flag, where in words().items():
+        assert where == sorted(name for name in experiments if flag in flags[name]), flag
+        assert len({flags[name][flag] for name in where}) == 1, f"{flag} is of several types"
+
+
+@pytest.mark.parametrize(
+    "experiment, flag, new",
+    [
+        (lm, "model=tiny", "preset=tiny"),
+        (lm, "steps=3", "train.steps"),
+        (rl, "steps=3", "train.steps"),
+        (rl, "chunk=3", "train.chunk"),
+        (rl, "recall=true", "last_action_reward"),
+        (rl, "draw=batch", "prng"),
+        (env, "draw=batch", "prng"),
+        (neat, "save_every=3", "train.save_every"),
+        (neat, "generations=3", "train.steps"),
+        (neat, "steps=3", "train.steps"),
+        (neat, "seeds=3", "num_seeds"),
+        (neat, "protocol=paper_xor", "preset"),
+        (pomdp, "steps=3", "max_steps"),
+    ],
+)
+def test_a_flag_by_its_old_name_gets_the_new_one(experiment, flag, new):
+    with pytest.raises(UsageError) as error:
+        experiment.compose(flag)
+    assert re.search(rf"(is|is called) {re.escape(new)} now", str(error.value)), error.value
+
+
+@pytest.mark.parametrize("flag", ["preset=null", "preset=3", "preset=", "preset=lm/tiny", "preset=tiny"])
+def test_presets_are_those_of_the_experiment(flag):
+    with pytest.raises(
+        UsageError, match=f"there is no preset .*{flag[7:]}'; legal for preset= are double_pole.* paper_xor"
+    ):
+        neat.compose(flag)
+
+
+def test_renamed_flags_leave_the_names_of_runs_as_they_were():
+    assert _run.identity(pomdp.compose("max_steps=7"))["steps"] == 7
+    names = {rl: "CartPole-v1-8a2fc571", neat: "neat-68548286", pomdp: "RockSample-7-8-d6bf3bb5", lm: "tiny-90ecd57b"}
+    assert all(_run.folder_name(experiment.compose()).startswith(name) for experiment, name in names.items())
 
 
 def test_a_fresh_folder_takes_the_next_number(tmp_path):
@@ -150,8 +208,8 @@ def test_a_fresh_folder_takes_the_next_number(tmp_path):
     "flags",
     [
         "",
-        "model=llama_8b",
-        "model=gpt2_124m model.num_heads=6 rules.embed=none metrics=[wandb] seed=3",
+        "preset=llama_8b",
+        "preset=gpt2_124m model.num_heads=6 rules.embed=none metrics=[wandb] seed=3",
     ],
 )
 def test_a_saved_configuration_loads_as_it_was(tmp_path, flags):

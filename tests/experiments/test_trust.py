@@ -91,8 +91,15 @@ def test_a_name_that_leads_out_of_the_folder_of_runs(name):
         _run.RunConfig(name=name)
 
 
-@pytest.mark.parametrize("of, flag", [("lm", "name=../../out"), ("rl", "env=../../out"), ("lm", "model=../model/tiny"),
-                                      ("rl", "preset=../preset/rl2")])  # fmt: skip
+@pytest.mark.parametrize(
+    "of, flag",
+    [
+        ("lm", "name=../../out"),
+        ("rl", "env=../../out"),
+        ("lm", "preset=../preset/tiny"),
+        ("rl", "preset=../preset/rl2"),
+    ],
+)
 def test_no_folder_is_made_outside(main, tmp_path, monkeypatch, of, flag):
     (tmp_path / "here" / "there").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "there")

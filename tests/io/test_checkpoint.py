@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpointing import abstract, bits, closed_loop, damage, flip, make_state, over, save_scalar, three_saved
 
-from jaxpar.io import Checkpoints, Damaged, OtherRun, storage
+from jaxpar.io import Checkpoints, CorruptCheckpointError, RunMismatchError, storage
 from jaxpar.types import UsageError
 
 
@@ -116,7 +116,7 @@ def test_numpy_has_every_leaf_and_needs_no_sharding(tmp_path, opened):
 def test_numpy_refuses_what_is_damaged(tmp_path, opened, how):
     three_saved(tmp_path, opened)
     damage(tmp_path / "3", how)
-    with pytest.raises(Damaged, match=f"the checkpoint {tmp_path}/3 "):
+    with pytest.raises(CorruptCheckpointError, match=f"the checkpoint {tmp_path}/3 "):
         opened(tmp_path).numpy(3)
     assert opened(tmp_path).numpy(2)["optimizer"]["0"]["count"] == 3
 
@@ -241,7 +241,7 @@ def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_it_used(tmp_
     before = {path: path.read_bytes() for path in (tmp_path / "3").rglob("*") if path.is_file()}
     again = opened(tmp_path, keep=2)
     if how != "empty files":  # Orbax cannot even list that
-        with pytest.raises(Damaged) as caught:
+        with pytest.raises(CorruptCheckpointError) as caught:
             again.restore(3, abstract(states[3]))
         reasons = "cannot be read: a file of it is missing", "cannot be read: a file of it is not as it was written"
         reasons += (r"is damaged: [\w/]+( and \d+ others)? is not what was saved",)
@@ -269,25 +269,31 @@ def test_if_all_are_damaged_nothing_is_touched_and_nothing_starts_anew(tmp_path,
     for step in (1, 2, 3):
         damage(tmp_path / str(step), "short data")
     for _ in range(2):
-        with pytest.raises(Damaged, match=rf"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 .*resume=false"):
+        with pytest.raises(
+            CorruptCheckpointError, match=rf"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 .*resume=false"
+        ):
             opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 3})
         assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
     for step in (1, 2, 3):
         (tmp_path / str(step)).rename(tmp_path / f"{step}.refused")
-    with pytest.raises(Damaged, match="only 1.refused, 2.refused, 3.refused is left of those refused earlier"):
+    with pytest.raises(
+        CorruptCheckpointError, match="only 1.refused, 2.refused, 3.refused is left of those refused earlier"
+    ):
         opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 3})
 
 
 @closed_loop
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path, opened):
     states = three_saved(tmp_path, opened)
-    with pytest.raises(OtherRun, match="the checkpoint of step 3 was made with seed=3 and this run has 4"):
+    with pytest.raises(RunMismatchError, match="the checkpoint of step 3 was made with seed=3 and this run has 4"):
         opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 4})
     damage(tmp_path / "3", "no layout")  # a whole one of another run is no reason to call all damaged
-    with pytest.raises(OtherRun, match="the checkpoint of step 2 was made with seed=3"):
+    with pytest.raises(RunMismatchError, match="the checkpoint of step 2 was made with seed=3"):
         opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 4})
     narrow = abstract(states[1]).replace(params=abstract(make_state(rows=16)).params)
-    with pytest.raises(OtherRun, match=r"of step 2 .* does not fit this run: params/b/0 is float32\[24,4\] there"):
+    with pytest.raises(
+        RunMismatchError, match=r"of step 2 .* does not fit this run: params/b/0 is float32\[24,4\] there"
+    ):
         opened(tmp_path).restore_newest(narrow, {"seed": 3})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
     checkpoints = opened(tmp_path, keep=10)

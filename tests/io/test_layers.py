@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.io import Checkpoints, OtherRun
-from jaxpar.io.layers import Source, match
+from jaxpar.io import Checkpoints, RunMismatchError
+from jaxpar.io.layers import LeafSource, match_layers
+from jaxpar.io.reading import _older_name
 
 L = 3
 
@@ -115,20 +116,27 @@ def layout(**leaves):
     ],
 )
 def test_what_is_no_stack_is_not_taken_for_one(saved, wanted):
-    assert match(layout(**saved), layout(**wanted)) == {}
+    assert match_layers(layout(**saved), layout(**wanted)) == {}
 
 
 def test_numbers_elsewhere_in_a_path_stay_what_they_are():
     saved, wanted = {"0/1/w": (2, 4), "0/b": (3,)}, {"0/1/w/0": (4,), "0/1/w/1": (4,), "0/b": (3,)}
-    sources = match(layout(**saved), layout(**wanted))
-    cuts = {f"0/1/w/{i}": Source(("0/1/w",), i) for i in range(2)}
-    assert sources == cuts | {"0/b": Source(("0/b",))}
-    back = match(layout(**wanted), layout(**saved))
-    assert back == {"0/1/w": Source(("0/1/w/0", "0/1/w/1")), "0/b": Source(("0/b",))}
+    sources = match_layers(layout(**saved), layout(**wanted))
+    cuts = {f"0/1/w/{i}": LeafSource(("0/1/w",), i) for i in range(2)}
+    assert sources == cuts | {"0/b": LeafSource(("0/b",))}
+    back = match_layers(layout(**wanted), layout(**saved))
+    assert back == {"0/1/w": LeafSource(("0/1/w/0", "0/1/w/1")), "0/b": LeafSource(("0/b",))}
 
 
 def test_a_layer_too_many_is_named(checkpoints):
     checkpoints.save(1, {"w": jnp.ones((3, 4)), "b": jnp.ones(2)}, {}, {})
     leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=grid((1, 1)))
-    with pytest.raises(OtherRun, match=r"w/0 is absent there and float32\[4\] here"):
+    with pytest.raises(RunMismatchError, match=r"w/0 is absent there and float32\[4\] here"):
         checkpoints.restore(1, {"w": [leaf] * 2, "b": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=grid((1, 1)))})
+
+
+def test_older_names_stand_for_whole_parts_of_a_path():
+    renamed = {"innovation": "mark", "rates/tau": "rates/target"}
+    assert _older_name("genomes/innovation", renamed) == "genomes/mark"
+    assert _older_name("innovations/innovation/tau", renamed) == "innovations/mark/tau"
+    assert _older_name("rates/tau", renamed) == "rates/target" and _older_name("rates/taus", renamed) == "rates/taus"

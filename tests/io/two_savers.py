@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.io import Checkpoints, Damaged
+from jaxpar.io import Checkpoints, CorruptCheckpointError
 from jaxpar.mesh import simulate_devices
 from jaxpar.processes import start_processes
 
@@ -72,7 +72,7 @@ def main(coordinator, num_processes, process_id, folder, out):
         with_other = again.restore_newest(abstract(mesh), {"seed": 2 if process_id else 1})  # only one is refused
         other = str(with_other[0])
     except ValueError as error:
-        other = f"{isinstance(error, Damaged)} {error}"
+        other = f"{isinstance(error, CorruptCheckpointError)} {error}"
     again.close()
     result = dict(steps=steps, stalls=stalls, found=found, right=right, refused=again.refused, after=after, other=other)
     Path(out).write_text(json.dumps(result))

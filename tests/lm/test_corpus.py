@@ -260,15 +260,15 @@ def test_an_interrupted_build_is_never_taken_for_whole(folder, tmp_path, monkeyp
 
 def test_two_processes_may_build_the_same_cache(folder, tmp_path, monkeypatch):
     config, cache = config_of(folder), tmp_path / "cache"
-    plan, nested = corpus_module._plan, []
+    read, nested = corpus_module._content_and_pieces, []
 
-    def plan_while_another_builds(*args):
+    def read_while_another_builds(*args):
         if not nested:
             nested.append(True)
             nested.append(open_corpus(config, cache))
-        return plan(*args)
+        return read(*args)
 
-    monkeypatch.setattr(corpus_module, "_plan", plan_while_another_builds)
+    monkeypatch.setattr(corpus_module, "_content_and_pieces", read_while_another_builds)
     mine = open_corpus(config, cache)
     assert (everything(mine.train) == everything(nested[1].train)).all()
     assert len(list(cache.iterdir())) == 1

@@ -250,7 +250,7 @@ def spell(folder, template="<s> $A"):
 
 
 @pytest.mark.parametrize(
-    ("template", "files", "begin", "ends"),
+    ("template", "files", "bos_ids", "eos_ids"),
     [
         ("<s> $A", {}, (14,), (2, 3)),
         ("<s> $A </s>", {"generation_config": dict(eos_token_id=15)}, (14,), (15,)),
@@ -271,15 +271,15 @@ def spell(folder, template="<s> $A"):
         ("<s> $A", {"generation_config": dict(eos_token_id=[15, 13])}, (14,), (15, 13)),
     ],
 )
-def test_begin_and_ends_are_those_of_the_folder(folder, template, files, begin, ends):
+def test_bos_and_eos_are_those_of_the_folder(folder, template, files, bos_ids, eos_ids):
     spell(folder, template)
     for name, changes in files.items():
         change(folder / f"{name}.json", changes)
     tokenizer = load_tokenizer(folder)
-    assert (tokenizer.begin, tokenizer.ends) == (begin, ends)
+    assert (tokenizer.bos_ids, tokenizer.eos_ids) == (bos_ids, eos_ids)
     assert tokenizer.encode("w3 w4").tolist() == [3, 4]
     alone = load_tokenizer(folder / "tokenizer.json")
-    assert alone.identity == tokenizer.identity and (alone.begin, alone.ends) == ((), ())
+    assert alone.identity == tokenizer.identity and (alone.bos_ids, alone.eos_ids) == ((), ())
 
 
 @pytest.mark.parametrize("name", ["generation_config", "config", "tokenizer_config"])

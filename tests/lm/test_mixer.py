@@ -12,7 +12,7 @@ from tolerance import EXACT_MATHS, assert_close
 
 from experiments import verify
 from jaxpar.lm import LMConfig, Sampling, apply, flops_per_token, generate, loss, num_params, to_hf
-from jaxpar.lm.params import axes, is_weight, leaves
+from jaxpar.lm.params import axes, decay_mask, leaves
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.mixers import CELLS
@@ -137,7 +137,7 @@ def test_bfloat16_keeps_a_wide_state():
 
 
 def test_muon_takes_the_products_and_leaves_the_recurrence():
-    sides = muon_dimensions(axes(MODELS["gru"]), is_weight(MODELS["gru"]))["layers"]["mixer"]
+    sides = muon_dimensions(axes(MODELS["gru"]), decay_mask(MODELS["gru"]))["layers"]["mixer"]
     assert {name for name, numbers in sides.items() if numbers is not None} == {"wr", "wz", "wn", "w_out"}
     assert leaves(MODELS["gru"])["layers"]["mixer"]["u"].shape == (2, 4, 4, 3, 4)
 

@@ -11,7 +11,7 @@ from fast import jit, noisy_params
 from tolerance import assert_close
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
-from jaxpar.lm.params import is_weight
+from jaxpar.lm.params import decay_mask
 from jaxpar.optim import learning_rate
 
 MODEL = LMConfig(
@@ -73,12 +73,12 @@ def test_decay_touches_matrices_only(name):
     optimizer = optimizer_of(config, 10).transformation()
     zeros = jax.tree.map(np.zeros_like, params)
     updates, _ = jit(optimizer.update)(zeros, optimizer.init(params), params)
-    want = jax.tree.map(lambda p, weight: -1e-3 * 0.5 * p * weight, params, is_weight(MODEL))
+    want = jax.tree.map(lambda p, weight: -1e-3 * 0.5 * p * weight, params, decay_mask(MODEL))
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), updates, want)
 
 
 def test_weights_are_the_matrices():
-    mask = is_weight(MODEL)
+    mask = decay_mask(MODEL)
     assert mask["embedding"] and mask["head"] and not mask["final_norm"]["scale"] and not mask["final_norm"]["bias"]
     assert {name for name, weight in mask["layers"].items() if weight is True} == set(MATRICES)
 

@@ -10,7 +10,7 @@ import pytest
 from fast import jit
 
 from jaxpar.lm import LMConfig, apply, axes, flops_per_token, gpt2, init, llama, num_params
-from jaxpar.lm.params import abstract, is_weight, leaves
+from jaxpar.lm.params import abstract, decay_mask, leaves
 
 SMALL = LMConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, init_std=0.05)
 EVERYTHING = dataclasses.replace(SMALL, norm="layer", bias=True, positions="learned", max_seq_len=16)
@@ -50,7 +50,7 @@ def test_initial_values():
 
 def test_every_matrix_is_drawn_by_a_key_of_its_own():
     params = init(jax.random.key(0), SMALL)
-    matrices = [x for x, weight in zip(*map(jax.tree.leaves, (params, is_weight(SMALL))), strict=True) if weight]
+    matrices = [x for x, weight in zip(*map(jax.tree.leaves, (params, decay_mask(SMALL))), strict=True) if weight]
     starts = np.array([np.asarray(x).reshape(-1)[:8] / float(x.std()) for x in matrices])
     assert np.abs(starts[:, None] - starts[None])[np.triu_indices(len(starts), 1)].min(-1).max() > 0
     assert len({round(float(row[0]), 4) for row in starts}) == len(starts)

@@ -14,7 +14,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, loss
 from jaxpar.lm import stages as module
 from jaxpar.lm.loss import losses
 from jaxpar.lm.stages import stages
-from jaxpar.nn.auxiliary import Aux, Max, Mean, Min, Sum, both, over_layers, over_parts, shown
+from jaxpar.nn.auxiliary import Aux, Max, Mean, Min, Sum, both, over_layers, over_parts, scalars
 from jaxpar.nn.schedule import InTurn, layer_by_layer, parts_of
 from jaxpar.types import UsageError
 
@@ -55,7 +55,7 @@ def test_in_turn_equals_the_whole_batch(count, packed, x64):
     params, run = noisy_params(config, np.float64), jit(InTurn(), static_argnums=(0, 4))
     (value, aux), grads = run(stages(config), params, data, None, 1)
     (parts, told), sums = run(stages(config), params, data, None, count)
-    assert_close((parts, sums, shown(told)), (value, grads, shown(aux)), TOLERANCE)
+    assert_close((parts, sums, scalars(told)), (value, grads, scalars(aux)), TOLERANCE)
 
 
 def test_parts_that_do_not_divide_are_refused():
@@ -94,7 +94,7 @@ def test_a_layers_loss_is_added_once_however_the_batch_is_cut(monkeypatch, x64):
     run = jit(InTurn(), static_argnums=(0, 4))
     (whole, aux), grads = run(stages(config), params, data, None, 1)
     (parts, told), sums = run(stages(config), params, data, None, 4)
-    assert_close((parts, sums, shown(told)), (whole, grads, shown(aux)), TOLERANCE)
+    assert_close((parts, sums, scalars(told)), (whole, grads, scalars(aux)), TOLERANCE)
     balance = 2 * float(jnp.square(params["embedding"][data["tokens"]]).mean())
     assert_close((whole, aux.losses["balance"]), (plain(params, data, config)[0] + balance, balance), TOLERANCE)
 
@@ -137,11 +137,11 @@ def test_metrics_are_merged_by_their_own_rules():
     ]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *told)
     for merge, total in ((over_layers, 8), (over_parts, 8 / 3)):
-        got = shown(merge(stacked))
+        got = scalars(merge(stacked))
         want = {"a": total, "mean": 0.5, "sum": 8, "max": 4, "min": 1}
         assert {name: float(x) for name, x in got.items()} == pytest.approx(want)
-    two = shown(both(told[0], told[1]))
+    two = scalars(both(told[0], told[1]))
     assert {name: float(x) for name, x in two.items()} == {"a": 5, "mean": 0.5, "sum": 5, "max": 4, "min": 1}
     bad = Aux({}, {"max": Max(jnp.array([1.0, np.nan])), "min": Min(jnp.array([np.nan, 1.0]))})
-    assert all(np.isnan(x) for x in shown(over_layers(bad)).values())
+    assert all(np.isnan(x) for x in scalars(over_layers(bad)).values())
     assert float(Mean(jnp.float32(0), jnp.float32(0)).value) == 0

@@ -23,7 +23,7 @@ from noisy_walk import (
     whole,
 )
 
-from jaxpar.io import Damaged
+from jaxpar.io import CorruptCheckpointError
 from jaxpar.loop import Fit, Hooks, fit, resume, run, run_until
 from jaxpar.types import UsageError
 
@@ -241,7 +241,7 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(tmp_path, opened):
     for step in (3, 6):
         spoil(tmp_path / str(step))
     for _ in range(2):
-        with pytest.raises(Damaged, match=f"no checkpoint in {tmp_path} is whole"):
+        with pytest.raises(CorruptCheckpointError, match=f"no checkpoint in {tmp_path} is whole"):
             fit(WALK, KEY, batch, Fit(9), Hooks(checkpoints=opened(tmp_path)))
 
 

@@ -1,4 +1,4 @@
-"""Walks of jaxprs: calls opened, dead equations left out, and an interpreter beside JAX's own evaluation."""
+"""Readers of jaxprs: calls opened, dead equations left out, and an interpreter beside JAX's own evaluation."""
 
 import jax
 import jax.numpy as jnp

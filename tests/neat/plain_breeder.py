@@ -16,7 +16,7 @@ from typing import NamedTuple
 class Gene(NamedTuple):
     """A connection between the nodes of two identities; a weight of None was drawn anew."""
 
-    mark: int
+    innovation: int
     source: int
     target: int
     weight: float | None
@@ -144,7 +144,7 @@ def mutate(dice, rates, genes):
         if live:
             old = genes[live[dice.below(len(live))]]
             return genes | {
-                old.mark: old._replace(enabled=False),
+                old.innovation: old._replace(enabled=False),
                 FRESH: Gene(FRESH, old.source, -1, 1.0, True),
                 FRESH + 1: Gene(FRESH + 1, -1, old.target, old.weight, True),
             }

@@ -52,10 +52,10 @@ def random_genomes(rng, config, count, hidden=None, conns=None):
     shape_n, shape_c = (count, config.max_nodes), (count, config.max_conns)
     g = {name: np.zeros(shape_n, np.float32) for name in ("bias", "response", "time_constant")}
     g |= {name: np.zeros(shape_n, np.int32) for name in ("node_id", "activation", "aggregation")}
-    g |= {name: np.zeros(shape_c, np.int32) for name in ("mark", "source", "target")}
+    g |= {name: np.zeros(shape_c, np.int32) for name in ("innovation", "source", "target")}
     g |= {"node_on": np.zeros(shape_n, bool), "weight": np.zeros(shape_c, np.float32)}
     g |= {"enabled": np.zeros(shape_c, bool), "on": np.zeros(shape_c, bool)}
-    ends, inputs = config.num_ends, config.num_inputs
+    ends, inputs = config.num_io, config.num_inputs
     for p in range(count):
         most = config.max_nodes - ends
         slots = rng.permutation(np.arange(ends, config.max_nodes))[
@@ -79,7 +79,7 @@ def random_genomes(rng, config, count, hidden=None, conns=None):
         rows = rng.permutation(config.max_conns)[: len(chosen)]
         for row, at in zip(rows, chosen, strict=True):
             g["source"][p, row], g["target"][p, row] = pairs[at]
-        g["mark"][p, rows] = rng.permutation(max(300, len(rows)))[: len(rows)]
+        g["innovation"][p, rows] = rng.permutation(max(300, len(rows)))[: len(rows)]
         g["weight"][p, rows] = rng.normal(size=len(rows))
         g["enabled"][p, rows] = rng.random(len(rows)) < 0.8
         g["on"][p, rows] = True
@@ -116,7 +116,7 @@ class Network:
                     values[n] = self.node(n, values)
                 return values[n]
 
-            return [value(n) for n in range(config.num_inputs, config.num_ends)]
+            return [value(n) for n in range(config.num_inputs, config.num_io)]
         for _ in range(config.sub_steps if config.kind == "ctrnn" else 1):
             before = self.values | inputs
             after = {n: self.node(n, before) for n in self.into}
@@ -124,12 +124,12 @@ class Network:
                 rate = {n: -math.expm1(-config.time_step / float(self.one.time_constant[n])) for n in self.into}
                 after = {n: before[n] + rate[n] * (after[n] - before[n]) for n in self.into}
             self.values = before | after
-        return [self.values[n] for n in range(config.num_inputs, config.num_ends)]
+        return [self.values[n] for n in range(config.num_inputs, config.num_io)]
 
 
 def genes(one):
     """Weights by mark."""
-    return {int(one.mark[c]): float(one.weight[c]) for c in np.flatnonzero(one.on)}
+    return {int(one.innovation[c]): float(one.weight[c]) for c in np.flatnonzero(one.on)}
 
 
 def distance(config, rates, one, two):
@@ -166,7 +166,7 @@ def speciate(config, rates, genomes, centres):
     return found
 
 
-def offspring(population, sizes, means, may):
+def offspring_counts(population, sizes, means, may):
     """Children by slot: running sums of the shares, rounded."""
     means = [m if ok else 0.0 for m, ok in zip(means, may, strict=True)]
     running, counts, before = 0.0, [], 0

@@ -1,4 +1,4 @@
-"""ES-HyperNEAT as the paper writes it: queues, recursion, lists of connections, one painter at a time."""
+"""ES-HyperNEAT as the paper writes it: queues, recursion, lists of connections, one CPPN at a time."""
 
 import dataclasses
 from collections import deque
@@ -95,7 +95,7 @@ def walked(edges, begin):
     return found
 
 
-def respond(tree, connections, hidden, act, x):
+def apply_networks(tree, connections, hidden, act, x):
     """Outputs, node by node."""
     inputs = dict(zip(tree.inputs, x, strict=True))
     values = dict.fromkeys(hidden, 0.0)

@@ -17,7 +17,7 @@ from neat.ctrnn import CTRNNNodeEval
 from neat.export import export_network_json
 from plain_neat import ACTIVATIONS, AGGREGATIONS, Network, random_genomes
 
-from jaxpar.neat import NeatConfig, apply, draw_network, express, expressions, from_json, start, to_dot, to_json
+from jaxpar.neat import NeatConfig, apply, draw_network, express, expressions, from_json, init_carry, to_dot, to_json
 from jaxpar.types import UsageError
 
 NAMES = tuple(sorted(set(ACTIVATIONS) - {"steep_sigmoid", "exp", "inv", "log", "cube", "square", "selu"}))
@@ -29,7 +29,7 @@ def config_of(kind="feedforward"):
 
 def calls(config, genomes, xs):
     networks = express(config, genomes)
-    carry, ys = start(networks), []
+    carry, ys = init_carry(networks), []
     step = jit(apply)
     for x in xs:
         y, carry = step(networks, carry, jnp.broadcast_to(x, (len(genomes.on), len(x))))
@@ -135,7 +135,7 @@ def test_files_are_read_in_double_precision(kind, form, x64):
 
     def outputs(genomes):
         networks = express(read, genomes, form=form)
-        carry, ys = start(networks), []
+        carry, ys = init_carry(networks), []
         for x in xs:
             y, carry = jit(apply)(networks, carry, x[None])
             ys.append(y)

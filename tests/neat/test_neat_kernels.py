@@ -14,13 +14,13 @@ from plain_neat import ACTIVATIONS, Network, random_genomes
 import envs
 from jaxpar.env import adapt
 from jaxpar.mesh import AXES
-from jaxpar.neat import Episodes, Neat, NeatConfig, apply, ends_of, express
-from jaxpar.neat._kernels import on_gpu, settled
-from jaxpar.neat._numbers import NotNumbers, by_numbers
+from jaxpar.neat import Episodes, Neat, NeatConfig, apply, express, io_sizes
+from jaxpar.neat._kernels import feedforward_kernel, use_kernels
+from jaxpar.neat._scalars import NotScalar, scalarize
 from jaxpar.neat.distance import centres_of, slot_ids
-from jaxpar.neat.episodes import _Game
+from jaxpar.neat.episodes import _Player
 from jaxpar.neat.genome import first
-from jaxpar.neat.graph import cyclic, reachable, singleton
+from jaxpar.neat.graph import has_cycle, reachable, singleton
 
 
 def made(name):
@@ -32,21 +32,21 @@ def made(name):
 
 def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
     env, params = made(name)
-    config = NeatConfig(*ends_of(env, params, True), 6, nodes, 3 * nodes, 4, "fast", kind=kind)
+    config = NeatConfig(*io_sizes(env, params, True), 6, nodes, 3 * nodes, 4, "fast", kind=kind)
     genomes = random_genomes(np.random.default_rng(8), config, config.population)
     networks = jax.tree.map(jnp.asarray, express(config, genomes))
-    return _Game(jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0))
+    return _Player(jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0))
 
 
 @pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole", "recurrent"),
                                         ("Pendulum-v1", "feedforward")])  # fmt: skip
 def test_a_kernel_plays_what_lanes_play(name, kind):
     game = game_of(name, kind)
-    whole, lanes = jax.jit(game.by_kernel(interpret=True))(), jax.jit(lambda: game.by_lanes(12, False))()
+    whole, lanes = jax.jit(game.by_kernel(interpret=True))(), jax.jit(lambda: game.play_in_slots(12, False))()
     np.testing.assert_array_equal(whole.lengths, lanes.lengths)
     # Rounding of other sums of weights, which a swing-up carries on: float32, 30 steps.
     np.testing.assert_allclose(whole.returns, lanes.returns, rtol=1e-5, atol=1e-4)
-    assert whole.lane_steps == whole.lengths.sum() <= lanes.lane_steps
+    assert whole.env_steps == whole.lengths.sum() <= lanes.env_steps
     assert len(np.unique(whole.returns)) > 2
 
 
@@ -58,7 +58,7 @@ def test_networks_settle_to_what_sweeps_give(nodes, form, activations):
     genomes = random_genomes(np.random.default_rng(5), config, 8)
     networks = express(config, genomes, form=form)
     x = jax.random.normal(jax.random.key(1), (8, 3, 3))
-    found, swept = settled(networks, x, interpret=True), apply(networks, (), x)[0]
+    found, swept = feedforward_kernel(networks, x, interpret=True), apply(networks, (), x)[0]
     plain = [[Network(config, genomes.rows(p))(row) for row in x[p]] for p in range(8)]
     # Sums of weights in another order, float32, carried over as many levels as there are.
     np.testing.assert_allclose(found, swept, rtol=1e-5, atol=1e-5)
@@ -69,8 +69,8 @@ def test_networks_settle_to_what_sweeps_give(nodes, form, activations):
 @pytest.mark.parametrize("name", ["Acrobot-v1", "Breakout-MinAtar"])
 def test_what_draws_or_indexes_is_left_to_lanes(name):
     game = game_of(name, "feedforward", nodes=500 if "MinAtar" in name else 14)
-    with pytest.raises(NotNumbers, match="it (draws|uses)|makes more than"):
-        game.in_numbers()
+    with pytest.raises(NotScalar, match="it (draws|uses)|makes more than"):
+        game.scalar_step()
     assert game.by_kernel(interpret=True) is None
 
 
@@ -86,7 +86,7 @@ def test_a_function_of_arrays_is_one_of_numbers():
         for n in (1, 5):
             arrays = jnp.array(x), jnp.int32(n)
             expected = np.concatenate([np.ravel(leaf) for leaf in f(*arrays)])
-            found = by_numbers(f, *arrays)(*arrays[0], arrays[1])
+            found = scalarize(f, *arrays)(*arrays[0], arrays[1])
             np.testing.assert_allclose(np.array([float(number) for number in found]), expected, rtol=1e-6)
 
 
@@ -95,11 +95,11 @@ def test_only_what_counts_is_looked_at():
         noise = jax.random.normal(jax.random.key(0))
         return [x + 1, x * noise]
 
-    with pytest.raises(NotNumbers, match="it draws"):
-        by_numbers(f, jnp.float32(1))
-    with pytest.raises(NotNumbers, match="more than 256"):
-        by_numbers(lambda x: [x[0]], jnp.zeros(257))
-    assert float(by_numbers(lambda x: f(x)[:1], jnp.float32(1))(jnp.float32(1))[0]) == 2
+    with pytest.raises(NotScalar, match="it uses a key"):
+        scalarize(f, jnp.float32(1))
+    with pytest.raises(NotScalar, match="more than 256"):
+        scalarize(lambda x: [x[0]], jnp.zeros(257))
+    assert float(scalarize(lambda x: f(x)[:1], jnp.float32(1))(jnp.float32(1))[0]) == 2
 
 
 def test_the_ways_of_a_gpu_give_the_same(monkeypatch):
@@ -111,7 +111,7 @@ def test_the_ways_of_a_gpu_give_the_same(monkeypatch):
     def ways(genomes):
         centres = centres_of(genomes.rows(slice(0, 5)))
         begin = singleton(jnp.arange(40, dtype=jnp.int32) % 7, 40)
-        return (first(~genomes.on), first(genomes.on.T, 0), slot_ids(centres, genomes.mark), cyclic(*ends, 40),
+        return (first(~genomes.on), first(genomes.on.T, 0), slot_ids(centres, genomes.innovation), has_cycle(*ends, 40),
                 reachable(begin, *ends, 40))  # fmt: skip
 
     plain = jax.jit(lambda genomes: ways(genomes))(genomes)
@@ -147,10 +147,10 @@ def test_activations_of_ones_own_are_inlined_or_left_to_sweeps(monkeypatch, func
     monkeypatch.setitem(ACTIVATIONS, "mine", plain)
     genomes = random_genomes(np.random.default_rng(5), config, 4)
     want = [[Network(config, genomes.rows(p))(row) for row in x[p]] for p in range(4)]
-    found = settled(networks, x, interpret=True) if inlines else jax.jit(calls)(networks, x)
+    found = feedforward_kernel(networks, x, interpret=True) if inlines else jax.jit(calls)(networks, x)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert on_gpu(networks) == inlines == ("xla.gpu.triton" in for_cuda(calls, networks, x))
+    assert use_kernels(networks) == inlines == ("xla.gpu.triton" in for_cuda(calls, networks, x))
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # by jax 0.11
@@ -163,4 +163,4 @@ def test_a_generation_lowers_for_cuda(monkeypatch, batched):
     key = jax.random.split(jax.random.key(0), 2) if batched else jax.random.key(0)
     state = jax.eval_shape(lambda: neat.init(jax.random.key(0), None))
     text = for_cuda(step, key, state, params)
-    assert "xla.gpu.triton" in text and "played" in text
+    assert "xla.gpu.triton" in text and "play_episodes" in text

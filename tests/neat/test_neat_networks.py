@@ -11,7 +11,7 @@ from neat.activations import ActivationFunctionSet
 from neat.aggregations import AggregationFunctionSet
 from plain_neat import ACTIVATIONS, AGGREGATIONS, Network, random_genomes
 
-from jaxpar.neat import NeatConfig, apply, check_genomes, express, functions, start, with_networks
+from jaxpar.neat import NeatConfig, apply, check_genomes, express, functions, init_carry, with_networks
 from jaxpar.neat.graph import sweeps
 from jaxpar.neat.network import form_of
 from jaxpar.types import UsageError
@@ -26,11 +26,11 @@ def assert_near(got, want):
 
 
 def outputs(config, genomes, x, **how):
-    """Three calls of all networks, `[T, P, B, O]`."""
+    """Three calls of all networks, `[T, G, B, O]`."""
 
     def run(genomes, x):
         networks = express(config, genomes, **how)
-        carry, ys = start(networks, x.shape[2]), []
+        carry, ys = init_carry(networks, x.shape[2]), []
         for row in x:
             y, carry = apply(networks, carry, row)
             ys.append(y)

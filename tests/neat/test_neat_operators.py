@@ -14,11 +14,11 @@ from plain_neat import random_genomes
 
 from jaxpar.neat import FAST, NeatConfig, check_genomes
 from jaxpar.neat.crossover import crossover, match
-from jaxpar.neat.draws import Draws
-from jaxpar.neat.genome import Packed, first, initial, picked
-from jaxpar.neat.graph import members, reachable, singleton
-from jaxpar.neat.innovation import NOTHING, SPLIT, Counters, Requests, number
+from jaxpar.neat.genome import Packed, first, initial, pick_random
+from jaxpar.neat.graph import reachable, singleton, unpack_set
+from jaxpar.neat.innovation import NOTHING, SPLIT, Counters, Requests, assign_innovations
 from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
+from jaxpar.neat.uniforms import Uniforms
 
 NEVER = FAST.replace(add_node=0.0, add_conn=0.0, del_node=0.0, del_conn=0.0, toggle=0.0, reenable=0.0, weights=0.0,
                      node_perturb=0.0, node_replace=0.0, redraw=0.0)  # fmt: skip
@@ -35,11 +35,11 @@ def compiled(kind):
     config = CONFIGS[kind]
 
     def change(seed, genomes, counters, rates):
-        draws = Draws(config, jax.random.key(seed), jnp.arange(24))
+        uniforms = Uniforms(jax.random.key(seed), config, jnp.arange(24))
         may = jnp.ones(24, bool)
-        genomes = mutate_numbers(config, rates, draws, genomes, may)
-        edit = choose_edit(config, rates, draws, genomes, may)
-        node, mark, counters = number(edit.requests(genomes), counters)
+        genomes = mutate_numbers(config, rates, uniforms, genomes, may)
+        edit = choose_edit(config, rates, uniforms, genomes, may)
+        node, mark, counters = assign_innovations(edit.requests(genomes), counters)
         return apply_edit(genomes, edit, node, mark), counters, edit
 
     return jit(change)
@@ -51,8 +51,8 @@ def compiled_crossover(kind, mode="fast"):
     config = dataclasses.replace(CONFIGS[kind], mode=mode)
 
     def cross(seed, rates, one, two, alone=False, equal=False):
-        draws = Draws(config, jax.random.key(seed), jnp.arange(24))
-        return crossover(config, rates, draws, one, two, *(jnp.broadcast_to(x, 24) for x in (alone, equal)))
+        uniforms = Uniforms(jax.random.key(seed), config, jnp.arange(24))
+        return crossover(config, rates, uniforms, one, two, *(jnp.broadcast_to(x, 24) for x in (alone, equal)))
 
     return jit(cross)
 
@@ -83,8 +83,9 @@ def test_no_genome_is_ever_wrong(kind, seed, rates, mates, mode):
         before = counters
         genomes, counters, _ = compiled(kind)(seed + step, genomes, counters, rates)
         check_genomes(config, genomes)
-        assert counters.node >= before.node and counters.mark >= before.mark
-        assert np.asarray(genomes.mark).max() < counters.mark and np.asarray(genomes.node_id).max() < counters.node
+        assert counters.node >= before.node and counters.innovation >= before.innovation
+        assert np.asarray(genomes.innovation).max() < counters.innovation
+        assert np.asarray(genomes.node_id).max() < counters.node
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -100,7 +101,7 @@ def edges(genomes, p):
     """By mark: the identities of the ends, and the weight."""
     ids, rows = np.asarray(genomes.node_id)[p], np.flatnonzero(np.asarray(genomes.on)[p])
     ends = [np.asarray(getattr(genomes, name))[p] for name in ("source", "target")]
-    marks, weights = np.asarray(genomes.mark)[p], np.asarray(genomes.weight)[p]
+    marks, weights = np.asarray(genomes.innovation)[p], np.asarray(genomes.weight)[p]
     return {int(marks[c]): (int(ids[ends[0][c]]), int(ids[ends[1][c]]), float(weights[c])) for c in rows}
 
 
@@ -156,12 +157,12 @@ def test_children_have_the_fitter_parents_structure(seed):
     child = compiled_crossover(kind)(seed, FAST.replace(disable=1.0), one, two)
     again = compiled_crossover(kind)(seed, FAST.replace(disable=0.0), one, two)
     np.testing.assert_array_equal(again.enabled, one.on)
-    for name in ("node_id", "node_on", "mark", "source", "target", "on"):
+    for name in ("node_id", "node_on", "innovation", "source", "target", "on"):
         np.testing.assert_array_equal(getattr(child, name), getattr(one, name))
     for p in range(24):
-        theirs = {int(two.mark[p, c]): c for c in np.flatnonzero(two.on[p])}
+        theirs = {int(two.innovation[p, c]): c for c in np.flatnonzero(two.on[p])}
         for c in np.flatnonzero(one.on[p]):
-            other = theirs.get(int(one.mark[p, c]))
+            other = theirs.get(int(one.innovation[p, c]))
             legal = [one.weight[p, c]] if other is None else [one.weight[p, c], two.weight[p, other]]
             assert child.weight[p, c] in legal
             assert child.enabled[p, c] == (one.enabled[p, c] and (other is None or two.enabled[p, other]))
@@ -172,9 +173,9 @@ def test_three_quarters_of_the_disabled_stay_disabled():
     genomes = random_genomes(np.random.default_rng(0), config, 24, conns=400)
     genomes = dataclasses.replace(genomes, enabled=genomes.on)
     other = dataclasses.replace(genomes, enabled=np.zeros_like(genomes.on))
-    draws = Draws(config, jax.random.key(0), jnp.arange(24))
+    uniforms = Uniforms(jax.random.key(0), config, jnp.arange(24))
     never = jnp.zeros(24, bool)
-    child = jit(lambda a, b: crossover(config, FAST, draws, a, b, never, never))(genomes, other)
+    child = jit(lambda a, b: crossover(config, FAST, uniforms, a, b, never, never))(genomes, other)
     share = np.asarray(child.enabled).sum() / genomes.on.sum()
     assert abs(share - 0.25) < 4 * (0.25 * 0.75 / genomes.on.sum()) ** 0.5
 
@@ -195,9 +196,9 @@ def test_matches_are_a_dictionarys(size):
 def test_equal_requests_get_equal_numbers():
     rows = [(SPLIT, 5), (3, 4), (NOTHING, 0), (SPLIT, 5), (SPLIT, 2), (3, 4), (4, 3), (NOTHING, 0)]
     requests = Requests(*map(jnp.int32, zip(*rows, strict=True)))
-    node, mark, counters = number(requests, Counters(jnp.int32(10), jnp.int32(100)))
+    node, mark, counters = assign_innovations(requests, Counters(jnp.int32(10), jnp.int32(100)))
     assert node[0] == node[3] != node[4] and mark[0] == mark[3] and mark[1] == mark[5] != mark[6]
-    assert (int(counters.node), int(counters.mark)) == (12, 106)  # two splits of two marks each, two connections
+    assert (int(counters.node), int(counters.innovation)) == (12, 106)  # two splits of two marks each, two connections
     taken = [{int(mark[0]), int(mark[0]) + 1}, {int(mark[4]), int(mark[4]) + 1}, {int(mark[1])}, {int(mark[6])}]
     assert set.union(*taken) == set(range(100, 106)) and {int(node[0]), int(node[4])} == {10, 11}
 
@@ -210,7 +211,8 @@ def test_numbers_do_not_depend_on_the_order_of_children(seed):
     second = np.where(first == NOTHING, 0, second)
     shuffle = rng.permutation(24)
     start = Counters(jnp.int32(0), jnp.int32(0))
-    one, two = number(Requests(first, second), start), number(Requests(first[shuffle], second[shuffle]), start)
+    requests = Requests(first, second), Requests(first[shuffle], second[shuffle])
+    one, two = (assign_innovations(each, start) for each in requests)
     asks = first != NOTHING
     np.testing.assert_array_equal(np.where(asks, one[1], 0)[shuffle], np.where(asks[shuffle], two[1], 0))
     assert [int(x) for x in one[2]] == [int(x) for x in two[2]]
@@ -258,7 +260,7 @@ def test_a_connection_is_added_wherever_one_is_legal(kind):
             continue
         into = set(before.source[p][before.on[p] & (before.target[p] == target)])
         after_target = np.asarray(
-            members(
+            unpack_set(
                 reachable(
                     *(
                         jnp.asarray(x)
@@ -296,8 +298,8 @@ def test_deletions_take_what_hangs_on_them():
 def test_the_paper_splits_no_connection_of_the_constant_input():
     config = dataclasses.replace(CONFIGS["feedforward"], mode="canonical")
     genomes, _ = begin("feedforward", 3)
-    draws = Draws(config, jax.random.key(0), jnp.arange(24))
-    edit = jit(lambda g: choose_edit(config, NEVER.replace(add_node=1.0), draws, g, jnp.ones(24, bool)))(genomes)
+    uniforms = Uniforms(jax.random.key(0), config, jnp.arange(24))
+    edit = jit(lambda g: choose_edit(config, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(24, bool)))(genomes)
     legal = genomes.on & genomes.enabled & (genomes.source != 1)
     room = (genomes.on.sum(1) <= 18) & ~genomes.node_on.all(1)
     assert not np.any(np.asarray(edit.adds_node) & ~(legal.any(1) & room))
@@ -309,12 +311,12 @@ def test_the_paper_splits_the_oldest_of_few_connections():
     config = dataclasses.replace(CONFIGS["feedforward"], mode="canonical", max_conns=40)
     few = dataclasses.replace(config, num_inputs=3, num_outputs=1, max_nodes=30, initial="full")
     count = 4000
-    draws = Draws(few, jax.random.key(1), jnp.arange(count))
+    uniforms = Uniforms(jax.random.key(1), few, jnp.arange(count))
     for extra, shares in ((0, (0.7, 0.21)), (20, None)):
         one = initial(few, jnp.ones((count, 40)), jnp.zeros((count, 30)))
         slots = jnp.arange(40)[None] < 3 + extra  # more than 14: any of them, alike
         one = dataclasses.replace(one, on=one.on | slots, enabled=one.enabled | slots)
-        edit = jit(lambda g: choose_edit(few, NEVER.replace(add_node=1.0), draws, g, jnp.ones(count, bool)))(one)
+        edit = jit(lambda g: choose_edit(few, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(count, bool)))(one)
         times = np.bincount(np.asarray(edit.old)[np.asarray(edit.adds_node)], minlength=40) / count
         legal = np.flatnonzero(np.asarray(one.on & (one.source != 2))[0])
         expected = shares or [1 / len(legal)] * len(legal)
@@ -343,7 +345,7 @@ def test_identities_stay_unique_for_100_000_generations():
 def one_meaning(genomes):
     """Whether a mark joins the same two nodes in every genome that has it."""
     ends = [jnp.take_along_axis(genomes.node_id, place, 1) for place in (genomes.source, genomes.target)]
-    mark, source, target, on = (x.reshape(-1) for x in (genomes.mark, *ends, genomes.on))
+    mark, source, target, on = (x.reshape(-1) for x in (genomes.innovation, *ends, genomes.on))
     same = on[:, None] & on[None] & (mark[:, None] == mark[None])
     return ~jnp.any(same & ((source[:, None] != source[None]) | (target[:, None] != target[None])))
 
@@ -357,19 +359,20 @@ def fuzz(kind, generations):
     def long(genomes, counters):
         def body(carry, seed):
             genomes, counters, fine = carry
-            draws = Draws(config, jax.random.key(seed), jnp.arange(24))
+            uniforms = Uniforms(jax.random.key(seed), config, jnp.arange(24))
             mates = jax.random.permutation(jax.random.key(seed + 10**6), 24)
             others = jax.tree.map(lambda x: x[mates], genomes)
-            genomes = crossover(config, rates, draws, genomes, others, mates == jnp.arange(24), mates < 12)
-            edit = choose_edit(config, rates, draws, genomes, jnp.ones(24, bool))
-            node, mark, new = number(edit.requests(genomes), counters)
+            genomes = crossover(config, rates, uniforms, genomes, others, mates == jnp.arange(24), mates < 12)
+            edit = choose_edit(config, rates, uniforms, genomes, jnp.ones(24, bool))
+            node, mark, new = assign_innovations(edit.requests(genomes), counters)
             genomes = apply_edit(genomes, edit, node, mark)
-            for values, on in ((genomes.node_id, genomes.node_on), (genomes.mark, genomes.on)):
+            for values, on in ((genomes.node_id, genomes.node_on), (genomes.innovation, genomes.on)):
                 twice = (values[:, :, None] == values[:, None]) & on[:, :, None] & on[:, None]
                 fine &= jnp.sum(twice) == jnp.sum(on)
                 fine &= jnp.max(jnp.where(on, values, 0)) < 2**31 - 1
-            fine &= one_meaning(genomes) & jnp.all(genomes.mark < new.mark) & jnp.all(genomes.node_id < new.node)
-            fine &= (new.node >= counters.node) & (new.mark >= counters.mark)
+            fine &= one_meaning(genomes) & jnp.all(genomes.innovation < new.innovation)
+            fine &= jnp.all(genomes.node_id < new.node)
+            fine &= (new.node >= counters.node) & (new.innovation >= counters.innovation)
             return (genomes, new, fine), None
 
         return jax.lax.scan(body, (genomes, counters, jnp.bool_(True)), jnp.arange(generations))[0]
@@ -377,19 +380,19 @@ def fuzz(kind, generations):
     genomes, counters = begin(kind, 0)
     # Random genomes share no history: all begin as the first.
     genomes, counters, fine = long(jax.tree.map(lambda x: jnp.repeat(x[:1], 24, 0), genomes), counters)
-    assert fine and counters.mark > generations
+    assert fine and counters.innovation > generations
     check_genomes(config, genomes)
 
 
 def test_every_place_is_picked_as_often():
     mask = np.zeros(40, bool)
     mask[[0, 3, 4, 11, 17, 22, 38, 39]] = True
-    draws = jax.random.uniform(jax.random.key(0), (40_000,))
-    place, found = jit(picked)(jnp.broadcast_to(mask, (40_000, 40)), draws)
+    uniforms = jax.random.uniform(jax.random.key(0), (40_000,))
+    place, found = jit(pick_random)(jnp.broadcast_to(mask, (40_000, 40)), uniforms)
     counts = np.bincount(place, minlength=40)
     assert found.all() and counts[~mask].sum() == 0
     assert ((counts[mask] - 5000) ** 2 / 5000).sum() < 41  # 7 degrees of freedom: 1e-6
-    assert not picked(jnp.zeros((2, 5), bool), draws[:2])[1].any()
+    assert not pick_random(jnp.zeros((2, 5), bool), uniforms[:2])[1].any()
 
 
 def test_the_first_place_is_numpys():

@@ -14,19 +14,19 @@ from jaxpar.neat import (
     Episodes,
     Neat,
     NeatConfig,
-    Painted,
     Score,
     Substrate,
+    SubstrateTable,
     Table,
     apply,
-    ends_of,
     express,
     grid,
+    init_carry,
+    io_sizes,
     multiplexer,
-    paint,
     play,
-    start,
     substrate_apply,
+    substrate_weights,
     xor,
 )
 from jaxpar.neat.episodes import act
@@ -34,7 +34,7 @@ from jaxpar.types import UsageError
 
 
 def networks_for(env, params, count, kind="feedforward"):
-    config = NeatConfig(*ends_of(env, params, True), max_nodes=9, max_conns=16, kind=kind)
+    config = NeatConfig(*io_sizes(env, params, True), max_nodes=9, max_conns=16, kind=kind)
     return express(config, random_genomes(np.random.default_rng(0), config, count))
 
 
@@ -58,20 +58,20 @@ def test_the_multiplexer_is_a_multiplexer():
     assert len(data["inputs"]) == 64
 
 
-@pytest.mark.parametrize("lanes", [1, 4, 100])
+@pytest.mark.parametrize("num_envs", [1, 4, 100])
 @pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole-NoVelocities", "recurrent")])
-def test_lanes_play_what_a_loop_plays(name, kind, lanes):
+def test_slots_play_what_a_loop_plays(name, kind, num_envs):
     env, params = envs.make(name)
     networks = networks_for(env, params, 3, kind)
     key = jax.random.key(7)
-    played = jit(lambda key: play(key, networks, env, params, 2, lanes, 25))(key)
+    played = jit(lambda key: play(key, networks, env, params, 2, num_envs, 25))(key)
     one_step = jit(lambda *a: step(a[0], env, a[1], a[2], params))
     one_call = jit(apply)
     for p in range(3):
         for e in range(2):
             own = jax.random.fold_in(jax.random.fold_in(key, p), e)
             obs, state = reset(jax.random.fold_in(own, 0), env, params)
-            carry, total = start(networks), 0.0
+            carry, total = init_carry(networks), 0.0
             for t in range(1, 26):
                 x = jnp.concatenate([obs, jnp.ones(1)])
                 y, carry = one_call(networks, carry, jnp.broadcast_to(x, (3, len(x))))
@@ -80,19 +80,19 @@ def test_lanes_play_what_a_loop_plays(name, kind, lanes):
                 if made.terminated or made.truncated:
                     break
             assert (played.lengths[p, e], played.returns[p, e]) == (t, pytest.approx(total, rel=1e-5))
-    assert played.lengths.sum() <= played.lane_steps < 2 * played.lengths.sum()
+    assert played.lengths.sum() <= played.env_steps < 2 * played.lengths.sum()
 
 
 def test_an_unfit_action_space_is_refused():
     env, params = envs.make("Foraging-8x8-2p-2f")
     with pytest.raises(UsageError, match="Discrete numbers or Boxes"):
-        ends_of(env, params, True)
+        io_sizes(env, params, True)
 
 
 @pytest.mark.slow
 def test_cart_pole_is_solved():
     env, params = envs.make("CartPole-v1")
-    config = NeatConfig(*ends_of(env, params, True), population=32, max_nodes=10, max_conns=16, widths=(10,))
+    config = NeatConfig(*io_sizes(env, params, True), population=32, max_nodes=10, max_conns=16, widths=(10,))
     neat = Neat(config, Episodes(env, goal=150.0, max_steps=150))
     state = neat.init(jax.random.key(0), None)
     state, _ = jit(lambda s: run_until(neat, jax.random.key(1), s, params, 15))(state)
@@ -103,7 +103,7 @@ def test_painted_weights_are_the_painters_outputs():
     substrate = Substrate((grid(3), grid(2), grid(1)), threshold=0.3, largest=2.0)
     config = NeatConfig(substrate.num_inputs, 1, max_nodes=8, max_conns=12, activations=("tanh", "gauss"))
     networks = express(config, random_genomes(np.random.default_rng(0), config, 4))
-    weights = paint(substrate, networks)
+    weights = substrate_weights(substrate, networks)
     assert [w.shape for w in weights] == [(4, 2, 3), (4, 1, 2)]
     for layer, matrix in enumerate(weights):
         for t, target in enumerate(substrate.layers[layer + 1]):
@@ -123,11 +123,12 @@ def test_painted_weights_are_the_painters_outputs():
 def test_substrates_are_scored_as_tables():
     substrate = Substrate((grid(3), grid(4), grid(1)))
     neat = Neat(
-        NeatConfig(3, 1, population=12, max_nodes=8, max_conns=10, activations=("tanh", "sin")), Painted(substrate)
+        NeatConfig(3, 1, population=12, max_nodes=8, max_conns=10, activations=("tanh", "sin")),
+        SubstrateTable(substrate),
     )
     state = neat.init(jax.random.key(0), None)
     after, info = jit(neat.step)(jax.random.key(1), state, xor())
     assert 0 <= info["fitness_max"] <= 16 and after.evaluations == 12
-    assert isinstance(Painted(substrate)(jax.random.key(0), neat.express(state.genomes), xor()), Score)
+    assert isinstance(SubstrateTable(substrate)(jax.random.key(0), neat.express(state.genomes), xor()), Score)
     with pytest.raises(UsageError, match="two layers"):
         Substrate((grid(3),))

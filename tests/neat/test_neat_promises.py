@@ -13,11 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_neat import random_genomes
 
-from envs.double_pole import DoublePole
-from jaxpar.io import Checkpoints
-from jaxpar.loop import run
+from envs.classic.double_pole import DoublePole
+from jaxpar.io import Checkpoints, RunMismatchError
+from jaxpar.io.reading import flatten, nest
+from jaxpar.loop import Hooks, resume, run
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.neat import CANONICAL, FAST, Neat, NeatConfig, Table, check_genomes, express, from_json, play, to_json, xor
+from jaxpar.neat import (
+    CANONICAL,
+    FAST,
+    RENAMED,
+    Neat,
+    NeatConfig,
+    Table,
+    check_genomes,
+    express,
+    from_json,
+    play,
+    to_json,
+    xor,
+)
 from jaxpar.neat.distance import centres_of, distances
 from jaxpar.types import UsageError
 
@@ -31,7 +45,7 @@ def test_a_break_at_any_generation_changes_nothing(tmp_path):
     states = [jax.jit(neat.init)(jax.random.key(0), None)]
     for number in range(6):
         states.append(step(number, states[-1])[0])
-    assert states[-1].counters.node > SMALL.num_ends and states[-1].species.next_number > 1
+    assert states[-1].counters.node > SMALL.num_io and states[-1].species.next_number > 1
     for pause in (0, 1, 4):
         checkpoints = Checkpoints(tmp_path / str(pause))
         checkpoints.save(pause, states[pause], {}, {})
@@ -107,7 +121,7 @@ def test_a_broken_file_is_read_or_refused_in_a_sentence(where, junk, drop):
     check_genomes(config, genomes)
     numbers = genomes.weight, genomes.bias, genomes.response, genomes.time_constant
     assert all(np.isfinite(x).all() for x in numbers) and (genomes.time_constant[genomes.node_on][2:] > 0).all()
-    assert from_json(to_json(config, genomes))[0].num_ends == config.num_ends
+    assert from_json(to_json(config, genomes))[0].num_io == config.num_io
 
 
 @pytest.mark.parametrize(
@@ -169,7 +183,7 @@ def test_what_does_not_fit_together_is_refused():
     with pytest.raises(UsageError, match="3 inputs and 1 outputs; the environment takes 7 and 1"):
         play(jax.random.key(0), networks, env, env.default_params, 1, 2, 10)
     seven = express(NeatConfig(7, 1), random_genomes(np.random.default_rng(0), NeatConfig(7, 1), 2))
-    sizes = {"episodes": 1, "lanes": 2, "max_steps": 10}
+    sizes = {"episodes": 1, "num_envs": 2, "max_steps": 10}
     for name, value, words in (
         *((name, 0, f"{name}=0") for name in sizes),
         ("output_range", (1.0, 0.0), "must ascend"),
@@ -178,3 +192,19 @@ def test_what_does_not_fit_together_is_refused():
             play(jax.random.key(0), seven, env, env.default_params, **(sizes | {name: value}))
     with pytest.raises(UsageError, match="there is no genome 2; there are 2"):
         to_json(SMALL, random_genomes(np.random.default_rng(0), SMALL, 2), 2)
+
+
+def test_a_state_with_marks_for_innovations_is_restored(tmp_path):
+    """As it was saved before connections had an `innovation`."""
+    neat, checkpoints = Neat(NeatConfig(3, 1, 4, 6, 8, 2), Table()), Checkpoints(tmp_path)
+    state = jit(lambda key: neat.init(key, None))(jax.random.key(0))
+    then = {path.replace("innovation", "mark"): leaf for path, leaf in flatten(state).items()}
+    assert {"genomes/mark", "champion/mark", "counters/mark"} <= set(then)
+    checkpoints.save(2, nest(then), {}, {})
+    checkpoints.wait()
+    with pytest.raises(RunMismatchError, match="genomes/innovation is absent there"):
+        resume(neat, Hooks(checkpoints=checkpoints))
+    step, restored = resume(neat, Hooks(checkpoints=checkpoints, renamed=RENAMED))
+    assert step == 2 and jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    checkpoints.close()

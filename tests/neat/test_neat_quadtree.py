@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from fast import jit
 from plain_neat import ACTIVATIONS, Network, random_genomes
+from plain_quadtree import apply_networks
 from plain_quadtree import discover as plainly
-from plain_quadtree import respond
 
-from jaxpar.neat import Neat, NeatConfig, Painted, Quadtree, discover, discovered_apply, express, xor
+from jaxpar.neat import Neat, NeatConfig, Quadtree, SubstrateTable, discover, discovered_apply, express, xor
 from jaxpar.types import UsageError
 
 INPUTS, OUTPUTS = ((-1.0, -1.0), (0.0, -1.0), (1.0, -1.0)), ((0.0, 1.0), (0.5, 1.0))
 PAINTERS = NeatConfig(5, 1, max_nodes=10, max_conns=24, activations=("sin", "tanh", "gauss"))
 
 
-def painters(count, seed=0):
+def cppns(count, seed=0):
     genomes = random_genomes(np.random.default_rng(seed), PAINTERS, count)
     # Stronger than the initial ones: patterns with detail.
     return dataclasses.replace(genomes, response=genomes.response + 1, activation=genomes.activation % 2)
@@ -38,7 +38,7 @@ def painters(count, seed=0):
 )  # fmt: skip
 def test_points_and_weights_are_those_of_the_recursion(tree, seed, x64):
     count = 5
-    genomes = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, painters(count, seed))
+    genomes = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, cppns(count, seed))
     x = np.random.default_rng(seed).normal(size=(count, 2, 3))
 
     @jit
@@ -62,7 +62,7 @@ def test_points_and_weights_are_those_of_the_recursion(tree, seed, x64):
         }
         assert set(got) == set(connections)
         np.testing.assert_allclose([got[c] for c in got], [connections[c] for c in got], rtol=1e-9, atol=1e-9)
-        want = [respond(tree, connections, hidden, ACTIVATIONS[tree.activation], row) for row in x[p]]
+        want = [apply_networks(tree, connections, hidden, ACTIVATIONS[tree.activation], row) for row in x[p]]
         np.testing.assert_allclose(y[p], want, rtol=1e-6, atol=1e-6)
         total, alive = total + len(connections), alive + len(hidden)
         refined += len({abs(place[0]) for place in hidden} - {0.5}) > 0
@@ -71,7 +71,7 @@ def test_points_and_weights_are_those_of_the_recursion(tree, seed, x64):
 
 def test_what_inputs_and_outputs_do_not_reach_is_gone():
     tree = Quadtree(INPUTS, OUTPUTS, band=2.0)  # no band is as deep
-    found = jit(lambda genomes: discover(tree, express(PAINTERS, genomes)))(painters(3))
+    found = jit(lambda genomes: discover(tree, express(PAINTERS, genomes)))(cppns(3))
     assert not any(np.asarray(leaf).any() for leaf in found)
     x = np.ones((3, 1, 3), np.float32)
     np.testing.assert_array_equal(discovered_apply(tree, found, x), np.full((3, 1, 2), 0.5, np.float32))
@@ -81,7 +81,7 @@ def test_what_inputs_and_outputs_do_not_reach_is_gone():
 def test_painters_of_growing_networks_learn_exclusive_or():
     tree = Quadtree(INPUTS, OUTPUTS[:1], initial_depth=1, max_depth=2, band=0.1)
     config = NeatConfig(5, 1, population=64, max_nodes=12, max_conns=24, activations=("tanh", "sin", "gauss"))
-    neat = Neat(config, Painted(tree))
+    neat = Neat(config, SubstrateTable(tree))
     state, step = neat.init(jax.random.key(0), None), jit(neat.step)
     first = None
     for generation in range(40):

@@ -15,7 +15,7 @@ from plain_breeder import Breeder, Forced, Gene, Member, Species, outcomes
 
 from jaxpar.neat import CANONICAL, FAST, Genomes, Neat, NeatConfig, check_genomes
 from jaxpar.neat import species as module
-from jaxpar.neat.genome import empty
+from jaxpar.neat.genome import empty_genomes
 from jaxpar.neat.innovation import Counters
 
 MODES = {"fast": FAST, "canonical": CANONICAL}
@@ -60,7 +60,8 @@ def number_of(member):
 
 def genomes_of(config, all_genes):
     """Genomes from genes; hidden nodes are in the slots of their identities."""
-    arrays = {f.name: np.array(getattr(empty(config, len(all_genes)), f.name)) for f in dataclasses.fields(Genomes)}
+    nothing = empty_genomes(config, len(all_genes))
+    arrays = {f.name: np.array(getattr(nothing, f.name)) for f in dataclasses.fields(Genomes)}
     for p, genes in enumerate(all_genes):
         for row, gene in enumerate(genes.values()):
             for name, value in gene._asdict().items():
@@ -86,7 +87,7 @@ def beginning(mode, homes, members, **rates):
     genomes = genomes_of(neat.config, [m.genes for m in members])
     check_genomes(neat.config, genomes)
     species = dataclasses.replace(
-        module.no_species(neat.config),
+        module.empty_species(neat.config),
         alive=jnp.bool_([s is not None for s in SLOTS]),
         number=jnp.int32([s.number if s else 0 for s in SLOTS]),
         size=jnp.int32([len(s.members) if s else 0 for s in SLOTS]),
@@ -124,7 +125,7 @@ def seen(genes):
 def children_of(genomes):
     """Genes by mark of each genome of each trial, with the identities of their ends: `[p][t]`."""
     ends = [np.take_along_axis(genomes.node_id, place, 2) for place in (genomes.source, genomes.target)]
-    fields = [x.tolist() for x in (genomes.mark, *ends, genomes.weight, genomes.enabled, genomes.on)]
+    fields = [x.tolist() for x in (genomes.innovation, *ends, genomes.weight, genomes.enabled, genomes.on)]
     return [[{row[0]: Gene(*row[:5]) for row in zip(*(x[t][p] for x in fields), strict=True) if row[5]}
              for t in range(len(genomes.on))] for p in range(12)]  # fmt: skip
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
-from plain_neat import distance, offspring, random_genomes, speciate
+from plain_neat import distance, offspring_counts, random_genomes, speciate
 
 from jaxpar.loop import run
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -29,7 +29,7 @@ def config_of(mode, **changes):
 def test_distances_are_the_papers(mode, spread):
     config, rates = config_of(mode), MODES[mode].replace(excess=1.5, disjoint=0.7, small=6.0)
     genomes = random_genomes(np.random.default_rng(0), config, 24)
-    genomes = dataclasses.replace(genomes, mark=genomes.mark * spread)  # beyond the hash table
+    genomes = dataclasses.replace(genomes, innovation=genomes.innovation * spread)  # beyond the hash table
     centres = genomes.rows(slice(0, 5))
     got = jit(lambda g, c: distances(config, rates, g, centres_of(c)))(genomes, centres)
     want = [[distance(config, rates, genomes.rows(p), centres.rows(s)) for s in range(5)] for p in range(24)]
@@ -40,13 +40,13 @@ def test_slot_ids_survive_collisions():
     genomes = random_genomes(np.random.default_rng(0), config_of("fast"), 6)
     centres = centres_of(genomes.rows(slice(0, 3)))
     for spread in (1, 1024, 4096):  # the last bits are then equal
-        spread_out = dataclasses.replace(centres, mark=centres.mark * spread)
-        own, ids = jit(slot_ids)(spread_out, genomes.mark * spread)
-        known = sorted({int(m) for m in (centres.mark * spread)[centres.on]})
+        spread_out = dataclasses.replace(centres, innovation=centres.innovation * spread)
+        own, ids = jit(slot_ids)(spread_out, genomes.innovation * spread)
+        known = sorted({int(m) for m in (centres.innovation * spread)[centres.on]})
         for p, c in np.argwhere(genomes.on):
-            mark = int(genomes.mark[p, c]) * spread
+            mark = int(genomes.innovation[p, c]) * spread
             assert (ids[p, c] < 72) == (mark in known)
-            twins = [int(own[s, k]) for s, k in np.argwhere(centres.on) if centres.mark[s, k] * spread == mark]
+            twins = [int(own[s, k]) for s, k in np.argwhere(centres.on) if centres.innovation[s, k] * spread == mark]
             assert all(twin == ids[p, c] for twin in twins)
 
 
@@ -58,7 +58,7 @@ def test_species_are_those_of_genomes_one_by_one(mode, threshold):
     centres, genomes = genomes.rows(slice(0, 6)), genomes.rows(slice(6, 30))
     # Of species 0, 1, ...; equally near ones are taken in the order of slots.
     slots = [3, 0, 7, 5, 1, 9] if mode == "canonical" else [0, 1, 3, 5, 7, 9]
-    before = module.no_species(config)
+    before = module.empty_species(config)
     numbers = np.zeros(24, np.int32)
     numbers[slots] = np.arange(6)
     alive = np.isin(np.arange(24), slots)
@@ -82,7 +82,8 @@ def test_when_slots_run_out_the_rest_joins_the_nearest():
     genomes = random_genomes(np.random.default_rng(2), config, 24)
     centres = centres_of(genomes.rows(slice(0, 3)))
     found, member = jit(lambda g: module.speciate(
-        config, rates, g, jnp.arange(24), module.no_species(config), centres, jnp.int32(0), ()))(genomes)  # fmt: skip
+        config, rates, g, jnp.arange(24), module.empty_species(config), centres, jnp.int32(0), ()
+    ))(genomes)  # fmt: skip
     member = np.asarray(member)
     assert found.alive.all() and found.size.sum() == 24
     founders = [int(np.flatnonzero(member == s)[0]) for s in range(3)]
@@ -101,26 +102,26 @@ def test_offspring_share_the_population():
         sizes = np.bincount(member, minlength=5)
         may = (sizes > 0) & (rng.random(5) < 0.8)
         may[member[0]] = True
-        species = dataclasses.replace(module.no_species(config), alive=jnp.asarray(sizes > 0), size=jnp.int32(sizes))
+        species = dataclasses.replace(module.empty_species(config), alive=jnp.asarray(sizes > 0), size=jnp.int32(sizes))
         shares = np.where(may, rng.choice([1.0, 0.25], 5), 0).astype(np.float32)
         standing = module.Standing(jnp.zeros(5, jnp.int32), jnp.asarray(shares))
-        got = module.offspring(config, species, standing, jnp.asarray(fitness), jnp.int32(member))
+        got = module.offspring_counts(config, species, standing, jnp.asarray(fitness), jnp.int32(member))
         valid = np.where(np.isfinite(fitness), fitness, 0)
         means = [shares[s] * valid[member == s].sum() / max(sizes[s], 1) for s in range(5)]
-        assert [int(x) for x in got] == offspring(40, sizes, means, may)
+        assert [int(x) for x in got] == offspring_counts(40, sizes, means, may)
         assert got.sum() == 40
 
 
 def test_species_that_stand_still_have_no_offspring():
     config = config_of("canonical", max_species=3, population=6)
     species = dataclasses.replace(
-        module.no_species(config), alive=jnp.bool_([1, 1, 1]), number=jnp.int32([0, 1, 2]), size=jnp.int32([2, 2, 2]),
-        best=jnp.float32([9, 5, 1]), improved=jnp.int32([0, 10, 12]),
+        module.empty_species(config), alive=jnp.bool_([1, 1, 1]), number=jnp.int32([0, 1, 2]),
+        size=jnp.int32([2, 2, 2]), best=jnp.float32([9, 5, 1]), improved=jnp.int32([0, 10, 12]),
     )  # fmt: skip
     fitness, member = jnp.float32([9, 8, 5, 5, 2, 1]), jnp.int32([0, 0, 1, 1, 2, 2])
 
     def breeds(mode, generation, stalls=False, stale=0.0):
-        after, standing = module.progress(
+        after, standing = module.update_stagnation(
             dataclasses.replace(config, mode=mode, rates=None), MODES[mode].replace(stale=stale), species, fitness,
             member, jnp.int32(generation), jnp.bool_(stalls),
         )  # fmt: skip

@@ -194,22 +194,22 @@ def test_gru_equals_flax(x64):
 
 
 def moment(cell, seed=3):
-    """A random state and drive of one moment."""
+    """A random state and projections of one moment."""
     rng = np.random.default_rng(seed)
     state = tuple(rng.standard_normal((B, N)) for _ in range(cell.lanes))
-    drive = {gate: rng.standard_normal((B, N)) for gate in cell.gates}
-    return state if cell.lanes > 1 else state[0], drive
+    projections = {gate: rng.standard_normal((B, N)) for gate in cell.gates}
+    return state if cell.lanes > 1 else state[0], projections
 
 
 @each_cell
 def test_the_jacobian_has_the_structure_that_the_cell_states(name, x64):
     cell = CELLS[name]
     params = noisy(cell)
-    h, drive = moment(cell)
+    h, projections = moment(cell)
     lanes = jnp.stack(lanes_of(h))  # [k, B, n]
 
     def step(lanes):
-        return jnp.stack(lanes_of(cell.step(params, tuple(lanes) if cell.lanes > 1 else lanes[0], drive)))
+        return jnp.stack(lanes_of(cell.step(params, tuple(lanes) if cell.lanes > 1 else lanes[0], projections)))
 
     jacobian = np.abs(jax.jacfwd(step)(lanes))  # [k, B, n, k, B, n]
     rows = np.eye(B, dtype=bool)[None, :, None, None, :, None]
@@ -248,8 +248,8 @@ def test_a_step_is_elementwise_over_lanes_with_vectors_of_weights(name):
     products = {letter + gate for gate in cell.gates for letter in "wb"}
     weights = {k: np.float32(v) for k, v in noisy(cell).items() if k not in products}
     assert all(v.shape == (N,) for v in weights.values())
-    h, drive = jax.tree.map(np.float32, moment(cell))
-    jaxpr = jax.make_jaxpr(cell.step)(weights, h, drive)
+    h, projections = jax.tree.map(np.float32, moment(cell))
+    jaxpr = jax.make_jaxpr(cell.step)(weights, h, projections)
     for eqn in equations(jaxpr.jaxpr):
         if eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze"):
             assert eqn.invars[0].aval.shape in ((N,), (1, N), ()), eqn
@@ -262,14 +262,14 @@ def test_a_step_is_elementwise_over_lanes_with_vectors_of_weights(name):
 def test_an_affine_cell_says_so_rightly(name, x64):
     cell = CELLS[name]
     params = noisy(cell)
-    h, drive = moment(cell)
+    h, projections = moment(cell)
     if cell.affine is None:
-        assert cell.closed_form(params, drive, h) is None
-        twice = jax.jvp(lambda h: cell.step(params, h, drive), (h,), (h,))[1]
-        assert not np.allclose(lanes_of(cell.step(params, h, drive))[0], lanes_of(twice)[0])
+        assert cell.closed_form(params, projections, h) is None
+        twice = jax.jvp(lambda h: cell.step(params, h, projections), (h,), (h,))[1]
+        assert not np.allclose(lanes_of(cell.step(params, h, projections))[0], lanes_of(twice)[0])
     else:
-        a, b = cell.affine(params, drive)
-        assert_close(a * h + b, cell.step(params, h, drive), EXACT)
+        a, b = cell.affine(params, projections)
+        assert_close(a * h + b, cell.step(params, h, projections), EXACT)
 
 
 @pytest.mark.parametrize("name", [*CELLS, "aaren"])

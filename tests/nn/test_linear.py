@@ -8,7 +8,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.linear import Adapted, Deferred, contract, deferred_gradient, on_weight, quantise
+from jaxpar.nn.linear import Deferred, Lora, contract, deferred_gradient, on_weight, quantise
 from jaxpar.types import UsageError
 
 INTO, OUT = "btd,dhk->bthk", "bthk,hkd->btd"
@@ -61,7 +61,7 @@ def test_it_is_the_same_on_a_mesh(equation, spec):
 
 def test_precision_reaches_the_product():
     x, w = drawn(INTO)
-    for args in ((x, w), (x, quantise(w, 1)), (x, Adapted.of(jax.random.key(0), w, 1, 2))):
+    for args in ((x, w), (x, quantise(w, 1)), (x, Lora.of(jax.random.key(0), w, 1, 2))):
         text = str(jax.make_jaxpr(lambda x, w: contract(INTO, x, w, AXES[INTO], precision="highest"))(*args))
         assert "HIGHEST" in text
 
@@ -72,7 +72,7 @@ def test_precision_reaches_the_product():
 @each
 def test_an_adapter_is_the_sum_of_both_weights(equation, x64):
     x, w = drawn(equation, np.float64)
-    start = Adapted.of(jax.random.key(0), w, CONTRACTED[equation], rank=3, scale=0.5)
+    start = Lora.of(jax.random.key(0), w, CONTRACTED[equation], rank=3, scale=0.5)
     np.testing.assert_array_equal(
         contract(equation, x, start, AXES[equation]), contract(equation, x, w, AXES[equation])
     )
@@ -91,7 +91,7 @@ def test_an_adapter_is_the_sum_of_both_weights(equation, x64):
 
 def test_an_adapter_of_what_it_cannot_read_is_refused():
     x, w = drawn(INTO)
-    adapted = Adapted.of(jax.random.key(0), w, 1, rank=2)
+    adapted = Lora.of(jax.random.key(0), w, 1, rank=2)
     with pytest.raises(UsageError, match="contracted axes come first"):
         contract("btd,hkd->bthk", x, adapted.replace(weight=jnp.moveaxis(w, 0, 2)), ("heads", "head_dim", "embed"))
 
@@ -137,7 +137,7 @@ def test_a_deferred_gradient_is_the_gradient(equation, x64):
 
 def test_what_is_done_to_a_weight_is_done_to_it_alone():
     _, w = drawn(INTO)
-    adapted = Adapted.of(jax.random.key(0), w, 1, rank=2)
+    adapted = Lora.of(jax.random.key(0), w, 1, rank=2)
     doubled = on_weight(lambda w: 2 * w, adapted)
     np.testing.assert_array_equal(doubled.weight, 2 * w)
     np.testing.assert_array_equal(doubled.down, adapted.down)

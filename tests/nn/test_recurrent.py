@@ -11,7 +11,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.nn import GRU, LEM, LSTM, Aaren, Cell, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM, recurrent
-from jaxpar.nn.layer import chosen
+from jaxpar.nn.layer import method_for
 from jaxpar.nn.solvers import METHODS, solver
 from jaxpar.solve import Auto, Block, Dense, Fused, Newton, Quasi, Sequential
 from jaxpar.types import UsageError
@@ -128,25 +128,25 @@ def test_the_solver_is_told_the_cells_structure(name):
     want = {"gru": Dense(1), "lstm": Dense(1), "para_lstm": Block(2), "lem": Block(2), "aaren": "auto"}.get(
         name, "diag"
     )
-    assert chosen(cell, Newton(), T).jac == want
-    assert chosen(cell, Quasi(jac="dense"), T).jac == "dense"  # what the user says stands
-    assert isinstance(chosen(cell, None, 1), Sequential)
+    assert method_for(cell, Newton(), T).jac == want
+    assert method_for(cell, Quasi(jac="dense"), T).jac == "dense"  # what the user says stands
+    assert isinstance(method_for(cell, None, 1), Sequential)
 
 
-def test_cpus_walk_tpus_iterate_and_gpus_weigh_costs(monkeypatch):
-    assert isinstance(chosen(CELLS["para_gru"], None, T), Sequential)
+def test_cpus_run_sequentially_tpus_iterate_and_gpus_weigh_costs(monkeypatch):
+    assert isinstance(method_for(CELLS["para_gru"], None, T), Sequential)
     monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "tpu")
-    assert chosen(CELLS["para_lstm"], None, T) == Newton(jac=Block(2))
-    assert isinstance(chosen(CELLS["gru"], None, T), Sequential)
+    assert method_for(CELLS["para_lstm"], None, T) == Newton(jac=Block(2))
+    assert isinstance(method_for(CELLS["gru"], None, T), Sequential)
     monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
-    assert chosen(CELLS["para_lstm"], None, T) == Auto(jac=Block(2))
+    assert method_for(CELLS["para_lstm"], None, T) == Auto(jac=Block(2))
 
 
 @triton_interpreter.NEEDED
 @some("para_gru", "para_lstm")
 @pytest.mark.parametrize("resets", [False, True])
 def test_the_kernels_take_the_units_that_do_not_see_each_other(name, resets, monkeypatch):
-    """A drive in bfloat16 and documents that end included: `Auto` finds the fused loop the cheapest on a GPU."""
+    """Projections in bfloat16 and documents that end included: `Auto` finds the fused loop the cheapest on a GPU."""
     if jax.default_backend() != "gpu":
         triton_interpreter.install(monkeypatch)
         monkeypatch.setattr("jaxpar.lower.triton.available", lambda: True)

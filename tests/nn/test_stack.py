@@ -15,8 +15,8 @@ from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn import ParaGRU
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
-from jaxpar.nn.linear import Adapted, quantise
-from jaxpar.nn.mixer import Traffic
+from jaxpar.nn.linear import Lora, quantise
+from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
@@ -198,7 +198,7 @@ def test_scanned_and_unrolled_layers_tell_the_same(x64):
 def test_layers_take_other_weights_in_an_arrays_place(x64):
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
     wq, w_up = params["layers"]["wq"], params["layers"]["w_up"]
-    adapted = jax.vmap(lambda key, w: Adapted.of(key, w, 1, 2))(jax.random.split(jax.random.key(0), 2), wq)
+    adapted = jax.vmap(lambda key, w: Lora.of(key, w, 1, 2))(jax.random.split(jax.random.key(0), 2), wq)
     adapted = adapted.replace(up=adapted.up + 0.1)
     small = jax.vmap(lambda w: quantise(w, 1))(w_up)
     got = params | {"layers": params["layers"] | {"wq": adapted, "w_up": small}}
@@ -272,15 +272,15 @@ def test_decoding_in_a_loop_copies_no_cache():
 
 def test_a_split_sequence_is_gathered_for_attention_alone():
     """By hand: 8 tokens of 4 numbers a head and 4 bytes a number, heads over two devices; a layer's forward twice."""
-    traffic = Traffic(tokens=8, layers=2, width=4, again=2)
+    sizes = ActivationSizes(tokens=8, layers=2, width=4, again=2)
     with use_mesh(make_mesh(MeshSpec(data=2, context=2, tensor=2))):
-        told = [tuple(each)[:4] for each in MIXERS["attention"].transfers(traffic)]
-        assert not list(MIXERS["para_gru"].transfers(traffic))
+        told = [tuple(each)[:4] for each in MIXERS["attention"].transfers(sizes)]
+        assert not list(MIXERS["para_gru"].transfers(sizes))
     queries, keys = 8 * 4 * 4 * 4 // 2, 8 * 4 * 4 * 2 // 2
     want = [(4, queries), (4, keys), (4, keys), (2, queries)]
     assert told == [("gather", ("context",), arrays, arrays * size) for arrays, size in want]
     with use_mesh(make_mesh(MeshSpec(data=8))):
-        assert not list(MIXERS["attention"].transfers(traffic))
+        assert not list(MIXERS["attention"].transfers(sizes))
 
 
 # ---------------------------------------------------------------- mistakes

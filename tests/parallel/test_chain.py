@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.parallel.placement import (
-    MATMUL,
+    MATMUL_PLACEMENTS,
     Broadcast,
     Partial,
     Split,
     conversion,
     convert,
     matmul_placements,
-    plan_chain,
+    place_chain,
     specs,
 )
 from jaxpar.types import UsageError
@@ -30,7 +30,7 @@ COLUMNS, ROWS = {"tensor": Split(1)}, {"tensor": Split(0)}
 
 def mlp(first, second, x=None, target=None, sizes=SIZES, **options):
     weights = [((WIDTH, HIDDEN), first), ((HIDDEN, WIDTH), second)]
-    return plan_chain(((TOKENS, WIDTH), x or {}), weights, target or {}, "float32", sizes, **options)
+    return place_chain(((TOKENS, WIDTH), x or {}), weights, target or {}, "float32", sizes, **options)
 
 
 def kinds(steps):
@@ -51,7 +51,7 @@ def product(a, b, x, w):
     return jax.shard_map(body, in_specs=in_specs, out_specs=specs(out, 2, mesh.shape))(x, w), out
 
 
-@pytest.mark.parametrize(("a", "b"), MATMUL, ids=str)
+@pytest.mark.parametrize(("a", "b"), MATMUL_PLACEMENTS, ids=str)
 def test_the_table_of_products(a, b):
     """Each row computes the product without a collective."""
     mesh = make_mesh(MeshSpec(data=8))
@@ -75,36 +75,36 @@ def test_the_table_of_products(a, b):
 
 def test_megatron_is_found():
     """Of all ways to cut both weights of an MLP, columns then rows sends least: one all-reduce at the end."""
-    plans = {
+    chains = {
         pair: mlp(*(COLUMNS if cut else ROWS for cut in pair)) for pair in itertools.product((True, False), repeat=2)
     }
-    best = min(plans, key=lambda pair: plans[pair].bytes)
+    best = min(chains, key=lambda pair: chains[pair].bytes)
     assert best == (True, False)
-    first, second, end = plans[best].stages
+    first, second, end = chains[best].stages
     assert not first.steps and not second.steps and kinds(end.steps) == ["all-reduce"]
-    assert plans[best].bytes == 2 * 3 / 4 * TOKENS * WIDTH * 4
-    assert sorted(plan.bytes for plan in plans.values())[1] > plans[best].bytes
+    assert chains[best].bytes == 2 * 3 / 4 * TOKENS * WIDTH * 4
+    assert sorted(chain.bytes for chain in chains.values())[1] > chains[best].bytes
 
 
 def test_sequence_parallelism_is_found():
     """With the activations split between blocks: gather before, reduce-scatter after, the bytes of one all-reduce."""
-    plan = mlp(COLUMNS, ROWS, x={"tensor": Split(0)}, target={"tensor": Split(0)})
-    first, second, end = plan.stages
+    chain = mlp(COLUMNS, ROWS, x={"tensor": Split(0)}, target={"tensor": Split(0)})
+    first, second, end = chain.stages
     assert [kinds(stage.steps) for stage in (first, second, end)] == [["all-gather"], [], ["reduce-scatter"]]
-    assert plan.bytes == mlp(COLUMNS, ROWS).bytes
+    assert chain.bytes == mlp(COLUMNS, ROWS).bytes
 
 
 def test_zero_three_is_found():
     """Weights split over the axis of the batch are gathered, not the larger activations."""
     weights = [((16, 16), {"data": Split(0)})] * 2
-    plan = plan_chain(((1024, 16), {"data": Split(0)}), weights, {"data": Split(0)}, "float32", SIZES)
-    assert [kinds(stage.weight_steps) for stage in plan.stages] == [["all-gather"], ["all-gather"], []]
-    assert not any(stage.steps for stage in plan.stages)
+    chain = place_chain(((1024, 16), {"data": Split(0)}), weights, {"data": Split(0)}, "float32", SIZES)
+    assert [kinds(stage.weight_steps) for stage in chain.stages] == [["all-gather"], ["all-gather"], []]
+    assert not any(stage.steps for stage in chain.stages)
 
 
 def test_partial_sums_pass_a_product_but_no_function():
     args = ((8, 64), {"tensor": Split(1)}), [((64, 64), {"tensor": Split(0)}), ((64, 4), {})], {}, "float32", SIZES
-    held, passed = plan_chain(*args), plan_chain(*args, linear=True)
+    held, passed = place_chain(*args), place_chain(*args, linear=True)
     assert passed.bytes < held.bytes
     assert passed.stages[1].x == {"tensor": Partial("sum")} and kinds(passed.stages[2].steps) == ["all-reduce"]
 
@@ -117,12 +117,12 @@ def test_partial_sums_pass_a_product_but_no_function():
 def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
     """Against every choice of operands, added up by hand; then carried out."""
     x, first, second = {"data": Split(0)}, {"data": Split(0), "tensor": Split(1)}, {"tensor": Split(0)}
-    plan = mlp(first, second, x, target)
+    chain = mlp(first, second, x, target)
 
     def price(source, goal, shape):
         return sum(step.bytes for step in conversion(source, goal, shape, "float32", SIZES))
 
-    rows, costs = list(MATMUL), []
+    rows, costs = list(MATMUL_PLACEMENTS), []
     for (p, q), (r, s) in itertools.product(itertools.product(rows, repeat=2), repeat=2):
         (a, b), (c, d) = (
             ({"data": p[i], "tensor": q[i]} for i in (0, 1)),
@@ -135,7 +135,7 @@ def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
             price(x, a, (TOKENS, WIDTH)) + price(first, b, (WIDTH, HIDDEN)) + price(hidden, c, (TOKENS, HIDDEN))
             + price(second, d, (HIDDEN, WIDTH)) + price(out, target, (TOKENS, WIDTH))
         )  # fmt: skip
-    assert plan.bytes <= min(costs) + 1e-6
+    assert chain.bytes <= min(costs) + 1e-6
 
     rng = np.random.default_rng(0)
     arrays = [
@@ -144,10 +144,10 @@ def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
 
     def execute(value, *weights):
         here = x
-        for number, (stage, w, rest) in enumerate(zip(plan.stages, weights, (first, second), strict=False)):
+        for number, (stage, w, rest) in enumerate(zip(chain.stages, weights, (first, second), strict=False)):
             value, w = convert(value, here, stage.x), convert(w, rest, stage.w)
             value, here = product(stage.x, stage.w, jax.nn.relu(value) if number else value, w)
-        return convert(value, here, plan.stages[-1].x)
+        return convert(value, here, chain.stages[-1].x)
 
     with use_mesh(make_mesh(MeshSpec(**SIZES))):
         y = jax.jit(execute)(*map(jnp.asarray, arrays))
@@ -163,11 +163,11 @@ def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
             r"another order by each operand: \['a', 'b'\] and \['b', 'a'\]",
         ),
         (
-            lambda: plan_chain(((8, 8), {}), [((4, 8), {})], {}, "float32", SIZES),
+            lambda: place_chain(((8, 8), {}), [((4, 8), {})], {}, "float32", SIZES),
             r"weight 0 of shape \(4, 8\) cannot follow an activation of shape \(8, 8\)",
         ),
         (
-            lambda: plan_chain(((8, 6), {"tensor": Split(1)}), [((6, 8), {})], {}, "float32", SIZES),
+            lambda: place_chain(((8, 6), {"tensor": Split(1)}), [((6, 8), {})], {}, "float32", SIZES),
             "dimension 1 of size 6 does not divide over tensor=4; the nearest legal sizes are 4 or 8",
         ),
     ],

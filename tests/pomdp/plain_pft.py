@@ -60,19 +60,19 @@ class Line:
         return -jnp.abs(state)
 
 
-def noted(moved, lanes, move, reward, goes):
+def noted(moved, simulations, descent, reward, goes):
     note(
         "move",
-        live=lanes.live,
-        node=move.node,
-        edge=move.edge,
-        child=move.child,
-        action=move.action,
-        fresh=move.fresh,
-        before=lanes.states,
-        after=move.result.state,
-        obs=move.result.obs,
-        over=move.result.terminated,
+        live=simulations.live,
+        node=descent.node,
+        edge=descent.edge,
+        child=descent.child,
+        action=descent.action,
+        fresh=descent.fresh,
+        before=simulations.states,
+        after=descent.result.state,
+        obs=descent.result.obs,
+        over=descent.result.terminated,
         moved=moved,
         reward=reward,
         goes=goes,
@@ -80,37 +80,43 @@ def noted(moved, lanes, move, reward, goes):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedPft(Pft):
-    def _arrive(self, key, env, params, store, lanes, move, before):
-        out = super()._arrive(key, env, params, store, lanes, move, before)
-        noted(out[1], lanes, move, out[2], out[3])
+class RecordedNodes:
+    """A part that writes down what another does."""
+
+    inner: object
+
+    def has_ended(self, descent, is_keyed):
+        return self.inner.has_ended(descent, is_keyed)
+
+    def visit(self, key, env, params, beliefs, simulations, descent, before, is_keyed):
+        out = self.inner.visit(key, env, params, beliefs, simulations, descent, before, is_keyed)
+        noted(out[1], simulations, descent, out[2], out[3])
         return out
 
-    def _fill(self, *args):
-        out = super()._fill(*args)
+    def fill(self, *args):
+        out = self.inner.fill(*args)
         note("end", states=out[2].states, waiting=out[3], rewards=out[1].rewards)
         return out
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedPomcpow(Pomcpow):
-    def _arrive(self, key, env, params, store, lanes, move, before):
-        out = super()._arrive(key, env, params, store, lanes, move, before)
-        noted(out[1], lanes, move, out[2], out[3])
-        return out
+class RecordedPft(Pft):
+    def expansion(self):
+        return RecordedNodes(super().expansion())
 
-    def _fill(self, *args):
-        out = super()._fill(*args)
-        note("end", states=out[2].states, waiting=out[3], rewards=out[1].rewards)
-        return out
+
+@dataclasses.dataclass(frozen=True)
+class RecordedPomcpow(Pomcpow):
+    def expansion(self):
+        return RecordedNodes(super().expansion())
 
 
 def recorded(planner, env, params, belief, key):
     LOG.clear()
-    widened = jit(planner.search, static_argnums=1)(key, env, params, belief)
-    jax.block_until_ready(widened)
+    found = jit(planner.search, static_argnums=1)(key, env, params, belief)
+    jax.block_until_ready(found)
     jax.effects_barrier()
-    return widened, list(LOG)
+    return found, list(LOG)
 
 
 class PlainNode:
@@ -126,9 +132,9 @@ class PlainEdge:
 class PlainWidening:
     """Nodes by their id in the tensors; what may be new follows the published rule, one visit after another."""
 
-    def __init__(self, planner, env, params, discount, store):
+    def __init__(self, planner, env, params, discount, beliefs):
         self.planner, self.env, self.params, self.discount = planner, env, params, discount
-        self.nodes, self.rewards = {0: PlainNode()}, np.asarray(store.reward)
+        self.nodes, self.rewards = {0: PlainNode()}, np.asarray(beliefs.reward)
         self.likelihood = jit(lambda *row: env.log_likelihood(*row, params))
 
     def replay(self, log):

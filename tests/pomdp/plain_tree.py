@@ -39,9 +39,9 @@ class Recorded:
 class RecordedVopp(Vopp):
     """A planner that writes down its choices."""
 
-    def select(self, key, tree, lanes, legal):
-        actions = super().select(key, tree, lanes, legal)
-        note("select", actions=actions, live=lanes.live, legal=legal)
+    def select(self, key, tree, simulations, legal):
+        actions = super().select(key, tree, simulations, legal)
+        note("select", actions=actions, live=simulations.live, legal=legal)
         return actions
 
     def back_up(self, tree, children, path, depth, discount):

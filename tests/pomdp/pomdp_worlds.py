@@ -104,8 +104,9 @@ class Known:
     """A belief over the two states of a tiger: the probability that it is on the right (1)."""
 
     right: Any
+    weightless, invalid = False, 0
 
-    def draw(self, key, num):
+    def sample(self, key, num):
         points = (jnp.arange(num) + jax.random.uniform(key)) / num
         return (points < self.right).astype(jnp.int32)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pomdp_worlds import Leaving, Tiger
 
-from envs.rocksample import RockSample
+from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import Gaussian, KalmanBelief, ParticleBelief, Particles
 from jaxpar.pomdp.belief import systematic
 from jaxpar.types import UsageError
@@ -69,7 +69,7 @@ def test_equal_particles_lie_side_by_side_and_draws_take_each_as_often_as_it_wei
         good = np.asarray(belief.states.good)
         assert len(np.unique(good, axis=0)) == 4
         assert (good[1:] != good[:-1]).any(1).sum() == 3
-        weights, drawn = np.exp(belief.log_weights), np.asarray(belief.draw(jax.random.key(i), 40).good)
+        weights, drawn = np.exp(belief.log_weights), np.asarray(belief.sample(jax.random.key(i), 40).good)
         for row in np.unique(good, axis=0):
             assert abs((drawn == row).all(1).sum() - 40 * weights[(good == row).all(1)].sum()) < 2
         belief, _ = model.update(jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(2), env, params)
@@ -90,7 +90,7 @@ def test_depletion_is_told_and_recovered_by_the_hook():
     mended, evidence = ParticleBelief(10, 0.0, redraw).update(jax.random.key(0), wrong, action, obs, TIGER, perfect)
     assert bool(evidence.depleted) and mended.states.tolist() == [1] * 10
     with pytest.raises(UsageError, match="no particle left"):
-        Particles(jnp.zeros(2), jnp.full(2, -jnp.inf)).draw(jax.random.key(0), 3)
+        Particles(jnp.zeros(2), jnp.full(2, -jnp.inf)).sample(jax.random.key(0), 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def test_a_likelihood_that_is_no_number_costs_its_particle_alone(bad):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_never_drawn(bad):
     belief = Particles(jnp.arange(4), jnp.log(jnp.asarray([0.5, 0.25, 0.25, 1.0])).at[0].set(bad).at[3].set(-jnp.inf))
-    drawn = np.bincount(belief.draw(jax.random.key(0), 40), minlength=4)
+    drawn = np.bincount(belief.sample(jax.random.key(0), 40), minlength=4)
     assert drawn.tolist() == [0, 20, 20, 0] and int(belief.invalid) == 1 and not bool(belief.weightless)
     assert bool(Particles(jnp.arange(2), jnp.full(2, bad)).weightless)
 
@@ -180,7 +180,7 @@ def test_kalman_conditions_the_joint_normal():
     np.testing.assert_allclose(after.covariance, cov - gain @ seen @ cov, rtol=1e-4, atol=1e-6)
     want = -0.5 * ((1.7 - (seen @ mean)[0]) ** 2 / spread[0, 0] + np.log(2 * np.pi * spread[0, 0]))
     np.testing.assert_allclose(float(evidence.log_evidence), want, rtol=1e-5)
-    draws = Gaussian(after.mean, after.covariance).draw(jax.random.key(0), 20000)
+    draws = Gaussian(after.mean, after.covariance).sample(jax.random.key(0), 20000)
     np.testing.assert_allclose(np.cov(draws.T), after.covariance, atol=0.03)
     lost, told = model.update(jax.random.key(0), belief, 2.0, jnp.asarray([jnp.nan]), env, None)
     assert bool(told.depleted) and int(told.invalid) == 1

@@ -7,7 +7,7 @@ import jax
 import pytest
 from pomdp_worlds import Known, Tiger
 
-from jaxpar.pomdp import Dense, Hashed, Pft, Pomcp, Pomcpow, Vopp
+from jaxpar.pomdp import DenseChildren, HashedChildren, Pft, Pomcp, Pomcpow, Vopp
 
 
 def copied(text: str) -> int:
@@ -27,12 +27,12 @@ def largest_copy_and_table(planner, **options) -> tuple[int, int]:
     env, params, belief = Tiger(), Tiger().default_params, Known(0.5)
     plan = jax.jit(lambda key: planner.plan(key, env, params, belief), **options)
     text = plan.lower(jax.eval_shape(lambda: jax.random.key(0))).compile().as_text()
-    begun = planner.begin(env, params, belief, planner.iterations)
-    return copied(text), getattr(begun, "search", begun).tree.edges.size
+    begun = planner.tree_search().init_search(env, params, belief)
+    return copied(text), begun.tree.edges.size
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("children", [Dense(2), Hashed()], ids=["dense", "hashed"])
+@pytest.mark.parametrize("children", [DenseChildren(2), HashedChildren()], ids=["dense", "hashed"])
 @pytest.mark.parametrize("kind", [Vopp, Pomcp, Pft, Pomcpow])
 def test_no_level_copies_a_table(kind, children):
     """Reads before writes: a read of a table that is fused past its write costs two copies of it a level."""

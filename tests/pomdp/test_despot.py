@@ -12,9 +12,9 @@ from fast import jit
 from plain_despot import PlainDespot
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
-from envs.rocksample import RockSample
+from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import Despot, ParticleBelief, Particles, simulate_many, summarize
-from jaxpar.pomdp.tree import EMPTY, Hashed
+from jaxpar.pomdp.tree import EMPTY, HashedChildren
 from jaxpar.types import UsageError
 
 TIGER, PARAMS = Tiger(), Tiger().default_params
@@ -61,7 +61,7 @@ WORLDS = {
     ),
     "price": (TIGER, PARAMS, Despot(16, 12, max_depth=4, default=0, max_reward=10.0, regularization=0.7)),
     "path": (TIGER, PARAMS, Despot(16, 12, max_depth=4, default=0, max_reward=10.0, wide=False)),
-    "leaving": (Leaving(), PARAMS, Despot(8, 4, max_depth=3, default=1, max_reward=10.0, children=Hashed())),
+    "leaving": (Leaving(), PARAMS, Despot(8, 4, max_depth=3, default=1, max_reward=10.0, children=HashedChildren())),
     "rocks": (ROCKS, ROCKS.default_params, Despot(12, 6, max_depth=6, default=1, upper="heuristic", gap_ratio=0.5)),
 }
 
@@ -73,7 +73,7 @@ LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("tiger", "tiger-
 def test_equals_a_plain_tree_node_for_node(world):
     env, params, planner = WORLDS[world]
     belief = Known(0.5) if env is TIGER else ParticleBelief(32).init(jax.random.key(1), env, params)
-    tree = jit(planner.begin, static_argnums=1)(jax.random.key(3), env, params, belief)
+    tree = jit(planner.init_search, static_argnums=1)(jax.random.key(3), env, params, belief)
     states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: planner.num_scenarios], tree.states)
     plain = PlainDespot(planner, env, params, tree.keys, states, 0.95)
     for _ in range(planner.iterations):
@@ -130,7 +130,7 @@ def test_bounds_meet_at_the_exact_value_of_three_steps_of_tiger():
 def test_lower_bounds_rise_and_upper_bounds_fall():
     planner = WORLDS["rocks"][2]
     belief = ParticleBelief(32).init(jax.random.key(1), ROCKS, ROCKS.default_params)
-    trees = [jit(planner.begin, static_argnums=1)(jax.random.key(2), ROCKS, ROCKS.default_params, belief)]
+    trees = [jit(planner.init_search, static_argnums=1)(jax.random.key(2), ROCKS, ROCKS.default_params, belief)]
     for _ in range(planner.iterations):
         trees.append(waved(planner, ROCKS, ROCKS.default_params, trees[-1]))
     lower, upper = np.asarray([tree.node[0, :2] for tree in trees]).T
@@ -152,14 +152,14 @@ def test_default_policies(default):
     planner = Despot(256, 3, max_depth=2, default=default, max_reward=10.0)
     _, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
     np.testing.assert_allclose(float(info.value), -1.95, atol=1e-3)
-    none = planner.begin(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    none = planner.init_search(jax.random.key(0), TIGER, PARAMS, Known(0.5))
     want = -91 / 3 * 1.95 if default is None else -45 * 1.95
     np.testing.assert_allclose(float(none.born[0, 1]), want, atol=15.0)  # 3.5 deviations of the mean of 256
 
 
 def test_decides_by_the_lower_bound():
     """An action that may earn more loses to one that is known to earn more; and both to a default that earns that."""
-    tree = SHORT.begin(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    tree = SHORT.init_search(jax.random.key(0), TIGER, PARAMS, Known(0.5))
     bounds = jnp.asarray([[-5.0, 9.0], [-3.0, -2.0], [-4.0, 5.0]])
     tree = dataclasses.replace(
         tree, block=tree.block.at[0].set(0), edge=tree.edge.at[0].set(bounds), born=tree.born.at[0, 1].set(-6.0)

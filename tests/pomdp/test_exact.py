@@ -63,7 +63,7 @@ def test_tiger_over_a_long_horizon(horizon, value):
     ],
     ids=["tiger", "tiger.aaai", "baby", "1d", "shuttle", "4x3"],
 )
-def test_published_values_between_the_bounds(model, value):
+def test_published_values_between_the_bounds(model, value, optimised):
     solved = solve_exact(model())
     assert solved.converged and solved.value == solved.lower
     assert float(solved.lower) - 1e-4 <= value <= float(solved.upper) + 1e-4
@@ -71,7 +71,7 @@ def test_published_values_between_the_bounds(model, value):
     assert float(solved.values(model().start)) == pytest.approx(float(solved.lower), abs=1e-4)
 
 
-def test_bounds_close_where_beliefs_lead_back_to_themselves():
+def test_bounds_close_where_beliefs_lead_back_to_themselves(optimised):
     """Three steps to the priest, three back, four to heaven, and then anew: the bounds stood at 8.638 and 9.854."""
     solved = solve_exact(heavenhell(), max_iterations=20)
     value = 0.99**10 / (1 - 0.99**11)
@@ -187,7 +187,7 @@ def test_same_key_same_bits():
         (lambda: solve_exact(tiger(), method="sarsop"), "method must be 'points' or 'alpha'"),
         (lambda: solve_exact(tiger(), tol=0.0), "tol must be above zero"),
         (lambda: solve_exact(tiger(), depth=0), "depth=0 must be at least 1"),
-        (lambda: solve_exact(tiger(), num_lanes=-1), "num_lanes=-1 must be at least 1"),
+        (lambda: solve_exact(tiger(), num_paths=-1), "num_paths=-1 must be at least 1"),
         (lambda: solve_exact(tiger(), max_iterations=0), "max_iterations=0 must be at least 1"),
         (lambda: solve_exact(tiger(1.0)), "infinite horizon needs a discount below one"),
         (lambda: solve_exact(random_model(), 5, max_vectors=3), "more than max_vectors = 3"),

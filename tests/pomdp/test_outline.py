@@ -6,11 +6,15 @@ import pytest
 from fast import jit
 
 import envs
-from jaxpar.pomdp import Hashed, ParticleBelief, Pomcp, Vopp
+from jaxpar.pomdp import HashedChildren, ParticleBelief, Pomcp, Vopp
 from jaxpar.pomdp.outline import outline
 from jaxpar.types import UsageError
 
-PLANNERS = [Vopp(32, 6, leaf="zero"), Vopp(32, 6, leaf="zero", children=Hashed()), Pomcp(8, 10, rollout_depth=3)]
+PLANNERS = [
+    Vopp(32, 6, leaf="zero"),
+    Vopp(32, 6, leaf="zero", children=HashedChildren()),
+    Pomcp(8, 10, rollout_depth=3),
+]
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

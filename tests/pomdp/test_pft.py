@@ -59,9 +59,9 @@ WORLDS = {
 def test_equals_a_plain_tree_node_for_node(kind, world):
     fields = {"k_observations": 1.5, "alpha_observations": 0.3, **WORLDS[world]}
     planner = kind(max_depth=4, num_particles=128, exploration=3.0, leaf="heuristic", **fields)
-    widened, log = recorded(planner, LINE, ON_LINE, on_line(), jax.random.key(3))
-    tree, store = widened.search.tree, widened.store
-    plain = PlainWidening(planner, LINE, ON_LINE, 0.9, store)
+    found, log = recorded(planner, LINE, ON_LINE, on_line(), jax.random.key(3))
+    tree, beliefs = found.tree, found.beliefs
+    plain = PlainWidening(planner, LINE, ON_LINE, 0.9, beliefs)
     plain.replay(log)
     assert sorted(plain.nodes) == list(range(int(tree.num_nodes))) and int(tree.overflow) == 0
     assert sum(len(node.edges) for node in plain.nodes.values()) == int(tree.num_edges)
@@ -74,8 +74,8 @@ def test_equals_a_plain_tree_node_for_node(kind, world):
             np.testing.assert_allclose(float(tree.value[at]), plain.value(edge), rtol=1e-4, atol=1e-4)
         assert (np.asarray(tree.edges[row]) != EMPTY).sum() == len(node.edges)
         if kind is RecordedPomcpow and row:
-            assert int(store.held[row]) == len(node.held)
-            held = sorted(zip(store.states[row].tolist(), store.log_weights[row].tolist(), strict=True))
+            assert int(beliefs.num_added[row]) == len(node.held)
+            held = sorted(zip(beliefs.states[row].tolist(), beliefs.log_weights[row].tolist(), strict=True))
             held = [pair for pair in held if pair[1] != -np.inf]
             np.testing.assert_allclose(held, sorted(node.held), rtol=1e-5, atol=1e-5)
 

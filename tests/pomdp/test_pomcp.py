@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from pomdp_worlds import Known, Leaving, Tiger
 
-from envs.rocksample import RockSample
+from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief, Pomcp
 from jaxpar.pomdp.pomcp import add_returns, ranks, virtual_choice
-from jaxpar.pomdp.search import Path
-from jaxpar.pomdp.tree import EMPTY, Dense, empty_tree
+from jaxpar.pomdp.simulations import Path
+from jaxpar.pomdp.tree import EMPTY, DenseChildren, empty_tree
 from jaxpar.types import UsageError
 
 
@@ -60,9 +60,9 @@ def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
     belief = ParticleBelief(32).init(jax.random.key(1), env, env.default_params)
     plan = jax.jit(lambda planner, key: planner.plan(key, env, env.default_params, belief), static_argnums=0)
     _, dense = plan(Pomcp(8, 20, rollout_depth=5), jax.random.key(0))
-    from jaxpar.pomdp import Hashed
+    from jaxpar.pomdp import HashedChildren
 
-    _, hashed = plan(dataclasses.replace(Pomcp(8, 20, rollout_depth=5), children=Hashed()), jax.random.key(0))
+    _, hashed = plan(dataclasses.replace(Pomcp(8, 20, rollout_depth=5), children=HashedChildren()), jax.random.key(0))
     np.testing.assert_allclose(dense.values, hashed.values, rtol=1e-5)
     assert dense.visits.tolist() == hashed.visits.tolist() and int(dense.nodes) == int(hashed.nodes)
     assert (np.asarray(dense.visits) > 0).tolist() == np.asarray(dense.legal).tolist()
@@ -70,7 +70,7 @@ def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
 
 def test_returns_are_discounted_at_every_level():
     """Rewards 1, 2, 4 and a guess of 8, at a discount of a half: 4 + 4, 2 + 4, 1 + 3."""
-    tree = empty_tree(2, 8, 8, Dense(1))
+    tree = empty_tree(2, 8, 8, DenseChildren(1))
     rewards, once = jnp.asarray([1.0, 2, 4, 0, 0, 0, 0, 0]), tree.edge_visits.at[:3].set(1)
     tree = dataclasses.replace(tree, edge_visits=once, reward_sum=rewards)
     column = lambda *values: jnp.asarray(values)[:, None]  # noqa: E731

@@ -98,7 +98,7 @@ def test_exact_beliefs_are_bayes_and_forget_what_ended():
     want, chance = tabular_update(model, model.start, 1, 0)
     np.testing.assert_allclose(np.exp(after.log_weights), want, atol=1e-6)
     np.testing.assert_allclose(told.log_evidence, np.log(chance), rtol=1e-5)
-    assert not bool(told.depleted) and after.draw(jax.random.key(0), 4).dtype == jnp.int32
+    assert not bool(told.depleted) and after.sample(jax.random.key(0), 4).dtype == jnp.int32
     corner = first.replace(log_weights=jnp.log(jnp.asarray([1.0, 0, 0, 0])))
     lost, told = belief.update(jax.random.key(0), corner, jnp.asarray(0), jnp.asarray(1), model.environment, model)
     assert bool(told.depleted) and np.exp(lost.log_weights).tolist() == [1, 0, 0, 0]

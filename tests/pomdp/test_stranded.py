@@ -66,6 +66,25 @@ def test_states_without_an_action_and_beliefs_without_weight_are_counted(name):
         planner.plan_until(jax.random.key(0), env, PARAMS, lost, 0.0)
 
 
+@pytest.mark.parametrize("name", ["pomcp", "despot"])
+def test_what_a_belief_says_of_itself_is_counted(name):
+    """Of any belief, by the attributes that it declares."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Told:
+        weightless: bool
+        invalid: int
+
+        def sample(self, key, num):
+            return jnp.zeros((num,), jnp.int32)
+
+    plan = jax.jit(lambda belief: PLANNERS[name].plan(jax.random.key(0), Leaving(), PARAMS, belief), static_argnums=0)
+    info = plan(Told(weightless=False, invalid=3))[1]
+    assert int(info.invalid) == 3 and int(info.stranded) == 0
+    info = plan(Told(weightless=True, invalid=0))[1]
+    assert int(info.invalid) == 0 and int(info.stranded) == (8 if name == "despot" else 24)
+
+
 @pytest.mark.slow
 def test_episodes_sum_what_was_stranded():
     planner = PLANNERS["pomcp"]

@@ -8,10 +8,10 @@ from fast import jit
 from plain_tree import PlainTree, Recorded, RecordedVopp, recorded
 from pomdp_worlds import Known, Leaving, Tiger
 
-from envs.rocksample import RockSample
+from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief, Pomcp, Vopp
 from jaxpar.pomdp._loops import while_live
-from jaxpar.pomdp.tree import EMPTY, Dense, Hashed, empty_tree, insert
+from jaxpar.pomdp.tree import EMPTY, DenseChildren, HashedChildren, empty_tree, insert
 from jaxpar.types import UsageError
 
 
@@ -44,7 +44,7 @@ WORLDS = {
 def test_equals_a_plain_tree_node_for_node(world, back_end, unvisited, widen):
     env, params, belief, num_observations = WORLDS[world]
     belief = ParticleBelief(32).init(jax.random.key(1), env, params) if belief is None else belief
-    inner = Dense(num_observations) if back_end == "dense" else Hashed()
+    inner = DenseChildren(num_observations) if back_end == "dense" else HashedChildren()
     leaf = "zero" if world == "leaving" else "heuristic"
     options = {"leaf": leaf, "unvisited": unvisited, "widen": widen}
     planner = RecordedVopp(32, 8, max_depth=5, eta=0.3, children=Recorded(inner), **options)
@@ -67,7 +67,7 @@ def test_equals_a_plain_tree_node_for_node(world, back_end, unvisited, widen):
         np.testing.assert_allclose(got, [rewards, psi, value], rtol=1e-4, atol=1e-3)
 
 
-FULL = {"max_depth": 6, "max_nodes": 8, "max_edges": 4096, "children": Dense(2)}
+FULL = {"max_depth": 6, "max_nodes": 8, "max_edges": 4096, "children": DenseChildren(2)}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ FULL = {"max_depth": 6, "max_nodes": 8, "max_edges": 4096, "children": Dense(2)}
     ids=["visited", "tree", "best"],
 )
 def test_edges_of_a_full_tree_hold_the_sums_of_the_nodes_below_them(planner):
-    """And edges that ended hold 0: a lane that is nowhere must not speak for the last node."""
+    """And edges that ended hold 0: a simulation that is nowhere must not write the last node."""
     search = jax.jit(lambda key: planner.search(key, Tiger(), Tiger().default_params, Known(0.5)))
     tree = search(jax.random.key(0)).tree
     edge, _, node = planner.children.links(tree.children)
@@ -117,7 +117,7 @@ def test_insertion_gives_equal_slots_one_id_and_counts_what_has_no_room():
 
 def test_hashed_and_dense_name_the_same_children():
     rng = np.random.default_rng(0)
-    dense, hashed, count = Dense(50), Hashed(), [jnp.asarray(1)] * 2
+    dense, hashed, count = DenseChildren(50), HashedChildren(), [jnp.asarray(1)] * 2
     tables, names = [dense.empty(5000, 100), hashed.empty(5000, 100)], [{}, {}]
     for _ in range(20):
         edges, keys = (jnp.asarray(rng.integers(0, high, 200), jnp.int32) for high in (100, 50))
@@ -132,17 +132,22 @@ def test_hashed_and_dense_name_the_same_children():
 
 
 def test_keys_outside_a_dense_row_find_no_room():
-    table, ids, count = Dense(2).find(
-        Dense(2).empty(4, 4), jnp.zeros(3, jnp.int32), jnp.asarray([0, 2, -1]), jnp.ones(3, bool), jnp.asarray(1), 4
+    table, ids, count = DenseChildren(2).find(
+        DenseChildren(2).empty(4, 4),
+        jnp.zeros(3, jnp.int32),
+        jnp.asarray([0, 2, -1]),
+        jnp.ones(3, bool),
+        jnp.asarray(1),
+        4,
     )
     assert ids.tolist() == [1, EMPTY, EMPTY] and int(count) == 2
 
 
 def test_capacities_that_int32_cannot_index_are_refused():
     with pytest.raises(UsageError, match="int32"):
-        empty_tree(3000, 2**20, 2**20, Dense(2))
+        empty_tree(3000, 2**20, 2**20, DenseChildren(2))
     with pytest.raises(UsageError, match="hash table"):
-        empty_tree(3, 4, 2**20, Dense(2**12))
+        empty_tree(3, 4, 2**20, DenseChildren(2**12))
 
 
 def test_levels_end_when_nobody_lives_and_a_batch_keeps_one_count_for_all():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from fast import jit
 
-from envs.rocksample import RockSample, RockSampleState
-from envs.tag import SEEN, Tag, TagState
-from envs.tiger import Tiger, TigerState
+from envs.pomdp.rocksample import RockSample, RockSampleState
+from envs.pomdp.tag import SEEN, Tag, TagState
+from envs.pomdp.tiger import Tiger, TigerState
 from jaxpar.pomdp import Despot, ParticleBelief, from_environment, qmdp, solve_exact
 
 

@@ -10,9 +10,9 @@ import pytest
 from fast import jit
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
-from envs.rocksample import RockSample
+from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import FixedReference, ParticleBelief, Vopp, simulate_many, vopp
-from jaxpar.pomdp.tree import EMPTY, Dense, empty_tree
+from jaxpar.pomdp.tree import EMPTY, DenseChildren, empty_tree
 from jaxpar.pomdp.vopp import preference_step
 from jaxpar.types import UsageError
 
@@ -62,7 +62,7 @@ def test_the_step_of_one_belief_by_hand():
 def test_a_node_that_has_only_seen_a_bad_action_is_worth_its_guess():
     """Opening one door costs 45; the guess is 12, and two of three actions are still untried."""
     planner = Vopp(2, 2, max_depth=2, eta=1.0, unvisited="leaf")
-    tree = empty_tree(3, 8, 8, Dense(2))
+    tree = empty_tree(3, 8, 8, DenseChildren(2))
     tree = dataclasses.replace(
         tree,
         edges=tree.edges.at[1, 2].set(0),

@@ -106,7 +106,7 @@ def mixer(weights, kind, state, q):
     """The team's value, as the papers write it, unit by unit."""
     if kind == "vdn":
         return sum(q[i] for i in range(len(q)))
-    p = {name: (leaf["kernel"], leaf["bias"]) for name, leaf in weights["mixer"].items()}
+    p = {name: (leaf["kernel"], leaf["bias"]) for name, leaf in weights["decomposition"].items()}
 
     def hyper(name, x):
         return x @ p[name][0] + p[name][1]

@@ -130,8 +130,8 @@ def log_softmax(logits, mask):
 
 
 @jit
-def _key(root, step, use, lane):
-    return jax.random.fold_in(jax.random.split(jax.random.fold_in(root, step), 3)[use], lane)
+def _key(root, step, use, copy):
+    return jax.random.fold_in(jax.random.split(jax.random.fold_in(root, step), 3)[use], copy)
 
 
 @functools.partial(jit, static_argnums=1)
@@ -152,25 +152,25 @@ def _epsilon_greedy(key, q, mask, epsilon):
 
 
 class Hand:
-    """Lanes that are walked by hand, one step of one lane after another, over any number of unrolls."""
+    """Environments that are walked by hand, one step of one environment after another, over any number of rollouts."""
 
-    def __init__(self, key, env, num_lanes, size, next_step=False, epsilon=None):
+    def __init__(self, key, env, num_envs, size, next_step=False, epsilon=None):
         self.lone, self.agents = not hasattr(env, "num_agents"), getattr(env, "num_agents", 1)
         self.table, self.next_step, self.epsilon, self.made = tables(self.agents), next_step, epsilon, 0
         first = jax.random.split(jax.random.fold_in(key, 2**32 - 1), 1)[0]
-        self.lanes = [self.begun(jax.random.fold_in(first, lane), size) for lane in range(num_lanes)]
+        self.envs = [self.start(jax.random.fold_in(first, copy), size) for copy in range(num_envs)]
         self.size, self.seen = size, set()
 
-    def begun(self, key, size):
+    def start(self, key, size):
         nobody, nothing = np.zeros(self.agents, bool), np.zeros((self.agents, size))
-        return {"tape": int(_tape(key, len(self.table["obs"]))), "time": 0, "h": nothing, "gone": nobody,
+        return {"tape": int(_tape(key, len(self.table["obs"]))), "time": 0, "h": nothing, "agent_done": nobody,
                 "start": True, "over": False}  # fmt: skip
 
-    def told(self, what, lane):
-        return self.table[what][lane["tape"], lane["time"]]
+    def told(self, what, copy):
+        return self.table[what][copy["tape"], copy["time"]]
 
     def act(self, key, weights, h, mask):
-        """What the agents of a lane do, and what that or the best is worth."""
+        """What the agents of an environment do, and what that or the best is worth."""
         cut = (lambda x: x[0]) if self.lone else (lambda x: x)
         if self.epsilon is None:
             logits = np.where(mask, read(weights, "policy", h), -1e9)
@@ -185,65 +185,69 @@ class Hand:
             return read(weights, "value", h)[:, 0]
         return np.where(mask, read(weights, "q", h), -np.inf).max(-1)
 
-    def unroll(self, key, weights, num_steps):
+    def rollout(self, key, weights, num_steps):
         """Rows `[T, B, N, ...]` of what happened; `led_to` is the value of what each step led to, 0 after an end."""
-        names = "obs mask start counts drawn value log_prob reward led_to next_obs next_mask cut terminated".split()
+        names = (
+            "obs mask start counts raw_action value log_prob reward led_to next_obs next_mask cut terminated".split()
+        )
         rows = {name: [] for name in names}
-        before = np.stack([lane["h"] for lane in self.lanes])
+        before = np.stack([copy["h"] for copy in self.envs])
         for row in range(num_steps):
-            made = [self.step(key, number, weights, row) for number in range(len(self.lanes))]
+            made = [self.step(key, number, weights, row) for number in range(len(self.envs))]
             self.made += 1
             for name in rows:
                 rows[name].append(np.stack([one[name] for one in made]))
         return {name: np.stack(x) for name, x in rows.items()} | {"before": before}
 
     def step(self, key, number, weights, row):
-        lane = self.lanes[number]
-        if lane["start"]:
-            lane["h"], lane["gone"] = np.zeros_like(lane["h"]), np.zeros(self.agents, bool)
-        obs, mask = self.told("obs", lane), self.told("mask", lane)
-        one = {"obs": obs, "mask": mask, "start": np.full(self.agents, lane["start"])}
-        lane["start"] = False
-        if lane["over"]:  # a step of no episode, in which the next one is drawn
-            lane |= self.begun(_key(key, self.made, RESET, number), self.size) | {"h": lane["h"]}
+        copy = self.envs[number]
+        if copy["start"]:
+            copy["h"], copy["agent_done"] = np.zeros_like(copy["h"]), np.zeros(self.agents, bool)
+        obs, mask = self.told("obs", copy), self.told("mask", copy)
+        one = {"obs": obs, "mask": mask, "start": np.full(self.agents, copy["start"])}
+        copy["start"] = False
+        if copy["over"]:  # a step of no episode, in which the next one is drawn
+            copy |= self.start(_key(key, self.made, RESET, number), self.size) | {"h": copy["h"]}
             nothing = np.zeros(self.agents)
-            return one | {"counts": nothing > 0, "drawn": nothing.astype(int), "value": nothing, "log_prob": nothing,
+            return one | {"counts": nothing > 0, "raw_action": nothing.astype(int), "value": nothing,
+                          "log_prob": nothing,
                           "reward": nothing, "led_to": nothing, "next_obs": obs, "next_mask": mask,
                           "cut": nothing == 0, "terminated": nothing > 0}  # fmt: skip
-        lane["h"] = remembered(weights, obs, lane["h"])
-        drawn, value = self.act(_key(key, self.made, POLICY, number), weights, lane["h"], mask)
-        reward = np.take_along_axis(self.told("reward", lane), drawn[:, None], -1)[:, 0]
-        terminated, truncated = self.told("terminated", lane), self.told("truncated", lane)
-        over, counts = terminated | truncated, ~lane["gone"]
-        lane["time"] += 1
-        next_obs, next_mask = self.told("obs", lane), self.told("mask", lane)
-        then = self.worth(weights, remembered(weights, next_obs, lane["h"]), next_mask)
+        copy["h"] = remembered(weights, obs, copy["h"])
+        drawn, value = self.act(_key(key, self.made, POLICY, number), weights, copy["h"], mask)
+        reward = np.take_along_axis(self.told("reward", copy), drawn[:, None], -1)[:, 0]
+        terminated, truncated = self.told("terminated", copy), self.told("truncated", copy)
+        over, counts = terminated | truncated, ~copy["agent_done"]
+        copy["time"] += 1
+        next_obs, next_mask = self.told("obs", copy), self.told("mask", copy)
+        then = self.worth(weights, remembered(weights, next_obs, copy["h"]), next_mask)
         for agent in np.flatnonzero(over & counts):
             kind = terminated[agent] + 2 * truncated[agent]
             self.seen.add((row, int(kind), "with all" if over.all() else "alone"))
         if not over.all():
-            self.seen |= {(row, "gone")} if lane["gone"].any() else set()
-        lane["gone"] = over
+            self.seen |= {(row, "agent_done")} if copy["agent_done"].any() else set()
+        copy["agent_done"] = over
         if over.all() and self.next_step:
-            lane["over"] = True
+            copy["over"] = True
         elif over.all():
-            lane |= self.begun(_key(key, self.made, RESET, number), self.size) | {"h": lane["h"]}
-        policy = log_softmax(read(weights, "policy", lane["h"]), mask) if self.epsilon is None else np.zeros(mask.shape)
+            copy |= self.start(_key(key, self.made, RESET, number), self.size) | {"h": copy["h"]}
+        policy = log_softmax(read(weights, "policy", copy["h"]), mask) if self.epsilon is None else np.zeros(mask.shape)
         return one | {
-            "counts": counts, "drawn": drawn, "value": value, "reward": reward, "terminated": terminated, "cut": over,
+            "counts": counts, "raw_action": drawn, "value": value, "reward": reward, "cut": over,
+            "terminated": terminated,
             "log_prob": np.take_along_axis(policy, drawn[:, None], -1)[:, 0], "next_obs": next_obs,
             "next_mask": next_mask, "led_to": np.where(terminated, 0, then),
         }  # fmt: skip
 
 
-def advantages(rows, discount, trace):
+def advantages(rows, discount, lambda_):
     """Generalised advantages as sums of errors, each to the end of its trajectory."""
     error = rows["reward"] + discount * rows["led_to"] - rows["value"]
     total = np.zeros_like(error)
-    for t, lane, agent in np.ndindex(error.shape):
+    for t, copy, agent in np.ndindex(error.shape):
         for s in range(t, len(error)):
-            total[t, lane, agent] += (discount * trace) ** (s - t) * error[s, lane, agent]
-            if rows["cut"][s, lane, agent]:
+            total[t, copy, agent] += (discount * lambda_) ** (s - t) * error[s, copy, agent]
+            if rows["cut"][s, copy, agent]:
                 break
     return total
 
@@ -262,29 +266,29 @@ def returns(rows, discount, num_steps):
     return total, power, last
 
 
-def lambda_returns(rows, discount, trace):
+def lambda_returns(rows, discount, lambda_):
     """Returns that mix all lengths, by the recursion of Sutton and Barto (12.18)."""
     total = np.zeros(rows["reward"].shape)
     for t in reversed(range(len(total))):
         later = rows["led_to"][t] if t == len(total) - 1 else np.where(rows["cut"][t], rows["led_to"][t], total[t + 1])
-        total[t] = rows["reward"][t] + discount * ((1 - trace) * rows["led_to"][t] + trace * later)
+        total[t] = rows["reward"][t] + discount * ((1 - lambda_) * rows["led_to"][t] + lambda_ * later)
     return total
 
 
-def through(weights, rows, lanes):
-    """What is remembered in every step of these lanes, emptied where an episode starts, `[T, b, N, M]`."""
-    h, out = rows["before"][lanes], []
-    for obs, start in zip(rows["obs"][:, lanes], rows["start"][:, lanes], strict=True):
+def through(weights, rows, envs):
+    """What is remembered in every step of these environments, emptied where an episode starts, `[T, b, N, M]`."""
+    h, out = rows["before"][envs], []
+    for obs, start in zip(rows["obs"][:, envs], rows["start"][:, envs], strict=True):
         h = remembered(weights, obs, np.where(start[..., None], 0, h))
         out.append(h)
     return np.stack(out)
 
 
-def ppo_loss(weights, rows, lanes, rates):
+def ppo_loss(weights, rows, envs, rates):
     """Schulman et al. 2017, over what counts: the loss, its policy's and value's parts, and the entropy."""
-    h, on = through(weights, rows, lanes), rows["counts"][:, lanes]
+    h, on = through(weights, rows, envs), rows["counts"][:, envs]
     drawn, mask, old, before, advantage, target = (
-        rows[name][:, lanes][on] for name in ("drawn", "mask", "log_prob", "value", "advantage", "target")
+        rows[name][:, envs][on] for name in ("raw_action", "mask", "log_prob", "value", "advantage", "target")
     )
     log_p = log_softmax(read(weights, "policy", h)[on], mask)
     value, p = read(weights, "value", h)[on][:, 0], np.exp(log_p)
@@ -294,14 +298,14 @@ def ppo_loss(weights, rows, lanes, rates):
     near = before + (value - before).clip(-rates.clip, rates.clip)
     error = np.maximum((value - target) ** 2, (near - target) ** 2).mean() / 2
     entropy = -np.where(mask, p * np.where(mask, log_p, 0), 0).sum(-1).mean()
-    return policy + rates.value * error - rates.entropy * entropy, policy, error, entropy
+    return policy + rates.value_coef * error - rates.entropy_coef * entropy, policy, error, entropy
 
 
-def q_loss(weights, rows, lanes, rates):
+def q_loss(weights, rows, envs, rates):
     """Half the mean squared error of what was done, over what counts; and the mean of its values."""
-    h, on = through(weights, rows, lanes), rows["counts"][:, lanes]
-    q = np.take_along_axis(read(weights, "q", h), rows["drawn"][:, lanes][..., None], -1)[..., 0][on]
-    return np.mean((q - rows["target"][:, lanes][on]) ** 2) / 2, q.mean()
+    h, on = through(weights, rows, envs), rows["counts"][:, envs]
+    q = np.take_along_axis(read(weights, "q", h), rows["raw_action"][:, envs][..., None], -1)[..., 0][on]
+    return np.mean((q - rows["target"][:, envs][on]) ** 2) / 2, q.mean()
 
 
 def slope(loss, weights):

@@ -10,9 +10,10 @@ from fast import jit
 
 import envs
 from jaxpar.env import Box, Discrete, Fields, MultiDiscrete
-from jaxpar.rl import ActorCritic, Network
-from jaxpar.rl.distributions import action_of, draw, entropy, log_prob, masked, mode
+from jaxpar.rl import A2c, ActionValues, ActorCritic, Dqn, Network, Ppo, Pqn
+from jaxpar.rl.distributions import entropy, log_prob, masked, mode, sample_action, scale_action
 from jaxpar.rl.features import feature_shape, features, of_one_agent
+from jaxpar.rl.learner import Agent, Learner, MinibatchLearner
 from jaxpar.types import UsageError
 
 SPACES = {
@@ -55,7 +56,7 @@ def test_densities_of_choices_by_enumeration():
 def test_illegal_choices_are_never_drawn_and_count_for_nothing():
     space, mask = Discrete(4), jnp.array([True, False, True, False])
     head = masked(space, jnp.array([0.0, 9.0, 1.0, 9.0]), mask)
-    drawn = jax.vmap(lambda key: draw(key, space, head))(jax.random.split(jax.random.key(0), 200))
+    drawn = jax.vmap(lambda key: sample_action(key, space, head))(jax.random.split(jax.random.key(0), 200))
     assert set(np.asarray(drawn).tolist()) == {0, 2} and mode(space, head) == 2
     alone = jnp.array([0.0, 1.0])
     np.testing.assert_allclose(entropy(space, head), entropy(Discrete(2), alone), rtol=1e-6)
@@ -65,7 +66,7 @@ def test_illegal_choices_are_never_drawn_and_count_for_nothing():
 
 def test_a_box_is_spanned_by_one_and_densities_are_normal():
     space = Box(-2.0, 6.0, (2,))
-    np.testing.assert_allclose(action_of(space, jnp.array([[-1.0, 0.5], [0.0, 3.0]])), [[-2, 4], [2, 6]])
+    np.testing.assert_allclose(scale_action(space, jnp.array([[-1.0, 0.5], [0.0, 3.0]])), [[-2, 4], [2, 6]])
     head, x = jnp.array([0.5, -1.0, np.log(2.0), np.log(0.5)]), jnp.array([1.5, -1.5])
     wanted = sum(
         -0.5 * ((a - m) / s) ** 2 - np.log(s * np.sqrt(2 * np.pi)) for a, m, s in ((1.5, 0.5, 2), (-1.5, -1, 0.5))
@@ -88,7 +89,7 @@ def test_a_central_critic_sees_all_and_an_actor_itself_alone():
     starts, carry = jnp.zeros((1, 1), bool), jax.tree.map(lambda c: c[None], agent.first_carry())
 
     def said(obs):
-        return agent.answers(weights, obs, starts, carry)
+        return agent.apply(weights, obs, starts, carry)
 
     moved = obs.at[0, 0, 2].add(1.0)
     before, after = said(obs), said(moved)
@@ -110,3 +111,14 @@ def test_no_policy_acts_where_actions_are_of_another_kind():
 
     with pytest.raises(UsageError, match="learners act by Discrete, MultiDiscrete or float Box"):
         ActorCritic(Odd(), Network())
+
+
+@pytest.mark.parametrize("kind", [Ppo, A2c, Pqn, Dqn], ids=lambda kind: kind.__name__)
+def test_learners_have_what_the_protocols_name(kind):
+    learner = kind(envs.make("CartPole-v1")[0])
+    asked = {*vars(Learner), *(() if kind is Dqn else vars(MinibatchLearner))}
+    assert {"env", "optimizer", "axes", "agent", *(() if kind is Dqn else ["has_memory"])} <= asked
+    assert all(hasattr(learner, name) for name in asked if not name.startswith("_"))
+    for agent in (learner.agent(), learner.agent(greedy=True)):
+        assert isinstance(agent, ActionValues if kind in (Pqn, Dqn) else ActorCritic) and hash(agent) is not None
+        assert all(hasattr(agent, name) for name in vars(Agent) if not name.startswith("_"))

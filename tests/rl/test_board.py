@@ -87,5 +87,5 @@ def test_a_central_critic_reads_boards_flat():
     assert weights["critic"]["encoder"] == {}
     obs = jax.random.uniform(jax.random.key(1), (1, 1, 2, 4, 4, 1))
     carry = jax.tree.map(lambda c: c[None], agent.first_carry())
-    said = agent.answers(weights, obs, jnp.zeros((1, 1), bool), carry)
-    assert said.value.shape == (1, 1, 2) and said.policy.shape == (1, 1, 2, 3)
+    out = agent.apply(weights, obs, jnp.zeros((1, 1), bool), carry)
+    assert out.value.shape == (1, 1, 2) and out.policy.shape == (1, 1, 2, 3)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from fast import jit
 
-from jaxpar.rl.buffer import add, empty, sample
+from jaxpar.rl.buffer import add, empty_buffer, sample
 from jaxpar.types import UsageError
 
 
 def test_a_ring_is_a_queue_that_forgets_the_oldest():
     row = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int8)}
-    buffer, queue, put = empty(row, 7), collections.deque(maxlen=7), jit(add)
+    buffer, queue, put = empty_buffer(row, 7), collections.deque(maxlen=7), jit(add)
     rng = np.random.default_rng(0)
     for round_ in range(40):
         count = 4
@@ -28,16 +28,16 @@ def test_a_ring_is_a_queue_that_forgets_the_oldest():
 
 
 def test_a_full_load_fits_and_more_does_not():
-    buffer = add(empty(jax.ShapeDtypeStruct((), jnp.int32), 3), jnp.arange(3), jnp.ones(3, bool))
+    buffer = add(empty_buffer(jax.ShapeDtypeStruct((), jnp.int32), 3), jnp.arange(3), jnp.ones(3, bool))
     assert buffer.rows.tolist() == [0, 1, 2] and int(buffer.size) == 3
     with pytest.raises(UsageError, match="4 rows at once do not fit into a buffer of capacity=3"):
         add(buffer, jnp.arange(4), jnp.ones(4, bool))
     with pytest.raises(UsageError, match="capacity=0"):
-        empty(jax.ShapeDtypeStruct((), jnp.int32), 0)
+        empty_buffer(jax.ShapeDtypeStruct((), jnp.int32), 0)
 
 
 def test_samples_are_uniform_over_what_is_held():
-    buffer = empty(jax.ShapeDtypeStruct((), jnp.int32), 8)
+    buffer = empty_buffer(jax.ShapeDtypeStruct((), jnp.int32), 8)
     buffer = add(buffer, jnp.arange(10, 15), jnp.array([True, True, False, True, True]))
     drawn = np.asarray(sample(jax.random.key(0), buffer, 4000))
     values, counts = np.unique(drawn, return_counts=True)

@@ -15,15 +15,15 @@ from jaxpar.env import Discrete
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.rl import A2c, A2cRates, Network, Ppo, PpoRates, Seeds, train
 from jaxpar.rl.a2c import a2c_loss
-from jaxpar.rl.agent import Answers
+from jaxpar.rl.agent import ActorCriticOutput
 from jaxpar.rl.collect import Batch
 from jaxpar.rl.ppo import ppo_loss
 from jaxpar.types import UsageError
 
 CART, CART_PARAMS = envs.make("CartPole-v1")
 SMALL = Network(hidden=(8,))
-TINY = Ppo(CART, SMALL, num_lanes=8, num_steps=4, epochs=2, minibatches=2)
-LOSSES = {"ppo": (ppo_loss, PpoRates(clip=0.1, entropy=0.02)), "a2c": (a2c_loss, A2cRates(entropy=0.02))}
+TINY = Ppo(CART, SMALL, num_envs=8, num_steps=4, epochs=2, minibatches=2)
+LOSSES = {"ppo": (ppo_loss, PpoRates(clip=0.1, entropy_coef=0.02)), "a2c": (a2c_loss, A2cRates(entropy_coef=0.02))}
 STEP = jit(TINY.step)
 
 
@@ -42,7 +42,7 @@ def batch_of(seed, dtype):
         "target": rng.normal(size=shape),
     }
     batch = Batch(
-        obs=None, start=np.zeros(shape, bool), drawn=drawn, weight=weight, action_mask=None, carry={},
+        obs=None, start=np.zeros(shape, bool), raw_action=drawn, weight=weight, action_mask=None, carry={},
         **{name: x.astype(dtype) for name, x in numbers.items()},
     )  # fmt: skip
     return batch, logits.astype(dtype), value.astype(dtype)
@@ -57,24 +57,24 @@ def by_hand(name, logits, value, batch, rates):
         p = np.exp(logits[i] - logits[i].max())
         p /= p.sum()
         if name == "ppo":
-            ratio = p[batch.drawn[i]] / np.exp(batch.log_prob[i])
+            ratio = p[batch.raw_action[i]] / np.exp(batch.log_prob[i])
             advantage = (batch.advantage[i] - mean) / (deviation + 1e-8)
             near = min(max(ratio, 1 - rates.clip), 1 + rates.clip)
             policy -= min(ratio * advantage, near * advantage)
             moved = batch.value[i] + min(max(value[i] - batch.value[i], -rates.clip), rates.clip)
             values += max((value[i] - batch.target[i]) ** 2, (moved - batch.target[i]) ** 2) / 2
         else:
-            policy -= np.log(p[batch.drawn[i]]) * batch.advantage[i]
+            policy -= np.log(p[batch.raw_action[i]]) * batch.advantage[i]
             values += (value[i] - batch.target[i]) ** 2 / 2
         spread -= sum(x * np.log(x) for x in p)
-    return (policy + rates.value * values - rates.entropy * spread) / len(counted)
+    return (policy + rates.value_coef * values - rates.entropy_coef * spread) / len(counted)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_their_gradients_by_hand(name, x64):
     loss, rates = LOSSES[name]
-    agent = types.SimpleNamespace(space=Discrete(3))
-    agent.answers = lambda weights, *_: Answers(*weights, {}, jnp.ones((), bool))
+    agent = types.SimpleNamespace(action_space=Discrete(3))
+    agent.apply = lambda weights, *_: ActorCriticOutput(*weights, {}, jnp.ones((), bool))
     batch, logits, value = batch_of(0, np.float64)
     found, slopes = jax.value_and_grad(lambda w: loss(w, agent, batch, rates)[0])((logits, value))
     np.testing.assert_allclose(found, by_hand(name, logits, value, batch, rates), rtol=1e-12)
@@ -119,7 +119,7 @@ def test_eight_devices_learn_as_one(stepped):
     with use_mesh(make_mesh(MeshSpec(data=8))):
         spread = jax.device_put(first, named_shardings(first, TINY.axes()))
         many = jit(TINY.step)(jax.random.key(1), spread, CART_PARAMS)[0]
-    np.testing.assert_array_equal(many.lanes.obs, alone.lanes.obs)
+    np.testing.assert_array_equal(many.env_state.obs, alone.env_state.obs)
     # Sums over minibatches are of other order; Adam divides by the root of small squares.
     assert_close(jax.device_get(many.weights), alone.weights, 100 * EXACT_MATHS["float32"])
 
@@ -131,7 +131,7 @@ def test_seeds_side_by_side_are_each_alone():
     state, info = jit(seeds.step)(jax.random.key(1), state, CART_PARAMS)
     one = jit(TINY.init)(jax.random.fold_in(jax.random.key(0), 1), CART_PARAMS)
     one, _ = jit(TINY.step)(jax.random.fold_in(jax.random.key(1), 1), one, CART_PARAMS)
-    np.testing.assert_array_equal(state.lanes.obs[1], one.lanes.obs)
+    np.testing.assert_array_equal(state.env_state.obs[1], one.env_state.obs)
     assert_close(jax.tree.map(lambda x: x[1], state.weights), one.weights, 100 * EXACT_MATHS["float32"])
     assert {"seed_00", "seed_01"} <= set(info)
 
@@ -147,13 +147,13 @@ def test_it_balances_the_pole():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Ppo(CART, num_lanes=4, num_steps=5, minibatches=3), "minibatches=3 does not divide 20 steps"),
+        (lambda: Ppo(CART, num_envs=4, num_steps=5, minibatches=3), "minibatches=3 does not divide 20 steps"),
         (
-            lambda: Ppo(CART, Network(memory="gru"), num_lanes=4, minibatches=3),
-            "minibatches=3 does not divide 4 lanes; the nearest legal are 1, 2, 4",
+            lambda: Ppo(CART, Network(memory="gru"), num_envs=4, minibatches=3),
+            "minibatches=3 does not divide 4 environments; the nearest legal are 1, 2, 4",
         ),
         (lambda: Ppo(CART, central=True), "a central critic needs several agents"),
-        (lambda: Ppo(CART, num_lanes=0), "num_lanes=0 must be at least 1"),
+        (lambda: Ppo(CART, num_envs=0), "num_envs=0 must be at least 1"),
         (lambda: A2c(CART, num_steps=0), "num_steps=0 must be at least 1"),
         (lambda: Network(memory="gur"), "memory='gur' is unknown"),
         (lambda: Network(activation="tan"), "activation='tan' is unknown"),
@@ -173,8 +173,8 @@ def test_it_is_static():
 def test_seeds_begin_in_the_environment_that_is_asked_for():
     env, params = envs.make("PendulumSwingUp")
     params = params.replace(start_spread=3.0)
-    learner, key = Ppo(env, SMALL, num_lanes=2, num_steps=4, minibatches=2), jax.random.key(3)
-    begun = jit(lambda: Seeds(learner, 1, params).init(key, None).lanes)()  # as `fit` begins
-    asked, usual = (jit(learner.init)(jax.random.fold_in(key, 0), x).lanes for x in (params, None))
-    np.testing.assert_array_equal(begun.obs[0], asked.obs)
+    learner, key = Ppo(env, SMALL, num_envs=2, num_steps=4, minibatches=2), jax.random.key(3)
+    made = jit(lambda: Seeds(learner, 1, params).init(key, None).env_state)()  # as `fit` begins
+    asked, usual = (jit(learner.init)(jax.random.fold_in(key, 0), x).env_state for x in (params, None))
+    np.testing.assert_array_equal(made.obs[0], asked.obs)
     assert np.abs(np.asarray(usual.obs) - asked.obs).max() > 0.1

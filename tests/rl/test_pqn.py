@@ -11,37 +11,38 @@ from tolerance import EXACT_MATHS, assert_close
 import envs
 from jaxpar.nn import MinGRU
 from jaxpar.rl import Network, Pqn, PqnRates
-from jaxpar.rl.action_values import Lesson, q_loss
+from jaxpar.rl.action_values import QBatch, q_loss
 from jaxpar.rl.pqn import lambda_targets
-from jaxpar.rollout import unroll
+from jaxpar.rollout import rollout
 from jaxpar.types import UsageError
 
-RATES = PqnRates(learning_rate=0.01, discount=0.9, trace=0.6, max_grad_norm=0.3, reward_scale=0.5)
+RATES = PqnRates(learning_rate=0.01, discount=0.9, q_lambda=0.6, max_grad_norm=0.3, reward_scale=0.5)
 SMALL = Network(hidden=(8,), activation="relu", layer_norm=True)
 GAMES = {None: (Fork(), "none"), "none": (Forks(), "none"), "vdn": (Forks(), "vdn"), "qmix": (Forks(), "qmix")}
 
 
 def learner_of(kind, **more):
     env, joint = GAMES[kind]
-    fields = {"num_lanes": 3, "num_steps": 14, "epochs": 1, "minibatches": 1, "mixer_size": 4}
-    return Pqn(env, SMALL, RATES, mixer=joint, **(fields | more))
+    fields = {"num_envs": 3, "num_steps": 14, "epochs": 1, "minibatches": 1, "decomposition_size": 4}
+    return Pqn(env, SMALL, RATES, decomposition=joint, **(fields | more))
 
 
 def walked(learner, epsilon=1.0):
     """A state with lively weights, and what its policy does."""
     state = jit(learner.init)(jax.random.key(0), None)
-    state = state.replace(weights=perturbed(state.weights), rates=state.rates.replace(epsilon=jnp.float32(epsilon)))
+    rates = state.rates.replace(epsilon_start=jnp.float32(epsilon))
+    state = state.replace(weights=perturbed(state.weights), rates=rates)
     agent = learner.agent()
 
     def walk(state):
         acting = state.weights, jnp.float32(epsilon)
         # The key is what a step of the learner makes of its own.
-        lanes, steps = unroll(jax.random.split(jax.random.key(1))[0], state.lanes, learner.env,
+        env_state, steps = rollout(jax.random.split(jax.random.key(1))[0], state.env_state, learner.env,
                               learner.env.default_params, agent, acting, learner.num_steps, value=agent.value,
-                              draw="lane")  # fmt: skip
-        mask = jax.vmap(learner.env.action_mask, (0, None))(lanes.state, learner.env.default_params)
-        last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, lanes.obs, lanes.carry, mask)
-        return steps, lambda_targets(agent, steps, last, lanes.carry, state.rates)
+                              prng="env")  # fmt: skip
+        mask = jax.vmap(learner.env.action_mask, (0, None))(env_state.state, learner.env.default_params)
+        last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, env_state.obs, env_state.carry, mask)
+        return steps, lambda_targets(agent, steps, last, env_state.carry, state.rates)
 
     return state, *jit(walk)(state)
 
@@ -54,23 +55,23 @@ def targets(weights, kind, steps):
         reward = reward.mean(-1)
     seen = set()
 
-    def returns(t, lane, length):
+    def returns(t, index, length):
         total, power = 0.0, 1.0
         for s in range(t, t + length):
-            total, power = total + power * reward[s, lane], power * 0.9
-            led_to, over, cut = after(obs[s, lane], action[s, lane])
+            total, power = total + power * reward[s, index], power * 0.9
+            led_to, over, cut = after(obs[s, index], action[s, index])
             if over or cut or s == count - 1:
                 break
         seen.add((over, cut))
         return total + (0.0 if over else power * np.asarray(best(weights, kind, led_to, legal(led_to))))
 
-    def target(t, lane):
-        ends = (any(after(obs[s, lane], action[s, lane])[1:]) for s in range(t, count))
+    def target(t, index):
+        ends = (any(after(obs[s, index], action[s, index])[1:]) for s in range(t, count))
         left = next((k for k, end in enumerate(ends, 1) if end), count - t)
-        parts = [0.4 * 0.6 ** (k - 1) * returns(t, lane, k) for k in range(1, left)]
-        return sum(parts) + 0.6 ** (left - 1) * returns(t, lane, left)
+        parts = [0.4 * 0.6 ** (k - 1) * returns(t, index, k) for k in range(1, left)]
+        return sum(parts) + 0.6 ** (left - 1) * returns(t, index, left)
 
-    found = np.array([[target(t, lane) for lane in range(obs.shape[1])] for t in range(count)])
+    found = np.array([[target(t, index) for index in range(obs.shape[1])] for t in range(count)])
     assert {(False, False), (True, False), (False, True)} <= seen, "the walk shows not every end"
     return found
 
@@ -97,12 +98,12 @@ def loss(weights, kind, steps, target):
 )
 def test_an_update_equals_its_equations(kind):
     learner = learner_of(kind)
-    state, steps, lesson = walked(learner)
+    state, steps, batch = walked(learner)
     want = targets(state.weights, kind, steps)
-    assert_close(lesson.target, want, 10 * EXACT_MATHS["float32"])
-    assert bool(jnp.all(lesson.weight == 1))
+    assert_close(batch.target, want, 10 * EXACT_MATHS["float32"])
+    assert bool(jnp.all(batch.weight == 1))
     want_loss, want_grads = loss(state.weights, kind, steps, want)
-    (got_loss, _), grads = jit(jax.value_and_grad(lambda w: q_loss(w, learner.agent(), lesson), has_aux=True))(
+    (got_loss, _), grads = jit(jax.value_and_grad(lambda w: q_loss(w, learner.agent(), batch), has_aux=True))(
         state.weights
     )
     assert_close(got_loss, want_loss, 10 * EXACT_MATHS["float32"])
@@ -127,39 +128,39 @@ def test_gradients_through_a_memory_equal_backpropagation_through_time():
     agent = dataclasses.replace(learner_of(None), network=network).agent()
     weights = perturbed(agent.init(jax.random.key(0)))
     rng = np.random.default_rng(0)
-    lesson = Lesson(
+    batch = QBatch(
         obs=jnp.asarray(rng.random((7, 2, 9)), jnp.float32),
         start=jnp.asarray(rng.random((7, 2)) < 0.3),
-        drawn=jnp.asarray(rng.integers(0, 3, (7, 2)), jnp.int32),
+        action=jnp.asarray(rng.integers(0, 3, (7, 2)), jnp.int32),
         target=jnp.asarray(rng.standard_normal((7, 2)), jnp.float32),
         weight=jnp.ones((7, 2)).at[3, 1].set(0.0),
         carry=jnp.asarray(rng.standard_normal((2, 4)), jnp.float32),
     )
-    cell, starts = MinGRU(4), np.asarray(lesson.start)
+    cell, starts = MinGRU(4), np.asarray(batch.start)
 
     def step_by_step(weights, carry):
         parts, total = weights["network"], 0.0
         dense, out = parts["encoder"]["params"]["Dense_0"], parts["heads"]["q"]["params"]["out"]
-        for lane in range(2):
-            h = carry[lane]
+        for index in range(2):
+            h = carry[index]
             for t in range(7):
-                h = h * (not starts[t, lane])
-                x = jnp.maximum(lesson.obs[t, lane] @ dense["kernel"] + dense["bias"], 0)
-                h = cell.step(parts["memory"], h[None], cell.drive(parts["memory"], x[None]))[0]
-                q = (h @ out["kernel"] + out["bias"])[lesson.drawn[t, lane]]
-                total += lesson.weight[t, lane] * (q - lesson.target[t, lane]) ** 2
+                h = h * (not starts[t, index])
+                x = jnp.maximum(batch.obs[t, index] @ dense["kernel"] + dense["bias"], 0)
+                h = cell.step(parts["memory"], h[None], cell.input_projections(parts["memory"], x[None]))[0]
+                q = (h @ out["kernel"] + out["bias"])[batch.action[t, index]]
+                total += batch.weight[t, index] * (q - batch.target[t, index]) ** 2
         return 0.5 * total / 13
 
-    assert bool(jnp.any(lesson.start[1:])) and not bool(jnp.all(lesson.start[0]))
-    want = jit(jax.value_and_grad(step_by_step, (0, 1)))(weights, lesson.carry)
-    got = jit(jax.value_and_grad(lambda w, c: q_loss(w, agent, lesson.replace(carry=c))[0], (0, 1)))(
-        weights, lesson.carry
+    assert bool(jnp.any(batch.start[1:])) and not bool(jnp.all(batch.start[0]))
+    want = jit(jax.value_and_grad(step_by_step, (0, 1)))(weights, batch.carry)
+    got = jit(jax.value_and_grad(lambda w, c: q_loss(w, agent, batch.replace(carry=c))[0], (0, 1)))(
+        weights, batch.carry
     )
     assert_close(got, want, 1e-5)  # float32 on both sides
 
 
 def test_epsilon_greedy_is_legal_and_as_random_as_told():
-    learner = learner_of(None, num_lanes=64, num_steps=40)
+    learner = learner_of(None, num_envs=64, num_steps=40)
     state, steps, _ = walked(learner, epsilon=0.3)
     obs, action = np.asarray(steps.obs).reshape(-1, 9), np.asarray(steps.action).reshape(-1)
     mask = np.asarray(learner.env.action_mask(type("", (), {"place": obs[:, :4].argmax(-1)}), None))
@@ -176,8 +177,8 @@ def test_epsilon_greedy_is_legal_and_as_random_as_told():
 
 
 def test_epsilon_and_learning_rate_fall_in_lines():
-    rates = PqnRates(learning_rate=1.0, anneal=4.0, epsilon=0.9, last_epsilon=0.1, explore=2.0)
-    learner = Pqn(Fork(), SMALL, rates, num_lanes=2, num_steps=2, epochs=1, minibatches=1)
+    rates = PqnRates(learning_rate=1.0, anneal=4.0, epsilon_start=0.9, epsilon_end=0.1, epsilon_anneal=2.0)
+    learner = Pqn(Fork(), SMALL, rates, num_envs=2, num_steps=2, epochs=1, minibatches=1)
     state, step, seen = jit(learner.init)(jax.random.key(0), None), jit(learner.step), []
     for update in range(5):
         state, info = step(jax.random.key(update), state, None)
@@ -188,11 +189,11 @@ def test_epsilon_and_learning_rate_fall_in_lines():
 @pytest.mark.parametrize(
     "fields, sentence",
     [
-        ({"minibatches": 5}, "minibatches=5 does not divide 42 steps of all lanes"),
-        ({"network": Network(memory="min_gru"), "minibatches": 2}, "minibatches=2 does not divide 3 lanes"),
-        ({"mixer": "sum"}, "mixer='sum' is unknown; legal are none, vdn, qmix"),
-        ({"mixer": "vdn"}, "mixer='vdn' needs several agents; Fork has one"),
-        ({"mixer_size": 0}, "mixer_size=0 must be at least 1"),
+        ({"minibatches": 5}, "minibatches=5 does not divide 42 steps of all environments"),
+        ({"network": Network(memory="min_gru"), "minibatches": 2}, "minibatches=2 does not divide 3 environments"),
+        ({"decomposition": "sum"}, "decomposition='sum' is unknown; legal are none, vdn, qmix"),
+        ({"decomposition": "vdn"}, "decomposition='vdn' needs several agents; Fork has one"),
+        ({"decomposition_size": 0}, "decomposition_size=0 must be at least 1"),
         ({"epochs": 0}, "epochs=0 must be at least 1"),
     ],
 )

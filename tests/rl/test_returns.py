@@ -31,21 +31,21 @@ def steps_left(cut, t):
 
 
 def by_definition(reward, value, next_value, cut, n):
-    """n-step returns, lambda-returns as the mean of all n-step returns, advantages as a sum of errors; one lane."""
+    """n-step returns, lambda-returns as the mean of all n-step returns, advantages as a sum of errors."""
     count = len(reward)
-    n_step, mixed, advantage = [], [], []
+    n_step, joint_value, advantage = [], [], []
     for t in range(count):
         n_step.append(rewards_to(reward, next_value, cut, t, n))
         left = steps_left(cut, t)
         parts = [(1 - TRACE) * TRACE ** (k - 1) * rewards_to(reward, next_value, cut, t, k) for k in range(1, left)]
-        mixed.append(sum(parts) + TRACE ** (left - 1) * rewards_to(reward, next_value, cut, t, left))
+        joint_value.append(sum(parts) + TRACE ** (left - 1) * rewards_to(reward, next_value, cut, t, left))
         errors = [reward[s] + DISCOUNT * next_value[s] - value[s] for s in range(t, t + left)]
         advantage.append(sum((DISCOUNT * TRACE) ** i * error for i, error in enumerate(errors)))
-    return n_step, mixed, advantage
+    return n_step, joint_value, advantage
 
 
 def check(ends, n, seed=0):
-    """Compares all lanes of `ends [T, B]` with the definitions."""
+    """Compares all environments of `ends [T, B]` with the definitions."""
     ends = np.asarray(ends)
     rng = np.random.default_rng(seed)
     reward, value, bootstrap = (rng.standard_normal(ends.shape) for _ in range(3))
@@ -62,8 +62,8 @@ def check(ends, n, seed=0):
     want_next = np.concatenate([value[1:], last[None]])
     want_next[ends == TERMINATES] = 0
     want_next[ends == IS_CUT] = bootstrap[ends == IS_CUT]
-    lanes = [by_definition(reward[:, b], value[:, b], want_next[:, b], cut[:, b], n) for b in range(ends.shape[1])]
-    assert_close(got, tuple(np.stack([lane[i] for lane in lanes], 1) for i in range(3)), EXACT_MATHS["float64"])
+    envs = [by_definition(reward[:, b], value[:, b], want_next[:, b], cut[:, b], n) for b in range(ends.shape[1])]
+    assert_close(got, tuple(np.stack([one[i] for one in envs], 1) for i in range(3)), EXACT_MATHS["float64"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9])
@@ -77,12 +77,12 @@ def test_returns_equal_their_definitions_on_longer_walks(ends, n, seed):
     check(np.array(ends)[:, None], n, seed)
 
 
-def test_a_lambda_return_of_trace_0_is_one_step_and_of_trace_1_is_all():
+def test_a_lambda_return_of_lambda_0_is_one_step_and_of_lambda_1_is_all():
     rng = np.random.default_rng(0)
     reward, following = (jnp.asarray(rng.standard_normal((6, 2)), jnp.float32) for _ in range(2))
     cut = jnp.zeros((6, 2), bool).at[2, 0].set(True)
-    for trace, n in ((0.0, 1), (1.0, 6)):
-        got = lambda_returns(reward, following, cut, DISCOUNT, trace)
+    for lambda_, n in ((0.0, 1), (1.0, 6)):
+        got = lambda_returns(reward, following, cut, DISCOUNT, lambda_)
         assert_close(got, n_step_returns(reward, following, cut, DISCOUNT, n), EXACT_MATHS["float32"])
 
 
@@ -103,10 +103,10 @@ def test_no_returns_over_no_steps():
 
 
 def test_a_return_that_is_no_number_is_told_and_an_update_without_an_end_keeps_the_last(monkeypatch):
-    known = {"return_mean": jnp.float32(3), "length_mean": jnp.float32(9)}
+    before = {"return_mean": jnp.float32(3), "length_mean": jnp.float32(9)}
     for count, value, want in ((2, np.nan, np.nan), (0, np.nan, 3.0), (1, 5.0, 5.0)):
         made = {"return_mean": jnp.float32(value), "length_mean": jnp.float32(1), "num_episodes": jnp.int32(count)}
-        monkeypatch.setattr(collect, "summary", lambda steps, made=made: made)
-        info, after = collect.latest({}, known, None)
+        monkeypatch.setattr(collect, "episode_stats", lambda steps, made=made: made)
+        info, after = collect.update_episode_stats({}, before, None)
         np.testing.assert_equal(float(info["return_mean"]), want)
         np.testing.assert_equal(float(after["return_mean"]), want)

@@ -1,4 +1,4 @@
-"""Memories: a whole unroll at once, starts inside, equals one step after another, in value and gradient."""
+"""Memories: a whole rollout at once, starts inside, equals one step after another, in value and gradient."""
 
 import dataclasses
 import functools
@@ -76,12 +76,12 @@ def one_after_another(memory, params, xs, carry, starts):
     "name", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in (*MEMORIES, *OBJECTS)]
 )
 def test_a_whole_unroll_equals_its_steps(name, x64):
-    """And what it remembers then serves the next unroll as well."""
+    """And what it remembers then serves the next rollout as well."""
     method = Newton() if name in ("gru", "para_gru") else None
     memory, stepwise = memory_in_float64(name, method), memory_in_float64(name)
     params = wide(memory.init(jax.random.key(0), 5))
     xs = jax.random.normal(jax.random.key(1), (STEPS + 2, LANES, 5), jnp.float64)
-    # What lanes remember from before; the third uses it to the end.
+    # What environments remember from before; the third uses it to the end.
     carry = wide(memory.initial(LANES))
     _, carry, _ = stepwise.apply(params, xs[:1] * 0.5, np.zeros((1, LANES), bool), carry)
     leaves, tree = jax.tree.flatten(carry)
@@ -129,7 +129,7 @@ def test_counters_stay_small_in_an_endless_episode(name, x64):
 
 
 def attention_by_hand(params, x, episode, window):
-    """y[t] = sum_j softmax_j(k[j] q[t] / sqrt(K) - m (t - j)) v[j] O over j in t's window and episode, of one lane."""
+    """y[t] = sum_j softmax_j(k[j] q[t] / sqrt(K) - m (t - j)) v[j] O over j in t's window and episode."""
     heads, width = params["wq"].shape[1:]
     groups, out = params["wk"].shape[1], []
     for t in range(len(x)):
@@ -149,20 +149,20 @@ def attention_by_hand(params, x, episode, window):
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("parts", [(7,), (3, 4), (1,) * 7], ids=str)
 def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x64):
-    rng, window, lanes = np.random.default_rng(0), 3, 2
+    rng, window, num_envs = np.random.default_rng(0), 3, 2
     mixer = Attention(heads, groups, 2, positions=Alibi(), visible=Visible(window=window))
     stack = Stack(1, 3, mixer, Mlp(6), dtype="float64")
     given = {name: rng.standard_normal(leaf.shape) for name, leaf in mixer.leaves(3, 1.0, 1.0).items()}
-    given["x"] = rng.standard_normal((lanes, 7, 3))
+    given["x"] = rng.standard_normal((num_envs, 7, 3))
     starts = np.array([[0, 0, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]], bool)
-    weights = np.cos(np.arange(lanes * 7 * 3)).reshape(lanes, 7, 3)
+    weights = np.cos(np.arange(num_envs * 7 * 3)).reshape(num_envs, 7, 3)
 
     def by_hand(given):
         ys = [attention_by_hand(given, x, np.cumsum(new), window) for x, new in zip(given["x"], starts, strict=True)]
         return (np.stack(ys) * weights).sum()
 
     def ours(given):
-        cache, out = stack.init_cache(lanes, 7), []
+        cache, out = stack.init_cache(num_envs, 7), []
         for begin, end in itertools.pairwise(np.cumsum([0, *parts])):
             x = given["x"][:, begin:end]
             context = stack.context(x, starts=starts[:, begin:end], cache=cache)
@@ -199,7 +199,7 @@ def test_a_solver_that_did_not_converge_is_told():
     assert not told[0] and told[1]
 
 
-def test_lanes_on_eight_devices_are_those_of_one(x64):
+def test_environments_on_eight_devices_are_those_of_one(x64):
     """Learned from by GSPMD, and walked by each device alone; no width here divides over the devices."""
     memory = StackMemory(stack_of(NEAR, 1, 5, dtype="float64"))
     params = wide(memory.init(jax.random.key(0), 3))
@@ -219,8 +219,8 @@ def test_lanes_on_eight_devices_are_those_of_one(x64):
     want = jit(jax.value_and_grad(learned))(params, xs, starts), jit(walked)(params, xs)
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=4))):
         split = shard(xs, (None, "envs", None)), shard(starts, (None, "envs"))
-        lanes = jax.sharding.PartitionSpec(None, ("data", "fsdp"))
-        alone = jax.shard_map(walked, in_specs=(None, lanes), out_specs=lanes)
+        over = jax.sharding.PartitionSpec(None, ("data", "fsdp"))
+        alone = jax.shard_map(walked, in_specs=(None, over), out_specs=over)
         got = jit(jax.value_and_grad(learned))(params, *split), jit(alone)(params, split[0])
     assert_close(jax.device_get(got), jax.device_get(want), EXACT_MATHS["float64"])
 

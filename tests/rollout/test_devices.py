@@ -1,4 +1,4 @@
-"""Lanes split over eight devices: the same bits as on one, and not a word between them."""
+"""EnvState split over eight devices: the same bits as on one, and not a word between them."""
 
 import chex
 import jax
@@ -7,7 +7,7 @@ import pytest
 from toys import Walk, linear
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.rollout import Chunked, GivenLevel, NextStep, Pool, begin, unroll
+from jaxpar.rollout import Chunked, GivenLevel, NextStep, Pool, init, rollout
 from jaxpar.types import UsageError
 
 KEY = jax.random.key(2)
@@ -21,12 +21,12 @@ def value(params, obs, carry):
 
 
 def walked(**options):
-    lanes = begin(KEY, ENV, PARAMS, 32, 0)
-    return unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 15, value=value, **options)
+    env_state = init(KEY, ENV, PARAMS, 32, 0)
+    return rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 15, value=value, **options)
 
 
 CASES = {
-    "chunked": (Chunked(3), "lane"),
+    "chunked": (Chunked(3), "env"),
     "next": (NextStep(Pool(5)), "batch"),
     "level": (GivenLevel(jnp.arange(32) % 5), "batch"),
 }
@@ -36,21 +36,22 @@ CASES = {
     "case", ["chunked", pytest.param("next", marks=pytest.mark.slow), pytest.param("level", marks=pytest.mark.slow)]
 )
 def test_same_bits_on_one_and_on_eight_devices(case):
-    reset, draw = CASES[case]
-    one = walked(reset=reset, draw=draw)
+    reset, prng = CASES[case]
+    one = walked(reset=reset, prng=prng)
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=4))):
-        eight = walked(reset=reset, draw=draw)
+        eight = walked(reset=reset, prng=prng)
     assert len(eight[1].reward.sharding.device_set) == 8
     assert one[1].start[1:].any()
     chex.assert_trees_all_equal(jax.device_get(eight), jax.device_get(one))
 
 
-@pytest.mark.parametrize("draw", ["batch", pytest.param("lane", marks=pytest.mark.slow)])
-def test_devices_do_not_talk(draw):
+@pytest.mark.parametrize("prng", ["batch", pytest.param("env", marks=pytest.mark.slow)])
+def test_devices_do_not_talk(prng):
     with use_mesh(make_mesh()):
-        lanes = begin(KEY, ENV, PARAMS, 32, 0)
-        go = jax.jit(lambda key, lanes: unroll(key, lanes, ENV, PARAMS, linear, WEIGHTS, 15, value=value, draw=draw))
-        text = go.lower(KEY, lanes).compile().as_text()
+        env_state = init(KEY, ENV, PARAMS, 32, 0)
+        options = {"value": value, "prng": prng}
+        go = jax.jit(lambda key, env_state: rollout(key, env_state, ENV, PARAMS, linear, WEIGHTS, 15, **options))
+        text = go.lower(KEY, env_state).compile().as_text()
     assert "while" in text
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "send(", "recv("):
         assert kind not in text
@@ -59,7 +60,7 @@ def test_devices_do_not_talk(draw):
 @pytest.mark.slow
 def test_gradient_on_the_mesh():
     def total(weights):
-        return unroll(KEY, begin(KEY, ENV, PARAMS, 8, 0), ENV, PARAMS, linear, weights, 6)[1].reward.sum()
+        return rollout(KEY, init(KEY, ENV, PARAMS, 8, 0), ENV, PARAMS, linear, weights, 6)[1].reward.sum()
 
     one = jax.jit(jax.grad(total))(WEIGHTS)
     with use_mesh(make_mesh()):
@@ -67,9 +68,9 @@ def test_gradient_on_the_mesh():
     chex.assert_trees_all_close(jax.device_get(eight), one, rtol=1e-5)
 
 
-def test_lanes_that_do_not_divide_are_refused():
-    with use_mesh(make_mesh()), pytest.raises(UsageError, match="num_lanes=12 does not divide over data=8 .* 8 or 16"):
-        begin(KEY, ENV, PARAMS, 12)
-    lanes = begin(KEY, ENV, PARAMS, 12, 0)
-    with use_mesh(make_mesh()), pytest.raises(UsageError, match="num_lanes=12 does not divide"):
-        unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 3)
+def test_environments_that_do_not_divide_are_refused():
+    with use_mesh(make_mesh()), pytest.raises(UsageError, match="num_envs=12 does not divide over data=8 .* 8 or 16"):
+        init(KEY, ENV, PARAMS, 12)
+    env_state = init(KEY, ENV, PARAMS, 12, 0)
+    with use_mesh(make_mesh()), pytest.raises(UsageError, match="num_envs=12 does not divide"):
+        rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 3)

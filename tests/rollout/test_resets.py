@@ -1,4 +1,4 @@
-"""Reset policies: exact, once a finished lane, from where they say."""
+"""Reset policies: exact, once a finished environment, from where they say."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ import pytest
 from scipy import stats
 from toys import Clock, Walk, linear
 
-from jaxpar.rollout import Chunked, GivenLevel, NextStep, NoReset, Pool, SameStep, begin, random_policy, unroll
+from jaxpar.rollout import Chunked, GivenLevel, NextStep, NoReset, Pool, SameStep, init, random_policy, rollout
 from jaxpar.rollout.costs import operations
-from jaxpar.rollout.draws import lane_keys, step_keys
-from jaxpar.rollout.lanes import vmapped_start
-from jaxpar.rollout.resets import _ranked, restarted
+from jaxpar.rollout.env_state import vmapped_reset
+from jaxpar.rollout.prng import env_keys, step_keys
+from jaxpar.rollout.resets import _place_by_rank, reset_finished
 from jaxpar.types import UsageError
 
 KEY = jax.random.key(5)
@@ -23,25 +23,25 @@ ENV = Walk()
 PARAMS = ENV.default_params
 
 
-@pytest.mark.parametrize("num_lanes", [1, 31, 32, 70, 300])
-def test_places_of_set_flags(num_lanes):
-    rng = np.random.default_rng(num_lanes)
+@pytest.mark.parametrize("num_envs", [1, 31, 32, 70, 300])
+def test_places_of_set_flags(num_envs):
+    rng = np.random.default_rng(num_envs)
     for rate in (0, 0.05, 0.5, 1):
-        flags = rng.random(num_lanes) < rate
-        count, place = _ranked(jnp.asarray(flags))
+        flags = rng.random(num_envs) < rate
+        count, place = _place_by_rank(jnp.asarray(flags))
         want = np.flatnonzero(flags)
-        got = np.asarray(place(jnp.arange(num_lanes + 3)))
+        got = np.asarray(place(jnp.arange(num_envs + 3)))
         assert count == len(want)
         np.testing.assert_array_equal(got[: len(want)], want)
-        assert (got[len(want) :] >= num_lanes).all()
+        assert (got[len(want) :] >= num_envs).all()
 
 
-@pytest.mark.parametrize(("draw", "size"), [("lane", 3), ("batch", 16), ("batch", None)])
-def test_chunks_give_each_finished_lane_its_own_start_and_leave_the_others(draw, size):
-    base, index = step_keys(KEY, jnp.arange(1), 3, draw)[0, 2], jnp.arange(50, 90)
+@pytest.mark.parametrize(("prng", "size"), [("env", 3), ("batch", 16), ("batch", None)])
+def test_chunks_give_each_finished_environment_its_own_start_and_leave_the_others(prng, size):
+    base, index = step_keys(KEY, jnp.arange(1), 3, prng)[0, 2], jnp.arange(50, 90)
     finished = jax.random.bernoulli(KEY, 0.4, (40,))
-    before = jax.tree.map(lambda x: x - 100, vmapped_start(ENV, PARAMS, lane_keys(base, index - 50), None))
-    go = jax.jit(lambda policy, flags: restarted(policy, ENV, PARAMS, base, index, flags, None, before))
+    before = jax.tree.map(lambda x: x - 100, vmapped_reset(ENV, PARAMS, env_keys(base, index - 50), None))
+    go = jax.jit(lambda policy, flags: reset_finished(policy, ENV, PARAMS, base, index, flags, None, before))
     want = go(SameStep(), finished)
     chex.assert_trees_all_equal(go(Chunked(size), finished), want)
     chex.assert_trees_all_equal(go(Chunked(size), jnp.zeros(40, bool)), before)
@@ -64,59 +64,59 @@ class Told(Clock):
 TOLD = []
 
 
-def test_every_finished_lane_is_reset_once_and_nothing_without_one():
+def test_every_finished_environment_is_reset_once_and_nothing_without_one():
     env = Told()
     params = env.default_params
 
     def resets(reset, num_steps):
-        lanes = begin(KEY, env, params, 6)
+        env_state = init(KEY, env, params, 6)
         jax.effects_barrier()
         TOLD.clear()
-        jax.block_until_ready(unroll(KEY, lanes, env, params, random_policy(env), params, num_steps, reset=reset))
+        jax.block_until_ready(rollout(KEY, env_state, env, params, random_policy(env), params, num_steps, reset=reset))
         jax.effects_barrier()
         return len(TOLD)
 
     assert resets(Chunked(2), 3) == 0
     assert resets(Chunked(2), 4) == 6 == len({tuple(np.ravel(key)) for key in TOLD})
-    assert resets(Chunked(4), 8) == 2 * 8  # two trips of four for six lanes, twice
+    assert resets(Chunked(4), 8) == 2 * 8  # two trips of four for six environments, twice
     assert resets(SameStep(), 4) == 4 * 6
     assert resets(NoReset(), 8) == 0
 
 
-@pytest.mark.parametrize("draw", ["batch", pytest.param("lane", marks=pytest.mark.slow)])
-def test_levels_after_chunked_resets_have_their_frequencies(draw):
-    lanes = begin(KEY, ENV, PARAMS, 64, 0)
-    _, steps = unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 300, reset=Chunked(3), draw=draw)
+@pytest.mark.parametrize("prng", ["batch", pytest.param("env", marks=pytest.mark.slow)])
+def test_levels_after_chunked_resets_have_their_frequencies(prng):
+    env_state = init(KEY, ENV, PARAMS, 64, 0)
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, reset=Chunked(3), prng=prng)
     began = np.asarray(steps.start)
     assert began[1:].sum() > 2000
     levels = np.asarray(steps.obs[..., 2])[began].astype(int)
     assert stats.chisquare(np.bincount(levels, minlength=5)).pvalue > 1e-3
     # A pool of a few states has not: this test can fail.
-    _, steps = unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 300, reset=Pool(6), draw=draw)
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, reset=Pool(6), prng=prng)
     levels = np.asarray(steps.obs[1:, :, 2])[np.asarray(steps.start[1:])].astype(int)
     assert stats.chisquare(np.bincount(levels, minlength=5)).pvalue < 1e-3
 
 
 def test_a_pool_gives_its_states_evenly():
-    lanes = begin(KEY, ENV, PARAMS, 32, 0)
-    _, steps = unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 200, reset=Pool(4))
+    env_state = init(KEY, ENV, PARAMS, 32, 0)
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 200, reset=Pool(4))
     seen = np.asarray(steps.obs[1:])[np.asarray(steps.start[1:])]
     states, counts = np.unique(seen[:, 1], return_counts=True)
     assert len(states) == 4 and stats.chisquare(counts).pvalue > 1e-3
 
 
-def test_given_levels_for_all_lanes_or_one_a_lane():
+def test_given_levels_for_all_environments_or_one_a_environment():
     each = jnp.arange(8) % 5
     for level, want in ((jnp.int32(3), jnp.full(8, 3)), (each, each)):
-        lanes = begin(KEY, ENV, PARAMS, 8, 0, level=level)
+        env_state = init(KEY, ENV, PARAMS, 8, 0, level=level)
         for reset in (GivenLevel(level), NextStep(GivenLevel(level))):
-            _, steps = unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 20, reset=reset)
+            _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 20, reset=reset)
             assert steps.start[1:].any()
             np.testing.assert_array_equal(steps.obs[..., 2], jnp.broadcast_to(want, (20, 8)))
 
 
 def test_only_legal_policies():
-    lanes = begin(KEY, ENV, PARAMS, 4, 0)
+    env_state = init(KEY, ENV, PARAMS, 4, 0)
     for make, said in (
         (lambda: Chunked(0), "Chunked.size=0 must be at least 1"),
         (lambda: Pool(-1), "Pool.size=-1 must be at least 1"),
@@ -126,12 +126,12 @@ def test_only_legal_policies():
         with pytest.raises(UsageError, match=said):
             make()
     with pytest.raises(UsageError, match="reset='same' is no reset policy; legal are Chunked, GivenLevel"):
-        unroll(KEY, lanes, ENV, PARAMS, linear, WEIGHTS, 3, reset="same")
+        rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 3, reset="same")
     with pytest.raises(UsageError, match=r"level: itself of shape \(3,\) is not a level of Walk; legal are \(\)"):
-        begin(KEY, ENV, PARAMS, 4, level=jnp.zeros(3, jnp.int32))
+        init(KEY, ENV, PARAMS, 4, level=jnp.zeros(3, jnp.int32))
     env = Clock()
     with pytest.raises(UsageError, match="Clock takes no level"):
-        begin(KEY, env, env.default_params, 4, level=jnp.int32(0))
+        init(KEY, env, env.default_params, 4, level=jnp.int32(0))
 
 
 def test_operations_of_a_program():

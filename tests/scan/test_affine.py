@@ -16,7 +16,7 @@ from jax import lax
 from recurrences import draw, loop, scan
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.scan import _xla, affine_lanes, affine_scan, rules
+from jaxpar.scan import _xla, affine_lanes, affine_scan, dispatch
 from jaxpar.types import UsageError
 
 PLAIN = ("sequential", "associative", "chunked")
@@ -272,12 +272,12 @@ def test_a_gradient_takes_a_few_times_the_memory_of_its_inputs(impl, monkeypatch
 
 def test_every_rule_can_be_reached():
     found = {
-        (platform, rules.choose(platform, num_steps=steps, kernel=kernel))
+        (platform, dispatch.choose_impl(platform, num_steps=steps, kernel=kernel))
         for platform in ("cpu", "cuda", "tpu", "other")
         for steps in (1, 10**6)
         for kernel in (False, True)
     }
-    assert found == {(rule.platform, rule.impl) for rule in rules.RULES}
+    assert found == {(rule.platform, rule.impl) for rule in dispatch.IMPL_RULES}
 
 
 @pytest.mark.parametrize("package", ["libtpu", ""])

@@ -16,14 +16,14 @@ from fast import jit
 from recurrences import draw
 
 from jaxpar.scan import _kernels, _pallas, _xla, affine_scan
-from jaxpar.scan._rings import LANES
+from jaxpar.scan._rings import LANE_RING
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (2, 256, 256)
 
 
 def plain(a, b, h0, *, axis, reverse):
-    return _xla.sequential(LANES, a, b, h0, axis=axis, reverse=reverse, carry=jnp.dtype("float32"))
+    return _xla.sequential(LANE_RING, a, b, h0, axis=axis, reverse=reverse, carry=jnp.dtype("float32"))
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +79,9 @@ def test_a_batch_is_one_kernel(axes):
 
 def compiled_for_a_tpu():
     """Returns, by name, kernels and loops of programs for one chip of a v5e; runs in a process of its own."""
-    from jaxpar.aot import devices, parse
+    from jaxpar.aot import devices, parse_topology
 
-    sharding = jax.sharding.SingleDeviceSharding(devices(parse("v5e:1x1"))[0])
+    sharding = jax.sharding.SingleDeviceSharding(devices(parse_topology("v5e:1x1"))[0])
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=sharding)
 
     def count(f):

@@ -209,7 +209,7 @@ def test_a_stabilised_observer_of_a_chaotic_system(x64):
     assert stats.converged and stats.iterations < 20
 
 
-def test_an_unstable_system_is_walked_and_reported():
+def test_an_unstable_system_is_run_sequentially_and_reported():
     step, over = ode_step(lambda t, h, _: lorenz(h)), intervals(0.02 * np.arange(601))
     init = jnp.array([1.0, 1.0, 20.0])
     want = jax.jit(lambda init: jax.lax.scan(step, init, over)[1])(init)

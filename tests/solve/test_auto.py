@@ -63,7 +63,7 @@ def test_a_chaotic_one_is_not():
 
 
 @pytest.mark.parametrize("rounds", [True, False])
-def test_a_state_that_is_rounded_inside_is_walked(rounds):
+def test_a_state_that_is_rounded_inside_is_run_sequentially(rounds):
     """Iterates of a float32 state that passes through bfloat16 differ by its rounding for ever; outputs may be."""
 
     def f(h, x):
@@ -76,7 +76,7 @@ def test_a_state_that_is_rounded_inside_is_walked(rounds):
     assert isinstance(choice.method, Sequential | ParallelBackward) == rounds
 
 
-def test_a_wide_dense_cell_is_walked():
+def test_a_wide_dense_cell_is_run_sequentially():
     """Its Jacobians alone take longer than the loop: what a fused or cuDNN loop is for."""
     w = jnp.eye(512) * 0.5
 
@@ -96,7 +96,7 @@ def test_a_wide_dense_cell_is_walked():
     assert isinstance(seen[0].method, Sequential | ParallelBackward) and newton.seconds > seen[0].table[0].seconds
 
 
-def test_short_sequences_and_cpus_are_walked():
+def test_short_sequences_and_cpus_are_run_sequentially():
     for length, platform in ((16, "gpu"), (TIME, "cpu")):
         choice = choose(gated(0.5), INIT, XS[:length], platform=platform, gradient=False)
         assert isinstance(choice.method, Sequential | ParallelBackward), choice

@@ -1,4 +1,4 @@
-"""Every carry that `lax.scan` takes: leaves that are no unknowns are walked first, or the whole is, and says so."""
+"""Every carry that `lax.scan` takes: leaves that are no unknowns are run first, or the whole is run sequentially."""
 
 import functools
 
@@ -261,14 +261,14 @@ def test_what_does_not_depend_is_not_accused(name):
     assert depends(f, {"h": jnp.ones(3), "n": jnp.int32(0)}) == ""
 
 
-def test_statistics_say_that_the_whole_was_walked():
+def test_statistics_say_that_the_whole_was_run_sequentially():
     stats = parallel_scan(crossings, (H(), jnp.int32(0)), jnp.ones((T, 2)), method=Quasi(), with_stats=True)[2]
     assert str(stats).startswith("Sequential (carry leaf [1], int32[], depends on [0]): converged; 0 iterations")
     stats = parallel_scan(counted, {"h": H(), "n": 0}, jnp.ones((T, 2)), with_stats=True)[2]
     assert str(stats).startswith("Newton: converged") and 0 < stats.iterations < 6
 
 
-def test_what_is_no_unknown_is_walked_ahead_and_not_iterated_on():
+def test_what_is_no_unknown_is_run_ahead_and_not_iterated_on():
     """The loop splits keys one after the other; the solve is handed all of them."""
     init, xs = (H(), jax.random.key(0)), jnp.ones((T, 2))
     traced = trace(keyed, init, xs, None)

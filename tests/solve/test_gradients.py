@@ -18,7 +18,7 @@ METHODS = {
     "hutchinson": Quasi("hutchinson"),
     "jacobi": Jacobi(),
     "backward": ParallelBackward(window=16),
-    "walked": Newton(max_iters=1),
+    "fails": Newton(max_iters=1),
     "gauss_seidel": GaussSeidel(block=7),
     "shot": GaussSeidel(block=7, shot_above=0),
     "shot_in_vain": GaussSeidel(block=4, window=8, max_iters=1, shot_above=0),

@@ -179,11 +179,11 @@ def scan(step, start, xs, reverse):
 @triton_interpreter.NEEDED
 @each_cell
 @pytest.mark.parametrize("reverse", [False, True])
-def test_walk_equals_scan(kernels, name, reverse):
+def test_sequential_kernel_equals_scan(kernels, name, reverse):
     step, k = CELLS[name]
     start, xs = draw(k)
     cell, constants = _fused.lane_cell(step, start, first(xs))
-    got = _fused.walk(cell, start, xs, constants, steps=23, reverse=reverse)
+    got = _fused.states_sequentially(cell, start, xs, constants, steps=23, reverse=reverse)
     np.testing.assert_allclose(got, scan(step, start, xs, reverse), rtol=1e-5, atol=2e-6)
 
 

@@ -10,7 +10,7 @@ from jaxpar.solve import _fused, fused, newton
 from jaxpar.solve.fused import MAX_ITERATIONS, newton_states
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import elementwise
-from jaxpar.solve.windows import walk
+from jaxpar.solve.windows import run_sequentially
 
 LENGTH, LANES = 400, (3,)
 XS = jax.random.normal(jax.random.key(0), (LENGTH, *LANES))
@@ -44,19 +44,19 @@ def solve(monkeypatch, step, start, xs, on_fail="nan", most=None):
 
     monkeypatch.setattr(triton, "available", lambda: True)
     monkeypatch.setattr(_fused, "newton_step", newton_step)
-    monkeypatch.setattr(fused, "walked", walk)
+    monkeypatch.setattr(fused, "fused_states", run_sequentially)
     problem = Problem(step, (start,), (xs,), len(xs), elementwise([start.shape]))
     (states,), outcome = newton_states(problem, most, on_fail)
     return states, outcome
 
 
-def walked(step, start, xs):
+def by_steps(step, start, xs):
     return jax.lax.scan(lambda h, x: (step((h,), (x,))[0],) * 2, start, xs)[1]
 
 
 def test_it_stops_as_soon_as_the_updates_promise_enough(monkeypatch):
     states, outcome = solve(monkeypatch, gated, jnp.zeros(LANES), XS)
-    np.testing.assert_allclose(states, walked(gated, jnp.zeros(LANES), XS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(states, by_steps(gated, jnp.zeros(LANES), XS), rtol=1e-5, atol=1e-6)
     assert outcome.iterations <= 5 and outcome.first_bad == LENGTH and outcome.residual <= 1
 
 
@@ -64,7 +64,7 @@ def test_it_goes_on_where_updates_promised_too_much(monkeypatch):
     """The second update is 1e-6 of the first, which promises all, and the residual is large: twice it sets out."""
     start = jnp.full(LANES, 1e7)
     states, outcome = solve(monkeypatch, gated, start, XS)
-    np.testing.assert_allclose(states, walked(gated, start, XS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(states, by_steps(gated, start, XS), rtol=1e-5, atol=1e-6)
     assert 2 + 4 <= outcome.iterations < MAX_ITERATIONS and outcome.first_bad == LENGTH
 
 
@@ -75,13 +75,13 @@ def test_a_residual_of_rounding_is_not_enough_where_errors_grow(monkeypatch):
     assert outcome.residual <= 1 < outcome.update and outcome.first_bad < 60 and np.isnan(states[-1]).all()
 
 
-def test_what_it_does_not_find_is_walked_or_nan(monkeypatch):
+def test_what_it_does_not_find_is_run_sequentially_or_nan(monkeypatch):
     start = jnp.full(LANES, 0.3)
     states, outcome = solve(monkeypatch, quartered, start, XS)
     assert outcome.first_bad < LENGTH and not np.isfinite(states[-1]).any()
     states, again = solve(monkeypatch, quartered, start, XS, "finish")
     assert again.first_bad == outcome.first_bad
-    np.testing.assert_array_equal(states, walked(quartered, start, XS))
+    np.testing.assert_array_equal(states, by_steps(quartered, start, XS))
 
 
 def test_a_nan_ends_the_iteration_at_once(monkeypatch):
@@ -100,7 +100,7 @@ def test_a_batch_of_sequences_is_more_lanes(monkeypatch, in_axes):
 
     states, first_bad = jax.vmap(one, in_axes)(starts, xs)
     assert (first_bad == LENGTH).all()
-    want = jax.vmap(lambda start, xs: walked(gated, start, xs), in_axes)(starts, xs)
+    want = jax.vmap(lambda start, xs: by_steps(gated, start, xs), in_axes)(starts, xs)
     np.testing.assert_allclose(states, want, rtol=1e-5, atol=1e-6)
 
 

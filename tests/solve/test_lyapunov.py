@@ -1,4 +1,4 @@
-"""Lyapunov exponents where they are known, and the parallel product against the walk."""
+"""Lyapunov exponents where they are known, and the parallel product against the loop."""
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +49,15 @@ def test_the_logistic_map_doubles_distances(x64):
 
 
 @pytest.mark.parametrize(("length", "discard"), [(1, 0), (7, 0), (23, 5)])
-def test_the_parallel_product_is_that_of_the_walk(length, discard, x64):
+def test_the_parallel_product_is_that_of_the_loop(length, discard, x64):
     init = {"a": jnp.ones(2), "b": -jnp.ones(1)}
     xs = {"w": 2 * jax.random.normal(jax.random.key(2), (length, 3, 3))}
     states = scanned(network, init, xs)
     parallel = jitted(network, init, xs, states=states, discard=discard)
     # v meets the first Jacobian that counts in both, so without discarding they are one number.
     start = init if discard == 0 else jax.tree.map(lambda leaf: leaf[discard - 1], states)
-    walk = jitted(network, start, jax.tree.map(lambda x: x[discard:], xs))
-    np.testing.assert_allclose(parallel, walk, rtol=1e-10)
+    loop = jitted(network, start, jax.tree.map(lambda x: x[discard:], xs))
+    np.testing.assert_allclose(parallel, loop, rtol=1e-10)
 
 
 def test_long_products_neither_overflow_nor_vanish():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, Picard, Quasi, parallel_scan
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.rounding import noise
+from jaxpar.solve.rounding import rounding_noise
 from jaxpar.solve.structure import elementwise
 from jaxpar.solve.windows import _merged
 from jaxpar.types import UsageError
@@ -87,7 +87,7 @@ def test_what_is_large_hides_nothing(name):
 def test_what_is_large_hides_nothing_from_any_method(name, method):
     step, init, xs, dtype = HARD[name]
     error, _ = judged(step, init, xs, method, dtype)
-    assert error <= 1  # what did not converge was walked
+    assert error <= 1  # what did not converge was run sequentially
 
 
 def test_gradients_at_a_large_start_are_those_of_the_loop():
@@ -139,12 +139,12 @@ def scaled_programs(method):
 def test_magnitudes_over_twelve_decades(method, unit, start, seed):
     unit = 10.0 ** np.array(unit)
     args = unit * np.array(start), unit, np.random.default_rng(seed).standard_normal((60, 6))
-    solve, walk = scaled_programs(method)
+    solve, loop = scaled_programs(method)
     narrow = tuple(jnp.asarray(arg, jnp.float32) for arg in args)
     ys, stats = solve(*narrow)
     with jax.enable_x64(True):
-        exact = walk(*(arg.astype(jnp.float64) for arg in narrow))
-    assert excess(ys, walk(*narrow), exact, jnp.float32) <= 1, str(stats)
+        exact = loop(*(arg.astype(jnp.float64) for arg in narrow))
+    assert excess(ys, loop(*narrow), exact, jnp.float32) <= 1, str(stats)
 
 
 def test_a_small_residual_is_not_a_small_error(x64):
@@ -246,5 +246,5 @@ def test_a_slow_iteration_is_not_taken_for_rounding():
 
 def test_an_overflow_allows_nothing():
     problem = Problem(lambda h, _: (h[0] * 1e30,), (jnp.float32(1e30),), (), 3, elementwise([()]))
-    (level,) = noise(problem, (jnp.full(3, 1e30, jnp.float32),), 0)
+    (level,) = rounding_noise(problem, (jnp.full(3, 1e30, jnp.float32),), 0)
     np.testing.assert_allclose(level, jnp.finfo(jnp.float32).eps * 1e30, rtol=1e-6)

@@ -45,7 +45,7 @@ def test_every_method_gives_the_states_of_the_loop(name, cell, x64):
     got = jit(lambda h, xs: parallel_scan(step, h, xs, method=METHODS[name], with_stats=True))(params, xs)
     carry, ys, stats = got
     assert distance((carry, ys), jax.lax.scan(step, params, xs)) < 1e-10
-    if name in ("newton", "windows", "backward", "sequential"):  # the others may have to be walked
+    if name in ("newton", "windows", "backward", "sequential"):  # the others may have to be run sequentially
         assert stats.converged and stats.first_bad == 40 and stats.residual <= 1
     assert (stats.iterations == 0) == (name in ("backward", "sequential"))
 
@@ -131,7 +131,7 @@ def test_a_guess_saves_iterations(x64):
     assert solve(states).iterations == 1 < solve(jnp.zeros_like(states)).iterations
 
 
-def test_what_does_not_converge_is_walked_or_nan_or_an_error(x64):
+def test_what_does_not_converge_is_run_sequentially_or_nan_or_an_error(x64):
     step, xs = functools.partial(CELLS["rnn"], weights("normal")), inputs(40)
     solve = functools.partial(parallel_scan, step, start("rnn"), xs, method=Newton(max_iters=2), with_stats=True)
     want = jax.lax.scan(step, start("rnn"), xs)

@@ -84,7 +84,7 @@ def test_chaos_is_not_called_converged(window, x64):
 
 @pytest.mark.parametrize("on_fail", ["finish", "nan"])
 def test_blocks_that_were_not_found_leave_no_jump(on_fail):
-    """In float32 a block walked again ends elsewhere after 64 steps of chaos: what follows has to start from there."""
+    """In float32 a block run again ends elsewhere after 64 steps of chaos: what follows has to start from there."""
     xs = jax.random.normal(jax.random.key(1), (2, 4096, 16)).swapaxes(0, 1)
     solve = functools.partial(parallel_scan, method=GaussSeidel(), with_stats=True, on_fail=on_fail)
     _, ys, stats = jit(lambda xs: solve(chaotic, jnp.ones((2, 16)), xs))(xs)

@@ -53,7 +53,7 @@ def test_any_number_of_shards_agrees(parts, cell, reverse, x64):
     assert distance((grads[0][name], *grads[1:]), (want_grads[0][name], *want_grads[1:])) < 1e-8
 
 
-@pytest.mark.parametrize("method", [Newton(max_iters=2), Sequential()], ids=["walked", "sequential"])
+@pytest.mark.parametrize("method", [Newton(max_iters=2), Sequential()], ids=["fails", "sequential"])
 def test_devices_take_turns_where_iteration_fails(method, x64):
     args = weights("normal"), start("rnn"), inputs(LENGTH)
     carry, ys, stats = jit(solver(4, method=method)[1])(*args)

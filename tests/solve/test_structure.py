@@ -9,7 +9,7 @@ from cells_to_solve import CELLS, distance, inputs, start, weights
 from fast import jit
 
 from jaxpar.solve import Block, Dense, Newton, ParallelBackward, Quasi, check_structure, parallel_scan
-from jaxpar.solve.structure import LANES, elementwise, probe, structure_of
+from jaxpar.solve.structure import MAX_LANES, elementwise, probe, structure_of
 from jaxpar.types import UsageError
 
 W = jnp.arange(9.0).reshape(3, 3) / 9
@@ -174,7 +174,7 @@ def test_structures_agree(cell, jac, x64):
 
 
 def test_large_blocks_are_matrices(x64):
-    n = LANES + 2
+    n = MAX_LANES + 2
     w = jax.random.normal(jax.random.key(0), (n, n)) / n
     f = lambda h, x: (jnp.tanh(h @ w + x), h)  # noqa: E731
     xs = jax.random.normal(jax.random.key(1), (20, 2, n))

@@ -1,9 +1,10 @@
 """Keys and values of what came before: a cache is an object, and its slots are not positions."""
 
-from typing import Any, Protocol
+from typing import Protocol, Self
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain
@@ -25,9 +26,17 @@ class Cache(Protocol):
         ...
 
     def write(
-        self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], seen: Int[Array, " B"], valid: Int[Array, " B"]
-    ) -> Any:
+        self,
+        k: Float[Array, "B T G K"],
+        v: Float[Array, "B T G K"],
+        seen: Int[Array, " B"],
+        valid: Int[Array, " B"] | None = None,
+    ) -> Self:
         """Returns the cache with the first `valid` of T more tokens, the first of which is at place `seen`."""
+        ...
+
+    def fill(self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]) -> Self:
+        """Returns an empty cache with T <= room tokens from place 0 on; what of them does not count is never seen."""
         ...
 
     def read(
@@ -50,7 +59,7 @@ class LinearCache:
     values: Array
 
     @classmethod
-    def empty(cls, batch: int, num_heads: int, slots: int, head_dim: int, dtype: Any) -> "LinearCache":
+    def empty(cls, batch: int, num_heads: int, slots: int, head_dim: int, dtype: DTypeLike) -> "LinearCache":
         """Returns a cache of zeros."""
         zeros = jnp.zeros((batch, num_heads, slots, head_dim), dtype)
         return cls(zeros, zeros)

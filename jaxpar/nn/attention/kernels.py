@@ -80,6 +80,7 @@ def attention(
     rate = dropout_rate if dropout_key is not None else 0.0
     plain = among is None and slopes is None
     impl = _choose(impl, q, rate, segments is not None, prompt, visible, plain)
+    # One seed a row and head, drawn over the whole batch, so that a mesh does not change what is dropped.
     seeds = None if dropout_key is None or not rate else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
     options = {
         "segments": (segments, ("batch", None)),
@@ -87,6 +88,7 @@ def attention(
         "slopes": (slopes, ("heads",)),
         "seeds": (seeds, ("batch", "heads")),
     }
+    # `local` takes arrays alone, by position: what is not given must not be passed.
     options = {name: pair for name, pair in options.items() if pair[0] is not None}
     arrays, axes = [x for x, _ in options.values()], [names for _, names in options.values()]
 
@@ -94,6 +96,7 @@ def attention(
         given = dict(zip(options, arrays, strict=True))
         return _on_device(q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt)
 
+    # A kernel's result has no type of its own for the check of what varies over which axis.
     out = local(block, [HEADS, kv_axes, kv_axes, *axes], HEADS, check=impl == "xla")(q, k, v, *arrays)
     return constrain(out, *split)
 
@@ -102,13 +105,14 @@ def _on_device(q, k, v, given: dict, *, impl: str, visible: Visible, rate: float
     """Attention of one device's rows and heads."""
     segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
     if impl == "cudnn":
+        # cuDNN knows no documents: same document or not, [B, 1, T, T].
         mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
         kernel = jax.nn.dot_product_attention
         return kernel(q, k, v, mask=mask, is_causal=visible.causal, implementation="cudnn")
     if impl == "splash":
         return _splash(q, k, v, segments, visible.causal)
     places = jnp.arange(q.shape[1])[None]
-    if prompt and segments is None and among is None:
+    if prompt and segments is None and among is None:  # a block of queries at a time, as no gradient is wanted
         return finish(in_blocks(q, k, v, places, places, visible=visible, slopes=slopes)).astype(q.dtype)
     seen = visible(places, places)
     if segments is not None:
@@ -166,7 +170,7 @@ def in_blocks(
     if length <= QUERIES:
         return some(parts)
 
-    def cut(x):
+    def cut(x):  # what fills up the last block is cut off by `whole`
         x = jnp.pad(x, [(0, 0), (0, -length % QUERIES)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, -1, QUERIES, *x.shape[2:]), 1, 0)
 
@@ -219,6 +223,7 @@ def _splash(q, k, v, segments, causal=True):
     if segments is None and causal:  # what is filled up comes last, so that no query of ours sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, -asked % 128), (0, 0), (0, 0))) for x in (q, k, v))
     length = q.shape[1]
+    # The largest block that divides the length, as the kernel asks for.
     size = next(b for b in (512, 256, 128) if length % b == 0)
     blocks = splash.BlockSizes(
         block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size

@@ -17,14 +17,14 @@ from jaxpar.nn.attention.visibility import Visible
 from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
-from jaxpar.nn.mixer import Context, Traffic
+from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
 
-__all__ = ["IMPLS", "Attention"]
+__all__ = ["ATTENTION_IMPLS", "Attention"]
 
-IMPLS = ("auto", "cudnn", "splash", "xla")
+ATTENTION_IMPLS = ("auto", "cudnn", "splash", "xla")
 INTO, OUT = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
 
 
@@ -50,7 +50,7 @@ class Attention:
     positions: Rope | Alibi | None = None
     visible: Visible = Visible()
     dropout: float = field(0.0, Between(0, 1, "[)"))
-    impl: str = field("auto", OneOf(IMPLS))
+    impl: str = field("auto", OneOf(ATTENTION_IMPLS))
 
     num_inputs = 3
 
@@ -118,7 +118,7 @@ class Attention:
         out, cache = self._mix(q, k, v, cache, context)
         return product("bthk,hkd->btd", checkpoint_name(out, "attention"), "o", OUT), cache, NOTHING
 
-    def _mix(self, q, k, v, cache: Any, context: Context):
+    def _mix(self, q, k, v, cache: Cache | None, context: Context):
         slopes = self.positions.slopes(self.num_heads) if isinstance(self.positions, Alibi) else None
         rule = {"visible": self.visible, "slopes": slopes}
         if cache is None or context.fresh:
@@ -128,7 +128,7 @@ class Attention:
                 q, k, v, segments=context.segments, among=context.visible, impl=impl, dropout_rate=self.dropout,
                 dropout_key=context.key, prompt=cache is not None, **rule,
             )  # fmt: skip
-            return out, self._keep(cache, k, v, context)
+            return out, None if cache is None else self._keep(cache, k, v, context)
         seen: Any = context.seen
         new = seen[:, None] + jnp.arange(q.shape[1])[None]
         # Written first, a step reads one array; but what a window still sees must not be overwritten before it is read.
@@ -144,20 +144,19 @@ class Attention:
             state, cache = merge(past, now), self._keep(cache, k, v, context)
         return finish(state).astype(q.dtype), cache
 
-    def _keep(self, cache, k, v, context):
-        if cache is None:
-            return None
+    def _keep(self, cache: Cache, k: Array, v: Array, context: Context) -> Cache:
         if context.fresh and k.shape[1] <= cache.room:
             return cache.fill(k, v)
-        return cache.write(k, v, context.seen, context.valid)
+        seen: Any = context.seen
+        return cache.write(k, v, seen, context.valid)
 
-    def transfers(self, traffic: Traffic) -> Iterator[Transfer]:
+    def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares the gathers of a split sequence: queries once for each time they are made, keys and values twice."""
         inside = mesh_axes("seq_layer")
-        head = traffic.tokens * self.head_dim * traffic.width / num_shares(*mesh_axes("heads"))
+        head = sizes.tokens * self.head_dim * sizes.width / num_shares(*mesh_axes("heads"))
         queries, keys = head * self.num_heads, head * self.num_kv_heads
-        sizes = (("queries", traffic.again, queries), ("keys", 2, keys), ("values", 2, keys), ("mixed", 1, queries))
-        for what, count, size in sizes:
-            arrays = traffic.layers * count
+        moved = (("queries", sizes.again, queries), ("keys", 2, keys), ("values", 2, keys), ("mixed", 1, queries))
+        for what, count, size in moved:
+            arrays = sizes.layers * count
             if inside:
                 yield Transfer("gather", inside, arrays, int(arrays * size), f"{what} of the whole sequence")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import in_role, is_axes, local, mesh_axes, num_shares
@@ -18,14 +19,16 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.auxiliary import NOTHING, Aux, Max, Min
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
-from jaxpar.nn.layer import first_state, unroll
+from jaxpar.nn.layer import cell_states, first_state
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
-from jaxpar.nn.mixer import Context, Traffic
+from jaxpar.nn.mixer import ActivationSizes, Context
+from jaxpar.solve import Stats
+from jaxpar.solve.problem import Chooser, Method
 from jaxpar.types import Info, PyTree, UsageError
 from jaxpar.verify import Transfer
 
-__all__ = ["CELLS", "Recurrent", "cell_of", "equal_size", "mixed", "mixer_leaves"]
+__all__ = ["CELLS", "Recurrent", "cell_of", "equal_size", "mixer_leaves", "sharded_recurrence"]
 
 CELLS = {
     "para_gru": ParaGRU,
@@ -42,12 +45,12 @@ INFO = ("iterations", "residual", "converged")
 WITH_HEADS = ("gru", "lstm", "aaren")
 
 
-def cell_of(name: str, size: int, heads: int) -> Any:
+def cell_of(name: str, size: int, heads: int) -> Cell | Aaren:
     """Returns the cell that `CELLS` names, of `size` units; the dense ones and Aaren in `heads` blocks."""
     return CELLS[name](size, heads) if name in WITH_HEADS else CELLS[name](size)
 
 
-def mixer_leaves(cell: Any, embed_dim: int, out_std: float) -> dict[str, Leaf]:
+def mixer_leaves(cell: Cell | Aaren, embed_dim: int, out_std: float) -> dict[str, Leaf]:
     """Declares a mixer's parameters: the cell's for inputs of `embed_dim`, and w_out [n, D] back."""
     return cell.leaves(embed_dim) | {"w_out": Leaf((cell.size, embed_dim), ("mlp", "embed"), out_std)}
 
@@ -80,8 +83,8 @@ class Recurrent:
       method: How the recurrence is solved, one of `jaxpar.solve`; None for the cell's own.
     """
 
-    cell: Any
-    method: Any = None
+    cell: Cell | Aaren
+    method: Method | Chooser | None = None
 
     causal, score_size = True, 0
 
@@ -95,7 +98,7 @@ class Recurrent:
         del std
         return {"mixer": mixer_leaves(self.cell, embed_dim, out_std)}
 
-    def init_cache(self, batch: int, slots: int, width: int, dtype: Any) -> PyTree:
+    def init_cache(self, batch: int, slots: int, width: int, dtype: DTypeLike) -> PyTree:
         """Returns the cell's initial state, in float32 at least; it has no slots."""
         del slots, width
         return self.cell.initial((batch,), jnp.promote_types(dtype, jnp.float32))
@@ -117,19 +120,19 @@ class Recurrent:
         params, apart = params["mixer"], context.rules.apart
         into = {"axes": ("embed", "mlp"), "apart": apart}
         x = jnp.swapaxes(x, 0, 1)
-        drive = {
+        projections = {
             gate: contract("tbd,dn->tbn", x, params[f"w{gate}"], bias=params[f"b{gate}"], **into)
             for gate in self.cell.gates
         }
-        drive = {gate: checkpoint_name(lane, "qkv") for gate, lane in drive.items()}
+        projections = {gate: checkpoint_name(lane, "qkv") for gate, lane in projections.items()}
         resets = None if context.starts is None else context.starts.T
         options = {"resets": resets, "valid": context.valid, "method": self.method}
         told = NOTHING
         if self.iterates:
-            out, state, info = mixed(self.cell, params, drive, cache, with_info=True, **options)
+            out, state, info = sharded_recurrence(self.cell, params, projections, cache, with_info=True, **options)
             told = Aux({}, {name: Min(x) if name == "converged" else Max(x) for name, x in info.items()})
         else:
-            out, state = mixed(self.cell, params, drive, cache, **options)
+            out, state = sharded_recurrence(self.cell, params, projections, cache, **options)
         out = checkpoint_name(out, "attention")
         y = contract("tbn,nd->btd", out, params["w_out"], ("mlp", "embed"), apart=apart)
         return y, None if cache is None else state, told
@@ -139,29 +142,29 @@ class Recurrent:
         """Whether there is a solver that could fail: the cell has no closed form, or a method was asked for."""
         return self.method is not None or (isinstance(self.cell, Cell) and self.cell.affine is None)
 
-    def transfers(self, traffic: Traffic) -> Iterator[Transfer]:
+    def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares nothing: a sequence that is split is refused."""
-        del traffic
+        del sizes
         return iter(())
 
 
-def mixed(
+def sharded_recurrence(
     cell: Cell | Aaren,
     params: dict[str, jax.Array],
-    drive: dict[str, Float[Array, "T B n"]],
+    projections: dict[str, Float[Array, "T B n"]],
     h0: PyTree | None = None,
     *,
     resets: Bool[Array, "T B"] | None = None,
     valid: Int[Array, " B"] | None = None,
-    method: Any = None,
+    method: Method | Chooser | None = None,
     with_info: bool = False,
-) -> Any:
+) -> Any:  # two results or three, as `with_info` says
     """Runs a cell's recurrence on each device's own rows and units, given its products with the input.
 
     Args:
       cell: What is run.
       params: The cell's; those of the products are not read.
-      drive: As from `cell.drive`, time first.
+      projections: As from `cell.input_projections`, time first.
       h0: State before the first step.
       resets: True where the state starts anew.
       valid: How many steps of each row count, 0 to T: the state after them is returned; by default all.
@@ -169,8 +172,8 @@ def mixed(
       with_info: Whether to return how the worst of all devices fared, which costs them a collective of a few numbers.
 
     Returns:
-      Outputs [T, B, n] in the dtype of the drive, and the state after the steps that count; then, if asked for, the
-      scalars iterations, residual and converged (0, 0 and 1 where nothing was iterated).
+      Outputs [T, B, n] in the dtype of the projections, and the state after the steps that count; then, if asked for,
+      the scalars iterations, residual and converged (0, 0 and 1 where nothing was iterated).
 
     Raises:
       UsageError: If the sequence is split over devices.
@@ -180,14 +183,14 @@ def mixed(
             f"a recurrent mixer runs along the whole sequence, which the mesh splits over {'*'.join(axes)}; "
             "give mesh.context=1, or model.mixer=attention."
         )
-    lane: Any = next(iter(drive.values()))
-    h0 = first_state(cell, h0, lane.shape[1], drive)
+    lane: Any = next(iter(projections.values()))
+    h0 = first_state(cell, h0, lane.shape[1], projections)
     products = {letter + gate for gate in cell.gates for letter in "wb"}
     declared = {name: leaf for name, leaf in cell.leaves(1).items() if name not in products}
     states = jax.tree.map(lambda h: _unit_axes(h.ndim), h0)
-    flat, tree = jax.tree.flatten((drive, {name: params[name] for name in declared}, h0, resets, valid))
+    flat, tree = jax.tree.flatten((projections, {name: params[name] for name in declared}, h0, resets, valid))
     axes = (
-        dict.fromkeys(drive, (None, "batch", "mlp")),
+        dict.fromkeys(projections, (None, "batch", "mlp")),
         {name: in_role(leaf.axes, "use") for name, leaf in declared.items()},
         states,
         None if resets is None else (None, "batch"),
@@ -197,8 +200,8 @@ def mixed(
     here = dataclasses.replace(cell, size=cell.size // parts, heads=-(-cell.heads // parts))
 
     def block(*flat):
-        drive, params, h0, resets, valid = tree.unflatten(flat)
-        hs, stats = unroll(here, params, drive, h0, method=method, resets=resets)
+        projections, params, h0, resets, valid = tree.unflatten(flat)
+        hs, stats = cell_states(here, params, projections, h0, method=method, resets=resets)
         last = jax.tree.map(lambda h, h0: _after(h, h0, valid), hs, h0)
         out = here.output(params, hs).astype(lane.dtype), last
         return (*out, _worst(stats)) if with_info else out
@@ -216,8 +219,8 @@ def _after(states: jax.Array, h0: jax.Array, valid: jax.Array | None) -> jax.Arr
     return jnp.where((valid > 0).reshape(-1, *(1,) * (h0.ndim - 1)), last, h0)
 
 
-def _worst(stats: Any) -> Info:
-    """Returns the scalars of `mixed`, the same on every device."""
+def _worst(stats: Stats | None) -> Info:
+    """Returns the scalars of `sharded_recurrence`, the same on every device."""
     if stats is None:
         return {"iterations": jnp.float32(0), "residual": jnp.float32(0), "converged": jnp.float32(1)}
     values = jax.lax.stop_gradient((stats.iterations.max(), stats.residual.max(), -1.0 * stats.converged.min()))

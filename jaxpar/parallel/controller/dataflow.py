@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -203,7 +202,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _dispatch(self, future: Future, fn: Callable, args: Any, mesh: Mesh, in_axes: Any) -> None:
+    def _dispatch(self, future: Future, fn: Callable, args: PyTree, mesh: Mesh, in_axes: PyTree) -> None:
         if failed := [node.error for node in future._node.parents if node.error is not None]:
             future._node.error = NodeError(future.name, failed[0].node, failed[0].reason)
             return
@@ -236,7 +235,7 @@ class Client:
             with self._lock:
                 self._blame(future, error)
         if node.error is None:
-            node.parents = ()  # nobody will ask, and the history of a long run must not stay in memory
+            node.parents = ()  # not needed any more, and the history of a long run must not stay in memory
 
     def _blame(self, future: Future, error: Exception) -> None:
         """Notes an error with the node where it began, which is the first to be found among the ancestors."""
@@ -304,7 +303,7 @@ def plot_trace(trace: Sequence[Event], out: Path) -> None:
     figure.savefig(out, format="png")
 
 
-def _is_future(value: Any) -> bool:
+def _is_future(value: object) -> bool:
     return isinstance(value, Future)
 
 
@@ -326,14 +325,14 @@ def _lay_out(meshes: Mapping[str, Mesh | MeshSpec]) -> dict[str, Mesh]:
     return made
 
 
-def _shardings(tree: PyTree, mesh: Mesh, axes: PyTree | None, rules: Any) -> PyTree:
+def _shardings(tree: PyTree, mesh: Mesh, axes: PyTree | None, rules: Mapping[str, tuple[str, ...]] | None) -> PyTree:
     """Returns where each leaf shall lie on `mesh`: by its logical axes, else where it is, else whole everywhere."""
     if axes is not None:
         with use_mesh(mesh, rules):
             return named_shardings(tree, axes)
     devices, whole = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
 
-    def stay(x: Any) -> Any:
+    def stay(x: PyTree) -> jax.sharding.Sharding:
         there = isinstance(x, jax.Array) and x.committed and x.sharding.device_set == devices
         return x.sharding if there else whole
 

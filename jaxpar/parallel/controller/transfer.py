@@ -2,15 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxpar.types import Device
+
 __all__ = ["move"]
 
 
-def move(x: Any, target: Sharding) -> jax.Array:
+def move(x: jax.Array, target: Sharding) -> jax.Array:
     """Lays an array out as `target`, on whatever devices that is; returns before it has been computed.
 
     `jax.device_put` does that too, but waits for `x` and goes over the host unless source and target hold the same
@@ -40,10 +42,11 @@ def move(x: Any, target: Sharding) -> jax.Array:
     return x if x.sharding == target else _resharder(target)(x)
 
 
-def _devices(sharding: Any) -> tuple[Any, ...]:
+def _devices(sharding: Sharding) -> tuple[Device, ...]:
     """Returns the devices in the order in which programs count them."""
-    mesh: Any = getattr(sharding, "mesh", None)
-    return tuple(sharding.device_set if mesh is None else mesh.devices.flat)
+    if isinstance(sharding, NamedSharding):
+        return tuple(cast(Mesh, sharding.mesh).devices.flat)
+    return tuple(sharding.device_set)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,22 +1,23 @@
-"""A planner for chains of products: which conversions go where, given how the weights lie.
+"""Chains of products: which conversions go where, given how the weights lie.
 
 In x @ w1 @ w2 @ ... each product has a few placements of its operands that need no communication, one row of
-`MATMUL` per mesh axis. The planner tries all of them by dynamic programming over the placement of the activation,
-and pays `conversion` in between.
+`MATMUL_PLACEMENTS` per mesh axis. `place_chain` tries all of them by dynamic programming over the placement of the
+activation, and pays `conversion` in between.
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from jaxpar.parallel.placement.placements import Broadcast, Partial, Placement, Split, Step, conversion
+from jax.typing import DTypeLike
+
+from jaxpar.parallel.placement.placements import Broadcast, ConversionStep, Partial, Placement, Split, conversion
 from jaxpar.types import UsageError
 
-__all__ = ["MATMUL", "Plan", "Stage", "matmul_placements", "plan_chain"]
+__all__ = ["MATMUL_PLACEMENTS", "ChainPlacement", "Stage", "matmul_placements", "place_chain"]
 
-MATMUL: dict[tuple, Split | Broadcast | Partial] = {
+MATMUL_PLACEMENTS: dict[tuple, Split | Broadcast | Partial] = {
     (Split(0), Broadcast()): Split(0),
     (Broadcast(), Split(1)): Split(1),
     (Split(1), Split(0)): Partial("sum"),
@@ -36,10 +37,10 @@ def matmul_placements(a: Placement, b: Placement) -> dict[str, Split | Broadcast
     out = {}
     for axis in (*a, *(axis for axis in b if axis not in a)):
         pair = a.get(axis, Broadcast()), b.get(axis, Broadcast())
-        if pair not in MATMUL:
-            legal = "; ".join(f"{left} @ {right}" for left, right in MATMUL)
+        if pair not in MATMUL_PLACEMENTS:
+            legal = "; ".join(f"{left} @ {right}" for left, right in MATMUL_PLACEMENTS)
             raise UsageError(f"{axis}: {pair[0]} @ {pair[1]} needs a conversion first; legal are {legal}.")
-        out[axis] = MATMUL[pair]
+        out[axis] = MATMUL_PLACEMENTS[pair]
     inner = [[axis for axis, where in side.items() if where == Split(dim)] for side, dim in ((a, 1), (b, 0))]
     if inner[0] != inner[1]:
         raise UsageError(
@@ -50,7 +51,7 @@ def matmul_placements(a: Placement, b: Placement) -> dict[str, Split | Broadcast
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One product of a plan, or its end.
+    """One product of a chain, or its end.
 
     Attributes:
       x: Placement of the activation as the product takes it; at the end, as the chain returns it.
@@ -60,29 +61,29 @@ class Stage:
     """
 
     x: Placement
-    steps: Sequence[Step]
+    steps: Sequence[ConversionStep]
     w: Placement | None = None
-    weight_steps: Sequence[Step] = ()
+    weight_steps: Sequence[ConversionStep] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The cheapest plan of a chain: a stage for each product and one for the end, and the bytes a device sends."""
+class ChainPlacement:
+    """The cheapest placement of a chain: a stage for each product and one for the end, and the bytes a device sends."""
 
     bytes: float
     stages: tuple[Stage, ...]
 
 
-def plan_chain(
+def place_chain(
     x: tuple[Sequence[int], Placement],
     weights: Sequence[tuple[Sequence[int], Placement]],
     target: Placement,
-    dtype: Any,
+    dtype: DTypeLike,
     sizes: Mapping[str, int],
     *,
     linear: bool = False,
-) -> Plan:
-    """Returns the plan of x @ w1 @ w2 @ ... that sends the fewest bytes in the forward pass.
+) -> ChainPlacement:
+    """Returns the placement of x @ w1 @ w2 @ ... that sends the fewest bytes in the forward pass.
 
     Cost: for each product the placements over the axes that are named here, squared: one or two axes.
 
@@ -121,8 +122,8 @@ def plan_chain(
     ends = []
     for here, (spent, stages) in reached.items():
         steps = conversion(dict(here), target, shape, dtype, sizes)
-        ends.append(Plan(spent + sum(step.bytes for step in steps), (*stages, Stage(target, steps))))
-    return min(ends, key=lambda plan: plan.bytes)
+        ends.append(ChainPlacement(spent + sum(step.bytes for step in steps), (*stages, Stage(target, steps))))
+    return min(ends, key=lambda chain: chain.bytes)
 
 
 _Key = tuple[tuple[str, Split | Broadcast | Partial], ...]
@@ -137,7 +138,7 @@ def _key(placement: Placement) -> _Key:
 def _choices(axes: Sequence[str]) -> Iterator[tuple[Placement, Placement]]:
     """Operands that multiply without communication: a row of the table for each axis, in each order of axes."""
     for order in itertools.permutations(axes):
-        for rows in itertools.product(MATMUL, repeat=len(order)):
+        for rows in itertools.product(MATMUL_PLACEMENTS, repeat=len(order)):
             left, right = ({axis: row[side] for axis, row in zip(order, rows, strict=True)} for side in (0, 1))
             if not (Partial("sum") in left.values() and Partial("sum") in right.values()):
                 yield left, right

@@ -7,14 +7,14 @@ split over that axis; its dense value is the reduction over those dimensions.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jaxpar.parallel.placement.placements import Broadcast, Partial, Placement, Split, Step, conversion
+from jaxpar.parallel.placement.placements import Broadcast, ConversionStep, Partial, Placement, Split, conversion
 from jaxpar.types import UsageError
 
 __all__ = ["convert", "specs"]
@@ -67,7 +67,7 @@ def convert(x: jax.Array, source: Placement, target: Placement) -> jax.Array:
     return jax.shard_map(body, in_specs=next(placed), out_specs=next(placed), check_vma=typed)(x)
 
 
-def _carry_out(step: Step, here: Placement, x: jax.Array, sizes: Mapping[str, int], typed: bool) -> jax.Array:
+def _carry_out(step: ConversionStep, here: Placement, x: jax.Array, sizes: Mapping[str, int], typed: bool) -> jax.Array:
     """One step on a device's block."""
     axes, axis = step.axes, step.axes[0]
     before, after = here.get(axis, Broadcast()), step.after.get(axis, Broadcast())
@@ -98,7 +98,7 @@ def _carry_out(step: Step, here: Placement, x: jax.Array, sizes: Mapping[str, in
             return lax.ppermute(x, axes, _pairs(here, step.after, axes, sizes))
 
 
-def _identity(op: str, dtype: Any) -> Any:
+def _identity(op: str, dtype: DTypeLike) -> float:
     """The value that `op` ignores."""
     if op == "sum":
         return 0

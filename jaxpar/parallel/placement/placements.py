@@ -15,14 +15,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import UsageError
 
-__all__ = ["OPS", "Broadcast", "Partial", "Placement", "Split", "Step", "conversion"]
+__all__ = ["OPS", "Broadcast", "ConversionStep", "Partial", "Placement", "Split", "conversion"]
 
 OPS = ("sum", "max", "min")
 
@@ -60,7 +61,7 @@ Placement = Mapping[str, Split | Broadcast | Partial]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ConversionStep:
     """One step of a conversion.
 
     Attributes:
@@ -123,8 +124,8 @@ class _View:
 
 
 def conversion(
-    source: Placement, target: Placement, shape: Sequence[int], dtype: Any, sizes: Mapping[str, int]
-) -> list[Step]:
+    source: Placement, target: Placement, shape: Sequence[int], dtype: DTypeLike, sizes: Mapping[str, int]
+) -> list[ConversionStep]:
     """Returns the steps that turn `source` into `target` with the fewest bytes sent a device.
 
     Among equals the one with the fewest collectives, then the fewest steps, wins. Only the innermost axes of a
@@ -150,7 +151,7 @@ def conversion(
     return [_step(view, *edge) for edge in _cheapest(view, first, last)]
 
 
-def _state(placement: Placement, shape: tuple[int, ...], dtype: Any, sizes: Mapping[str, int]) -> _State:
+def _state(placement: Placement, shape: tuple[int, ...], dtype: DTypeLike, sizes: Mapping[str, int]) -> _State:
     """Checks a placement and brings it into the search's form."""
     nests: list[tuple[str, ...]] = [()] * len(shape)
     ops = sorted({where.op for where in placement.values() if isinstance(where, Partial)})
@@ -285,7 +286,9 @@ def _arrangements(view: _View, parts: tuple[int, ...], axes: tuple[str, ...]) ->
                     yield (nest, *rest)
 
 
-def _step(view: _View, kind: str, axes: tuple[str, ...], sent: Fraction, before: _State, after: _State) -> Step:
+def _step(
+    view: _View, kind: str, axes: tuple[str, ...], sent: Fraction, before: _State, after: _State
+) -> ConversionStep:
     facts = dict(n=view.count(axes), before=view.local_bytes(before), after=view.local_bytes(after))
     why = _WHY[kind].format(op=after.op or before.op, **facts)
-    return Step(kind, axes, float(sent), why, after.placement())
+    return ConversionStep(kind, axes, float(sent), why, after.placement())

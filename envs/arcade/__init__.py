@@ -1,0 +1,9 @@
+"""Small games in pixels, each with a fully and a partially observed twin of one state.
+
+| file | environments |
+| --- | --- |
+| `games.py` | Catcher, Skittles, Navigator, BattleShip |
+| `mine_sweeper.py` | MineSweeper |
+| `brick_breaker.py` | BrickBreaker |
+| `sprites.py` | the bitmaps from which they, and the card games, are drawn |
+"""

@@ -1,0 +1,263 @@
+"""Estimates a training or decoding step for machines that you may not have: memory, collectives, predicted speed.
+
+    python -m experiments.estimate preset=llama_8b topology=v5p:4x4x4 mesh.fsdp=16 mesh.tensor=4
+    python -m experiments.estimate preset=llama_1b topology=v5e:4x4 search=true
+    python -m experiments.estimate hf=config.json topology=h100:8 data.seq_len=4096 data.batch_size=64
+    python -m experiments.estimate preset=gpt2_124m show=true             # compiled for this machine's own devices
+
+TPU slices are compiled for by libtpu, without a TPU; GPUs that are not here are estimated by the analytic model alone.
+Exit code 1 says that it does not fit.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments import _estimate_report as report
+from experiments import _run
+from experiments._estimate_moves import moves
+from experiments._mesh import check_split, parse_layout, refuse_idle
+from experiments._run import say
+from experiments.lm import TrainConfig, make_trainer
+from jaxpar import aot
+from jaxpar.lm import LMConfig, OptimizerConfig, config_from_hf, flops_per_token, loss
+from jaxpar.lm import params as declared
+from jaxpar.lm.data import DataConfig
+from jaxpar.lm.sample import cache_axes, empty_cache, extend
+from jaxpar.loop import XLA_OPTIONS
+from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
+from jaxpar.types import UsageError
+
+REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full"), (1, 4), 8  # what a search tries
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """What is estimated, and how.
+
+    Attributes:
+      model: The transformer.
+      data: Only seq_len and batch_size matter; batch_size is that of all devices together.
+      optimizer: Update rule, for its state.
+      train: Only accumulate matters.
+      topology: Chips to estimate for, such as v5p:4x4x4 or h100:8; empty for this machine's devices. With it, the mesh
+        is fsdp=all unless it is given.
+      hf: A Hugging Face config.json to take the model from; how to compute (remat and the like) stays the flags', in
+        bfloat16.
+      decode: Estimates one token of sampling for batch_size rows with a cache of seq_len instead of a training step,
+        with parameters in model.dtype.
+      search: Tries meshes (data, fsdp, tensor), remat and train.accumulate, and ranks them.
+      show: Prints how each parameter lies, and why.
+      source: A layout of the same devices, such as fsdp64 or fsdp16.tensor4/zero2; prints what bringing parameters and
+        optimizer from it into this one sends.
+      effort: low or full, of the compiler; none for the analytic model alone. By default low for a topology, full for
+        this machine.
+      json: Where to write the report besides the run folder.
+    """
+
+    model: LMConfig = LMConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    topology: str = ""
+    hf: str = ""
+    decode: bool = False
+    search: bool = False
+    show: bool = False
+    source: str = ""
+    effort: str = ""
+    json: str = ""
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("estimate", Config, list(flags))
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Estimates, prints the report and writes it into the run folder."""
+    if config.search and (config.mesh != MeshSpec(data=-1) or config.show or config.source):
+        raise UsageError("search=true tries every mesh; leave mesh, show and source out, or search.")
+    config = with_model(config)
+    config, devices, chip = find_devices(config)
+    if config.search:
+        if chip is None:
+            raise UsageError("search=true ranks by a chip's peaks, and this machine's are unknown; give topology=.")
+        findings = aot.rank_candidates(
+            candidates(config, len(devices)),
+            lambda candidate: make_job(with_candidate(config, candidate), devices),
+            chip,
+            effort=config.effort,
+            tell=say,
+        )
+        report.print_findings(findings)
+        fits, mesh = findings[0].verdict == "best" or config.effort == "none", "search"
+        content: dict[str, Any] = {"search": report.findings_json(findings)}
+        bars = {str(f.candidate): f.estimate for f in findings if f.estimate}
+    else:
+        job = make_job(config, devices)
+        mesh = report.mesh_text(job.mesh)
+        source = parse_layout(config.source) if config.source else None
+        sent = moves(job, source, rules_from(config.rules, source.name)) if source else {}
+        found = aot.estimate(job, effort=config.effort, chip=chip)
+        report.print_estimate(config, job, found, chip)
+        fits, content, bars = found.fits is not False, report.estimate_json(found), {mesh: found}
+        if source:
+            content["moves"] = sent
+            report.print_moves(source, sent)
+    if config.show and not config.search:
+        report.print_placements(aot.placements(job))
+    layout = [config.layout] if config.layout != "zero3" else []
+    what = "decode" if config.decode else "train"
+    place = folder / report.slug(config.topology or jax.default_backend(), mesh, *layout, what)
+    report.write(place, content | {"config": dataclasses.asdict(config)}, bars, config.json)
+    if not fits:
+        sys.exit(1)
+
+
+def with_model(config: Config) -> Config:
+    """Returns `config` with the model of `hf`, if it names one."""
+    if not config.hf:
+        return config
+    execution = {
+        field.name: getattr(config.model, field.name)
+        for field in dataclasses.fields(LMConfig)
+        if not field.metadata.get("identity", True)
+    }
+    return dataclasses.replace(config, model=dataclasses.replace(config_from_hf(config.hf), **execution), name="hf")
+
+
+def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
+    """Returns the devices to estimate for, their chip, and the configuration with what follows from them filled in."""
+    if not config.topology:
+        with _run.open_devices(config) as mesh:
+            devices = list(mesh.devices.flat)
+        if config.mesh == MeshSpec(data=-1) and dict(mesh.shape) != MeshSpec(data=-1).sizes(len(devices)):
+            sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+            config = dataclasses.replace(config, mesh=MeshSpec(**sizes))
+        return dataclasses.replace(config, effort=config.effort or "full"), devices, aot.chip_of(devices[0])
+    topology = aot.parse_topology(config.topology)
+    _run._quieten()
+    if importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # or libtpu would look for a TPU, aloud
+    if config.mesh == MeshSpec(data=-1):
+        config = dataclasses.replace(config, mesh=MeshSpec(fsdp=-1))
+    if not topology.offline and (config.effort != "none" or importlib.util.find_spec("libtpu")):
+        return dataclasses.replace(config, effort=config.effort or "low"), aot.devices(topology), topology.chip
+    if topology.offline and config.effort not in ("", "none"):
+        raise UsageError(f"effort={config.effort} needs a compiler, and there is none for {topology.text} here.")
+    try:
+        simulate_devices(topology.num_devices)
+    except RuntimeError:
+        raise UsageError(
+            f"topology={topology.text} is estimated over {topology.num_devices} simulated devices, but this process "
+            "has already begun with another number; start a new one."
+        ) from None
+    model = config.model
+    # The kernel for TPUs can be traced anywhere, and keeps and computes what cuDNN's does.
+    if model.attention == "auto" and model.head_dim % 64 == 0 and config.data.seq_len % 128 == 0 and not model.dropout:
+        model = dataclasses.replace(model, attention="splash")
+    return dataclasses.replace(config, effort="none", model=model), jax.devices("cpu"), topology.chip
+
+
+def make_job(config: Config, devices: list[Any]) -> aot.Job:
+    """Returns the step of the configured model on these devices."""
+    mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules, config.layout)
+    with use_mesh(mesh, rules):
+        return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
+
+
+def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
+    """Returns one optimizer step."""
+    trainer, data = make_trainer(config), config.data
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(trainer.init, key)
+    rows = jax.ShapeDtypeStruct((data.batch_size, data.seq_len), jnp.int32)
+    axes = trainer.axes()
+
+    def model_loss(params):
+        part = jnp.zeros((data.batch_size // config.train.accumulate, data.seq_len), jnp.int32)
+        return loss(params, {"tokens": part, "targets": part}, config.model)
+
+    return aot.Job(
+        trainer.step,
+        (key, state, {"tokens": rows, "targets": rows}),
+        ((), axes, {"tokens": ("batch", None), "targets": ("batch", None)}),
+        mesh,
+        out_axes=(axes, None),
+        rules=rules,
+        donate=(1,),
+        loss=model_loss,
+        params=state.params,
+        model_flops=data.batch_size * data.seq_len * flops_per_token(config.model, data.seq_len),
+        options=XLA_OPTIONS.get(platform()),
+    )
+
+
+def decode_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
+    """Returns one token of sampling a row, with a full cache."""
+    model, rows, length = config.model, config.data.batch_size, config.data.seq_len
+    refuse_idle("sampling", (declared.axes(model), "batch"))
+    check_split("data.batch_size", rows, "batch")
+    params = jax.eval_shape(model.stack().unstacked, declared.abstract(model, jnp.dtype(model.dtype)))
+    token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    cache = jax.eval_shape(lambda: empty_cache(model, rows, length))
+
+    def decode(params, tokens, cache):
+        return extend(params, tokens, cache, model)
+
+    return aot.Job(
+        decode,
+        (params, token, cache),
+        (model.stack().unstacked_axes(declared.axes(model)), ("batch", None), cache_axes(model)),
+        mesh,
+        out_axes=(None, cache_axes(model)),
+        rules=rules,
+        donate=(2,),
+        model_flops=rows * flops_per_token(model, length) / 3,  # the forward pass alone
+        options=XLA_OPTIONS.get(platform()),
+        group=lambda path: "parameters" if path.startswith("0.") else "other",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One row of a search."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    remat: str
+    accumulate: int
+
+    def __str__(self):
+        sizes = " ".join(f"{n}={getattr(self, n)}" for n in ("data", "fsdp", "tensor") if getattr(self, n) > 1)
+        return f"{sizes or 'one device'}, remat {self.remat}, accumulate {self.accumulate}"
+
+
+def candidates(config: Config, num_devices: int) -> list[Candidate]:
+    """Returns what a search tries: meshes, and for training what is recomputed and in how many parts."""
+    meshes = [sizes for sizes in aot.factorisations(num_devices, 3) if sizes[2] <= MOST_TENSOR]
+    remats = (config.model.remat,) if config.decode else REMATS
+    parts = (1,) if config.decode else sorted({*ACCUMULATES, config.train.accumulate})
+    return [Candidate(*sizes, remat, count) for sizes in meshes for remat in remats for count in parts]
+
+
+def with_candidate(config: Config, candidate: Candidate) -> Config:
+    """Returns the configuration of one candidate."""
+    return dataclasses.replace(
+        config,
+        mesh=MeshSpec(data=candidate.data, fsdp=candidate.fsdp, tensor=candidate.tensor),
+        model=dataclasses.replace(config.model, remat=candidate.remat),
+        train=dataclasses.replace(config.train, accumulate=candidate.accumulate),
+    )
+
+
+if __name__ == "__main__":
+    _run.launch("estimate", Config, execute)

@@ -1,0 +1,100 @@
+"""The analytic account against the compiler's."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from fast import OPTIONS
+
+from jaxpar.aot import Job, analyse, compile_job, placements
+from jaxpar.aot.memory_estimate import JobLayout, saved_bytes
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
+from jaxpar.mesh import MeshSpec, make_mesh
+
+ROWS, LENGTH = 16, 128
+
+
+def job_of(sizes=(2, 2, 2), accumulate=1, **changes):
+    base = dict(num_layers=6, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=384, dtype="float32", loss_chunk=256)
+    model = LMConfig(**(base | dict(attention="xla") | changes))
+    trainer = Trainer(model, OptimizerConfig(warmup_steps=1), accumulate=accumulate)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(trainer.init, key)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("tokens", "targets")}
+    zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    return Job(
+        trainer.step,
+        (key, state, batch),
+        ((), trainer.axes(), {name: ("batch", None) for name in batch}),
+        make_mesh(MeshSpec(*sizes), jax.devices()[: sizes[0] * sizes[1] * sizes[2]]),
+        out_axes=(trainer.axes(), None),
+        donate=(1,),
+        loss=lambda params: loss(params, zeros, model),
+        params=state.params,
+        options=OPTIONS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [((1, 1, 1), {}), ((2, 2, 2), {}), ((1, 8, 1), {"remat": "full"}), ((4, 1, 2), {"accumulate": 2})],
+    ids=str,
+)
+def test_the_account_is_near_the_compiled_program(sizes, changes):
+    """Within 35 %: XLA for CPUs fuses little and keeps float32 copies, so that this is a test of magnitude.
+
+    By hand, against XLA for TPUs: 8B on v5p:4x4x4 7 % over; against an H100: 14 % and 8 % over (docs/estimates.md).
+    """
+    job = job_of(sizes, **changes)
+    memory, _ = analyse(job)
+    outcome = compile_job(job, "full")
+    stats = outcome.program.memory_analysis()
+    held = memory.parameters + memory.optimizer + memory.other
+    assert held == pytest.approx(stats.argument_size_in_bytes, rel=0.01)
+    assert memory.peak == pytest.approx(outcome.peak, rel=0.35)
+
+
+def test_recomputation_saves_memory_in_order():
+    peaks = [analyse(job_of(remat=remat))[0].peak for remat in ("none", "names", "full")]
+    saved = [saved_bytes(job_of(remat=remat)) for remat in ("none", "names", "full")]
+    assert peaks == sorted(peaks, reverse=True) and saved == sorted(saved, reverse=True)
+    assert analyse(job_of(accumulate=4))[0].temporaries < 0.6 * analyse(job_of())[0].temporaries
+
+
+def test_where_arrays_lie_is_told_from_their_shapes():
+    layout = JobLayout(job_of())
+    rows = ("data", "fsdp")
+    lies = {
+        (6, 128, 4, 32): ((), ("fsdp",), ("tensor",), ()),  # a stack of parameters
+        (128, 4, 32): (("fsdp",), ("tensor",), ()),  # and one of them
+        (ROWS, LENGTH, 384): (rows, (), ("tensor",)),
+        (6, ROWS, LENGTH, 4, 32): ((), rows, (), ("tensor",), ()),
+        (ROWS * LENGTH, 96): (rows, ()),
+        (7, 9): ((), ()),
+    }
+    assert {shape: layout.axes(shape) for shape in lies} == lies
+    assert layout.bytes(jax.ShapeDtypeStruct((ROWS, LENGTH, 384), jnp.bfloat16)) == 2 * ROWS * LENGTH * 384 / 8
+
+
+def test_saved_bytes_of_a_known_function():
+    mesh = make_mesh(MeshSpec(data=4, tensor=2), jax.devices())
+    params = {"a": jax.ShapeDtypeStruct((32, 64), jnp.float32), "b": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+    axes = {"a": (None, "mlp"), "b": ("mlp", None)}
+    x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+
+    def value(params):
+        h = jnp.zeros((8, 32)) @ params["a"]
+        return (h @ params["b"]).sum()
+
+    job = Job(lambda p, x: x, (params, x), (axes, ("batch", None)), mesh, loss=value, params=params)
+    # h [8, 64] over data and tensor; x is needed too, [8, 32] over data; and the sum keeps nothing.
+    assert saved_bytes(job) == 4 * (8 * 64 / 8 + 8 * 32 / 4)
+
+
+def test_placements_name_their_rules():
+    rows = {row.path.split("params.")[-1]: row for row in placements(job_of()) if row.group == "parameters"}
+    row = rows["layers.wq"]
+    assert row.spec == (None, "fsdp", "tensor", None) and row.bytes == 4 * 6 * 128 * 128 / 4
+    assert row.rule == "embed -> inner+fsdp; heads -> tensor"
+    assert rows["final_norm.scale"].rule == "no rule splits it"
+    groups = {row.group for row in placements(job_of())}
+    assert groups == {"parameters", "optimizer", "other"}

@@ -1,0 +1,126 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from journey import assert_pictures, legal_action, steps_of, travel
+from twin_mine_sweeper import MineSweeperTwin
+
+import envs
+from envs.arcade.mine_sweeper import SPRITES, TILE, VARIANTS, MineSweeper
+from jaxpar.types import UsageError
+
+SYMBOLS = ".+*012345678"
+
+
+def read(image):
+    """The board of characters that the pixels show."""
+    n = image.shape[0] // TILE
+    cells = image.reshape(n, TILE, n, TILE, 3).transpose(0, 2, 1, 3, 4).reshape(n * n, 1, TILE, TILE, 3)
+    match = (cells == SPRITES[None]).all((2, 3, 4))
+    assert (match.sum(1) == 1).all(), "a cell shows no sprite, or sprites look alike"
+    return "".join(SYMBOLS[i] for i in match.argmax(1))
+
+
+def any_action(key, env, state, params):
+    """Open cells, too."""
+    return env.action_space(params).sample(key)
+
+
+def follow(env, num_steps, act=legal_action):
+    ends, twin = 0, None
+    for record in steps_of(env, env.default_params, num_steps, act=act):
+        if record["start"]:
+            twin = MineSweeperTwin(env.size, record["before"].mines.tolist(), env.observed == "full")
+            assert len(twin.mines) == env.num_mines and read(record["seen"]) == twin.board()
+        if act is legal_action:
+            assert twin.legal()[record["action"]]
+        reward, over, cut = twin.step(int(record["action"]))
+        after = record["after"]
+        np.testing.assert_allclose(after.reward, reward, rtol=1e-6)
+        assert (after.terminated, after.truncated) == (over, cut)
+        assert read(after.obs) == twin.board()
+        np.testing.assert_array_equal(~after.state.opened.reshape(-1), twin.legal())
+        ends += record["done"]
+    return ends
+
+
+@pytest.mark.parametrize("observed", ["full", "partial"])
+def test_twin(observed):
+    env = MineSweeper(4, 2, observed)
+    assert follow(env, 1000) > 50
+
+
+def test_twin_with_illegal_actions():
+    assert follow(MineSweeper(3, 1), 1000, any_action) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_twin_for_long(name):
+    assert envs.make(name)[0] == VARIANTS[name]()
+    assert_pictures(VARIANTS[name]())
+    assert follow(VARIANTS[name](), 100_000) > 5000
+
+
+def test_full_and_partial_share_states_and_rewards():
+    a, b = (travel(jax.random.key(5), MineSweeper(4, 2, view), MineSweeper().default_params, 1000) for view in VIEWS)
+    jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
+    jax.tree.map(np.testing.assert_array_equal, a["after"]._replace(obs=0), b["after"]._replace(obs=0))
+    assert np.any(np.asarray(a["seen"]) != np.asarray(b["seen"]))
+
+
+VIEWS = ("full", "partial")
+
+
+def test_the_mask_is_what_is_closed():
+    env = MineSweeper(3, 2)
+    state = env.init(jax.random.key(0), env.default_params)
+    assert bool(env.action_mask(state, env.default_params).all())
+    state = env.transition(jax.random.key(0), state, jnp.asarray(5), env.default_params)
+    np.testing.assert_array_equal(env.action_mask(state, env.default_params), np.arange(9) != 5)
+
+
+def test_seeing_the_mines_returns_one():
+    def act(key, env, state, params):
+        return jnp.argmin((state.opened | state.mines).reshape(-1)).astype(jnp.int32)
+
+    env = MineSweeper(4, 2)
+    record = travel(jax.random.key(1), env, env.default_params, 140, act)
+    np.testing.assert_array_equal(np.flatnonzero(record["done"]), np.arange(13, 140, 14))
+    np.testing.assert_allclose(np.asarray(record["after"].reward).reshape(10, 14).sum(1), 1, rtol=1e-5)
+
+
+def test_random_play_returns_what_chance_gives():
+    """1 / (m + 1) - (1 - 1 / C(n^2, m)) / 2 within 5 standard errors: the order of opening is a random permutation."""
+    env, returns = MineSweeper(4, 2), []
+    for seed in range(8):
+        record = travel(jax.random.key(seed), env, env.default_params, 1000)
+        ends = np.flatnonzero(record["done"])
+        total = np.cumsum(np.asarray(record["after"].reward, np.float64))[ends]
+        returns.append(np.diff(total, prepend=0))
+    returns = np.concatenate(returns)
+    want = 1 / 3 - (1 - 1 / math.comb(16, 2)) / 2
+    assert abs(returns.mean() - want) < 5 * returns.std() / np.sqrt(len(returns))
+
+
+def test_levels_are_uniform():
+    env = MineSweeper(2, 2)
+    draw = jax.jit(jax.vmap(lambda key: env.sample_level(key, env.default_params)))
+    levels = np.asarray(draw(jax.random.split(jax.random.key(0), 6000))).reshape(6000, 4) @ [1, 2, 4, 8]
+    counts = np.unique(levels, return_counts=True)[1]
+    assert len(counts) == 6 and np.sum((counts - 1000) ** 2 / 1000) < 25.7  # chi-square, 5 degrees, p = 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((4, 16), "takes 1 to 15 mines .* not 16"),
+        ((4, 0), "num_mines=0 must be at least 1"),
+        ((4, 2, "half"), "observed='half' is unknown; legal are full, partial"),
+    ],
+)
+def test_impossible_boards_are_refused(fields, message):
+    with pytest.raises(UsageError, match=message):
+        MineSweeper(*fields)

@@ -1,0 +1,242 @@
+"""`python -m experiments.estimate`: published parameter counts, reports, sentences and exit codes."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from experiments import _run, estimate
+from experiments._estimate_report import size_text
+from jaxpar import aot
+from jaxpar.lm import config_from_hf, num_params
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}  # fmt: skip
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "vocab_size": 50257, "n_positions": 1024, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02}  # fmt: skip
+
+
+def llama(vocab, width, mlp, layers, heads, kv_heads, **more):
+    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers,
+             "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 5e5}  # fmt: skip
+    return LLAMA | sizes | more
+
+
+# The shapes of the published configurations, and the parameters of the published files.
+PUBLISHED = {
+    "Llama-2-7B": (llama(32000, 4096, 11008, 32, 32, 32), 6_738_415_616),
+    "Llama-3-8B": (llama(128256, 4096, 14336, 32, 32, 8), 8_030_261_248),
+    "Llama-3.2-1B": (
+        llama(128256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True, rope_scaling=ROPE | {"factor": 32}),
+        1_235_814_400,
+    ),
+    "Llama-3.1-70B": (llama(128256, 8192, 28672, 80, 64, 8, rope_scaling=ROPE), 70_553_706_496),
+    "Llama-3.1-405B": (llama(128256, 16384, 53248, 126, 128, 8, rope_scaling=ROPE), 405_853_388_800),
+    "gpt2": (GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12}, 124_439_808),
+    "gpt2-medium": (GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16}, 354_823_168),
+    "gpt2-large": (GPT2 | {"n_embd": 1280, "n_layer": 36, "n_head": 20}, 774_030_080),
+    "gpt2-xl": (GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name, tmp_path):
+    values, count = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert num_params(config_from_hf(tmp_path / "config.json")) == num_params(config_from_hf(tmp_path)) == count
+
+
+@pytest.fixture
+def main(monkeypatch, capfd, tmp_path):
+    """`main(*flags)` is the command in this process, in `tmp_path`: exit code, stdout, stderr."""
+    monkeypatch.setattr(_run, "_quieten", lambda: None)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", ["estimate", "hydra.run.dir=run", *flags])
+        try:
+            _run.launch("estimate", estimate.Config, estimate.execute)
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code
+        return code, *capfd.readouterr()
+
+    yield call
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def report_of(tmp_path):
+    (path,) = (tmp_path / "run").glob("*/report.json")
+    assert (path.parent / "memory.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads(path.read_text())
+
+
+def test_gpus_are_estimated_without_one(main, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3-8B"][0]))
+    flags = "topology=h100:8 hf=config.json data.seq_len=4096 data.batch_size=16 model.remat=full show=true".split()
+    code, out, err = main(*flags, "json=copy.json")
+    assert (code, err) == (0, "")
+    assert "8,030,261,248 parameters" in out and "fsdp=8 on 8 h100 devices" in out and "fits: " in out
+    assert "analytic model" in out and "model, not measurement" in out
+    assert "layers.wq" in out and "embed -> inner+fsdp" in out  # of show
+    report = report_of(tmp_path)
+    assert report == json.loads((tmp_path / "copy.json").read_text())
+    assert report["parameters"] == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-3)
+    assert 6 < report["flops"]["total"] / (8.03e9 * 16 * 4096) < 12 and not report["compiled"]
+
+
+def test_a_slice_without_its_compiler_is_estimated_by_the_model_alone(main, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    code, out, err = main("preset=tiny", "topology=v5e:2x4", "effort=none")
+    assert (code, err) == (0, "") and "analytic model" in out and "15.75 GiB" in out
+    code, _, err = main("preset=tiny", "topology=v5e:2x4")
+    assert code == 2 and "needs libtpu; install it" in err
+
+
+def test_what_does_not_fit_ends_in_one(main, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-405B"][0]))
+    code, out, _ = main("topology=h100:8", "hf=config.json", "data.seq_len=128", "data.batch_size=8")
+    assert code == 1 and "DOES NOT FIT" in out and "too much" in out
+    assert report_of(tmp_path)["excess"] > 3 * 405e9 * 4 / 8 - 80e9
+
+
+@pytest.mark.slow
+def test_a_search_over_gpus(main, tmp_path):
+    code, out, _ = main("preset=tiny", "topology=h200:8", "data.batch_size=64", "search=true")
+    assert code == 0 and "best" in out and "60 candidates" in out
+    rows = report_of(tmp_path)["search"]
+    assert rows[0]["verdict"] == "best" and len(rows) == 60
+    assert {"data", "fsdp", "tensor", "remat", "accumulate"} == rows[0]["candidate"].keys()
+
+
+def test_what_another_layout_would_send(main, tmp_path):
+    flags = "topology=h100:8 preset=tiny data.batch_size=8 mesh.fsdp=4 mesh.tensor=2 source=fsdp8/zero2"
+    code, out, _ = main(*flags.split())
+    report = report_of(tmp_path)
+    held = report["parameters"] + report["optimizer"]
+    assert code == 0 and "from       fsdp8 zero2: each device sends" in out
+    assert 0 < sum(report["moves"].values()) <= held and "all-to-all" in report["moves"]
+
+
+def test_decoding(main, tmp_path):
+    flags = "preset=llama_1b decode=true topology=h100:8 mesh.fsdp=1 mesh.tensor=8 data.seq_len=8192 data.batch_size=64"
+    code, out, _ = main(*flags.split())
+    assert code == 0 and "one token for 64 rows" in out
+    report = report_of(tmp_path)
+    cache = 2 * 16 * 64 * 8192 * 8 * 64 * 2 / 8  # keys and values, layers, rows, slots, heads, width, bytes
+    assert report["other"] == pytest.approx(cache, rel=1e-3) and report["optimizer"] == 0
+    assert report["activations"] is None and report["roofline"]["bound"] == "memory"
+
+
+def test_the_machine_at_hand_is_compiled_for(main, tmp_path):
+    code, out, err = main("model.num_layers=1", "model.embed_dim=32", "model.mlp_dim=64", "data.seq_len=16")
+    assert (code, err) == (0, "")
+    assert "data=2 fsdp=2 tensor=2 on 8 cpu devices" in out and "no prediction of time" in out
+    report = report_of(tmp_path)
+    assert report["compiled"] and report["fits"] is None and report["roofline"] is None
+    assert {row["kind"] for row in report["crossings"]} == {"all-gather", "all-reduce"}
+
+
+def test_the_layout_is_heeded():
+    def weights(layout):
+        job = estimate.make_job(
+            estimate.compose("mesh.data=2", "mesh.fsdp=4", "mesh.inner=2", f"layout={layout}"), jax.devices()
+        )
+        return {row.path.split(".")[-1]: row.spec for row in aot.placements(job) if row.group == "parameters"}
+
+    assert weights("zero3")["w_up"] == (None, ("inner", "fsdp"), None)
+    assert weights("nested")["w_up"] == (None, ("inner", "fsdp", "data"), None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("topology=v5p", "topology='v5p' is unknown; legal are .* v5p:4x4x4"),
+        ("topology=h100:8 effort=full", "effort=full needs a compiler, and there is none for h100:8 here"),
+        ("topology=h100:16", "start a new one"),
+        ("topology=h100:8 mesh.fsdp=3", "mesh .* needs 3 devices|mesh .*fsdp=3"),
+        ("topology=h100:8 data.batch_size=12", "data.batch_size=12 does not divide over mesh.fsdp=8"),
+        ("topology=h100:8 source=fsdp4", "mesh fsdp=4 needs 4 devices but 8 are here"),
+        ("topology=h100:8 source=fsdp", "layout 'fsdp' is unknown; legal are sizes"),
+        ("hf=nowhere.json", "there is no nowhere.json"),
+        ("topologie=v5p:4x4x4", "unknown flag 'topologie'; did you mean topology"),
+        ("search=true", "search=true ranks by a chip's peaks"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(main, flags, sentence):
+    code, out, err = main(*flags.split())
+    assert code == 2 and "Traceback" not in out + err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert re.search(sentence, line), line
+
+
+def commands():
+    pages = (ROOT / "docs" / "estimates.md", ROOT / "experiments" / "estimate.py")
+    found = [re.findall(r"python -m experiments\.estimate\b([^\n`]*)", page.read_text()) for page in pages]
+    return [flags.split("#")[0].split() for page in found for flags in page]
+
+
+def test_commands_of_the_pages_parse():
+    assert len(commands()) >= 8
+    for flags in commands():
+        estimate.compose(*flags)
+
+
+def test_the_snippet_of_the_page_runs(capsys):
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/estimates.md").read_text(), re.M | re.S)
+    exec(compile(snippet, "snippet", "exec"), {})
+    out = capsys.readouterr().out
+    assert "MiB" in out and "embed -> inner+fsdp; mlp -> tensor" in out
+
+
+def test_sizes_are_read_easily():
+    assert [size_text(n) for n in (3, 2048, 3 * 2**20, 1.5 * 2**30)] == ["3 B", "2.00 KiB", "3.00 MiB", "1.50 GiB"]
+
+
+def on_tpu(tmp_path, *flags):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "TPU_", "ALLOW_", "JAX_"))}
+    line = [sys.executable, "-m", "experiments.estimate", "hydra.run.dir=run", *flags]
+    env |= {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@needs_libtpu
+def test_a_slice_that_is_not_here(tmp_path):
+    flags = "topology=v5e:2x2 mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 model.embed_dim=256 model.head_dim=64"
+    done = on_tpu(tmp_path, *flags.split(), "data.seq_len=128", "data.batch_size=8", "model.dtype=bfloat16")
+    assert (done.returncode, done.stderr) == (0, "")  # nothing of libtpu's start-up
+    assert "fits: " in done.stdout and "of 15.75 GiB" in done.stdout
+    report = report_of(tmp_path)
+    assert report["compiled"] and report["roofline"]["step_s"] > 0 and report["notes"] == []
+    found = {(row["kind"], row["axes"]): row["count"] for row in report["crossings"]}
+    # Seven weights a layer, gathered for the forward and, kept, not again; the embedding and the head.
+    assert found["all-gather", "fsdp"] >= 2 * 7 + 2 and found["reduce-scatter", "fsdp"] >= 1
+    assert found["all-reduce", "tensor"] >= 2 * 4
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_slice_that_is_too_small(tmp_path):
+    done = on_tpu(tmp_path, "preset=llama_1b", "topology=v5e:1x1", "data.batch_size=4", "data.seq_len=2048",
+                  "train.accumulate=1")  # fmt: skip
+    assert done.returncode == 1 and "DOES NOT FIT" in done.stdout and "of 15.75 GiB" in done.stdout
+    assert report_of(tmp_path)["excess"] > 0
