@@ -24,7 +24,7 @@ PRNGKey = Key[Array, ""]
 """One typed key, from `jax.random.key`; raw `uint32` keys are refused by the type."""
 
 Scalar = float | jax.Array
-"""A number of a configuration: a float, or an array of them where it is swept."""
+"""A number of a configuration, as a rate or a discount: a float, or an array, traced or of many, where it is swept."""
 
 State = TypeVar("State")
 Info = dict[str, jax.Array]

@@ -56,7 +56,7 @@ def act(space: Space, y: Array, low: float = 0.0, high: float = 1.0) -> Array:
     if isinstance(space, Discrete):
         choice = jnp.argmax(y) if space.n > 2 else (y[0] > (low + high) / 2)
         return choice.astype(space.dtype)
-    assert isinstance(space, Box)  # `ends_of` refuses others
+    assert isinstance(space, Box)  # `io_sizes` refuses others
     share = (jnp.clip(y, low, high) - low) / (high - low)
     least, most = space.bounds()
     return jnp.add(least, share.reshape(space.shape) * (most - least)).astype(space.dtype)

@@ -37,7 +37,7 @@ from jaxpar.fields import AtLeast, Between, Finite, OneOf, check_fields, field
 from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.clock import refuse_empty, repeat_until
-from jaxpar.pomdp.model import Number, discount_of, legal_actions, num_actions
+from jaxpar.pomdp.model import discount_of, legal_actions, num_actions
 from jaxpar.pomdp.scenario_tree import COUNT, DEFAULT, LOWER, UPPER_BOUND, DespotInfo, ScenarioTree, WavePath
 from jaxpar.pomdp.scenarios import (
     HORIZON,
@@ -51,7 +51,7 @@ from jaxpar.pomdp.scenarios import (
 from jaxpar.pomdp.simulations import invalid_weights, samples_without_weight
 from jaxpar.pomdp.tree import EMPTY, DenseChildren, HashedChildren
 from jaxpar.pomdp.tree_search import children_of
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
 __all__ = ["Despot"]
 
@@ -339,7 +339,7 @@ class Despot:
 
     def evaluate(
         self, keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, depth: Array, live: Array,
-        discount: Number,
+        discount: Scalar,
     ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
         """What the default policy earns from states `[K, A]`, and an upper bound, by `scenario_bounds`."""
         return scenario_bounds(keys, self, env, params, states, depth, live, discount)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment, capabilities
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.pomdp.model import Number, is_usable, rollout_values
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.pomdp.model import is_usable, rollout_values
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
 __all__ = ["Evaluate", "HeuristicValues", "RolloutValues", "ZeroValues"]
 
@@ -27,7 +27,7 @@ class Evaluate(Protocol):
 
     def __call__(
         self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Number,
+        discount: Scalar,
     ) -> Array:  # fmt: skip
         """Values, float32 `[n]`; those of states that are not live are not used.
 
@@ -49,7 +49,7 @@ class HeuristicValues:
 
     def __call__(
         self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Number,
+        discount: Scalar,
     ) -> Array:  # fmt: skip
         """The guesses; draws nothing. `UsageError` where the environment has none."""
         heuristic = capabilities(env).heuristic
@@ -69,7 +69,7 @@ class RolloutValues:
 
     def __call__(
         self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Number,
+        discount: Scalar,
     ) -> Array:  # fmt: skip
         """The discounted returns; costs `length` steps of each state."""
         return rollout_values(key, env, params, states, discount, self.length, live)
@@ -81,7 +81,7 @@ class ZeroValues:
 
     def __call__(
         self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Number,
+        discount: Scalar,
     ) -> Array:  # fmt: skip
         """Zeros; draws nothing."""
         return jnp.zeros(live.shape)
@@ -94,7 +94,7 @@ def evaluation(leaf: str, rollout_depth: int) -> Evaluate:
 
 def leaf_values(
     key: PRNGKey, evaluate: Evaluate, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-    discount: Number,
+    discount: Scalar,
 ) -> tuple[Array, Array]:  # fmt: skip
     """What `evaluate` says of n states, float32 `[n]`, and which values were not finite or too large, bool `[n]`.
 

@@ -8,12 +8,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxpar.env import Discrete, Environment, PartiallyObserved, Transition, capabilities, own_discount, step
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
 __all__ = ["discount_of"]
-
-Number = Array | float
-"""A number that may be traced, such as a discount or a temperature that one sweeps."""
 
 LARGEST = 1e24
 """Size of rewards and leaf values above which they are not used: the sums of 2^31 smaller ones over any horizon, and
@@ -62,7 +59,7 @@ def num_observations(env: Environment, params: PyTree) -> int | None:
     return space.n if isinstance(space, Discrete) and not space.shape else None
 
 
-def discount_of(params: PyTree, discount: Number | None = None) -> Number:
+def discount_of(params: PyTree, discount: Scalar | None = None) -> Scalar:
     """`discount`, or else `params.discount`; `UsageError` outside (0, 1] where its value can be seen."""
     discount = own_discount(params) if discount is None else discount
     if discount is None:
@@ -111,7 +108,7 @@ def random_legal(draws: Array, mask: Array) -> Array:
 
 
 def rollout_values(
-    key: PRNGKey, env: Environment, params: PyTree, states: PyTree, discount: Number, length: int, live: Array
+    key: PRNGKey, env: Environment, params: PyTree, states: PyTree, discount: Scalar, length: int, live: Array
 ) -> Array:
     """Discounted returns of `length` steps from each state, float32 `[n]`; consumes `key`.
 

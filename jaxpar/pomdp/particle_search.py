@@ -21,7 +21,6 @@ from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.leaves import Evaluate, leaf_values
 from jaxpar.pomdp.model import (
-    Number,
     discount_of,
     is_usable,
     legal_actions,
@@ -42,7 +41,7 @@ from jaxpar.pomdp.simulations import (
 from jaxpar.pomdp.tree import EMPTY, Children, HashedChildren, Tree, add_counts, insert_edges, insert_nodes
 from jaxpar.pomdp.tree_search import BackUp, Decide, DepthOf, Select, children_of
 from jaxpar.pomdp.widening import Descent, NodeBeliefs, ParticleSearchState, no_descent, slot_of_visit
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["ExpandParticles", "ParticleTreeSearch"]
 
@@ -133,10 +132,10 @@ class ParticleTreeSearch:
     iterations: int
     max_depth: int
     num_particles: int
-    k_observations: Number
-    alpha_observations: Number
+    k_observations: Scalar
+    alpha_observations: Scalar
     keyed: bool | None
-    discount: Number | None
+    discount: Scalar | None
     max_nodes: int
     max_edges: int | None
     children: Children | None

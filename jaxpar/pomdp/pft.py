@@ -24,7 +24,7 @@ from jaxpar.pomdp import clock as clocks
 from jaxpar.pomdp import planner
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.leaves import LEAVES, evaluation
-from jaxpar.pomdp.model import Number, where_rows
+from jaxpar.pomdp.model import where_rows
 from jaxpar.pomdp.particle_search import ExpandParticles, ParticleTreeSearch
 from jaxpar.pomdp.planner import PlanInfo
 from jaxpar.pomdp.pomcp import BACKUPS, add_best, add_returns, best_mean, ranks, upper_confidence
@@ -40,7 +40,7 @@ from jaxpar.pomdp.widening import (
     is_first_at_node,
     open_slots,
 )
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["Pft"]
 
@@ -208,7 +208,7 @@ class Pft:
         opened = open_slots(visits + 1, self.k_actions, self.alpha_actions)
         return legal & (jnp.cumsum(legal, axis=1) <= opened[:, None])
 
-    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Number) -> Tree:
+    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
         """New values of the edges on the way, by the field `backup`."""
         return (add_best if self.backup == "best" else add_returns)(tree, path, depth, discount)
 

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment
 from jaxpar.pomdp.belief import Belief
-from jaxpar.pomdp.model import Number
 from jaxpar.pomdp.simulations import SearchState, State
 from jaxpar.pomdp.tree import EMPTY, Children
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["AnytimePlanner", "PlanInfo", "Planner", "Search", "SearchPlanner", "plan", "search"]
 
@@ -69,7 +68,7 @@ class Planner(Protocol):
     """Gives an action for a belief. The object is the configuration: frozen, hashable, without arrays."""
 
     @property
-    def discount(self) -> Number | None:
+    def discount(self) -> Scalar | None:
         """Of one step, in (0, 1]; None takes `params.discount`."""
         ...
 
@@ -126,7 +125,7 @@ class Search(Protocol[State]):
         ...
 
     @property
-    def discount(self) -> Number | None:
+    def discount(self) -> Scalar | None:
         """Of one step; None takes `params.discount`."""
         ...
 

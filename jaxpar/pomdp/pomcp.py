@@ -22,12 +22,11 @@ from jaxpar.pomdp import planner
 from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.leaves import LEAVES, evaluation
-from jaxpar.pomdp.model import Number
 from jaxpar.pomdp.planner import PlanInfo, report
 from jaxpar.pomdp.simulations import Path, SearchState, Simulations
 from jaxpar.pomdp.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree, back_up
 from jaxpar.pomdp.tree_search import Depth, TreeSearch
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["Pomcp", "virtual_choice"]
 
@@ -44,7 +43,7 @@ def ranks(ids: Array) -> Array:
     return jnp.zeros_like(place).at[order].set(place - first, unique_indices=True)
 
 
-def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, total: Array, scale: Number) -> Array:
+def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, total: Array, scale: Scalar) -> Array:
     """The action that UCB1 takes after `rank` virtual visits, int32 `[n]`.
 
     UCB1 visits in decreasing order of Q_a + scale sqrt(log total / (visits_a + j)), j = 0, 1, ...; the place in this
@@ -83,7 +82,7 @@ def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, tota
     return jnp.argmax((more > place[:, None]) & legal, axis=1).astype(jnp.int32)
 
 
-def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, exploration: Number) -> Array:
+def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, exploration: Scalar) -> Array:
     """The actions of UCB1 at `node` `[n]` after `rank` `[n]` virtual visits, among `legal` `[n, A]`; int32 `[n]`."""
     row = tree.edges.at[node].get(mode="clip")
     tried = row != EMPTY
@@ -96,7 +95,7 @@ def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, explora
     return virtual_choice(rank, values, visits, legal, total, exploration)
 
 
-def add_returns(tree: Tree, path: Path, depth: Array, discount: Number) -> Tree:
+def add_returns(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
     """Adds each simulation's return to the edges on its way, deepest level first."""
 
     def level(i: Array, carry: tuple[Tree, Array]) -> tuple[Tree, Array]:
@@ -113,7 +112,7 @@ def add_returns(tree: Tree, path: Path, depth: Array, discount: Number) -> Tree:
     return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
 
 
-def add_best(tree: Tree, path: Path, depth: Array, discount: Number) -> Tree:
+def add_best(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
     """Values of the edges on the way from the best actions below, deepest level first.
 
     `Q(b, a) = (sum of rewards + discount * sum_o N(bao) max_a' Q(bao, a')) / N(ba)`, over the actions that were tried;
@@ -212,7 +211,7 @@ class Pomcp:
         rank = jnp.where(simulations.live, ranks(jnp.where(simulations.live, simulations.node, EMPTY)), 0)
         return upper_confidence(tree, simulations.node, rank, legal, self.exploration)
 
-    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Number) -> Tree:
+    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
         """New values of the edges on the way, by the field `backup`."""
         return (add_best if self.backup == "best" else add_returns)(tree, path, depth, discount)
 

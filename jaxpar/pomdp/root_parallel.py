@@ -21,9 +21,9 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import constrain, mesh_axes, partition
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.clock import nothing_to_plan, refuse_empty, repeat_until
-from jaxpar.pomdp.model import Number, legal_actions
+from jaxpar.pomdp.model import legal_actions
 from jaxpar.pomdp.planner import PlanInfo, SearchPlanner, root_value
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
 __all__ = ["RootParallel", "merged"]
 
@@ -114,7 +114,7 @@ class RootParallel:
         return self.trees * self.planner.num_simulations
 
     @property
-    def discount(self) -> Number | None:
+    def discount(self) -> Scalar | None:
         """The planner's."""
         return self.planner.discount
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxpar.env import Environment, capabilities
 from jaxpar.pomdp.leaves import evaluation, leaf_values
 from jaxpar.pomdp.model import (
-    Number,
     Simulated,
     is_usable,
     legal_actions,
@@ -20,7 +19,7 @@ from jaxpar.pomdp.model import (
     simulate_keyed,
     where_rows,
 )
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
 if TYPE_CHECKING:
     from jaxpar.pomdp.despot import Despot
@@ -71,7 +70,7 @@ def default_actions(
 
 def scenario_bounds(
     keys: PRNGKey, planner: "Despot", env: Environment, params: PyTree, states: PyTree, depth: Array, live: Array,
-    discount: Number,
+    discount: Scalar,
 ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
     """What the default policy earns from `states` to the horizon, and an upper bound, both from discount^0.
 
@@ -123,7 +122,7 @@ def scenario_bounds(
 
 
 def _upper_values(
-    planner: "Despot", env: Environment, params: PyTree, states: PyTree, left: Array, discount: Number
+    planner: "Despot", env: Environment, params: PyTree, states: PyTree, left: Array, discount: Scalar
 ) -> Array:
     """Upper bounds of what states are worth with `left` steps to go, float32 `[K, A]`."""
     able, kind = capabilities(env), planner.upper

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxpar.env import Environment, capabilities, reset, step
 from jaxpar.mesh import mesh_axes, partition
 from jaxpar.pomdp.belief import BeliefUpdater
-from jaxpar.pomdp.model import Number, discount_of, is_traced
+from jaxpar.pomdp.model import discount_of, is_traced
 from jaxpar.pomdp.planner import Planner
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
 __all__ = [
     "DishonestValues",
@@ -110,7 +110,7 @@ class DishonestValues(UserWarning):
 
 def simulate(
     key: PRNGKey, env: Environment, params: PyTree, planner: Planner, updater: BeliefUpdater, num_steps: int, *,
-    discount: Number | None = None,
+    discount: Scalar | None = None,
 ) -> Episode:  # fmt: skip
     """One episode, planned at every step: a pure function, one `lax.scan`.
 
@@ -183,7 +183,7 @@ def simulate_many(
     num_episodes: int,
     *,
     batch: int | None = None,
-    discount: Number | None = None,
+    discount: Scalar | None = None,
 ) -> Episode:
     """`num_episodes` independent episodes: `simulate` under `vmap`, in turns of `batch` where memory asks for it.
 
@@ -241,7 +241,7 @@ def standard_error(values: Array) -> Array:
     return jnp.std(values, ddof=1) / jnp.sqrt(values.shape[0])
 
 
-def dishonesty(optimism: Number, error: Number, promised: Number) -> str:
+def dishonesty(optimism: Scalar, error: Scalar, promised: Scalar) -> str:
     """What to say where a planner's start values are far above what was earned; empty where they are not.
 
     Far is beyond 4 standard errors, and beyond a twentieth of what was promised, however many the episodes. A promise

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment
 from jaxpar.pomdp.belief import Belief
-from jaxpar.pomdp.model import Number, legal_actions, num_actions
+from jaxpar.pomdp.model import legal_actions, num_actions
 from jaxpar.pomdp.tree import EMPTY, Children, Tree, add_leaves, empty_tree
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["Path", "SearchState", "Simulations"]
 
@@ -136,7 +136,7 @@ def is_waiting(simulations: Simulations) -> Array:
 
 
 def record_leaves(
-    tree: Tree, path: Path, simulations: Simulations, leaves: tuple[Array, Array], discount: Number
+    tree: Tree, path: Path, simulations: Simulations, leaves: tuple[Array, Array], discount: Scalar
 ) -> tuple[Tree, Path]:
     """Adds the values of where the simulations stopped, and which of them were not finite, and ends the batch."""
     values, wrong = leaves

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.pomdp._loops import while_live
 from jaxpar.pomdp.adding import add_at
-from jaxpar.pomdp.model import Number
-from jaxpar.types import Array, PyTree, UsageError
+from jaxpar.types import Array, PyTree, Scalar, UsageError
 
 __all__ = ["EMPTY", "Children", "DenseChildren", "HashedChildren", "Tree"]
 
@@ -276,7 +275,7 @@ def add_counts(tree: Tree, steps: Array, overflow: Array, stranded: Array, inval
     )
 
 
-def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: Number) -> Tree:
+def add_leaves(tree: Tree, nodes: Array, edges: Array, values: Array, discount: Scalar) -> Tree:
     """Adds values of simulations that stopped at `nodes`, or, for want of room, below `edges` (`EMPTY`: not there).
 
     The latter count, discounted, as rewards of their edges, whose means stay those of all their visits.

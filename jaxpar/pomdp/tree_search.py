@@ -27,7 +27,6 @@ from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.leaves import Evaluate, leaf_values
 from jaxpar.pomdp.model import (
-    Number,
     discount_of,
     legal_actions,
     num_observations,
@@ -55,7 +54,7 @@ from jaxpar.pomdp.tree import (
     insert_edges,
     insert_nodes,
 )
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["BackUp", "Decide", "DepthOf", "Select", "TreeSearch", "expand"]
 
@@ -80,7 +79,7 @@ class Select(Protocol):
 class BackUp(Protocol):
     """Learns from a batch."""
 
-    def __call__(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Number) -> Tree:
+    def __call__(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
         """The tree with new values of the edges on the path, deepest level first.
 
         Args:
@@ -139,7 +138,7 @@ class TreeSearch:
     iterations: int
     max_depth: int
     expand_after: int
-    discount: Number | None
+    discount: Scalar | None
     max_nodes: int
     max_edges: int | None
     children: Children | None

@@ -34,25 +34,24 @@ from jaxpar.pomdp import planner
 from jaxpar.pomdp._loops import map_active
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.leaves import LEAVES, evaluation
-from jaxpar.pomdp.model import Number
 from jaxpar.pomdp.planner import PlanInfo, report
 from jaxpar.pomdp.simulations import Path, SearchState, Simulations
 from jaxpar.pomdp.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree, back_up, parents, representative
 from jaxpar.pomdp.tree_search import Depth, TreeSearch
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
 
 UNVISITED = ("leaf", "mask", "paper")
 
 
-def soft_value(psi: Array, tried: Array, eta: Number) -> Array:
+def soft_value(psi: Array, tried: Array, eta: Scalar) -> Array:
     """`[L Psi] = (1/eta) log sum exp(eta Psi)` over the tried actions of the last axis; -inf where there is none."""
     return jax.nn.logsumexp(jnp.where(tried, eta * psi, -jnp.inf), axis=-1) / eta
 
 
 def preference_step(
-    psi: Array, values: Array, tried: Array, eta: Number, first: Array, untried: Array, moves: Array | None = None
+    psi: Array, values: Array, tried: Array, eta: Scalar, first: Array, untried: Array, moves: Array | None = None
 ) -> tuple[Array, Array]:
     """One step of the iterated scheme at n beliefs: the new Psi `[n, A]` and the new [L Psi] `[n]`.
 
@@ -237,7 +236,7 @@ class Vopp:
         draws = jax.random.uniform(key, (count,))
         return jnp.where(simulations.node == 0, (jnp.asarray(golden, jnp.float32) + draws[0]) % 1.0, draws)
 
-    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Number) -> Tree:
+    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
         """Learns from one batch, deepest level first."""
         if self.sweep == "tree":
             return self._sweep(tree, children, tree.depth, discount)
@@ -251,7 +250,7 @@ class Vopp:
 
         return jax.lax.fori_loop(0, depth + 1, level, tree)
 
-    def _sweep(self, tree: Tree, children: Children, depth: Array, discount: Number) -> Tree:
+    def _sweep(self, tree: Tree, children: Children, depth: Array, discount: Scalar) -> Tree:
         """Moves every preference of the whole tree, level by level from the deepest."""
         above, owner = parents(tree, children)
         higher = jnp.where(above != EMPTY, owner.at[above].get(mode="clip"), EMPTY)
@@ -272,7 +271,7 @@ class Vopp:
         return jax.lax.fori_loop(0, depth + 1, back_up_level, tree)
 
     def _back_up_nodes(
-        self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Number, moves: Array | None
+        self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Scalar, moves: Array | None
     ) -> Tree:
         """New values of `edges`, new preferences at `nodes`, and what these are worth to the edges above, `parents`."""
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
@@ -376,7 +375,7 @@ def row_block(num_actions: int, count: int) -> int:
     return max(2**19 // num_actions, 1) if num_actions > 64 else count
 
 
-def _weights(psi: Array, among: Array, eta: Number) -> Array:
+def _weights(psi: Array, among: Array, eta: Scalar) -> Array:
     """exp(eta (Psi - max)) among some actions, else 0."""
     scaled = jnp.where(among, eta * psi, -jnp.inf)
     top = jnp.max(scaled, axis=-1, keepdims=True)

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment, PartiallyObserved, Transition, step
 from jaxpar.pomdp.belief import is_weight, systematic
-from jaxpar.pomdp.model import Number
 from jaxpar.pomdp.simulations import SearchState, Simulations
 from jaxpar.pomdp.tree import EMPTY
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["Descent", "NodeBeliefs", "ParticleSearchState"]
 
@@ -77,13 +76,13 @@ class Descent(NamedTuple):
     fresh: Array
 
 
-def open_slots(visits: Array, rate: Number, power: Number) -> Array:
+def open_slots(visits: Array, rate: Scalar, power: Scalar) -> Array:
     """m(t): how many slots are open after `visits`, int32; 1e-4 forgives the rounding of the power."""
     grown = jnp.floor(rate * jnp.maximum(visits - 1, 0).astype(jnp.float32) ** power + 1e-4) + 1
     return jnp.minimum(visits, grown.astype(jnp.int32))
 
 
-def slot_of_visit(draws: Array, visits: Array, rate: Number, power: Number) -> Array:
+def slot_of_visit(draws: Array, visits: Array, rate: Scalar, power: Scalar) -> Array:
     """The slot of the visit that follows `visits`: a new one if one opens, else uniformly by `draws` in [0, 1)."""
     before = open_slots(visits, rate, power)
     opens = open_slots(visits + 1, rate, power) > before

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import PyTree, Scalar, UsageError
 
 __all__ = ["Interval", "intervals", "langevin_step", "leapfrog", "leapfrog_step", "ode_step", "sde_step"]
 
@@ -91,7 +91,7 @@ def ode_step(field: Callable[[Array, PyTree, PyTree], PyTree]) -> Step:
     return step
 
 
-def sde_step(drift: Callable[[PyTree], PyTree], diffusion: Callable[[PyTree], PyTree], dt: float | Array) -> Step:
+def sde_step(drift: Callable[[PyTree], PyTree], diffusion: Callable[[PyTree], PyTree], dt: Scalar) -> Step:
     """Returns an Euler-Maruyama step of dh = drift(h) dt + diffusion(h) dW, with diagonal noise, in the sense of Ito.
 
     Args:
@@ -113,7 +113,7 @@ def sde_step(drift: Callable[[PyTree], PyTree], diffusion: Callable[[PyTree], Py
 
 
 def leapfrog(
-    force: Callable[[PyTree], PyTree], position: PyTree, momentum: PyTree, dt: float | Array, num_steps: int = 1
+    force: Callable[[PyTree], PyTree], position: PyTree, momentum: PyTree, dt: Scalar, num_steps: int = 1
 ) -> tuple[PyTree, PyTree]:
     """Returns position and momentum after `num_steps` of the symplectic leapfrog method, masses being one.
 
@@ -131,7 +131,7 @@ def leapfrog(
     return position, momentum
 
 
-def langevin_step(log_density: Callable[[PyTree], Array], dt: float | Array) -> Step:
+def langevin_step(log_density: Callable[[PyTree], Array], dt: Scalar) -> Step:
     """Returns an unadjusted Langevin step: h + dt grad log p(h) + sqrt(2 dt) noise; biased by O(dt), but smooth.
 
     Args:
@@ -144,7 +144,7 @@ def langevin_step(log_density: Callable[[PyTree], Array], dt: float | Array) -> 
     return sde_step(jax.grad(log_density), lambda h: jax.tree.map(lambda a: jnp.full_like(a, jnp.sqrt(2.0)), h), dt)
 
 
-def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: float | Array, num_steps: int = 1) -> Step:
+def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: Scalar, num_steps: int = 1) -> Step:
     """Returns a step of Hamiltonian Monte Carlo; with one leapfrog step it is the Metropolis-adjusted Langevin method.
 
     Accepting is a jump: the chain is a discontinuous function of its states, and the Jacobian is that of the branch
@@ -175,6 +175,6 @@ def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: float |
     return step
 
 
-def _moved(h: PyTree, dt: float | Array, rate: PyTree) -> PyTree:
+def _moved(h: PyTree, dt: Scalar, rate: PyTree) -> PyTree:
     """Returns h + dt rate, in the types of h."""
     return jax.tree.map(lambda a, b: (a + dt * b).astype(jnp.result_type(a)), h, rate)

@@ -223,6 +223,30 @@ def test_an_exchanged_selection_has_a_key_of_its_own_in_each_batch(name):
     assert (np.asarray(info.visits) % ROWS[name].iterations).any()
 
 
+@dataclasses.dataclass(frozen=True)
+class Endless(Lesson):
+    """The lesson without an end; with `partial`, only action 0 is legal."""
+
+    def terminal(self, state, params):
+        return jnp.zeros((), bool)
+
+    def action_mask(self, state, params):
+        return jnp.stack([jnp.ones((), bool), ~jnp.asarray(params.partial)])
+
+
+@pytest.mark.parametrize("of", [Pomcp, functools.partial(Pft, num_particles=4)], ids=["pomcp", "pft"])
+def test_each_level_has_keys_of_its_own(of):
+    """One simulation a batch: were a batch's key the same at all levels, it would do and see there what it did above.
+
+    So each level would have 4 nodes, of two hidden bits and two actions, or two noises; there are 4, then 8, then 16.
+    """
+    search = dataclasses.replace(of(1, 80, max_depth=3, leaf="zero").tree_search(), select=at_random)
+    known = ParticleBelief(32).init(jax.random.key(0), LESSON, LessonParams())
+    plan = jit(lambda params: search.plan(jax.random.key(1), Endless(), params, known)[1].nodes)
+    for what, params in {"select": LessonParams(), "step": LessonParams(partial=True, noise=2)}.items():
+        assert int(plan(params)) > 1 + 3 * 4, what
+
+
 def test_leaf_values_of_what_has_ended_or_cannot_be_added_are_0():
     def odd(key, env, params, states, actions, live, discount):
         return jnp.asarray([4.0, 4.0, jnp.nan, 1e30, jnp.nan])

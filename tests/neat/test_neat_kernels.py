@@ -102,6 +102,15 @@ def test_only_what_counts_is_looked_at():
     assert float(scalarize(lambda x: f(x)[:1], jnp.float32(1))(jnp.float32(1))[0]) == 2
 
 
+def test_as_many_numbers_as_256_may_be_made_on_the_way():
+    def product(x):
+        return [jnp.outer(x, x)[-1, -1]]
+
+    assert float(scalarize(product, jnp.zeros(16))(*jnp.arange(16.0))[0]) == 15 * 15
+    with pytest.raises(NotScalar, match="makes more than 256"):
+        scalarize(product, jnp.zeros(17))
+
+
 def test_the_ways_of_a_gpu_give_the_same(monkeypatch):
     """Reductions, searches and looks at loops are done otherwise where JAX's first platform is a GPU."""
     config = NeatConfig(3, 2, 40, 40, 90, 5, "fast", kind="recurrent")
