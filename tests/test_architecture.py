@@ -24,6 +24,7 @@ ORDER = [
     {"optim"},
     {"nn"},
     {"parallel"},
+    {"decode"},
 ]
 ALLOWED = {part: set().union(*ORDER[:place]) for place, entry in enumerate(ORDER) for part in entry}
 ALLOWED["env"] = {"types", "fields"}
@@ -35,6 +36,7 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Names that several rooms define, and why none is mistaken for the other. Everything else has a name of its own.
 SHARED_NAMES = {
+    "Tree": "nodes and their parents: what a planner searches, and what one pass of decoding verifies",
     "Problem": "a task to evolve networks for, and a recurrence to solve for: the word of either field",
     "apply": "flax's word for a model's outputs from its parameters",
     "init": "what makes parameters or a state from a key",
