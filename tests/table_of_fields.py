@@ -22,11 +22,11 @@ from experiments import digits, env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
+from jaxpar.decode import Sampling
 from jaxpar.env.picture import Animation
 from jaxpar.lm import LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
-from jaxpar.lm.sample import Sampling
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import NeatConfig
@@ -112,9 +112,12 @@ TABLE = {
     Trainer: {"num_steps accumulate max_skipped": COUNT},
     Sampling: {
         "max_new_tokens": COUNT,
-        "temperature": FRACTION_FROM_0,
+        "temperature": ((-1e-9, 1e-31), (0.0, 1e-30)),
         "top_k": LEAST_0,
         "top_p": OVER_0,
+        "min_p": SHARE,
+        "repetition_penalty": POSITIVE,
+        "presence_penalty frequency_penalty": SIGNED,
         "stop_token": LEAST_MINUS_1,
     },
     DataConfig: {"seq_len batch_size": COUNT},

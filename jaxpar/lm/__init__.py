@@ -12,13 +12,14 @@
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
 """
 
+from jaxpar.decode import Sampling
 from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
-from jaxpar.lm.sample import Sampling, generate
+from jaxpar.lm.sample import generate
 from jaxpar.lm.train import Trainer, TrainState
 from jaxpar.optim import OptimizerConfig
 

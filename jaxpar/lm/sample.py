@@ -1,44 +1,21 @@
 """Sampling with a key-value cache or a recurrent state: prefill once, then the whole loop in one `while_loop`."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.fields import AtLeast, Between, check_fields, field
+from jaxpar.decode import Sampling, process
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, logits
 from jaxpar.nn.mixer import DECODING
 from jaxpar.nn.stack import StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["Sampling", "cache_axes", "empty_cache", "extend", "generate", "prefill"]
+__all__ = ["cache_axes", "empty_cache", "extend", "generate", "prefill"]
 
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Attributes:
-      max_new_tokens: Most tokens to add.
-      temperature: Logits are divided by it; 0 takes the likeliest token.
-      top_k: Only the k likeliest tokens may be drawn; 0 means all.
-      top_p: Only the smallest set of likeliest tokens whose probability reaches p may be drawn.
-      stop_token: A row ends when it draws this token; -1 is none. A Hugging Face folder's own ends are `generate`'s
-        `stop_tokens`.
-    """
-
-    max_new_tokens: int = field(100, AtLeast(1))
-    temperature: float = field(1.0, AtLeast(0))
-    top_k: int = field(0, AtLeast(0))
-    top_p: float = field(1.0, Between(0, 1, "(]"))
-    stop_token: int = field(-1, AtLeast(-1))
-
-    def __post_init__(self):
-        """Refuses impossible numbers."""
-        check_fields(self, "sampling.")
+PLAIN = Sampling()
 
 
 def empty_cache(config: LMConfig, batch: int, length: int) -> StackCache:
@@ -116,7 +93,7 @@ def generate(
     params: PyTree,
     prompt: Int[Array, "B T"],
     config: LMConfig,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = PLAIN,
     *,
     prompt_lengths: Int[Array, " B"] | None = None,
     stop_tokens: Sequence[int] = (),
@@ -140,7 +117,8 @@ def generate(
       stop token counted in.
 
     Raises:
-      UsageError: If learned positions are too few for prompt and new tokens together.
+      UsageError: If learned positions are too few for prompt and new tokens together; if `sampling` has penalties,
+        for which nothing is counted here.
     """
     batch, start = prompt.shape
     total = start + sampling.max_new_tokens
@@ -175,19 +153,9 @@ def generate(
 
 def _draw(key: PRNGKey, logits: Float[Array, "B V"], places: Int[Array, " B"], sampling: Sampling) -> jax.Array:
     """Draws one token a row."""
+    logits = process(logits, sampling)
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
-    if sampling.top_k and sampling.top_k < logits.shape[-1]:
-        floor = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < floor, -jnp.inf, logits)
-    if sampling.top_p < 1:
-        ranked = jnp.sort(logits, axis=-1, descending=True)
-        mass = jnp.cumsum(jax.nn.softmax(ranked), axis=-1)
-        # The first token whose cumulative mass reaches p is the last that may be drawn; rounding may never reach p.
-        last = jnp.minimum((mass < sampling.top_p).sum(-1), mass.shape[-1] - 1)
-        floor = jnp.take_along_axis(ranked, last[:, None], axis=-1)
-        logits = jnp.where(logits < floor, -jnp.inf, logits)
 
     def one(row, place, logits):
         return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, place), row), logits)
