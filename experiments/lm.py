@@ -276,10 +276,8 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
     batch = np.broadcast_to(ids, (rows, len(ids)))
     draw = jax.jit(generate, static_argnums=(3, 4))
     key = jax.random.key(config.seed)
-    tokens, lengths = draw(
-        key, params, jnp.asarray(batch), config.model, config.sampling, stop_tokens=tokenizer.eos_ids
-    )
-    text = np.asarray(tokens)[0, : int(lengths[0])]
+    drawn = draw(key, params, jnp.asarray(batch), config.model, config.sampling, stop_tokens=tokenizer.eos_ids)
+    text = np.asarray(drawn.tokens)[0, : int(drawn.lengths[0])]
     return tokenizer.decode(text[added : -1 if text[-1] in tokenizer.eos_ids else None])
 
 

@@ -38,6 +38,7 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 SHARED_NAMES = {
     "Tree": "nodes and their parents: what a planner searches, and what one pass of decoding verifies",
     "Problem": "a task to evolve networks for, and a recurrence to solve for: the word of either field",
+    "generate": "the continuation of prompts: with any model, and with a language model of this library",
     "apply": "flax's word for a model's outputs from its parameters",
     "init": "what makes parameters or a state from a key",
 }
@@ -49,7 +50,7 @@ SHARED_FILES = {
     "convert": "values into another form: those of other suites, and arrays between placements",
     "exchange": "other people's files",
     "kernels": "kernels of the room's own",
-    "model": "what a language model computes, and what a planner asks of a model",
+    "model": "what a language model computes, and what a planner and decoding ask of a model",
     "network": "networks and their parameters",
     "picture": "pictures",
     "policies": "what acts on observations, and on beliefs",

@@ -11,6 +11,7 @@ ROOMS = [
     "jaxpar.nn.mixer",
     "jaxpar.nn.auxiliary",
     "jaxpar.nn.schedule",
+    "jaxpar.decode.draft",
     "jaxpar.env.capabilities",
     "jaxpar.rollout.policies",
     "jaxpar.rl.learner",

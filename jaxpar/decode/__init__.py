@@ -1,15 +1,24 @@
-"""Generation with any model: it is a function here, and this room knows none.
+"""Generation with any model: it is a few functions here (`model`), and this room knows none.
 
 | file | in -> out shapes | called by |
 |---|---|---|
-| `process` | logits [..., V], counts, bias, mask -> logits of what may be drawn [..., V] | `lm.generate`, users |
-| `penalties` | tokens [B, S] -> counts [B, V]; logits, counts [..., V] -> logits [..., V] | `process`, users |
-| `noise` | key, seeds, positions, lineage [...] -> noise [..., V]; one key a token [...] | `accept`, users |
-| `trees` | parents -> masks [T, T]; rates [depth, rank] -> tree; probabilities [B, k] -> counts [B] | `accept`, users |
-| `accept` | scores [B, T, V], tokens [B, T], tree -> new tokens [B, T], count [B], path [B, T] | users |
+| `model` | what is asked of a model: params, tokens [B, T], cache -> logits [B, T, V], cache | `reader` |
+| `noise` | key, seeds, positions, lineage [...] -> noise [..., V]; one key a token [...] | `accept`, `generate` |
+| `penalties` | tokens [B, S] -> counts [B, V]; logits [..., V], counts -> logits | `process`, `generate` |
+| `process` | logits [..., V] -> those of the law that a token is drawn from | `generate` |
+| `trees` | parents -> masks [T, T]; rates [D, C] -> tree; probabilities [B, k] -> counts [B] | `accept`, `draft` |
+| `accept` | scores [B, T, V], tokens [B, T], tree -> new tokens [B, T], count [B], path [B, T] | `generate` |
+| `forest` | N blocks of b slots [B, N, b], M segments [B, M], what R readers see [B, R, M] | `blocks`, `reader` |
+| `blocks` | q, k, v of T tokens of B R readers, [B, G, N, b, K] -> (max, sum, values), blocks | `reader` |
+| `reader` | prompts [B, T] -> a reading; tokens [B R, T], a reading -> logits, a reading | `draft`, `generate` |
+| `draft` | text [B, S] -> guesses [B, T-1] | `generate` |
+| `generate` | prompts [B, T] -> texts [B, S] | pillars |
 """
 
 from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, expected_length, rejection, verdict
+from jaxpar.decode.draft import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Proposal
+from jaxpar.decode.generate import Generated, generate
+from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel, token_keys
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.process import Sampling, is_stuck, process, token_log_probs
@@ -17,8 +26,17 @@ from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_token
 
 __all__ = [
     "Accepted",
+    "CopyDraft",
     "Counts",
+    "Draft",
     "Drawn",
+    "Generated",
+    "JacobiDraft",
+    "LookaheadDraft",
+    "TokenModel",
+    "ModelDraft",
+    "NoDraft",
+    "Proposal",
     "Sampling",
     "Tree",
     "Verdict",
@@ -30,6 +48,7 @@ __all__ = [
     "coupled",
     "expected_length",
     "expected_tokens",
+    "generate",
     "gumbel",
     "is_stuck",
     "process",

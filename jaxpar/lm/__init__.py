@@ -19,11 +19,12 @@ from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
-from jaxpar.lm.sample import generate
+from jaxpar.lm.sample import Decoder, generate
 from jaxpar.lm.train import Trainer, TrainState
 from jaxpar.optim import OptimizerConfig
 
 __all__ = [
+    "Decoder",
     "LMConfig",
     "OptimizerConfig",
     "Sampling",

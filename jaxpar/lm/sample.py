@@ -1,21 +1,20 @@
-"""Sampling with a key-value cache or a recurrent state: prefill once, then the whole loop in one `while_loop`."""
+"""A language model as decoding sees it, and its continuation of prompts."""
 
+import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.decode import Sampling, process
+from jaxpar import decode
+from jaxpar.decode import Draft, Generated, NoDraft, Sampling
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, logits
 from jaxpar.nn.mixer import DECODING
 from jaxpar.nn.stack import StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["cache_axes", "empty_cache", "extend", "generate", "prefill"]
-
-PLAIN = Sampling()
+__all__ = ["Decoder", "cache_axes", "empty_cache", "extend", "generate", "prefill"]
 
 
 def empty_cache(config: LMConfig, batch: int, length: int) -> StackCache:
@@ -34,6 +33,9 @@ def extend(
     cache: StackCache,
     config: LMConfig,
     valid: Int[Array, " B"] | None = None,
+    *,
+    positions: Int[Array, "B T"] | None = None,
+    visible: Bool[Array, "B T T"] | None = None,
 ) -> tuple[Float[Array, "B T V"], StackCache]:
     """Runs T more tokens of each row through the model.
 
@@ -43,20 +45,24 @@ def extend(
       cache: From `empty_cache` or an earlier call, which should be donated: it is then written in place.
       config: The model; static.
       valid: How many tokens of each row count, where rows are padded; by default all.
+      positions: Of the tokens; by default on from what the cache has seen.
+      visible: Which of the T tokens each sees; by default itself and those before.
 
     Returns:
       Logits in float32 at least, and the cache after the tokens that count.
     """
     stack = config.stack()
-    params, positions = stack.hold(params), cache.seen[:, None] + jnp.arange(tokens.shape[1])[None]
+    params = stack.hold(params)
+    if positions is None:
+        positions = cache.seen[:, None] + jnp.arange(tokens.shape[1])[None]
     x = embed(params, tokens, positions, config, DECODING.inside)
-    x, after, _ = stack.apply(params, x, positions=positions, valid=valid, cache=cache)
+    x, after, _ = stack.apply(params, x, positions=positions, valid=valid, visible=visible, cache=cache)
     assert after is not None  # a cache in, a cache out
     return logits(params, x), after
 
 
 def prefill(
-    params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], config: LMConfig, slots: int
+    params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], config: LMConfig, cache: StackCache | int
 ) -> tuple[Float[Array, "B V"], StackCache]:
     """Runs whole prompts through the model, at the price of a forward pass of training.
 
@@ -68,7 +74,7 @@ def prefill(
       tokens: Prompts, left-aligned.
       lengths: Tokens of each row that count, at least 1.
       config: The model; static.
-      slots: S, slots of the cache, at least T; static.
+      cache: An empty one, or the number of slots of one that is made, at least T; static.
 
     Returns:
       Logits after each row's last token, in float32 at least, and the cache: what `extend` goes on from.
@@ -77,15 +83,65 @@ def prefill(
       UsageError: If T is over the slots, or over learned positions.
     """
     batch, length = tokens.shape
-    most = min(slots, config.max_seq_len) if config.positions == "learned" else slots
-    if length > most:
-        raise UsageError(f"prompts of {length} tokens are over the {most} that the cache and learned positions have.")
+    limits = [cache] if isinstance(cache, int) else []
+    limits += [config.max_seq_len] if config.positions == "learned" else []
+    if limits and length > min(limits):
+        raise UsageError(
+            f"prompts of {length} tokens are over the {min(limits)} that the cache and learned positions have."
+        )
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    x, empty = embed(params, tokens, positions, config, DECODING.inside), empty_cache(config, batch, slots)
-    x, cache, _ = config.stack().apply(params, x, positions=positions, valid=lengths, cache=empty, fresh=True)
-    assert cache is not None  # a cache in, a cache out
+    x = embed(params, tokens, positions, config, DECODING.inside)
+    empty = empty_cache(config, batch, cache) if isinstance(cache, int) else cache
+    x, after, _ = config.stack().apply(params, x, positions=positions, valid=lengths, cache=empty, fresh=True)
+    assert after is not None  # a cache in, a cache out
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return logits(params, last)[:, 0], cache
+    return logits(params, last)[:, 0], after
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A language model as `jaxpar.decode` asks for it: a `jaxpar.decode.TokenModel`.
+
+    Attributes:
+      config: The model.
+    """
+
+    config: LMConfig
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many learned positions there are; any number of rotary ones or slopes."""
+        return self.config.max_seq_len if self.config.positions == "learned" else None
+
+    def held(self, params: PyTree) -> PyTree:
+        """Returns the parameters with each layer's apart."""
+        return self.config.stack().unstacked(params)
+
+    def init_cache(self, rows: int, slots: int) -> StackCache:
+        """Returns an empty cache."""
+        return empty_cache(self.config, rows, slots)
+
+    def prefill(self, params: PyTree, tokens: Array, lengths: Array, cache: StackCache):
+        """Reads prompts."""
+        return prefill(params, tokens, lengths, self.config, cache)
+
+    def extend(
+        self,
+        params: PyTree,
+        tokens: Array,
+        cache: StackCache,
+        *,
+        positions: Array,
+        visible: Array | None = None,
+        valid: Array | None = None,
+    ) -> tuple[Array, StackCache]:
+        """Reads more tokens."""
+        return extend(params, tokens, cache, self.config, valid, positions=positions, visible=visible)
 
 
 def generate(
@@ -93,71 +149,21 @@ def generate(
     params: PyTree,
     prompt: Int[Array, "B T"],
     config: LMConfig,
-    sampling: Sampling = PLAIN,
+    sampling: Sampling = Sampling(),
     *,
     prompt_lengths: Int[Array, " B"] | None = None,
+    seeds: Int[Array, " B"] | None = None,
+    num_samples: int = 1,
+    draft: Draft = NoDraft(),
+    draft_params: PyTree = None,
+    rule: str = "coupled",
     stop_tokens: Sequence[int] = (),
-) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
-    """Continues each prompt; pure, so jit it with `config` and `sampling` static.
+) -> Generated:
+    """Continues each prompt: `jaxpar.decode.generate` of a language model, whose arguments these are.
 
-    Row b's token at position t is drawn with `fold_in(fold_in(key, t), b)`: what a row draws depends on no other row's
-    length. The prompts are read by `prefill`; every step after it reads all weights once and the cache once.
-
-    Args:
-      key: Consumed.
-      params: As from `jaxpar.lm.init`.
-      prompt: Symbols, left-aligned; what lies beyond a row's length is ignored.
-      config: The model.
-      sampling: How tokens are drawn.
-      prompt_lengths: At least 1 each; by default T.
-      stop_tokens: Tokens that end a row as `sampling.stop_token` does, such as the `ends` of a tokenizer.
-
-    Returns:
-      Tokens [B, T + max_new_tokens] (prompt, then what was drawn, then zeros) and the length of each row, the
-      stop token counted in.
-
-    Raises:
-      UsageError: If learned positions are too few for prompt and new tokens together; if `sampling` has penalties,
-        for which nothing is counted here.
+    Pure, so jit it with `config`, `sampling`, `num_samples`, `draft` and `rule` static. Consumes `key`.
     """
-    batch, start = prompt.shape
-    total = start + sampling.max_new_tokens
-    if config.positions == "learned" and total > config.max_seq_len:
-        raise UsageError(
-            f"{start} prompt and {sampling.max_new_tokens} new tokens are over model.max_seq_len={config.max_seq_len}."
-        )
-    lengths = jnp.full((batch,), start) if prompt_lengths is None else jnp.asarray(prompt_lengths)
-    rows, stops = jnp.arange(batch), jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32)
-    after, cache = prefill(params, prompt, lengths, config, total)
-    params = config.stack().unstacked(params)  # once, or each step would
-    tokens = jnp.where(jnp.arange(total)[None, :] < lengths[:, None], jnp.pad(prompt, ((0, 0), (0, total - start))), 0)
-
-    def draw(tokens, lengths, ended, logits):
-        new = _draw(key, logits, lengths, sampling)
-        tokens = tokens.at[rows, lengths].set(jnp.where(ended, tokens[rows, lengths], new), mode="drop")
-        return tokens, jnp.where(ended, lengths, lengths + 1), ended | jnp.isin(new, stops), new
-
-    def go_on(carry):
-        return (carry[0] < sampling.max_new_tokens) & ~carry[3].all()
-
-    def step(carry):
-        count, tokens, lengths, ended, new, cache = carry
-        after, cache = extend(params, new[:, None], cache, config)
-        return (count + 1, *draw(tokens, lengths, ended, after[:, 0]), cache)
-
-    never = jnp.zeros((batch,), bool)
-    first = draw(tokens, lengths, never, after)
-    _, tokens, lengths, _, _, _ = jax.lax.while_loop(go_on, step, (jnp.int32(1), *first, cache))
-    return tokens, lengths
-
-
-def _draw(key: PRNGKey, logits: Float[Array, "B V"], places: Int[Array, " B"], sampling: Sampling) -> jax.Array:
-    """Draws one token a row."""
-    logits = process(logits, sampling)
-    if sampling.temperature == 0:
-        return logits.argmax(-1).astype(jnp.int32)
-
-    def one(row, place, logits):
-        return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, place), row), logits)
-
-    return jax.vmap(one)(jnp.arange(logits.shape[0]), places, logits).astype(jnp.int32)
+    return decode.generate(
+        key, params, prompt, Decoder(config), sampling, prompt_lengths=prompt_lengths, seeds=seeds,
+        num_samples=num_samples, draft=draft, draft_params=draft_params, rule=rule, stop_tokens=stop_tokens,
+    )  # fmt: skip

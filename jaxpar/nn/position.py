@@ -57,8 +57,8 @@ class Rope:
     def rotate(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
         """Rotates the pair (x[i], x[i + K/2]) by positions * frequency[i] radians, the pairing of Llama's weights."""
         wide, freq = wide_dtype(x), self.frequencies(x.shape[-1])
-        angle = positions[:, :, None, None].astype(jnp.float32) * freq[None, None, None, :]
-        cos, sin = jnp.cos(angle).astype(wide), jnp.sin(angle).astype(wide)
+        angle = positions[:, :, None, None].astype(wide) * freq[None, None, None, :].astype(wide)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
         a, b = jnp.split(x.astype(wide), 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 

@@ -187,7 +187,7 @@ class Stack:
         x = gather(self.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
         if cache is None:
             return x, None, aux
-        return x, self._split(_moved_on(cache, layers, context)), aux
+        return x, _moved_on(cache, layers, context), aux
 
     def context(
         self,

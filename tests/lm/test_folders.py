@@ -14,6 +14,7 @@ from fast import jit, noisy_params
 from safetensors.numpy import load_file, save_file
 from tokenizers import models, processors
 
+from jaxpar.decode import Generated
 from jaxpar.lm import LMConfig, Sampling, config_from_hf, from_hf, generate, to_hf
 from jaxpar.lm.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -305,10 +306,10 @@ def test_rows_end_at_any_of_the_stop_tokens():
     config = CONFIGS["llama"]
     params, prompt = noisy_params(config), np.tile(np.arange(3), (2, 1))
     run = jit(generate, static_argnums=(3, 4))
-    free, _ = run(jax.random.key(0), params, prompt, config, Sampling(12))
+    free, *_ = run(jax.random.key(0), params, prompt, config, Sampling(12))
     stops = {int(free[0, 5]), int(free[1, 7])}
     first = [next(t for t in range(3, 15) if int(row[t]) in stops) for row in free]
-    tokens, lengths = run(jax.random.key(0), params, prompt, config, Sampling(12), stop_tokens=tuple(stops))
+    tokens, lengths, *_ = run(jax.random.key(0), params, prompt, config, Sampling(12), stop_tokens=tuple(stops))
     assert lengths.tolist() == [t + 1 for t in first]
     for row, end in enumerate(lengths):
         np.testing.assert_array_equal(tokens[row, :end], free[row, :end])
@@ -323,7 +324,7 @@ def test_the_command_begins_and_ends_as_the_folder_says(folder, monkeypatch, cap
     def record(key, params, prompt, model, sampling, stop_tokens):
         asked.append((np.asarray(prompt)[0].tolist(), tuple(map(int, stop_tokens))))
         row = jnp.concatenate([prompt[0], jnp.array([7, 3, 0])])
-        return row[None], jnp.array([len(prompt[0]) + 2])
+        return Generated(row[None], jnp.array([len(prompt[0]) + 2]), None, None)
 
     monkeypatch.setattr(lm, "generate", record)
     monkeypatch.setattr(jax, "jit", lambda function, **_: function)

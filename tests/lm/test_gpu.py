@@ -73,7 +73,7 @@ def test_generate_equals_teacher_forcing():
     params = init(jax.random.key(0), model)
     prompt = jax.random.randint(jax.random.key(1), (2, 7), 0, 512)
     with jax.default_matmul_precision("highest"):
-        tokens, _ = generate(jax.random.key(2), params, prompt, model, Sampling(8, temperature=0.0))
+        tokens, *_ = generate(jax.random.key(2), params, prompt, model, Sampling(8, temperature=0.0))
         logits = apply(params, tokens, model)
     np.testing.assert_array_equal(tokens[:, 7:], logits[:, 6:-1].argmax(-1))
 

@@ -81,7 +81,7 @@ def test_generation_equals_asking_the_whole_model(name):
     config, params, lengths = MODELS[name], noisy_params(MODELS[name]), np.array([4, 1, 3])
     draw = jit(generate, static_argnums=(3, 4))
     prompt = tokens(3, PROMPT)
-    out, _ = draw(jax.random.key(0), params, prompt, config, Sampling(NEW, temperature=0), prompt_lengths=lengths)
+    out, *_ = draw(jax.random.key(0), params, prompt, config, Sampling(NEW, temperature=0), prompt_lengths=lengths)
     want = np.zeros((3, PROMPT + NEW), int)
     for row, length in enumerate(lengths):
         line = list(prompt[row, :length])

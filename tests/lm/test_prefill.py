@@ -67,7 +67,7 @@ def test_a_prompt_longer_than_a_block_goes_on_as_the_whole_model_would():
     params = noisy_params(config)
     prompt = np.random.default_rng(1).integers(0, 512, (2, length))
     sampling = Sampling(new, temperature=0.0)
-    tokens, _ = jit(generate, static_argnums=(3, 4))(
+    tokens, *_ = jit(generate, static_argnums=(3, 4))(
         jax.random.key(0), params, prompt, config, sampling, prompt_lengths=np.array([length, length - 30])
     )
     want = np.asarray(jit(apply, static_argnums=2)(params, tokens, config)).argmax(-1)

@@ -5,14 +5,14 @@
 | `visibility` | places [B, T], [B, S] -> seen [B, T, S] | `kernels`, `mixer` |
 | `state` | q [B, T, H, K], k, v [B, S, G, K] -> (max, sum, values); merged; [B, T, H, K] | `kernels`, `mixer` |
 | `kernels` | the same of tokens to each other, by cuDNN, splash or XLA, on any mesh | `mixer` |
-| `cache` | k, v [B, T, G, K] -> slots [B, G, S, K] and back | `mixer` |
+| `cache` | q, k, v of T more tokens, what is kept of those before -> (max, sum, values), what is kept | `mixer` |
 | `mixer` | params, x [B, T, D], cache -> y [B, T, D], cache | `stack` |
 """
 
-from jaxpar.nn.attention.cache import Cache, LinearCache
+from jaxpar.nn.attention.cache import Cache, LinearCache, PositionRule
 from jaxpar.nn.attention.kernels import attention
 from jaxpar.nn.attention.mixer import Attention
 from jaxpar.nn.attention.state import attend, finish, merge
 from jaxpar.nn.attention.visibility import Visible
 
-__all__ = ["Attention", "Cache", "LinearCache", "Visible", "attend", "attention", "finish", "merge"]
+__all__ = ["Attention", "Cache", "LinearCache", "PositionRule", "Visible", "attend", "attention", "finish", "merge"]

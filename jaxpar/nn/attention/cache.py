@@ -1,6 +1,6 @@
-"""Keys and values of what came before: a cache is an object, and its slots are not positions."""
+"""Keys and values of what came before: a cache is an object that is attended to, and its slots are not positions."""
 
-from typing import Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import flax.struct
 import jax.numpy as jnp
@@ -8,41 +8,58 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain
+from jaxpar.nn.attention.kernels import in_blocks
+from jaxpar.nn.attention.state import merge
+from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.mixer import Context
+from jaxpar.nn.position import Alibi, Rope
+from jaxpar.scan.monoid import LogSumExp
 
-__all__ = ["CACHE_AXES", "Cache", "LinearCache"]
+__all__ = ["CACHE_AXES", "Cache", "LinearCache", "PositionRule"]
 
 CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")
+
+
+class PositionRule(NamedTuple):
+    """What attention does with places: who sees whom, and how a score depends on where the two are.
+
+    Attributes:
+      visible: Who sees whom.
+      positions: Rotary ones, slopes over the distance, or None.
+    """
+
+    visible: Visible = Visible()
+    positions: Rope | Alibi | None = None
+
+    def rotate(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
+        """Rotates queries or keys to their positions, where positions are rotary."""
+        return self.positions.rotate(x, positions) if isinstance(self.positions, Rope) else x
+
+    def slopes(self, num_heads: int) -> Float[Array, " H"] | None:
+        """Returns what a score falls by for each step of distance, where positions are slopes."""
+        return self.positions.slopes(num_heads) if isinstance(self.positions, Alibi) else None
 
 
 class Cache(Protocol):
     """The keys and values that one layer keeps; a pytree, carried by the loop that decodes and written in place.
 
-    Tokens are counted by the place at which the cache was given them: 0, 1, 2, ... in each row.
+    Queries and keys come as they left their products: each cache rotates them, since it knows in which coordinates its
+    keys lie.
     """
 
-    @property
-    def room(self) -> int:
-        """How many tokens it holds."""
+    def fill(self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], context: Context) -> Self:
+        """Returns the empty cache with a prompt's tokens, their keys rotated; what of them does not count is unseen."""
         ...
 
-    def write(
+    def attend(
         self,
+        q: Float[Array, "B T H K"],
         k: Float[Array, "B T G K"],
         v: Float[Array, "B T G K"],
-        seen: Int[Array, " B"],
-        valid: Int[Array, " B"] | None = None,
-    ) -> Self:
-        """Returns the cache with the first `valid` of T more tokens, the first of which is at place `seen`."""
-        ...
-
-    def fill(self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]) -> Self:
-        """Returns an empty cache with T <= room tokens from place 0 on; what of them does not count is never seen."""
-        ...
-
-    def read(
-        self, seen: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"], Int[Array, "B S"]]:
-        """Returns keys, values and the place of each once `seen` tokens were given, negative where there is none."""
+        rule: PositionRule,
+        context: Context,
+    ) -> tuple[LogSumExp, Self]:
+        """Returns the sums of T more tokens' queries over what is kept and these tokens, and the cache with them."""
         ...
 
 
@@ -86,8 +103,31 @@ class LinearCache:
         kept = (place < count[:, None]) & (place >= count[:, None] - self.room)
         return jnp.where(kept, (seen[:, None] + place) % self.room, self.room)
 
-    def fill(self, k: Array, v: Array) -> "LinearCache":
-        """Returns an empty cache with T <= S tokens from place 0 on; what of them does not count is never seen."""
+    def attend(
+        self, q: Array, k: Array, v: Array, rule: PositionRule, context: Context
+    ) -> tuple[LogSumExp, "LinearCache"]:
+        """Returns the sums of T more tokens' queries, and the cache with those of them that count."""
+        q, k = (rule.rotate(x, context.positions) for x in (q, k))
+        seen: Any = context.seen
+        new = seen[:, None] + jnp.arange(q.shape[1])[None]
+        options: dict[str, Any] = {"first": context.first, "visible": rule.visible, "slopes": rule.slopes(q.shape[2])}
+        # Written first, a step reads one array; but what a window still sees must not be overwritten before it is read.
+        window = rule.visible.window
+        if context.visible is None and (not window or window + q.shape[1] - 1 <= self.room):
+            after = self.write(k, v, seen, context.valid)
+            end = seen + (q.shape[1] if context.valid is None else context.valid)
+            keys, values, places = after.read(end)
+            return in_blocks(q, keys, values, new, places, **options), after
+        keys, values, places = self.read(seen)
+        past = in_blocks(q, keys, values, new, places, **options)
+        now = in_blocks(q, k, v, new, new, among=context.visible, **options)
+        return merge(past, now), self.write(k, v, seen, context.valid)
+
+    def fill(self, k: Array, v: Array, context: Context) -> "LinearCache":
+        """Returns an empty cache with T tokens from place 0 on, of more than S with the last S that count."""
+        if k.shape[1] > self.room:
+            seen: Any = context.seen
+            return self.write(k, v, seen, context.valid)
 
         def put(old, new):
             new = jnp.swapaxes(new, 1, 2).astype(old.dtype)

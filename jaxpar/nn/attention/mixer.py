@@ -2,17 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
-from jaxpar.nn.attention.cache import CACHE_AXES, Cache, LinearCache
-from jaxpar.nn.attention.kernels import attention, in_blocks
-from jaxpar.nn.attention.state import finish, merge
+from jaxpar.nn.attention.cache import CACHE_AXES, Cache, LinearCache, PositionRule
+from jaxpar.nn.attention.kernels import attention
+from jaxpar.nn.attention.state import finish
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
@@ -112,43 +110,23 @@ class Attention:
 
         q = product("btd,dhk->bthk", x, "q", INTO)
         k, v = (product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim")) for name in "kv")
-        if isinstance(self.positions, Rope):
-            q, k = (self.positions.rotate(part, context.positions) for part in (q, k))
-        q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
         out, cache = self._mix(q, k, v, cache, context)
         return product("bthk,hkd->btd", checkpoint_name(out, "attention"), "o", OUT), cache, NOTHING
 
     def _mix(self, q, k, v, cache: Cache | None, context: Context):
-        slopes = self.positions.slopes(self.num_heads) if isinstance(self.positions, Alibi) else None
-        rule = {"visible": self.visible, "slopes": slopes}
-        if cache is None or context.fresh:
-            # A kernel that training asked for by name may be another machine's; "auto" takes it wherever it runs.
-            impl = self.impl if cache is None or self.impl == "xla" else "auto"
-            out = attention(
-                q, k, v, segments=context.segments, among=context.visible, impl=impl, dropout_rate=self.dropout,
-                dropout_key=context.key, prompt=cache is not None, **rule,
-            )  # fmt: skip
-            return out, None if cache is None else self._keep(cache, k, v, context)
-        seen: Any = context.seen
-        new = seen[:, None] + jnp.arange(q.shape[1])[None]
-        # Written first, a step reads one array; but what a window still sees must not be overwritten before it is read.
-        if context.visible is None and (not self.visible.window or self.visible.window + q.shape[1] - 1 <= cache.room):
-            cache = self._keep(cache, k, v, context)
-            end = seen + (q.shape[1] if context.valid is None else context.valid)
-            keys, values, places = cache.read(end)
-            state = in_blocks(q, keys, values, new, places, first=context.first, **rule)
-        else:
-            keys, values, places = cache.read(seen)
-            past = in_blocks(q, keys, values, new, places, first=context.first, **rule)
-            now = in_blocks(q, k, v, new, new, first=context.first, among=context.visible, **rule)
-            state, cache = merge(past, now), self._keep(cache, k, v, context)
-        return finish(state).astype(q.dtype), cache
-
-    def _keep(self, cache: Cache, k: Array, v: Array, context: Context) -> Cache:
-        if context.fresh and k.shape[1] <= cache.room:
-            return cache.fill(k, v)
-        seen: Any = context.seen
-        return cache.write(k, v, seen, context.valid)
+        rule = PositionRule(self.visible, self.positions)
+        if cache is not None and not context.fresh:
+            state, cache = cache.attend(q, k, v, rule, context)
+            return finish(state).astype(q.dtype), cache
+        q, k = (rule.rotate(x, context.positions) for x in (q, k))
+        q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
+        # A kernel that training asked for by name may be another machine's; "auto" takes it wherever it runs.
+        impl = self.impl if cache is None or self.impl == "xla" else "auto"
+        out = attention(
+            q, k, v, segments=context.segments, among=context.visible, impl=impl, dropout_rate=self.dropout,
+            dropout_key=context.key, prompt=cache is not None, visible=self.visible, slopes=rule.slopes(self.num_heads),
+        )  # fmt: skip
+        return out, None if cache is None else cache.fill(k, v, context)
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares the gathers of a split sequence: queries once for each time they are made, keys and values twice."""

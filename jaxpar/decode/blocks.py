@@ -1,0 +1,175 @@
+"""The keys and values of one layer in a forest's blocks: a `Cache` whose readers share what they read.
+
+Attention to the past is a partial state of each block, and one merge of them all: each block is read once for all
+readers of its row, and the blocks are parts that run side by side, which splits a long cache over a GPU (split-K).
+What a pass adds is kept beside the blocks until it is known which of its tokens stay: `store` writes those alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int
+
+from jaxpar.decode.forest import Forest, View
+from jaxpar.mesh import constrain
+from jaxpar.nn.attention import LinearCache, PositionRule, attend, merge
+from jaxpar.nn.attention.kernels import in_blocks, slopes_bias
+from jaxpar.nn.mixer import Context
+from jaxpar.nn.position import Rope
+from jaxpar.scan.monoid import LogSumExp
+
+__all__ = ["BLOCK_AXES", "BlockCache", "merge_blocks"]
+
+BLOCK_AXES = ("batch", "kv_heads", "slots", None, "head_dim")
+
+
+def merge_blocks(states: LogSumExp) -> LogSumExp:
+    """Adds up partial states along the first axis; exact where some of them are of nothing.
+
+    What the values of a part of nothing add up to is left out, whatever it is: blocks that nobody was given may hold
+    NaN.
+    """
+    top = states.max.max(0)
+    scale = jnp.exp(states.max - jnp.where(top > -jnp.inf, top, 0)[None])
+    values = jnp.where(states.max[..., None] > -jnp.inf, states.numerator, 0)
+    return LogSumExp(top, (states.denominator * scale).sum(0), (values * scale[..., None]).sum(0))
+
+
+@flax.struct.dataclass
+class BlockCache:
+    """N blocks of b slots in each of B rows, read by R readers: [B R, T] tokens are given to it at once.
+
+    Attributes:
+      keys: [B, G, N, b, K], each rotated to its place in its segment; None while a prompt is read.
+      values: The same.
+      new: Keys and values [B R, T, G, K] of the last pass, not yet stored; None before one.
+      forest: Who owns the blocks. For a pass.
+      view: Who sees what. For a pass.
+      merge: How partial states along axis 0 are added up: `merge_blocks`, or what adds up over a mesh axis as well.
+    """
+
+    keys: Array | None
+    values: Array | None
+    new: tuple[Array, Array] | None = None
+    forest: Forest | None = None
+    view: View | None = None
+    merge: Callable[[LogSumExp], LogSumExp] = flax.struct.field(pytree_node=False, default=merge_blocks)
+
+    @classmethod
+    def empty(cls, rows: int, num_heads: int, blocks: int, block: int, head_dim: int, dtype: DTypeLike) -> "BlockCache":
+        """Returns blocks of zeros."""
+        zeros = constrain(jnp.zeros((rows, num_heads, blocks, block, head_dim), dtype), *BLOCK_AXES, name="cache")
+        return cls(zeros, zeros)
+
+    @classmethod
+    def like(cls, cache: LinearCache, blocks: int, block: int) -> "BlockCache":
+        """Returns blocks of zeros for the rows, heads and dtype of another cache, which may be shapes alone."""
+        rows, heads, _, width = cache.keys.shape
+        return cls.empty(rows, heads, blocks, block, width, cache.keys.dtype)
+
+    def fill(self, k: Array, v: Array, context: Context) -> "BlockCache":
+        """Returns the cache with a prompt's keys and values beside it, to be stored."""
+        del context
+        return dataclasses.replace(self, new=(k, v))
+
+    def attend(
+        self, q: Array, k: Array, v: Array, rule: PositionRule, context: Context
+    ) -> tuple[LogSumExp, "BlockCache"]:
+        """Returns the sums of T more tokens of each reader over what it sees and these, which are kept beside.
+
+        Shapes: q [B R, T, H, K], k and v [B R, T, G, K]; `context.positions` [B R, T] are the reader's, and
+        `context.visible` says which of the T tokens each sees. Cost: every block is read once a row, whoever sees it,
+        and 4 B R T H N b K operations.
+        """
+        assert self.view is not None
+        view, positions = self.view, context.positions
+        own = jnp.take_along_axis(view.offset, jnp.maximum(view.write, 0)[..., None], 2).reshape(-1, 1)
+        k = rule.rotate(k, positions - own)
+        slopes = rule.slopes(q.shape[2])
+        now = in_blocks(
+            rule.rotate(q, positions - own), k, v, positions, positions, among=context.visible, visible=rule.visible,
+            slopes=slopes,
+        )  # fmt: skip
+        past = self._past(q, rule, positions, slopes)
+        flat = jax.tree.map(lambda x: x.reshape(*now.max.shape, *x.shape[3:]), past)
+        return merge(LogSumExp(*flat), now), dataclasses.replace(self, new=(k, v))
+
+    def _past(self, q: Array, rule: PositionRule, positions: Array, slopes: Array | None) -> LogSumExp:
+        """The sums of [B R, T] queries over the blocks, [B, R T, H, ...]."""
+        keys, values, forest, view = self.keys, self.values, self.forest, self.view
+        assert keys is not None and values is not None and forest is not None and view is not None
+        rows, readers = view.write.shape
+        length, heads = q.shape[1:3]
+        owner = jnp.maximum(forest.owner, 0)
+
+        def of_block(table):  # [B, R, M] -> [B, R, N]
+            return jnp.take_along_axis(table, owner[:, None], 2)
+
+        offset = of_block(view.offset)
+        # Of each reader, the position of the token in a slot; negative where there is none, or none that it sees.
+        known = (forest.place >= 0) & (forest.owner >= 0)[..., None]
+        seen = known[:, None] & (forest.place[:, None] < of_block(view.seen)[..., None])
+        if view.slots is not None:
+            seen = seen & view.slots
+        places = jnp.where(seen, forest.place[:, None] + offset[..., None], -1)  # [B, R, N, b]
+        places = jnp.moveaxis(places, 2, 0).reshape(forest.num_blocks, rows * readers, -1)
+        turned = self._turned(q, rule, positions, offset)
+        joint = rows, readers * length
+
+        def part(q, k, v, places):
+            visible = rule.visible(positions, places).reshape(*joint, -1)
+            bias = None
+            if slopes is not None:
+                bias = slopes_bias(slopes, positions, places).reshape(rows, readers, heads, length, -1)
+                bias = jnp.moveaxis(bias, 2, 1).reshape(rows, heads, readers * length, -1)
+            return attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), visible, bias=bias)
+
+        split = 0 if turned.ndim == 5 else None
+        states = jax.vmap(part, (split, 2, 2, 0))(turned, keys, values, places)
+        return self.merge(states)
+
+    def _turned(self, q: Array, rule: PositionRule, positions: Array, offset: Array) -> Array:
+        """Queries [B, R T, H, K] in the coordinates of a block's segment: for each of N blocks, or once for all.
+
+        Positions and offsets meet as integers, so that distances keep their digits however far a reader has come.
+        """
+        rows, readers, blocks = offset.shape
+        joint = rows, readers * q.shape[1], *q.shape[2:]
+        if not isinstance(rule.positions, Rope):
+            return q.reshape(joint)
+        if self.forest is not None and self.forest.num_segments == 1:
+            return rule.rotate(q, positions - offset[:, :, :1].reshape(-1, 1)).reshape(joint)
+        shift = jnp.moveaxis(offset, 2, 0).reshape(blocks, -1, 1)
+        return jax.vmap(lambda shift: rule.rotate(q, positions - shift))(shift).reshape(blocks, *joint)
+
+    def store(self, slots: Int[Array, "B R T"]) -> "BlockCache":
+        """Writes the new keys and values to their slots, as `jaxpar.decode.forest.write` gave them; in place.
+
+        A token whose slot is N b is not kept.
+        """
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None and self.new is not None
+        rows, size = keys.shape[0], keys.shape[3]
+        flat = slots.reshape(rows, -1)
+
+        def put(old, new):
+            new = new.reshape(rows, -1, *new.shape[2:]).astype(old.dtype)
+            old = old.at[jnp.arange(rows)[:, None], :, flat // size, flat % size].set(new, mode="drop")
+            return constrain(old, *BLOCK_AXES, name="cache")
+
+        k, v = self.new
+        return BlockCache(put(keys, k), put(values, v), merge=self.merge)
+
+    def clear(self, fresh: Bool[Array, "B N"]) -> "BlockCache":
+        """Sets the values of newly owned blocks to zero, as unseen slots of a block that is read must be finite."""
+        values: Any = self.values
+        return dataclasses.replace(self, values=jnp.where(fresh[:, None, :, None, None], 0, values))
+
+    def for_pass(self, forest: Forest, view: View) -> "BlockCache":
+        """Returns the cache with the tables that `attend` reads."""
+        return dataclasses.replace(self, forest=forest, view=view, new=None)

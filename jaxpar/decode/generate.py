@@ -1,0 +1,264 @@
+"""Decoding: prompts are read once, then a window of tokens a pass, until every row has ended.
+
+A pass reads all weights and each block of the cache once. Its window is the last token that is certain and the drafts
+after it, T tokens in all; plain decoding is the window of one. Sampled tokens are argmax(processed logits + noise), the
+noise being a function of request, lineage and position alone (`jaxpar.decode.noise`), so that they are the same with
+any draft, in any batch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jaxpar.decode.accept import coupled, rejection
+from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
+from jaxpar.decode.model import TokenModel
+from jaxpar.decode.noise import gumbel
+from jaxpar.decode.penalties import Counts, count_token, count_tokens
+from jaxpar.decode.process import Sampling, process
+from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
+from jaxpar.decode.trees import Tree, chain
+from jaxpar.types import PRNGKey, PyTree, UsageError
+
+__all__ = ["Generated", "generate"]
+
+
+class Generated(NamedTuple):
+    """What was generated; with `num_samples` n, rows b n to b n + n - 1 are those of prompt b.
+
+    Attributes:
+      tokens: int32 [B, T + max_new_tokens]: prompt, then what was drawn, then zeros.
+      lengths: int32 [B], of prompt and new tokens, a stop token counted in.
+      log_probs: float32 [B, max_new_tokens], of each new token by the model's own law, zeros beyond.
+      passes: int32 [B], passes of the model until the row had ended, the one over the prompt not counted.
+    """
+
+    tokens: Int[Array, "B S"]
+    lengths: Int[Array, " B"]
+    log_probs: Float[Array, "B N"]
+    passes: Int[Array, " B"]
+
+
+@flax.struct.dataclass
+class _State:
+    """What the loop over windows carries, of B rows (prompts times samples)."""
+
+    text: Array
+    lengths: Array
+    ended: Array
+    log_probs: Array
+    passes: Array
+    counts: Counts | None
+    reading: Reading
+    draft: PyTree
+
+
+class _Job(NamedTuple):
+    """What the loop does not change: the models, whose tokens they are, and by which rule drafts are accepted."""
+
+    model: TokenModel
+    params: PyTree
+    draft: Draft
+    draft_params: PyTree
+    sampling: Sampling
+    rule: str
+    key: PRNGKey
+    seeds: Array
+    lineage: Array
+    starts: Array
+    stops: Array
+
+    def start(self, prompt: Array, reading: Reading) -> _State:
+        """The state before the first new token."""
+        room, zeros = self.sampling.max_new_tokens, jnp.zeros((len(prompt),), jnp.int32)
+        is_counted, starts = self.sampling.needs_counts, self.starts
+        return _State(
+            text=jnp.pad(prompt, ((0, 0), (0, room))),
+            lengths=starts,
+            ended=zeros > 0,
+            log_probs=jnp.zeros((len(prompt), room), jnp.float32),
+            passes=zeros,
+            counts=count_tokens(prompt, starts, starts, self.model.vocab_size) if is_counted else None,
+            reading=reading,
+            draft=self.draft.init(self.draft_params, prompt, starts, room),
+        )
+
+    def noise(self, positions: Array) -> Array | None:
+        """Noise [B, T, V] of the tokens that will stand at these positions [B, T]; None for greedy decoding."""
+        if self.sampling.temperature == 0:
+            return None
+        seeds, lineage = (jnp.broadcast_to(x[:, None], positions.shape) for x in (self.seeds, self.lineage))
+        return gumbel(self.key, seeds, positions, lineage, self.model.vocab_size)
+
+    def decide(self, logits: Array, positions: Array) -> tuple[Array, Array]:
+        """A draft's token from its logits and the shared noise, and their law; penalties would only be guessed at."""
+        free = dataclasses.replace(self.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        law, noise = process(logits, free), self.noise(positions[:, None])
+        scores = law if noise is None else law + noise[:, 0]
+        return scores.argmax(-1).astype(jnp.int32), law
+
+    def accept(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
+        """What is kept of a window, and what the model chose after each of its nodes, [B, T]."""
+        counts = None if state.counts is None else _node_counts(state.counts, tokens, tree)
+        law = process(logits, self.sampling, counts=counts)
+        noise = self.noise(state.lengths[:, None] + jnp.asarray(tree.depth, jnp.int32)[None])
+        scores = law if noise is None else law + noise
+        chosen = scores.argmax(-1).astype(jnp.int32)
+        if self.rule == "coupled" or noise is None or tree.size == 1:
+            return coupled(scores, tokens, tree), chosen
+        whose = {"seeds": self.seeds, "positions": state.lengths, "lineage": self.lineage}
+        return rejection(self.key, law, proposal.logits, tokens, tree, drawn="with_replacement", **whose), chosen
+
+    def settle(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
+        """Decides on a window; returns the state with the tokens that are kept and the one after, and what was kept."""
+        accepted, chosen = self.accept(state, logits, proposal, tokens, tree)
+        room, place = self.sampling.max_new_tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        is_stop = jnp.isin(accepted.tokens, self.stops) & (place < accepted.count[:, None])
+        until = jnp.where(is_stop.any(1), is_stop.argmax(1) + 1, accepted.count)
+        made = state.lengths - self.starts
+        count = jnp.where(state.ended, 0, jnp.minimum(until, room - made)).astype(jnp.int32)
+        new = place < count[:, None]
+        rows = jnp.arange(len(count))[:, None]
+
+        def put(array, start, values):  # what is not kept lies beyond the end, and is dropped
+            into = jnp.where(new, start[:, None] + place, array.shape[1])
+            return array.at[rows, into].set(values, mode="drop")
+
+        node = jnp.maximum(accepted.path, 0)
+        sure = logits[rows, node, accepted.tokens] - jax.nn.logsumexp(logits, -1)[rows, node]
+        counts = state.counts
+        for number in range(tokens.shape[1] if counts is not None else 0):
+            assert counts is not None
+            counts = count_token(counts, accepted.tokens[:, number], new[:, number])
+        accepted = accepted._replace(count=count)
+        guesses = state.draft if tree.size == 1 else self.draft.update(state.draft, tokens, chosen, accepted)
+        return dataclasses.replace(
+            state,
+            text=put(state.text, state.lengths, accepted.tokens),
+            lengths=state.lengths + count,
+            ended=state.ended | (is_stop & new).any(1) | (made + count >= room),
+            log_probs=put(state.log_probs, made, sure.astype(jnp.float32)),
+            counts=counts,
+            draft=guesses,
+        ), accepted
+
+    def step(self, state: _State) -> _State:
+        """One pass of the model over a window."""
+        tree = self.draft.tree
+        root = jnp.take_along_axis(state.text, state.lengths[:, None] - 1, 1)
+        proposal, guesses = self.draft.propose(
+            self.draft_params, state.draft, state.text, state.lengths, self.decide
+        )  # fmt: skip
+        tokens = jnp.concatenate([root, proposal.tokens], 1)
+        known = jnp.where((tokens >= 0) & (tokens < self.model.vocab_size), tokens, 0)  # no guess: any, not accepted
+        logits, reading = look(self.model, self.params, state.reading, known, tree)
+        state = dataclasses.replace(state, draft=guesses, passes=state.passes + ~state.ended)
+        state, accepted = self.settle(state, logits, proposal, tokens, tree)
+        reading = keep(self.model, self.params, reading, known, accepted.path, accepted.count)
+        return dataclasses.replace(state, reading=reading)
+
+
+def generate(
+    key: PRNGKey,
+    params: PyTree,
+    prompt: Int[Array, "B T"],
+    model: TokenModel,
+    sampling: Sampling = Sampling(),
+    *,
+    prompt_lengths: Int[Array, " B"] | None = None,
+    seeds: Int[Array, " B"] | None = None,
+    num_samples: int = 1,
+    draft: Draft = NoDraft(),
+    draft_params: PyTree = None,
+    rule: str = "coupled",
+    stop_tokens: Sequence[int] = (),
+    block: int = BLOCK,
+) -> Generated:
+    """Continues prompts; pure, so jit it with `model`, `sampling`, `num_samples`, `draft`, `rule` and `block` static.
+
+    By the rule "coupled" the tokens are those of the plain loop, whatever the draft: a function of key, prompt, seed
+    and sample, never of a row's company or place. Two rows of one prompt and one seed agree; samples of a prompt
+    differ. That holds up to rounding: where two tokens' scores are as near as the logits' own rounding, another batch
+    or window may decide between them otherwise, which in bfloat16 does happen. By "rejection" the law is kept, not the
+    tokens.
+
+    Args:
+      key: Consumed.
+      params: The model's.
+      prompt: Tokens, left-aligned; what lies beyond a row's length is ignored.
+      model: What decodes.
+      sampling: How tokens are drawn, and how many at most.
+      prompt_lengths: At least 1 each; by default T.
+      seeds: Of the rows' requests; by default 0 for all.
+      num_samples: Continuations of each prompt, which is read and stored once.
+      draft: What guesses.
+      draft_params: Its parameters, where it has any.
+      rule: "coupled" or "rejection", which needs a draft whose guesses come with their law.
+      stop_tokens: Tokens that end a row as `sampling.stop_token` does, such as the `ends` of a tokenizer.
+      block: Slots of a block of the cache.
+
+    Raises:
+      UsageError: If a prompt is empty or too long for the model's positions, tokens are outside the vocabulary (where
+        they are known when this is called), or a rule is asked for that the draft cannot serve.
+    """
+    _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule)
+    rows, start = prompt.shape
+    room = sampling.max_new_tokens
+    lengths = jnp.full((rows,), start, jnp.int32) if prompt_lengths is None else jnp.asarray(prompt_lengths, jnp.int32)
+    seeds = jnp.zeros((rows,), jnp.int32) if seeds is None else jnp.asarray(seeds)
+    prompt = jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0)
+    logits, reading = begin(model, params, prompt, lengths, room=room, readers=num_samples, block=block)
+    # Of each prompt, once for each of its samples.
+    prompt, lengths, logits, seeds = (jnp.repeat(x, num_samples, axis=0) for x in (prompt, lengths, logits, seeds))
+    job = _Job(
+        model, model.held(params), draft, draft_params, sampling, rule, key, seeds,
+        jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), rows), lengths,
+        jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32),
+    )  # fmt: skip
+    state = job.start(prompt, reading)
+    state, _ = job.settle(state, logits[:, None], Proposal(prompt[:, :0]), prompt[:, :1], chain(0))
+    state = jax.lax.while_loop(lambda state: ~state.ended.all(), job.step, state)
+    return Generated(state.text, state.lengths, state.log_probs, state.passes)
+
+
+def _node_counts(counts: Counts, tokens: Array, tree: Tree) -> Counts:
+    """Counts before the token after each node: those of the text, and of the drafts on the way to it."""
+    each = [counts]
+    for node, parent in enumerate(tree.parents[1:], 1):
+        each.append(count_token(each[parent], tokens[:, node]))
+    return jax.tree.map(lambda *x: jnp.stack(x, 1), *each)
+
+
+def _check(prompt, lengths, model: TokenModel, sampling: Sampling, num_samples: int, draft: Draft, rule: str) -> None:
+    """Refuses what cannot be continued; values are looked at where they are known."""
+    if isinstance(draft, ModelDraft) and draft.model.vocab_size != model.vocab_size:
+        raise UsageError(
+            f"the draft's {draft.model.vocab_size} symbols are not the model's {model.vocab_size}; give one of "
+            "the same tokenizer."
+        )
+    if rule not in ("coupled", "rejection"):
+        raise UsageError(f"rule={rule!r}; legal are coupled and rejection.")
+    if num_samples < 1:
+        raise UsageError(f"num_samples={num_samples} must be at least 1.")
+    length, room, most = prompt.shape[1], sampling.max_new_tokens, model.max_positions
+    if length < 1:
+        raise UsageError("the prompt has no tokens; give at least one.")
+    if most is not None and length + room > most:
+        raise UsageError(f"{length} prompt and {room} new tokens are over the model's {most} positions.")
+    if lengths is not None and not isinstance(lengths, Tracer):
+        given = np.asarray(lengths)
+        if given.size and not (1 <= given.min() and given.max() <= length):
+            raise UsageError(f"prompt_lengths from {given.min()} to {given.max()}; legal are 1 to {length}.")
+    if not isinstance(prompt, Tracer) and not isinstance(lengths, Tracer):
+        counted = np.arange(length) < (length if lengths is None else np.asarray(lengths)[:, None])
+        found = np.asarray(prompt)[np.broadcast_to(counted, prompt.shape)]
+        if found.size and not (0 <= found.min() and found.max() < model.vocab_size):
+            worst = found.min() if found.min() < 0 else found.max()
+            raise UsageError(f"token {worst} of a prompt; legal are 0 to {model.vocab_size - 1}.")

@@ -1,0 +1,152 @@
+"""A model's reading of texts: its cache and who sees what of it, moved on by passes whose tokens may be taken back."""
+
+import dataclasses
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpar.decode import forest as tables
+from jaxpar.decode.blocks import BlockCache
+from jaxpar.decode.forest import Forest, View
+from jaxpar.decode.model import TokenModel
+from jaxpar.decode.trees import Tree
+from jaxpar.nn.attention import LinearCache
+from jaxpar.nn.stack import StackCache
+from jaxpar.types import PyTree
+
+__all__ = ["BLOCK", "Reading", "begin", "keep", "look"]
+
+BLOCK = 64
+"""Slots of a block: few enough that little of the last one is empty, enough for products of matrices."""
+
+
+@flax.struct.dataclass
+class Reading:
+    """What a model has read for B rows of R readers.
+
+    Attributes:
+      forest: Which slots hold which tokens.
+      view: What each reader sees, and its next position.
+      layers: Of each layer a `BlockCache`, or the state [B R, ...] of a recurrence.
+    """
+
+    forest: Forest
+    view: View
+    layers: tuple[PyTree, ...]
+
+
+def begin(
+    model: TokenModel,
+    params: PyTree,
+    prompt: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    room: int,
+    readers: int = 1,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "B V"], Reading]:
+    """Reads prompts, each once, for R readers that go on from it.
+
+    Args:
+      model: What reads; static.
+      params: Its parameters.
+      prompt: Tokens, left-aligned.
+      lengths: How many of each row count, at least 1.
+      room: Tokens that each reader can add.
+      readers: R. Where there is one, it goes on in the prompt's own segment; several fork from it.
+      block: Slots of a block.
+
+    Returns:
+      Logits after each prompt, and the reading.
+    """
+    rows, length = prompt.shape
+    alone = readers == 1
+    needs = [length + room if alone else length, *[room] * (0 if alone else readers)]
+    blocks = sum(-(-need // block) for need in needs)
+    forest = tables.empty(rows, len(needs), blocks, block)
+    forest, root = tables.spawn(forest)
+    forest, _ = tables.reserve(forest, root, jnp.full((rows, 1), needs[0], jnp.int32))
+    shapes = jax.eval_shape(lambda: model.init_cache(rows, 1)).layers
+    start = model.init_cache(rows, 1)  # only what is no attention's is used
+    hollow = tuple(
+        BlockCache(None, None) if isinstance(shape, LinearCache) else state
+        for shape, state in zip(shapes, start.layers, strict=True)
+    )
+    logits, cache = model.prefill(params, prompt, lengths, dataclasses.replace(start, layers=hollow))
+    forest, view, slots = tables.write(forest, tables.lineage_view(forest, root), lengths[:, None], length)
+
+    def settled(shape, layer):
+        if not isinstance(layer, BlockCache):
+            return jax.tree.map(lambda x: jnp.repeat(x, readers, axis=0), layer)
+        return dataclasses.replace(BlockCache.like(shape, blocks, block), new=layer.new).store(slots)
+
+    layers = tuple(settled(*each) for each in zip(shapes, cache.layers, strict=True))
+    if not alone:
+        forest, children = tables.fork(forest, root[:, 0], readers)
+        forest, _ = tables.reserve(forest, children, jnp.full((rows, readers), room, jnp.int32))
+        view = tables.lineage_view(forest, children)
+    return logits, Reading(forest, view, layers)
+
+
+def look(
+    model: TokenModel, params: PyTree, reading: Reading, tokens: Int[Array, "B*R T"], tree: Tree
+) -> tuple[Float[Array, "B*R T V"], Reading]:
+    """Runs a window of tokens, none of which is kept yet.
+
+    Returns the logits at each node, and the reading with what the pass made beside it: for `keep`.
+    """
+    start = reading.view.position.reshape(-1, 1)
+    positions = start + jnp.asarray(tree.depth, jnp.int32)[None]
+    is_chain = tree.size == tree.max_depth + 1
+    visible = None if is_chain else jnp.broadcast_to(tree.ancestors[None], (len(tokens), tree.size, tree.size))
+    layers = tuple(
+        layer.for_pass(reading.forest, reading.view) if isinstance(layer, BlockCache) else layer
+        for layer in reading.layers
+    )
+    cache = StackCache(layers, start[:, 0], jnp.zeros_like(start[:, 0]))
+    logits, cache = model.extend(params, tokens, cache, positions=positions, visible=visible)
+    # The state of a recurrence after all T tokens is that after those which are kept only where there is one.
+    layers = tuple(
+        new if isinstance(new, BlockCache) or tree.size == 1 else old
+        for new, old in zip(cache.layers, reading.layers, strict=True)
+    )
+    return logits, dataclasses.replace(reading, layers=layers)
+
+
+def keep(
+    model: TokenModel,
+    params: PyTree,
+    reading: Reading,
+    tokens: Int[Array, "B*R T"],
+    path: Int[Array, "B*R T"],
+    count: Int[Array, " B*R"],
+) -> Reading:
+    """Keeps `count` tokens of the window that `look` ran: the nodes on `path`, in order.
+
+    Attention's keys and values are written where they belong, and no others. A recurrence runs the window once more,
+    with `valid` as many tokens as are kept (its trees are chains).
+    """
+    shape, length = reading.view.write.shape, tokens.shape[1]
+    forest, view, ranked = tables.write(reading.forest, reading.view, count.reshape(shape), length)
+    none = forest.num_blocks * forest.block
+    ranked, node = ranked.reshape(-1, length), jnp.where(path < 0, length, path)
+    slots = jnp.full(ranked.shape, none).at[jnp.arange(len(path))[:, None], node].set(ranked, mode="drop")
+    slots = slots.reshape(*shape, length)
+    layers = reading.layers
+    if length > 1 and not all(isinstance(layer, BlockCache) for layer in layers):
+        layers = _again(model, params, reading, tokens, count)
+    layers = tuple(layer.store(slots) if isinstance(layer, BlockCache) else layer for layer in layers)
+    return Reading(forest, view, layers)
+
+
+def _again(model: TokenModel, params: PyTree, reading: Reading, tokens: Array, count: Array) -> tuple[PyTree, ...]:
+    """The layers after the first `count` tokens of the window."""
+    start = reading.view.position.reshape(-1, 1)
+    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    layers = tuple(
+        layer.for_pass(reading.forest, reading.view) if isinstance(layer, BlockCache) else layer
+        for layer in reading.layers
+    )
+    cache = StackCache(layers, start[:, 0], jnp.zeros_like(start[:, 0]))
+    return model.extend(params, tokens, cache, positions=positions, valid=count)[1].layers
