@@ -1,6 +1,7 @@
 """A model's reading of texts: its cache and who sees what of it, moved on by passes whose tokens may be taken back."""
 
 import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
