@@ -22,7 +22,8 @@ from experiments import digits, env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
-from jaxpar.decode import Sampling
+from jaxpar import decode
+from jaxpar.decode import CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, Sampling
 from jaxpar.env.picture import Animation
 from jaxpar.lm import LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
@@ -120,6 +121,10 @@ TABLE = {
         "presence_penalty frequency_penalty": SIGNED,
         "stop_token": LEAST_MINUS_1,
     },
+    CopyDraft: {"length match": COUNT},
+    JacobiDraft: {"length": COUNT},
+    LookaheadDraft: {"width guesses pool": COUNT, "ngram": ((1,), (2,))},
+    ModelDraft: {"length block": COUNT},
     DataConfig: {"seq_len batch_size": COUNT},
     Windows: {"seq_len batch_size": COUNT, "seed": SIGNED},
     Fit: {"num_steps chunk": COUNT, "eval_every save_every": LEAST_0},
@@ -304,5 +309,5 @@ RESULTS = {
     "_policy_run.PolicyRun",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
-BY_HAND = {(Despot, "default"), (ImageClassifier, "shape")}
-"""Numbers whose range another field or the environment gives: an action, and sizes that a patch divides."""
+BY_HAND = {(Despot, "default"), (ImageClassifier, "shape"), (decode.Tree, "parents")}
+"""Numbers whose range another field or the environment gives: an action, sizes that a patch divides, a tree."""

@@ -16,6 +16,7 @@ from table_of_fields import BY_HAND, INF, NAN, RESULTS, TABLE
 import envs
 import experiments
 import jaxpar
+from jaxpar.decode import ModelDraft
 from jaxpar.env.picture import Animation
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
@@ -100,6 +101,7 @@ TOKENS = Tokens(np.zeros(40, np.uint8), np.zeros(1, np.int64), np.full(1, 40))
 PLANE = ((0.0, 0.0),)
 BASIS = {
     Windows: (TOKENS, 8, 2, 0),
+    ModelDraft: (None,),
     Trainer: (LMConfig(),),
     Fit: (8,),
     NeatConfig: (2, 1),
