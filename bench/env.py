@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="steps of a program")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sides", default="bare,env,batch,numpy", help=f"of {','.join(SIDES)}")
-    parser.add_argument("--warm", type=int, default=0, help="steps that our sides walk before, for long episodes")
+    parser.add_argument("--warm", type=int, default=0, help="steps that our sides make before, for long episodes")
     parser.add_argument("--budget-s", type=float, default=1200, help="no case starts after these seconds")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "env.json")
     args = parser.parse_args()

@@ -45,7 +45,7 @@ def made(name: str):
 def ours(args, env, params, ends):
     """Our generations: a call that makes one and gives its mean return, after compiling."""
     config = NeatConfig(*ends, args.population, args.nodes, args.conns, args.species, args.mode)
-    neat = Neat(config, Episodes(env, float("inf"), args.episodes, args.lanes, args.steps, constant=False))
+    neat = Neat(config, Episodes(env, float("inf"), args.episodes, args.num_envs, args.steps, constant=False))
     state = jax.jit(neat.init)(jax.random.key(args.seed), None)
     program = jax.jit(neat.step).lower(jax.random.key(0), state, params).compile()
 
@@ -95,10 +95,10 @@ def main() -> None:
     """Measures what the flags ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = dict(
-        population=1000, episodes=5, steps=500, generations=15, nodes=50, conns=100, species=20, lanes=0, seed=0
+        population=1000, episodes=5, steps=500, generations=15, nodes=50, conns=100, species=20, num_envs=0, seed=0
     )
     for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--env", default="CartPole-v1", help="where every step earns 1")
     parser.add_argument("--mode", default="fast")
     parser.add_argument("--tensorneat", default="", help="a checkout of TensorNEAT")

@@ -75,8 +75,8 @@ class Ours:
     def episode(self, start: Any, seed: int, num_steps: int) -> float:
         """The discounted return of one episode from `start`."""
         plan = lambda key, belief: (*self._planned(key, belief), None, 0.0)  # noqa: E731
-        walked = moves(jax.random.key(seed), self.env, self.params, self.belief, num_steps, plan, start=start)
-        return sum(move.reward * float(self.params.discount) ** t for t, move in enumerate(walked))
+        episode = moves(jax.random.key(seed), self.env, self.params, self.belief, num_steps, plan, start=start)
+        return sum(move.reward * float(self.params.discount) ** t for t, move in enumerate(episode))
 
 
 def sides_of(case: str, args: argparse.Namespace, layout: int = 0) -> dict[str, Callable[[], Any]]:

@@ -192,7 +192,7 @@ def learners(args: argparse.Namespace, table: Table) -> None:
             "flags": flags, "seeds": len(keys), "compile_s": compile_s, "seconds": seconds,
             "steps": curves.shape[1] * learner.num_envs * learner.num_steps, "converged": bool(converged.all()),
             "explored": np.nanmean(curves[:, -max(1, curves.shape[1] // 50) :], 1).tolist(),
-            "judged": evaluation_returns(config, learner, params, state).tolist(),
+            "evaluated": evaluation_returns(config, learner, params, state).tolist(),
         })  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def main() -> None:
             "steps of each": lambda row: f"{row['steps']:,}", "compile s": lambda row: f"{row['compile_s']:.1f}",
             "run s": lambda row: f"{row['seconds']:.2f}",
             "return, exploring": lambda row: mean_and_error(row["explored"]),
-            "by likeliest actions": lambda row: mean_and_error(row["judged"]),
+            "by likeliest actions": lambda row: mean_and_error(row["evaluated"]),
             "converged": lambda row: str(row["converged"]),
         }, args.out)  # fmt: skip
         table.head(f"{jax.devices()[0].device_kind}: whole runs by flags, seeds side by side")

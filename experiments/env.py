@@ -94,14 +94,14 @@ def execute(config: Config, folder: pathlib.Path) -> None:
 
 
 def make_policy_run(config: Config) -> PolicyRun:
-    """Returns what is to be walked, with the changes that the flags make to the environment and its parameters."""
+    """Returns what is to be run, with the changes that the flags make to the environment and its parameters."""
     env, params = make_world(config.env, config.env_fields, config.params)
     env, policy = player(config.policy, env)
     return PolicyRun(env, params, policy, config.num_envs, RESETS[config.reset](), config.prng)
 
 
 def run(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> list[Call]:
-    """Walks and returns what each call gave, having written its statistics as a line of metrics.jsonl."""
+    """Runs it and returns what each call gave, having written its statistics as a line of metrics.jsonl."""
     key = jax.random.key(config.seed)
     num_calls, num_steps = divided(config.num_steps, config.num_envs)
     began = time.perf_counter()
@@ -111,7 +111,7 @@ def run(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> list[Cal
     writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
     calls = []
     try:
-        with open_progress(total, 0, "walking") as progress:
+        with open_progress(total, 0, "rollout") as progress:
             for call in policy_run.calls(key, program, env_state, num_calls):
                 rate = num_steps * config.num_envs / call.seconds
                 values = {f"rollout/{name}": value for name, value in call.values.items()}

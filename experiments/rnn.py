@@ -276,7 +276,7 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
             "loss": ("train/loss", "validation/loss"),
             "accuracy": ("train/accuracy", "validation/accuracy"),
         }
-        if result.metrics.get("train/iterations"):  # a walk and a closed form make none
+        if result.metrics.get("train/iterations"):  # a sequential run and a closed form make none
             panels["iterations of the solver"] = ("train/iterations",)
         plot_metrics(folder / "metrics.jsonl", plot, panels)
     chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}

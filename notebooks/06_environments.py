@@ -15,7 +15,7 @@
 # # A thousand worlds at once
 #
 # **The question.** An environment is usually an object that one steps in a Python loop. Here it is a few pure
-# functions, and a thousand of them walk in one compiled program. Is that program still the loop, to the bit? What
+# functions, and a thousand of them run in one compiled program. Is that program still the loop, to the bit? What
 # happens at the end of an episode, where most suites lose the last observation? And does it matter that only the
 # environments that finished are begun anew?
 #
@@ -146,7 +146,7 @@ print(check_environment(lander))
 # %% [markdown]
 # ## The end of an episode
 #
-# `rollout` walks a policy through many environments. A policy is written for one: key, parameters, observation, memory
+# `rollout` runs a policy in many environments. A policy is written for one: key, parameters, observation, memory
 # in, action and memory out. This one fires at random, just often enough to hover: some environments crash, and some are
 # still in the air when their time is up. The first is a **termination**: nothing comes after it. The second is a
 # **truncation**: the process would have gone on, so what it is worth from there, the value of the last observation,
@@ -302,21 +302,21 @@ print(f"{sum(levels)} levels exist; {expected:.0f} different ones are expected")
 # the chunk.
 
 # %%
-walked = {}
+rolled_out = {}
 for name, how in {"SameStep()": SameStep(), "Chunked()": Chunked(), "Chunked(7)": Chunked(7)}.items():
-    _, walked[name] = rollout(jax.random.key(3), env_state, door, limit, random_policy(door), limit, 64, reset=how)
+    _, rolled_out[name] = rollout(jax.random.key(3), env_state, door, limit, random_policy(door), limit, 64, reset=how)
     began = time.perf_counter()
     jax.block_until_ready(rollout(jax.random.key(4), env_state, door, limit, random_policy(door), limit, 64, reset=how))
     rate = WORLDS * 64 / (time.perf_counter() - began)
-    print(f"{name:10} {rate / 1e6:5.2f} M steps/s, {int(walked[name].ended.sum())} episodes")
+    print(f"{name:10} {rate / 1e6:5.2f} M steps/s, {int(rolled_out[name].ended.sum())} episodes")
 
 
 def same_bits(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-reset_is_exact = {name: same_bits(walked["SameStep()"], steps) for name, steps in walked.items()}
-found = {name: float(value) for name, value in episode_stats(walked["Chunked()"]).items()}
+reset_is_exact = {name: same_bits(rolled_out["SameStep()"], steps) for name, steps in rolled_out.items()}
+found = {name: float(value) for name, value in episode_stats(rolled_out["Chunked()"]).items()}
 print(f"{found['truncated']:.1%} of the episodes were cut; the same bits as SameStep(): {reset_is_exact}")
 
 # %% [markdown]

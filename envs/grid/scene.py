@@ -11,7 +11,7 @@ Rules, those of MiniGrid (Chevalier-Boisvert et al. 2023), without its action "d
 | 5 toggle | a door is ahead; a locked one wants the key of its colour in the pocket | opens or closes it |
 
 An illegal action does nothing. Directions: 0 right, 1 down, 2 left, 3 up. Everything is arithmetic on bytes and
-comparisons, which vectorise over lanes, but for the slice that a view begins with.
+comparisons, which vectorise over environments, but for the slice that a view begins with.
 """
 
 from typing import Any
