@@ -100,15 +100,15 @@ def test_promises_hold(name):
 
 
 @each_row
-def test_lanes_equal_an_eager_loop(name):
+def test_a_batch_equals_an_eager_loop(name):
     (env, params), (begin, advance, _) = envs.make(name), compiled(name)
     keys, more_keys = jax.random.split(jax.random.key(2), (2, 2))
     obs, states = begin(keys)
     actions, made = advance(more_keys, states)
-    for lane in range(2):
-        here = functools.partial(jax.tree.map, lambda x, lane=lane: x[lane])
-        assert_same(reset(keys[lane], env, params), here((obs, states)))
-        step_key = jax.random.split(more_keys[lane])[1]
+    for b in range(2):
+        here = functools.partial(jax.tree.map, lambda x, b=b: x[b])
+        assert_same(reset(keys[b], env, params), here((obs, states)))
+        step_key = jax.random.split(more_keys[b])[1]
         one = step(step_key, env, here(states), here(actions), params)
         assert_same(one, here(made))
 

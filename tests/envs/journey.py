@@ -59,18 +59,18 @@ def steps_of(env, params, num_steps, seed=0, act=legal_action, leg=1000):
 
 
 def assert_pictures(env):
-    """Pictures show something, lane by lane, and change with the state."""
+    """Pictures show something, environment by environment, and change with the state."""
     states = jax.tree.map(lambda leaf: leaf[::10], travel(jax.random.key(0), env, env.default_params, 1000)["before"])
     frames = np.asarray(jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states))
     assert all(len(np.unique(frame.reshape(-1, 3), axis=0)) > 1 for frame in frames)
     assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 3
 
 
-def record(env, params, num_steps, lanes, seed=0, policy=legal_action):
+def record(env, params, num_steps, num_envs, seed=0, policy=legal_action):
     """States, masks and views before, actions, and what every step gave, `[T, B, ...]`; who has ended starts again."""
 
-    def one(lane, key):
-        obs, state = lane
+    def one(before, key):
+        obs, state = before
         action_key, step_key, reset_key = jax.random.split(key, 3)
         action = policy(action_key, env, state, params)
         moved = step(step_key, env, state, action, params)
@@ -81,8 +81,8 @@ def record(env, params, num_steps, lanes, seed=0, policy=legal_action):
 
     def run(key):
         key, first = jax.random.split(key)
-        start = jax.vmap(lambda key: reset(key, env, params))(jax.random.split(first, lanes))
-        keys = jax.random.split(key, (num_steps, lanes))
+        start = jax.vmap(lambda key: reset(key, env, params))(jax.random.split(first, num_envs))
+        keys = jax.random.split(key, (num_steps, num_envs))
         return jax.lax.scan(lambda states, keys: jax.vmap(one)(states, keys), start, keys)[1]
 
     return jax.tree.map(np.asarray, jax.jit(run)(jax.random.key(seed)))

@@ -227,8 +227,8 @@ def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
     monkeypatch.setattr(_run, "_quieten", lambda: None)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path))
     before = jax.config.jax_compilation_cache_dir
-    whole, lanes = dict.fromkeys((digits, lm, rnn), (2, 2, 2)), dict.fromkeys((rl, env, neat), (2, 2, 1))
-    kinds = (whole | lanes | {pomdp: (1, 1, 1)}).items()
+    whole, split = dict.fromkeys((digits, lm, rnn), (2, 2, 2)), dict.fromkeys((rl, env, neat), (2, 2, 1))
+    kinds = (whole | split | {pomdp: (1, 1, 1)}).items()
     opened = []
 
     def record(config, *usual):

@@ -1,4 +1,4 @@
-"""What a GPU runs in kernels, here interpreted: the same as the lanes and sweeps that every platform has."""
+"""What a GPU runs in kernels, here interpreted: the same as the slots and sweeps that every platform has."""
 
 import contextlib
 import math
@@ -40,13 +40,13 @@ def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
 
 @pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole", "recurrent"),
                                         ("Pendulum-v1", "feedforward")])  # fmt: skip
-def test_a_kernel_plays_what_lanes_play(name, kind):
+def test_a_kernel_plays_what_slots_play(name, kind):
     game = game_of(name, kind)
-    whole, lanes = jax.jit(game.by_kernel(interpret=True))(), jax.jit(lambda: game.play_in_slots(12, False))()
-    np.testing.assert_array_equal(whole.lengths, lanes.lengths)
+    whole, slots = jax.jit(game.by_kernel(interpret=True))(), jax.jit(lambda: game.play_in_slots(12, False))()
+    np.testing.assert_array_equal(whole.lengths, slots.lengths)
     # Rounding of other sums of weights, which a swing-up carries on: float32, 30 steps.
-    np.testing.assert_allclose(whole.returns, lanes.returns, rtol=1e-5, atol=1e-4)
-    assert whole.env_steps == whole.lengths.sum() <= lanes.env_steps
+    np.testing.assert_allclose(whole.returns, slots.returns, rtol=1e-5, atol=1e-4)
+    assert whole.env_steps == whole.lengths.sum() <= slots.env_steps
     assert len(np.unique(whole.returns)) > 2
 
 
@@ -67,7 +67,7 @@ def test_networks_settle_to_what_sweeps_give(nodes, form, activations):
 
 
 @pytest.mark.parametrize("name", ["Acrobot-v1", "Breakout-MinAtar"])
-def test_what_draws_or_indexes_is_left_to_lanes(name):
+def test_what_draws_or_indexes_is_left_to_slots(name):
     game = game_of(name, "feedforward", nodes=500 if "MinAtar" in name else 14)
     with pytest.raises(NotScalar, match="it (draws|uses)|makes more than"):
         game.scalar_step()

@@ -1,4 +1,4 @@
-"""Tables, episodes on lanes that refill, and substrates: each against its loop."""
+"""Tables, episodes in slots that are refilled, and substrates: each against its loop."""
 
 import jax
 import jax.numpy as jnp

@@ -24,8 +24,8 @@ from jaxpar.rl.network import Network
 from jaxpar.solve import Newton
 from jaxpar.types import UsageError
 
-STEPS, LANES, WIDTH = 6, 3, 4
-STARTS = np.zeros((STEPS, LANES), bool)
+STEPS, NUM_ENVS, WIDTH = 6, 3, 4
+STARTS = np.zeros((STEPS, NUM_ENVS), bool)
 STARTS[0, 0] = STARTS[2, 1] = STARTS[3, 1] = STARTS[5, 2] = True  # at the first, in a row, at the last; none else
 
 
@@ -59,14 +59,14 @@ def types(tree):
 
 def one_after_another(memory, params, xs, carry, starts):
     """Backpropagation through time: the carry is emptied by hand, and each call sees one step."""
-    nothing = memory.initial(LANES)
+    nothing = memory.initial(NUM_ENVS)
 
     def step(carry, row):
         x, start = row
         carry = jax.tree.map(
             lambda new, old: jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), new, old), nothing, carry
         )
-        y, carry, _ = memory.apply(params, x[None], np.zeros((1, LANES), bool), carry)
+        y, carry, _ = memory.apply(params, x[None], np.zeros((1, NUM_ENVS), bool), carry)
         return carry, y[0]
 
     return jax.lax.scan(step, carry, (xs, starts))[1]
@@ -80,13 +80,13 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
     method = Newton() if name in ("gru", "para_gru") else None
     memory, stepwise = memory_in_float64(name, method), memory_in_float64(name)
     params = wide(memory.init(jax.random.key(0), 5))
-    xs = jax.random.normal(jax.random.key(1), (STEPS + 2, LANES, 5), jnp.float64)
+    xs = jax.random.normal(jax.random.key(1), (STEPS + 2, NUM_ENVS, 5), jnp.float64)
     # What environments remember from before; the third uses it to the end.
-    carry = wide(memory.initial(LANES))
-    _, carry, _ = stepwise.apply(params, xs[:1] * 0.5, np.zeros((1, LANES), bool), carry)
+    carry = wide(memory.initial(NUM_ENVS))
+    _, carry, _ = stepwise.apply(params, xs[:1] * 0.5, np.zeros((1, NUM_ENVS), bool), carry)
     leaves, tree = jax.tree.flatten(carry)
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-    later = np.zeros((2, LANES), bool)
+    later = np.zeros((2, NUM_ENVS), bool)
 
     def loss(run, params, xs, given):
         given = iter(given)
@@ -96,7 +96,7 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
 
     def whole(params, xs, carry):
         ys, last, converged = memory.apply(params, xs[:STEPS], STARTS, carry)
-        assert types(last) == types(wide(memory.initial(LANES))) and converged.dtype == bool
+        assert types(last) == types(wide(memory.initial(NUM_ENVS))) and converged.dtype == bool
         return jnp.concatenate([ys, memory.apply(params, xs[STEPS:], later, last)[0]])
 
     def steps(params, xs, carry):
@@ -177,8 +177,8 @@ def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x6
 
 def test_the_past_before_a_start_is_forgotten():
     memory = memory_of("min_gru", WIDTH)
-    params, xs = memory.init(jax.random.key(0), 5), jax.random.normal(jax.random.key(1), (STEPS, LANES, 5))
-    slope = jax.grad(lambda xs: memory.apply(params, xs, STARTS, memory.initial(LANES))[0][3, 1].sum())(xs)
+    params, xs = memory.init(jax.random.key(0), 5), jax.random.normal(jax.random.key(1), (STEPS, NUM_ENVS, 5))
+    slope = jax.grad(lambda xs: memory.apply(params, xs, STARTS, memory.initial(NUM_ENVS))[0][3, 1].sum())(xs)
     assert np.abs(slope[3, 1]).max() > 0 and np.abs(slope[:3]).max() == 0
 
 

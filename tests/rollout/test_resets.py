@@ -78,7 +78,7 @@ def test_every_finished_environment_is_reset_once_and_nothing_without_one():
 
     assert resets(Chunked(2), 3) == 0
     assert resets(Chunked(2), 4) == 6 == len({tuple(np.ravel(key)) for key in TOLD})
-    assert resets(Chunked(4), 8) == 2 * 8  # two trips of four for six environments, twice
+    assert resets(Chunked(4), 8) == 2 * 8  # two turns of four for six environments, twice
     assert resets(SameStep(), 4) == 4 * 6
     assert resets(NoReset(), 8) == 0
 

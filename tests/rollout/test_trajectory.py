@@ -164,10 +164,10 @@ def test_parameters_can_be_mapped():
     np.testing.assert_allclose(jax.jit(jax.vmap(total))(noises), alone, 1e-5)
 
 
-@pytest.mark.parametrize("trip", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_steps_a_trip_change_nothing(trip):
-    """Up to rounding: the compiler may fuse across steps; 12 steps in trips of 3, and in one that is longer."""
-    for got, want in zip(jax.tree.leaves(walked(unroll=trip)), jax.tree.leaves(walked(unroll=1)), strict=True):
+@pytest.mark.parametrize("unroll", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_steps_an_iteration_change_nothing(unroll):
+    """Up to rounding: the compiler may fuse across steps; 12 steps, 3 an iteration, and more than there are."""
+    for got, want in zip(jax.tree.leaves(walked(unroll=unroll)), jax.tree.leaves(walked(unroll=1)), strict=True):
         np.testing.assert_allclose(got, want, 1e-5, 1e-6)
 
 

@@ -156,7 +156,7 @@ def test_the_left_wall_stops_the_car_and_the_goal_does_not(name):
 
 
 @each
-def test_a_picture_of_every_lane(name):
+def test_a_picture_of_every_environment(name):
     env, params = envs.make(name)
     states = jax.vmap(lambda key: env.init(key, params))(jax.random.split(jax.random.key(0), 2))
     pictures = fast.jit(jax.vmap(lambda state: env.render(state, params)))(states)

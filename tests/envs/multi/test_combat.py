@@ -26,12 +26,12 @@ def draw(key, env, state, params):
     return jnp.where(which < 0.4, play, jnp.where(which < 0.9, legal, wild))
 
 
-def compare(env, num_steps, lanes=20):
+def compare(env, num_steps, num_envs=20):
     """Walks the loops beside the record, episode after episode."""
     params = env.default_params
-    obs, states, masks, actions, moved = record(env, params, num_steps, lanes, policy=draw)
+    obs, states, masks, actions, moved = record(env, params, num_steps, num_envs, policy=draw)
     agents, deaths = range(env.num_agents), 0
-    for b in range(lanes):
+    for b in range(num_envs):
         for t in range(num_steps):
             if states.time[t, b] == 0:
                 twin = CombatTwin(env.first, env.second, env.size, states.position[t, b])
@@ -52,7 +52,7 @@ def compare(env, num_steps, lanes=20):
             deaths += sum(ended) and not twin.over()
             standing = [unit["at"] for unit in twin.units if unit["health"]]
             assert len(set(standing)) == len(standing)
-    assert deaths > num_steps * lanes / 100
+    assert deaths > num_steps * num_envs / 100
 
 
 @pytest.mark.parametrize("env", CASES, ids=lambda env: env.name)
@@ -106,10 +106,10 @@ def test_return_of_a_team_is_its_lead_and_its_outcome():
     assert survivors > 50 and 20 < wins < 80
 
 
-def outcomes(env, policy, lanes=300):
+def outcomes(env, policy, num_envs=300):
     """Mean over first episodes of the first team's reward and of its wins."""
     params = env.default_params
-    _, states, _, _, moved = record(env, params, 60, lanes, 7, policy)
+    _, states, _, _, moved = record(env, params, 60, num_envs, 7, policy)
     earned = jax.jit(jax.vmap(jax.vmap(lambda a, b: env.team_reward(a, b, params))))(states, moved.state)
     over, result = jax.vmap(jax.vmap(env.outcome))(moved.state)
     first = np.cumsum(states.time == 0, axis=0) == 1

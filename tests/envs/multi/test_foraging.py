@@ -28,12 +28,12 @@ def draw(key, env, state, params):
     return jnp.where(jax.random.bernoulli(any_key, 0.1, action.shape), wild, action).astype(jnp.int32)
 
 
-def compare(env, num_steps, lanes=20):
+def compare(env, num_steps, num_envs=20):
     """Walks the loops beside the record, episode after episode."""
     params = env.default_params.replace(penalty=0.25)
-    obs, states, masks, actions, moved = record(env, params, num_steps, lanes, policy=draw)
+    obs, states, masks, actions, moved = record(env, params, num_steps, num_envs, policy=draw)
     lifted = 0
-    for b in range(lanes):
+    for b in range(num_envs):
         twin = None
         for t in range(num_steps):
             if states.time[t, b] == 0:
@@ -52,7 +52,7 @@ def compare(env, num_steps, lanes=20):
             assert (moved.terminated[t, b] == (not twin.food)).all()
             assert (moved.truncated[t, b] == (states.time[t, b] + 1 >= params.max_steps)).all()
             assert (np.array([see(i) for i in agents]) == moved.obs[t, b]).all()
-    assert lifted > num_steps * lanes / 500
+    assert lifted > num_steps * num_envs / 500
 
 
 @pytest.mark.parametrize("env", CASES, ids=repr)
@@ -111,9 +111,9 @@ def test_three_in_a_row_who_push_into_one_that_stays_all_stay():
     assert (swapped.position[:2] == state.position[1::-1]).all()
 
 
-def returns(env, policy, lanes=300):
-    """Mean team return over the first episode of every lane."""
-    _, states, _, _, moved = record(env, env.default_params, 50, lanes, 5, policy)
+def returns(env, policy, num_envs=300):
+    """Mean team return over the first episode of every environment."""
+    _, states, _, _, moved = record(env, env.default_params, 50, num_envs, 5, policy)
     first = np.cumsum(states.time == 0, axis=0) == 1
     return (moved.reward.sum(-1) * first).sum(0).mean()
 

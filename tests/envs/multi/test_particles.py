@@ -13,7 +13,7 @@ from jaxpar.env.check import check_environment
 from jaxpar.env.kernel import reset, step
 from jaxpar.types import UsageError
 
-LANES = 20
+NUM_ENVS = 20
 
 
 def twin_of(env, state):
@@ -38,7 +38,7 @@ def draw(key, env, state, params):
     return jnp.where(jax.random.bernoulli(key, 0.3, action.shape), inward, action).astype(jnp.int32)
 
 
-def record(env, params, num_steps, lanes=LANES, seed=0, policy=draw):
+def record(env, params, num_steps, num_envs=NUM_ENVS, seed=0, policy=draw):
     """States before, actions, and what every step gave, `[T, B, ...]`, episodes of 25 steps reset together."""
 
     def one(state, key):
@@ -50,10 +50,10 @@ def record(env, params, num_steps, lanes=LANES, seed=0, policy=draw):
         return jax.tree.map(lambda a, b: jnp.where(done, a, b), fresh, moved.state), (state, action, moved)
 
     def body(states, key):
-        return jax.vmap(one)(states, jax.random.split(key, lanes))
+        return jax.vmap(one)(states, jax.random.split(key, num_envs))
 
     key, first = jax.random.split(jax.random.key(seed))
-    states = jax.vmap(lambda key: reset(key, env, params)[1])(jax.random.split(first, lanes))
+    states = jax.vmap(lambda key: reset(key, env, params)[1])(jax.random.split(first, num_envs))
     run = jax.jit(lambda states, key: jax.lax.scan(body, states, jax.random.split(key, num_steps))[1])
     return jax.tree.map(np.asarray, run(states, key))
 
@@ -63,7 +63,7 @@ def compare(env, num_steps):
     states, actions, moved = record(env, env.default_params, num_steps)
     worst = np.zeros(3)
     for t in range(num_steps):
-        for b in range(LANES):
+        for b in range(NUM_ENVS):
             state = jax.tree.map(lambda x: x[t, b], states)  # noqa: B023
             twin = twin_of(env, state)
             twin.step(actions[t, b])
@@ -115,7 +115,7 @@ def uniform(key, env, state, params):
     return jax.random.randint(key, (env.num_agents,), 0, high)
 
 
-def returns(env, seats, lanes=300, seed=3):
+def returns(env, seats, num_envs=300, seed=3):
     """Mean returns per agent `[K, N]` over an episode where `seats` `[K, N]` play the script, the rest uniformly."""
 
     def policy(key, env, state, params):
@@ -124,7 +124,7 @@ def returns(env, seats, lanes=300, seed=3):
         team = jnp.asarray(seats)[jnp.int32(jnp.abs(state.landmarks[0, 0]) * 1e4) % len(seats)]
         return jnp.where(team, scripted(env, state, params), uniform(play_key, env, state, params))
 
-    states, _, moved = record(env, env.default_params, 25, lanes * len(seats), seed, policy)
+    states, _, moved = record(env, env.default_params, 25, num_envs * len(seats), seed, policy)
     team = (np.abs(states.landmarks[0, :, 0, 0]) * np.float32(1e4)).astype(np.int32) % len(seats)
     total = moved.reward.sum(0)
     return np.stack([total[team == k].mean(0) for k in range(len(seats))])
