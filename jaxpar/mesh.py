@@ -228,9 +228,8 @@ def _ambient() -> Mesh | AbstractMesh:
 def unsplit(fn: Callable) -> Callable:
     """Returns `fn` as it is without a mesh, its backward pass included: nothing in it says how arrays lie.
 
-    For a network inside a program that is laid out by other rules, such as one device's own environments in
-    `jax.shard_map`; elsewhere GSPMD takes the layout from the arguments. `fn` takes arrays by position. Reverse mode
-    only.
+    For a network inside a program laid out by other rules, such as one device's own environments in `jax.shard_map`;
+    elsewhere GSPMD takes the layout from the arguments. `fn` takes arrays by position. Reverse mode only.
     """
 
     def quiet(*args):
