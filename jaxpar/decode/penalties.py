@@ -17,8 +17,8 @@ class Counts(NamedTuple):
       drawn: How often a token was generated, the prompt left out: what presence and frequency penalties ask.
     """
 
-    seen: Bool[Array, "*batch V"]
-    drawn: Int[Array, "*batch V"]
+    seen: Bool[Array, "... V"]
+    drawn: Int[Array, "... V"]
 
 
 def count_tokens(
