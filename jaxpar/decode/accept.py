@@ -98,7 +98,8 @@ def rejection(
     drawn without replacement the last ones may be left out, not the first. "top" is exact for any drafts, however they
     were found or chosen, for it takes them as given; it accepts less of those that were drawn at random.
 
-    Cost: O(B T V) for each of the most children that a node has. Memory: two arrays like the logits, float32 at least.
+    Cost: O(B V) for each node that has children, times the most that one has. Memory: two arrays like the logits, in
+    float32 at least.
 
     Args:
       key: Consumed, with each row's seed, position and lineage as in `gumbel`; the draws are independent of the
@@ -106,7 +107,8 @@ def rejection(
       logits: The target's at each node, processed as for sampling; -inf masks a token.
       draft_logits: Of the law that the children of each node were drawn from, likewise; leaves' are not read. None
         where `drawn` is "top", which does not read it.
-      tokens: The window; the root's is not read, and a token outside of the vocabulary, such as -1, is no draft.
+      tokens: The window; the root's is not read, and a token outside of the vocabulary, such as -1, or one that the
+        draft's law rules out, is no draft.
       tree: The window's shape; static.
       seeds: Of the rows' requests.
       positions: Where the token after the root will stand.
@@ -122,7 +124,7 @@ def rejection(
         shape = None if draft_logits is None else list(draft_logits.shape)
         raise UsageError(f"draft_logits must have the shape {list(logits.shape)} unless drawn='top', not {shape}.")
     p, q = _softmax(logits), None if drawn == "top" or draft_logits is None else _softmax(draft_logits)
-    accept, bonus = jax.vmap(lambda p, q, tokens: verdict(p, q, tokens, tree, drawn))(p, q, tokens)
+    accept = jax.vmap(lambda p, q, tokens: verdict(p, q, tokens, tree, drawn).accept)(p, q, tokens)
     test_key, bonus_key = jax.random.split(key)
 
     # One key a position: of the nodes at one depth only the children of one are ever tried, told apart by their rank.
@@ -132,9 +134,12 @@ def rejection(
     draw = jax.vmap(lambda each, rank: jax.random.uniform(jax.random.fold_in(each, rank), (), jnp.float32))
     last = _walk(accept, jax.vmap(draw, (0, None))(keys, jnp.asarray(tree.rank)), tree)
 
+    def left(p, q, tokens, node):  # computed once more, which costs less than to keep it of every node
+        return _tried(p[node], None if q is None else q[node], _drafts(tokens, node, tree), drawn)[1]
+
     end = positions + jnp.asarray(tree.depth, positions.dtype)[last]
-    law = jnp.take_along_axis(bonus, last[:, None, None], 1)[:, 0]
-    scores = jnp.log(law) + gumbel(bonus_key, seeds, end, lineage, law.shape[-1])
+    noise = gumbel(bonus_key, seeds, end, lineage, logits.shape[-1])
+    scores = jnp.log(jax.vmap(left)(p, q, tokens, last)) + noise
     return _kept(tokens, scores.argmax(-1).astype(jnp.int32), last, tree)
 
 
@@ -152,30 +157,16 @@ def verdict(
     Args:
       p: The target's law at each node.
       q: The law from which the draft drew the node's children; not read, and may be None, for "top".
-      tokens: The window, one outside of the vocabulary being no draft.
+      tokens: The window, as for `rejection`.
       tree: Its shape.
       drawn: How children were drawn.
     """
-    children = jnp.asarray(tree.children.T)  # [C, T]
-    vocabulary = jnp.arange(p.shape[-1])
-
-    def test(carry, child):
-        p, q, accept = carry
-        token = tokens[child]
-        is_draft = (child >= 0) & (token >= 0) & (token < p.shape[-1])
-        hit = vocabulary[None] == token[:, None]
-        law = hit.astype(p.dtype) if q is None or drawn == "top" else q
-        asked, offered = (jnp.where(hit, each, 0).sum(-1) for each in (p, law))
-        # What cannot have been drawn is kept wherever the target knows it, which is the limit of the ratio.
-        chance = jnp.where(offered > 0, jnp.minimum(asked / jnp.where(offered > 0, offered, 1), 1), asked > 0)
-        accept = accept.at[jnp.where(child < 0, tree.size, child)].set(jnp.where(is_draft, chance, 0), mode="drop")
-        left = jnp.where(is_draft[:, None], _normalised(jnp.maximum(p - law, 0), p), p)
-        if q is not None and drawn == "without_replacement":
-            q = jnp.where(is_draft[:, None], _normalised(jnp.where(hit, 0, q), q), q)
-        return (left, q, accept), None
-
-    (bonus, _, accept), _ = lax.scan(test, (p, q, jnp.ones(tree.size, p.dtype)), children)
-    return Verdict(accept, bonus)
+    inner = np.flatnonzero((tree.children >= 0).any(1))  # most nodes of a bushy tree are leaves, and nothing to try
+    laws = p[inner], None if q is None else q[inner]
+    chances, left = jax.vmap(lambda p, q, tokens: _tried(p, q, tokens, drawn))(*laws, _drafts(tokens, inner, tree))
+    row = np.searchsorted(inner, tree.parents[1:])
+    accept = jnp.concatenate([jnp.ones_like(chances, shape=1), chances[row, tree.rank[1:]]])
+    return Verdict(accept, p.at[inner].set(left))
 
 
 def expected_length(rate: Float[Array, "*rows"] | float, k: int) -> Float[Array, "*rows"]:
@@ -197,6 +188,33 @@ def _check(scores: Array, tokens: Array, tree: Tree) -> None:
 def _parents(tree: Tree) -> Int[np.ndarray, " T"]:
     """Of each node; the root stands for its own, which it lacks."""
     return np.array([0, *tree.parents[1:]])
+
+
+def _drafts(tokens: Int[Array, " T"], nodes: Array | np.ndarray, tree: Tree) -> Int[Array, "*nodes C"]:
+    """Tokens of the children of some nodes, -1 where there is none."""
+    children = jnp.asarray(tree.children)[nodes]
+    return jnp.where(children >= 0, tokens[children], -1)
+
+
+def _tried(
+    p: Float[Array, " V"], q: Float[Array, " V"] | None, tokens: Int[Array, " C"], drawn: Drawn
+) -> tuple[Float[Array, " C"], Float[Array, " V"]]:
+    """Of one node the chance of each child [C], if those before it were refused, and the law left after all [V]."""
+    size = p.shape[-1]
+
+    def test(laws, token):
+        p, q = laws
+        hit, at = jnp.arange(size) == token, jnp.clip(token, 0, size - 1)
+        law = hit.astype(p.dtype) if q is None or drawn == "top" else q
+        is_draft = (token == at) & (law[at] > 0)
+        chance = jnp.where(is_draft, jnp.minimum(p[at] / jnp.where(is_draft, law[at], 1), 1), 0)
+        left = jnp.where(is_draft, _normalised(jnp.maximum(p - law, 0), p), p)
+        if q is not None and drawn == "without_replacement":
+            q = _normalised(jnp.where(hit, 0, q), q)
+        return (left, q), chance
+
+    (left, _), chances = lax.scan(test, (p, q), tokens)
+    return chances, left
 
 
 def _walk(accept: Float[Array, "B T"], uniforms: Float[Array, "B T"], tree: Tree) -> Int[Array, " B"]:
@@ -224,11 +242,8 @@ def _kept(tokens: Array, bonus: Array, last: Array, tree: Tree) -> Accepted:
 
 
 def _softmax(logits: Array) -> Array:
-    """In float32 at least; where all is masked, zeros and no NaN."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    top = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0, top))
-    return _normalised(weights, weights)
+    """In float32 at least; NaN where all is masked: what has such a law is no draft."""
+    return jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
 
 
 def _normalised(weights: Array, otherwise: Array) -> Array:

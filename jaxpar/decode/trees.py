@@ -70,7 +70,7 @@ class Tree:
         lists = [[i for i, parent in enumerate(self.parents) if parent == node] for node in range(self.size)]
         most = max(len(each) for each in lists)
         table = [each + [-1] * (most - len(each)) for each in lists]
-        return _constant(np.array(table, np.int64).reshape(self.size, most))
+        return _constant(np.array(table).reshape(self.size, most))
 
     @functools.cached_property
     def rank(self) -> Int[np.ndarray, " T"]:
@@ -93,7 +93,8 @@ class Tree:
 
 
 def _constant(array: np.ndarray) -> np.ndarray:
-    """Its bytes belong to every holder of the tree."""
+    """Read-only, for every holder of the tree has the same bytes; integers of 32 bits, in any precision of the rest."""
+    array = array if array.dtype == bool else array.astype(np.int32)
     array.flags.writeable = False
     return array
 

@@ -4,11 +4,11 @@ Target and draft are Markov chains of order two: [V, V, V] tables of the law of 
 that one pass emits are completed by the target to sequences of one length, whose law must be the target's own.
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.decode import verdict
@@ -45,16 +45,19 @@ def windows(tree, target, draft, drawn, leave_out=None):
             if drawn == "top":
                 law = np.eye(size)[np.argsort(-law)[len(elders)]]
             chance *= law[tokens[node]]
-        if chance:
-            shown = [leave_out(i, q[tree.parents[i]], t) if leave_out and i else False for i, t in enumerate(tokens)]
-            rows.append((chance, np.where(shown, -1, tokens), p, q))
+        shown = [leave_out(i, q[tree.parents[i]], t) if leave_out and i else False for i, t in enumerate(tokens)]
+        rows.append((chance, np.where(shown, [-1, size] * (tree.size // 2) + [-1] * (tree.size % 2), tokens), p, q))
     return Windows(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
+@functools.cache
+def program(tree, drawn, judge):
+    return jax.jit(jax.vmap(lambda p, q, tokens: judge(p, q, tokens, tree, drawn)))
+
+
 def judged(found, tree, drawn, judge=verdict):
-    """What the rule says of every window, in double precision."""
-    run = jax.jit(jax.vmap(lambda p, q, tokens: judge(p, q, tokens, tree, drawn)))
-    return [np.asarray(each) for each in run(*(jnp.asarray(each) for each in (found.p, found.q, found.tokens)))]
+    """What the rule says of every window."""
+    return [np.asarray(each) for each in program(tree, drawn, judge)(found.p, found.q, found.tokens)]
 
 
 def ends(accept, tree):

@@ -6,22 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact_law import START, emitted, judged, law_error, random_chain, target_law, windows
+from exact_law import START, emitted, judged, law_error, program, random_chain, target_law, windows
 
 from jaxpar.decode import Tree, Verdict, chain, coupled, expected_length, gumbel, rejection, verdict
 from jaxpar.decode.accept import _walk
 from jaxpar.types import UsageError
 
 KEY = jax.random.key(11)
-BUSHY = Tree((-1, 0, 0, 1, 1, 2, 3))
+BUSHY = Tree((-1, 0, 0, 0, 1, 1, 4))
 MODES = ["with_replacement", "without_replacement", "top"]
 keep = jax.jit(coupled, static_argnums=2)
+draw = jax.jit(gumbel, static_argnums=4)
 reject = jax.jit(rejection, static_argnums=4, static_argnames="drawn")
 
 
 def requests(batch, start=5):
     """Seeds, positions and lineage of a batch of rows that differ."""
-    seeds = jnp.arange(batch, dtype=jnp.int32)
+    seeds = np.arange(batch, dtype=np.int32)
     return {"seeds": seeds, "positions": seeds % 3 + start, "lineage": seeds % 2}
 
 
@@ -45,7 +46,7 @@ def test_coupled_is_walking_by_hand(tree):
     tokens = rng.integers(-1, 4, (200, tree.size))  # none, and outside; siblings of one token
     wanted = scores.argmax(-1)[:, [0, *tree.parents[1:]]]
     tokens = np.where(rng.uniform(size=tokens.shape) < 0.5, wanted, tokens)
-    got = keep(jnp.asarray(scores), jnp.asarray(tokens), tree)
+    got = jax.device_get(keep(scores, tokens, tree))
     assert {each.dtype for each in got} == {jnp.dtype(jnp.int32)}
     counts = set()
     for row, (score, token) in enumerate(zip(scores, tokens, strict=True)):
@@ -60,11 +61,11 @@ def test_coupled_is_walking_by_hand(tree):
 
 
 def test_any_draft_decodes_to_the_tokens_of_the_plain_loop():
-    logits, start, length = jnp.log(random_chain(1, 4).astype(np.float32)), 2, 12
+    logits, start, length = np.log(random_chain(1, 4).astype(np.float32)), 2, 12
     batch = requests(6, start)
-    longest = jnp.arange(start, start + 24, dtype=jnp.int32)
-    wide = [jnp.broadcast_to(batch[name][:, None], (6, 24)) for name in ("seeds", "lineage")]
-    noise = gumbel(KEY, wide[0], jnp.broadcast_to(longest[None], (6, 24)), wide[1], 4)
+    longest = np.arange(start, start + 24, dtype=np.int32)
+    seeds, lineage = (np.broadcast_to(batch[name][:, None], (6, 24)) for name in ("seeds", "lineage"))
+    noise = np.asarray(draw(KEY, seeds, np.broadcast_to(longest, (6, 24)), lineage, 4))
 
     def plain(row):
         tokens = list(START)
@@ -84,10 +85,10 @@ def test_any_draft_decodes_to_the_tokens_of_the_plain_loop():
             at = np.array([len(row) - 2 for row in have]) + np.asarray(batch["positions"]) - start
             places = at[:, None] + tree.depth[None]
             scores = logits[before, tokens] + noise[np.arange(6)[:, None], places]
-            new = keep(scores, jnp.asarray(tokens), tree)
+            new = [np.asarray(each) for each in keep(scores, tokens, tree)]
             for row in range(6):  # rows go on at their own pace, as far as the noise reaches
                 room = length + 2 - len(have[row])
-                have[row] += new.tokens[row, : new.count[row]].tolist()[:room]
+                have[row] += new[0][row, : new[1][row]].tolist()[:room]
             passes += 1
         assert [row[2:] for row in have] == want
         assert passes == length if tree.size == 1 else passes < length + 1
@@ -97,7 +98,7 @@ def test_any_draft_decodes_to_the_tokens_of_the_plain_loop():
 
 
 @pytest.mark.parametrize("drawn", MODES)
-@pytest.mark.parametrize("tree", [chain(3), BUSHY, Tree((-1, 0, 0, 0, 2))], ids=str)
+@pytest.mark.parametrize("tree", [chain(3), BUSHY], ids=str)
 def test_the_law_of_what_is_emitted_is_the_targets(tree, drawn, x64):
     for seed in range(3):
         target, draft = random_chain(seed, 3, 1 + seed), random_chain(seed + 10, 3)
@@ -109,8 +110,7 @@ def test_a_larger_vocabulary_and_masked_tokens(x64):
     target[..., 2], draft[:, 1, 0] = 0, 0  # what the target never says, and the draft sometimes not
     target, draft = (each / each.sum(-1, keepdims=True) for each in (target, draft))
     for drawn in MODES:
-        assert law_error(chain(2), target, draft, drawn) < 1e-12
-        assert law_error(Tree((-1, 0, 0, 0, 1)), target, draft, drawn) < 1e-12
+        assert law_error(Tree((-1, 0, 0, 1)), target, draft, drawn) < 1e-12
 
 
 def naive(p, q, tokens, tree, drawn):
@@ -133,17 +133,20 @@ def test_the_naive_rule_is_refused(drawn, x64):
 
 def test_every_way_of_drawing_needs_its_own_rule(x64):
     target, draft = random_chain(0, 3), random_chain(10, 3)
-    for drawn, other in itertools.permutations(MODES, 2):
-        judge = lambda p, q, tokens, tree, _, other=other: verdict(p, q, tokens, tree, other)  # noqa: E731
-        error = law_error(BUSHY, target, draft, drawn, judge)
-        # The rule of fixed drafts is exact given the drafts, whatever drew them; it only accepts less.
-        assert error < 1e-12 if other == "top" else error > 1e-3, (drawn, other)
+    for drawn, other in itertools.product(MODES, MODES):
+        found = windows(BUSHY, target, draft, drawn)
+        law, _ = emitted(found, BUSHY, *judged(found, BUSHY, other), target)
+        error = abs(law - target_law(target, 4)).max()
+        # The rule of fixed drafts is exact given the drafts, whatever drew them; it only accepts less. Of independent
+        # drafts those that are not repeated are drawn without replacement, and repeated ones are then no drafts.
+        is_exact = other in (drawn, "top") or (drawn, other) == ("with_replacement", "without_replacement")
+        assert error < 1e-12 if is_exact else error > 1e-3, (drawn, other)
 
 
 @pytest.mark.parametrize("drawn", MODES)
 def test_drafts_may_be_left_out_by_place_but_not_by_what_was_drawn(drawn, x64):
     target, draft = random_chain(3, 3), random_chain(13, 3)
-    error = law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: node in (2, 5))
+    error = law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: node in (3, 5))
     assert error < 1e-12
     error = law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: node == 1)
     assert error > 1e-3 if drawn == "without_replacement" else error < 1e-12  # node 2 is then not drawn from q
@@ -153,14 +156,19 @@ def test_drafts_may_be_left_out_by_place_but_not_by_what_was_drawn(drawn, x64):
 
 
 def test_equal_laws_leave_the_target_and_no_nan():
-    p = jax.nn.softmax(jnp.array([[0.3, 1.7, -0.4, 5.0]] * 3))
-    accept, bonus = verdict(p, p, jnp.array([0, 1, 2]), chain(2), "with_replacement")
-    np.testing.assert_array_equal(accept, [1, 1, 1])
+    p = np.broadcast_to(np.float32([0.0625, 0.125, 0.3125, 0.5]), (2, 3, 4))
+    q, tokens = p.copy(), np.array([[0, 1, 2], [0, 3, 3]])
+    q[1, :, 3] += 2**-20  # p <= q everywhere, as after rounding: no positive part is left
+    accept, bonus = (np.asarray(each) for each in program(chain(2), "with_replacement", verdict)(p, q, tokens))
+    assert (accept[0] == 1).all() and (accept[1, 1:] < 1).all()
     np.testing.assert_array_equal(bonus, p)
-    nudged = p.at[:, 3].add(1e-7)  # p <= q everywhere, as after rounding: no positive part is left
-    accept, bonus = verdict(p, nudged, jnp.array([0, 3, 3]), chain(2), "with_replacement")
-    assert (accept[1:] < 1).all()
-    np.testing.assert_array_equal(bonus, p)
+
+
+def test_what_the_draft_rules_out_is_no_draft():
+    p, q = np.full((1, 3, 4), 0.25, np.float32), np.float32([[[0.5, 0.5, 0, 0], [0, 0, 1, 0], [0.25] * 4]])
+    accept, bonus = program(chain(2), "with_replacement", verdict)(p, q, np.array([[0, 2, 2]]))
+    np.testing.assert_array_equal(accept, [[1, 0, 0.25]])
+    np.testing.assert_allclose(bonus[0], [[0.25] * 4, [1 / 3, 1 / 3, 0, 1 / 3], [0.25] * 4], rtol=1e-6)
 
 
 # ---------------------------------------------------------------- rejection: its draws
@@ -172,7 +180,7 @@ def test_uniform_numbers_decide_child_by_child(tree):
     accept, uniforms = rng.uniform(size=(300, tree.size)), rng.uniform(size=(300, tree.size))
     accept[:, 0] = 1
     accept[0], uniforms[0] = 0.5, 0.5  # not under it
-    got, seen = _walk(jnp.asarray(accept), jnp.asarray(uniforms), tree), set()
+    got, seen = np.asarray(jax.jit(_walk, static_argnums=2)(accept, uniforms, tree)), set()
     for row in range(300):
         node = child = 0
         while child is not None:
@@ -188,13 +196,13 @@ def test_uniform_numbers_decide_child_by_child(tree):
 def test_the_law_of_sampled_tokens_is_the_targets(drawn):
     num, size = 30_000, 3
     target, draft = random_chain(20, size, 1.5).astype(np.float32), random_chain(21, size).astype(np.float32)
-    rows = jnp.arange(num, dtype=jnp.int32)
+    rows = np.arange(num, dtype=np.int32)
     request = {"seeds": rows % 100, "positions": rows // 100 + 4, "lineage": rows % 7}
     tree = Tree((-1, 0, 0, 1, 2))
 
     def noise(place, child):  # of the same key as `rejection`'s: a draft may have used it
         key = KEY if child == 0 else jax.random.fold_in(KEY, 1000 + child)
-        return np.asarray(gumbel(key, request["seeds"], request["positions"] + place, request["lineage"], size))
+        return np.asarray(draw(key, request["seeds"], request["positions"] + place, request["lineage"], size))
 
     def drafts(law):  # two of each row's law, then
         ranked = np.argsort(-law, axis=-1)
@@ -212,8 +220,8 @@ def test_the_law_of_sampled_tokens_is_the_targets(drawn):
         law = draft[START[1], tokens[:, parent]]
         tokens[:, node] = law.argmax(-1) if drawn == "top" else (np.log(law) + noise(1, node - 3)).argmax(-1)
     before = np.stack([np.full(num, START[0]), *(tokens[:, parent] for parent in tree.parents[1:])], axis=1)
-    p, q = (jnp.log(chain[before, tokens]) for chain in (target, draft))
-    got = reject(KEY, p, None if drawn == "top" else q, jnp.asarray(tokens), tree, drawn=drawn, **request)
+    p, q = (np.log(chain[before, tokens]) for chain in (target, draft))
+    got = reject(KEY, p, None if drawn == "top" else q, tokens, tree, drawn=drawn, **request)
 
     new, count = np.asarray(got.tokens), np.asarray(got.count)
     pairs = np.bincount(new[count > 1, 0] * size + new[count > 1, 1], minlength=size**2)
@@ -224,49 +232,74 @@ def test_the_law_of_sampled_tokens_is_the_targets(drawn):
     ones, of = np.bincount(new[:, 0], minlength=size), law.sum(1)
     assert (abs(ones - num * of) < 4.5 * np.sqrt(num * of * (1 - of))).all()
     assert set(count) == {1, 2, 3}
-    accept, _ = jax.vmap(lambda *row: verdict(*row, tree, drawn))(jnp.exp(p), jnp.exp(q), jnp.asarray(tokens))
+    accept, _ = program(tree, drawn, verdict)(np.exp(p), np.exp(q), tokens)
     stay = np.asarray((1 - accept[:, 1]) * (1 - accept[:, 2]))
     assert abs((count == 1).sum() - stay.sum()) < 4.5 * np.sqrt((stay * (1 - stay)).sum())
 
 
 def some_windows(batch, tree, dtype=np.float32):
     rng = np.random.default_rng(7)
-    p, q = (jnp.asarray(rng.normal(size=(batch, tree.size, 5)), dtype) for _ in range(2))
-    return p, q, jnp.asarray(rng.integers(0, 5, (batch, tree.size)), jnp.int32)
+    p, q = (rng.normal(size=(batch, tree.size, 5)).astype(dtype) for _ in range(2))
+    return p, q, rng.integers(0, 5, (batch, tree.size)).astype(np.int32)
 
 
 def test_what_a_row_draws_is_no_matter_of_its_company():
-    p, q, tokens = some_windows(8, BUSHY)
-    request, order = requests(8), jnp.array([5, 2, 7, 0, 1, 6, 4, 3])
+    p, q, tokens = some_windows(64, BUSHY)
+    request, order = requests(64), np.random.default_rng(0).permutation(64)
     want = reject(KEY, p, q, tokens, BUSHY, **request)
-    moved = {name: each[order] for name, each in request.items()}
-    got = reject(KEY, p[order], q[order], tokens[order], BUSHY, **moved)
-    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got, want[order]), got, want)
-    alone = rejection(KEY, p[3:4], q[3:4], tokens[3:4], BUSHY, **{name: each[3:4] for name, each in request.items()})
-    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got, want[3:4]), alone, want)
+    assert len(np.unique(want.tokens, axis=0)) > 10
+    for rows in (order, np.full(64, 3)):  # moved, and in the company of nothing but its like
+        moved = {name: each[rows] for name, each in request.items()}
+        got = reject(KEY, p[rows], q[rows], tokens[rows], BUSHY, **moved)
+        for new, old in zip(got, want, strict=True):
+            np.testing.assert_array_equal(new, np.asarray(old)[rows])
 
 
-def test_seed_position_and_lineage_each_change_the_draw():
-    p, q, tokens = some_windows(1, BUSHY)
-    same = [jnp.repeat(each, 64, axis=0) for each in (p, q, tokens)]
-    fixed = {name: jnp.zeros(64, jnp.int32) for name in ("seeds", "positions", "lineage")}
-    draws = {None: reject(KEY, *same, BUSHY, **fixed)}
-    assert len(np.unique(draws[None].tokens, axis=0)) == 1
+def test_the_bonus_token_of_a_leaf_is_that_of_a_window_of_one_at_its_place():
+    p, q, tokens = some_windows(64, BUSHY)
+    request = requests(64)
+    got = jax.device_get(reject(KEY, p, q, tokens, BUSHY, **request))
+    rows, ends = np.arange(64), np.take_along_axis(got.path, got.count[:, None] - 1, 1)[:, 0]
+    alone = request | {"positions": request["positions"] + BUSHY.depth[ends]}
+    new = reject(KEY, p[rows, ends][:, None], None, tokens[:, :1], chain(0), drawn="top", **alone).tokens[:, 0]
+    leaf = (BUSHY.children[ends] < 0).all(1)
+    assert set(got.count[leaf]) == {2, 3, 4}
+    np.testing.assert_array_equal(got.tokens[rows, got.count - 1][leaf], new[leaf])
+
+
+def test_one_more_axis_by_vmap():
+    p, q, tokens = some_windows(64, BUSHY)
+    request = requests(64)
+    want = reject(KEY, p, q, tokens, BUSHY, **request)
+    folded = jax.tree.map(lambda each: each.reshape(2, 32, *each.shape[1:]), (p, q, tokens, request))
+    got = jax.jit(jax.vmap(lambda p, q, tokens, request: rejection(KEY, p, q, tokens, BUSHY, **request)))(*folded)
+    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got.reshape(want.shape), want), got, want)
+
+
+def test_seed_position_and_lineage_each_change_walk_and_bonus_token():
+    p, q, tokens = (np.repeat(each, 64, axis=0) for each in some_windows(1, BUSHY))
+    fixed = {name: np.zeros(64, np.int32) for name in ("seeds", "positions", "lineage")}
+    assert len(np.unique(reject(KEY, p, q, tokens, BUSHY, **fixed).tokens, axis=0)) == 1
+    ends, new = [], []
     for name in fixed:
-        draws[name] = reject(KEY, *same, BUSHY, **fixed | {name: jnp.arange(64, dtype=jnp.int32)})
-        assert len(np.unique(draws[name].tokens, axis=0)) >= 3
-    assert not np.array_equal(draws["seeds"].tokens, draws["lineage"].tokens)
+        request = fixed | {name: np.arange(64, dtype=np.int32)}
+        ends.append(np.asarray(reject(KEY, p, q, tokens, BUSHY, **request).path).max(1))
+        alone = reject(KEY, p[:, :1], None, tokens[:, :1], chain(0), drawn="top", **request)
+        new.append(np.asarray(alone.tokens)[:, 0])
+    for draws in (ends, new):
+        assert all(len(np.unique(each)) >= 2 for each in draws)
+        assert not any(np.array_equal(one, other) for one, other in itertools.combinations(draws, 2))
 
 
 @pytest.mark.parametrize("drawn", MODES)
 def test_masked_tokens_are_never_emitted(drawn):
     p, q, tokens = some_windows(64, BUSHY)
-    p = p.at[:, :, 2].set(-jnp.inf).at[:, 1:, 4].set(-jnp.inf)
-    q = q.at[:, :, 0].set(-jnp.inf).at[:, 3:].set(-jnp.inf)  # nodes whose children nobody drew
-    tokens = jnp.where(tokens == 0, 1, tokens).at[::2].set(2)
-    accept, bonus = jax.vmap(lambda *row: verdict(*row, BUSHY, drawn))(jax.nn.softmax(p), jnp.nan_to_num(
-        jax.nn.softmax(q)), tokens)  # fmt: skip
-    assert jnp.isfinite(accept).all() and jnp.isfinite(bonus).all()
+    p[:, :, 2] = p[:, 1:, 4] = q[:, :, 0] = q[:, 3:] = -np.inf  # the last: nodes whose children nobody drew
+    tokens[tokens == 0], tokens[::2] = 1, 2
+    weights = (np.exp(each) for each in (p, q))
+    laws = (each / np.maximum(each.sum(-1, keepdims=True), 1e-30) for each in weights)
+    accept, bonus = (np.asarray(each) for each in program(BUSHY, drawn, verdict)(*laws, tokens))
+    assert np.isfinite(accept).all() and np.isfinite(bonus).all()
     assert (accept[::2, 1:] == 0).all() and (bonus[..., 2] == 0).all()
     np.testing.assert_allclose(bonus.sum(-1), 1, rtol=1e-5)
     got = reject(KEY, p, q, tokens, BUSHY, drawn=drawn, **requests(64))
@@ -274,12 +307,16 @@ def test_masked_tokens_are_never_emitted(drawn):
     assert all(2 not in row and 4 not in row[1:] for row in new)
 
 
-def test_half_precision_double_precision_and_the_window_of_one(x64):
-    for dtype in (jnp.bfloat16, jnp.float64):
-        p, q, tokens = some_windows(4, chain(0), dtype)
-        got = rejection(KEY, p, q, tokens, chain(0), **requests(4))
+def test_laws_are_of_single_precision_at_least(x64):
+    p, _, tokens = some_windows(4096, chain(0), jnp.bfloat16)
+    tokens_of = {}
+    for dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
+        got = reject(KEY, p.astype(dtype), None, tokens, chain(0), drawn="top", **requests(4096))
         assert {each.dtype for each in got} == {jnp.dtype(jnp.int32)}
-        assert (got.count == 1).all() and (got.path == 0).all() and got.tokens.shape == (4, 1)
+        assert (got.count == 1).all() and (got.path == 0).all() and got.tokens.shape == (4096, 1)
+        tokens_of[dtype] = np.asarray(got.tokens)
+    np.testing.assert_array_equal(tokens_of[jnp.bfloat16], tokens_of[jnp.float32])
+    assert (tokens_of[jnp.float64] != tokens_of[jnp.float32]).sum() <= 1  # the noise is the same
 
 
 # ---------------------------------------------------------------- lengths, and users' mistakes
@@ -289,10 +326,10 @@ def test_half_precision_double_precision_and_the_window_of_one(x64):
 def test_the_expected_length_is_that_of_independent_acceptance(rate, x64):
     k = 3
     patterns = np.array(list(itertools.product([0, 1], repeat=k)))
-    scores = jnp.zeros((len(patterns), k + 1, 2)).at[..., 1].set(1)
-    tokens = jnp.asarray(np.pad(patterns, ((0, 0), (1, 0))))  # draft 1 is what is wanted
+    scores = np.broadcast_to(np.array([0.0, 1.0]), (len(patterns), k + 1, 2))
+    tokens = np.pad(patterns, ((0, 0), (1, 0)))  # draft 1 is what is wanted
     chance = np.prod(np.where(patterns, rate, 1 - rate), axis=1)
-    mean = (chance * np.asarray(coupled(scores, tokens, chain(k)).count)).sum()
+    mean = (chance * np.asarray(keep(scores, tokens, chain(k)).count)).sum()
     assert expected_length(rate, k) == pytest.approx(mean, rel=1e-13)
 
 

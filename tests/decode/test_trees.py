@@ -171,11 +171,11 @@ def test_any_probabilities_are_shared_as_by_trying_all(x64):
 
 def test_what_is_no_probability_is_not_hidden():
     nan, inf = jnp.nan, jnp.inf
-    table = jnp.array([[0.5, nan], [1.5, 0.25], [inf, 0.9], [0.9, -1.0], [nan, 0.9]])
-    assert share(table, 10).tolist() == [0, 2, 0, 1, 0]
-    assert share(table, 2).tolist() == [0, 1, 0, 1, 0]
-    assert share(table, 1).tolist() == [0, 1, 0, 0, 0]
-    assert allocate(jnp.ones((1, 1)), 1).tolist() == [1] and allocate(jnp.ones((2, 0)), 3).tolist() == [0, 0]
+    table = jnp.array([[0.5, nan], [1.5, 0.75], [inf, 0.9], [0.9, -1.0], [nan, 0.9], [-1.0, -1.0]])
+    assert share(table, 10).tolist() == [0, 2, 0, 1, 0, 0]
+    assert share(table, 2).tolist() == [0, 1, 0, 1, 0, 0]  # 1, not 1.5, times 0.75 is under 0.9
+    assert share(table, 1).tolist() == [0, 1, 0, 0, 0, 0]
+    assert share(jnp.ones((2, 0)), 3).tolist() == [0, 0]
 
 
 def test_a_negative_budget_is_refused():
