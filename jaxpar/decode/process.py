@@ -176,7 +176,7 @@ def _running_mass(ranked: jax.Array, block: int) -> jax.Array:
     mass = jnp.exp(ranked - _largest(ranked[..., :1]))
     mass = jnp.pad(mass, [(0, 0)] * (mass.ndim - 1) + [(0, -length % block)])
     within = jnp.cumsum(mass.reshape(*mass.shape[:-1], -1, block), -1)
-    # Blocks before are summed up to the last but one, not up to all and then less one: sums never fall.
+    # Not the sum with this block less this block, which rounding makes smaller than the sum before it.
     before = jnp.cumsum(within[..., :-1, -1:], -2)
     before = jnp.pad(before, [(0, 0)] * (mass.ndim - 1) + [(1, 0), (0, 0)])
     return (before + within).reshape(mass.shape)[..., :length]
