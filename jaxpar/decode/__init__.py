@@ -3,6 +3,7 @@
 | file | in -> out shapes | called by |
 |---|---|---|
 | `model` | what is asked of a model: params, tokens [B, T], cache -> logits [B, T, V], cache | `reader` |
+| `stops` | tokens [B, S], sequences [n, L] -> ends [B]; text in pieces -> text up to a stop string | users |
 | `noise` | key, seeds, positions, lineage [...] -> noise [..., V]; one key a token [...] | `accept`, `generate` |
 | `penalties` | tokens [B, S] -> counts [B, V]; logits [..., V], counts -> logits | `process`, `generate` |
 | `process` | logits [..., V] -> those of the law that a token is drawn from | `generate` |
@@ -22,6 +23,7 @@ from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel, token_keys
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.process import Sampling, is_stuck, process, token_log_probs
+from jaxpar.decode.stops import StopSequences, StopStream, cut_at_stop, ends_with, stop_sequences
 from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_tokens
 
 __all__ = [
@@ -33,11 +35,13 @@ __all__ = [
     "Generated",
     "JacobiDraft",
     "LookaheadDraft",
-    "TokenModel",
     "ModelDraft",
     "NoDraft",
     "Proposal",
     "Sampling",
+    "StopSequences",
+    "StopStream",
+    "TokenModel",
     "Tree",
     "Verdict",
     "allocate",
@@ -46,6 +50,8 @@ __all__ = [
     "count_token",
     "count_tokens",
     "coupled",
+    "cut_at_stop",
+    "ends_with",
     "expected_length",
     "expected_tokens",
     "generate",
@@ -53,6 +59,7 @@ __all__ = [
     "is_stuck",
     "process",
     "rejection",
+    "stop_sequences",
     "token_keys",
     "token_log_probs",
     "verdict",
