@@ -6,6 +6,7 @@ What a pass adds is kept beside the blocks until it is known which of its tokens
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +14,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.decode.forest import Forest, View
 from jaxpar.mesh import constrain
-from jaxpar.nn.attention import LinearCache, PositionRule, attend, merge
+from jaxpar.nn.attention import LinearCache, PositionRule, merge
 from jaxpar.nn.attention.kernels import in_blocks, slopes_bias
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 from jaxpar.scan.monoid import LogSumExp
 
-__all__ = ["BLOCK_AXES", "BlockCache", "merge_blocks"]
+__all__ = ["BLOCK_AXES", "BlockCache", "attend_blocks", "merge_blocks"]
 
 BLOCK_AXES = ("batch", "kv_heads", "slots", None, "head_dim")
 
@@ -38,6 +39,48 @@ def merge_blocks(states: LogSumExp) -> LogSumExp:
     scale = jnp.exp(states.max - jnp.where(top > -jnp.inf, top, 0)[None])
     values = jnp.where(states.max[..., None] > -jnp.inf, states.numerator, 0)
     return LogSumExp(top, (states.denominator * scale).sum(0), (values * scale[..., None]).sum(0))
+
+
+def attend_blocks(
+    q: Float[Array, "N|1 B T H K"],
+    k: Float[Array, "B G N b K"],
+    v: Float[Array, "B G N b K"],
+    seen: Bool[Array, "B N T b"],
+    bias: Float[Array, "B N H T b"] | None = None,
+) -> LogSumExp:
+    """Computes `jaxpar.nn.attention.attend` of queries to each block alone, in float32 at least.
+
+    Rows, heads and blocks stay in the order in which they lie in memory: products then read the blocks where they are,
+    which a `vmap` of `attend` over the blocks would not (it copies them all).
+
+    Returns:
+      (maximum [N, B, T, H], sum, weighted values [N, B, T, H, K]), for `merge_blocks`.
+    """
+    batch, length, heads, width = q.shape[1:]
+    groups, blocks, size = k.shape[1:4]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    q = jnp.moveaxis(q.reshape(-1, batch, length, groups, heads // groups, width), (0, 3), (2, 1))
+    q = q.reshape(batch, groups, q.shape[2], -1, width)  # [B, G, N or 1, T H/G, K]
+    if q.shape[2] == 1:
+        scores = jnp.einsum("bgmk,bgnsk->bgnms", q[:, :, 0], k, preferred_element_type=wide)
+    else:
+        scores = jnp.einsum("bgnmk,bgnsk->bgnms", q, k, preferred_element_type=wide)
+    scores = scores.reshape(batch, groups, blocks, length, heads // groups, size) / math.sqrt(width)
+    if bias is not None:
+        bias = bias.astype(wide).reshape(batch, blocks, groups, heads // groups, length, size)
+        scores = scores + jnp.moveaxis(bias, (2, 3), (1, 4))
+    scores = jnp.where(seen[:, None, :, :, None], scores, -jnp.inf)
+    top = scores.max(-1)
+    # From a finite unit, so that no difference of infinities is made where nothing is seen.
+    weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0)[..., None])
+    flat = weights.reshape(batch, groups, blocks, -1, size).astype(v.dtype)
+    values = jnp.einsum("bgnms,bgnsk->bgnmk", flat, v, preferred_element_type=wide)
+
+    def out(x):  # [B, G, N, T, H/G, ...] -> [N, B, T, H, ...]
+        x = jnp.moveaxis(x.reshape(batch, groups, blocks, length, heads // groups, *x.shape[5:]), (2, 1), (0, 3))
+        return x.reshape(blocks, batch, length, heads, *x.shape[5:])
+
+    return LogSumExp(out(top), out(weights.sum(-1)), out(values.reshape(*top.shape, width)))
 
 
 @flax.struct.dataclass
@@ -118,34 +161,30 @@ class BlockCache:
             seen = seen & view.slots
         places = jnp.where(seen, forest.place[:, None] + offset[..., None], -1)  # [B, R, N, b]
         places = jnp.moveaxis(places, 2, 0).reshape(forest.num_blocks, rows * readers, -1)
-        turned = self._turned(q, rule, positions, offset)
-        joint = rows, readers * length
-
-        def part(q, k, v, places):
-            visible = rule.visible(positions, places).reshape(*joint, -1)
-            bias = None
-            if slopes is not None:
-                bias = slopes_bias(slopes, positions, places).reshape(rows, readers, heads, length, -1)
-                bias = jnp.moveaxis(bias, 2, 1).reshape(rows, heads, readers * length, -1)
-            return attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), visible, bias=bias)
-
-        split = 0 if turned.ndim == 5 else None
-        states = jax.vmap(part, (split, 2, 2, 0))(turned, keys, values, places)
+        visible = jax.vmap(lambda places: rule.visible(positions, places))(places)  # [N, B R, T, b]
+        visible = jnp.moveaxis(visible.reshape(-1, rows, readers * length, forest.block), 0, 1)
+        bias = None
+        if slopes is not None:
+            bias = jax.vmap(lambda places: slopes_bias(slopes, positions, places))(places)  # [N, B R, H, T, b]
+            bias = bias.reshape(-1, rows, readers, heads, length, forest.block)
+            bias = jnp.moveaxis(bias, (1, 3), (0, 2)).reshape(rows, -1, heads, readers * length, forest.block)
+        states = attend_blocks(self._turned(q, rule, positions, offset), keys, values, visible, bias)
         return self.merge(states)
 
     def _turned(self, q: Array, rule: PositionRule, positions: Array, offset: Array) -> Array:
-        """Queries [B, R T, H, K] in the coordinates of a block's segment: for each of N blocks, or once for all.
+        """Queries [N, B, R T, H, K] in the coordinates of each block's segment; [1, ...] where all are the same.
 
         Positions and offsets meet as integers, so that distances keep their digits however far a reader has come.
         """
-        rows, readers, blocks = offset.shape
-        joint = rows, readers * q.shape[1], *q.shape[2:]
+        rows, readers, _ = offset.shape
+        joint = -1, rows, readers * q.shape[1], *q.shape[2:]
+        assert self.forest is not None
         if not isinstance(rule.positions, Rope):
             return q.reshape(joint)
-        if self.forest is not None and self.forest.num_segments == 1:
-            return rule.rotate(q, positions - offset[:, :, :1].reshape(-1, 1)).reshape(joint)
-        shift = jnp.moveaxis(offset, 2, 0).reshape(blocks, -1, 1)
-        return jax.vmap(lambda shift: rule.rotate(q, positions - shift))(shift).reshape(blocks, *joint)
+        if self.forest.num_segments == 1:
+            offset = offset[:, :, :1]
+        shift = jnp.moveaxis(offset, 2, 0).reshape(offset.shape[2], -1, 1)
+        return jax.vmap(lambda shift: rule.rotate(q, positions - shift))(shift).reshape(joint)
 
     def store(self, slots: Int[Array, "B R T"]) -> "BlockCache":
         """Writes the new keys and values to their slots, as `jaxpar.decode.forest.write` gave them; in place.

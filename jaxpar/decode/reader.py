@@ -112,6 +112,9 @@ def look(
         new if isinstance(new, BlockCache) or tree.size == 1 else old
         for new, old in zip(cache.layers, reading.layers, strict=True)
     )
+    # What is kept is written after everything has been read: without that order, which a draft's own steps do not
+    # imply, XLA would copy the cache.
+    logits, layers = jax.lax.optimization_barrier((logits, layers))
     return logits, dataclasses.replace(reading, layers=layers)
 
 
