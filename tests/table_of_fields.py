@@ -22,7 +22,7 @@ from experiments import digits, env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
-from jaxpar.decode import CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, Sampling
+from jaxpar.decode import Beams, CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, Sampling
 from jaxpar.env.picture import Animation
 from jaxpar.lm import LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
@@ -120,6 +120,7 @@ TABLE = {
         "presence_penalty frequency_penalty": SIGNED,
         "stop_token": LEAST_MINUS_1,
     },
+    Beams: {"width max_new_tokens": COUNT, "length_penalty": SIGNED},
     CopyDraft: {"length match": COUNT},
     JacobiDraft: {"length": COUNT},
     LookaheadDraft: {"width guesses pool": COUNT, "ngram": ((1,), (2,))},

@@ -14,9 +14,11 @@
 | `reader` | prompts [B, T] -> a reading; tokens [B R, T], a reading -> logits, a reading | `draft`, `generate` |
 | `draft` | text [B, S] -> guesses [B, T-1] | `generate` |
 | `generate` | prompts [B, T] -> texts [B, S] | pillars |
+| `beam` | prompts [B, T] -> texts [B, W, S], the best first | pillars |
 """
 
 from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, expected_length, rejection, verdict
+from jaxpar.decode.beam import Beams, Found, beam_search
 from jaxpar.decode.draft import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.generate import Generated, generate
 from jaxpar.decode.model import TokenModel
@@ -28,10 +30,12 @@ from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_token
 
 __all__ = [
     "Accepted",
+    "Beams",
     "CopyDraft",
     "Counts",
     "Draft",
     "Drawn",
+    "Found",
     "Generated",
     "JacobiDraft",
     "LookaheadDraft",
@@ -45,6 +49,7 @@ __all__ = [
     "Tree",
     "Verdict",
     "allocate",
+    "beam_search",
     "best_tree",
     "chain",
     "count_token",
