@@ -18,6 +18,7 @@
 """
 
 from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, expected_length, rejection, verdict
+from jaxpar.decode.automaton import Automaton, automaton_of, regex_automaton
 from jaxpar.decode.beam import Beams, Found, beam_search
 from jaxpar.decode.draft import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.generate import Generated, generate
@@ -30,6 +31,7 @@ from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_token
 
 __all__ = [
     "Accepted",
+    "Automaton",
     "Beams",
     "CopyDraft",
     "Counts",
@@ -49,6 +51,7 @@ __all__ = [
     "Tree",
     "Verdict",
     "allocate",
+    "automaton_of",
     "beam_search",
     "best_tree",
     "chain",
@@ -63,6 +66,7 @@ __all__ = [
     "gumbel",
     "is_stuck",
     "process",
+    "regex_automaton",
     "rejection",
     "stop_sequences",
     "token_keys",

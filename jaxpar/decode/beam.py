@@ -167,8 +167,11 @@ def _best(one: Found, other: Found, width: int) -> Found:
     """The W best of both; of equal ones those of the first."""
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), one, other)
     scores, index = jax.lax.top_k(both.scores, width)
-    rest = (jnp.take_along_axis(x, index[(...,) + (None,) * (x.ndim - 2)], 1) for x in both[:3])
-    return Found(*rest, scores)
+
+    def picked(x):
+        return jnp.take_along_axis(x, index[(...,) + (None,) * (x.ndim - 2)], 1)
+
+    return Found(picked(both.tokens), picked(both.lengths), picked(both.log_probs), scores)
 
 
 def _shared(reading: Reading, width: int) -> Reading:

@@ -7,7 +7,7 @@ any draft, in any batch.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import flax.struct
@@ -18,12 +18,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxpar.decode.accept import coupled, rejection
+from jaxpar.decode.automaton import Automaton
 from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.process import Sampling, process
 from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
+from jaxpar.decode.stops import StopSequences, ends_with
 from jaxpar.decode.trees import Tree, chain
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -56,6 +58,7 @@ class _State:
     log_probs: Array
     passes: Array
     counts: Counts | None
+    automaton: Array | None
     reading: Reading
     draft: PyTree
 
@@ -74,18 +77,23 @@ class _Job(NamedTuple):
     lineage: Array
     starts: Array
     stops: Array
+    sequences: StopSequences | None
+    bias: Array | None
+    automaton: Automaton | None
 
     def start(self, prompt: Array, reading: Reading) -> _State:
         """The state before the first new token."""
         room, zeros = self.sampling.max_new_tokens, jnp.zeros((len(prompt),), jnp.int32)
         is_counted, starts = self.sampling.needs_counts, self.starts
+        ended = zeros > 0 if self.automaton is None else self.automaton.is_done(zeros)
         return _State(
             text=jnp.pad(prompt, ((0, 0), (0, room))),
             lengths=starts,
-            ended=zeros > 0,
+            ended=ended,
             log_probs=jnp.zeros((len(prompt), room), jnp.float32),
             passes=zeros,
             counts=count_tokens(prompt, starts, starts, self.model.vocab_size) if is_counted else None,
+            automaton=None if self.automaton is None else zeros,
             reading=reading,
             draft=self.draft.init(self.draft_params, prompt, starts, room),
         )
@@ -106,8 +114,15 @@ class _Job(NamedTuple):
 
     def accept(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
         """What is kept of a window, and what the model chose after each of its nodes, [B, T]."""
-        counts = None if state.counts is None else _node_counts(state.counts, tokens, tree)
-        law = process(logits, self.sampling, counts=counts)
+        counts, allowed = state.counts, None
+        if counts is not None:
+            counts = _along(counts, tree, lambda counts, node: count_token(counts, tokens[:, node]))
+        if self.automaton is not None:
+            after = self.automaton.step
+            states = _along(state.automaton, tree, lambda state, node: after(state, tokens[:, node]))
+            left = self.starts + self.sampling.max_new_tokens - state.lengths
+            allowed = self.automaton.allowed(states, left[:, None] - jnp.asarray(tree.depth, jnp.int32)[None])
+        law = process(logits, self.sampling, counts=counts, bias=self.bias, allowed=allowed)
         noise = self.noise(state.lengths[:, None] + jnp.asarray(tree.depth, jnp.int32)[None])
         scores = law if noise is None else law + noise
         chosen = scores.argmax(-1).astype(jnp.int32)
@@ -120,8 +135,9 @@ class _Job(NamedTuple):
         """Decides on a window; returns the state with the tokens that are kept and the one after, and what was kept."""
         accepted, chosen = self.accept(state, logits, proposal, tokens, tree)
         room, place = self.sampling.max_new_tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        is_stop = jnp.isin(accepted.tokens, self.stops) & (place < accepted.count[:, None])
-        until = jnp.where(is_stop.any(1), is_stop.argmax(1) + 1, accepted.count)
+        automata = self.automata(state, accepted.tokens)
+        is_end = self.ends(state, accepted.tokens, automata) & (place < accepted.count[:, None])
+        until = jnp.where(is_end.any(1), is_end.argmax(1) + 1, accepted.count)
         made = state.lengths - self.starts
         count = jnp.where(state.ended, 0, jnp.minimum(until, room - made)).astype(jnp.int32)
         new = place < count[:, None]
@@ -143,11 +159,36 @@ class _Job(NamedTuple):
             state,
             text=put(state.text, state.lengths, accepted.tokens),
             lengths=state.lengths + count,
-            ended=state.ended | (is_stop & new).any(1) | (made + count >= room),
+            ended=state.ended | (is_end & new).any(1) | (made + count >= room),
             log_probs=put(state.log_probs, made, sure.astype(jnp.float32)),
             counts=counts,
+            automaton=None if automata is None else automata[rows[:, 0], count],
             draft=guesses,
         ), accepted
+
+    def automata(self, state: _State, tokens: Array) -> Array | None:
+        """States of the automaton before these tokens and after each, int32 [B, T+1]."""
+        if self.automaton is None or state.automaton is None:
+            return None
+        each = [state.automaton]
+        for number in range(tokens.shape[1]):
+            each.append(self.automaton.step(each[-1], tokens[:, number]))
+        return jnp.stack(each, 1)
+
+    def ends(self, state: _State, tokens: Array, automata: Array | None) -> Array:
+        """Whether a row ends with each of these tokens, bool [B, T]."""
+        is_end = jnp.isin(tokens, self.stops)
+        if self.automaton is not None and automata is not None:
+            is_end = is_end | self.automaton.is_done(automata[:, 1:])
+        if self.sequences is not None:
+            rows, place = jnp.arange(len(tokens))[:, None], jnp.arange(tokens.shape[1])[None]
+            text = state.text.at[rows, state.lengths[:, None] + place].set(tokens, mode="drop")
+            each = [
+                ends_with(text, state.lengths + number + 1, self.sequences, self.starts)
+                for number in range(tokens.shape[1])
+            ]
+            is_end = is_end | jnp.stack(each, 1)
+        return is_end
 
     def step(self, state: _State) -> _State:
         """One pass of the model over a window."""
@@ -179,6 +220,9 @@ def generate(
     draft_params: PyTree = None,
     rule: str = "coupled",
     stop_tokens: Sequence[int] = (),
+    sequences: StopSequences | None = None,
+    bias: Float[Array, " V"] | None = None,
+    automaton: Automaton | None = None,
     block: int = BLOCK,
 ) -> Generated:
     """Continues prompts; pure, so jit it with `model`, `sampling`, `num_samples`, `draft`, `rule` and `block` static.
@@ -202,13 +246,16 @@ def generate(
       draft_params: Its parameters, where it has any.
       rule: "coupled" or "rejection", which needs a draft whose guesses come with their law.
       stop_tokens: Tokens that end a row as `sampling.stop_token` does, such as the `ends` of a tokenizer.
+      sequences: Sequences of new tokens that end a row, from `stop_sequences`; they are counted in.
+      bias: Added to the logits; finite or -inf.
+      automaton: What may be drawn after what; a row ends where nothing may. A text is whole when its tokens run out.
       block: Slots of a block of the cache.
 
     Raises:
       UsageError: If a prompt is empty or too long for the model's positions, tokens are outside the vocabulary (where
         they are known when this is called), or a rule is asked for that the draft cannot serve.
     """
-    _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule)
+    _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule, automaton)
     rows, start = prompt.shape
     room = sampling.max_new_tokens
     lengths = jnp.full((rows,), start, jnp.int32) if prompt_lengths is None else jnp.asarray(prompt_lengths, jnp.int32)
@@ -220,7 +267,7 @@ def generate(
     job = _Job(
         model, model.held(params), draft, draft_params, sampling, rule, key, seeds,
         jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), rows), lengths,
-        jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32),
+        jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32), sequences, bias, automaton,
     )  # fmt: skip
     state = job.start(prompt, reading)
     state, _ = job.settle(state, logits[:, None], Proposal(prompt[:, :0]), prompt[:, :1], chain(0))
@@ -228,15 +275,17 @@ def generate(
     return Generated(state.text, state.lengths, state.log_probs, state.passes)
 
 
-def _node_counts(counts: Counts, tokens: Array, tree: Tree) -> Counts:
-    """Counts before the token after each node: those of the text, and of the drafts on the way to it."""
-    each = [counts]
+def _along(first: PyTree, tree: Tree, step: Callable[[PyTree, int], PyTree]) -> PyTree:
+    """What holds before the token after each node, [B, T, ...]: `step` goes from a parent's to that of a node."""
+    each = [first]
     for node, parent in enumerate(tree.parents[1:], 1):
-        each.append(count_token(each[parent], tokens[:, node]))
+        each.append(step(each[parent], node))
     return jax.tree.map(lambda *x: jnp.stack(x, 1), *each)
 
 
-def _check(prompt, lengths, model: TokenModel, sampling: Sampling, num_samples: int, draft: Draft, rule: str) -> None:
+def _check(
+    prompt, lengths, model: TokenModel, sampling: Sampling, num_samples: int, draft: Draft, rule: str, automaton
+) -> None:
     """Refuses what cannot be continued; values are looked at where they are known."""
     if isinstance(draft, ModelDraft) and draft.model.vocab_size != model.vocab_size:
         raise UsageError(
@@ -252,6 +301,8 @@ def _check(prompt, lengths, model: TokenModel, sampling: Sampling, num_samples: 
         raise UsageError("the prompt has no tokens; give at least one.")
     if most is not None and length + room > most:
         raise UsageError(f"{length} prompt and {room} new tokens are over the model's {most} positions.")
+    if automaton is not None and not isinstance(automaton.distance, Tracer) and automaton.distance[0] > room:
+        raise UsageError(f"the shortest text that the automaton takes has {automaton.distance[0]} tokens, not {room}.")
     if lengths is not None and not isinstance(lengths, Tracer):
         given = np.asarray(lengths)
         if given.size and not (1 <= given.min() and given.max() <= length):

@@ -1,13 +1,13 @@
 """A language model as decoding sees it, and its continuation of prompts."""
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar import decode
-from jaxpar.decode import Draft, Generated, NoDraft, Sampling
+from jaxpar.decode import Generated, Sampling
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, logits
 from jaxpar.nn.mixer import DECODING
@@ -150,20 +150,10 @@ def generate(
     prompt: Int[Array, "B T"],
     config: LMConfig,
     sampling: Sampling = Sampling(),
-    *,
-    prompt_lengths: Int[Array, " B"] | None = None,
-    seeds: Int[Array, " B"] | None = None,
-    num_samples: int = 1,
-    draft: Draft = NoDraft(),
-    draft_params: PyTree = None,
-    rule: str = "coupled",
-    stop_tokens: Sequence[int] = (),
+    **options: Any,  # those of `jaxpar.decode.generate`, which checks them
 ) -> Generated:
-    """Continues each prompt: `jaxpar.decode.generate` of a language model, whose arguments these are.
+    """Continues each prompt: `jaxpar.decode.generate` of a language model, whose other arguments `options` are.
 
-    Pure, so jit it with `config`, `sampling`, `num_samples`, `draft` and `rule` static. Consumes `key`.
+    Pure, so jit it with `config`, `sampling` and what that function takes as static. Consumes `key`.
     """
-    return decode.generate(
-        key, params, prompt, Decoder(config), sampling, prompt_lengths=prompt_lengths, seeds=seeds,
-        num_samples=num_samples, draft=draft, draft_params=draft_params, rule=rule, stop_tokens=stop_tokens,
-    )  # fmt: skip
+    return decode.generate(key, params, prompt, Decoder(config), sampling, **options)

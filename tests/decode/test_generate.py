@@ -15,9 +15,11 @@ from jaxpar.decode import (
     ModelDraft,
     NoDraft,
     Sampling,
+    automaton_of,
     generate,
     gumbel,
     process,
+    stop_sequences,
 )
 from jaxpar.lm import Decoder, LMConfig, apply
 from jaxpar.types import UsageError
@@ -163,6 +165,51 @@ def test_penalties_count_what_is_in_the_window_too(draft, x64):
                 logits[token] -= 0.3
             noise = gumbel(KEY, jnp.int32(0), jnp.int32(place), jnp.int32(0), VOCAB)
             assert text[place] == int(np.argmax(logits / 0.7 + np.asarray(noise))), (row, place)
+
+
+@pytest.mark.parametrize("draft", ["none", "copy"])
+def test_sequences_end_a_row_also_within_a_window_and_none_begins_in_the_prompt(draft, x64):
+    sampling = Sampling(NEW, 0.7)
+    free = plain(MODELS["rope"], sampling)
+    begun = free[0][4:6]  # its first token is the prompt's last
+    sequences = [free[3][7:9], free[1][3:6], begun, free[2][11:]]
+    out = run(MODELS["rope"], sampling, draft=DRAFTS[draft], sequences=stop_sequences(sequences))
+    want = []
+    for text, length in zip(free, LENGTHS, strict=True):
+        new = [
+            end
+            for end in range(length + 1, len(text) + 1)
+            if any(text[max(end - len(each), length) : end] == each for each in sequences)
+        ]
+        want.append(text[: new[0]] if new else text)
+    assert texts_of(out) == want and len({len(text) - length for text, length in zip(want, LENGTHS, strict=True)}) > 1
+
+
+@pytest.mark.parametrize("draft", ["none", "jacobi", "model"])
+def test_an_automaton_says_what_may_come_after_what(draft, x64):
+    """Pairs of an even and an odd token, at most four of them, then the stop token 0: whole within any room."""
+    table = {2 * pair: {token: 2 * pair + 1 for token in range(2, VOCAB, 2)} for pair in range(4)}
+    table |= {2 * pair + 1: {token: 2 * pair + 2 for token in range(1, VOCAB, 2)} for pair in range(4)}
+    automaton = automaton_of(table, 0, {2, 4, 6, 8}, VOCAB, stop_token=0)
+    for room in (NEW, 4):
+        out = run(MODELS["rope"], Sampling(room, 1.5, stop_token=0), draft=DRAFTS[draft], automaton=automaton)
+        news = [text[length:] for text, length in zip(texts_of(out), LENGTHS, strict=True)]
+        for new in news:
+            pairs = new[:-1] if new[-1] == 0 else new
+            assert len(pairs) % 2 == 0 and 2 <= len(pairs) <= 8 and len(new) <= room
+            assert all(token and token % 2 == place % 2 for place, token in enumerate(pairs))
+        assert len({tuple(new) for new in news}) > 2
+        plainly = run(MODELS["rope"], Sampling(room, 1.5, stop_token=0), automaton=automaton)
+        np.testing.assert_array_equal(out.tokens, plainly.tokens)
+    with pytest.raises(UsageError, match="the shortest text that the automaton takes has 2 tokens, not 1"):
+        generate(KEY, {}, PROMPT, Decoder(MODELS["rope"]), Sampling(1), automaton=automaton)
+
+
+def test_a_bias_of_minus_infinity_forbids_a_token(x64):
+    sampling = Sampling(NEW, 0.7)
+    often = max(range(VOCAB), key=lambda token: sum(text[5:].count(token) for text in plain(MODELS["rope"], sampling)))
+    out = run(MODELS["rope"], sampling, bias=jnp.zeros(VOCAB).at[often].set(-jnp.inf))
+    assert all(often not in text[length:] for text, length in zip(texts_of(out), LENGTHS, strict=True))
 
 
 def test_by_rejection_the_law_is_kept(x64):
