@@ -22,7 +22,17 @@ from experiments import digits, env, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
-from jaxpar.decode import Beams, CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, Sampling
+from jaxpar.decode import (
+    Beams,
+    BlockTopK,
+    CopyDraft,
+    HeavyHitters,
+    JacobiDraft,
+    LookaheadDraft,
+    ModelDraft,
+    Sampling,
+    SinksAndWindow,
+)
 from jaxpar.env.picture import Animation
 from jaxpar.lm import LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
@@ -121,6 +131,13 @@ TABLE = {
         "stop_token": LEAST_MINUS_1,
     },
     Beams: {"width max_new_tokens": COUNT, "length_penalty": SIGNED},
+    BlockTopK: {"blocks": ((1,), (2,))},
+    HeavyHitters: {
+        "heavy window observe horizon": COUNT,
+        "tau last_tau": POSITIVE,
+        "seed": SIGNED,
+    },
+    SinksAndWindow: {"sinks": LEAST_0, "window": COUNT},
     CopyDraft: {"length match": COUNT},
     JacobiDraft: {"length": COUNT},
     LookaheadDraft: {"width guesses pool": COUNT, "ngram": ((1,), (2,))},

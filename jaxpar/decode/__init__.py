@@ -10,6 +10,7 @@
 | `trees` | parents -> masks [T, T]; rates [D, C] -> tree; probabilities [B, k] -> counts [B] | `accept`, `draft` |
 | `accept` | scores [B, T, V], tokens [B, T], tree -> new tokens [B, T], count [B], path [B, T] | `generate` |
 | `forest` | N blocks of b slots [B, N, b], M segments [B, M], what R readers see [B, R, M] | `blocks`, `reader` |
+| `policies` | queries, places [B, R, N, b] -> what is read, and what is remembered | `blocks` |
 | `blocks` | q, k, v of T tokens of B R readers, [B, G, N, b, K] -> (max, sum, values), blocks | `reader` |
 | `reader` | prompts [B, T] -> a reading; tokens [B R, T], a reading -> logits, a reading | `draft`, `generate` |
 | `draft` | text [B, S] -> guesses [B, T-1] | `generate` |
@@ -25,6 +26,7 @@ from jaxpar.decode.generate import Generated, generate
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel, token_keys
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
+from jaxpar.decode.policies import BlockTopK, CachePolicy, HeavyHitters, Selection, SinksAndWindow
 from jaxpar.decode.process import Sampling, is_stuck, process, token_log_probs
 from jaxpar.decode.stops import StopSequences, StopStream, cut_at_stop, ends_with, stop_sequences
 from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_tokens
@@ -33,18 +35,23 @@ __all__ = [
     "Accepted",
     "Automaton",
     "Beams",
+    "BlockTopK",
     "CopyDraft",
     "Counts",
     "Draft",
     "Drawn",
     "Found",
     "Generated",
+    "HeavyHitters",
     "JacobiDraft",
     "LookaheadDraft",
     "ModelDraft",
     "NoDraft",
+    "CachePolicy",
     "Proposal",
     "Sampling",
+    "Selection",
+    "SinksAndWindow",
     "StopSequences",
     "StopStream",
     "TokenModel",

@@ -6,6 +6,7 @@ What a pass adds is kept beside the blocks until it is known which of its tokens
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.decode.forest import Forest, View
+from jaxpar.decode.policies import CachePolicy, Selection
 from jaxpar.mesh import constrain
 from jaxpar.nn.attention import LinearCache, PositionRule, merge
 from jaxpar.nn.attention.kernels import in_blocks, slopes_bias
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 from jaxpar.scan.monoid import LogSumExp
+from jaxpar.types import PyTree, UsageError
 
 __all__ = ["BLOCK_AXES", "BlockCache", "attend_blocks", "merge_blocks"]
 
@@ -45,16 +48,17 @@ def attend_blocks(
     q: Float[Array, "N|1 B T H K"],
     k: Float[Array, "B G N b K"],
     v: Float[Array, "B G N b K"],
-    seen: Bool[Array, "B N T b"],
+    seen: Bool[Array, "B G|1 N T b"],
     bias: Float[Array, "B N H T b"] | None = None,
-) -> LogSumExp:
+) -> tuple[LogSumExp, Float[Array, "B G N T H/G b"]]:
     """Computes `jaxpar.nn.attention.attend` of queries to each block alone, in float32 at least.
 
     Rows, heads and blocks stay in the order in which they lie in memory: products then read the blocks where they are,
     which a `vmap` of `attend` over the blocks would not (it copies them all).
 
     Returns:
-      (maximum [N, B, T, H], sum, weighted values [N, B, T, H, K]), for `merge_blocks`.
+      (maximum [N, B, T, H], sum, weighted values [N, B, T, H, K]), for `merge_blocks`, and the scores, -inf of what is
+      not seen.
     """
     batch, length, heads, width = q.shape[1:]
     groups, blocks, size = k.shape[1:4]
@@ -69,7 +73,7 @@ def attend_blocks(
     if bias is not None:
         bias = bias.astype(wide).reshape(batch, blocks, groups, heads // groups, length, size)
         scores = scores + jnp.moveaxis(bias, (2, 3), (1, 4))
-    scores = jnp.where(seen[:, None, :, :, None], scores, -jnp.inf)
+    scores = jnp.where(seen[:, :, :, :, None], scores, -jnp.inf)
     top = scores.max(-1)
     # From a finite unit, so that no difference of infinities is made where nothing is seen.
     weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0)[..., None])
@@ -80,7 +84,7 @@ def attend_blocks(
         x = jnp.moveaxis(x.reshape(batch, groups, blocks, length, heads // groups, *x.shape[5:]), (2, 1), (0, 3))
         return x.reshape(blocks, batch, length, heads, *x.shape[5:])
 
-    return LogSumExp(out(top), out(weights.sum(-1)), out(values.reshape(*top.shape, width)))
+    return LogSumExp(out(top), out(weights.sum(-1)), out(values.reshape(*top.shape, width))), scores
 
 
 @flax.struct.dataclass
@@ -93,6 +97,8 @@ class BlockCache:
       new: Keys and values [B R, T, G, K] of the last pass, not yet stored; None before one.
       forest: Who owns the blocks. For a pass.
       view: Who sees what. For a pass.
+      policy: What a step sees of them; None for all.
+      memory: What the policy remembers.
       merge: How partial states along axis 0 are added up: `merge_blocks`, or what adds up over a mesh axis as well.
     """
 
@@ -101,6 +107,8 @@ class BlockCache:
     new: tuple[Array, Array] | None = None
     forest: Forest | None = None
     view: View | None = None
+    memory: PyTree = None
+    policy: CachePolicy | None = flax.struct.field(pytree_node=False, default=None)
     merge: Callable[[LogSumExp], LogSumExp] = flax.struct.field(pytree_node=False, default=merge_blocks)
 
     @classmethod
@@ -138,38 +146,72 @@ class BlockCache:
             rule.rotate(q, positions - own), k, v, positions, positions, among=context.visible, visible=rule.visible,
             slopes=slopes,
         )  # fmt: skip
-        past = self._past(q, rule, positions, slopes)
+        past, memory = self._past(q, rule, positions, slopes)
         flat = jax.tree.map(lambda x: x.reshape(*now.max.shape, *x.shape[3:]), past)
-        return merge(LogSumExp(*flat), now), dataclasses.replace(self, new=(k, v))
+        return merge(LogSumExp(*flat), now), dataclasses.replace(self, new=(k, v), memory=memory)
 
-    def _past(self, q: Array, rule: PositionRule, positions: Array, slopes: Array | None) -> LogSumExp:
-        """The sums of [B R, T] queries over the blocks, [B, R T, H, ...]."""
-        keys, values, forest, view = self.keys, self.values, self.forest, self.view
-        assert keys is not None and values is not None and forest is not None and view is not None
+    def _past(self, q, rule: PositionRule, positions: Array, slopes: Array | None) -> tuple[LogSumExp, PyTree]:
+        """The sums of [B R, T] queries over the blocks, [B, R T, H, ...], and what the policy remembers then."""
+        keys, values, view = self.keys, self.values, self.view
+        assert keys is not None and values is not None and view is not None
         rows, readers = view.write.shape
         length, heads = q.shape[1:3]
+        places, offset = self._places()
+        turned, memory, chosen = self._turned(q, rule, positions, offset), self.memory, Selection()
+        if self.policy is not None:
+            chosen, memory = self.policy.select(
+                memory, turned, places, positions.reshape(rows, readers, length)[..., 0]
+            )
+        if chosen.kept is not None:
+            places = jnp.where(chosen.kept, places, -1)
+
+        def of_readers(places):  # [B, R, n, b] -> which of them the [B R, T] queries see, [B, n, R T, b]
+            flat = jnp.moveaxis(places, 2, 0).reshape(places.shape[2], rows * readers, -1)
+            seen = jax.vmap(lambda places: rule.visible(positions, places))(flat)
+            bias = None
+            if slopes is not None:
+                bias = jax.vmap(functools.partial(slopes_bias, slopes, positions))(flat)  # [n, B R, H, T, b]
+                bias = jnp.moveaxis(bias.reshape(-1, rows, readers, heads, length, bias.shape[-1]), (1, 3), (0, 2))
+                bias = bias.reshape(rows, -1, heads, readers * length, bias.shape[-1])
+            return jnp.moveaxis(seen.reshape(-1, rows, readers * length, seen.shape[-1]), 0, 1), bias
+
+        seen, bias = of_readers(places)
+        seen = seen[:, None]
+        if chosen.blocks is not None:
+            if bias is not None:
+                raise UsageError("blocks cannot be chosen where positions are slopes; leave the policy out.")
+            index = chosen.blocks[..., None, None]
+            keys, values = (jnp.take_along_axis(x, index, 2) for x in (keys, values))
+            seen = jnp.take_along_axis(seen, index, 2)
+            turned = self._of_chosen(turned, chosen.blocks)
+        states, scores = attend_blocks(turned, keys, values, seen, bias)
+        if self.policy is not None:
+            memory = self.policy.attended(memory, scores, positions.reshape(rows, readers, length)[..., 0])
+        return self.merge(states), memory
+
+    def _places(self) -> tuple[Array, Array]:
+        """Positions of the tokens in slots, [B, R, N, b], negative where a reader sees none; blocks' offsets."""
+        forest, view = self.forest, self.view
+        assert forest is not None and view is not None
         owner = jnp.maximum(forest.owner, 0)
 
         def of_block(table):  # [B, R, M] -> [B, R, N]
             return jnp.take_along_axis(table, owner[:, None], 2)
 
         offset = of_block(view.offset)
-        # Of each reader, the position of the token in a slot; negative where there is none, or none that it sees.
         known = (forest.place >= 0) & (forest.owner >= 0)[..., None]
         seen = known[:, None] & (forest.place[:, None] < of_block(view.seen)[..., None])
         if view.slots is not None:
             seen = seen & view.slots
-        places = jnp.where(seen, forest.place[:, None] + offset[..., None], -1)  # [B, R, N, b]
-        places = jnp.moveaxis(places, 2, 0).reshape(forest.num_blocks, rows * readers, -1)
-        visible = jax.vmap(lambda places: rule.visible(positions, places))(places)  # [N, B R, T, b]
-        visible = jnp.moveaxis(visible.reshape(-1, rows, readers * length, forest.block), 0, 1)
-        bias = None
-        if slopes is not None:
-            bias = jax.vmap(lambda places: slopes_bias(slopes, positions, places))(places)  # [N, B R, H, T, b]
-            bias = bias.reshape(-1, rows, readers, heads, length, forest.block)
-            bias = jnp.moveaxis(bias, (1, 3), (0, 2)).reshape(rows, -1, heads, readers * length, forest.block)
-        states = attend_blocks(self._turned(q, rule, positions, offset), keys, values, visible, bias)
-        return self.merge(states)
+        return jnp.where(seen, forest.place[:, None] + offset[..., None], -1), offset
+
+    def _of_chosen(self, turned: Array, blocks: Array) -> Array:
+        """Queries [N or 1, B, T, H, K] in the coordinates of the blocks that their key heads read, [k, ...]."""
+        if len(turned) == 1:
+            return turned
+        heads = turned.shape[3] // blocks.shape[1]
+        index = jnp.moveaxis(jnp.repeat(blocks, heads, axis=1), 2, 0)[:, :, None, :, None]
+        return jnp.take_along_axis(turned, index, 0)
 
     def _turned(self, q: Array, rule: PositionRule, positions: Array, offset: Array) -> Array:
         """Queries [N, B, R T, H, K] in the coordinates of each block's segment; [1, ...] where all are the same.
@@ -202,12 +244,23 @@ class BlockCache:
             return constrain(old, *BLOCK_AXES, name="cache")
 
         k, v = self.new
-        return BlockCache(put(keys, k), put(values, v), merge=self.merge)
+        memory = self.memory
+        if self.policy is not None:
+            memory = self.policy.stored(memory, k.reshape(rows, -1, *k.shape[2:]), flat // size)
+        return dataclasses.replace(
+            self, keys=put(keys, k), values=put(values, v), memory=memory, new=None, forest=None, view=None
+        )
 
     def clear(self, fresh: Bool[Array, "B N"]) -> "BlockCache":
         """Sets the values of newly owned blocks to zero, as unseen slots of a block that is read must be finite."""
         values: Any = self.values
         return dataclasses.replace(self, values=jnp.where(fresh[:, None, :, None, None], 0, values))
+
+    def with_policy(self, policy: CachePolicy | None, readers: int) -> "BlockCache":
+        """Returns the empty cache with what a step sees of it."""
+        assert self.keys is not None
+        memory = None if policy is None else policy.init(self.keys, readers)
+        return dataclasses.replace(self, policy=policy, memory=memory)
 
     def for_pass(self, forest: Forest, view: View) -> "BlockCache":
         """Returns the cache with the tables that `attend` reads."""

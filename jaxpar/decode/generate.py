@@ -23,6 +23,7 @@ from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
+from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.process import Sampling, process
 from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
 from jaxpar.decode.stops import StopSequences, ends_with
@@ -223,6 +224,7 @@ def generate(
     sequences: StopSequences | None = None,
     bias: Float[Array, " V"] | None = None,
     automaton: Automaton | None = None,
+    policy: CachePolicy | None = None,
     block: int = BLOCK,
 ) -> Generated:
     """Continues prompts; pure, so jit it with `model`, `sampling`, `num_samples`, `draft`, `rule` and `block` static.
@@ -249,19 +251,20 @@ def generate(
       sequences: Sequences of new tokens that end a row, from `stop_sequences`; they are counted in.
       bias: Added to the logits; finite or -inf.
       automaton: What may be drawn after what; a row ends where nothing may. A text is whole when its tokens run out.
+      policy: What attention sees of the cache, by default all; for plain decoding.
       block: Slots of a block of the cache.
 
     Raises:
       UsageError: If a prompt is empty or too long for the model's positions, tokens are outside the vocabulary (where
         they are known when this is called), or a rule is asked for that the draft cannot serve.
     """
-    _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule, automaton)
+    _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule, automaton, policy)
     rows, start = prompt.shape
     room = sampling.max_new_tokens
     lengths = jnp.full((rows,), start, jnp.int32) if prompt_lengths is None else jnp.asarray(prompt_lengths, jnp.int32)
     seeds = jnp.zeros((rows,), jnp.int32) if seeds is None else jnp.asarray(seeds)
     prompt = jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0)
-    logits, reading = begin(model, params, prompt, lengths, room=room, readers=num_samples, block=block)
+    logits, reading = begin(model, params, prompt, lengths, room=room, readers=num_samples, block=block, policy=policy)
     # Of each prompt, once for each of its samples.
     prompt, lengths, logits, seeds = (jnp.repeat(x, num_samples, axis=0) for x in (prompt, lengths, logits, seeds))
     job = _Job(
@@ -284,7 +287,7 @@ def _along(first: PyTree, tree: Tree, step: Callable[[PyTree, int], PyTree]) -> 
 
 
 def _check(
-    prompt, lengths, model: TokenModel, sampling: Sampling, num_samples: int, draft: Draft, rule: str, automaton
+    prompt, lengths, model: TokenModel, sampling: Sampling, num_samples: int, draft: Draft, rule: str, automaton, policy
 ) -> None:
     """Refuses what cannot be continued; values are looked at where they are known."""
     if isinstance(draft, ModelDraft) and draft.model.vocab_size != model.vocab_size:
@@ -301,6 +304,8 @@ def _check(
         raise UsageError("the prompt has no tokens; give at least one.")
     if most is not None and length + room > most:
         raise UsageError(f"{length} prompt and {room} new tokens are over the model's {most} positions.")
+    if policy is not None and draft.tree.size > 1:
+        raise UsageError("a policy sees a window of drafts otherwise than token after token; leave one of the two out.")
     if automaton is not None and not isinstance(automaton.distance, Tracer) and automaton.distance[0] > room:
         raise UsageError(f"the shortest text that the automaton takes has {automaton.distance[0]} tokens, not {room}.")
     if lengths is not None and not isinstance(lengths, Tracer):

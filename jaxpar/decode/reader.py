@@ -11,6 +11,7 @@ from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.forest import Forest, View
 from jaxpar.decode.model import TokenModel
+from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.trees import Tree
 from jaxpar.nn.attention import LinearCache
 from jaxpar.nn.stack import StackCache
@@ -46,6 +47,7 @@ def begin(
     room: int,
     readers: int = 1,
     block: int = BLOCK,
+    policy: CachePolicy | None = None,
 ) -> tuple[Float[Array, "B V"], Reading]:
     """Reads prompts, each once, for R readers that go on from it.
 
@@ -57,6 +59,7 @@ def begin(
       room: Tokens that each reader can add.
       readers: R. Where there is one, it goes on in the prompt's own segment; several fork from it.
       block: Slots of a block.
+      policy: What attention sees of the cache; by default all.
 
     Returns:
       Logits after each prompt, and the reading.
@@ -80,7 +83,9 @@ def begin(
     def settled(shape, layer):
         if not isinstance(layer, BlockCache):
             return jax.tree.map(lambda x: jnp.repeat(x, readers, axis=0), layer)
-        return dataclasses.replace(BlockCache.like(shape, blocks, block), new=layer.new).store(slots)
+        return dataclasses.replace(
+            BlockCache.like(shape, blocks, block).with_policy(policy, readers), new=layer.new
+        ).store(slots)
 
     layers = tuple(settled(*each) for each in zip(shapes, cache.layers, strict=True))
     if not alone:
