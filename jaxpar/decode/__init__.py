@@ -3,10 +3,11 @@
 | file | in -> out shapes | called by |
 |---|---|---|
 | `model` | what is asked of a model: params, tokens [B, T], cache -> logits [B, T, V], cache | `reader` |
-| `stops` | tokens [B, S], sequences [n, L] -> ends [B]; text in pieces -> text up to a stop string | users |
 | `noise` | key, seeds, positions, lineage [...] -> noise [..., V]; one key a token [...] | `accept`, `generate` |
 | `penalties` | tokens [B, S] -> counts [B, V]; logits [..., V], counts -> logits | `process`, `generate` |
 | `process` | logits [..., V] -> those of the law that a token is drawn from | `generate` |
+| `stops` | tokens [B, S], sequences [n, L] -> ends [B]; pieces of text -> text up to a stop | `generate`, users |
+| `automaton` | a regular expression, bytes of tokens -> table [states, V]; states -> masks [..., V] | `generate` |
 | `trees` | parents -> masks [T, T]; rates [D, C] -> tree; probabilities [B, k] -> counts [B] | `accept`, `draft` |
 | `accept` | scores [B, T, V], tokens [B, T], tree -> new tokens [B, T], count [B], path [B, T] | `generate` |
 | `forest` | N blocks of b slots [B, N, b], M segments [B, M], what R readers see [B, R, M] | `blocks`, `reader` |

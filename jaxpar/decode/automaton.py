@@ -19,6 +19,7 @@ from jaxpar.types import UsageError
 
 __all__ = ["Automaton", "automaton_of", "regex_automaton"]
 
+END = "\U0010ffff"  # no character, by Unicode for good
 NEVER = np.iinfo(np.int32).max
 MAX_ENTRIES = 2**28
 """A gibibyte."""
@@ -104,8 +105,10 @@ def regex_automaton(pattern: str, vocabulary: Sequence[bytes | None], stop_token
     """Returns the automaton of the texts that match a whole regular expression, in UTF-8.
 
     Args:
-      pattern: In the syntax of Rust's regex crate: no looking around, no back references.
-      vocabulary: The bytes of each token; None for special ones, which are then never drawn.
+      pattern: In the syntax of Rust's regex crate: no looking around, no back references; what Unicode calls a digit
+        or a letter is of its version, and `[0-9]` of none. The noncharacter U+10FFFF matches nothing.
+      vocabulary: The bytes of each token; None for special ones, which are then never drawn
+        but for the stop token.
       stop_token: As in `automaton_of`.
 
     Raises:
@@ -115,20 +118,21 @@ def regex_automaton(pattern: str, vocabulary: Sequence[bytes | None], stop_token
         outlines = importlib.import_module("outlines_core")
     except ImportError:
         raise UsageError("regular expressions need outlines-core: pip install 'jaxpar[regex]'.") from None
-    tokens: dict[bytes, list[int]] = {}
+    # outlines-core 0.2.14 forgets what may follow a state in which a text may end, but for another such state: of
+    # "a(bc)?" it lets "a" alone through. So texts end here by a character of their own, and nothing follows that.
+    stop, end = len(vocabulary), len(vocabulary) + 1
+    tokens: dict[bytes, list[int]] = {END.encode(): [end]}
     for token, text in enumerate(vocabulary):
-        if text and token != stop_token:
+        if text:
             tokens.setdefault(text, []).append(token)
-    end = len(vocabulary)  # its own stop token, which its index has at each end, is none of ours
     try:
-        index = outlines.Index(pattern, outlines.Vocabulary(end, tokens))
+        index = outlines.Index(f"(?:{pattern}){END}", outlines.Vocabulary(stop, tokens))
     except ValueError as error:
         raise UsageError(f"outlines-core makes no automaton of {pattern!r}: {error}.") from None
-    transitions = {
-        state: {token: after for token, after in row.items() if token != end}
-        for state, row in index.get_transitions().items()
-    }
-    return automaton_of(transitions, index.get_initial_state(), index.get_final_states(), len(vocabulary), stop_token)
+    found, over = index.get_transitions(), index.get_final_states()
+    ends = {state for state, row in found.items() if row.get(end) in over}
+    transitions = {s: {token: after for token, after in row.items() if token < stop} for s, row in found.items()}
+    return automaton_of(transitions, index.get_initial_state(), ends, len(vocabulary), stop_token)
 
 
 def _reached(transitions: Mapping[int, Mapping[int, int]], start: int) -> dict[int, int]:

@@ -1,6 +1,7 @@
 """Text to token ids and back: plain bytes, or byte-pair encoding by the `tokenizers` library."""
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,12 @@ from jaxpar.lm.keys import FLAG, IDS, brief, check, read_json
 from jaxpar.types import UsageError
 
 __all__ = ["Bpe", "Bytes", "Tokenizer", "load_tokenizer", "train_bpe", "vocab_size_of"]
+
+
+# Byte-level vocabularies spell a byte as a character that can be seen: itself, or one of those from 256 on in turn.
+_SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
 
 
 class Tokenizer(Protocol):
@@ -31,6 +38,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...  # noqa: D102
 
+    def token_bytes(self) -> list[bytes | None]: ...  # noqa: D102
+
 
 class Bytes:
     """The 256 bytes of UTF-8 as 256 symbols: nothing to train, nothing out of vocabulary."""
@@ -46,6 +55,10 @@ class Bytes:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Maps bytes to text, with U+FFFD for what is not UTF-8; an id above 255 is a `ValueError`."""
         return bytes(np.asarray(ids).tolist()).decode("utf-8", "replace")
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Returns the bytes of each symbol."""
+        return [bytes([byte]) for byte in range(256)]
 
 
 class Bpe:
@@ -69,6 +82,34 @@ class Bpe:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Maps ids back to text, special tokens spelled out and bytes that are not UTF-8 as U+FFFD."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Returns the bytes that each symbol adds to a text; None for special tokens and ids that are none.
+
+        What regular expressions, stop strings and streams go by: a character may be cut between symbols. A space that
+        a decoder takes from the beginning of a text is there.
+
+        Raises:
+          UsageError: If the decoder is neither byte-level nor SentencePiece's.
+        """
+        decoder: dict = json.loads(self._tokenizer.to_str())["decoder"] or {"type": "none"}
+        kinds = {part["type"] for part in decoder.get("decoders", [decoder])}
+        added = self._tokenizer.get_added_tokens_decoder()
+        if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+            raise UsageError(
+                f"the bytes of single symbols are not known where a tokenizer's decoder is {decoder['type']}."
+            )
+
+        def one(token: int) -> bytes | None:
+            text = self._tokenizer.id_to_token(token)
+            if text is None or token in added:
+                return None if text is None or added[token].special else text.encode()
+            if "ByteLevel" in kinds and _BYTES.keys() >= set(text):
+                return bytes(_BYTES[char] for char in text)
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", text) if "ByteFallback" in kinds else None
+            return bytes.fromhex(byte[1]) if byte else text.replace("\u2581", " ").encode()
+
+        return [one(token) for token in range(self.vocab_size)]
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON that `load_tokenizer` and the Hugging Face libraries read."""

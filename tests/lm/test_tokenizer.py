@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, processors
+from tokenizers import decoders, models, processors
 
 from jaxpar.lm.tokenizer import Bpe, Bytes, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
@@ -40,6 +40,28 @@ def test_bpe_round_trips_any_text(bpe, text):
     ids = bpe.encode(text)
     assert ids.dtype == np.int32 and (ids < bpe.vocab_size).all()
     assert bpe.decode(ids) == text
+
+
+@settings(max_examples=50)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_bytes_of_tokens_are_those_of_the_text(bpe, text):
+    for tokenizer in (bpe, Bytes()):
+        table = tokenizer.token_bytes()
+        assert len(table) == tokenizer.vocab_size
+        assert b"".join(table[token] for token in tokenizer.encode(text)) == text.encode()
+
+
+def test_bytes_of_tokens_of_sentencepiece_and_of_special_ones():
+    pieces = {"<0xE6>": 0, "\u2581a": 1, "b": 2, "<unk>": 3}
+    made = tokenizers.Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["<s>"])
+    made.add_tokens(["END"])
+    assert Bpe(made).token_bytes() == [b"\xe6", b" a", b"b", b"<unk>", None, b"END"]
+    made.decoder = decoders.WordPiece()
+    with pytest.raises(UsageError, match="not known where a tokenizer's decoder is WordPiece"):
+        Bpe(made).token_bytes()
 
 
 def test_bpe_is_deterministic_and_depends_on_its_texts(bpe):
