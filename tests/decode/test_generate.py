@@ -25,13 +25,14 @@ from jaxpar.lm import Decoder, LMConfig, apply
 from jaxpar.types import UsageError
 
 VOCAB, NEW, BLOCK = 16, 9, 4
-SMALL = dict(vocab_size=VOCAB, num_layers=2, embed_dim=16, mlp_dim=16, init_std=0.3, dtype="float64")
+SMALL = dict(vocab_size=VOCAB, num_layers=1, embed_dim=16, mlp_dim=16, init_std=0.3, dtype="float64")
 MODELS = {
     "rope": LMConfig(**SMALL, num_heads=4, num_kv_heads=2),
+    "deep": LMConfig(**SMALL | {"num_layers": 3}, num_heads=4, num_kv_heads=2),
     "learned": LMConfig(**SMALL, num_heads=2, positions="learned", max_seq_len=5 + NEW, tied=True),
     "recurrent": LMConfig(**SMALL, mixer="min_lstm"),
 }
-SMALLER = LMConfig(**SMALL | {"num_layers": 1, "embed_dim": 8}, num_heads=2)
+SMALLER = LMConfig(**SMALL | {"embed_dim": 8}, num_heads=2)
 DRAFTS = {
     "none": NoDraft(),
     "copy": CopyDraft(3, 2),
@@ -91,7 +92,7 @@ def test_any_draft_gives_the_tokens_of_the_slow_oracle(name, temperature, x64):
     assert len({token for text in want for token in text[5:]}) > 3, "a model that repeats itself tests nothing"
 
 
-@pytest.mark.parametrize("name", ["learned", "recurrent"])
+@pytest.mark.parametrize("name", ["deep", "learned", "recurrent"])
 @pytest.mark.parametrize("draft", ["none", "copy"])
 def test_any_mixer_gives_the_tokens_of_the_slow_oracle(name, draft, x64):
     sampling = Sampling(NEW, 0.7)
@@ -151,7 +152,7 @@ def test_log_probabilities_are_the_models_own(draft, x64):
         np.testing.assert_allclose(out.log_probs[row, : len(want)], want, rtol=2e-6)  # they are float32
 
 
-@pytest.mark.parametrize("draft", ["none", "copy"])
+@pytest.mark.parametrize("draft", ["none", "lookahead"])
 def test_penalties_count_what_is_in_the_window_too(draft, x64):
     sampling = Sampling(NEW, 0.7, repetition_penalty=1.5, frequency_penalty=0.3)
     texts = texts_of(run(MODELS["rope"], sampling, draft=DRAFTS[draft]))
@@ -191,7 +192,7 @@ def test_an_automaton_says_what_may_come_after_what(draft, x64):
     table = {2 * pair: {token: 2 * pair + 1 for token in range(2, VOCAB, 2)} for pair in range(4)}
     table |= {2 * pair + 1: {token: 2 * pair + 2 for token in range(1, VOCAB, 2)} for pair in range(4)}
     automaton = automaton_of(table, 0, {2, 4, 6, 8}, VOCAB, stop_token=0)
-    for room in (NEW, 4):
+    for room in (NEW, 4) if draft == "none" else (NEW,):
         out = run(MODELS["rope"], Sampling(room, 1.5, stop_token=0), draft=DRAFTS[draft], automaton=automaton)
         news = [text[length:] for text, length in zip(texts_of(out), LENGTHS, strict=True)]
         for new in news:
@@ -199,8 +200,8 @@ def test_an_automaton_says_what_may_come_after_what(draft, x64):
             assert len(pairs) % 2 == 0 and 2 <= len(pairs) <= 8 and len(new) <= room
             assert all(token and token % 2 == place % 2 for place, token in enumerate(pairs))
         assert len({tuple(new) for new in news}) > 2
-        plainly = run(MODELS["rope"], Sampling(room, 1.5, stop_token=0), automaton=automaton)
-        np.testing.assert_array_equal(out.tokens, plainly.tokens)
+    plainly = run(MODELS["rope"], Sampling(room, 1.5, stop_token=0), automaton=automaton)
+    np.testing.assert_array_equal(out.tokens, plainly.tokens)
     with pytest.raises(UsageError, match="the shortest text that the automaton takes has 2 tokens, not 1"):
         generate(KEY, {}, PROMPT, Decoder(MODELS["rope"]), Sampling(1), automaton=automaton)
 
@@ -213,8 +214,8 @@ def test_a_bias_of_minus_infinity_forbids_a_token(x64):
 
 
 def test_by_rejection_the_law_is_kept(x64):
-    """First two tokens of 4,000 seeds against the model's own law, within five standard errors."""
-    rows, config = 4000, MODELS["rope"]
+    """First two tokens of 2,500 seeds against the model's own law, within five standard errors."""
+    rows, config = 2500, MODELS["rope"]
     prompt = np.broadcast_to(PROMPT[:1], (rows, 5))
     params = params_of(config)
     out = drawn(
@@ -249,5 +250,6 @@ def test_by_rejection_the_law_is_kept(x64):
 def test_what_cannot_be_continued_is_refused(options, sentence, x64):
     given = dict(prompt=PROMPT, sampling=Sampling(NEW)) | options
     config = MODELS["learned"]
+    call = functools.partial(generate, KEY, params_of(config), given.pop("prompt"), Decoder(config), **given)
     with pytest.raises(UsageError, match=sentence):
-        generate(KEY, params_of(config), given.pop("prompt"), Decoder(config), given.pop("sampling"), **given)
+        jax.eval_shape(call)

@@ -164,6 +164,6 @@ def test_what_a_policy_cannot_serve_is_refused(x64):
     prompt = np.zeros((1, 3), np.int32)
     run = functools.partial(generate, KEY, params_of(), prompt, Decoder(CONFIG), Sampling(3))
     with pytest.raises(UsageError, match="a policy sees a window of drafts otherwise than token after token"):
-        run(policy=SinksAndWindow(), draft=CopyDraft())
+        jax.eval_shape(lambda: run(policy=SinksAndWindow(), draft=CopyDraft()))
     with pytest.raises(UsageError, match="BlockTopK is for one reader a row, not 2"):
-        run(policy=BlockTopK(), num_samples=2)
+        jax.eval_shape(lambda: run(policy=BlockTopK(), num_samples=2))
