@@ -7,6 +7,7 @@ any draft, in any batch.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -191,6 +192,10 @@ class _Job(NamedTuple):
             is_end = is_end | jnp.stack(each, 1)
         return is_end
 
+    def steps(self, count: int, state: _State) -> _State:
+        """Some passes; rows that have ended are left alone."""
+        return jax.lax.fori_loop(0, count, lambda _, state: self.step(state), state) if count > 1 else self.step(state)
+
     def step(self, state: _State) -> _State:
         """One pass of the model over a window."""
         tree = self.draft.tree
@@ -226,14 +231,14 @@ def generate(
     automaton: Automaton | None = None,
     policy: CachePolicy | None = None,
     block: int = BLOCK,
+    chunk: int = 1,
 ) -> Generated:
-    """Continues prompts; pure, so jit it with `model`, `sampling`, `num_samples`, `draft`, `rule` and `block` static.
+    """Continues prompts; pure, so jit it, with numbers and configurations static.
 
     By the rule "coupled" the tokens are those of the plain loop, whatever the draft: a function of key, prompt, seed
     and sample, never of a row's company or place. Two rows of one prompt and one seed agree; samples of a prompt
-    differ. That holds up to rounding: where two tokens' scores are as near as the logits' own rounding, another batch
-    or window may decide between them otherwise, which in bfloat16 does happen. By "rejection" the law is kept, not the
-    tokens.
+    differ. That holds up to rounding: where two scores are as near as the logits' own rounding, another batch or window
+    may decide otherwise, which in bfloat16 does happen. By "rejection" the law is kept, not the tokens.
 
     Args:
       key: Consumed.
@@ -253,10 +258,11 @@ def generate(
       automaton: What may be drawn after what; a row ends where nothing may. A text is whole when its tokens run out.
       policy: What attention sees of the cache, by default all; for plain decoding.
       block: Slots of a block of the cache.
+      chunk: Passes between two looks at whether all rows have ended; each costs a GPU a round trip to the host.
 
     Raises:
-      UsageError: If a prompt is empty or too long for the model's positions, tokens are outside the vocabulary (where
-        they are known when this is called), or a rule is asked for that the draft cannot serve.
+      UsageError: If prompts are empty, too long for the model's positions or outside its vocabulary (where values are
+        known), or the draft cannot serve the rule.
     """
     _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule, automaton, policy)
     rows, start = prompt.shape
@@ -274,7 +280,7 @@ def generate(
     )  # fmt: skip
     state = job.start(prompt, reading)
     state, _ = job.settle(state, logits[:, None], Proposal(prompt[:, :0]), prompt[:, :1], chain(0))
-    state = jax.lax.while_loop(lambda state: ~state.ended.all(), job.step, state)
+    state = jax.lax.while_loop(lambda state: ~state.ended.all(), functools.partial(job.steps, chunk), state)
     return Generated(state.text, state.lengths, state.log_probs, state.passes)
 
 
