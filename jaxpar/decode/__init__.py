@@ -17,11 +17,13 @@
 | `draft` | text [B, S] -> guesses [B, T-1] | `generate` |
 | `generate` | prompts [B, T] -> texts [B, S] | pillars |
 | `beam` | prompts [B, T] -> texts [B, W, S], the best first | pillars |
+| `cost` | sizes of a model, of prompt and continuations -> operations and bytes | users |
 """
 
 from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, expected_length, rejection, verdict
 from jaxpar.decode.automaton import Automaton, automaton_of, regex_automaton
 from jaxpar.decode.beam import Beams, Found, beam_search
+from jaxpar.decode.cost import DecodingCost, decoding_cost, tokens_read
 from jaxpar.decode.draft import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.generate import Generated, generate
 from jaxpar.decode.model import TokenModel
@@ -39,6 +41,7 @@ __all__ = [
     "BlockTopK",
     "CopyDraft",
     "Counts",
+    "DecodingCost",
     "Draft",
     "Drawn",
     "Found",
@@ -67,6 +70,7 @@ __all__ = [
     "count_tokens",
     "coupled",
     "cut_at_stop",
+    "decoding_cost",
     "ends_with",
     "expected_length",
     "expected_tokens",
@@ -78,6 +82,7 @@ __all__ = [
     "rejection",
     "stop_sequences",
     "token_keys",
+    "tokens_read",
     "token_log_probs",
     "verdict",
 ]

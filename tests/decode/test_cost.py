@@ -1,0 +1,63 @@
+"""Closed forms of what generation costs against sums over tokens."""
+
+import jax
+import pytest
+from fast import noisy_params
+from hypothesis import given
+from hypothesis import strategies as some
+
+from jaxpar.aot.flops import count_flops
+from jaxpar.decode.cost import decoding_cost, tokens_read
+from jaxpar.lm import LMConfig, num_params
+from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.types import UsageError
+
+COUNT = some.integers(0, 40)
+
+
+@given(COUNT, COUNT, some.none() | COUNT)
+def test_tokens_are_summed(prompt, new, budget):
+    assert tokens_read(prompt, new, budget) == sum(
+        prompt + t if budget is None else min(budget, prompt + t) for t in range(new)
+    )
+
+
+@given(COUNT, some.integers(1, 20), some.integers(1, 5), some.booleans(), some.none() | some.integers(1, 30))
+def test_costs_are_sums_over_tokens_and_samples(prompt, new, samples, shared, budget):
+    layers, heads, kv_heads, width, params, block = 3, 4, 2, 8, 1000, 4
+    found = decoding_cost(
+        params, layers, heads, kv_heads, width, prompt, new, samples=samples, shared=shared, budget=budget, block=block
+    )
+    flops = weights = cache = 0.0
+    for t in range(new):
+        weights += 2 * params
+        for sample in range(samples):
+            seen = prompt + t if budget is None else min(budget, prompt + t)
+            flops += 2 * params + 4 * layers * heads * width * seen
+            read = seen - (prompt if shared and budget is None and sample else 0)
+            cache += layers * kv_heads * width * 2 * 2 * read
+            if budget is not None:
+                flops += 2 * layers * heads * width * (prompt + t) / block
+                cache += layers * kv_heads * width * 2 * (prompt + t) / block
+    assert (found.flops, found.weight_bytes, found.cache_bytes) == pytest.approx((flops, weights, cache))
+    assert found.equivalent_flops(10.0) == pytest.approx(flops + 10 * cache)
+    assert found.seconds(2.0, 1e30) == pytest.approx(flops / 2)
+    assert found.seconds(1e30, 2.0) == pytest.approx((weights + cache) / 2)
+
+
+def test_flops_are_those_of_the_program():
+    """A token with a full cache of 64: the program also multiplies what it then masks, and its own token."""
+    config = LMConfig(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, tied=True)
+    cache = jax.eval_shape(lambda: empty_cache(config, 1, 64))
+    program = count_flops(
+        lambda params, tokens, cache: extend(params, tokens, cache, config),
+        noisy_params(config), jax.ShapeDtypeStruct((1, 1), "int32"), cache,
+    )  # fmt: skip
+    head_dim = 32 // 4
+    cost = decoding_cost(num_params(config), 2, 4, 2, head_dim, 64, 1)
+    assert program.total == pytest.approx(cost.flops, rel=0.02)
+
+
+def test_negative_tokens_are_refused():
+    with pytest.raises(UsageError, match="budget=-1 tokens must be at least 0"):
+        tokens_read(1, 2, -1)
