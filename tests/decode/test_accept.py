@@ -262,6 +262,8 @@ def test_the_bonus_token_of_a_leaf_is_that_of_a_window_of_one_at_its_place():
     rows, ends = np.arange(64), np.take_along_axis(got.path, got.count[:, None] - 1, 1)[:, 0]
     alone = request | {"positions": request["positions"] + BUSHY.depth[ends]}
     new = reject(KEY, p[rows, ends][:, None], None, tokens[:, :1], chain(0), drawn="top", **alone).tokens[:, 0]
+    noise = draw(jax.random.split(KEY)[1], alone["seeds"], alone["positions"], alone["lineage"], 5)
+    np.testing.assert_array_equal((jax.nn.log_softmax(p[rows, ends]) + noise).argmax(-1), new)
     leaf = (BUSHY.children[ends] < 0).all(1)
     assert set(got.count[leaf]) == {2, 3, 4}
     np.testing.assert_array_equal(got.tokens[rows, got.count - 1][leaf], new[leaf])
