@@ -27,12 +27,12 @@ CACHE = 128e6  # bytes that push everything else out of the second-level cache o
 class Worker:
     """A process that answers requests."""
 
-    def __init__(self, command: list[str], env: dict[str, str]):
-        """Starts `command` with `env` added to the environment."""
+    def __init__(self, command: list[str], env: dict[str, str], python: str = sys.executable):
+        """Starts `command` with `env` added to the environment, by this interpreter or the one that a peer needs."""
         self.log = tempfile.TemporaryFile("w+")
         # A process group of its own, so that a compiler that a row started does not outlive it.
         self.process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            [python, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
             env=os.environ | env, start_new_session=True,
         )  # fmt: skip
         self.lines: queue.Queue[str] = queue.Queue()

@@ -1,0 +1,82 @@
+"""A target and its draft for `bench/decode.py`: byte models trained for minutes on Python's own standard library."""
+
+import json
+import pathlib
+import sysconfig
+import time
+
+
+def texts() -> tuple[bytes, list[bytes]]:
+    """Returns the source files of the standard library but its tests, joined, and every 20th apart: held out."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path for path in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
+    files = [path.read_bytes() for path in paths]
+    return b"\n".join(text for i, text in enumerate(files) if i % 20), files[::20]
+
+
+def prompts_of(count: int, length: int) -> list[list[int]]:
+    """Returns prompts from the held-out files, spread over their length."""
+    files = [text for text in texts()[1] if len(text) > 4 * length]
+    starts = [(files[i % len(files)], (0.1 + 0.8 * ((i * 0.618) % 1))) for i in range(count)]
+    return [list(text[(at := int(share * (len(text) - length))) : at + length]) for text, share in starts]
+
+
+def train(config, data: bytes, seconds: float, length: int, rows: int) -> tuple:
+    """Trains for so many seconds, compiling apart; returns the parameters and what was seen."""
+    import jax
+    import numpy as np
+
+    from jaxpar.lm import OptimizerConfig, Trainer
+
+    text = np.frombuffer(data, np.uint8)
+    draws = np.random.default_rng(0)
+
+    def batch():
+        starts = draws.integers(len(text) - length - 1, size=rows)
+        window = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+        return {"tokens": window[:, :-1], "targets": window[:, 1:]}
+
+    def made(steps: int):
+        trainer = Trainer(config, OptimizerConfig(name="muon", learning_rate=1e-2, warmup_steps=10), steps)
+        state = jax.jit(trainer.init)(jax.random.key(0))
+        return state, jax.jit(trainer.step, donate_argnums=1).lower(jax.random.key(1), state, batch()).compile()
+
+    state, step = made(1000)  # how long a step takes is found first, since the schedule needs their number
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        state, info = step(jax.random.key(1), state, batch())
+        jax.block_until_ready(info)
+        times.append(time.perf_counter() - begin)
+    steps = max(12, int(seconds / sorted(times)[2]))
+    state, step = made(steps)
+    losses, begin = [], time.perf_counter()
+    for _ in range(steps):
+        state, info = step(jax.random.key(1), state, batch())
+        losses.append(float(info["loss"]))
+        if time.perf_counter() - begin > 1.5 * seconds + 1:
+            break  # somebody else took the machine
+    said = {"steps": len(losses), "of": steps, "loss": sum(losses[-20:]) / len(losses[-20:])}
+    return state.params, said | {"tokens": len(losses) * rows * length, "seconds": time.perf_counter() - begin}
+
+
+def make(request: dict) -> dict:
+    """Trains what its folder lacks; returns the folders of both, and what training said."""
+    from jaxpar.lm import LMConfig, to_hf
+
+    said, folders = {}, {}
+    for name in ("target", "draft"):
+        folder = pathlib.Path(request.get(f"{name}_folder") or pathlib.Path(request["folder"]) / name)
+        folders[name] = str(folder)
+        notes = folder.with_suffix(".json")
+        if not folder.exists():
+            shape = LMConfig(vocab_size=256, dtype="float32", **request[name])
+            params, said[name] = train(
+                shape, texts()[0], request["train_s"][name], request["length"], request["train_rows"]
+            )
+            to_hf(params, shape, folder)
+            notes.write_text(json.dumps(said[name]))
+        elif notes.exists():
+            said[name] = json.loads(notes.read_text())
+    prompts = prompts_of(request["count"], request["prompt"])
+    return {"said": said, "folders": folders, "prompts": prompts}
