@@ -122,28 +122,28 @@ def empty(rows: int, segments: int, blocks: int, block: int) -> Forest:
 def spawn(forest: Forest, count: int = 1) -> tuple[Forest, Int[Array, "B count"]]:
     """Starts `count` new roots in each row; returns their numbers, -1 where all M segments are in use."""
     nowhere = jnp.full((forest.length.shape[0],), -1, jnp.int32)
-    return _start(forest, nowhere, jnp.zeros_like(nowhere), count)
+    return _start(forest, nowhere, jnp.zeros_like(nowhere), nowhere < 0, count)
 
 
 def fork(forest: Forest, segment: Int[Array, " B"], count: int) -> tuple[Forest, Int[Array, "B count"]]:
     """Starts `count` children at the present end of a segment; they see it and its ancestors, and nothing is copied.
 
-    Returns their numbers, -1 where all M segments are in use or the parent is not. A child sees what the parent holds
-    now, none of what the parent gets later.
+    Returns their numbers, -1 where all M segments are in use or the parent is not, or is -1, of which nothing is asked.
+    A child sees what the parent holds now, none of what the parent gets at its end later.
     """
-    places = _places(forest)
-    return _start(forest, segment, jnp.take_along_axis(places, jnp.maximum(segment, 0)[:, None], 1)[:, 0], count)
+    cut = jnp.take_along_axis(_places(forest), jnp.maximum(segment, 0)[:, None], 1)[:, 0]
+    return _start(forest, segment, cut, segment >= 0, count)
 
 
-def _start(forest: Forest, parent: jax.Array, cut: jax.Array, count: int) -> tuple[Forest, jax.Array]:
-    def one(live, parent, lives):
+def _start(forest: Forest, parent: jax.Array, cut: jax.Array, asked: jax.Array, count: int) -> tuple[Forest, jax.Array]:
+    def one(live, known):
         first = jnp.argsort(live, stable=True)[:count].astype(jnp.int32)
-        return jnp.where(~live[first] & lives, first, -1)
+        return jnp.where(~live[first] & known, first, -1)
 
     if not 1 <= count <= forest.num_segments:
         raise UsageError(f"{count} new segments of a forest of {forest.num_segments}; legal are 1 to that.")
     known = (parent < 0) | jnp.take_along_axis(forest.live, jnp.maximum(parent, 0)[:, None], 1)[:, 0]
-    new = jax.vmap(one)(forest.live, parent, known)
+    new = jax.vmap(one)(forest.live, known & asked)
     rows, into = _rows(new), jnp.where(new < 0, forest.num_segments, new)  # what has no number is dropped
 
     def put(array, value):
@@ -155,7 +155,7 @@ def _start(forest: Forest, parent: jax.Array, cut: jax.Array, count: int) -> tup
         parent=put(forest.parent, parent[:, None]),
         cut=put(forest.cut, cut[:, None]),
         length=put(forest.length, jnp.int32(0)),
-        refused=forest.refused + (new < 0).sum(1, dtype=jnp.int32),
+        refused=forest.refused + jnp.where(asked, (new < 0).sum(1, dtype=jnp.int32), 0),
     ), new
 
 
@@ -221,9 +221,10 @@ def write(
 ) -> tuple[Forest, View, Int[Array, "B R T"]]:
     """Takes slots for the first `count` of T = `length` more tokens of each reader, at the end of what it writes to.
 
-    Readers of one segment take slots in their order. Returns the forest, what the readers see then (their own new
-    tokens; nobody else's), and the slot of each token, n * b + place in block, N * b for what is not kept or has no
-    room (counted in `refused`). Slots must have been reserved.
+    Readers of one segment take slots in their order, and see each other's tokens at the places that they have reached
+    themselves, unless `slots` says otherwise. Returns the forest, what the readers see with their new tokens, and the
+    slot of each token, n * b + place in block, N * b for what is not kept or has no room (counted in `refused`). Slots
+    must have been reserved.
     """
     size, none = forest.block, forest.num_blocks * forest.block
 
@@ -308,7 +309,8 @@ def arranged_view(forest: Forest, segments: Int[Array, "B R J"], write: Int[Arra
         seen = jnp.zeros_like(places).at[into].max(sizes)
         offset = jnp.zeros_like(places).at[into].max(jnp.where(known, end - sizes, 0))
         fresh = ~(known & (segments == write)).any()
-        return seen, offset.at[write].set(jnp.where(fresh, end[-1], offset[write])), end[-1]
+        into = jnp.where(write < 0, len(offset), write)  # -1 would be the last segment
+        return seen, offset.at[into].set(jnp.where(fresh, end[-1], offset[write]), mode="drop"), end[-1]
 
     seen, offset, position = jax.vmap(jax.vmap(one, (None, 0, 0)))(places, segments, write)
     return View(seen, offset, write, position)
@@ -323,8 +325,9 @@ def joined_view(forest: Forest, segments: Int[Array, "B J"], write: Int[Array, "
     each = lineage_view(forest, segments)
     position = each.position.max(1)
     seen, offset = each.seen.max(1), each.offset.max(1)
-    rows = jnp.arange(len(write))
-    return View(seen[:, None], offset.at[rows, write].set(position)[:, None], write[:, None], position[:, None])
+    rows, into = jnp.arange(len(write)), jnp.where(write < 0, forest.num_segments, write)
+    offset = offset.at[rows, into].set(position, mode="drop")
+    return View(seen[:, None], offset[:, None], write[:, None], position[:, None])
 
 
 def _places(forest: Forest) -> jax.Array:
