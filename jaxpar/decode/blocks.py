@@ -238,9 +238,10 @@ class BlockCache:
         rows, size = keys.shape[0], keys.shape[3]
         flat = slots.reshape(rows, -1)
 
-        def put(old, new):
-            new = new.reshape(rows, -1, *new.shape[2:]).astype(old.dtype)
-            old = old.at[jnp.arange(rows)[:, None], :, flat // size, flat % size].set(new, mode="drop")
+        def put(old, new):  # by head too: what is written at once is one line of memory, else a TPU lays the cache anew
+            new = jnp.moveaxis(new.reshape(rows, -1, *new.shape[2:]), 2, 1).astype(old.dtype)
+            at = jnp.arange(rows)[:, None, None], jnp.arange(old.shape[1])[None, :, None]
+            old = old.at[*at, (flat // size)[:, None], (flat % size)[:, None]].set(new, mode="drop")
             return constrain(old, *BLOCK_AXES, name="cache")
 
         k, v = self.new
