@@ -34,7 +34,7 @@ from jaxpar.decode import (
     SinksAndWindow,
 )
 from jaxpar.env.picture import Animation
-from jaxpar.lm import LMConfig, Trainer
+from jaxpar.lm import DraftTrainer, Heads, HiddenTransfer, LMConfig, PromptTokens, Trainer
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -138,6 +138,10 @@ TABLE = {
         "seed": SIGNED,
     },
     SinksAndWindow: {"sinks": LEAST_0, "window": COUNT},
+    DraftTrainer: {"num_steps num_anchors max_skipped": COUNT, "decay": OVER_0},
+    Heads: {"length": COUNT},
+    HiddenTransfer: {"layer": LEAST_0, "length": COUNT},
+    PromptTokens: {"length": COUNT},
     CopyDraft: {"length match": COUNT},
     JacobiDraft: {"length": COUNT},
     LookaheadDraft: {"width guesses pool": COUNT, "ngram": ((1,), (2,))},

@@ -20,7 +20,7 @@ from jaxpar.decode import ModelDraft
 from jaxpar.env.picture import Animation
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
-from jaxpar.lm import LMConfig, Trainer
+from jaxpar.lm import DraftTrainer, HiddenTransfer, LMConfig, PromptTokens, Trainer
 from jaxpar.lm.corpus import Tokens
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -102,6 +102,8 @@ PLANE = ((0.0, 0.0),)
 BASIS = {
     Windows: (TOKENS, 8, 2, 0),
     ModelDraft: (None,),
+    HiddenTransfer: (0,),
+    DraftTrainer: (LMConfig(), PromptTokens()),
     Trainer: (LMConfig(),),
     Fit: (8,),
     NeatConfig: (2, 1),

@@ -231,12 +231,12 @@ class BlockCache:
     def store(self, slots: Int[Array, "B R T"]) -> "BlockCache":
         """Writes the new keys and values to their slots, as `jaxpar.decode.forest.write` gave them; in place.
 
-        A token whose slot is N b is not kept.
+        A token whose slot is N b is not kept. Of pseudo tokens, which come last, a layer before they enter has none.
         """
         keys, values = self.keys, self.values
         assert keys is not None and values is not None and self.new is not None
         rows, size = keys.shape[0], keys.shape[3]
-        flat = slots.reshape(rows, -1)
+        flat = slots[..., : self.new[0].shape[1]].reshape(rows, -1)
 
         def put(old, new):  # by head too: what is written at once is one line of memory, else a TPU lays the cache anew
             new = jnp.moveaxis(new.reshape(rows, -1, *new.shape[2:]), 2, 1).astype(old.dtype)

@@ -23,7 +23,7 @@ Example:
         def propose(self, params, state, text, lengths, decide):
             return Proposal(jnp.take_along_axis(text, lengths[:, None] - 1, 1)), state
 
-        def update(self, state, tokens, chosen, accepted):
+        def update(self, state, tokens, scores, accepted):
             return state
 
     config = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, num_heads=1, num_kv_heads=1, mlp_dim=8)
@@ -47,6 +47,7 @@ from jaxpar.decode.model import TokenModel
 from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
 from jaxpar.decode.trees import Tree, chain
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
+from jaxpar.nn.stack import PseudoTokens
 from jaxpar.types import PyTree
 
 __all__ = ["CopyDraft", "Decide", "Draft", "JacobiDraft", "LookaheadDraft", "ModelDraft", "NoDraft", "Proposal"]
@@ -62,10 +63,12 @@ class Proposal(NamedTuple):
     Attributes:
       tokens: Of the nodes 1 .. T-1 of the draft's tree; -1 for no guess.
       logits: Processed, of the law that each node's children were drawn from; for acceptance by rejection alone.
+      pseudo: What the last nodes of the tree are, where the draft has nodes that are no guesses.
     """
 
     tokens: Int[Array, "B T-1"]
     logits: Float[Array, "B T V"] | None = None
+    pseudo: PseudoTokens | None = None
 
 
 class Draft(Protocol):
@@ -86,8 +89,10 @@ class Draft(Protocol):
         """Returns guesses of what follows each text."""
         ...
 
-    def update(self, state: PyTree, tokens: Int[Array, "B T"], chosen: Int[Array, "B T"], accepted: Accepted) -> PyTree:
-        """Learns what the model chose after each node of the window, and what of it was kept."""
+    def update(
+        self, state: PyTree, tokens: Int[Array, "B T"], scores: Float[Array, "B T V"], accepted: Accepted
+    ) -> PyTree:
+        """Learns by which scores the model chose after each node of the window, and what of it was kept."""
         ...
 
 
@@ -105,7 +110,7 @@ class NoDraft:
         """Guesses nothing."""
         return Proposal(jnp.zeros((len(text), 0), jnp.int32)), state
 
-    def update(self, state: PyTree, tokens: Array, chosen: Array, accepted: Accepted) -> PyTree:
+    def update(self, state: PyTree, tokens: Array, scores: Array, accepted: Accepted) -> PyTree:
         """Learns nothing."""
         return state
 
@@ -162,7 +167,7 @@ class CopyDraft:
         copied = text[jnp.minimum(best + jnp.arange(self.length) % period, size - 1)]
         return jnp.where(run[best] > 0, copied, -1).astype(jnp.int32)
 
-    def update(self, state: Array, tokens: Array, chosen: Array, accepted: Accepted) -> Array:
+    def update(self, state: Array, tokens: Array, scores: Array, accepted: Accepted) -> Array:
         """Keeps the prompts' lengths."""
         return state
 
@@ -196,8 +201,9 @@ class JacobiDraft:
         """Returns the guesses."""
         return Proposal(state), state
 
-    def update(self, state: Array, tokens: Array, chosen: Array, accepted: Accepted) -> Array:
+    def update(self, state: Array, tokens: Array, scores: Array, accepted: Accepted) -> Array:
         """Moves what was chosen up by what was kept; the last choice fills the rest."""
+        chosen = scores.argmax(-1).astype(jnp.int32)
         place = accepted.count[:, None] + jnp.arange(self.length)[None]
         return jnp.take_along_axis(chosen, jnp.minimum(place, chosen.shape[1] - 1), 1)
 
@@ -255,7 +261,7 @@ class ModelDraft:
         laws.append(laws[-1])  # a leaf has no children
         return Proposal(jnp.stack(tokens, 1), jnp.stack(laws, 1)), dataclasses.replace(state, layers=layers)
 
-    def update(self, state: Reading, tokens: Array, chosen: Array, accepted: Accepted) -> Reading:
+    def update(self, state: Reading, tokens: Array, scores: Array, accepted: Accepted) -> Reading:
         """Learns nothing: what was kept is read by the next call."""
         return state
 
@@ -317,11 +323,11 @@ class LookaheadDraft:
         rows = len(text)
         return Proposal(jnp.concatenate([grams.reshape(rows, -1), window.reshape(rows, -1)], 1)), state
 
-    def update(self, state: PyTree, tokens: Array, chosen: Array, accepted: Accepted) -> PyTree:
+    def update(self, state: PyTree, tokens: Array, scores: Array, accepted: Accepted) -> PyTree:
         """Puts each column's n-gram into the pool, and moves the window on by what was kept."""
         window, pool, count = state
         rows = len(tokens)
-        new = chosen[:, -self.width :]  # after the newest iterate of each column
+        new = scores[:, -self.width :].argmax(-1).astype(jnp.int32)  # after the newest iterate of each column
         grams = jnp.concatenate([jnp.swapaxes(window, 1, 2), new[..., None]], 2)
         place = (count[:, None] + jnp.arange(self.width)[None]) % self.pool
         pool = pool.at[jnp.arange(rows)[:, None], place].set(grams)

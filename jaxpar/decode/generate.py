@@ -115,7 +115,7 @@ class _Job(NamedTuple):
         return scores.argmax(-1).astype(jnp.int32), law
 
     def accept(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
-        """What is kept of a window, and what the model chose after each of its nodes, [B, T]."""
+        """What is kept of a window, and the scores by which the model chose after each of its nodes, [B, T, V]."""
         counts, allowed = state.counts, None
         if counts is not None:
             counts = _along(counts, tree, lambda counts, node: count_token(counts, tokens[:, node]))
@@ -127,15 +127,14 @@ class _Job(NamedTuple):
         law = process(logits, self.sampling, counts=counts, bias=self.bias, allowed=allowed)
         noise = self.noise(state.lengths[:, None] + jnp.asarray(tree.depth, jnp.int32)[None])
         scores = law if noise is None else law + noise
-        chosen = scores.argmax(-1).astype(jnp.int32)
         if self.rule == "coupled" or noise is None or tree.size == 1:
-            return coupled(scores, tokens, tree), chosen
+            return coupled(scores, tokens, tree), scores
         whose = {"seeds": self.seeds, "positions": state.lengths, "lineage": self.lineage}
-        return rejection(self.key, law, proposal.logits, tokens, tree, drawn="with_replacement", **whose), chosen
+        return rejection(self.key, law, proposal.logits, tokens, tree, drawn="with_replacement", **whose), scores
 
     def settle(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
         """Decides on a window; returns the state with the tokens that are kept and the one after, and what was kept."""
-        accepted, chosen = self.accept(state, logits, proposal, tokens, tree)
+        accepted, scores = self.accept(state, logits, proposal, tokens, tree)
         room, place = self.sampling.max_new_tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         automata = self.automata(state, accepted.tokens)
         is_end = self.ends(state, accepted.tokens, automata) & (place < accepted.count[:, None])
@@ -156,7 +155,7 @@ class _Job(NamedTuple):
             assert counts is not None
             counts = count_token(counts, accepted.tokens[:, number], new[:, number])
         accepted = accepted._replace(count=count)
-        guesses = state.draft if tree.size == 1 else self.draft.update(state.draft, tokens, chosen, accepted)
+        guesses = state.draft if tree.size == 1 else self.draft.update(state.draft, tokens, scores, accepted)
         return dataclasses.replace(
             state,
             text=put(state.text, state.lengths, accepted.tokens),
@@ -205,7 +204,7 @@ class _Job(NamedTuple):
         )  # fmt: skip
         tokens = jnp.concatenate([root, proposal.tokens], 1)
         known = jnp.where((tokens >= 0) & (tokens < self.model.vocab_size), tokens, 0)  # no guess: any, not accepted
-        logits, reading = look(self.model, self.params, state.reading, known, tree)
+        logits, reading = look(self.model, self.params, state.reading, known, tree, proposal.pseudo)
         state = dataclasses.replace(state, draft=guesses, passes=state.passes + ~state.ended)
         state, accepted = self.settle(state, logits, proposal, tokens, tree)
         reading = keep(self.model, self.params, reading, known, accepted.path, accepted.count)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.nn.stack import StackCache
+from jaxpar.nn.stack import PseudoTokens, StackCache
 from jaxpar.types import PyTree
 
 __all__ = ["TokenModel"]
@@ -46,9 +46,11 @@ class TokenModel(Protocol):
         positions: Int[Array, "B T"],
         visible: Bool[Array, "B T T"] | None = None,
         valid: Int[Array, " B"] | None = None,
+        pseudo: PseudoTokens | None = None,
     ) -> tuple[Float[Array, "B T V"], StackCache]:
         """Reads T more tokens of each row at these positions; returns logits at each, and the cache.
 
-        `visible` says which of the T tokens each sees, `valid` how many count for the state of a recurrence.
+        `visible` says which of the T tokens each sees, `valid` how many count for the state of a recurrence. Where
+        there are `pseudo` tokens, the last `pseudo.size` of the T are those, whatever stands there.
         """
         ...

@@ -14,7 +14,7 @@ from jaxpar.decode.model import TokenModel
 from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.trees import Tree
 from jaxpar.nn.attention import LinearCache
-from jaxpar.nn.stack import StackCache
+from jaxpar.nn.stack import PseudoTokens, StackCache
 from jaxpar.types import PyTree
 
 __all__ = ["BLOCK", "Reading", "begin", "keep", "look"]
@@ -96,9 +96,14 @@ def begin(
 
 
 def look(
-    model: TokenModel, params: PyTree, reading: Reading, tokens: Int[Array, "B*R T"], tree: Tree
+    model: TokenModel,
+    params: PyTree,
+    reading: Reading,
+    tokens: Int[Array, "B*R T"],
+    tree: Tree,
+    pseudo: PseudoTokens | None = None,
 ) -> tuple[Float[Array, "B*R T V"], Reading]:
-    """Runs a window of tokens, none of which is kept yet.
+    """Runs a window of tokens, none of which is kept yet; its last ones may be pseudo tokens of the draft's.
 
     Returns the logits at each node, and the reading with what the pass made beside it: for `keep`.
     """
@@ -111,7 +116,7 @@ def look(
         for layer in reading.layers
     )
     cache = StackCache(layers, start[:, 0], jnp.zeros_like(start[:, 0]))
-    logits, cache = model.extend(params, tokens, cache, positions=positions, visible=visible)
+    logits, cache = model.extend(params, tokens, cache, positions=positions, visible=visible, pseudo=pseudo)
     # The state of a recurrence after all T tokens is that after those which are kept only where there is one.
     layers = tuple(
         new if isinstance(new, BlockCache) or tree.size == 1 else old

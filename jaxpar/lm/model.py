@@ -2,16 +2,27 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import constrain, gather, local, mesh_axes
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.block import dropout
 from jaxpar.nn.mixer import TRAINING
+from jaxpar.nn.stack import PseudoTokens
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["apply", "embed", "embed_for_training", "embed_positions", "embed_tokens", "head", "hidden", "logits"]
+__all__ = [
+    "apply",
+    "embed",
+    "embed_for_training",
+    "embed_positions",
+    "embed_tokens",
+    "head",
+    "hidden",
+    "logits",
+    "placed",
+]
 
 
 def head(params: PyTree) -> Float[Array, "V D"]:
@@ -53,6 +64,8 @@ def hidden(
     positions: Int[Array, "B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     dropout_key: PRNGKey | None = None,
+    visible: Bool[Array, "B T T"] | None = None,
+    pseudo: PseudoTokens | None = None,
 ) -> tuple[Float[Array, "B T D"], Aux]:
     """Computes the last residual stream after the final norm, in `config.dtype`, and what the layers told.
 
@@ -63,15 +76,30 @@ def hidden(
       positions: Place of each token in its document; by default 0..T-1.
       segments: Document numbers, if several documents share a row.
       dropout_key: Switches dropout on; consumed.
+      visible: Which of the others each token sees; by default those before.
+      pseudo: More tokens, of which positions and visible tell, too: see `jaxpar.nn.stack.PseudoTokens`.
 
     Raises:
       UsageError: If T is over the learned positions.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = embed_for_training(params, tokens, positions, config, dropout_key)
-    x, _, aux = config.stack().apply(params, x, positions=positions, segments=segments, key=dropout_key)
+    x = embed_for_training(params, tokens, positions[:, : tokens.shape[1]], config, dropout_key)
+    x, _, aux = config.stack().apply(
+        params, x, positions=positions, segments=segments, key=dropout_key, visible=visible,
+        pseudo=placed(pseudo, params, positions, config),
+    )  # fmt: skip
     return x, aux
+
+
+def placed(
+    pseudo: PseudoTokens | None, params: PyTree, positions: Int[Array, "B T"], config: LMConfig
+) -> PseudoTokens | None:
+    """Returns pseudo tokens with learned positions, which they get as tokens do: before the first layer."""
+    if pseudo is None or pseudo.layer != 0 or config.positions != "learned":
+        return pseudo
+    places = embed_positions(params["positions"], positions[:, -pseudo.size :])
+    return pseudo._replace(states=lambda x: pseudo.states(x) + places)
 
 
 def embed_for_training(

@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar import decode
 from jaxpar.decode import Generated, Sampling
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.model import embed, logits
+from jaxpar.lm.model import embed, logits, placed
 from jaxpar.nn.mixer import DECODING
-from jaxpar.nn.stack import StackCache
+from jaxpar.nn.stack import PseudoTokens, StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["Decoder", "cache_axes", "empty_cache", "extend", "generate", "prefill"]
@@ -36,6 +36,7 @@ def extend(
     *,
     positions: Int[Array, "B T"] | None = None,
     visible: Bool[Array, "B T T"] | None = None,
+    pseudo: PseudoTokens | None = None,
 ) -> tuple[Float[Array, "B T V"], StackCache]:
     """Runs T more tokens of each row through the model.
 
@@ -47,6 +48,7 @@ def extend(
       valid: How many tokens of each row count, where rows are padded; by default all.
       positions: Of the tokens; by default on from what the cache has seen.
       visible: Which of the T tokens each sees; by default itself and those before.
+      pseudo: What the last of the T tokens are, where they are none: these are then not looked up.
 
     Returns:
       Logits in float32 at least, and the cache after the tokens that count.
@@ -55,8 +57,12 @@ def extend(
     params = stack.hold(params)
     if positions is None:
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1])[None]
-    x = embed(params, tokens, positions, config, DECODING.inside)
-    x, after, _ = stack.apply(params, x, positions=positions, valid=valid, visible=visible, cache=cache)
+    inside = tokens.shape[1] - (pseudo.size if pseudo else 0)
+    x = embed(params, tokens[:, :inside], positions[:, :inside], config, DECODING.inside)
+    x, after, _ = stack.apply(
+        params, x, positions=positions, valid=valid, visible=visible, cache=cache,
+        pseudo=placed(pseudo, params, positions, config),
+    )  # fmt: skip
     assert after is not None  # a cache in, a cache out
     return logits(params, x), after
 
@@ -139,9 +145,12 @@ class Decoder:
         positions: Array,
         visible: Array | None = None,
         valid: Array | None = None,
+        pseudo: PseudoTokens | None = None,
     ) -> tuple[Array, StackCache]:
         """Reads more tokens."""
-        return extend(params, tokens, cache, self.config, valid, positions=positions, visible=visible)
+        return extend(
+            params, tokens, cache, self.config, valid, positions=positions, visible=visible, pseudo=pseudo
+        )  # fmt: skip
 
 
 def generate(

@@ -106,6 +106,13 @@ class Context(NamedTuple):
     key: PRNGKey | None = None
     rules: Rules = TRAINING
 
+    def until(self, length: int) -> "Context":
+        """Returns the context of the first `length` tokens, where others enter at a later layer."""
+        if length == self.positions.shape[1]:
+            return self
+        visible = None if self.visible is None else self.visible[:, :length, :length]
+        return self._replace(positions=self.positions[:, :length], visible=visible)
+
     def last(self, states: Float[Array, "B S ..."]) -> Float[Array, "B ..."]:
         """Returns, of the state before the first token and those after each, the one after the last that counts."""
         if self.valid is None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -20,7 +22,7 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["REMATS", "Stack", "StackCache"]
+__all__ = ["REMATS", "PseudoTokens", "Stack", "StackCache"]
 
 SAVED_NAMES = ("qkv", "attention", "mlp", "residual")
 REMATS = ("none", "dots", "names", "full", "offload")
@@ -39,6 +41,27 @@ class StackCache:
     layers: tuple[PyTree, ...]
     seen: Array
     first: Array
+
+
+class PseudoTokens(NamedTuple):
+    """Tokens that are not in the text: M states that enter at some layer, behind those of the N tokens that are.
+
+    They stand for tokens to come, whose laws are then read off them, as prompt tokens (arXiv:2405.18628) and pseudo
+    hidden states (arXiv:2404.12022) do. No cache keeps them.
+
+    Attributes:
+      layer: The first layer that they pass; None for none, so that they enter after the last norm.
+      size: M.
+      states: Of the N tokens' states at that place, [B, N, D], makes theirs, [B, M, D].
+    """
+
+    layer: int | None
+    size: int
+    states: Callable[[Float[Array, "B N D"]], Float[Array, "B M D"]]
+
+    def after(self, x: Float[Array, "B N D"]) -> Float[Array, "B N+M D"]:
+        """Returns the tokens' states with these behind them."""
+        return jnp.concatenate([x, self.states(x).astype(x.dtype)], 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +183,7 @@ class Stack:
         cache: StackCache | None = None,
         fresh: bool = False,
         key: PRNGKey | None = None,
+        pseudo: PseudoTokens | None = None,
     ) -> tuple[Float[Array, "B T D"], StackCache | None, Aux]:
         """Computes the residual stream after all layers and the last norm, in `dtype`.
 
@@ -174,17 +198,27 @@ class Stack:
           cache: As from `init_cache` or an earlier call.
           fresh: Whether the cache is known to be empty: attention is then as in training, over the T tokens alone.
           key: Switches dropout on; consumed.
+          pseudo: M more tokens, which enter at a later layer: x are then the T - M before them, positions and visible
+            those of all T. Layers run unrolled. Not with documents that share a row, nor with a linear cache, which
+            would keep them.
 
         Returns:
           Outputs, the cache (a `StackCache`; None without one), and what the layers told.
+
+        Raises:
+          UsageError: If pseudo tokens enter at a layer that is not there.
         """
+        if pseudo is not None and pseudo.layer not in (None, *range(self.num_layers)):
+            raise UsageError(f"pseudo tokens enter at layer {pseudo.layer}; legal are 0 to {self.num_layers - 1}.")
         params = self.hold(params)
         context = self.context(x, positions, segments, starts, cache, fresh)
         context = context._replace(valid=valid, visible=visible, key=key)
         rules = context.rules
         x = constrain(x.astype(self.dtype), *rules.outside)
-        x, layers, aux = self._layers(params["layers"], x, context, cache)
+        x, layers, aux = self._layers(params["layers"], x, context, cache, pseudo)
         x = gather(self.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
+        if pseudo is not None and pseudo.layer is None:
+            x = pseudo.after(x)
         if cache is None:
             return x, None, aux
         return x, _moved_on(cache, layers, context), aux
@@ -236,21 +270,24 @@ class Stack:
             aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(jnp.abs(jax.lax.stop_gradient(x))))}))
         return x, cache, aux
 
-    def _layers(self, layers, x, context, cache):
+    def _layers(self, layers, x, context, cache, pseudo):
         """All layers; scanned where no cache holds anything: a scan would copy each from its inputs to outputs."""
 
         def body(x, layer, index, old):
-            x, new, aux = self.layer(layer, index, x, context, old)
+            x, new, aux = self.layer(layer, index, x, context.until(x.shape[1]), old)
             return x, (new, aux)
 
         body, num = self._remat(body), self.num_layers
         olds = (None,) * num if cache is None else cache.layers
-        if self.scan_layers and not isinstance(layers, tuple) and (cache is None or context.fresh):
+        can_scan = pseudo is None and not isinstance(layers, tuple) and (cache is None or context.fresh)
+        if self.scan_layers and can_scan:
             x, (caches, told) = jax.lax.scan(lambda x, each: body(x, *each, olds[0]), x, (layers, jnp.arange(num)))
             return x, _unstack(caches, num), over_layers(told)
         each = layers if isinstance(layers, tuple) else _unstack(layers, num)
         caches, told = [], []
         for index, (layer, old) in enumerate(zip(each, olds, strict=True)):
+            if pseudo is not None and pseudo.layer == index:
+                x = pseudo.after(x)
             x, (new, aux) = body(x, layer, index, old)
             caches.append(new)
             told.append(aux)
@@ -297,8 +334,8 @@ def _began(places: jax.Array, starts: jax.Array | None, before: jax.Array) -> ja
 
 def _moved_on(cache: StackCache, layers: tuple[PyTree, ...], context: Context) -> StackCache:
     """The cache after the tokens that count."""
-    length = context.positions.shape[1]
-    count = jnp.int32(length) if context.valid is None else context.valid
     assert context.first is not None  # `Stack.context` fills it in
+    length = context.first.shape[1]
+    count = jnp.int32(length) if context.valid is None else context.valid
     states = jnp.concatenate([cache.first[:, None], context.first], 1)
     return StackCache(layers, cache.seen + count, context.last(states))

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from fast import jit
+from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, PromptTokens, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
@@ -42,6 +42,10 @@ class Row:
 def tokens():
     rows = np.random.default_rng(0).integers(0, 16, (4, 7), dtype=np.int32)
     return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+def model_and_tokens():
+    return tokens() | {"model": noisy_params(MODEL)}
 
 
 def series():
@@ -75,6 +79,7 @@ ROWS = {
     "lm-muon-dropout-accumulate": Row(
         Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
     ),
+    "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
     "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
     "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),
     "neat-canonical": Row(
@@ -110,6 +115,7 @@ ROWS = {
     ),  # fmt: skip
 }
 SLOW = (
+    "lm-draft",
     "lm-muon-dropout-accumulate",
     "a2c-para-gru",
     "a2c-stack",

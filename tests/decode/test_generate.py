@@ -1,6 +1,7 @@
 """Every way to generate gives the tokens of asking the whole model for one token after the other."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,14 @@ from jaxpar.decode import (
     ModelDraft,
     NoDraft,
     Sampling,
+    Tree,
     automaton_of,
     generate,
     gumbel,
     process,
     stop_sequences,
 )
-from jaxpar.lm import Decoder, LMConfig, apply
+from jaxpar.lm import Decoder, Heads, HiddenTransfer, LMConfig, PromptTokens, apply
 from jaxpar.types import UsageError
 
 VOCAB, NEW, BLOCK = 16, 9, 4
@@ -33,6 +35,7 @@ MODELS = {
     "recurrent": LMConfig(**SMALL, mixer="min_lstm"),
 }
 SMALLER = LMConfig(**SMALL | {"embed_dim": 8}, num_heads=2)
+CANDIDATES = Tree((-1, 0, 0, 0, 1, 1, 2))
 DRAFTS = {
     "none": NoDraft(),
     "copy": CopyDraft(3, 2),
@@ -40,6 +43,9 @@ DRAFTS = {
     "jacobi": JacobiDraft(3),
     "model": ModelDraft(Decoder(SMALLER), 2, BLOCK),
     "lookahead": LookaheadDraft(2, 3, 2, 8),
+    "prompts": PromptTokens(2, CANDIDATES),
+    "hidden": HiddenTransfer(0, 2, CANDIDATES),
+    "heads": Heads(2, CANDIDATES),
 }
 PROMPT, LENGTHS = np.random.default_rng(3).integers(0, VOCAB, (4, 5)), np.array([5, 1, 3, 4])
 KEY = jax.random.key(7)
@@ -73,7 +79,11 @@ def plain(config, sampling, seed=0, sample=0, rows=range(4)):
 
 
 def run(config, sampling, **options):
-    params = params_of(SMALLER) if isinstance(options.get("draft"), ModelDraft) else None
+    draft = options.get("draft")
+    params = params_of(SMALLER) if isinstance(draft, ModelDraft) else None
+    if isinstance(draft, PromptTokens | HiddenTransfer | Heads):
+        rng = np.random.default_rng(1)
+        params = {name: rng.standard_normal(leaf.shape) / 2 for name, leaf in draft.leaves(config).items()}
     given = {"prompt_lengths": LENGTHS, "block": BLOCK, "draft_params": params} | options
     return drawn(KEY, params_of(config), PROMPT, Decoder(config), sampling, **given)
 
@@ -82,8 +92,16 @@ def texts_of(out):
     return [row[:length].tolist() for row, length in zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", DRAFTS)
+each_draft_and_temperature = pytest.mark.parametrize(
+    ("name", "temperature"),
+    [  # what the trained ones share is seen with one of them
+        pytest.param(*each, marks=[pytest.mark.slow] if each in (("hidden", 0.0), ("heads", 0.0)) else [])
+        for each in itertools.product(DRAFTS, (0.0, 0.7))
+    ],
+)
+
+
+@each_draft_and_temperature
 def test_any_draft_gives_the_tokens_of_the_slow_oracle(name, temperature, x64):
     sampling = Sampling(NEW, temperature)
     out = run(MODELS["rope"], sampling, draft=DRAFTS[name])

@@ -1,0 +1,273 @@
+"""Drafts made in the model's own pass: their laws by plain passes, their training, and what it is worth."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.decode import Sampling, Tree, chain, generate, gumbel, process
+from jaxpar.lm import (
+    Decoder,
+    DraftTrainer,
+    Heads,
+    HiddenTransfer,
+    LMConfig,
+    OptimizerConfig,
+    PromptTokens,
+    Trainer,
+    accept_rates,
+)
+from jaxpar.lm.distil import distillation, guesses
+from jaxpar.lm.model import embed, logits
+from jaxpar.loop import Fit, Hooks, fit, run
+from jaxpar.types import UsageError
+
+VOCAB, NEW = 8, 12
+SMALL = dict(vocab_size=VOCAB, num_layers=2, embed_dim=8, mlp_dim=8, num_heads=2, init_std=0.3)
+ROPE = LMConfig(**SMALL, dtype="float64")
+LEARNED = LMConfig(**SMALL, dtype="float64", positions="learned", max_seq_len=24)
+BUSHY = Tree((-1, 0, 0, 0, 1, 1, 2))
+DRAFTS = {"prompts": PromptTokens(2, BUSHY), "hidden": HiddenTransfer(1, 2, BUSHY), "heads": Heads(2, BUSHY)}
+CONFIGS = {"prompts": LEARNED, "hidden": ROPE, "heads": ROPE}
+KEY = jax.random.key(5)
+
+
+def draft_params(draft, config, dtype=np.float64):
+    rng = np.random.default_rng(1)
+    return {
+        name: jnp.asarray(rng.standard_normal(leaf.shape) / 2, dtype) for name, leaf in draft.leaves(config).items()
+    }
+
+
+def plain_logits(params, own, text, config, name):
+    """One text and the pseudo tokens behind its last token, one after the other: logits of all, [1, n + k, V]."""
+    stack, count = config.stack(), text.shape[1]
+    held, places = stack.unstacked(params), jnp.arange(count + 2)[None]
+    x = embed(params, text, places[:, :count], config)
+
+    def entering(x):
+        last = x[:, -1:]
+        if name == "prompts":
+            learned = params["positions"][count : count + 2] if config.positions == "learned" else 0
+            return (own["prompts"] + learned)[None]
+        mapped = jnp.concatenate([last @ own["maps"][0], last @ own["maps"][1]], 1)
+        return last + (mapped if name == "hidden" else mapped / (1 + jnp.exp(-mapped)))
+
+    for layer in range(config.num_layers):
+        if layer == {"prompts": 0, "hidden": 1}.get(name):
+            x = jnp.concatenate([x, entering(x)], 1)
+        x = stack.layer(held["layers"][layer], layer, x, stack.context(x))[0]
+    x = stack.norm.apply(held["final_norm"], x)
+    return logits(params, jnp.concatenate([x, entering(x)], 1) if name == "heads" else x)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_laws_and_gradient_of_training_are_those_of_a_plain_loop(name, x64):
+    config = CONFIGS[name]
+    draft, params = DRAFTS[name], noisy_params(config, np.float64)
+    own, tokens = draft_params(draft, config), np.random.default_rng(0).integers(0, VOCAB, (2, 7))
+    anchors = [4, 0]
+
+    def trained(own):
+        laws = guesses(params, own, tokens, jnp.array(anchors), config, draft)
+        return (distillation(*laws) * jnp.array([1, 0.5])).mean(), laws
+
+    def plain(own):
+        total, laws = 0.0, []
+        for row in tokens:
+            for anchor in anchors:
+                guessed = plain_logits(params, own, row[None, : anchor + 1], config, name)[0, -2:]
+                whole = plain_logits(params, own, row[None], config, name)[0]
+                for place in range(2):
+                    law = jax.nn.softmax(whole[anchor + 1 + place])
+                    apart = (law * (jnp.log(law) - jax.nn.log_softmax(guessed[place]))).sum()
+                    total += 0.5**place * apart / (2 * 2 * 2)
+                    laws.append((whole[anchor + 1 + place], guessed[place]))
+        return total, laws
+
+    (value, laws), gradient = jit(jax.value_and_grad(trained, has_aux=True))(own)
+    (want, plain_laws), plain_gradient = jit(jax.value_and_grad(plain, has_aux=True))(own)
+    for which in range(2):
+        want_laws = jnp.stack([pair[which] for pair in plain_laws]).reshape(laws[which].shape)
+        np.testing.assert_allclose(laws[which], want_laws, rtol=1e-6, atol=1e-6)  # float32 at the head's end
+    assert abs(value - want) < 1e-7 * abs(want)
+    assert_close(gradient, plain_gradient, EXACT_MATHS["float64"])
+    assert all(jnp.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient))
+
+
+laws_of = jit(guesses, static_argnums=(4, 5))
+
+
+def plain_passes(text, start, laws, sampling):
+    """How many passes a row takes whose text, which drafts cannot change, is known: each is looked at by hand.
+
+    `laws` are those guessed behind each token, [S, k, V].
+    """
+    end, passes, guessed = start + 1, 0, None
+    while end < len(text):
+        passes, reached = passes + 1, [0]
+        for node, parent in enumerate(BUSHY.parents[1:], 1) if guessed else ():
+            depth, rank = int(BUSHY.depth[node]), BUSHY.parents[:node].count(parent)
+            if parent in reached and end + depth <= len(text) and guessed[depth - 1][rank] == text[end + depth - 1]:
+                reached.append(node)
+        kept = end + max(int(BUSHY.depth[node]) for node in reached)
+        scores = process(laws[kept - 1], sampling)
+        if sampling.temperature:
+            scores += jnp.stack([gumbel(KEY, *(jnp.int32(x) for x in (0, kept + 1 + i, 0)), VOCAB) for i in range(2)])
+        guessed = jnp.argsort(-scores)[:, :3].tolist()
+        end = kept + 1
+    return passes
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("prompts", 0.8), ("hidden", 0.0), ("heads", 0.8)])
+def test_a_window_guesses_what_training_saw(name, temperature, x64):
+    draft, config, sampling = DRAFTS[name], CONFIGS[name], Sampling(NEW, temperature)
+    params = noisy_params(config, np.float64)
+    own, prompt, lengths = draft_params(draft, config), np.array([[1, 2, 3], [4, 5, 0]]), np.array([3, 2])
+    drawn = jit(generate, static_argnums=(3, 4), static_argnames=("draft", "block"))
+    out = drawn(
+        KEY, params, prompt, Decoder(config), sampling, prompt_lengths=lengths, block=4, draft=draft, draft_params=own
+    )
+    texts = np.pad(out.tokens, ((0, 0), (0, 3)))  # room for what is guessed behind the last token
+    known, laws = laws_of(params, own, texts, jnp.arange(3 + NEW), config, draft)
+    for row in range(2):
+        text = np.asarray(out.tokens)[row, : int(out.lengths[row])].tolist()
+        for place in range(lengths[row], len(text)):
+            scores = process(known[row, place - 2, 0], sampling)
+            noise = gumbel(KEY, *(jnp.int32(x) for x in (0, place, 0)), VOCAB) if temperature else 0
+            assert text[place] == (scores + noise).argmax()
+        assert out.passes[row] == plain_passes(text, lengths[row], laws[row], sampling)
+    assert out.passes.sum() < 2 * (NEW - 1), "no guess was ever right"
+
+
+def test_what_is_learned():
+    config = LMConfig(**SMALL)
+    for k in (1, 3):
+        sizes = [
+            sum(math.prod(leaf.shape) for leaf in draft.leaves(config).values())
+            for draft in (PromptTokens(k), HiddenTransfer(0, k), Heads(k))
+        ]
+        assert sizes == [k * 8, k * 8 * 8, k * 8 * 8]
+        state = jax.eval_shape(DraftTrainer(config, PromptTokens(k)).init, jax.random.key(0))
+        assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == k * 8
+    assert PromptTokens(2).tree == Tree((-1, 0, 1, 0, 3, 1, 5, 2, 7)) and PromptTokens(2) == PromptTokens(2, None)
+    assert Heads(2, chain(1)).tree == Tree((-1, 0, 0, 2, 1, 4))
+
+
+def test_rates_are_counted_place_by_place(x64):
+    draft, params = DRAFTS["hidden"], noisy_params(ROPE, np.float64)
+    own, tokens = draft_params(draft, ROPE), np.random.default_rng(2).integers(0, VOCAB, (3, 9))
+    hits, reached = np.zeros((2, 3)), np.zeros(2)
+    laws = np.asarray(laws_of(params, own, np.pad(tokens, ((0, 0), (0, 3))), jnp.arange(9), ROPE, draft)[1])
+    for row, law in zip(tokens, laws, strict=True):
+        for anchor in range(2, 6):
+            guessed = np.argsort(-law[anchor])[:, :3].tolist()
+            for place, few in enumerate(guessed):
+                reached[place] += 1
+                if row[anchor + 2 + place] not in few:
+                    break
+                hits[place, few.index(row[anchor + 2 + place])] += 1
+    rates = accept_rates(params, own, jnp.asarray(tokens), ROPE, draft, 3, start=3)
+    np.testing.assert_allclose(rates, hits / reached[:, None], rtol=1e-12)
+    assert 0 < hits[1].sum() < reached[1] < reached[0]
+
+
+# ---------------------------------------------------------------- training
+
+WALK = np.array([0, 3, 1, 4, 2, 5])  # a text that goes round: what comes next follows from what is
+MODEL = LMConfig(**SMALL | {"init_std": 0.1}, dtype="float32")
+FAST = OptimizerConfig(learning_rate=3e-2, warmup_steps=0, weight_decay=0.0, schedule="constant")
+
+
+def walks(count, seed=0):
+    """Rows of the text from anywhere on."""
+    starts = np.random.default_rng(seed).integers(0, 6, (count, 4, 1))
+    return WALK[(starts + np.arange(13)) % 6]
+
+
+@functools.cache
+def walker():
+    """Parameters of a model that has learned the text."""
+    rows, trainer = walks(60), Trainer(MODEL, FAST, 60)
+    batches = {"tokens": rows[..., :-1], "targets": rows[..., 1:]}
+    state = jit(trainer.init)(jax.random.key(0))
+    state, info = jit(run, static_argnums=(0, 4))(trainer, jax.random.key(1), state, batches, 60)
+    assert info["loss"][-1] < 0.1
+    return state.params
+
+
+PERFECT = 1 + math.ceil((NEW - 2) / 3)  # nothing is guessed before the first pass
+
+
+@pytest.mark.parametrize(
+    ("draft", "most"),
+    # 16 numbers cannot make this model, which goes by the last token alone, go by the one before; two matrices can.
+    [
+        pytest.param(PromptTokens(2), 9, marks=pytest.mark.slow),
+        (HiddenTransfer(1, 2), PERFECT),
+        pytest.param(Heads(2), PERFECT, marks=pytest.mark.slow),
+    ],
+    ids=DRAFTS,
+)
+def test_a_trained_draft_guesses_a_text_that_follows_a_rule(draft, most):
+    trainer, rows, losses = DraftTrainer(MODEL, draft, FAST, 40, num_anchors=4), walks(40, 1), []
+    hooks = Hooks(check=lambda step, metrics: losses.append(metrics["train/loss"]))
+    batch = lambda step: {"tokens": rows[step], "model": walker()}  # noqa: E731
+    trained = fit(trainer, jax.random.key(2), batch, Fit(40), hooks).state
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5]) and trained.step == 40
+    drawn = jit(generate, static_argnums=(3, 4), static_argnames=("draft",))
+
+    def passes(params):
+        out = drawn(
+            KEY, walker(), walks(1)[0, :, :5], Decoder(MODEL), Sampling(NEW, 0.0), draft=draft, draft_params=params
+        )
+        assert (out.tokens[:, 1:] == WALK[(np.argsort(WALK)[out.tokens[:, :-1]] + 1) % 6]).all()
+        return out.passes
+
+    control = trainer.init(jax.random.key(3)).params
+    found = passes(trained.params)
+    assert found.max() <= most and found.mean() < passes(control).mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: PromptTokens(0), "length=0"),
+        (lambda: HiddenTransfer(-1), "layer=-1"),
+        (lambda: Heads(1, chain(2)), "candidates 2 deep; legal are up to length=1, the places guessed"),
+        (
+            lambda: step(DraftTrainer(MODEL, Heads(2), num_anchors=5)),
+            "num_anchors=5 of rows of 6 tokens; legal are 1 to 4",
+        ),
+        (lambda: step(DraftTrainer(MODEL, Heads(2), num_anchors=4), segments=0), "rows of one document each"),
+        (lambda: step(DraftTrainer(MODEL, HiddenTransfer(2), num_anchors=2)), "enter at layer 2; legal are 0 to 1"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(make, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        make()
+
+
+def step(trainer, **more):
+    def whole(key):
+        inputs = {"tokens": jnp.zeros((2, 6), jnp.int32), "model": noisy_params(MODEL)} | more
+        return trainer.step(key, trainer.init(key), inputs)
+
+    return jax.eval_shape(whole, jax.random.key(0))
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    trainer = DraftTrainer(MODEL, PromptTokens(1), FAST, num_anchors=2, max_skipped=2)
+    broken = jax.tree.map(lambda x: x * jnp.nan, noisy_params(MODEL))
+    state = first = trainer.init(jax.random.key(0))
+    one = jit(trainer.step)
+    for number in range(2):
+        assert not trainer.done(state)
+        state, info = one(jax.random.key(number), state, {"tokens": jnp.zeros((2, 6), jnp.int32), "model": broken})
+        assert info["skipped"] == 1
+    assert trainer.done(state) and (state.params["prompts"] == first.params["prompts"]).all()
