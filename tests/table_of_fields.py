@@ -26,15 +26,18 @@ from jaxpar.decode import (
     Beams,
     BlockTopK,
     CopyDraft,
+    Heads,
     HeavyHitters,
+    HiddenTransfer,
     JacobiDraft,
     LookaheadDraft,
     ModelDraft,
+    PromptTokens,
     Sampling,
     SinksAndWindow,
 )
 from jaxpar.env.picture import Animation
-from jaxpar.lm import DraftTrainer, Heads, HiddenTransfer, LMConfig, PromptTokens, Trainer
+from jaxpar.lm import DraftTrainer, LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit

@@ -16,11 +16,11 @@ from table_of_fields import BY_HAND, INF, NAN, RESULTS, TABLE
 import envs
 import experiments
 import jaxpar
-from jaxpar.decode import ModelDraft
+from jaxpar.decode import HiddenTransfer, ModelDraft, PromptTokens
 from jaxpar.env.picture import Animation
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
-from jaxpar.lm import DraftTrainer, HiddenTransfer, LMConfig, PromptTokens, Trainer
+from jaxpar.lm import DraftTrainer, LMConfig, Trainer
 from jaxpar.lm.corpus import Tokens
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit

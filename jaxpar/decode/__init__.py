@@ -15,6 +15,7 @@
 | `blocks` | q, k, v of T tokens of B R readers, [B, G, N, b, K] -> (max, sum, values), blocks | `reader` |
 | `reader` | prompts [B, T] -> a reading; tokens [B R, T], a reading -> logits, a reading | `draft`, `generate` |
 | `draft` | text [B, S] -> guesses [B, T-1] | `generate` |
+| `pseudo` | states [B, N, D] -> states of pseudo tokens [B, N, k, D]; scores [B, T, V] -> guesses | `generate`, `lm` |
 | `generate` | prompts [B, T] -> texts [B, S] | pillars |
 | `beam` | prompts [B, T] -> texts [B, W, S], the best first | pillars |
 | `cost` | sizes of a model, of prompt and continuations -> operations and bytes | users |
@@ -31,6 +32,7 @@ from jaxpar.decode.noise import gumbel, token_keys
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.policies import BlockTopK, CachePolicy, HeavyHitters, Selection, SinksAndWindow
 from jaxpar.decode.process import Sampling, is_stuck, process, token_log_probs
+from jaxpar.decode.pseudo import Heads, HiddenTransfer, PromptTokens
 from jaxpar.decode.stops import StopSequences, StopStream, cut_at_stop, ends_with, stop_sequences
 from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_tokens
 
@@ -46,12 +48,15 @@ __all__ = [
     "Drawn",
     "Found",
     "Generated",
+    "Heads",
     "HeavyHitters",
+    "HiddenTransfer",
     "JacobiDraft",
     "LookaheadDraft",
     "ModelDraft",
     "NoDraft",
     "CachePolicy",
+    "PromptTokens",
     "Proposal",
     "Sampling",
     "Selection",

@@ -9,7 +9,6 @@
 | `train` | state, batch -> next state | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step | `jaxpar.verify` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
-| `drafts` | states [B, N, D] -> states of pseudo tokens [B, N, k, D]; scores [B, T, V] -> guesses | `jaxpar.decode` |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
 """
@@ -18,7 +17,6 @@ from jaxpar.decode import Sampling
 from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
 from jaxpar.lm.distil import DraftTrainer, accept_rates
-from jaxpar.lm.drafts import Heads, HiddenTransfer, PromptTokens
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
@@ -30,11 +28,8 @@ from jaxpar.optim import OptimizerConfig
 __all__ = [
     "Decoder",
     "DraftTrainer",
-    "Heads",
-    "HiddenTransfer",
     "LMConfig",
     "OptimizerConfig",
-    "PromptTokens",
     "Sampling",
     "TrainState",
     "Trainer",

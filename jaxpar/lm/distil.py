@@ -8,16 +8,16 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxpar.decode.pseudo import TrainedDraft, pseudo_tokens
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.drafts import TrainedDraft, pseudo_tokens
 from jaxpar.lm.model import hidden, logits
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["DraftState", "DraftTrainer", "accept_rates", "distillation", "guesses"]
+__all__ = ["DraftTrainer", "accept_rates"]
 
 
 def guesses(
@@ -146,8 +146,7 @@ class DraftTrainer:
     def init(self, key: PRNGKey, inputs: PyTree = None) -> DraftState:
         """Draws the draft's parameters. Consumes `key`; ignores `inputs`."""
         del inputs
-        dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        params = init_leaves(key, self.draft.leaves(self.model), dtype)
+        params = init_leaves(key, self._leaves(), jnp.promote_types(self.model.dtype, jnp.float32))
         steps, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))  # two arrays, as `fit` donates each
         return DraftState(params, self.make_optimizer().init(params), steps, skipped)
 
@@ -202,6 +201,8 @@ class DraftTrainer:
         """Returns the optimizer, whose state is `DraftState.opt_state`."""
         return make_optimizer(self.optimizer, self.num_steps, axes=self._axes())
 
+    def _leaves(self) -> dict[str, Leaf]:
+        return self.draft.leaves(self.model.embed_dim, self.model.init_std)
+
     def _axes(self) -> PyTree:
-        leaves = self.draft.leaves(self.model)
-        return jax.tree.map(lambda leaf: leaf.axes, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+        return {name: leaf.axes for name, leaf in self._leaves().items()}

@@ -14,7 +14,8 @@ from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
-from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, PromptTokens, Trainer
+from jaxpar.decode import PromptTokens
+from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible

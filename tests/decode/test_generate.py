@@ -11,10 +11,13 @@ from fast import jit, noisy_params
 
 from jaxpar.decode import (
     CopyDraft,
+    Heads,
+    HiddenTransfer,
     JacobiDraft,
     LookaheadDraft,
     ModelDraft,
     NoDraft,
+    PromptTokens,
     Sampling,
     Tree,
     automaton_of,
@@ -23,7 +26,7 @@ from jaxpar.decode import (
     process,
     stop_sequences,
 )
-from jaxpar.lm import Decoder, Heads, HiddenTransfer, LMConfig, PromptTokens, apply
+from jaxpar.lm import Decoder, LMConfig, apply
 from jaxpar.types import UsageError
 
 VOCAB, NEW, BLOCK = 16, 9, 4
@@ -83,7 +86,9 @@ def run(config, sampling, **options):
     params = params_of(SMALLER) if isinstance(draft, ModelDraft) else None
     if isinstance(draft, PromptTokens | HiddenTransfer | Heads):
         rng = np.random.default_rng(1)
-        params = {name: rng.standard_normal(leaf.shape) / 2 for name, leaf in draft.leaves(config).items()}
+        params = {
+            name: rng.standard_normal(leaf.shape) / 2 for name, leaf in draft.leaves(config.embed_dim, 0.3).items()
+        }
     given = {"prompt_lengths": LENGTHS, "block": BLOCK, "draft_params": params} | options
     return drawn(KEY, params_of(config), PROMPT, Decoder(config), sampling, **given)
 

@@ -10,15 +10,12 @@ import pytest
 from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.decode import Sampling, Tree, chain, generate, gumbel, process
+from jaxpar.decode import Heads, HiddenTransfer, PromptTokens, Sampling, Tree, chain, generate, gumbel, process
 from jaxpar.lm import (
     Decoder,
     DraftTrainer,
-    Heads,
-    HiddenTransfer,
     LMConfig,
     OptimizerConfig,
-    PromptTokens,
     Trainer,
     accept_rates,
 )
@@ -40,7 +37,8 @@ KEY = jax.random.key(5)
 def draft_params(draft, config, dtype=np.float64):
     rng = np.random.default_rng(1)
     return {
-        name: jnp.asarray(rng.standard_normal(leaf.shape) / 2, dtype) for name, leaf in draft.leaves(config).items()
+        name: jnp.asarray(rng.standard_normal(leaf.shape) / 2, dtype)
+        for name, leaf in draft.leaves(config.embed_dim, 0.3).items()
     }
 
 
@@ -149,7 +147,7 @@ def test_what_is_learned():
     config = LMConfig(**SMALL)
     for k in (1, 3):
         sizes = [
-            sum(math.prod(leaf.shape) for leaf in draft.leaves(config).values())
+            sum(math.prod(leaf.shape) for leaf in draft.leaves(config.embed_dim, 0.3).values())
             for draft in (PromptTokens(k), HiddenTransfer(0, k), Heads(k))
         ]
         assert sizes == [k * 8, k * 8 * 8, k * 8 * 8]

@@ -1,9 +1,10 @@
-"""Drafts that a language model makes in its own pass: guesses read off pseudo tokens behind each candidate.
+"""Drafts that a model makes in its own pass: guesses read off pseudo tokens behind each candidate.
 
 A window is a tree of candidates, and behind each of them k pseudo tokens. What the model says at pseudo token j of the
 last candidate that is kept is a guess of the token j + 1 places after it, one after the token that the pass itself
 finds, so each pass verifies the last one's guesses and makes the next one's. The drafts differ in where pseudo tokens
-enter the model and what is learned of them; the model itself stays as it is, and so do its tokens.
+enter the model and what is learned of them (`jaxpar.lm.DraftTrainer`); the model itself stays as it is, and so do its
+tokens.
 
 | draft | enters | a pseudo token's state there | learned |
 |---|---|---|---|
@@ -20,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.decode import Accepted, Proposal, Tree, chain
-from jaxpar.decode.draft import Decide
+from jaxpar.decode.accept import Accepted
+from jaxpar.decode.draft import Decide, Proposal
+from jaxpar.decode.trees import Tree, chain
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.lm.config import LMConfig
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.stack import PseudoTokens
@@ -35,7 +36,7 @@ MAPS = (None, "embed", None)
 
 
 class TrainedDraft(Protocol):
-    """A draft whose guesses come from pseudo tokens: a `jaxpar.decode.Draft` besides."""
+    """A draft whose guesses come from pseudo tokens: a `Draft` besides."""
 
     @property
     def length(self) -> int:
@@ -52,8 +53,8 @@ class TrainedDraft(Protocol):
         """The first layer that pseudo tokens pass; None for none."""
         ...
 
-    def leaves(self, config: LMConfig) -> dict[str, Leaf]:
-        """Declares what is learned."""
+    def leaves(self, embed_dim: int, std: float) -> dict[str, Leaf]:
+        """Declares what is learned, of a model of width D whose embeddings start with `std`."""
         ...
 
     def states(self, params: PyTree, x: Float[Array, "B N D"]) -> Float[Array, "B N k D"]:
@@ -146,9 +147,9 @@ class PromptTokens:
     tree = property(_tree)
     init, propose, update = _init, _propose, _update
 
-    def leaves(self, config: LMConfig) -> dict[str, Leaf]:
+    def leaves(self, embed_dim: int, std: float) -> dict[str, Leaf]:
         """Declares k embeddings."""
-        return {"prompts": Leaf((self.length, config.embed_dim), (None, "embed"), config.init_std)}
+        return {"prompts": Leaf((self.length, embed_dim), (None, "embed"), std)}
 
     def states(self, params: PyTree, x: Array) -> Array:
         """Returns the embeddings, behind whatever token."""
@@ -175,9 +176,9 @@ class HiddenTransfer:
     tree = property(_tree)
     init, propose, update = _init, _propose, _update
 
-    def leaves(self, config: LMConfig) -> dict[str, Leaf]:
+    def leaves(self, embed_dim: int, std: float) -> dict[str, Leaf]:
         """Declares k maps, which start as the identity."""
-        return {"maps": Leaf((self.length, config.embed_dim, config.embed_dim), MAPS, "zeros")}
+        return {"maps": Leaf((self.length, embed_dim, embed_dim), MAPS, "zeros")}
 
     def states(self, params: PyTree, x: Array) -> Array:
         """Returns h + h W_j."""
@@ -204,9 +205,9 @@ class Heads:
     tree = property(_tree)
     init, propose, update = _init, _propose, _update
 
-    def leaves(self, config: LMConfig) -> dict[str, Leaf]:
+    def leaves(self, embed_dim: int, std: float) -> dict[str, Leaf]:
         """Declares k blocks, which start as the identity."""
-        return {"maps": Leaf((self.length, config.embed_dim, config.embed_dim), MAPS, "zeros")}
+        return {"maps": Leaf((self.length, embed_dim, embed_dim), MAPS, "zeros")}
 
     def states(self, params: PyTree, x: Array) -> Array:
         """Returns h + silu(h W_j)."""
