@@ -54,6 +54,12 @@ def refuse_idle(job: str, axes: PyTree) -> None:
             )
 
 
+def shares(name: str) -> int:
+    """Returns over how many devices the ambient mesh splits a logical axis."""
+    mesh = jax.sharding.get_abstract_mesh().shape
+    return math.prod(mesh[axis] for axis in mesh_axes(name))
+
+
 def check_split(flag: str, size: int, name: str, part_flag: str = "", parts: int = 1) -> None:
     """Refuses a size that does not divide over the mesh axes that split it.
 
@@ -64,15 +70,14 @@ def check_split(flag: str, size: int, name: str, part_flag: str = "", parts: int
       part_flag: The flag that cuts it into parts first.
       parts: Its value.
     """
-    mesh, over = jax.sharding.get_abstract_mesh().shape, mesh_axes(name)
-    shares = math.prod(mesh[axis] for axis in over)
-    if size % (shares * parts):
+    mesh, over, share = jax.sharding.get_abstract_mesh().shape, mesh_axes(name), shares(name)
+    if size % (share * parts):
         sizes = {axis: mesh[axis] for axis in over}
         if "inner" in sizes:  # a part of the flag mesh.fsdp
             sizes["fsdp"] = sizes.get("fsdp", 1) * sizes.pop("inner")
-        below = size // (shares * parts) * shares * parts
+        below = size // (share * parts) * share * parts
         cut = f" in {part_flag}={parts} parts" if parts > 1 else ""
         flags = " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items())
-        total = f" = {shares}" if len(sizes) > 1 else ""
-        choices = f"are {below} or {below + shares * parts}" if below else f"is {shares * parts}"
+        total = f" = {share}" if len(sizes) > 1 else ""
+        choices = f"are {below} or {below + share * parts}" if below else f"is {share * parts}"
         raise UsageError(f"{flag}={size}{cut} does not divide over {flags}{total}; the nearest legal {choices}.")

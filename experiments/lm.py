@@ -24,8 +24,9 @@ import numpy as np
 
 from experiments import _run, _train
 from experiments._folder import owning
-from experiments._mesh import LM_AXES, check_split, refuse_idle
+from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._run import say
+from experiments._texts import decode, draw, encode
 from experiments._train import Run
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss, write_arrays
@@ -37,7 +38,6 @@ from jaxpar.lm import (
     axes,
     flops_per_token,
     from_hf,
-    generate,
     loss,
     num_params,
     to_hf,
@@ -45,7 +45,7 @@ from jaxpar.lm import (
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
 from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
-from jaxpar.mesh import mesh_axes, named_shardings, partition, place_rows
+from jaxpar.mesh import named_shardings, partition, place_rows
 from jaxpar.types import PyTree, UsageError
 
 
@@ -262,23 +262,12 @@ def make_evaluate(config: Config, corpus: Corpus):
 
 def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: str) -> str:
     """Returns the prompt and its continuation, which begins and ends as the tokenizer's texts do."""
-    ids, bos_ids = tokenizer.encode(prompt), np.array(tokenizer.bos_ids, np.int32)
-    added = 0 if np.array_equal(ids[: len(bos_ids)], bos_ids) else len(bos_ids)  # a prompt may spell it
-    ids = np.concatenate([bos_ids, ids]) if added else ids
-    if not len(ids):
-        raise UsageError("the prompt has no tokens; give at least one character.")
-    if (largest := max([*ids, *tokenizer.eos_ids])) >= config.model.vocab_size:
-        raise UsageError(
-            f"the tokenizer's token {largest} is none of the model's {config.model.vocab_size} symbols; legal are 0 to "
-            f"{config.model.vocab_size - 1}."
-        )
-    rows = math.prod(jax.sharding.get_mesh().shape[axis] for axis in mesh_axes("batch"))
-    batch = np.broadcast_to(ids, (rows, len(ids)))
-    draw = jax.jit(generate, static_argnums=(3, 4))
-    key = jax.random.key(config.seed)
-    drawn = draw(key, params, jnp.asarray(batch), config.model, config.sampling, stop_tokens=tokenizer.eos_ids)
-    text = np.asarray(drawn.tokens)[0, : int(drawn.lengths[0])]
-    return tokenizer.decode(text[added : -1 if text[-1] in tokenizer.eos_ids else None])
+    ids, added = encode(tokenizer, prompt, config.model.vocab_size)
+    rows = np.broadcast_to(ids, (shares("batch"), len(ids)))
+    key, ends = jax.random.key(config.seed), tokenizer.eos_ids
+    drawn = draw(key, params, rows, config.model, config.sampling, stop_tokens=ends)
+    text = np.asarray(drawn.tokens)[0, added : int(drawn.lengths[0])]
+    return decode(tokenizer, text[: -1 if text[-1] in ends else None])
 
 
 def _place(windows: Windows, step: int) -> PyTree:
@@ -290,6 +279,14 @@ def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
     folder = pathlib.Path(config.run)
     if not config.run or not folder.is_dir():
         raise UsageError(f"mode={config.mode} needs run= to name an existing folder, not {config.run!r}.")
+    return load(folder, config)
+
+
+def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenizer]:
+    """Returns what a run folder or a Hugging Face folder holds: `config` with its model, parameters, tokenizer.
+
+    Of `config` count the checkpoint that it asks for, and for a Hugging Face folder its model's dtype.
+    """
     if (folder / "config.json").is_file():
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)

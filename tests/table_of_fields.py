@@ -18,7 +18,7 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
-from experiments import digits, env, lm, neat, pomdp, rl, rnn
+from experiments import digits, env, generate, lm, neat, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
@@ -292,6 +292,11 @@ TABLE = {
     },
     pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
+    generate.Config: {
+        "num_samples": ((0, 1025), (1, 1024)),
+        "batch_size": ((0, 4097), (1, 4096)),
+        "draft_length": ((-1, 65), (0, 64)),
+    },
     Combat: {"size": ((3,), (4,))},
     Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
     Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},

@@ -1,0 +1,102 @@
+"""Texts to tokens, tokens drawn, tokens to texts: what the sample of a run and a file of prompts share."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar.decode import Generated, Sampling, cut_at_stop
+from jaxpar.lm import LMConfig, generate
+from jaxpar.lm.tokenizer import Tokenizer
+from jaxpar.mesh import constrain
+from jaxpar.types import PyTree, UsageError
+
+
+def encode(tokenizer: Tokenizer, prompt: str, vocab_size: int, where: str = "the prompt") -> tuple[np.ndarray, int]:
+    """Returns the tokens that a text of this tokenizer begins with, and how many of them the prompt does not spell.
+
+    Raises:
+      UsageError: There are none, or they are none of the model's; `where` says which prompt it is.
+    """
+    ids, bos_ids = tokenizer.encode(prompt), np.array(tokenizer.bos_ids, np.int32)
+    added = 0 if np.array_equal(ids[: len(bos_ids)], bos_ids) else len(bos_ids)  # a prompt may spell it
+    ids = np.concatenate([bos_ids, ids]) if added else ids
+    if not len(ids):
+        raise UsageError(f"{where} has no tokens; give at least one character.")
+    if (largest := max([*ids, *tokenizer.eos_ids])) >= vocab_size:
+        raise UsageError(
+            f"the tokenizer's token {largest} is none of the model's {vocab_size} symbols; legal are 0 to "
+            f"{vocab_size - 1}."
+        )
+    return ids, added
+
+
+def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """Returns the text of tokens; a vocabulary that was rounded up may have drawn some that no text has."""
+    return tokenizer.decode(ids[ids < tokenizer.vocab_size])
+
+
+@functools.partial(jax.jit, static_argnames=("model", "sampling", "num_samples", "draft", "rule", "stop_tokens"))
+def draw(key: jax.Array, params: PyTree, prompt: jax.Array, model: LMConfig, sampling: Sampling, **options: Any):
+    """Is `jaxpar.lm.generate`, compiled once for a shape of prompts; every process has all that it returns."""
+    drawn = generate(key, params, prompt, model, sampling, **options)
+    return Generated(*(constrain(x, *[None] * x.ndim) for x in drawn))
+
+
+class Ending(NamedTuple):
+    """Where a text ends, and why.
+
+    Attributes:
+      text: What follows the prompt, without what it was stopped by.
+      finish_reason: "stop" at a token or a string that stops, "length" where there was no room for more.
+      num_tokens: How many tokens count: up to the one that stopped it, that one counted in.
+    """
+
+    text: str
+    finish_reason: str
+    num_tokens: int
+
+
+def ending(
+    tokenizer: Tokenizer, begun: np.ndarray, new: np.ndarray, stop_tokens: Sequence[int], stops: Sequence[str]
+) -> Ending:
+    """Returns the text of new tokens after those it begins with, cut before the first of `stops`."""
+
+    def text(count: int) -> str:
+        whole, before = decode(tokenizer, np.concatenate([begun, new[:count]])), decode(tokenizer, begun)
+        # Some tokenizers drop a space before the first token of a text, which these are not.
+        return whole[len(before) :] if whole.startswith(before) else decode(tokenizer, new[:count])
+
+    count = len(new) - (len(new) > 0 and int(new[-1]) in stop_tokens)
+    cut, stopped = cut_at_stop(text(count), stops)
+    if not stopped:
+        return Ending(cut, "length" if count == len(new) else "stop", len(new))
+    low, high = 1, count  # the fewest tokens whose text holds the stop
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if cut_at_stop(text(middle), stops)[1] else (middle + 1, high)
+    return Ending(cut, "stop", low)
+
+
+def ending_tokens(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[int, ...]:
+    """Returns the tokens that hold a whole stop string: a row that draws one need not go on."""
+    if not stops:
+        return ()
+    return tuple(
+        number
+        for number in range(tokenizer.vocab_size)
+        if any(stop in tokenizer.decode(np.array([number])) for stop in stops)
+    )
+
+
+@jax.jit
+def _first_numbers(params: PyTree) -> list[jax.Array]:
+    return [x[(0,) * (x.ndim - 1)][:64] for x in jax.tree.leaves(params)]
+
+
+def fingerprint(params: PyTree) -> str:
+    """Returns eight digits that other parameters do not have: of the first numbers of each array."""
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in _first_numbers(params))).hexdigest()[:8]

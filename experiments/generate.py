@@ -1,0 +1,197 @@
+"""Continues prompts by a saved language model: one on the command line, or a file of them into a file of texts.
+
+    python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="def " num_samples=3
+    python -m experiments.generate run=runs/lm/tiny-90ecd57b prompts=prompts.jsonl out=texts.jsonl draft=copy
+    python -m experiments.generate hf=llama-folder prompts=prompts.txt out=texts.jsonl preset=greedy
+
+A line of `out` is what follows one prompt: prompt, text, finish_reason, tokens, log_probs, passes, seed, sample, id.
+Lines come as batches end; the same command adds those that are missing, and only those.
+"""
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+
+from experiments import _run, lm
+from experiments._batches import Job, Saved, continued, make_tasks
+from experiments._completions import open_completions
+from experiments._mesh import check_split, refuse_idle
+from experiments._requests import Request, read_requests
+from experiments._run import say
+from experiments._texts import fingerprint
+from jaxpar.decode import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling
+from jaxpar.fields import Between, OneOf, check_value, field
+from jaxpar.io import open_progress
+from jaxpar.lm import Decoder, axes
+from jaxpar.mesh import MeshSpec
+from jaxpar.types import PyTree, UsageError
+
+DRAFTS = ("none", "copy", "jacobi", "lookahead", "model")
+MOST_NEW = 2**20
+"""New tokens of a text at most; more would be a slip of the finger, and end in a lack of memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """What is continued, by which model, and how.
+
+    Attributes:
+      run: A run folder of `experiments.lm`, or a Hugging Face folder.
+      hf: A Hugging Face folder, in place of `run`.
+      checkpoint: "best" or "newest", of a run.
+      dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
+      prompt: One to continue.
+      prompts: A file of them instead: JSON objects {"prompt", "seed", "id"} where its name ends in .jsonl, else plain
+        text, one a line. A seed that is not given is 0; it decides on noise together with the flag `seed`.
+      out: A file of JSON objects, one a text; without it texts are printed.
+      sampling: How tokens are drawn, and how many at most.
+      num_samples: Texts of each prompt, which is read and stored once for them.
+      stop: Strings that end a text, which is cut before them.
+      draft: What guesses tokens that one pass of the model then looks at together.
+      draft_length: Tokens that it guesses at a time; 0 for its own default.
+      draft_run: The folder of a smaller model of the same tokens, for draft=model.
+      rule: "coupled" keeps the tokens that there would be without a draft, "rejection" their law alone.
+      batch_size: Prompts of a batch.
+    """
+
+    name: str = "generate"
+    run: str = ""
+    hf: str = ""
+    checkpoint: str = field("best", OneOf(("best", "newest")))
+    dtype: str = field("auto", OneOf(("auto", "bfloat16", "float16", "float32")))
+    prompt: str = ""
+    prompts: str = ""
+    out: str = ""
+    sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
+    num_samples: int = field(1, Between(1, 1024))
+    stop: list[str] = dataclasses.field(default_factory=list)
+    draft: str = field("none", OneOf(DRAFTS))
+    draft_length: int = field(0, Between(0, 64))
+    draft_run: str = ""
+    rule: str = field("coupled", OneOf(("coupled", "rejection")))
+    batch_size: int = field(8, Between(1, 4096))
+
+    def __post_init__(self):
+        """Refuses what cannot go together."""
+        super().__post_init__()
+        check_value("sampling.max_new_tokens", self.sampling.max_new_tokens, Between(1, MOST_NEW), int)
+        if bool(self.run) and bool(self.hf):
+            raise UsageError("run= and hf= name a model each; give one of them.")
+        if self.prompt and self.prompts:
+            raise UsageError("prompt= and prompts= are both given; give one of them.")
+        if "" in self.stop:
+            raise UsageError("stop= has an empty string; give strings of at least one character.")
+        if (self.draft == "model") != bool(self.draft_run):
+            raise UsageError(
+                f"draft={self.draft} with draft_run={self.draft_run!r}; draft=model needs draft_run=, others have none."
+            )
+        if self.draft == "none" and self.draft_length:
+            raise UsageError(f"draft_length={self.draft_length} is that of no draft; give draft= as well.")
+        if self.rule == "rejection" and self.draft not in ("none", "model"):
+            raise UsageError(
+                f"rule=rejection asks for the law that guesses were drawn from, and draft={self.draft} has none; legal "
+                "are draft=model and rule=coupled."
+            )
+        if self.metrics:
+            raise UsageError("metrics= has nothing to write here; leave it out.")
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("generate", Config, list(flags))
+
+
+def execute(config: Config, folder: pathlib.Path) -> None:
+    """Continues every prompt, under the mesh of the flags."""
+    if config.out and config.prompts and pathlib.Path(config.out).resolve() == pathlib.Path(config.prompts).resolve():
+        raise UsageError(f"out={config.out} is the file of prompts; name another.")
+    requests = read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
+    with _run.open_devices(config, MeshSpec()), _run.ending_together():
+        target = load(config.hf or config.run, config, "hf" if config.hf else "run")
+        refuse_idle("sampling", (axes(target.model), "batch"))
+        check_split("batch_size", config.batch_size, "batch")
+        draft, draft_params = make_draft(config, target)
+        job = Job(
+            target, jax.random.key(config.seed), config.sampling, config.num_samples, tuple(config.stop), draft,
+            draft_params, config.rule, config.batch_size,
+        )  # fmt: skip
+        (write if config.out else show)(config, job, requests)
+
+
+def load(name: str, config: Config, flag: str) -> Saved:
+    """Returns the model in a folder that a flag names."""
+    folder = pathlib.Path(name)
+    if not name or not folder.is_dir():
+        raise UsageError(f"{flag}= must name an existing folder, not {name!r}.")
+    if flag == "hf" and not (folder / "config.json").is_file():
+        raise UsageError(f"hf={name} is no Hugging Face folder: it has no config.json.")
+    found, params, tokenizer = lm.load(folder, lm.Config(checkpoint=config.checkpoint))
+    dtype = found.model.dtype if config.dtype == "auto" else config.dtype
+    return Saved(dataclasses.replace(found.model, dtype=dtype), params, tokenizer)
+
+
+def make_draft(config: Config, target: Saved) -> tuple[Draft, PyTree]:
+    """Returns what guesses, and its parameters if it is a model.
+
+    Raises:
+      UsageError: It is a model of other tokens.
+    """
+    length = (config.draft_length,) if config.draft_length else ()
+    if config.draft == "lookahead":
+        return (LookaheadDraft(ngram=config.draft_length + 1) if length else LookaheadDraft()), None
+    if config.draft != "model":
+        return {"none": NoDraft, "copy": CopyDraft, "jacobi": JacobiDraft}[config.draft](*length), None
+    small = load(config.draft_run, config, "draft_run")
+    if small.tokenizer.identity != target.tokenizer.identity or small.model.vocab_size != target.model.vocab_size:
+        raise UsageError(
+            f"draft_run={config.draft_run} has {small.model.vocab_size} symbols of the tokenizer "
+            f"{small.tokenizer.identity[:16]}, and the model {target.model.vocab_size} of "
+            f"{target.tokenizer.identity[:16]}; give a draft of the same tokens."
+        )
+    return ModelDraft(Decoder(small.model), *length), small.params
+
+
+def told(config: Config, job: Job) -> dict[str, Any]:
+    """Returns all that decides on a text besides its request, by flag name where there is one."""
+    flat = {f"sampling.{name}": value for name, value in dataclasses.asdict(config.sampling).items()}
+    flat |= {"seed": config.seed, "stop": list(config.stop), "rule": config.rule, "dtype": job.target.model.dtype}
+    flat |= {"weights": fingerprint(job.target.params), "tokenizer": job.target.tokenizer.identity}
+    if config.rule == "rejection":  # by the other rule no draft changes a token
+        flat |= {"draft": config.draft, "draft_length": config.draft_length}
+        flat |= {"draft_run": fingerprint(job.draft_params) if job.draft_params is not None else ""}
+    return flat
+
+
+def show(config: Config, job: Job, requests: list[Request]) -> None:
+    """Prints texts as they come."""
+    for batch in continued(job, make_tasks(job, requests, {})):
+        for line in batch.lines:
+            say(
+                f"\nseed {line['seed']} sample {line['sample']}: {line['finish_reason']} after {len(line['tokens'])} "
+                f"tokens in {line['passes']} passes\n{line['prompt']}{line['text']}"
+            )
+
+
+def write(config: Config, job: Job, requests: list[Request]) -> None:
+    """Adds the lines that `config.out` lacks, and tells how many there were and how fast."""
+    with open_completions(pathlib.Path(config.out), told(config, job), config.resume) as out:
+        there, tasks = out.done.total(), make_tasks(job, requests, out.done)
+        total, tokens, passes, began = sum(len(task.samples) for task in tasks), 0, 0, time.perf_counter()
+        say(f"out        {config.out}: {total} lines to write, {there} were there")
+        if not total:
+            return
+        with open_progress(total, 0, "generating", "text", shown=("tokens_per_pass",)) as progress:
+            for batch in continued(job, tasks):
+                out.write(batch.lines)
+                tokens, passes = tokens + batch.tokens, passes + batch.passes
+                progress.update(out.done.total() - there, {"tokens_per_pass": tokens / max(passes, 1)})
+        seconds = time.perf_counter() - began
+        say(f"written    {total} lines in {seconds:.1f} s, compiling included; {tokens / max(passes, 1):.2f} tokens a "
+            f"pass with draft={config.draft}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    _run.launch("generate", Config, execute)

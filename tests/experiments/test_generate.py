@@ -1,0 +1,383 @@
+"""Files of prompts to files of texts: each line is what the slow loop says, whatever its company, draft or history."""
+
+import fcntl
+import json
+import shlex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+from jax.errors import JaxRuntimeError
+
+from experiments import _batches, _completions, _texts, generate
+from experiments._mistakes import CONF
+from experiments._requests import Request, read_requests
+from jaxpar.decode import CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling, gumbel, process
+from jaxpar.lm import Decoder, LMConfig, apply, from_hf, to_hf
+from jaxpar.lm.tokenizer import Bytes, load_tokenizer, train_bpe
+from jaxpar.types import UsageError
+
+NEW, LENGTH = 6, 24
+MODEL = dict(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=32, dtype="float32")
+PROMPTS = [("alpha beta", 0), ("gamma", 5), ("alpha beta gamma delta", 2**32 - 1)]
+FAST = f"cpu_devices=8 dtype=float32 sampling.max_new_tokens={NEW}".split()
+
+
+def hf_folder(path, vocab_size, text="alpha beta gamma delta " * 40, **changes):
+    """Writes a Hugging Face folder whose tokenizer has fewer symbols than the model."""
+    config = LMConfig(vocab_size=vocab_size, **MODEL | changes)
+    path.parent.mkdir(exist_ok=True)
+    train_bpe(iter([text]), 270).save(path.with_suffix(".json"))
+    to_hf(noisy_params(config), config, path, tokenizer=path.with_suffix(".json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return hf_folder(tmp_path_factory.mktemp("models") / "model", 320)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder):
+    """`oracle(prompt, seed, sample)` is the slow loop: every token from a pass over all before it."""
+    config, params = from_hf(folder, dtype="float32")
+    tokenizer, sampling = load_tokenizer(folder), Sampling(NEW, temperature=0.8)
+    logits = jit(lambda tokens: apply(params, tokens, config))
+
+    def draw(prompt, seed, sample):
+        text = tokenizer.encode(prompt).tolist()
+        new, log_probs = [], []
+        for _ in range(NEW):
+            row = logits(np.pad(text, (0, LENGTH - len(text)))[None])[0, len(text) - 1]
+            place = jnp.uint32(seed), jnp.int32(len(text)), jnp.int32(sample)
+            new.append(int((process(row, sampling) + gumbel(jax.random.key(0), *place, config.vocab_size)).argmax()))
+            log_probs.append(float(jax.nn.log_softmax(row)[new[-1]]))
+            text.append(new[-1])
+        return new, log_probs
+
+    return draw
+
+
+@pytest.fixture
+def ask(main, tmp_path, folder):
+    """`ask(*flags)` continues the file of prompts into `texts.jsonl`, and returns its lines in order of their names."""
+
+    def call(*flags, prompts=PROMPTS, out="texts.jsonl"):
+        lines = [json.dumps({"prompt": prompt, "seed": seed}) for prompt, seed in prompts]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+        said = main(f"hf={folder}", "prompts=prompts.jsonl", f"out={out}", *FAST, *flags, of="generate")
+        assert said.code == 0, said
+        return read(tmp_path / out)
+
+    return call
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `draw` is asked for, while texts are the letters from that of the prompt's length, seed and sample on."""
+    calls = []
+
+    def draw(key, params, *, prompt, prompt_lengths, seeds, num_samples, sampling, **options):
+        calls.append({"rows": prompt.shape, "prompts": len(np.unique(prompt, axis=0)), **options})
+        rows, ends = np.repeat(np.asarray(prompt), num_samples, 0), np.repeat(np.asarray(prompt_lengths), num_samples)
+        start = 64 + ends + np.repeat(np.asarray(seeds), num_samples) % 7 + np.arange(len(rows)) % num_samples
+        tokens = np.pad(rows, ((0, 0), (0, sampling.max_new_tokens)))
+        for number in range(sampling.max_new_tokens):
+            tokens[np.arange(len(rows)), ends + number] = start + number
+        passes = np.full(len(rows), sampling.max_new_tokens - 1)
+        return tokens, ends + sampling.max_new_tokens, np.full((len(rows), sampling.max_new_tokens), -0.5), passes
+
+    monkeypatch.setattr(_batches, "draw", draw)
+    return calls
+
+
+def read(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(lines, key=lambda line: (line["prompt"], line["seed"], line["sample"]))
+
+
+def names(prompts, num_samples):
+    return sorted((*prompt, sample) for prompt in prompts for sample in range(num_samples))
+
+
+def test_lines_are_those_of_the_slow_loop_whatever_company_draft_and_mesh(ask, oracle, folder):
+    tokenizer = load_tokenizer(folder)
+    runs = {
+        "shared": ["batch_size=3", "num_samples=2"],
+        "alone": ["batch_size=1", "draft=copy", "draft_length=2"],
+        "split": ["batch_size=8", "mesh.data=8"],
+    }
+    for run, flags in runs.items():
+        lines = ask(*flags, out=f"{run}.jsonl")
+        assert [(line["prompt"], line["seed"], line["sample"]) for line in lines] == names(
+            PROMPTS, 1 + (run == "shared")
+        )
+        for line in lines:
+            tokens, log_probs = oracle(line["prompt"], line["seed"], line["sample"])
+            assert (line["tokens"], line["finish_reason"], line["id"]) == (tokens, "length", None), run
+            assert line["passes"] <= NEW - 1 and (line["passes"] == NEW - 1 or run == "alone")
+            np.testing.assert_allclose(line["log_probs"], log_probs, atol=1e-4)
+            assert line["text"] == tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+    used = [token for line in lines for token in line["tokens"]]
+    assert max(used) >= tokenizer.vocab_size > min(used), "or a vocabulary that was rounded up would not be tested"
+
+
+def test_prompts_of_like_lengths_share_a_program(ask, asked):
+    ask("batch_size=3", prompts=[("alpha " * n + "!", 0) for n in (1, 2, 3, 30, 4, 5)])
+    assert [call["rows"] for call in asked] == [(3, 16), (2, 16), (1, 64)]
+    asked.clear()
+    ask("batch_size=8", prompts=[("alpha " * n + "!", 0) for n in (1, 2, 3, 30, 4, 5)], out="more.jsonl")
+    assert [(call["rows"], call["prompts"]) for call in asked] == [((8, 16), 5), ((1, 64), 1)]
+
+
+def test_what_is_there_is_neither_drawn_again_nor_touched(ask, asked, tmp_path):
+    first, path = ask("batch_size=2", prompts=PROMPTS[:2]), tmp_path / "texts.jsonl"
+    whole = path.read_bytes()
+    assert ask(prompts=PROMPTS[:2]) == first and path.read_bytes() == whole and len(asked) == 1
+    path.write_bytes(whole[:-20])  # killed while it wrote the last line
+    kept = whole[: whole[:-20].rindex(b"\n") + 1]
+    more = [PROMPTS[0], *PROMPTS]  # one of them twice: two texts that are the same
+    lines = ask("num_samples=2", prompts=more)
+    assert path.read_bytes().startswith(kept) and path.read_bytes().endswith(b"}\n")
+    assert [(line["prompt"], line["seed"], line["sample"]) for line in lines] == names(more, 2)
+    assert all(line in lines for line in first)
+    path.write_bytes(path.read_bytes()[:-1])  # whole but for its end
+    assert ask("num_samples=2", prompts=more) == lines and len(asked) == 2
+    assert ask("num_samples=2", "draft=copy", prompts=PROMPTS[:1]) == lines  # a draft changes no token
+    assert "rejection" not in path.with_name("texts.jsonl.flags").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("sampling.top_k=7", "has lines of sampling.top_k=0, and these would be of sampling.top_k=7"),
+        ("seed=1", "of seed=0, and these would be of seed=1"),
+        ("rule=rejection", "of rule='coupled', and these would be of rule='rejection'"),
+        ("stop=[a]", "of stop=[], and these would be of stop=['a']"),
+        ("dtype=bfloat16", "of dtype='float32', and these would be of dtype='bfloat16'"),
+        ("resume=false", "has lines, which resume=false does not go on with"),
+        ("out=foreign.jsonl", "line 2 of out=foreign.jsonl is none that this command has written"),
+        ("out=orphan.jsonl", "has lines, and no orphan.jsonl.flags says by which flags"),
+        ("out=held.jsonl", "out=held.jsonl is in use by another run"),
+        ("out=.", "out=. is no file"),
+        ("out=prompts.jsonl", "out=prompts.jsonl is the file of prompts"),
+    ],
+)
+def test_lines_of_others_are_left_alone(main, folder, tmp_path, flags, sentence):
+    line = json.dumps({"prompt": "", "seed": 0, "id": None, "sample": 0}) + "\n"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "alpha"}\n')
+    target = generate.Saved(*from_hf(folder, dtype="float32"), load_tokenizer(folder))
+    job = _batches.Job(target, None, None, 1, (), None, None, "coupled", 1)
+    said = generate.told(generate.compose(*FAST), job)
+    for name in ("ours", "orphan", "held"):
+        (tmp_path / f"{name}.jsonl").write_text(line)
+    (tmp_path / "ours.jsonl.flags").write_text(json.dumps(said))
+    (tmp_path / "foreign.jsonl").write_text(line + "{}\n")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    given = [f"hf={folder}", "prompts=prompts.jsonl", "out=ours.jsonl", *FAST]
+    given = [flag for flag in given if flag.split("=")[0] != flags.split("=")[0]] + flags.split()
+    with (tmp_path / "held.jsonl").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert sentence in main(*given, of="generate").sentence()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_stop_string_cuts_the_text_and_ends_the_row(ask, asked):
+    free = ask("sampling.max_new_tokens=20")
+    texts = ask("sampling.max_new_tokens=20", 'stop=["pq","zz"]', out="stopped.jsonl")
+    for line, found in zip(free, texts, strict=True):
+        assert "pq" in line["text"] and "zz" not in line["text"]
+        assert found["text"] == line["text"][: line["text"].index("pq")] and found["finish_reason"] == "stop"
+        count = len(found["tokens"])
+        assert found["tokens"] == line["tokens"][:count] and len(found["log_probs"]) == count
+        assert count == len(found["text"]) + 2  # each letter that `asked` draws is a token
+    assert [call["stop_tokens"] for call in asked] == [(), ()], "no token of the tokenizer holds pq"
+    ask('stop=["p"]', out="letter.jsonl")
+    assert len(asked[-1]["stop_tokens"]) == 3  # p, and two longer ones
+
+
+def test_endings():
+    def of(text, stops=(), stop_tokens=(), begun="say "):
+        return _texts.ending(Bytes(), *(np.array(list(x.encode()), int) for x in (begun, text)), stop_tokens, stops)
+
+    assert of("hello") == ("hello", "length", 5)
+    assert of("hello!", stop_tokens=(33,)) == ("hello", "stop", 6)
+    assert of("hello!", ["lo"], (33,)) == ("hel", "stop", 5)
+    assert of("hello", ["lo", "el", "ell"]) == ("h", "stop", 3)
+    assert of("yes", ["y y"]) == ("yes", "length", 3)  # what the prompt ends with is no part of the text
+    assert of("", ["x"]) == ("", "length", 0)
+    assert _texts.ending_tokens(Bytes(), ["\n", "ab"]) == (10,)
+    assert _texts.ending_tokens(Bytes(), []) == ()
+
+
+def test_requests_are_lines(tmp_path):
+    plain, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    plain.write_bytes("one\r\n\ntwo ä \nthree".encode())
+    assert [request[:3] for request in read_requests(plain)] == [
+        ("one", 0, None),
+        ("two ä ", 0, None),
+        ("three", 0, None),
+    ]
+    assert read_requests(plain)[1].where == "line 3 of prompts.txt"
+    objects.write_text('{"prompt": "a\\nb", "seed": 7, "id": "x"}\r\n \n{"prompt": "", "id": 3}\n')
+    assert [request[:3] for request in read_requests(objects)] == [("a\nb", 7, "x"), ("", 0, 3)]
+
+
+BAD_LINES = [
+    (b'{"prompt": "a"}\n{"prompt": ', "line 2 of p.jsonl cannot be read as JSON"),
+    (b"[" * 100_000, "line 1 of p.jsonl cannot be read as JSON"),
+    (b'"a"', 'line 1 of p.jsonl must be an object with a text as its "prompt"'),
+    (b'{"text": "a"}', "line 1 of p.jsonl must be an object"),
+    (b'{"prompt": "a", "n": 3}', "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, seed, id"),
+    (b'{"prompt": "a", "seed": -1}', "line 1 of p.jsonl has seed=-1; legal are whole numbers from 0 to 4294967295"),
+    (b'{"prompt": "a", "seed": 4294967296}', "has seed=4294967296"),
+    (b'{"prompt": "a", "seed": true}', "has seed=True"),
+    (b'{"prompt": "a", "id": [1]}', "has id=[1]"),
+    (b'{"prompt": "a\xff"}', "line 1 of p.jsonl is not UTF-8"),
+    (b"\n\n", "has no prompt"),
+]
+
+
+@pytest.mark.parametrize("content, sentence", BAD_LINES, ids=[sentence for _, sentence in BAD_LINES])
+def test_lines_that_cannot_be_read_are_named(tmp_path, content, sentence):
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        read_requests(tmp_path / "p.jsonl")
+    assert sentence in str(error.value) and len(str(error.value)) < 300
+
+
+BAD_FLAGS = [
+    ("prompt=a", "run= must name an existing folder, not ''"),
+    ("run=nowhere prompt=a", "run= must name an existing folder, not 'nowhere'"),
+    ("hf=. prompt=a", "hf=. is no Hugging Face folder: it has no config.json"),
+    ("run=. prompt=a", "it has no config.yaml"),
+    ("run=a hf=b", "run= and hf= name a model each"),
+    ("prompt=a prompts=b", "prompt= and prompts= are both given"),
+    ("hf=MODEL", "the prompt has no tokens"),
+    ("hf=MODEL prompts=nowhere.txt", "nowhere.txt cannot be opened"),
+    ("hf=MODEL prompts=empty.jsonl", "line 2 of empty.jsonl has no tokens"),
+    ("hf=MODEL prompt=a draft=model", "draft=model needs draft_run="),
+    ("hf=MODEL prompt=a draft_run=MODEL", "draft=none with draft_run="),
+    ("hf=MODEL prompt=a draft=model draft_run=OTHER", "270 symbols of the tokenizer bpe:"),
+    ("hf=MODEL prompt=a draft=model draft_run=nowhere", "draft_run= must name an existing folder"),
+    ("hf=MODEL prompt=a draft=medusa", "draft='medusa' is unknown; legal are none, copy"),
+    ("hf=MODEL prompt=a draft_length=4", "draft_length=4 is that of no draft"),
+    ("hf=MODEL prompt=a draft=copy rule=rejection", "draft=copy has none; legal are draft=model"),
+    ("hf=MODEL prompt=a rule=typical", "rule='typical' is unknown; legal are coupled, rejection"),
+    ("hf=MODEL prompt=a num_samples=0", "num_samples=0 must be at least 1"),
+    ("hf=MODEL prompt=a num_samples=5000", "num_samples=5000 must be at least 1 and at most 1024"),
+    ("hf=MODEL prompt=a sampling.max_new_tokens=9999999", "sampling.max_new_tokens=9999999 must be at least 1 and at"),
+    ("hf=MODEL prompt=a batch_size=0", "batch_size=0 must be at least 1"),
+    ("hf=MODEL prompt=a batch_size=3 mesh.data=8", "batch_size=3 does not divide over mesh.data=8"),
+    ("hf=MODEL prompt=a mesh.context=8 mesh.data=1", "sampling has nothing along context"),
+    ("hf=MODEL prompt=a stop=['']", "stop= has an empty string"),
+    ("hf=MODEL prompt=a metrics=[tensorboard]", "metrics= has nothing to write here"),
+    ("hf=MODEL prompt=a sampling.temprature=1", "did you mean sampling.temperature"),
+    ("hf=LEARNED prompt=abcdefgh", "the prompt has 7 tokens, which with sampling.max_new_tokens=6 are over the 12"),
+    ("hf=MODEL draft=model draft_run=SHORT prompt=abcdefgh", "are over the 12 positions of the draft"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(folder, tmp_path_factory):
+    path, learned = tmp_path_factory.mktemp("others"), {"positions": "learned", "max_seq_len": 12, "activation": "gelu",
+                                                        "norm": "layer", "bias": True, "tied": True}  # fmt: skip
+    others = {"OTHER": hf_folder(path / "other", 270, text="other words " * 40), "MODEL": folder}
+    return others | {"LEARNED": hf_folder(path / "learned", 320, **learned), "SHORT": path / "learned"}
+
+
+@pytest.mark.parametrize("flags, sentence", BAD_FLAGS, ids=[flags for flags, _ in BAD_FLAGS])
+def test_bad_flags(main, folders, tmp_path, monkeypatch, flags, sentence):
+    monkeypatch.setattr(_batches, "draw", None)  # nothing is compiled
+    (tmp_path / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    for name, path in folders.items():
+        flags = flags.replace(f"={name}", f"={path}")
+    said = main(FAST[0], FAST[2], *flags.split(), of="generate").sentence()
+    assert sentence in said and len(said) < 400, said
+
+
+def test_a_batch_that_does_not_fit_says_what_to_lower(main, folder, monkeypatch):
+    def draw(*_, **__):
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(_batches, "draw", draw)
+    said = main(f"hf={folder}", "prompt=alpha", "num_samples=3", *FAST, of="generate").sentence()
+    assert "1 prompts of up to 16 tokens, 3 x 6 new ones each, do not fit into memory; lower batch_size" in said
+
+
+def test_logits_that_are_not_finite_are_no_text(folder):
+    target = generate.Saved(None, None, load_tokenizer(folder))
+    job = _batches.Job(target, None, Sampling(2), 1, (), None, None, "coupled", 1)
+    task = _batches.Task(Request("a", where="line 3"), np.array([1]), 16, (0,))
+    with pytest.raises(UsageError, match="line 3 makes the model's logits infinite or NaN"):
+        _batches._line(job, task, 0, np.array([1, 2]), np.array([0.0, np.nan]), 1)
+
+
+def test_ctrl_c_says_how_many_lines_are_whole(main, asked, folder, tmp_path, monkeypatch):
+    write = _completions.Completions.write
+
+    def once(self, lines):
+        write(self, lines)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_completions.Completions, "write", once)
+    (tmp_path / "prompts.txt").write_text("alpha\nbeta\n")
+    said = main(f"hf={folder}", "prompts=prompts.txt", "out=texts.jsonl", "batch_size=1", *FAST, of="generate")
+    assert said.code == 130 and "1 lines of texts.jsonl are whole, and the same command goes on" in said.err
+    assert len(read(tmp_path / "texts.jsonl")) == 1
+
+
+def test_texts_of_a_run_are_printed_where_no_file_is_named(main, copied, asked):
+    said = main("run=run", "prompt=alpha", "num_samples=2", *FAST, of="generate")
+    assert said.code == 0 and "checkpoint of step" in said.out
+    assert "seed 0 sample 0: length after 6 tokens in 5 passes\nalphaEFGHIJ\n" in said.out
+    assert "seed 0 sample 1: length after 6 tokens in 5 passes\nalphaFGHIJK\n" in said.out
+    assert asked[0]["model"].dtype == "float32" and asked[0]["rule"] == "coupled"
+
+
+@pytest.mark.parametrize(
+    "flags, want",
+    [
+        ("", NoDraft()),
+        ("draft=copy", CopyDraft()),
+        ("draft=copy draft_length=3", CopyDraft(3)),
+        ("draft=jacobi draft_length=3", JacobiDraft(3)),
+        ("draft=lookahead", LookaheadDraft()),
+        ("draft=lookahead draft_length=3", LookaheadDraft(ngram=4)),
+    ],
+)
+def test_drafts_by_name_and_length(flags, want):
+    draft, params = generate.make_draft(generate.compose(*flags.split()), None)
+    assert draft == want and params is None
+    assert "draft_length=3" not in flags or max(draft.tree.depth[: 1 + 3]) == 3
+
+
+def test_a_smaller_model_drafts(ask, asked, folder, tmp_path):
+    ask("draft=model", f"draft_run={folder}", "draft_length=3", "rule=rejection")
+    (call,) = asked
+    assert call["draft"] == ModelDraft(Decoder(call["model"]), 3) and call["rule"] == "rejection"
+    weights = _texts.fingerprint(from_hf(folder)[1])
+    assert _texts.fingerprint(call["draft_params"]) == weights
+    said = json.loads((tmp_path / "texts.jsonl.flags").read_text())  # by this rule a draft decides on tokens, too
+    assert (said["draft"], said["draft_length"], said["draft_run"], said["weights"]) == ("model", 3, weights, weights)
+
+
+def test_every_preset_opens_with_its_command_and_composes():
+    paths = sorted((CONF / "generate" / "preset").glob("*.yaml"))
+    assert {path.stem for path in paths} == {"greedy", "samples"}
+    for path in paths:
+        first, command = path.read_text().splitlines()[:2]
+        flags = command.removeprefix("# python -m experiments.generate ")
+        assert first == "# @package _global_" and flags.startswith(f"preset={path.stem} run=")
+        generate.compose(*shlex.split(flags))
+    assert generate.compose("preset=greedy").draft == "copy" and generate.compose("preset=samples").num_samples == 8
+
+
+def test_a_fingerprint_is_of_every_array():
+    params = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(2)}
+    known = _texts.fingerprint(params)
+    assert known == _texts.fingerprint(jax.tree.map(jnp.array, params)) and len(known) == 8
+    for changed in ({"a": params["a"].at[0, 1].add(1)}, {"b": params["b"] + 1}):
+        assert _texts.fingerprint(params | changed) != known
