@@ -107,21 +107,20 @@ class BlockTopK:
     __post_init__ = check_fields
 
     def init(self, keys: Array, readers: int) -> PyTree:
-        """Remembers the sum of each block's keys, [B, G, N, K], and how many they are."""
+        """Remembers the sum of each block's keys, [B, G, N, K]: ranked blocks are full, so as their mean does."""
         if readers != 1:
             raise UsageError(f"BlockTopK is for one reader a row, not {readers}; give num_samples=1.")
         wide = jnp.promote_types(keys.dtype, jnp.float32)
-        return jnp.zeros((*keys.shape[:3], keys.shape[4]), wide), jnp.zeros((keys.shape[0], keys.shape[2]), wide)
+        return jnp.zeros((*keys.shape[:3], keys.shape[4]), wide)
 
     def select(self, memory: PyTree, q: Array, places: Array, positions: Array) -> tuple[Selection, PyTree]:
         """Ranks the blocks."""
-        sums, counts = memory
-        rows, groups, num = sums.shape[:3]
+        rows, groups, num = memory.shape[:3]
         if self.blocks >= num:
             return Selection(), memory
         q = q[:, :, 0].reshape(q.shape[0], rows, groups, -1, q.shape[-1]).sum(3)  # [N or 1, B, G, K]
-        q = jnp.broadcast_to(jnp.moveaxis(q, 0, 2), sums.shape).astype(sums.dtype)
-        scores = (q * sums).sum(-1) / jnp.maximum(counts, 1)[:, None]
+        q = jnp.broadcast_to(jnp.moveaxis(q, 0, 2), memory.shape).astype(memory.dtype)
+        scores = (q * memory).sum(-1)
         top = places[:, 0].max(-1)  # the last position in each block, negative where nothing is seen
         always = (places[:, 0] == 0).any(-1) | ((top >= 0) & (top == top.max(-1, keepdims=True)))
         scores = jnp.where(always[:, None], jnp.inf, jnp.where((top >= 0)[:, None], scores, -jnp.inf))
@@ -134,10 +133,7 @@ class BlockTopK:
 
     def stored(self, memory: PyTree, k: Array, blocks: Array) -> PyTree:
         """Adds new keys to their blocks' sums."""
-        sums, counts = memory
-        rows = jnp.arange(len(k))[:, None]
-        sums = sums.at[rows, :, blocks].add(k.astype(sums.dtype), mode="drop")
-        return sums, counts.at[rows, blocks].add(1, mode="drop")
+        return memory.at[jnp.arange(len(k))[:, None], :, blocks].add(k.astype(memory.dtype), mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)

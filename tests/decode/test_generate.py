@@ -10,6 +10,7 @@ import pytest
 from fast import jit, noisy_params
 
 from jaxpar.decode import (
+    Accepted,
     CopyDraft,
     Heads,
     HiddenTransfer,
@@ -122,12 +123,34 @@ def test_any_mixer_gives_the_tokens_of_the_slow_oracle(name, draft, x64):
     assert texts_of(run(MODELS[name], sampling, draft=DRAFTS[draft])) == plain(MODELS[name], sampling)
 
 
-def test_a_perfect_draft_takes_one_pass_for_a_window(x64):
-    draft = ModelDraft(Decoder(MODELS["rope"]), 3, BLOCK)
-    out = run(MODELS["rope"], Sampling(NEW, 0.7), draft=draft, draft_params=params_of(MODELS["rope"]))
-    assert texts_of(out) == plain(MODELS["rope"], Sampling(NEW, 0.7))
+@pytest.mark.parametrize("name", ["rope", "recurrent"])
+def test_a_perfect_draft_takes_one_pass_for_a_window(name, x64):
+    draft = ModelDraft(Decoder(MODELS[name]), 3, BLOCK)
+    out = run(MODELS[name], Sampling(NEW, 0.7), draft=draft, draft_params=params_of(MODELS[name]))
+    assert texts_of(out) == plain(MODELS[name], Sampling(NEW, 0.7))
     assert out.passes.tolist() == [-(-(NEW - 1) // 4)] * 4
-    assert run(MODELS["rope"], Sampling(NEW, 0.7)).passes.tolist() == [NEW - 1] * 4
+    assert run(MODELS[name], Sampling(NEW, 0.7)).passes.tolist() == [NEW - 1] * 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_lookahead_window_stands_where_its_guesses_belong(count):
+    """With a model that draws a token's own position, each guess in the window must be the position it stands at."""
+    draft, root = LookaheadDraft(4, 4, 1, 8), 20
+    state = draft.init(None, jnp.zeros((1, 3), jnp.int32), jnp.array([3]), 9)
+    for _ in range(4):
+        tokens = draft.propose(None, state, jnp.full((1, 40), root), jnp.array([root + 1]), None)[0].tokens
+        chosen = root + 1 + jnp.asarray(draft.tree.depth)[None]
+        accepted = Accepted(chosen, jnp.array([count]), chosen)
+        state, root = (
+            draft.update(state, jnp.pad(tokens, ((0, 0), (1, 0))), jax.nn.one_hot(chosen, 64), accepted),
+            root + count,
+        )
+    want = root + 1 + np.arange(4)[None] + np.arange(3)[:, None]
+    for level in range(3):  # the newest iterate has moved once, the oldest as often as there are levels
+        columns = 4 - (3 - level) * (count - 1)
+        np.testing.assert_array_equal(state[0][0, level, : max(columns, 0)], want[level, : max(columns, 0)])
+    if count == 1:  # then no column was ever made up
+        np.testing.assert_array_equal(np.diff(state[1][0, -4:], axis=1), 1)
 
 
 def test_samples_share_their_prompt_and_differ(x64):
