@@ -168,28 +168,27 @@ class HeavyHitters:
     __post_init__ = check_fields
 
     def init(self, keys: Array, readers: int) -> PyTree:
-        """Remembers each token's worth and whether it is dropped, [B, R, N, b], and how many tokens were drawn."""
+        """Remembers each token's worth, [B, R, N, b], and how many tokens were drawn."""
         shape = (keys.shape[0], readers, *keys.shape[2:4])
         worth = jnp.zeros(shape, jnp.promote_types(keys.dtype, jnp.float32))
-        return worth, jnp.zeros(shape, bool), jnp.zeros(shape[:1], jnp.int32)
+        return worth, jnp.zeros(shape[:1], jnp.int32)
 
     def select(self, memory: PyTree, q: Array, places: Array, positions: Array) -> tuple[Selection, PyTree]:
         """Keeps as many as there is room for."""
-        worth, dropped, count = memory
+        worth, count = memory
         budget = self.heavy + self.window
         if budget >= places.shape[2] * places.shape[3]:
             return Selection(), memory
-        open_ = (places >= 0) & ~dropped
         last = positions[..., None, None] - places < self.window
-        rank = jnp.where(open_, jnp.where(last, jnp.inf, worth), -jnp.inf).reshape(*places.shape[:2], -1)
+        # What is dropped stays so without being marked: its worth rests where that of all that is kept has passed it.
+        rank = jnp.where(places >= 0, jnp.where(last, jnp.inf, worth), -jnp.inf).reshape(*places.shape[:2], -1)
         best = jax.lax.top_k(rank, budget)[1]
-        flat = jax.vmap(jax.vmap(lambda kept, best: kept.at[best].set(True)))(jnp.zeros(rank.shape, bool), best)
-        kept = jnp.where((count < self.observe)[:, None, None, None], open_, open_ & flat.reshape(places.shape))
-        return Selection(kept), (worth, dropped | (open_ & ~kept), count)
+        kept = jax.vmap(jax.vmap(lambda kept, best: kept.at[best].set(True)))(jnp.zeros(rank.shape, bool), best)
+        return Selection(kept.reshape(places.shape) | (count < self.observe)[:, None, None, None]), memory
 
     def attended(self, memory: PyTree, scores: Array, positions: Array) -> PyTree:
         """Adds what each token was worth to these queries."""
-        worth, dropped, count = memory
+        worth, count = memory
         scores = jnp.moveaxis(scores, 3, 1)  # [B, R, G, N, H/G, b]
         if self.noise:
             key = jax.random.key(self.seed)
@@ -198,7 +197,7 @@ class HeavyHitters:
         share = jnp.minimum(positions / self.horizon, 1).astype(scores.dtype)
         tau = self.tau + (self.last_tau - self.tau) * share[..., None, None, None, None]
         weights = jax.nn.softmax(scores / tau, axis=(3, 5), where=scores > -jnp.inf)
-        return worth + weights.sum((2, 4)).astype(worth.dtype), dropped, count + 1
+        return worth + weights.sum((2, 4)).astype(worth.dtype), count + 1
 
     def stored(self, memory: PyTree, k: Array, blocks: Array) -> PyTree:
         """Learns nothing."""
