@@ -1,11 +1,12 @@
 """From a model's logits to what may be drawn: bias, penalties, a mask, temperature, top-k, top-p, min-p, in this order.
 
 The order is that of Hugging Face. Where logits are equal, and in bf16 they often are, the lower token goes first: the
-tokens that are left are the first of the ranking by (logit descending, token ascending), however a sort is made.
+tokens that are left are the first of the ranking by (logit descending, token ascending).
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,6 @@ from jaxpar.fields import AtLeast, Between, Finite, Positive, check_fields, fiel
 from jaxpar.types import UsageError
 
 __all__ = ["Sampling", "is_stuck", "process", "token_log_probs"]
-
-PREFIX = 1024
-"""Likeliest tokens among which top-p is looked for first; with fewer than twice as many symbols all are sorted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +73,8 @@ def process(
     Bias, then penalties, then the mask; then, unless `temperature` is 0, where the largest of these is taken and all
     else is left as it is: temperature, top-k, top-p, min-p. The likeliest token always stays.
 
-    Top-p costs a sort of all V only where the 1,024 likeliest tokens of some row fall short of p; under `vmap` always.
+    Top-k and top-p cost some 20 passes over the logits each and sort nothing; the others come with what stands around
+    them. Sums are rounded: where a mass is as near to p as that, a token more or less may be left.
 
     Args:
       logits: Of a model; in bf16 they are widened first.
@@ -104,7 +103,13 @@ def process(
         return x
     if sampling.temperature != 1:
         x = x / sampling.temperature
-    x = _truncated(x, sampling.top_k, sampling.top_p)
+    if 0 < sampling.top_k < x.shape[-1]:
+        x = _first(x, jnp.ones_like(x), float(sampling.top_k))
+    if sampling.top_p < 1:
+        weights = jnp.exp(x - _largest(x))
+        # A product that is zero would be reached by no token at all.
+        target = jnp.maximum(sampling.top_p * weights.sum(-1, keepdims=True), jnp.finfo(x.dtype).tiny)
+        x = _first(x, weights, target)
     if sampling.min_p > 0:
         x = jnp.where(x - _largest(x) < math.log(sampling.min_p), -jnp.inf, x)
     return x
@@ -133,62 +138,55 @@ def _largest(x: jax.Array) -> jax.Array:
     return jnp.where(largest == -jnp.inf, 0, largest)
 
 
-def _truncated(x: jax.Array, top_k: int, top_p: float, prefix: int = PREFIX) -> jax.Array:
-    """The first tokens of the ranking: at most `top_k`, and no more than it takes to reach `top_p` of their mass."""
-    vocab, k = x.shape[-1], top_k or x.shape[-1]
-    if k >= vocab and top_p >= 1:
-        return x
-    x = jnp.where(x == 0, 0, x)  # -0.0 and 0.0 are equal, but not to every sort
-    if k < vocab:
-        values, ids = jax.lax.top_k(x, k)
-        last = jnp.full((*x.shape[:-1], 1), k - 1) if top_p >= 1 else _last(values, top_p * _mass(values), prefix)
-        return _up_to(x, values, ids, last)
-    target = top_p * _mass(x)
+def _first(x: jax.Array, weights: jax.Array, target: jax.Array | float) -> jax.Array:
+    """Leaves the first tokens of the ranking whose weights reach `target`; all where they never do.
 
-    def of_all():
-        values, ids = _ranking(x)
-        return _up_to(x, values, ids, _last(values, target, prefix))
-
-    if vocab < 2 * prefix:
-        return of_all()
-    values, ids = jax.lax.top_k(x, prefix)
-    reached = (_running_mass(values, prefix)[..., -1:] >= target).all()
-    return jax.lax.cond(reached, lambda: _up_to(x, values, ids, _last(values, target, prefix)), of_all)
-
-
-def _ranking(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """All logits and tokens by (logit descending, token ascending), as `top_k` has them."""
-    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    values, ids = jax.lax.sort((-x, ids), num_keys=1, is_stable=True)
-    return -values, ids
-
-
-def _mass(x: jax.Array) -> jax.Array:
-    return jnp.exp(x - _largest(x)).sum(-1, keepdims=True)
-
-
-def _running_mass(ranked: jax.Array, block: int) -> jax.Array:
-    """Mass of each token and of those before it, times a constant.
-
-    Summed in blocks, so that the first block's sums are the same bits whether or not more blocks follow.
+    The last logit of them is found by its bits, from the highest on, and the last token among its equals by its own:
+    16 and some passes over the row. Sorting takes several times as long, and so does `lax.top_k`, which on a GPU sorts.
     """
-    length = ranked.shape[-1]
-    mass = jnp.exp(ranked - _largest(ranked[..., :1]))
-    mass = jnp.pad(mass, [(0, 0)] * (mass.ndim - 1) + [(0, -length % block)])
-    within = jnp.cumsum(mass.reshape(*mass.shape[:-1], -1, block), -1)
-    # Not the sum with this block less this block, which rounding makes smaller than the sum before it.
-    before = jnp.cumsum(within[..., :-1, -1:], -2)
-    before = jnp.pad(before, [(0, 0)] * (mass.ndim - 1) + [(1, 0), (0, 0)])
-    return (before + within).reshape(mass.shape)[..., :length]
+    order = _order(x)
+    bits = jnp.iinfo(order.dtype).bits
+
+    def mass(chosen: jax.Array) -> jax.Array:
+        return jnp.where(chosen, weights, 0).sum(-1, keepdims=True)
+
+    last = _largest_number(lambda number: mass(order >= number) >= target, bits, order)
+    equal = order == last
+    each = jnp.where(equal, weights, 0).max(-1, keepdims=True)
+    rest = jnp.maximum(target - mass(order > last), each)  # another sum, and rounded otherwise: one token at least
+    need = jnp.ceil(rest / each)
+    places = jax.lax.broadcasted_iota(order.dtype, x.shape, x.ndim - 1)[..., ::-1]  # the lower token is the first
+
+    def count(chosen: jax.Array) -> jax.Array:
+        return chosen.sum(-1, keepdims=True).astype(need.dtype)
+
+    def among_equals() -> jax.Array:
+        bits = (x.shape[-1] - 1).bit_length()
+        return _largest_number(lambda number: count(equal & (places >= number)) >= need, bits + bits % 2, order)
+
+    lowest = jax.lax.cond((count(equal) > need).any(), among_equals, lambda: jnp.zeros_like(last))
+    return jnp.where((order > last) | (equal & (places >= lowest)), x, -jnp.inf)
 
 
-def _last(ranked: jax.Array, target: jax.Array, block: int) -> jax.Array:
-    """The rank of the token with which the mass reaches `target`; the last where rounding never does."""
-    return jnp.minimum((_running_mass(ranked, block) < target).sum(-1, keepdims=True), ranked.shape[-1] - 1)
+def _order(x: jax.Array) -> jax.Array:
+    """Unsigned integers in the order of the logits, equal where these are; NaN, which must be seen, is the largest."""
+    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), kind)  # -0.0 and 0.0 have other bits
+    lowest, highest = jnp.iinfo(kind).min, jnp.iinfo(kind).max
+    # Of negative numbers larger bits are lower ones.
+    bits = jnp.where(jnp.isnan(x), highest, jnp.where(bits < 0, bits ^ highest, bits))
+    return jax.lax.bitcast_convert_type(bits ^ lowest, jnp.dtype(f"u{kind}"))
 
 
-def _up_to(x: jax.Array, values: jax.Array, ids: jax.Array, last: jax.Array) -> jax.Array:
-    """Leaves what is ranked no later than `last`; a NaN is less than nothing, so that it stays where all can see it."""
-    value, token = (jnp.take_along_axis(ranked, last, -1) for ranked in (values, ids))
-    later = (x < value) | ((x == value) & (jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) > token))
-    return jnp.where(later, -jnp.inf, x)
+def _largest_number(holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array) -> jax.Array:
+    """The largest number of that many bits for which `holds`; it does for 0, and for all that are less than another.
+
+    Two bits at a time: three numbers are tried in one pass over a row.
+    """
+
+    def digit(i: jax.Array, number: jax.Array) -> jax.Array:
+        shift = (bits - 2 - 2 * i).astype(number.dtype)
+        tried = (holds(number | (jnp.asarray(d, number.dtype) << shift)) for d in (1, 2, 3))
+        return number | (sum(each.astype(number.dtype) for each in tried) << shift)
+
+    return jax.lax.fori_loop(0, bits // 2, digit, jnp.zeros_like(like[..., :1]))
