@@ -48,6 +48,11 @@ CLAIMS = {
     "solve/test_elk.py::values_and_gradients_are_those_of_the_loop",
     "failures reported and finished": "solve/test_parallel_scan.py"
     "::what_does_not_converge_is_run_sequentially_or_nan_or_an_error solve/test_robustness.py::no_error_is_silent",
+    "samples that share their prompt": "decode/test_generate.py::samples_share_their_prompt_and_differ",
+    "speculative decoding that gives the plain loop's tokens": "decode/test_generate.py"
+    "::any_draft_gives_the_tokens_of_the_slow_oracle",
+    "beams, automata": "decode/test_beam.py::beams_equal_the_plain_search "
+    "decode/test_generate.py::an_automaton_says_what_may_come_after_what",
     "GRU, LSTM, minGRU": "nn/test_cells.py::a_cell_is_its_papers_equations "
     "nn/test_aaren.py::it_equals_masked_softmax_attention",
     "streams with constant memory": "nn/test_recurrent.py::chunks_and_single_steps_equal_the_whole "
