@@ -1,21 +1,18 @@
 """The training step compiled for TPUs that are not here: the exact set of collectives, and the splash kernel."""
 
-import importlib.util
-import os
-import subprocess
+import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import needs_libtpu, on_a_tpu
 
 from jaxpar.aot import hlo
 from jaxpar.aot.estimate import compile_lowered
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 
-ROOT = Path(__file__).parents[2]
 ROWS, LENGTH = 8, 256
 TRAINER = Trainer(
     LMConfig(
@@ -64,18 +61,12 @@ def compile_for_tpu(name):
         return compile_lowered(step.lower(*args), least_effort).as_text()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@needs_libtpu
 @pytest.mark.parametrize("name", ["4x1x1", "1x2x2-segments", pytest.param("1x4x1-segments", marks=pytest.mark.slow)])
-def test_tpu_program(name, tmp_path):
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": str(ROOT)}
-    env.pop("XLA_FLAGS", None)
-    done = subprocess.run(
-        [sys.executable, __file__, name, tmp_path / "hlo.txt"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_tpu_program(name):
+    text = on_a_tpu(__file__, name)
     sizes, _, declared = ROWS_OF_TABLE[name]
     mesh = make_mesh(MeshSpec(*sizes), jax.devices()[:4])
-    text = (tmp_path / "hlo.txt").read_text()
     found = hlo.collectives(text, mesh)
     assert {(c.kind, c.axes) for c in found if any(c.shapes)} == declared
     assert {c.kind for c in found if not any(c.shapes)} <= {"all-reduce"}  # loss and norm
@@ -84,4 +75,4 @@ def test_tpu_program(name, tmp_path):
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(compile_for_tpu(sys.argv[1]))
+    print(json.dumps(compile_for_tpu(sys.argv[1])))

@@ -1,24 +1,19 @@
 """The TPU's kernel equals the loop bit by bit, and is what a program compiled for a TPU runs."""
 
 import functools
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import needs_libtpu, on_a_tpu
 from fast import jit
 from recurrences import draw
 
 from jaxpar.scan import _kernels, _pallas, _xla, affine_scan
 from jaxpar.scan._rings import LANE_RING
 
-ROOT = Path(__file__).parents[2]
 SHAPE = (2, 256, 256)
 
 
@@ -98,14 +93,9 @@ def compiled_for_a_tpu():
     }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@needs_libtpu
 def test_a_tpu_runs_the_kernel():
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    env.pop("XLA_FLAGS", None)
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = on_a_tpu(__file__)
     size = 4 * np.prod(SHAPE)
     assert found["value"][:2] == [1, 0] and found["value"][2] < size / 4
     assert found["gradient"][:2] == [2, 0] and found["gradient"][2] <= 4 * size
