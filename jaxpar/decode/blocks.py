@@ -238,10 +238,14 @@ class BlockCache:
         rows, size = keys.shape[0], keys.shape[3]
         flat = slots[..., : self.new[0].shape[1]].reshape(rows, -1)
 
-        def put(old, new):  # by head too: what is written at once is one line of memory, else a TPU lays the cache anew
+        def line(old, new, flat):
+            return old.at[flat // size, flat % size].set(new, mode="drop")
+
+        def put(old, new):
+            # Row by row and head by head, so that no device asks another for what it writes, and a TPU leaves the cache
+            # where it is. Indices go along: without such an axis heads would be one window, for which it lays it anew.
             new = jnp.moveaxis(new.reshape(rows, -1, *new.shape[2:]), 2, 1).astype(old.dtype)
-            at = jnp.arange(rows)[:, None, None], jnp.arange(old.shape[1])[None, :, None]
-            old = old.at[*at, (flat // size)[:, None], (flat % size)[:, None]].set(new, mode="drop")
+            old = jax.vmap(jax.vmap(line))(old, new, jnp.broadcast_to(flat[:, None], new.shape[:3]))
             return constrain(old, *BLOCK_AXES, name="cache")
 
         k, v = self.new

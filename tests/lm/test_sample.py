@@ -1,6 +1,7 @@
 """Generation equals asking the whole model for one token after the other."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -199,22 +200,25 @@ def test_frequencies_are_the_probabilities(sampling):
     assert freedom >= 3
 
 
-def test_sharded_generate_equals_one_device():
+@pytest.mark.parametrize(("sizes", "num_samples"), [((2, 2, 2), 1), ((2, 1, 4), 2)], ids=["weights split", "samples"])
+def test_sharded_generate_equals_one_device(sizes, num_samples):
     config = LMConfig(**SMALL, num_heads=8, num_kv_heads=4)
-    params, prompt, sampling = noisy_params(config), prompts(), Sampling(NEW, top_k=5)
-    lengths = np.array([5, 1, 3, 4])
-    want = sampled(jax.random.key(7), params, prompt, config, sampling, prompt_lengths=lengths)
-    with use_mesh(make_mesh(MeshSpec(2, 2, 2), jax.devices())):
-        got = sampled(
-            jax.random.key(7),
-            shard(params, axes(config)),
-            place_rows(lambda rows: prompt[rows], len(prompt)),
-            config,
-            sampling,
-            prompt_lengths=lengths,
-        )
+    params, prompt = noisy_params(config), prompts()
+    options = {"prompt_lengths": np.array([5, 1, 3, 4]), "num_samples": num_samples}
+    sampled = jit(
+        functools.partial(generate, config=config, sampling=Sampling(NEW, top_k=5)), static_argnames="num_samples"
+    )
+    want = sampled(jax.random.key(7), params, prompt, **options)
+    with use_mesh(make_mesh(MeshSpec(*sizes), jax.devices())):
+        args = jax.random.key(7), shard(params, axes(config)), place_rows(lambda rows: prompt[rows], len(prompt))
+        program = sampled.lower(*args, **options).compile()
+        del options["num_samples"]
+        got = program(*args, **options)
     jax.tree.map(np.testing.assert_array_equal, got[:2], want[:2])
     assert_close(got.log_probs, want.log_probs, EXACT_MATHS["float32"])
+    if sizes[1] == 1:  # no weight is split; keys and values, new ones and the cache's, have four axes and more
+        gathered = re.findall(r"= f32\[([\d,]*)\][^=]* all-gather", program.as_text())
+        assert gathered and not [shape for shape in gathered if shape.count(",") > 2], gathered
 
 
 def test_sharded_cache_equals_one_device_float64(x64):
