@@ -21,7 +21,15 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 # docs/notebooks is a link to notebooks/, where each .py stands beside a twin of the same name.
-exclude_patterns = ["_build", "conf.py", "collectives.py", "cut_episode.py", "picture.py", "notebooks/*.ipynb"]
+exclude_patterns = [
+    "_build",
+    "conf.py",
+    "collectives.py",
+    "cut_episode.py",
+    "forest.py",
+    "picture.py",
+    "notebooks/*.ipynb",
+]
 html_theme = "sphinx_book_theme"
 html_title = "jaxpar"
 html_static_path = ["_static"]
