@@ -113,7 +113,7 @@ CLAIMS = {
     # flags
     "python -m experiments.lm train.steps=500 seed=3": "test_docs.py::flags_exist",
     "python -m experiments.generate": "test_docs.py::flags_of_other_experiments_exist "
-    "experiments/test_generate.py::what_is_there_is_neither_drawn_again_nor_touched",
+    "experiments/test_generate_command.py::what_is_there_is_neither_drawn_again_nor_touched",
     "python -m experiments.rnn": "test_docs.py::flags_of_other_experiments_exist "
     "experiments/test_rnn.py::it_trains_resumes_and_streams",
     "python -m experiments.neat": "test_docs.py::flags_of_other_experiments_exist "

@@ -20,7 +20,7 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["digits", "env", "estimate", "launch", "lm", "neat", "pomdp", "rl", "rnn", "verify"]
+COMMANDS = ["digits", "env", "estimate", "generate", "launch", "lm", "neat", "pomdp", "rl", "rnn", "verify"]
 
 
 def interrupt():

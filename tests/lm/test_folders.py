@@ -326,8 +326,7 @@ def test_the_command_begins_and_ends_as_the_folder_says(folder, monkeypatch, cap
         row = jnp.concatenate([prompt[0], jnp.array([7, 3, 0])])
         return Generated(row[None], jnp.array([len(prompt[0]) + 2]), None, None)
 
-    monkeypatch.setattr(lm, "generate", record)
-    monkeypatch.setattr(jax, "jit", lambda function, **_: function)
+    monkeypatch.setattr(lm, "draw", record)
     for prompt in ("w5 w6", "<s> w5 w6", ""):
         config = lm.compose("mode=sample", f"run={folder}", *([f"prompt='{prompt}'"] if prompt else []))
         with use_mesh(make_mesh(MeshSpec(data=8))):
