@@ -13,9 +13,9 @@ same), D11 a prompt of 32k. S1 to S5 speculate with a pair of byte models, folde
 here for minutes: S1 counts tokens that differ from plain decoding and those where rounding decides, S2 tokens a pass of
 the target, S3 wall clock, S4 the coupling, S5 speed-ups beside transformers'.
 
-Every framework is a process of its own; first all rows of a case are compiled, then timed in turns, a round at a time
-(median, least and most). A step is the time of all new tokens but the first, by their number. The limit is the time in
-which weights and cache are read once, at the rate of the fastest copy that a process of this run measured.
+Every framework is a process of its own; first all rows of a case are compiled, then timed in turns, a round at a time;
+medians, and the least in brackets. A step is the time of all new tokens but the first, by their number. The limit is
+the time in which weights and cache are read once, at the rate of the fastest copy that a process of this run measured.
 Weights are random where speed alone is asked for. Peers run by `--peer-python`, and fail their rows where they are
 missing. Prints as it goes, writes JSON.
 """
@@ -49,9 +49,17 @@ def sides_of(args: argparse.Namespace) -> dict:
     return sides
 
 
-def ranges(row: dict, times: list[float]) -> dict:
-    """Returns the median of a row's rounds with the least and the most."""
-    return {"ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times), "rounds": len(times)}
+def times_of(rounds: list[dict]) -> dict:
+    """Returns the median and the least time of a row's rounds, a step's where they say how many there are.
+
+    A step is a difference of medians, or of least times, and no median of differences: those of a loaded machine may
+    even be negative.
+    """
+    said = {"rounds": rounds}
+    for name, chosen in (("ms", statistics.median), ("least_ms", min)):
+        whole, first = (chosen([each.get(part, 0.0) for each in rounds]) for part in ("ms", "first_ms"))
+        said[name] = (whole - first) / rounds[0].get("steps", 1)
+    return said
 
 
 def in_turns(bench: harness.Bench, rows: list[dict], rounds: int) -> list[dict]:
@@ -67,11 +75,11 @@ def in_turns(bench: harness.Bench, rows: list[dict], rounds: int) -> list[dict]:
             if "failed" in answer:
                 answers[name] = answer
             else:
-                times[name].append(answer["ms"])
+                times[name].append(answer)
     for side in {row["side"] for row in rows} & set(bench.workers):
         bench.ask(side, {"do": "drop"})
     made = [row | answers[row["name"]] for row in rows]
-    return [row | (ranges(row, times[row["name"]]) if times[row["name"]] else {}) for row in made]
+    return [row | (times_of(times[row["name"]]) if times[row["name"]] else {}) for row in made]
 
 
 def rows_of(name: str, case: dict, args: argparse.Namespace, sides: dict) -> list[dict]:
@@ -97,17 +105,17 @@ def rows_of(name: str, case: dict, args: argparse.Namespace, sides: dict) -> lis
 
 def judged(rows: list[dict], rate: float) -> list[dict]:
     """Adds to rows of one batch size the limit, the best peer and whether the tokens are the same."""
-    peers = [row["ms"] for row in rows if row["side"] != "jaxpar" and "ms" in row]
-    best = min(peers, default=math.inf)
+    peers = [row for row in rows if row["side"] != "jaxpar" and "ms" in row]
+    best = {f"best_peer_{name}": min((row[name] for row in peers), default=math.inf) for name in ("ms", "least_ms")}
     parameters = next((row["parameters"] for row in rows if "parameters" in row), 0)
     size = least_bytes(rows[0], parameters)
     whose = next((row["tokens"] for row in rows if row["side"] == "jaxpar" and "tokens" in row), None)
     plain: dict = {}
     for row in rows:
-        row |= {"best_peer_ms": best} | ({"limit_ms": 1e3 * size / rate} if size else {})
+        row |= best | ({"limit_ms": 1e3 * size / rate} if size else {})
         if row["row"].split()[-1] in ("plain", "dynamic") and "ms" in row:
-            plain[row["side"]] = row["ms"]
-        row |= {"plain_ms": plain.get(row["side"]), "texts": len(row.pop("prompts", ()))}
+            plain[row["side"]] = {"plain_ms": row["ms"], "plain_least_ms": row["least_ms"]}
+        row |= plain.get(row["side"], {}) | {"texts": len(row.pop("prompts", ()))}
         tokens = row.pop("tokens", None)
         if tokens is not None and whose is not None:
             row["same"] = sum(a == b for a, b in zip(tokens, whose, strict=True)) / len(whose)
@@ -115,15 +123,16 @@ def judged(rows: list[dict], rate: float) -> list[dict]:
 
 
 def best_ratio(row: dict) -> str:
-    """Returns how many times faster than the best peer of the case ours is."""
-    is_ours = row["side"] == "jaxpar" and row["best_peer_ms"] < math.inf
-    return f"{row['best_peer_ms'] / row['ms']:.2f}x" if is_ours else ""
+    """Returns how many times faster than the best peer of the case ours is, by medians and by least times."""
+    if row["side"] != "jaxpar" or row["best_peer_ms"] == math.inf:
+        return ""
+    return f"{row['best_peer_ms'] / row['ms']:.2f}x ({row['best_peer_least_ms'] / row['least_ms']:.2f})"
 
 
 TIMES = {
     "row": lambda r: r["row"],
     "rows": lambda r: str(r["rows"]),
-    "ms": lambda r: f"{r['ms']:.3f} ({r['least_ms']:.3f}..{r['most_ms']:.3f})",
+    "ms (least)": lambda r: f"{r['ms']:.3f} ({r['least_ms']:.3f})",
 }
 STEPS = TIMES | {
     "tokens/s": lambda r: f"{r['rows'] * r.get('readers', 1) / r['ms'] * 1e3:,.0f}" if r["kind"] == "steps" else "",
@@ -137,7 +146,7 @@ STEPS = TIMES | {
 }
 DRAFTS = TIMES | {
     "tokens a pass": lambda r: f"{r['tokens_a_pass']:.2f}",
-    "of plain": lambda r: f"{r['plain_ms'] / r['ms']:.2f}x",
+    "of plain": lambda r: f"{r['plain_ms'] / r['ms']:.2f}x ({r['plain_least_ms'] / r['least_ms']:.2f})",
     "T": lambda r: f"{r['temperature']:g}",
     "texts that differ": lambda r: f"{r['differing']} of {r['texts']}, {r['near_ties']} near ties",
     "same texts": lambda r: f"{100 * r['same']:.0f} %",
@@ -167,6 +176,8 @@ def pair_of(bench: harness.Bench, args: argparse.Namespace) -> dict:
     for name in ("target", "draft"):
         if given := getattr(args, name):
             request[f"{name}_folder"] = str(pathlib.Path(given).resolve())
+    if args.train_s:
+        request["train_s"] = dict(zip(("target", "draft"), map(float, args.train_s.split(",")), strict=True))
     pair = bench.ask("jaxpar", request, 3 * sum(request["train_s"].values()) + args.row_s)
     if "failed" in pair:
         raise SystemExit(f"no pair of models: {pair['failed']}")
@@ -225,6 +236,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers")
     parser.add_argument("--target", help="a folder in Hugging Face's form: a model of bytes")
     parser.add_argument("--draft", help="likewise, a smaller one")
+    parser.add_argument("--train-s", help="seconds of training of the two, as 900,80")
     args = parser.parse_args()
     if args.tiny:
         args.size, args.rounds, args.spend_s = "tiny", min(args.rounds, 2), 0.01

@@ -116,11 +116,12 @@ CASES = {
     },
     "D4.long": {
         "full": steps(LLAMA, 1, 1920, 128, OURS | OLDER, "beside an older checkout"),
-        "cpu": steps(PROBE, 4, 2015, 33, OURS | OLDER, "beside an older checkout"),
+        "cpu": steps(PROBE, 4, 1919, 129, OURS | OLDER, "beside an older checkout"),
     },
     "D6": {
         "full": steps(LLAMA, 1, 8192, 128, READERS, "64 readers of one prefix", readers=64),
-        "cpu": steps(SMALL | {"num_kv_heads": 2}, 1, 2048, 33, READERS_CPU, "64 readers of one prefix", readers=64),
+        "cpu": steps(SMALL | {"num_kv_heads": 2}, 1, 2048, 33, READERS_CPU, "64 readers of one prefix",
+                     readers=64, rounds=3),
         "tiny": steps(TINY, 1, 8, 5, READERS_CPU, "3 readers of one prefix", readers=3),
     },
     "D7": {

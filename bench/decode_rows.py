@@ -86,7 +86,7 @@ class Steps:
     def round(self) -> dict:
         """Times both once."""
         first, whole = (seconds(functools.partial(program, *self.args)) for program in self.programs)
-        return {"ms": 1e3 * (whole - first) / (self.new - 1), "whole_ms": 1e3 * whole}
+        return {"first_ms": 1e3 * first, "ms": 1e3 * whole, "steps": self.new - 1}
 
 
 def count(params) -> int:

@@ -55,16 +55,29 @@ def test_rows_are_timed_in_turns_and_a_failed_one_is_asked_no_more(bench):
     order = [name for do, name in asked if do == "round"]
     assert order == ["x", "y", "z", "z", "x", "x", "z"]
     assert y["failed"] == "tired" and "ms" not in y
-    assert (x["least_ms"], x["rounds"]) == (4.0, 3) and z["ms"] == 7.0
+    assert (x["ms"], x["least_ms"], len(x["rounds"])) == (8.0, 4.0, 3) and z["least_ms"] == 6.0
     assert asked[-2:] == [("drop", None)] * 2
+
+
+def test_a_step_is_what_all_took_but_the_first(bench):
+    rounds = [{"ms": ms, "first_ms": first, "steps": 4} for ms, first in ((21.0, 13.0), (14.0, 2.0), (19.0, 3.0))]
+    said = bench["decode"].times_of(rounds)
+    assert (said["ms"], said["least_ms"]) == ((19 - 3) / 4, (14 - 2) / 4)
 
 
 def test_peers_and_texts_are_compared_by_batch(bench):
     common = {"kind": "steps", "rows": 1, "model": bench["decode_cases"].TINY, "prompt": 8, "new": 2}
-    ours = common | {"side": "jaxpar", "row": "jaxpar", "ms": 2.0, "tokens": [[1, 2], [3, 4]], "parameters": 100}
-    peer = common | {"side": "torch", "row": "t", "ms": 3.0, "tokens": [[1, 2], [3, 5]]}
+    ours = common | {
+        "side": "jaxpar",
+        "row": "jaxpar",
+        "ms": 2.0,
+        "least_ms": 2.0,
+        "tokens": [[1, 2], [3, 4]],
+        "parameters": 100,
+    }
+    peer = common | {"side": "torch", "row": "t", "ms": 3.0, "least_ms": 2.5, "tokens": [[1, 2], [3, 5]]}
     ours, peer = bench["decode"].judged([ours, peer], 400e3)
-    assert bench["decode"].best_ratio(ours) == "1.50x" and bench["decode"].best_ratio(peer) == ""
+    assert bench["decode"].best_ratio(ours) == "1.50x (1.25)" and bench["decode"].best_ratio(peer) == ""
     assert peer["same"] == 0.5 and ours["same"] == 1.0
     # 400 bytes of weights, nine tokens of two layers of four heads of eight, at 400 bytes a millisecond.
     assert ours["limit_ms"] == pytest.approx((400 + 9 * 2 * 2 * 4 * 8 * 4) / 400)
