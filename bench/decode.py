@@ -15,7 +15,8 @@ the target, S3 wall clock, S4 the coupling, S5 speed-ups beside transformers'.
 
 Every framework is a process of its own; first all rows of a case are compiled, then timed in turns, a round at a time;
 medians, and the least in brackets. A step is the time of all new tokens but the first, by their number. The limit is
-the time in which weights and cache are read once, at the rate of the fastest copy that a process of this run measured.
+the time in which weights and cache are read once, at the rate of the fastest copy that a process of this run measured;
+none where they fit into the processor's cache.
 Weights are random where speed alone is asked for. Peers run by `--peer-python`, and fail their rows where they are
 missing. Prints as it goes, writes JSON.
 """
@@ -112,7 +113,7 @@ def judged(rows: list[dict], rate: float) -> list[dict]:
     whose = next((row["tokens"] for row in rows if row["side"] == "jaxpar" and "tokens" in row), None)
     plain: dict = {}
     for row in rows:
-        row |= best | ({"limit_ms": 1e3 * size / rate} if size else {})
+        row |= best | ({"limit_ms": 1e3 * size / rate} if size > harness.CACHE else {})
         if row["row"].split()[-1] in ("plain", "dynamic") and "ms" in row:
             plain[row["side"]] = {"plain_ms": row["ms"], "plain_least_ms": row["least_ms"]}
         row |= plain.get(row["side"], {}) | {"texts": len(row.pop("prompts", ()))}

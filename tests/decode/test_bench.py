@@ -66,7 +66,8 @@ def test_a_step_is_what_all_took_but_the_first(bench):
 
 
 def test_peers_and_texts_are_compared_by_batch(bench):
-    common = {"kind": "steps", "rows": 1, "model": bench["decode_cases"].TINY, "prompt": 8, "new": 2}
+    model = bench["decode_cases"].TINY
+    common = {"kind": "steps", "rows": 1, "model": model, "prompt": 8, "new": 2, "parameters": 10**8}
     ours = common | {
         "side": "jaxpar",
         "row": "jaxpar",
@@ -79,8 +80,8 @@ def test_peers_and_texts_are_compared_by_batch(bench):
     ours, peer = bench["decode"].judged([ours, peer], 400e3)
     assert bench["decode"].best_ratio(ours) == "1.50x (1.25)" and bench["decode"].best_ratio(peer) == ""
     assert peer["same"] == 0.5 and ours["same"] == 1.0
-    # 400 bytes of weights, nine tokens of two layers of four heads of eight, at 400 bytes a millisecond.
-    assert ours["limit_ms"] == pytest.approx((400 + 9 * 2 * 2 * 4 * 8 * 4) / 400)
+    # 400 MB of weights, nine tokens of two layers of four heads of eight, at 400 bytes a millisecond.
+    assert ours["limit_ms"] == pytest.approx((4e8 + 9 * 2 * 2 * 4 * 8 * 4) / 400, rel=1e-12)
 
 
 def test_what_is_timed_alone_is_attention(bench):
