@@ -74,7 +74,6 @@ def test_peers_and_texts_are_compared_by_batch(bench):
         "ms": 2.0,
         "least_ms": 2.0,
         "tokens": [[1, 2], [3, 4]],
-        "parameters": 100,
     }
     peer = common | {"side": "torch", "row": "t", "ms": 3.0, "least_ms": 2.5, "tokens": [[1, 2], [3, 5]]}
     ours, peer = bench["decode"].judged([ours, peer], 400e3)
