@@ -16,6 +16,8 @@ from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.mesh import place_rows
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
+CHUNK = 8
+"""Passes between two looks at whether all texts have ended, which an accelerator waits for."""
 SHORTEST = 16
 """Tokens that shorter prompts are padded to, so that they share a program."""
 
@@ -151,6 +153,7 @@ def continued(job: Job, tasks: Sequence[Task]) -> Iterator[Batch]:
                 num_samples=job.num_samples,
                 rule=job.rule,
                 stop_tokens=stop_tokens,
+                chunk=1 if jax.default_backend() == "cpu" else CHUNK,
                 **placed,
             )
             tokens, lengths, log_probs, passes = map(np.asarray, drawn)

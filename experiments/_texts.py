@@ -39,7 +39,9 @@ def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     return tokenizer.decode(ids[ids < tokenizer.vocab_size])
 
 
-@functools.partial(jax.jit, static_argnames=("model", "sampling", "num_samples", "draft", "rule", "stop_tokens"))
+@functools.partial(
+    jax.jit, static_argnames=("model", "sampling", "num_samples", "draft", "rule", "stop_tokens", "chunk")
+)
 def draw(key: jax.Array, params: PyTree, prompt: jax.Array, model: LMConfig, sampling: Sampling, **options: Any):
     """Is `jaxpar.lm.generate`, compiled once for a shape of prompts; every process has all that it returns."""
     drawn = generate(key, params, prompt, model, sampling, **options)

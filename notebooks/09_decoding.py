@@ -22,7 +22,7 @@
 # We train a small model and a smaller one on Python's own source code, draw texts with each kind of guess, and look at
 # what every pass kept. Then three samples share a prompt. The last cell asserts the answers.
 #
-# Two minutes on two quiet CPU cores. (There a pass over nine tokens costs more than one over a single token; what is
+# Three minutes on two quiet CPU cores. (There a pass over nine tokens costs more than one over a single token; what is
 # gained in time is an accelerator's, see `docs/benchmarks.md`. Passes are the same everywhere.)
 
 # %% [markdown]
@@ -106,57 +106,10 @@ for name, config in {"model": model, "small": small}.items():
 #
 # `passes` counts how often the model ran for a row after it had read the prompt. The token that is drawn at a place is
 # the argmax of scores and of noise that belongs to the place, known beforehand; a guess is kept where it is that token.
-
-# %%
-starts = np.random.default_rng(7).integers(0, len(held_out) - 64, ROWS)
-prompts = jnp.asarray(held_out[starts[:, None] + np.arange(64)])
-DRAFTS = {
-    "none": NoDraft(),
-    "Jacobi": JacobiDraft(8),
-    "Lookahead": LookaheadDraft(),
-    "copy": CopyDraft(8),
-    "model": ModelDraft(Decoder(small), 4),
-}
-TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
-static = ("num_samples", "draft", "rule")
-draw = jax.jit(generate, static_argnums=(3, 4), static_argnames=static)
-
-
-def texts_of(draft, temperature, **options):
-    """Draws the prompts' texts; a smaller model comes with its parameters."""
-    sampling = Sampling(NEW, temperature=temperature)
-    given = params["small"] if isinstance(draft, ModelDraft) else None
-    return draw(
-        jax.random.key(1), params["model"], prompts, model, sampling, draft=draft, draft_params=given, **options
-    )
-
-
-found = {(how, name): texts_of(draft, t) for how, t in TEMPERATURES.items() for name, draft in DRAFTS.items()}
-same = {key: bool((out.tokens == found[key[0], "none"].tokens).all()) for key, out in found.items()}
-gain = {key: (NEW - 1) / float(out.passes.mean()) for key, out in found.items()}
-print(f"{'tokens a pass':16}" + "".join(f"{name:>11}" for name in DRAFTS))
-for how in TEMPERATURES:
-    print(f"{how:16}" + "".join(f"{gain[how, name]:11.2f}" for name in DRAFTS), " all the same:", all(
-        same[how, name] for name in DRAFTS))  # fmt: skip
-
-# %%
-figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
-for number, (how, colour) in enumerate(zip(TEMPERATURES, ("tab:blue", "tab:orange"), strict=True)):
-    places = np.arange(len(DRAFTS)) + 0.4 * number - 0.2
-    bars = axis.bar(places, [gain[how, name] for name in DRAFTS], 0.38, color=colour, label=how)
-    axis.bar_label(bars, fmt="%.2f", fontsize=8)
-axis.axhline(1, color="gray", lw=0.8, ls=":")
-axis.set(
-    xticks=range(len(DRAFTS)), xticklabels=list(DRAFTS), ylabel="tokens a pass", title="the same texts, found faster"
-)
-axis.legend(fontsize=8)
-plt.show()
-
-# %% [markdown]
-# ## What each pass kept
 #
-# A draft is any frozen object with these four members (`jaxpar.decode.draft` has an example). This one passes all on to
-# another, and writes down how many tokens each pass gave: the guesses that were kept, and the model's own after them.
+# A draft is any frozen object with four members (`jaxpar.decode.draft` has an example). So one can look over another's
+# shoulder: this one passes all on, and writes down how many tokens each pass gave, the guesses that were kept and the
+# model's own after them.
 
 # %%
 kept = collections.defaultdict(list)
@@ -185,15 +138,62 @@ class Watched:
         return self.draft.update(state, tokens, chosen, accepted)
 
 
-for name in ("Jacobi", "Lookahead", "copy"):
-    watched = texts_of(Watched(name, DRAFTS[name]), 0.8)
-    jax.effects_barrier()
-    assert (watched.passes == found["temperature 0.8", name].passes).all()
+starts = np.random.default_rng(7).integers(0, len(held_out) - 64, ROWS)
+prompts = jnp.asarray(held_out[starts[:, None] + np.arange(64)])
+DRAFTS = {
+    "none": NoDraft(),
+    "Jacobi": JacobiDraft(8),
+    "Lookahead": LookaheadDraft(),
+    "copy": CopyDraft(8),
+    "model": ModelDraft(Decoder(small), 4),
+}
+TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
+static = ("num_samples", "draft", "rule")
+draw = jax.jit(generate, static_argnums=(3, 4), static_argnames=static)
+
+
+def texts_of(draft, temperature, **options):
+    """Draws the prompts' texts; a smaller model gets its parameters, others heed none."""
+    sampling = Sampling(NEW, temperature=temperature)
+    given = {"draft": draft, "draft_params": params["small"]} | options
+    return draw(jax.random.key(1), params["model"], prompts, model, sampling, **given)
+
+
+found = {}
+for how, temperature in TEMPERATURES.items():
+    for name, draft in DRAFTS.items():
+        found[how, name] = texts_of(Watched(f"{how}, {name}", draft), temperature)
+jax.effects_barrier()
+same = {key: bool((out.tokens == found[key[0], "none"].tokens).all()) for key, out in found.items()}
+gain = {key: (NEW - 1) / float(out.passes.mean()) for key, out in found.items()}
+print(f"{'tokens a pass':16}" + "".join(f"{name:>11}" for name in DRAFTS))
+for how in TEMPERATURES:
+    print(f"{how:16}" + "".join(f"{gain[how, name]:11.2f}" for name in DRAFTS))
+print("whoever guesses, the same texts:", all(same.values()))
 
 # %%
-figure, axes = plt.subplots(1, 3, figsize=(10, 2.6), sharey=True, layout="constrained")
-for axis, (name, counts) in zip(axes, kept.items(), strict=True):
-    counts = np.concatenate(counts)
+figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+for number, (how, colour) in enumerate(zip(TEMPERATURES, ("tab:blue", "tab:orange"), strict=True)):
+    places = np.arange(len(DRAFTS)) + 0.4 * number - 0.2
+    bars = axis.bar(places, [gain[how, name] for name in DRAFTS], 0.38, color=colour, label=how)
+    axis.bar_label(bars, fmt="%.2f", fontsize=8)
+axis.axhline(1, color="gray", lw=0.8, ls=":")
+axis.margins(y=0.12)
+axis.set(
+    xticks=range(len(DRAFTS)), xticklabels=list(DRAFTS), ylabel="tokens a pass", title="the same texts, found faster"
+)
+axis.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# ## What each pass kept
+#
+# Averages hide how it comes about: the copyist is useless for most passes, and now and then has a whole line right.
+
+# %%
+drawn = {name: np.concatenate(kept[f"temperature 0.8, {name}"]) for name in DRAFTS if name != "none"}
+figure, axes = plt.subplots(1, 4, figsize=(11, 2.6), sharey=True, layout="constrained")
+for axis, (name, counts) in zip(axes, drawn.items(), strict=True):
     counts = counts[counts > 0]  # rows that have ended keep nothing
     axis.hist(counts, bins=np.arange(0.5, 10.5), weights=np.full(len(counts), 1 / len(counts)), rwidth=0.85)
     axis.set(xticks=range(1, 10), xlabel="tokens from one pass", title=f"{name}: {counts.mean():.2f} on average")
@@ -206,9 +206,12 @@ plt.show()
 
 # %%
 row = int(np.argmin(found["temperature 0.8", "copy"].passes))
-counts = [1, *(int(count[row]) for count in kept["copy"] if count[row])]  # the first comes with the prompt
+counts = [
+    1,
+    *(int(count[row]) for count in kept["temperature 0.8, copy"] if count[row]),
+]  # the first comes with the prompt
 new = bytes(np.asarray(found["temperature 0.8", "copy"].tokens)[row, 64:].tolist()).decode("latin-1")
-figure, axis = plt.subplots(figsize=(10, 2.2), layout="constrained")
+figure, axis = plt.subplots(figsize=(10, 1.3), layout="constrained")
 column = line = place = 0
 for number, count in enumerate(counts):
     for letter in new[place : place + count]:
@@ -218,7 +221,7 @@ for number, count in enumerate(counts):
         axis.text(column + 0.5, 0.45 - line, shown, ha="center", va="center", family="monospace", fontsize=9)
         column, line = (0, line + 1) if column == 59 else (column + 1, line)
     place += count
-axis.set(xlim=(0, 60), ylim=(-line - 0.2, 1))
+axis.set(xlim=(0, 60), ylim=(-((len(new) - 1) // 60) - 0.2, 1))
 axis.axis("off")
 axis.set_title(f"{len(new)} bytes in {len(counts) - 1} passes; a colour is one pass that gave several", fontsize=10)
 plt.show()

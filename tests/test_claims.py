@@ -113,7 +113,7 @@ CLAIMS = {
     # flags
     "python -m experiments.lm train.steps=500 seed=3": "test_docs.py::flags_exist",
     "python -m experiments.generate": "test_docs.py::flags_of_other_experiments_exist "
-    "experiments/test_generate_command.py::what_is_there_is_neither_drawn_again_nor_touched",
+    "experiments/test_generate_command.py::lines_are_those_of_the_slow_loop_whatever_company_draft_and_mesh",
     "python -m experiments.rnn": "test_docs.py::flags_of_other_experiments_exist "
     "experiments/test_rnn.py::it_trains_resumes_and_streams",
     "python -m experiments.neat": "test_docs.py::flags_of_other_experiments_exist "
@@ -143,6 +143,21 @@ PAGES = {
         "lm/test_exchange.py::round_trip_is_exact",
         "four real [processes](pods.md)": "distributed/test_processes.py::two_processes_equal_one "
         "experiments/test_launch.py::help_has_examples",
+    },
+    "docs/decoding.md": {
+        "a draft changes how many passes there are, never a token": "decode/test_generate.py"
+        "::any_draft_gives_the_tokens_of_the_slow_oracle test_docs.py::decoding_snippet_prints_what_it_says",
+        "by enumerating every path, to 1e-12": "decode/test_accept.py::the_law_of_what_is_emitted_is_the_targets "
+        "decode/test_generate.py::by_rejection_the_law_is_kept",
+        "a fork copies nothing": "decode/test_reader.py::the_cache_is_not_copied "
+        "decode/test_forest.py::any_steps_lead_to_what_lists_say",
+        "Two rows of one prompt and one seed agree": "decode/test_generate.py::a_row_has_its_own_seed_and_no_place "
+        "decode/test_company.py::tokens_depend_on_no_company_and_no_place",
+        "the first difference is where the two best scores were that near": "decode/test_company.py"
+        "::tokens_are_those_of_the_slow_oracle_but_for_near_ties",
+        "The same command goes on": "experiments/test_generate_command.py"
+        "::what_is_there_is_neither_drawn_again_nor_touched "
+        "experiments/test_generate_command.py::lines_of_others_are_left_alone",
     },
     "docs/stack.md": {
         "mixes in `jaxpar.lm`": "lm/test_mixer.py::streaming_equals_the_whole_sequence "

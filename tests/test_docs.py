@@ -91,6 +91,17 @@ def test_checkpoints_snippet_agrees():
     assert names["step"] == 7 and names["stall_s"] > 0
 
 
+def test_decoding_snippet_prints_what_it_says():
+    (snippet,) = blocks(ROOT / "docs" / "decoding.md", "python")
+    assert run(snippet)[0] == re.search(r"print\(.*  # (.*)$", snippet, re.MULTILINE)[1] + "\n"
+
+
+def test_entries_of_a_line_on_the_decoding_page_are_those_of_the_command():
+    written = [name for row in table(ROOT / "docs" / "decoding.md", "entry") for name in re.findall(r"`(\w+)`", row[0])]
+    source = (ROOT / "experiments" / "_batches.py").read_text().split("def _line(")[1]
+    assert sorted(written) == sorted(re.findall(r'^        "(\w+)": ', source, re.MULTILINE))
+
+
 def test_flags_of_the_checkpoints_page_exist():
     for flag, _ in table(ROOT / "docs" / "checkpoints.md", "flag"):
         compose(flag.strip("`"))

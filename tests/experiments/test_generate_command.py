@@ -144,7 +144,9 @@ def test_what_is_there_is_neither_drawn_again_nor_touched(ask, asked, tmp_path):
     assert [(line["prompt"], line["seed"], line["sample"]) for line in lines] == names(more, 2)
     assert all(line in lines for line in first)
     path.write_bytes(path.read_bytes()[:-1])  # whole but for its end
-    assert ask("num_samples=2", prompts=more) == lines and len(asked) == 2
+    assert ask("num_samples=2", prompts=more) == lines and len(asked) == 2 and path.read_bytes().endswith(b"}\n")
+    lines = ask("num_samples=2", prompts=[*more, ("new", 0)])
+    assert len(lines) == 10 and asked[-1]["rows"] == (1, 16), "of the others nothing was missing"
     assert ask("num_samples=2", "draft=copy", prompts=PROMPTS[:1]) == lines  # a draft changes no token
     assert "rejection" not in path.with_name("texts.jsonl.flags").read_text()
 
@@ -179,7 +181,7 @@ def test_lines_of_others_are_left_alone(main, folder, tmp_path, flags, sentence)
     given = [f"hf={folder}", "prompts=prompts.jsonl", "out=ours.jsonl", *FAST]
     given = [flag for flag in given if flag.split("=")[0] != flags.split("=")[0]] + flags.split()
     with (tmp_path / "held.jsonl").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_SH)
         assert sentence in main(*given, of="generate").sentence()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
@@ -210,6 +212,7 @@ def test_endings():
     assert of("", ["x"]) == ("", "length", 0)
     assert _texts.ending_tokens(Bytes(), ["\n", "ab"]) == (10,)
     assert _texts.ending_tokens(Bytes(), []) == ()
+    assert _texts.decode(Bytes(), np.array([65, 300, 66])) == "AB"  # a vocabulary that was rounded up
 
 
 def test_requests_are_lines(tmp_path):
@@ -260,7 +263,8 @@ BAD_FLAGS = [
     ("hf=MODEL prompts=empty.jsonl", "line 2 of empty.jsonl has no tokens"),
     ("hf=MODEL prompt=a draft=model", "draft=model needs draft_run="),
     ("hf=MODEL prompt=a draft_run=MODEL", "draft=none with draft_run="),
-    ("hf=MODEL prompt=a draft=model draft_run=OTHER", "270 symbols of the tokenizer bpe:"),
+    ("hf=MODEL prompt=a draft=model draft_run=OTHER", "give a draft of the same tokens"),
+    ("hf=MODEL prompt=a draft=model draft_run=WIDER", "384 symbols of the tokenizer bpe:"),
     ("hf=MODEL prompt=a draft=model draft_run=nowhere", "draft_run= must name an existing folder"),
     ("hf=MODEL prompt=a draft=medusa", "draft='medusa' is unknown; legal are none, copy"),
     ("hf=MODEL prompt=a draft_length=4", "draft_length=4 is that of no draft"),
@@ -284,7 +288,8 @@ BAD_FLAGS = [
 def folders(folder, tmp_path_factory):
     path, learned = tmp_path_factory.mktemp("others"), {"positions": "learned", "max_seq_len": 12, "activation": "gelu",
                                                         "norm": "layer", "bias": True, "tied": True}  # fmt: skip
-    others = {"OTHER": hf_folder(path / "other", 270, text="other words " * 40), "MODEL": folder}
+    others = {"OTHER": hf_folder(path / "other", 320, text="other words " * 40), "MODEL": folder}
+    others["WIDER"] = hf_folder(path / "wider", 384)
     return others | {"LEARNED": hf_folder(path / "learned", 320, **learned), "SHORT": path / "learned"}
 
 
