@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.decode.penalties import Counts, penalise
 from jaxpar.fields import AtLeast, Between, Finite, Positive, check_fields, field
+from jaxpar.mesh import platform
 from jaxpar.types import UsageError
 
 __all__ = ["Sampling", "is_stuck", "process", "token_log_probs"]
@@ -73,7 +74,7 @@ def process(
     Bias, then penalties, then the mask; then, unless `temperature` is 0, where the largest of these is taken and all
     else is left as it is: temperature, top-k, top-p, min-p. The likeliest token always stays.
 
-    Top-k and top-p cost some 20 passes over the logits each and sort nothing; the others come with what stands around
+    Top-k and top-p cost some 25 passes over the logits each and sort nothing; the others come with what stands around
     them. Sums are rounded: where a mass is as near to p as that, a token more or less may be left.
 
     Args:
@@ -142,7 +143,8 @@ def _first(x: jax.Array, weights: jax.Array, target: jax.Array | float) -> jax.A
     """Leaves the first tokens of the ranking whose weights reach `target`; all where they never do.
 
     The last logit of them is found by its bits, from the highest on, and the last token among its equals by its own:
-    16 and some passes over the row. Sorting takes several times as long, and so does `lax.top_k`, which on a GPU sorts.
+    16 passes over the row, and half a pass for each bit of V. A sort takes several times as long for more rows than a
+    few, and so does `lax.top_k`, which sorts on a GPU; nothing waits for what the values are.
     """
     order = _order(x)
     bits = jnp.iinfo(order.dtype).bits
@@ -160,11 +162,8 @@ def _first(x: jax.Array, weights: jax.Array, target: jax.Array | float) -> jax.A
     def count(chosen: jax.Array) -> jax.Array:
         return chosen.sum(-1, keepdims=True).astype(need.dtype)
 
-    def among_equals() -> jax.Array:
-        bits = (x.shape[-1] - 1).bit_length()
-        return _largest_number(lambda number: count(equal & (places >= number)) >= need, bits + bits % 2, order)
-
-    lowest = jax.lax.cond((count(equal) > need).any(), among_equals, lambda: jnp.zeros_like(last))
+    bits = (x.shape[-1] - 1).bit_length()
+    lowest = _largest_number(lambda number: count(equal & (places >= number)) >= need, bits + bits % 2, order)
     return jnp.where((order > last) | (equal & (places >= lowest)), x, -jnp.inf)
 
 
@@ -189,4 +188,6 @@ def _largest_number(holds: Callable[[jax.Array], jax.Array], bits: int, like: ja
         tried = (holds(number | (jnp.asarray(d, number.dtype) << shift)) for d in (1, 2, 3))
         return number | (sum(each.astype(number.dtype) for each in tried) << shift)
 
-    return jax.lax.fori_loop(0, bits // 2, digit, jnp.zeros_like(like[..., :1]))
+    # On a GPU the passes are short, and a loop around them costs as much as they do.
+    unroll = platform() == "gpu"
+    return jax.lax.fori_loop(0, bits // 2, digit, jnp.zeros_like(like[..., :1]), unroll=unroll)
