@@ -125,7 +125,8 @@ class Judge:
     loop round apart: rolled, unrolled, operation by operation, and two whose states are rounded a little up or down by
     chance, so that no entry passes for exact by luck; the largest of their errors counts. Where one of them would be
     wrong itself beside another, the type does not determine the states, as in chaos: then each step is judged alone,
-    from the state before it. Entries that the loop leaves the type's range with are not judged.
+    from the state before it, beside a step that rounds once and one that rounds after every operation: where a step
+    cancels, the first is exact by luck. Entries that the loop leaves the type's range with are not judged.
     """
 
     def __init__(self, problem: Problem, dtype: str):
@@ -146,9 +147,9 @@ class Judge:
         before = jax.tree.map(
             lambda a, b: np.concatenate([np.asarray(a)[None], np.asarray(b)[:-1]]), self.start, states
         )
-        return self._excess(
-            states, jax.device_get(self._step(before, self.xs)), self._in_float64(self._step, before, self.xs)
-        )
+        exact = self._in_float64(self._step, before, self.xs)
+        steps = [jax.device_get(step(before, self.xs)) for step in (self._step, jax.vmap(self.problem.step))]
+        return self._excess(states, jax.tree.map(_farthest, exact, *steps), exact)
 
     def _loop(self, start, xs, unroll: int = 1):
         return jax.device_get(
