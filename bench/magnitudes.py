@@ -125,8 +125,9 @@ class Judge:
     loop round apart: rolled, unrolled, operation by operation, and two whose states are rounded a little up or down by
     chance, so that no entry passes for exact by luck; the largest of their errors counts. Where one of them would be
     wrong itself beside another, the type does not determine the states, as in chaos: then each step is judged alone,
-    from the state before it, beside a step that rounds once and one that rounds after every operation: where a step
-    cancels, the first is exact by luck. Entries that the loop leaves the type's range with are not judged.
+    from the state before it, beside a step that rounds once, one that rounds after every operation and two from that
+    state rounded by chance, since a program may carry it wider than it gives it. Entries that the loop leaves the
+    type's range with are not judged.
     """
 
     def __init__(self, problem: Problem, dtype: str):
@@ -149,7 +150,9 @@ class Judge:
         )
         exact = self._in_float64(self._step, before, self.xs)
         steps = [jax.device_get(step(before, self.xs)) for step in (self._step, jax.vmap(self.problem.step))]
-        return self._excess(states, jax.tree.map(_farthest, exact, *steps), exact)
+        steps += [self._in_float64(functools.partial(self._step_by_chance, seed), before, self.xs) for seed in (0, 1)]
+        plain = functools.reduce(functools.partial(jax.tree.map, _farthest, exact), steps)
+        return self._excess(states, plain, exact)
 
     def _loop(self, start, xs, unroll: int = 1):
         return jax.device_get(
@@ -161,19 +164,24 @@ class Judge:
 
         def one(h, row):
             x, key = row
-            h = self.problem.step(h, x)
-            keys = jax.random.split(key, len(jax.tree.leaves(h)))
-            keys = jax.tree.unflatten(jax.tree.structure(h), list(keys))
-            h = jax.tree.map(
-                lambda a, key: self._rounded(a, jax.random.uniform(key, a.shape, a.dtype, -0.5, 0.5)), h, keys
-            )
+            h = jax.tree.map(lambda a: a.astype(self.dtype).astype(a.dtype), self._shaken(key, self.problem.step(h, x)))
             return h, h
 
         keys = jax.random.split(jax.random.key(seed), LENGTH)
         return jax.jit(jax.lax.scan, static_argnums=0)(one, start, (xs, keys))[1]
 
-    def _rounded(self, a, share):
-        return (a * (1 + float(jnp.finfo(self.dtype).eps) * share)).astype(self.dtype).astype(a.dtype)
+    def _step_by_chance(self, seed: int, before, xs):
+        """All steps from states that are off by less than half a unit in the last place."""
+        return self._step(self._shaken(jax.random.key(seed), before), xs)
+
+    def _shaken(self, key, tree):
+        leaves, treedef = jax.tree.flatten(tree)
+        shares = [
+            jax.random.uniform(key, leaf.shape, leaf.dtype, -0.5, 0.5)
+            for key, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+        ]
+        eps = float(jnp.finfo(self.dtype).eps)
+        return treedef.unflatten([leaf * (1 + eps * share) for leaf, share in zip(leaves, shares, strict=True)])
 
     def _step_by_step(self):
         """The loop operation by operation, each of which rounds."""

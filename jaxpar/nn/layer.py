@@ -89,7 +89,8 @@ def cell_states(
         if states is not None:
             return states, None
 
-    if resets is not None and platform() == "gpu" and lane.ndim == 3:  # the kernels take inputs like the state
+    is_state = all(h.shape == lane.shape[1:] for h in jax.tree.leaves(h0))
+    if resets is not None and platform() == "gpu" and is_state:  # the kernels take inputs like the state
         resets = jnp.broadcast_to(resets[..., None], lane.shape).astype(lane.dtype)
 
     def step(h, inputs):

@@ -134,12 +134,26 @@ def test_the_solver_is_told_the_cells_structure(name):
 
 
 def test_cpus_run_sequentially_tpus_iterate_and_gpus_weigh_costs(monkeypatch):
+    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "cpu")
     assert isinstance(method_for(CELLS["para_gru"], None, T), Sequential)
     monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "tpu")
     assert method_for(CELLS["para_lstm"], None, T) == Newton(jac=Block(2))
     assert isinstance(method_for(CELLS["gru"], None, T), Sequential)
     monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
     assert method_for(CELLS["para_lstm"], None, T) == Auto(jac=Block(2))
+
+
+@pytest.mark.parametrize("name", ["aaren", "para_gru", "lstm"])
+def test_resets_reach_states_of_any_shape_where_kernels_want_them_like_inputs(name, x64, monkeypatch):
+    cell, params, xs = CELLS[name], noisy(CELLS[name]), inputs()
+    resets = jnp.arange(T)[None] % 5 == jnp.arange(B)[:, None]
+
+    def run():
+        return jax.jit(lambda xs: recurrent(cell, params, xs, method=Sequential(), resets=resets)[0])(xs)
+
+    want = run()
+    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    np.testing.assert_array_equal(run(), want)
 
 
 @triton_interpreter.NEEDED
