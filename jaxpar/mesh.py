@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -165,6 +166,8 @@ class MeshSpec:
 def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Device] | None = None) -> Mesh:
     """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD.
 
+    On a TPU an axis takes whole axes of the torus where some multiply to it, else parts of them.
+
     Args:
       spec: Axis sizes; by default all devices on `data`.
       devices: Devices to use; by default all devices of all processes.
@@ -174,7 +177,12 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Device] | None = N
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = (spec or MeshSpec(data=-1)).sizes(len(devices))
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # no axes of the torus multiply to an axis of the mesh: 8 x 8 of 4 x 4 x 4
+        split = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(split, AXES, axis_types=types)
 
 
 def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") -> dict[str, tuple[str, ...]]:

@@ -115,3 +115,36 @@ def test_what_libtpu_says_is_said_in_our_words(text, sentence, monkeypatch, capf
     with pytest.raises(UsageError) as caught:
         devices(parse_topology("v5e:5000x3"))
     assert str(caught.value) == sentence and capfd.readouterr() == ("", "")
+
+
+MESHES = """
+import jax
+from jaxpar.aot import devices, factorisations, parse_topology
+from jaxpar.mesh import AXES, MeshSpec, make_mesh
+
+for name in ("v5p:4x4x4", "v6e:4x4", "v5p:3x3x3", "tpu7x:2x2x2"):
+    found, split = devices(parse_topology(name)), []
+    for data, fsdp, tensor in factorisations(len(found), 3):
+        mesh = make_mesh(MeshSpec(data=data, fsdp=fsdp, tensor=tensor), found)
+        assert set(mesh.devices.flat) == set(found) and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+        assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | {"data": data, "fsdp": fsdp, "tensor": tensor}
+        try:
+            assert (mesh.devices == jax.make_mesh(mesh.devices.shape, AXES, devices=found).devices).all()
+        except NotImplementedError:
+            split.append((data, fsdp, tensor))
+            # What shares the fastest axis lies in a box of the torus: coordinates are a product of their ranges.
+            for group in mesh.devices.reshape(-1, tensor):
+                sides = [len(set(side)) for side in zip(*(device.coords for device in group))]
+                cores = len({device.core_on_chip for device in group})
+                assert sides[0] * sides[1] * sides[2] * cores == tensor, (name, data, fsdp, tensor)
+    print(name, len(split), (1, 8, 8) in split)
+"""
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_every_factorisation_of_a_slice_is_a_mesh():
+    """As `jax.make_mesh` arranges it where axes of the torus multiply to the mesh's, else with axes of it split."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", MESHES], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "v5p:4x4x4" in done.stdout and " True" in done.stdout.splitlines()[0], done.stdout

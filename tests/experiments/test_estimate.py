@@ -234,6 +234,17 @@ def test_a_slice_that_is_not_here(tmp_path):
 
 
 @needs_libtpu
+def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
+    """Eight by eight of 4x4x4: no axes of the torus multiply to eight."""
+    flags = "topology=v5p:4x4x4 mesh.fsdp=8 mesh.tensor=8 model.num_heads=8 model.num_kv_heads=8 model.num_layers=1"
+    done = on_tpu(tmp_path, *flags.split(), "data.batch_size=8", "data.seq_len=16", "effort=none")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "278,912 parameters" in done.stdout and "fsdp=8 tensor=8 on 64 v5p devices" in done.stdout
+    norms = 3 * 128  # whole on every device; of all else each has a 64th
+    assert report_of(tmp_path)["parameters"] == 4 * (norms + (278_912 - norms) // 64)
+
+
+@needs_libtpu
 @pytest.mark.slow
 def test_a_slice_that_is_too_small(tmp_path):
     done = on_tpu(tmp_path, "preset=llama_1b", "topology=v5e:1x1", "data.batch_size=4", "data.seq_len=2048",

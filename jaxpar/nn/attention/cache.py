@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Protocol, Self
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -89,10 +90,15 @@ class LinearCache:
     def write(self, k: Array, v: Array, seen: Array, valid: Array | None = None) -> "LinearCache":
         """Returns the cache with more tokens; of more than S, with the last S. Cost: what it writes, where donated."""
         slot = self.slots(k.shape[1], seen, valid)
-        rows = jnp.arange(len(seen))[:, None]
+
+        def line(old, new, slot):
+            return old.at[slot].set(new, mode="drop")
 
         def put(old, new):
-            return constrain(old.at[rows, :, slot].set(new.astype(old.dtype), mode="drop"), *CACHE_AXES, name="cache")
+            # Row by row and head by head, indices along: with heads in its window a TPU lays the cache anew for it.
+            new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
+            old = jax.vmap(jax.vmap(line))(old, new, jnp.broadcast_to(slot[:, None], new.shape[:3]))
+            return constrain(old, *CACHE_AXES, name="cache")
 
         return LinearCache(put(self.keys, k), put(self.values, v))
 
