@@ -5,7 +5,7 @@ import difflib
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
@@ -61,7 +61,9 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         if wrong[1] == "model" and wrong[2] in {path.stem for path in CONF.glob("*/preset/*.yaml")}:
             return f"model={wrong[2]} is preset={wrong[2]} now; model has flags of its own, such as model.num_layers=3."
         if kind := flags.get(wrong[1]) or (whole and whole[-1]):
-            return f"{wrong[1]}={wrong[2].split(':')[0]} is of the wrong type; {wrong[1]} takes {_type_name(kind)}."
+            value = wrong[2].split(":")[0]
+            listed = f", such as {wrong[1]}=[{value}]" if get_origin(kind) is list and value[:1] not in "[{" else ""
+            return f"{wrong[1]}={value} is of the wrong type; {wrong[1]} takes {_type_name(kind)}{listed}."
     if unknown := re.search(
         r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
     ):

@@ -41,7 +41,7 @@ class Config(_run.RunConfig):
       model: The transformer; its dtype is each of `dtypes` in turn.
       data: Its batch_size and seq_len; tokens are drawn at random.
       optimizer: Three steps are made with it.
-      layouts: "all", or layouts such as data2.fsdp4 or fsdp4.tensor2/zero2+sequence.
+      layouts: [all], or a list such as [data2.fsdp4,fsdp4.tensor2/zero2+sequence].
       dtypes: Of float32 and float64.
       topology: Slice to compile for: "auto" takes v5e chips, as many as there are devices, if libtpu is installed.
       train: Taken from presets and ignored, as are sampling.

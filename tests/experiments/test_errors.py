@@ -64,7 +64,7 @@ FIXED = [
     ("model.num_layers=two", "model.num_layers=two is of the wrong type; model.num_layers takes int"),
     ("train.steps=1.5", "train.steps=1.5 is of the wrong type; train.steps takes int"),
     ("data.pack=maybe", "data.pack=maybe is of the wrong type; data.pack takes bool"),
-    ("metrics=tensorboard", r"metrics=tensorboard is of the wrong type; metrics takes list\[str\]"),
+    ("metrics=tensorboard", r"of the wrong type; metrics takes list\[str\], such as metrics=\[tensorboard\]\."),
     ("preset=huge", "there is no preset 'huge'; legal for preset= are gpt2_124m, .*tiny"),
     ("preset=3", "there is no preset '3'; legal for preset= are gpt2_124m, .*tiny"),
     ("model.num_layers", "flag 'model.num_layers' cannot be read; flags are name=value"),
