@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,18 +155,14 @@ class MeshSpec:
         if free:
             sizes[free[0]] = num_devices // fixed
         if sizes["fsdp"] % self.inner:
-            legal = [n for n in range(1, sizes["fsdp"] + 1) if sizes["fsdp"] % n == 0]
-            raise UsageError(
-                f"mesh inner={self.inner} does not divide fsdp={sizes['fsdp']}; legal are {', '.join(map(str, legal))}."
-            )
+            legal = ", ".join(str(n) for n in range(1, sizes["fsdp"] + 1) if sizes["fsdp"] % n == 0)
+            raise UsageError(f"mesh inner={self.inner} does not divide fsdp={sizes['fsdp']}; legal are {legal}.")
         sizes |= {"fsdp": sizes["fsdp"] // self.inner, "inner": self.inner}
         return {name: sizes[name] for name in AXES}
 
 
 def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Device] | None = None) -> Mesh:
-    """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD.
-
-    On a TPU an axis takes whole axes of the torus where some multiply to it, else parts of them.
+    """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD; axes of a TPU's torus are split where they must be.
 
     Args:
       spec: Axis sizes; by default all devices on `data`.
@@ -181,8 +177,7 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Device] | None = N
     try:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     except NotImplementedError:  # no axes of the torus multiply to an axis of the mesh: 8 x 8 of 4 x 4 x 4
-        split = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(split, AXES, axis_types=types)
+        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
 
 
 def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") -> dict[str, tuple[str, ...]]:
@@ -204,18 +199,15 @@ def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") 
         rules |= LAYOUTS[part]
     changes = dict(changes or {})
     if "embed" in changes:
-        for role in ("embed_weight", "embed_grad"):
-            changes.setdefault(role, changes["embed"])
+        changes = {"embed_weight": changes["embed"], "embed_grad": changes["embed"]} | changes
     for name, value in changes.items():
         if name not in RULES:
             raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")
         axes = () if value in ("", "none") else tuple(value.split("+"))
         for axis in axes:
             if axis not in AXES:
-                raise UsageError(
-                    f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {', '.join(AXES)}, "
-                    "several joined by +, or none."
-                )
+                legal = f"{', '.join(AXES)}, several joined by +, or none"
+                raise UsageError(f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {legal}.")
         rules[name] = axes
     return rules
 
