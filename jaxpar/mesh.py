@@ -162,7 +162,7 @@ class MeshSpec:
 
 
 def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Device] | None = None) -> Mesh:
-    """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD; axes of a TPU's torus are split where they must be.
+    """Makes the mesh of a run: every axis of `AXES`, partitioned by GSPMD; a TPU's torus is split where it must be.
 
     Args:
       spec: Axis sizes; by default all devices on `data`.
