@@ -18,7 +18,7 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
-from experiments import digits, env, generate, lm, neat, pomdp, rl, rnn
+from experiments import digits, env, generate, lm, neat, pipelined_speculation, pomdp, rl, rnn
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
@@ -296,6 +296,13 @@ TABLE = {
         "num_samples": ((0, 1025), (1, 1024)),
         "batch_size": ((0, 4097), (1, 4096)),
         "draft_length": ((-1, 65), (0, 64)),
+    },
+    pipelined_speculation.Config: {
+        "stages draft_ticks": ((0, 1025), (1, 1024)),
+        "guesses pipelined": ((0, 65), (1, 64)),
+        "streamed early": COUNT,
+        "hit acceptance": SHARE,
+        "tokens": ((1, 2**20 + 1), (2, 2**20)),
     },
     Combat: {"size": ((3,), (4,))},
     Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},

@@ -51,6 +51,8 @@ CLAIMS = {
     "samples that share their prompt": "decode/test_generate.py::samples_share_their_prompt_and_differ",
     "speculative decoding that gives the plain loop's tokens": "decode/test_generate.py"
     "::any_draft_gives_the_tokens_of_the_slow_oracle",
+    "a schedule changes no token": "experiments/test_pipelined_speculation.py"
+    "::tokens_are_those_of_the_greedy_loop_and_each_is_verified_once",
     "beams, automata": "decode/test_beam.py::beams_equal_the_plain_search "
     "decode/test_generate.py::an_automaton_says_what_may_come_after_what",
     "GRU, LSTM, minGRU": "nn/test_cells.py::a_cell_is_its_papers_equations "
@@ -155,6 +157,11 @@ PAGES = {
         "decode/test_company.py::tokens_depend_on_no_company_and_no_place",
         "the first difference is where the two best scores were that near": "decode/test_company.py"
         "::tokens_are_those_of_the_slow_oracle_but_for_near_ties",
+        "that ends in an error if it is not": "experiments/test_pipelined_speculation.py::a_wrong_text_is_noticed",
+        "a plain count of the same events gives every tick": "experiments/test_pipelined_speculation.py"
+        "::tokens_are_those_of_the_greedy_loop_and_each_is_verified_once "
+        "experiments/test_pipelined_speculation.py::ticks_a_token_are_those_of_the_closed_form "
+        "experiments/test_pipelined_speculation.py::cancelling_saves_work_and_no_tick",
         "The same command goes on": "experiments/test_generate_command.py"
         "::what_is_there_is_neither_drawn_again_nor_touched "
         "experiments/test_generate_command.py::lines_of_others_are_left_alone",

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run, digits, env, estimate, generate, neat, pomdp, rl, rnn, verify
+from experiments import _run, digits, env, estimate, generate, neat, pipelined_speculation, pomdp, rl, rnn, verify
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
@@ -19,7 +19,7 @@ from jaxpar.parallel.placement import MATMUL_PLACEMENTS, Broadcast, Partial, Spl
 
 ROOT = Path(__file__).parents[1]
 OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}
-OTHERS |= {"generate": generate, "verify": verify}
+OTHERS |= {"generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml"))]

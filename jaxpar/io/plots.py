@@ -50,10 +50,11 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     save(figure, out)
 
 
-def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[str]]) -> None:
+def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[str]], *, along: str = "step") -> None:
     """Draws `metrics_jsonl` into the PNG `out`: a panel for each entry of `panels`, from its label to its metrics.
 
     Metrics of every step are drawn with their running mean, seldom ones as points. Panels without any are left out.
+    `along` says what the steps are.
 
     Raises:
       UsageError: The file is absent or holds none of the metrics, or matplotlib is missing.
@@ -82,7 +83,7 @@ def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[s
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.margins(x=0.01)
-    axes[-1].set_xlabel("step")
+    axes[-1].set_xlabel(along)
     figure.align_ylabels(axes)
     save(figure, out)
 

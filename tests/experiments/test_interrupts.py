@@ -20,7 +20,8 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["digits", "env", "estimate", "generate", "launch", "lm", "neat", "pomdp", "rl", "rnn", "verify"]
+COMMANDS = ["digits", "env", "estimate", "generate", "launch", "lm", "neat"]
+COMMANDS += ["pipelined_speculation", "pomdp", "rl", "rnn", "verify"]
 
 
 def interrupt():
@@ -162,6 +163,7 @@ TINY = {
     "lm": "",
     "neat": "population=16",
     "estimate": "",
+    "pipelined_speculation": "tokens=9",
     "pomdp": "env=Tiger episodes=2 max_steps=2 gif=false",
     "rl": "num_seeds=1 num_envs=8 num_steps=8 train.steps=64 train.chunk=1 gif=false",
     "rnn": "data.task=selective_copy",
@@ -175,6 +177,7 @@ FIRST = {  # what a command does first that takes long
     "rnn": "jaxpar.loop._first_state",
     "env": "experiments.env.PolicyRun.compiled",
     "estimate": "jaxpar.aot.estimate",
+    "pipelined_speculation": "experiments.pipelined_speculation.run",
     "pomdp": "experiments.pomdp.batched",
     "verify": "experiments.verify.verify_lm",
 }

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import _run, digits, env, estimate, generate, lm, neat, pomdp, rl, rnn
+from experiments import _run, digits, env, estimate, generate, lm, neat, pipelined_speculation, pomdp, rl, rnn
 from experiments._mistakes import RENAMED, _flags, presets_of
 from jaxpar.lm import gpt2, llama, num_params
 from jaxpar.lm.tokenizer import Bytes
@@ -140,13 +140,13 @@ def test_the_folder_is_named_after_preset_and_identity():
 def words():
     """The rows of the quick start's table of flags: flag -> experiments that have it."""
     page = (_run.CONF.parents[1] / "docs" / "quickstart.md").read_text()
-    rows = re.findall(r"^\| `([\w.]+)` \| .* \| ([a-z, ]+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \| .* \| ([a-z_, ]+) \|$", page, re.MULTILINE)
     return {flag: sorted(names.split(", ")) for flag, names in rows}
 
 
 def test_one_word_means_one_thing_in_every_experiment():
     experiments = {"digits": digits, "env": env, "generate": generate, "lm": lm, "neat": neat, "pomdp": pomdp}
-    experiments |= {"rl": rl, "rnn": rnn}
+    experiments |= {"rl": rl, "rnn": rnn, "pipelined_speculation": pipelined_speculation}
     flags = {name: dict(_flags(module.Config)) for name, module in experiments.items()}
     for name in experiments:
         flags[name] |= {"preset": str} if presets_of(name, "preset") else {}
