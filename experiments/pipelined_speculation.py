@@ -29,6 +29,8 @@ from jaxpar.io import open_writers, plot_metrics
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import UsageError
 
+COLUMNS = ("acceptance", "schedule", "simulated", "closed form", "runs", "cancelled", "stale", "work", "in vain")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(_run.RunConfig):
@@ -126,17 +128,7 @@ def run(config: Config, schedule: Schedule) -> Ticks:
 def tell(config: Config, folder: pathlib.Path, found: dict[str, Ticks]) -> None:
     """Prints a row for each schedule and rate, and writes them."""
     table = Table(title="ticks a token", title_justify="left")
-    for column in (
-        "acceptance",
-        "schedule",
-        "simulated",
-        "closed form",
-        "runs",
-        "cancelled",
-        "stale",
-        "work",
-        "in vain",
-    ):
+    for column in COLUMNS:
         table.add_column(column, justify="right")
     writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
     for i, rate in enumerate(config.acceptance):

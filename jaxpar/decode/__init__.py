@@ -18,12 +18,14 @@
 | `pseudo` | states [B, N, D] -> states of pseudo tokens [B, N, k, D]; scores [B, T, V] -> guesses | `generate`, `lm` |
 | `generate` | prompts [B, T] -> texts [B, S] | pillars |
 | `beam` | prompts [B, T] -> texts [B, W, S], the best first | pillars |
+| `conformal` | scores [M], those before -> which to reject [M] | users |
 | `cost` | sizes of a model, of prompt and continuations -> operations and bytes | users |
 """
 
 from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, expected_length, rejection, verdict
 from jaxpar.decode.automaton import Automaton, automaton_of, regex_automaton
 from jaxpar.decode.beam import Beams, Found, beam_search
+from jaxpar.decode.conformal import Calibration, conformal_p, conformal_rejects, empty_calibration
 from jaxpar.decode.cost import DecodingCost, decoding_cost, tokens_read
 from jaxpar.decode.draft import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.generate import Generated, generate
@@ -41,6 +43,7 @@ __all__ = [
     "Automaton",
     "Beams",
     "BlockTopK",
+    "Calibration",
     "CopyDraft",
     "Counts",
     "DecodingCost",
@@ -71,11 +74,14 @@ __all__ = [
     "beam_search",
     "best_tree",
     "chain",
+    "conformal_p",
+    "conformal_rejects",
     "count_token",
     "count_tokens",
     "coupled",
     "cut_at_stop",
     "decoding_cost",
+    "empty_calibration",
     "ends_with",
     "expected_length",
     "expected_tokens",
