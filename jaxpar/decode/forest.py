@@ -15,6 +15,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from jaxpar.types import UsageError
@@ -154,7 +155,6 @@ def _start(forest: Forest, parent: jax.Array, cut: jax.Array, asked: jax.Array, 
         live=put(forest.live, True),
         parent=put(forest.parent, parent[:, None]),
         cut=put(forest.cut, cut[:, None]),
-        length=put(forest.length, jnp.int32(0)),
         refused=forest.refused + jnp.where(asked, (new < 0).sum(1, dtype=jnp.int32), 0),
     ), new
 
@@ -167,7 +167,7 @@ def reserve(forest: Forest, segment: Int[Array, "B R"], slots: Int[Array, "B R"]
     """
     size = forest.block
 
-    def one(owner, order, place, segment, slots):
+    def one(owner, order, segment, slots):
         owned = (owner[:, None] == segment[None]).sum(0)
         need = jnp.where(segment >= 0, jnp.maximum(-(-slots // size) - owned, 0), 0)
         end = jnp.cumsum(need)
@@ -179,14 +179,13 @@ def reserve(forest: Forest, segment: Int[Array, "B R"], slots: Int[Array, "B R"]
         return (
             jnp.where(fresh, segment[who], owner),
             jnp.where(fresh, owned[who] + rank[:, 0] - begin[who], order),
-            jnp.where(fresh[:, None], -1, place),
             fresh,
             jnp.maximum(end[-1] - free.sum(), 0),
         )
 
-    owner, order, place, fresh, short = jax.vmap(one)(forest.owner, forest.order, forest.place, segment, slots)
-    ints = (x.astype(jnp.int32) for x in (owner, order, place, forest.refused + short))
-    return dataclasses.replace(forest, **dict(zip(("owner", "order", "place", "refused"), ints, strict=True))), fresh
+    owner, order, fresh, short = jax.vmap(one)(forest.owner, forest.order, segment, slots)
+    ints = (x.astype(jnp.int32) for x in (owner, order, forest.refused + short))
+    return dataclasses.replace(forest, **dict(zip(("owner", "order", "refused"), ints, strict=True))), fresh
 
 
 def release(forest: Forest, segment: Int[Array, "B R"]) -> Forest:
@@ -195,7 +194,7 @@ def release(forest: Forest, segment: Int[Array, "B R"]) -> Forest:
     A parent and all its children may be named together.
     """
     rows, into = _rows(segment), jnp.where(segment < 0, forest.num_segments, segment)
-    asked = jnp.zeros_like(forest.live).at[rows, into].set(True, mode="drop") & forest.live
+    asked = jnp.zeros_like(forest.live).at[rows, into].set(True, mode="drop")
 
     def one(asked, parent, live):
         def keep(_, going):  # what stays keeps its parent, and that one its own
@@ -270,22 +269,19 @@ def lineage_view(forest: Forest, segment: Int[Array, "B R"]) -> View:
 
     def one(length, parent, cut, segment):
         def climb(_, carry):
-            seen, chain, at, sees = carry
+            seen, at, sees = carry
             known, into = at >= 0, jnp.maximum(at, 0)
             seen = seen.at[into].max(jnp.where(known, sees, 0))
-            chain = chain.at[into].max(known)
             sees = jnp.where(known, cut[into], 0)
-            return seen, chain, jnp.where(known, parent[into], -1), sees
+            return seen, jnp.where(known, parent[into], -1), sees
 
         zero = jnp.zeros_like(length)
-        start = zero, zero > 0, segment, length[segment]
-        seen, chain, _, _ = jax.lax.fori_loop(0, len(length), climb, start)
+        seen, _, _ = jax.lax.fori_loop(0, len(length), climb, (zero, segment, length[segment]))
 
         def deeper(_, offset):
             return jnp.where(parent >= 0, offset[parent] + cut, 0)
 
-        offset = jax.lax.fori_loop(0, len(length), deeper, zero)
-        return jnp.where(chain, seen, 0), jnp.where(chain, offset, 0)
+        return seen, jax.lax.fori_loop(0, len(length), deeper, zero)
 
     each = jax.vmap(jax.vmap(one, (None, None, None, 0)))
     seen, offset = each(_places(forest), forest.parent, forest.cut, segment)
@@ -298,7 +294,12 @@ def arranged_view(forest: Forest, segments: Int[Array, "B R J"], write: Int[Arra
     """Returns the view of readers that see whole segments one after the other, each reader in an order of its own.
 
     A segment that is -1 is left out. What a reader writes to comes last: where it is among the segments it must be
-    their last, and positions go on from its end. Learned positions do not allow it, unless all readers agree.
+    their last, and positions go on from its end; where it is not it must be empty. Learned positions do not allow it,
+    unless all readers agree.
+
+    Raises:
+      UsageError: If a reader writes to what does not come last. Under jit, where values cannot be told, it writes to
+        nothing.
     """
     places = _places(forest)
 
@@ -313,7 +314,7 @@ def arranged_view(forest: Forest, segments: Int[Array, "B R J"], write: Int[Arra
         return seen, offset.at[into].set(jnp.where(fresh, end[-1], offset[write]), mode="drop"), end[-1]
 
     seen, offset, position = jax.vmap(jax.vmap(one, (None, 0, 0)))(places, segments, write)
-    return View(seen, offset, write, position)
+    return _at_the_end(View(seen, offset, write, position), places)
 
 
 def joined_view(forest: Forest, segments: Int[Array, "B J"], write: Int[Array, " B"]) -> View:
@@ -321,20 +322,39 @@ def joined_view(forest: Forest, segments: Int[Array, "B J"], write: Int[Array, "
 
     The segments keep the positions at which they were written (siblings stand at the same ones), and the reader writes
     to the empty root `write` from the largest end on (Multiverse, arXiv:2506.09991). Nothing is read again.
+
+    Raises:
+      UsageError: If it is not empty; under jit as in `arranged_view`.
     """
-    each = lineage_view(forest, segments)
+    each, places = lineage_view(forest, segments), _places(forest)
     position = each.position.max(1)
-    seen, offset = each.seen.max(1), each.offset.max(1)
-    rows, into = jnp.arange(len(write)), jnp.where(write < 0, forest.num_segments, write)
+    seen, offset = each.seen.max(1), each.offset[:, 0]  # that of a lineage is one for all who read it
+    rows = jnp.arange(len(write))
+    into = jnp.where((write < 0) | (places[rows, write] > 0), forest.num_segments, write)
     offset = offset.at[rows, into].set(position, mode="drop")
-    return View(seen[:, None], offset[:, None], write[:, None], position[:, None])
+    view = View(seen[:, None], offset[:, None], write[:, None], position[:, None])
+    return _at_the_end(view, places)
+
+
+def _at_the_end(view: View, places: jax.Array) -> View:
+    """Refuses readers who do not see all that they write to, and stand at its end: a place would be taken twice."""
+    own = jnp.maximum(view.write, 0)
+    seen, begin = (jnp.take_along_axis(x, own[..., None], 2)[..., 0] for x in (view.seen, view.offset))
+    held = jnp.take_along_axis(places, own, 1)
+    wrong = (view.write >= 0) & ((seen != held) | (begin + held != view.position))
+    if not isinstance(wrong, Tracer) and wrong.any():
+        row, reader = (int(at) for at in jnp.argwhere(wrong)[0])
+        raise UsageError(
+            f"reader {reader} of row {row} writes to segment {int(view.write[row, reader])}, which holds tokens and is "
+            "not the last one that it sees; name an empty one, or see it last."
+        )
+    return dataclasses.replace(view, write=jnp.where(wrong, -1, view.write))
 
 
 def _places(forest: Forest) -> jax.Array:
     """Returns of each segment one more than the last place that a token of it has, int32 [B, M]."""
-    last = jnp.where(forest.owner >= 0, forest.place.max(-1), -1)
-    into = jnp.where(forest.owner >= 0, forest.owner, forest.num_segments)
-    return jnp.zeros_like(forest.length).at[_rows(into), into].max(last + 1, mode="drop")
+    ends = forest.place.max(-1) + 1  # 0 of a free block, whichever segment that is then counted to
+    return jnp.zeros_like(forest.length).at[_rows(ends), forest.owner].max(ends)
 
 
 def _rows(index: jax.Array) -> jax.Array:

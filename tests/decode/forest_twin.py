@@ -135,8 +135,7 @@ class Twin:
         def choice(row):
             first, last = self.segment(row), self.segment(row)
             first = -1 if first == last else first
-            unused = [x for x, each in row.segments.items() if not each.tokens and x not in (first, last)]
-            return (first, last), self.choose([-1, last, last, *unused])
+            return (first, last), self.choose([-1, last, last, last, *row.segments])
 
         chosen = self.for_readers(choice)
         which, targets = (
@@ -150,7 +149,7 @@ class Twin:
         which, targets, others, readers = self.for_readers(self.segment, 2), [], [], []
         for row, segments in zip(self.rows, which, strict=True):
             used = {number for each in segments for number in row.lineage(each).until}
-            roots = [x for x, each in row.segments.items() if each.parent < 0 and not each.tokens and x not in used]
+            roots = [x for x, each in row.segments.items() if each.parent < 0 and x not in used]
             targets.append(self.choose([-1, *roots]))
             others.append([self.segment(row) for _ in range(READERS - 1)])
             readers.append([row.joined(segments, targets[-1]), *map(row.lineage, others[-1])])

@@ -94,6 +94,9 @@ class Row:
                 reader.position += self.segments[number].end
         if write >= 0:
             reader.begins.setdefault(write, reader.position)
+            behind = numbers[numbers.index(write) + 1 :] if write in numbers else [write]
+            if any(self.segments[number].tokens for number in behind if number >= 0):
+                reader.write = -1  # it would not come last
         return reader
 
     def joined(self, numbers, write):
@@ -104,7 +107,9 @@ class Row:
             reader.begins |= each.begins
             for number, until in each.until.items():
                 reader.until[number] = max(until, reader.until.get(number, 0))
-        if write >= 0:
+        if write >= 0 and self.segments[write].tokens:
+            reader.write = -1
+        elif write >= 0:
             reader.begins[write] = reader.position
         return reader
 
