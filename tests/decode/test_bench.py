@@ -83,6 +83,74 @@ def test_peers_and_texts_are_compared_by_batch(bench):
     assert ours["limit_ms"] == pytest.approx((4e8 + 9 * 2 * 2 * 4 * 8 * 4) / 400, rel=1e-12)
 
 
+def test_a_row_is_set_beside_its_own_plain_one_and_a_failed_one_beside_nothing(bench):
+    common = {"kind": "drafts", "rows": 1, "parameters": 10**9, "prompts": [[1], [2]], "least_ms": 1.0}
+    rows = [
+        common | {"side": side, "row": f"{side} {name}", "ms": ms}
+        for side, name, ms in (("jaxpar", "plain", 4.0), ("jaxpar", "copy 8", 2.0), ("transformers", "dynamic", 9.0))
+    ]
+    rows += [common | {"side": "transformers", "row": "transformers lookup", "ms": 3.0, "tokens": [[7]]}]
+    rows += [{"kind": "drafts", "rows": 1, "side": "torch", "row": "torch plain", "failed": "tired"}]
+    judged = bench["decode"].judged(rows, 1.0)
+    assert [row.get("plain_ms") for row in judged] == [4.0, 4.0, 9.0, 9.0, None]
+    assert [row["texts"] for row in judged] == [2, 2, 2, 2, 0]
+    assert {row["best_peer_ms"] for row in judged} == {3.0}
+    assert not any(name in row for row in judged for name in ("limit_ms", "same"))
+    alone = bench["decode"].judged([common | {"side": "jaxpar", "row": "jaxpar plain", "ms": 4.0}], 1.0)
+    assert bench["decode"].best_ratio(alone[0]) == ""
+
+
+def test_what_fits_into_the_processors_cache_has_no_limit(bench):
+    case = {"kind": "attend", "dtype": "float32", "side": "jaxpar", "row": "jaxpar"}
+    near = int(bench["harness"].CACHE / (2 * 4 * 100 * 10)) - 1
+    for slots, has_limit in ((near, False), (near + 2, True)):
+        rows = bench["decode"].judged([case | {"shape": (1, 20, 10, slots, 100)}], 1e3)
+        assert [row.get("limit_ms") for row in rows] == [2 * 4 * 10 * slots * 100 if has_limit else None]
+
+
+def test_a_table_says_in_how_much_of_the_limit_and_how_many_times_as_fast(bench):
+    row = {"kind": "steps", "row": "x", "rows": 2, "readers": 3, "ms": 4.0, "least_ms": 2.0, "limit_ms": 1.0}
+    steps = {name: show(row) for name, show in bench["decode"].filled(bench["decode"].STEPS, [row]).items()}
+    assert steps == {
+        "row": "x", "rows": "2", "ms (least)": "4.000 (2.000)", "tokens/s": "1,500", "limit ms": "1.000",
+        "of limit": "25 %", "note": "",
+    }  # fmt: skip
+    said = bench["decode"].DRAFTS["of plain"](row | {"plain_ms": 6.0, "plain_least_ms": 5.0})
+    assert said == "1.50x (2.50)"
+
+
+def test_the_rate_is_the_fastest_copys_and_another_checkout_is_refused(bench):
+    class Fake:
+        def ask(self, side, request):
+            if side == "torch":
+                return {"failed": "not here"}
+            return {"device": "d", "version": "v", "rate": {"jaxpar": 3.0, "older": 5.0}[side], "from": "/here"}
+
+    class Args:
+        size, spend_s = "tiny", 0.0
+
+    sides = {"jaxpar": ([], {"PYTHONPATH": "/here"}), "older": ([], {"PYTHONPATH": "/here"}), "torch": ([], {}, "")}
+    assert bench["decode"].started(Fake(), sides, Args) == 5.0
+    sides["older"] = ([], {"PYTHONPATH": "/there"})
+    with pytest.raises(SystemExit, match="older would be measured from /here"):
+        bench["decode"].started(Fake(), sides, Args)
+
+
+def test_rows_are_asked_of_the_sides_that_are_there(bench):
+    class Args:
+        only, spend_s = "copy,static", 0.0
+
+    case = {
+        "rows": [1, 2], "sides": {"jaxpar": ["plain", "copy 8"], "transformers": ["static"], "torch": ["static"]},
+        "exported": True, "prompt": 3, "model": {"vocab_size": 50},
+    }  # fmt: skip
+    first, again = (bench["decode"].rows_of("D", case, Args, {"jaxpar": 0, "transformers": 0}) for _ in range(2))
+    names = [f"D {row} {rows}" for rows in (1, 2) for row in ("copy 8", "static")]
+    assert [row["name"] for row in first] == names and first == again
+    assert [np.shape(row["prompts"]) for row in first] == [(row["rows"], 3) for row in first]
+    assert first[0]["prompts"] == first[1]["prompts"], "all sides of a batch are asked the same"
+
+
 def test_what_is_timed_alone_is_attention(bench):
     request = {"row": "jaxpar block 16", "shape": (1, 4, 2, 40, 8), "dtype": "float32", "spend_s": 0.0}
     row = bench["decode_rows"].Attend(request)

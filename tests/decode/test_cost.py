@@ -22,25 +22,34 @@ def test_tokens_are_summed(prompt, new, budget):
     )
 
 
-@given(COUNT, some.integers(1, 20), some.integers(1, 5), some.booleans(), some.none() | some.integers(1, 30))
-def test_costs_are_sums_over_tokens_and_samples(prompt, new, samples, shared, budget):
+@given(
+    COUNT,
+    some.integers(1, 20),
+    some.integers(1, 5),
+    some.booleans(),
+    some.none() | some.integers(1, 30),
+    some.integers(1, 4),
+)
+def test_costs_are_sums_over_tokens_and_samples(prompt, new, samples, shared, budget, itemsize):
     layers, heads, kv_heads, width, params, block = 3, 4, 2, 8, 1000, 4
     found = decoding_cost(
-        params, layers, heads, kv_heads, width, prompt, new, samples=samples, shared=shared, budget=budget, block=block
-    )
+        params, layers, heads, kv_heads, width, prompt, new, samples=samples, shared=shared, budget=budget,
+        block=block, itemsize=itemsize,
+    )  # fmt: skip
     flops = weights = cache = 0.0
     for t in range(new):
-        weights += 2 * params
+        weights += itemsize * params
         for sample in range(samples):
             seen = prompt + t if budget is None else min(budget, prompt + t)
             flops += 2 * params + 4 * layers * heads * width * seen
             read = seen - (prompt if shared and budget is None and sample else 0)
-            cache += layers * kv_heads * width * 2 * 2 * read
+            cache += layers * kv_heads * width * 2 * itemsize * read
             if budget is not None:
                 flops += 2 * layers * heads * width * (prompt + t) / block
-                cache += layers * kv_heads * width * 2 * (prompt + t) / block
+                cache += layers * kv_heads * width * itemsize * (prompt + t) / block
     assert (found.flops, found.weight_bytes, found.cache_bytes) == pytest.approx((flops, weights, cache))
     assert found.equivalent_flops(10.0) == pytest.approx(flops + 10 * cache)
+    assert found.seconds(3.0, 5.0) == pytest.approx(max(flops / 3, (weights + cache) / 5))  # they overlap
     assert found.seconds(2.0, 1e30) == pytest.approx(flops / 2)
     assert found.seconds(1e30, 2.0) == pytest.approx((weights + cache) / 2)
 

@@ -153,6 +153,9 @@ def test_what_is_learned():
         assert sizes == [k * 8, k * 8 * 8, k * 8 * 8]
         state = jax.eval_shape(DraftTrainer(config, PromptTokens(k)).init, jax.random.key(0))
         assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == k * 8
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {
+            np.dtype("float32")
+        } and config.dtype != "float32"
     assert PromptTokens(2).tree == Tree((-1, 0, 1, 0, 3, 1, 5, 2, 7)) and PromptTokens(2) == PromptTokens(2, None)
     assert Heads(2, chain(1)).tree == Tree((-1, 0, 0, 2, 1, 4))
 
@@ -175,7 +178,41 @@ def test_rates_are_counted_place_by_place(x64):
     assert 0 < hits[1].sum() < reached[1] < reached[0]
 
 
+def test_a_place_that_no_text_reached_has_no_rate(x64):
+    draft, params = DRAFTS["hidden"], noisy_params(ROPE, np.float64)
+    own, tokens = draft_params(draft, ROPE), np.random.default_rng(2).integers(0, VOCAB, (3, 9))
+    for place in range(2, 9):  # whatever was likeliest, the text says otherwise
+        laws = laws_of(params, own, np.pad(tokens, ((0, 0), (0, 3))), jnp.arange(9), ROPE, draft)[1]
+        tokens[:, place] = np.asarray(laws)[:, place - 2, 0].argmin(-1)
+    rates = accept_rates(params, own, jnp.asarray(tokens), ROPE, draft, 3)  # from the first place on
+    assert (rates == 0).all()
+
+
 # ---------------------------------------------------------------- training
+
+
+def test_a_step_weighs_its_places_and_draws_anchors_by_its_key(x64):
+    draft, config = DRAFTS["heads"], OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="linear")
+    trainer = DraftTrainer(ROPE, draft, config, num_steps=2, num_anchors=3, decay=0.5)
+    params, own = noisy_params(ROPE, np.float64), draft_params(draft, ROPE)
+    tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 6))
+    inputs, start = {"tokens": tokens, "model": params}, trainer.init(jax.random.key(0))
+    start = start.replace(params=own, skipped_in_a_row=jnp.int32(1))
+    laws, guessed = laws_of(params, own, tokens, jnp.arange(4), ROPE, draft)
+    laws, guessed = (np.asarray(jax.nn.log_softmax(x)) for x in (laws, guessed))
+    apart = (np.exp(laws) * (laws - guessed)).sum(-1).mean(0)  # [anchors, places]
+    one, left_out = jit(trainer.step), set()
+    for number in range(5):
+        state, info = one(jax.random.key(number), start, inputs)
+        found = np.array([info["kl_1"], info["kl_2"]])
+        fits = [out for out in range(4) if np.allclose(np.delete(apart, out, 0).mean(0), found, rtol=1e-5)]
+        assert len(fits) == 1, "not three of the four anchors, each once"
+        left_out |= set(fits)
+        np.testing.assert_allclose(info["loss"], (found[0] + 0.5 * found[1]) / 2, rtol=1e-6)
+        assert state.skipped_in_a_row == 0
+    assert len(left_out) > 1
+    assert one(jax.random.key(0), state, inputs)[1]["learning_rate"] < info["learning_rate"]
+
 
 WALK = np.array([0, 3, 1, 4, 2, 5])  # a text that goes round: what comes next follows from what is
 MODEL = LMConfig(**SMALL | {"init_std": 0.1}, dtype="float32")
