@@ -9,7 +9,7 @@ import numpy as np
 from experiments._completions import name_of
 from experiments._mesh import shares
 from experiments._requests import Request
-from experiments._texts import draw, encode, ending, ending_tokens
+from experiments._texts import draw, encode, ending, ending_sequences, ending_tokens
 from jaxpar.decode import Draft, ModelDraft, Sampling
 from jaxpar.lm import Decoder, LMConfig
 from jaxpar.lm.tokenizer import Tokenizer
@@ -153,6 +153,7 @@ def continued(job: Job, tasks: Sequence[Task]) -> Iterator[Batch]:
                 num_samples=job.num_samples,
                 rule=job.rule,
                 stop_tokens=stop_tokens,
+                sequences=ending_sequences(target.tokenizer, job.stop),
                 chunk=1 if jax.default_backend() == "cpu" else CHUNK,
                 **placed,
             )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.decode import Generated, Sampling, cut_at_stop
+from jaxpar.decode import Generated, Sampling, cut_at_stop, stop_sequences
 from jaxpar.lm import LMConfig, generate
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.mesh import constrain
@@ -40,11 +40,20 @@ def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "sampling", "num_samples", "draft", "rule", "stop_tokens", "chunk")
+    jax.jit, static_argnames=("model", "sampling", "num_samples", "draft", "rule", "stop_tokens", "sequences", "chunk")
 )
-def draw(key: jax.Array, params: PyTree, prompt: jax.Array, model: LMConfig, sampling: Sampling, **options: Any):
+def draw(
+    key: jax.Array,
+    params: PyTree,
+    prompt: jax.Array,
+    model: LMConfig,
+    sampling: Sampling,
+    sequences: tuple[tuple[int, ...], ...] = (),
+    **options: Any,
+):
     """Is `jaxpar.lm.generate`, compiled once for a shape of prompts; every process has all that it returns."""
-    drawn = generate(key, params, prompt, model, sampling, **options)
+    stops = stop_sequences(sequences) if sequences else None
+    drawn = generate(key, params, prompt, model, sampling, sequences=stops, **options)
     return Generated(*(constrain(x, *[None] * x.ndim) for x in drawn))
 
 
@@ -92,6 +101,15 @@ def ending_tokens(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[int, ...]
         for number in range(tokenizer.vocab_size)
         if any(stop in tokenizer.decode(np.array([number])) for stop in stops)
     )
+
+
+def ending_sequences(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens that stop strings are cut into, where several hold one: a row that ends so need not go on.
+
+    A string that was drawn in other tokens ends no row, but its text all the same.
+    """
+    cut = [(stop, tokenizer.encode(stop)) for stop in stops]
+    return tuple(tuple(ids.tolist()) for stop, ids in cut if len(ids) > 1 and stop in tokenizer.decode(ids))
 
 
 @jax.jit

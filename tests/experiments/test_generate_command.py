@@ -186,7 +186,7 @@ def test_lines_of_others_are_left_alone(main, folder, tmp_path, flags, sentence)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
-def test_a_stop_string_cuts_the_text_and_ends_the_row(ask, asked):
+def test_a_stop_string_cuts_the_text_and_ends_the_row(ask, asked, folder):
     free = ask("sampling.max_new_tokens=20")
     texts = ask("sampling.max_new_tokens=20", 'stop=["pq","zz"]', out="stopped.jsonl")
     for line, found in zip(free, texts, strict=True):
@@ -196,8 +196,26 @@ def test_a_stop_string_cuts_the_text_and_ends_the_row(ask, asked):
         assert found["tokens"] == line["tokens"][:count] and len(found["log_probs"]) == count
         assert count == len(found["text"]) + 2  # each letter that `asked` draws is a token
     assert [call["stop_tokens"] for call in asked] == [(), ()], "no token of the tokenizer holds pq"
+    cut = tuple(tuple(load_tokenizer(folder).encode(stop).tolist()) for stop in ("pq", "zz"))
+    assert [call["sequences"] for call in asked] == [(), cut] and [len(each) for each in cut] == [2, 2]
     ask('stop=["p"]', out="letter.jsonl")
     assert len(asked[-1]["stop_tokens"]) == 3  # p, and two longer ones
+
+
+def test_a_row_ends_with_the_tokens_that_a_stop_string_is_cut_into(ask, folder):
+    tokenizer, flags = load_tokenizer(folder), ("batch_size=3", "sampling.max_new_tokens=24")
+    free = ask(*flags)
+
+    def is_cut(ids):
+        text = tokenizer.decode(np.array(ids))
+        return text.isascii() and text.isalnum() and tokenizer.encode(text).tolist() == ids
+
+    pairs = ((line, at) for line in free for at in range(1, 20))
+    line, at = next((line, at) for line, at in pairs if is_cut(line["tokens"][at - 1 : at + 1]))
+    stop = tokenizer.decode(np.array(line["tokens"][at - 1 : at + 1]))
+    found = ask(*flags, f'stop=["{stop}"]', out="stopped.jsonl")[free.index(line)]
+    assert found["tokens"] == line["tokens"][: at + 1] and found["text"] == line["text"][: line["text"].index(stop)]
+    assert found["passes"] == at < line["passes"] == 23
 
 
 def test_endings():
@@ -212,6 +230,13 @@ def test_endings():
     assert of("", ["x"]) == ("", "length", 0)
     assert _texts.ending_tokens(Bytes(), ["\n", "ab"]) == (10,)
     assert _texts.ending_tokens(Bytes(), []) == ()
+    assert _texts.ending_sequences(Bytes(), ["\n", "ab", "é"]) == ((97, 98), (195, 169))
+
+    class Trimming(Bytes):
+        def decode(self, ids):
+            return super().decode(ids).lstrip()
+
+    assert _texts.ending_sequences(Trimming(), [" a", "b "]) == ((98, 32),)  # what " a" is cut into may mean "a" alone
     assert _texts.decode(Bytes(), np.array([65, 300, 66])) == "AB"  # a vocabulary that was rounded up
 
 
