@@ -199,7 +199,7 @@ def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") 
         rules |= LAYOUTS[part]
     changes = dict(changes or {})
     if "embed" in changes:
-        changes = {"embed_weight": changes["embed"], "embed_grad": changes["embed"]} | changes
+        changes |= {role: changes.get(role, changes["embed"]) for role in ("embed_weight", "embed_grad")}
     for name, value in changes.items():
         if name not in RULES:
             raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")
