@@ -39,17 +39,22 @@ def turned(x, positions):
 class Layer:
     """One layer that reads a prompt, then token after token: with a policy, and its queries, keys and values apart."""
 
-    def __init__(self, policy, readers=1):
+    def __init__(self, policy, readers=1, forked=False):
         self.rng, self.policy, self.readers = np.random.default_rng(0), policy, readers
-        self.k, self.v = self.draw(B, PROMPT, G, K), self.draw(B, PROMPT, G, K)
-        forest, root = tables.spawn(tables.empty(B, 1, BLOCKS, SIZE))
-        forest, _ = tables.reserve(forest, root, jnp.full((B, 1), BLOCKS * SIZE, jnp.int32))
+        length = 2 * SIZE if forked else PROMPT  # whole blocks, so that they are the same places either way
+        self.k, self.v = self.draw(B, length, G, K), self.draw(B, length, G, K)
+        forest, root = tables.spawn(tables.empty(B, 1 + forked, BLOCKS, SIZE))
+        forest, _ = tables.reserve(forest, root, jnp.full((B, 1), length if forked else BLOCKS * SIZE, jnp.int32))
         view = tables.lineage_view(forest, root)
-        self.forest, self.view, slots = tables.write(forest, view, jnp.full((B, 1), PROMPT), PROMPT)
-        positions = jnp.broadcast_to(jnp.arange(PROMPT), (B, PROMPT))
+        self.forest, self.view, slots = tables.write(forest, view, jnp.full((B, 1), length), length)
+        positions = jnp.broadcast_to(jnp.arange(length), (B, length))
         cache = BlockCache.empty(B, G, BLOCKS, SIZE, K, "float64").with_policy(policy, readers)
         new = RULE.rotate(jnp.asarray(self.k), positions), jnp.asarray(self.v)
         self.cache = cache.fill(*new, Context(positions)).store(slots)
+        if forked:
+            forest, child = tables.fork(self.forest, root[:, 0], 1)
+            self.forest, _ = tables.reserve(forest, child, jnp.full((B, 1), BLOCKS * SIZE - length, jnp.int32))
+            self.view = tables.lineage_view(self.forest, child)
         self.step = jit(self._step)
 
     def draw(self, *shape):
@@ -80,9 +85,10 @@ class Layer:
         return np.stack([weights[head] @ self.v[row, :, head * G // H] for head in range(H)])
 
 
-def test_blocks_are_chosen_by_their_mean_keys(x64):
-    layer, chosen = Layer(BlockTopK(3)), set()
-    for _ in range(12):
+@pytest.mark.parametrize("forked", [False, True], ids=["root", "child"])
+def test_blocks_are_chosen_by_their_mean_keys(forked, x64):
+    layer, chosen = Layer(BlockTopK(3), forked=forked), set()
+    for _ in range(9 if forked else 12):
         q, out = layer()
         places = np.arange(layer.k.shape[1])
         last = places[-1] - 1  # what is being drawn is in no block yet
@@ -100,6 +106,16 @@ def test_blocks_are_chosen_by_their_mean_keys(x64):
             seen[:, -1] = True
             np.testing.assert_allclose(out[row], layer.mixed(row, layer.scores(row, q[row]), seen), atol=1e-12)
     assert len(chosen) > 3
+
+
+def test_chosen_blocks_are_in_order_and_sums_in_float32():
+    half = jnp.ones((1, 1, 6, 2, 4), jnp.bfloat16)
+    for policy in (BlockTopK(3), HeavyHitters()):
+        assert jax.tree.leaves(jax.eval_shape(lambda policy=policy: policy.init(half, 1)))[0].dtype == jnp.float32
+    memory = jnp.array([0.0, -9, 5, 7, 6, 0])[None, None, :, None] * jnp.ones(4)[None, None, None]
+    places = jnp.arange(12).reshape(1, 1, 6, 2)
+    chosen = BlockTopK(4).select(memory, jnp.ones((1, 1, 1, 1, 4)), places, jnp.array([[12]]))[0].blocks
+    assert chosen.tolist() == [[[0, 3, 4, 5]]]  # the first, the best two and the last
 
 
 @pytest.mark.parametrize("noise", [False, True])

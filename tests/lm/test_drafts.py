@@ -18,6 +18,7 @@ from jaxpar.lm import (
     OptimizerConfig,
     Trainer,
     accept_rates,
+    distil,
 )
 from jaxpar.lm.distil import distillation, guesses
 from jaxpar.lm.model import embed, logits
@@ -156,6 +157,13 @@ def test_what_is_learned():
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {
             np.dtype("float32")
         } and config.dtype != "float32"
+    for draft in (HiddenTransfer(0, 2), Heads(2)):
+        x = jnp.ones((1, 3, 8))
+        made = draft.states(DraftTrainer(config, draft).init(KEY).params, x)
+        assert (made == x[:, :, None]).all() and made.shape == (1, 3, 2, 8), "it does not start as the identity"
+    learned = DraftTrainer(config, PromptTokens(64)).init(KEY).params["prompts"]
+    assert 0.8 < learned.std() / config.init_std < 1.2
+    assert (PromptTokens(2, BUSHY).init(None, jnp.zeros((2, 3), jnp.int32), jnp.array([3, 2]), 4) == -1).all()
     assert PromptTokens(2).tree == Tree((-1, 0, 1, 0, 3, 1, 5, 2, 7)) and PromptTokens(2) == PromptTokens(2, None)
     assert Heads(2, chain(1)).tree == Tree((-1, 0, 0, 2, 1, 4))
 
@@ -306,3 +314,12 @@ def test_a_step_that_is_not_finite_changes_nothing():
         state, info = one(jax.random.key(number), state, {"tokens": jnp.zeros((2, 6), jnp.int32), "model": broken})
         assert info["skipped"] == 1
     assert trainer.done(state) and (state.params["prompts"] == first.params["prompts"]).all()
+
+
+def test_an_infinite_loss_of_finite_gradient_changes_nothing(monkeypatch):
+    monkeypatch.setattr(distil, "distillation", lambda *laws: distillation(*laws) + jnp.inf)
+    trainer = DraftTrainer(MODEL, PromptTokens(1), FAST, num_anchors=2)
+    first, inputs = trainer.init(KEY), {"tokens": jnp.zeros((2, 6), jnp.int32), "model": noisy_params(MODEL)}
+    state, info = jit(trainer.step)(KEY, first, inputs)
+    assert info["skipped"] == 1 and jnp.isfinite(info["grad_norm"]) and state.skipped_in_a_row == 1
+    assert (state.params["prompts"] == first.params["prompts"]).all()
