@@ -321,10 +321,11 @@ def joined_view(forest: Forest, segments: Int[Array, "B J"], write: Int[Array, "
     """Returns the view of one reader that sees several segments with all they go on from, after the longest of them.
 
     The segments keep the positions at which they were written (siblings stand at the same ones), and the reader writes
-    to the empty root `write` from the largest end on (Multiverse, arXiv:2506.09991). Nothing is read again.
+    to `write` from the largest end on: an empty root, or the longest of them (Multiverse, arXiv:2506.09991). Nothing is
+    read again.
 
     Raises:
-      UsageError: If it is not empty; under jit as in `arranged_view`.
+      UsageError: If it is another; under jit as in `arranged_view`.
     """
     each, places = lineage_view(forest, segments), _places(forest)
     position = each.position.max(1)

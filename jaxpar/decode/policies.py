@@ -122,7 +122,7 @@ class BlockTopK:
         q = jnp.broadcast_to(jnp.moveaxis(q, 0, 2), memory.shape).astype(memory.dtype)
         scores = (q * memory).sum(-1)
         top = places[:, 0].max(-1)  # the last position in each block, negative where nothing is seen
-        always = (places[:, 0] == 0).any(-1) | ((top >= 0) & (top == top.max(-1, keepdims=True)))
+        always = (places[:, 0] == 0).any(-1) | (top == top.max(-1, keepdims=True))
         scores = jnp.where(always[:, None], jnp.inf, jnp.where((top >= 0)[:, None], scores, -jnp.inf))
         chosen = jax.lax.top_k(scores, self.blocks)[1]
         return Selection(blocks=jnp.sort(chosen, axis=-1)), memory  # in order, so that sums round as without a policy

@@ -70,13 +70,14 @@ def test_a_reader_writes_to_what_comes_last():
     forest, _ = spawn(tables.empty(ROWS, SEGMENTS, BLOCKS, BLOCK), 2)
     forest, _ = spawn(forest, 1)
     forest, _ = reserve(forest, same(0, 1, -1), same(*[LENGTH] * READERS))
-    forest, _, _ = write(forest, lineage_view(forest, same(0, 1, -1)), same(2, 1, 0), LENGTH)
+    forest, _, _ = write(forest, lineage_view(forest, same(0, 1, -1)), same(2, 2, 0), LENGTH)
     for target, *segments in ((1, 0, -1), (1, 1, 0)):
         with pytest.raises(UsageError, match="reader 2 of row 0 writes to segment 1, which holds tokens and is not"):
             tables.arranged_view(forest, ints([[(0, 1), (1, 0), segments]] * ROWS), same(1, 2, target))
-    with pytest.raises(UsageError, match="reader 0 of row 1 writes to segment 1, which holds tokens"):
-        tables.joined_view(forest, ints([[0, 0]] * ROWS), ints([2, 1]))
-    assert tables.joined_view(forest, ints([[0, 1]] * ROWS), ints([2, -1])).write.tolist() == [[2], [-1]]
+    with pytest.raises(UsageError, match="reader 0 of row 1 writes to segment 0, which holds tokens"):
+        tables.joined_view(forest, ints([[1, 1]] * ROWS), ints([-1, 0]))
+    view = tables.joined_view(forest, ints([[0, 1]] * ROWS), ints([2, 0]))
+    assert view.write.tolist() == [[2], [0]] and view.offset[:, 0, :3].tolist() == [[0, 0, 2], [0, 0, 0]]
 
 
 def test_who_writes_nowhere_sees_no_more_for_it():
