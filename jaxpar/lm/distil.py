@@ -48,7 +48,7 @@ def guesses(
     positions = jnp.concatenate([jnp.arange(length), places.reshape(-1)])
     number = jnp.arange(len(anchors) * size)
     text = jnp.arange(length)[None] <= jnp.concatenate([jnp.arange(length), jnp.repeat(anchors, size)])[:, None]
-    own = (number[:, None] // size == number[None] // size) & (number[:, None] >= number[None])
+    own = number[:, None] // size == number[None] // size  # of which later positions are not seen anyway
     visible = jnp.concatenate([text, jnp.pad(own, ((length, 0), (0, 0)))], 1)
     rows, total = len(tokens), len(positions)
     x, _ = hidden(

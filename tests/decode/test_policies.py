@@ -146,6 +146,7 @@ def test_heavy_hitters_are_kept_and_what_is_dropped_stays_dropped(noise, x64):
             weights = np.where(open_, np.exp((scores[:, :-1] + noises) / tau), 0)
             worth[row, :position] += (weights / weights.sum(-1, keepdims=True)).sum(0)
     assert dropped[:, :position].sum() == B * (position - 5)
+    np.testing.assert_allclose(np.asarray(layer.cache.memory[0]).reshape(B, -1), worth, rtol=1e-6, atol=1e-9)
 
 
 def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
