@@ -61,7 +61,7 @@ FIXED = [
     ("model.num_layer=3", "unknown flag 'model.num_layer'; did you mean model.num_layers[?]"),
     ("optimiser.learning_rate=3", "unknown flag 'optimiser.learning_rate'; did you mean optimizer.learning_rate[?]"),
     ("zzz=3", "unknown flag 'zzz'"),
-    ("model.num_layers=two", "model.num_layers=two is of the wrong type; model.num_layers takes int"),
+    ("model.num_layers=two", r"model.num_layers=two is of the wrong type; model.num_layers takes int\.$"),
     ("train.steps=1.5", "train.steps=1.5 is of the wrong type; train.steps takes int"),
     ("data.pack=maybe", "data.pack=maybe is of the wrong type; data.pack takes bool"),
     ("metrics=tensorboard", r"of the wrong type; metrics takes list\[str\], such as metrics=\[tensorboard\]\."),
