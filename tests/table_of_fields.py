@@ -18,7 +18,7 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
-from experiments import digits, env, generate, lm, neat, pipelined_speculation, pomdp, rl, rnn
+from experiments import digits, env, generate, lm, neat, pipelined_speculation, pomdp, rl, rnn, step_speculation
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
@@ -303,6 +303,16 @@ TABLE = {
         "streamed early": COUNT,
         "hit acceptance": SHARE,
         "tokens": ((1, 2**20 + 1), (2, 2**20)),
+    },
+    step_speculation.Config: {
+        "terms": ((1, 11), (2, 10)),
+        "digits": ((0, 10), (1, 9)),
+        "target_layers target_steps draft_layers draft_steps batch_size": COUNT,
+        "target_width draft_width": ((31,), (32,)),
+        "learning_rate": POSITIVE,
+        "questions": ((0, 2**16 + 1), (1, 2**16)),
+        "thresholds": FRACTION_FROM_0,
+        "alphas": SHARE,
     },
     Combat: {"size": ((3,), (4,))},
     Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},

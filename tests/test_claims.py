@@ -51,6 +51,9 @@ CLAIMS = {
     "samples that share their prompt": "decode/test_generate.py::samples_share_their_prompt_and_differ",
     "speculative decoding that gives the plain loop's tokens": "decode/test_generate.py"
     "::any_draft_gives_the_tokens_of_the_slow_oracle",
+    "a conformal quantile holds their share": "experiments/test_step_speculation.py"
+    "::conformal_shares_are_those_that_are_asked_for "
+    "decode/test_conformal.py::of_exchangeable_scores_the_share_is_alpha_from_the_first_on",
     "a schedule changes no token": "experiments/test_pipelined_speculation.py"
     "::tokens_are_those_of_the_greedy_loop_and_each_is_verified_once",
     "beams, automata": "decode/test_beam.py::beams_equal_the_plain_search "
@@ -157,6 +160,12 @@ PAGES = {
         "decode/test_company.py::tokens_depend_on_no_company_and_no_place",
         "the first difference is where the two best scores were that near": "decode/test_company.py"
         "::tokens_are_those_of_the_slow_oracle_but_for_near_ties",
+        "the tokens are those of the target alone": "experiments/test_step_speculation.py"
+        "::where_all_is_rejected_tokens_are_those_of_the_target_alone",
+        "from the first score on": "decode/test_conformal.py"
+        "::of_exchangeable_scores_the_share_is_alpha_from_the_first_on",
+        "counted as a loop that keeps one cache would count them": "experiments/test_step_speculation.py"
+        "::texts_lines_and_counts_are_those_of_a_plain_loop",
         "that ends in an error if it is not": "experiments/test_pipelined_speculation.py::a_wrong_text_is_noticed",
         "a plain count of the same events gives every tick": "experiments/test_pipelined_speculation.py"
         "::tokens_are_those_of_the_greedy_loop_and_each_is_verified_once "

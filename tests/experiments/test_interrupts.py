@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
 COMMANDS = ["digits", "env", "estimate", "generate", "launch", "lm", "neat"]
-COMMANDS += ["pipelined_speculation", "pomdp", "rl", "rnn", "verify"]
+COMMANDS += ["pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
 
 
 def interrupt():
@@ -167,6 +167,7 @@ TINY = {
     "pomdp": "env=Tiger episodes=2 max_steps=2 gif=false",
     "rl": "num_seeds=1 num_envs=8 num_steps=8 train.steps=64 train.chunk=1 gif=false",
     "rnn": "data.task=selective_copy",
+    "step_speculation": "",
     "verify": "layouts=[data8] topology=none dtypes=[float32]",
 }
 FIRST = {  # what a command does first that takes long
@@ -179,6 +180,7 @@ FIRST = {  # what a command does first that takes long
     "estimate": "jaxpar.aot.estimate",
     "pipelined_speculation": "experiments.pipelined_speculation.run",
     "pomdp": "experiments.pomdp.batched",
+    "step_speculation": "jaxpar.loop._first_state",
     "verify": "experiments.verify.verify_lm",
 }
 

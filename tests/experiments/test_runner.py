@@ -7,7 +7,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import _run, digits, env, estimate, generate, lm, neat, pipelined_speculation, pomdp, rl, rnn
+from experiments import (
+    _run,
+    digits,
+    env,
+    estimate,
+    generate,
+    lm,
+    neat,
+    pipelined_speculation,
+    pomdp,
+    rl,
+    rnn,
+    step_speculation,
+)
 from experiments._mistakes import RENAMED, _flags, presets_of
 from jaxpar.lm import gpt2, llama, num_params
 from jaxpar.lm.tokenizer import Bytes
@@ -147,6 +160,7 @@ def words():
 def test_one_word_means_one_thing_in_every_experiment():
     experiments = {"digits": digits, "env": env, "generate": generate, "lm": lm, "neat": neat, "pomdp": pomdp}
     experiments |= {"rl": rl, "rnn": rnn, "pipelined_speculation": pipelined_speculation}
+    experiments |= {"step_speculation": step_speculation}
     flags = {name: dict(_flags(module.Config)) for name, module in experiments.items()}
     for name in experiments:
         flags[name] |= {"preset": str} if presets_of(name, "preset") else {}
