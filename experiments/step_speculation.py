@@ -63,7 +63,7 @@ class Config(_run.RunConfig):
     target_steps: int = identifying(600, AtLeast(1))
     draft_layers: int = identifying(1, AtLeast(1))
     draft_width: int = identifying(32, AtLeast(32))
-    draft_steps: int = identifying(600, AtLeast(1))
+    draft_steps: int = identifying(300, AtLeast(1))
     learning_rate: float = identifying(3e-3, Positive())
     batch_size: int = identifying(64, AtLeast(1))
     questions: int = field(500, Between(1, 2**16))

@@ -31,8 +31,13 @@ def test_of_exchangeable_scores_the_share_is_alpha_from_the_first_on(law, alpha)
     rejected, _ = rejects(keys(), empty_calibration(SCORES), jnp.asarray(scores, jnp.float32), alpha)
     spread = 3 * np.sqrt(alpha * (1 - alpha))
     assert (abs(np.mean(rejected, 1) - alpha) <= spread / np.sqrt(SCORES)).all(), "each of 20 seeds"
-    first = np.mean(np.asarray(rejected)[:, :20])
-    assert abs(first - alpha) <= spread / np.sqrt(20 * SEEDS), "the first twenty of all seeds"
+
+
+def test_each_of_the_first_scores_is_rejected_with_probability_alpha():
+    streams, alpha = 4000, 0.3
+    scores = np.random.default_rng(0).standard_normal((streams, 4)).astype(np.float32)
+    rejected, _ = rejects(jax.random.split(jax.random.key(7), streams), empty_calibration(4), scores, alpha)
+    assert (abs(np.mean(rejected, 0) - alpha) <= 3 * np.sqrt(alpha * (1 - alpha) / streams)).all()
 
 
 def test_p_values_are_those_of_the_definition_and_the_oldest_are_forgotten():
