@@ -21,12 +21,9 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
     return [list(text[(at := int(share * (len(text) - length))) : at + length]) for text, share in starts]
 
 
-def train(config, data: bytes, seconds: float, length: int, rows: int) -> tuple:
-    """Trains for so many seconds, compiling apart; returns the parameters and what was seen."""
-    import jax
+def train(config, data: bytes, seconds: float, length: int, rows: int, steps: int = 0) -> tuple:
+    """Trains on windows of a text as `train_on` does."""
     import numpy as np
-
-    from jaxpar.lm import OptimizerConfig, Trainer
 
     text = np.frombuffer(data, np.uint8)
     draws = np.random.default_rng(0)
@@ -36,28 +33,42 @@ def train(config, data: bytes, seconds: float, length: int, rows: int) -> tuple:
         window = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
         return {"tokens": window[:, :-1], "targets": window[:, 1:]}
 
+    return train_on(config, batch, seconds, steps)
+
+
+def train_on(config, batch, seconds: float = 0.0, steps: int = 0) -> tuple:
+    """Trains on what `batch()` draws, for so many steps or about so many seconds, compiling apart.
+
+    Returns the parameters and what was seen.
+    """
+    import jax
+
+    from jaxpar.lm import OptimizerConfig, Trainer
+
     def made(steps: int):
         trainer = Trainer(config, OptimizerConfig(name="muon", learning_rate=1e-2, warmup_steps=10), steps)
         state = jax.jit(trainer.init)(jax.random.key(0))
         return state, jax.jit(trainer.step, donate_argnums=1).lower(jax.random.key(1), state, batch()).compile()
 
-    state, step = made(1000)  # how long a step takes is found first, since the schedule needs their number
-    times = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        state, info = step(jax.random.key(1), state, batch())
-        jax.block_until_ready(info)
-        times.append(time.perf_counter() - begin)
-    steps = max(12, int(seconds / sorted(times)[2]))
+    if not steps:
+        state, step = made(1000)  # how long a step takes is found first, since the schedule needs their number
+        times = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            state, info = step(jax.random.key(1), state, batch())
+            jax.block_until_ready(info)
+            times.append(time.perf_counter() - begin)
+        steps = max(12, int(seconds / sorted(times)[2]))
     state, step = made(steps)
     losses, begin = [], time.perf_counter()
     for _ in range(steps):
         state, info = step(jax.random.key(1), state, batch())
         losses.append(float(info["loss"]))
-        if time.perf_counter() - begin > 1.5 * seconds + 1:
+        if seconds and time.perf_counter() - begin > 1.5 * seconds + 1:
             break  # somebody else took the machine
     said = {"steps": len(losses), "of": steps, "loss": sum(losses[-20:]) / len(losses[-20:])}
-    return state.params, said | {"tokens": len(losses) * rows * length, "seconds": time.perf_counter() - begin}
+    tokens = len(losses) * batch()["tokens"].size
+    return state.params, said | {"tokens": tokens, "seconds": time.perf_counter() - begin}
 
 
 def make(request: dict) -> dict:
