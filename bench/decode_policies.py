@@ -4,11 +4,11 @@
     python bench/decode_policies.py --size full               # larger models, one GPU, under 4 minutes: not run yet
     python bench/decode_policies.py --cases heavy --tiny      # that it runs
 
-heavy: a small model is trained on records `k=v;` in which keys come again with their values. It reads some, is asked
-for a few of them while it sees all, reads as many new ones as its window forgets, and is asked again. So the question
-comes before and after: worth that is added up over earlier questions can know which records matter; asked for other
-records ("never asked"), it cannot, and that is measured beside it. All policies but the first have a quarter of the
-tokens that lie in the cache at the second question. Chance is 1/26.
+heavy: a small model is trained on records of a key and one of eight values that are its own; keys come again with
+their values. It reads some, is asked for a few of them while it sees all, reads as many new ones as its window forgets,
+and is asked again. So the question comes before and after: worth that is added up over earlier questions can know which
+records matter; asked for others ("never asked"), it cannot, and that is measured beside it. All policies but the first
+have a quarter of the tokens that lie in the cache at the second question. Chance is 1/8.
 
 cost: models of three sizes choose numbers of a given sum, with running totals; a verifier finds a right answer of N.
 A budget in eFLOPs (`decoding_cost`, with bytes at the price of `--flops-per-byte`) buys (size, blocks) its N. Coverage
@@ -42,7 +42,7 @@ from jaxpar.decode import BlockTopK, HeavyHitters, SinksAndWindow, allocate, cha
 from jaxpar.decode.reader import begin, keep, look  # noqa: E402
 from jaxpar.lm import Decoder, LMConfig, Sampling, generate, num_params  # noqa: E402
 
-KEYS, LETTERS = np.arange(64, 96), np.arange(97, 123)  # of records
+KEYS, VALUES = 32, 8  # of records; value v of key k is the symbol KEYS + VALUES k + v
 
 
 def shape(layers: int, embed: int, heads: int = 4) -> dict:
@@ -52,14 +52,14 @@ def shape(layers: int, embed: int, heads: int = 4) -> dict:
 
 SIZES = {
     "cpu": {
-        "heavy": dict(model=shape(2, 64), steps=2500, rows=8, pairs=12, asked=3, times=1, new=10, texts=256),
+        "heavy": dict(model=shape(2, 64, 2), steps=400, rows=16, pairs=16, asked=4, times=1, new=14, texts=256),
         "cost": dict(models=[shape(2, 32), shape(2, 64), shape(3, 112)], steps=[800, 600, 400], rows=32, few=8,
                      calibrate=64, problems=160),
-        "share": dict(models=[shape(2, 96), shape(1, 32)], steps=[400, 400], length=96, rows=12, prompt=64, new=80,
+        "share": dict(models=[shape(2, 96), shape(1, 32)], steps=[400, 400], length=96, rows=12, prompt=64, new=64,
                       groups=4, most=8, each=[1, 2, 3, 4]),
     },
     "full": {
-        "heavy": dict(model=shape(4, 128), steps=3000, rows=64, pairs=18, asked=4, times=1, new=14, texts=512),
+        "heavy": dict(model=shape(4, 128, 4), steps=1000, rows=64, pairs=16, asked=4, times=1, new=14, texts=512),
         "cost": dict(models=[shape(4, 128), shape(6, 256), shape(8, 384)], steps=[1500] * 3, rows=256, few=8,
                      calibrate=256, problems=512),
         "share": dict(models=[shape(8, 512, 8), shape(2, 128)], steps=[1000, 1000], length=256, rows=64, prompt=64,
@@ -79,12 +79,11 @@ SIZES = {
 
 
 def written(rng: np.random.Generator, order: np.ndarray) -> np.ndarray:
-    """Returns rows of records `k=v;`, [B, 4 R]: record i is that of the key number `order[b, i]` of row b."""
+    """Returns rows of records (key, value), [B, 2 R]: record i is that of the key number `order[b, i]` of row b."""
     rows = np.arange(len(order))[:, None]
-    keys = rng.permuted(np.tile(KEYS, (len(order), 1)), axis=1)[rows, order]
-    values = rng.choice(LETTERS, (len(order), len(KEYS)))[rows, order]
-    equals, ends = (np.full(order.shape, ord(mark)) for mark in "=;")
-    return np.stack([keys, equals, values, ends], 2).reshape(len(order), -1).astype(np.int32)
+    keys = rng.permuted(np.tile(np.arange(KEYS), (len(order), 1)), axis=1)[rows, order]
+    values = rng.integers(VALUES, size=(len(order), KEYS))[rows, order]
+    return np.stack([keys, KEYS + VALUES * keys + values], 2).reshape(len(order), -1).astype(np.int32)
 
 
 def drawn_order(rng: np.random.Generator, rows: int, records: int) -> np.ndarray:
@@ -92,7 +91,7 @@ def drawn_order(rng: np.random.Generator, rows: int, records: int) -> np.ndarray
     share, order = rng.uniform(0.3, 0.9, rows), np.zeros((rows, records), int)
     known = np.ones(rows, int)
     for i in range(1, records):
-        fresh = (rng.random(rows) < share) & (known < len(KEYS))
+        fresh = (rng.random(rows) < share) & (known < KEYS)
         order[:, i] = np.where(fresh, known, rng.integers(known))
         known += fresh
     return order
@@ -113,7 +112,7 @@ def records_batch(rng: np.random.Generator, rows: int, records: int) -> dict:
     order = drawn_order(rng, rows, records)
     text = written(rng, order)
     before = np.tril(order[:, :, None] == order[:, None], -1).any(2)
-    weights = (before[..., None] & (np.arange(4) == 2)).reshape(rows, -1)[:, 1:]
+    weights = (before[..., None] & np.array([False, True])).reshape(rows, -1)[:, 1:]
     return {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights.astype(np.float32)}
 
 
@@ -137,14 +136,14 @@ def expected(params, tokens, config: LMConfig, prompt: int, policy, block: int):
 def heavy(case: dict, say) -> dict:
     """Measures answers under each policy."""
     pairs, asked, times, new = (case[name] for name in ("pairs", "asked", "times", "new"))
-    records, block = pairs + asked * (times + 1) + new, 16
-    config = LMConfig(vocab_size=128, dtype="float32", **case["model"])
+    records, block = pairs + asked * (times + 1) + new, 8
+    config = LMConfig(vocab_size=KEYS * (1 + VALUES), dtype="float32", **case["model"])
     rng = np.random.default_rng(0)
     params, said = decode_pair.train_on(config, lambda: records_batch(rng, case["rows"], records), steps=case["steps"])
     say("model", said)
-    budget = records - asked  # a quarter of four bytes each
+    budget = (records - asked) // 2  # of two tokens each a quarter
     window = budget // 4
-    known = dict(heavy=budget - window, window=window, observe=4 * asked * times)
+    known = dict(heavy=budget - window, window=window, observe=2 * asked * times)
     policies = {
         "all": None,
         "Keyformer": HeavyHitters(**known),
@@ -153,13 +152,13 @@ def heavy(case: dict, say) -> dict:
         "sinks and window": SinksAndWindow(4, budget - 4),
         "blocks": BlockTopK(max(2, budget // block)),
     }
-    table: dict = {"budget": budget, "of": 4 * (records - asked), "heavy": known, "train": said}
+    table: dict = {"budget": budget, "of": 2 * (records - asked), "heavy": known, "train": said}
     for name, again in (("asked before", True), ("never asked", False)):
         rng = np.random.default_rng(1)
         text = written(rng, asked_order(rng, case["texts"], pairs, asked, times, new, again))
         for kind, policy in policies.items():
-            best = np.asarray(expected(params, text, config, 4 * pairs, policy, block))
-            right = (best == text[:, 4 * pairs :]).reshape(len(text), -1, 4)[:, -asked:, 2]
+            best = np.asarray(expected(params, text, config, 2 * pairs, policy, block))
+            right = (best == text[:, 2 * pairs :]).reshape(len(text), -1, 2)[:, -asked:, 1]
             table.setdefault(kind, {})[name] = float(right.mean())
     for kind in policies:
         say(kind, table[kind])

@@ -16,7 +16,7 @@ from jaxpar.decode import ModelDraft, Sampling, SinksAndWindow, decoding_cost
 from jaxpar.lm import Decoder, LMConfig, apply, generate, num_params
 
 ROOT = Path(__file__).parents[2]
-CONFIG = LMConfig(vocab_size=128, num_layers=2, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32")
+CONFIG = LMConfig(vocab_size=288, num_layers=2, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32")
 LARGE = LMConfig(vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32")
 SMALL = LMConfig(vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=1, dtype="float32")
 
@@ -35,10 +35,9 @@ def bench():
 
 
 def records_of(row):
-    """The (key, value) of each record of a text."""
-    text = bytes(row.tolist()).decode()
-    assert len(text) % 4 == 0 and set(text[1::4]) == {"="} and set(text[3::4]) == {";"}
-    return list(zip(text[::4], text[2::4], strict=True))
+    """The (key, value) of each record of a text; a value's symbol tells its key."""
+    assert (row[::2] < 32).all() and ((row[1::2] - 32) // 8 == row[::2]).all()
+    return list(zip(row[::2].tolist(), ((row[1::2] - 32) % 8).tolist(), strict=True))
 
 
 def test_keys_come_again_with_their_values_and_those_count(bench):
@@ -47,10 +46,10 @@ def test_keys_come_again_with_their_values_and_those_count(bench):
     text = np.concatenate([batch["tokens"], batch["targets"][:, -1:]], 1)
     np.testing.assert_array_equal(text[:, 1:], batch["targets"])
     for row, weights in zip(text, batch["weights"], strict=True):
-        seen, counted = {}, np.zeros(80)
+        seen, counted = {}, np.zeros(40)
         for place, (key, value) in enumerate(records_of(row)):
             assert seen.setdefault(key, value) == value
-            counted[4 * place + 2] = key in [before for before, _ in records_of(row)[:place]]
+            counted[2 * place + 1] = key in [before for before, _ in records_of(row)[:place]]
         np.testing.assert_array_equal(weights, counted[1:])
         assert 3 < len(seen) < 20 and len(set(seen.values())) > 2
 
@@ -67,10 +66,10 @@ def test_what_is_asked_again_lies_behind_the_window(bench, size, again):
         hot, last = keys[pairs : pairs + asked * times], keys[-asked:]
         assert set(collections.Counter(hot).values()) == {times} and len(set(last)) == asked
         assert (set(hot) == set(last)) == again and set(last) <= set(keys[:pairs])
-        budget = len(keys) - asked  # a quarter of four bytes each
+        budget = (len(keys) - asked) // 2  # a quarter of two tokens each
         for place, key in enumerate(last, len(keys) - asked):
             before = max(i for i in range(place) if keys[i] == key)
-            assert 4 * (place - before - 1) > budget, "a window would do"
+            assert 2 * (place - before - 1) > budget, "a window would do"
 
 
 def test_what_is_expected_token_after_token_is_what_the_whole_model_says(bench):
@@ -112,6 +111,10 @@ def test_answers_are_verified_as_in_plain_words(bench):
     fewer = twice[0].copy()
     fewer[0, 3:10] = 1  # five nines are left
     assert not bench.verified(fewer, twice[1]).any()
+    given, answer = [4, 6, 10, 1, *[9] * 11, 11], [1, 0, 1, 9, 1, 0, 9, 1, 9, 9, 2, 8, 9, 3, 7, 9, 4, 6]
+    carried = [*answer[:4], 0, 10, *answer[6:]]  # ten as no ten and one symbol that is no digit
+    for each in (answer, carried):
+        assert bench.verified(np.array([given]), np.array([each])) == [is_solution(given, each)] == [each == answer]
     batch = bench.sums_batch(np.random.default_rng(0), 3)
     counted = batch["targets"][batch["weights"] > 0].reshape(3, -1)
     assert bench.verified(batch["tokens"][:, : bench.GIVEN], counted).all()
@@ -160,9 +163,9 @@ def test_even_drafts_are_accepted_as_generation_accepts_them(bench):
 
 def test_passes_are_counted_until_the_first_row_ends(bench):
     right = np.zeros((2, 5, 2), bool)
-    right[0] = True  # 3 tokens a pass: places 0 and 3, then at 6
-    right[1, 0, 1] = True  # its first guess is wrong, so it does not count
-    assert bench.passes(right, right.astype(float), lambda sure: np.array([2, 1])) == (4, 6, 2)
+    right[0] = right[1, 0] = True  # the first row is at places 0 and 3, then over
+    right[1, 2, 1] = True  # the guess before it is wrong, so it does not count
+    assert bench.passes(right, right.astype(float), lambda sure: np.array([2, 1])) == (5, 6, 2)
 
 
 @pytest.mark.slow  # a dozen and a half programs to compile, a minute and a half
