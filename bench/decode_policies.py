@@ -53,9 +53,9 @@ def shape(layers: int, embed: int, heads: int = 4) -> dict:
 SIZES = {
     "cpu": {
         "heavy": dict(model=shape(2, 64, 2), steps=400, rows=16, pairs=16, asked=4, times=1, new=14, texts=256),
-        "cost": dict(models=[shape(2, 32), shape(2, 64), shape(3, 112)], steps=[800, 600, 400], rows=32, few=8,
-                     calibrate=64, problems=160),
-        "share": dict(models=[shape(2, 96), shape(1, 32)], steps=[400, 400], length=96, rows=12, prompt=64, new=64,
+        "cost": dict(models=[shape(2, 32), shape(2, 56), shape(2, 96)], steps=[500] * 3, rows=32, few=8, calibrate=64,
+                     problems=128),
+        "share": dict(models=[shape(2, 96), shape(1, 32)], steps=[300, 300], length=96, rows=8, prompt=64, new=64,
                       groups=4, most=8, each=[1, 2, 3, 4]),
     },
     "full": {
@@ -150,7 +150,6 @@ def heavy(case: dict, say) -> dict:
         "H2O": HeavyHitters(**known, noise=False, last_tau=1.0),
         "window": SinksAndWindow(0, budget),
         "sinks and window": SinksAndWindow(4, budget - 4),
-        "blocks": BlockTopK(max(2, budget // block)),
     }
     table: dict = {"budget": budget, "of": 2 * (records - asked), "heavy": known, "train": said}
     for name, again in (("asked before", True), ("never asked", False)):
@@ -167,9 +166,9 @@ def heavy(case: dict, say) -> dict:
 
 # ---------------------------------------------------------------- what a budget buys
 
-NUMBERS, CHOSEN, COLON, EQUALS = 12, 6, 10, 11
-GIVEN, NEW = NUMBERS + 4, 3 * CHOSEN  # tokens of a problem `tt:nnnnnnnnnnnn=`, and of an answer: six times `ntt`
-BLOCK, BLOCKS, BUDGETS = 4, (2, 3, 5, None), (1, 2, 4)
+NUMBERS, CHOSEN, COLON, EQUALS = 8, 4, 10, 11
+GIVEN, NEW = NUMBERS + 4, 3 * CHOSEN  # tokens of a problem `tt:nnnnnnnn=`, and of an answer: four times `ntt`
+BLOCK, BLOCKS, BUDGETS = 4, (2, 3, 4, None), (1, 2, 4)
 
 
 def problems(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
