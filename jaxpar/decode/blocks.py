@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar.decode import _split_k
 from jaxpar.decode.forest import Forest, View
 from jaxpar.decode.policies import CachePolicy, Selection
 from jaxpar.mesh import constrain
@@ -57,8 +58,8 @@ def attend_blocks(
     which a `vmap` of `attend` over the blocks would not (it copies them all).
 
     Returns:
-      (maximum [N, B, T, H], sum, weighted values [N, B, T, H, K]), for `merge_blocks`, and the scores, -inf of what is
-      not seen.
+      (maximum [N, B, G, T, H/G], sum, weighted values [N, B, G, T, H/G, K]), for `merge_blocks`; and the scores, -inf
+      of what is not seen.
     """
     batch, length, heads, width = q.shape[1:]
     groups, blocks, size = k.shape[1:4]
@@ -80,11 +81,9 @@ def attend_blocks(
     flat = weights.reshape(batch, groups, blocks, -1, size).astype(v.dtype)
     values = jnp.einsum("bgnms,bgnsk->bgnmk", flat, v, preferred_element_type=wide)
 
-    def out(x):  # [B, G, N, T, H/G, ...] -> [N, B, T, H, ...]
-        x = jnp.moveaxis(x.reshape(batch, groups, blocks, length, heads // groups, *x.shape[5:]), (2, 1), (0, 3))
-        return x.reshape(blocks, batch, length, heads, *x.shape[5:])
-
-    return LogSumExp(out(top), out(weights.sum(-1)), out(values.reshape(*top.shape, width))), scores
+    parts = LogSumExp(top, weights.sum(-1), values.reshape(*top.shape, width))
+    # The blocks' axis comes first in name alone: a sum over it reads each block's values where they are.
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), parts), scores
 
 
 @flax.struct.dataclass
@@ -137,10 +136,15 @@ class BlockCache:
         `context.visible` says which of the T tokens each sees. Cost: every block is read once a row, whoever sees it,
         and 4 B R T H N b K operations.
         """
-        assert self.view is not None
+        assert self.view is not None and self.forest is not None and self.keys is not None
         view, positions = self.view, context.positions
         own = jnp.take_along_axis(view.offset, jnp.maximum(view.write, 0)[..., None], 2).reshape(-1, 1)
         k = rule.rotate(k, positions - own)
+        if self.policy is None and _split_k.has_kernel(rule, self.keys.dtype, self.keys.shape[3], self.keys.shape[4]):
+            parts = _split_k.attend_forest(
+                q, self.keys, self.values, k, v, rule, self.forest, view, positions, context.visible
+            )
+            return self._added(parts), dataclasses.replace(self, new=(k, v))
         slopes = rule.slopes(q.shape[2])
         now = in_blocks(
             rule.rotate(q, positions - own), k, v, positions, positions, among=context.visible, visible=rule.visible,
@@ -149,6 +153,15 @@ class BlockCache:
         past, memory = self._past(q, rule, positions, slopes)
         flat = jax.tree.map(lambda x: x.reshape(*now.max.shape, *x.shape[3:]), past)
         return merge(LogSumExp(*flat), now), dataclasses.replace(self, new=(k, v), memory=memory)
+
+    def _added(self, parts: LogSumExp) -> LogSumExp:
+        """Adds up the kernel's parts, of which the last is that of the pass itself and no other device's."""
+        each = [jax.tree.map(lambda x: x[index], parts) for index in range(len(parts.max))]  # noqa: B023
+        if self.merge is not merge_blocks:
+            return merge(self.merge(jax.tree.map(lambda x: x[:-1], parts)), each[-1])
+        return functools.reduce(
+            merge, each
+        )  # elementwise, so that one program on a GPU adds them up and takes the mean
 
     def _past(self, q, rule: PositionRule, positions: Array, slopes: Array | None) -> tuple[LogSumExp, PyTree]:
         """The sums of [B R, T] queries over the blocks, [B, R T, H, ...], and what the policy remembers then."""
@@ -187,7 +200,9 @@ class BlockCache:
         states, scores = attend_blocks(turned, keys, values, seen, bias)
         if self.policy is not None:
             memory = self.policy.attended(memory, scores, positions.reshape(rows, readers, length)[..., 0])
-        return self.merge(states), memory
+        # [B, G, T, H/G, ...] -> [B, T, H, ...], after the blocks are added up
+        merged = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), self.merge(states))
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:2], heads, *x.shape[4:]), merged), memory
 
     def _places(self) -> tuple[Array, Array]:
         """Positions of the tokens in slots, [B, R, N, b], negative where a reader sees none; blocks' offsets."""

@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpar.lower.triton import compiled, indented
+from jaxpar.lower.triton import call_kernel, indented
 
 __all__ = ["LARGEST_BLOCK", "KernelSource", "Tile", "launch"]
 
@@ -224,8 +224,6 @@ def launch(
     source: KernelSource, buffers, out_shape, shape, axis: int, *, reverse=False, adjoint=False, tile=None, zeroed=()
 ) -> tuple:
     """Runs the look-back kernel of a source over arrays of one `shape`; outputs at the places `zeroed` start zero."""
-    import jax_triton
-
     steps, lanes = shape[axis], math.prod(shape[:axis] + shape[axis + 1 :])
     columns = math.prod(shape[axis + 1 :])
     batch_stride, time_stride, column_stride = steps * columns, columns, 1
@@ -237,10 +235,11 @@ def launch(
     # A word for each entry of a tile's matrix, of its sum and of its last state; zeroed, since status 0 is "not yet".
     words = chunks * lanes * source.k * (source.k + 2)
     scratch = [jax.ShapeDtypeStruct((2 * words,), jnp.uint32), jax.ShapeDtypeStruct((1,), jnp.int32)]
-    outputs = jax_triton.triton_call(
+    outputs = call_kernel(
         *buffers,
-        kernel=compiled(kernel_text(source), "lookback"),
-        out_shape=[*out_shape, *scratch],
+        text=kernel_text(source),
+        name="lookback",
+        out=[*out_shape, *scratch],
         zeroed_outputs=(*zeroed, len(out_shape), len(out_shape) + 1),
         grid=(chunks * blocks,),
         num_warps=tile.warps,

@@ -2,9 +2,11 @@
 
 import functools
 import importlib.util
+import inspect
 import linecache
+from typing import Any
 
-__all__ = ["available", "compiled", "indented"]
+__all__ = ["available", "call_kernel", "compiled", "indented"]
 
 
 @functools.cache
@@ -30,6 +32,25 @@ def compiled(text: str, name: str):
     scope = {"triton": triton, "tl": tl, "__name__": "jaxpar.kernels"}
     exec(compile(text, place, "exec"), scope)
     return scope[name]
+
+
+def call_kernel(
+    *arrays,
+    text: str,
+    name: str,
+    out: list,
+    grid: tuple[int, ...],
+    **options: Any,  # those of `jax_triton.triton_call`, and the kernel's constants
+) -> list:
+    """Runs the function `name` of a source text over arrays; `options` are warps and the kernel's own constants.
+
+    Returns one array for each shape and dtype in `out`. Version 0.4 of jax_triton calls these otherwise than 0.3.
+    """
+    import jax_triton
+
+    known = inspect.signature(jax_triton.triton_call).parameters
+    options["out_type" if "out_type" in known else "out_shape"] = out
+    return jax_triton.triton_call(*arrays, kernel=compiled(text, name), grid=grid, **options)
 
 
 def indented(text: str) -> str:

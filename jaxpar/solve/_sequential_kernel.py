@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from jaxpar.lower.triton import compiled, indented
+from jaxpar.lower.triton import call_kernel, indented
 
 CONSTANTS = ("T", "LANES", "COLUMNS", "BATCH_STRIDE", "TIME_STRIDE", "REVERSE", "AHEAD")
 WARP = 32  # lanes of a program, which is one warp
@@ -89,17 +89,16 @@ def launch_sequential(
 
     Inputs of as many columns as lanes are of that shape; with others, and with several of them, time comes first.
     """
-    import jax_triton
-
     steps, columns = shape[axis], math.prod(shape[axis + 1 :])
     lanes = math.prod(shape[:axis]) * columns
     return tuple(
-        jax_triton.triton_call(
+        call_kernel(
             *start,
             *xs,
             *constants,
-            kernel=compiled(sequential_source(work, lanes), "states"),
-            out_shape=[jax.ShapeDtypeStruct(shape, leaf.dtype) for leaf in start],
+            text=sequential_source(work, lanes),
+            name="states",
+            out=[jax.ShapeDtypeStruct(shape, leaf.dtype) for leaf in start],
             grid=(-(-lanes // WARP),),
             num_warps=1,
             T=steps,

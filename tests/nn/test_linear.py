@@ -143,3 +143,33 @@ def test_what_is_done_to_a_weight_is_done_to_it_alone():
     np.testing.assert_array_equal(doubled.down, adapted.down)
     small = quantise(w, 1)
     assert on_weight(lambda w: 2 * w, small) is small
+
+
+@pytest.mark.parametrize(
+    "equation, x, w, is_filled",
+    [
+        (INTO, (1, 1, 64), (64, 4, 8), True),
+        (OUT, (3, 2, 4, 8), (4, 8, 64), True),
+        ("tbd,dn->tbn", (2, 3, 64), (64, 8), True),
+        ("btd,df->btf", (4, 4, 64), (64, 7), False),  # 16 rows
+        ("btd,df->btf", (1, 1, 2500), (2500, 4000), False),  # 10^7 multiplications
+        ("bd,dc->bc", (2, 64), (64, 5), False),  # no second axis of rows
+    ],
+)
+def test_a_gpu_is_given_small_products_of_16_rows(equation, x, w, is_filled, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in (x, w))
+    axes = (None,) * w.ndim
+
+    def value(x, w):
+        y = contract(equation, x, w, axes)
+        return (jnp.cos(jnp.arange(y.size)).reshape(y.shape) * y).sum(), y
+
+    run = jax.value_and_grad(value, (0, 1), has_aux=True)
+    (_, want), want_grads = run(x, w)
+    monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: "gpu")
+    (_, got), grads = run(x, w)
+    assert_close((got, grads), (want, want_grads), 1e-2)  # rows beside it may change how a sum is split
+    assert got.shape == want.shape
+    text = str(jax.make_jaxpr(value)(x, w))
+    assert (" pad[" in text) == is_filled
