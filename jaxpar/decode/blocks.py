@@ -136,7 +136,7 @@ class BlockCache:
         `context.visible` says which of the T tokens each sees. Cost: every block is read once a row, whoever sees it,
         and 4 B R T H N b K operations.
         """
-        assert self.view is not None and self.forest is not None and self.keys is not None
+        assert self.view is not None and self.forest is not None and self.keys is not None and self.values is not None
         view, positions = self.view, context.positions
         own = jnp.take_along_axis(view.offset, jnp.maximum(view.write, 0)[..., None], 2).reshape(-1, 1)
         k = rule.rotate(k, positions - own)
