@@ -153,10 +153,11 @@ def test_a_lookahead_window_stands_where_its_guesses_belong(count):
         np.testing.assert_array_equal(np.diff(state[1][0, -4:], axis=1), 1)
 
 
-def test_samples_share_their_prompt_and_differ(x64):
+@pytest.mark.parametrize("name", ["rope", "recurrent"])  # a state is copied for each sample, a prompt's blocks are not
+def test_samples_share_their_prompt_and_differ(name, x64):
     sampling = Sampling(NEW, 1.0)
-    got = texts_of(run(MODELS["rope"], sampling, num_samples=3))
-    each = [plain(MODELS["rope"], sampling, sample=number) for number in range(3)]
+    got = texts_of(run(MODELS[name], sampling, num_samples=3))
+    each = [plain(MODELS[name], sampling, sample=number) for number in range(3)]
     assert got == [each[number][row] for row in range(4) for number in range(3)]
     assert len({tuple(text) for text in got}) == 12
 
