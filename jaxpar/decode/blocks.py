@@ -159,9 +159,7 @@ class BlockCache:
         each = [jax.tree.map(lambda x: x[index], parts) for index in range(len(parts.max))]  # noqa: B023
         if self.merge is not merge_blocks:
             return merge(self.merge(jax.tree.map(lambda x: x[:-1], parts)), each[-1])
-        return functools.reduce(
-            merge, each
-        )  # elementwise, so that one program on a GPU adds them up and takes the mean
+        return functools.reduce(merge, each)  # elementwise: a GPU does it and takes the mean in one go
 
     def _past(self, q, rule: PositionRule, positions: Array, slopes: Array | None) -> tuple[LogSumExp, PyTree]:
         """The sums of [B R, T] queries over the blocks, [B, R T, H, ...], and what the policy remembers then."""
