@@ -88,7 +88,20 @@ def test_texts_lines_and_counts_are_those_of_a_plain_loop(world, law, judge):
             assert found.rewritten[row].tolist() == rewritten and found.target_tokens[row] == read
             kinds.add(tuple(rewritten))
     assert len(kinds) > 2, "or thresholds would not be tested"
-    assert any(END in text[prompt:] for text, *_ in first), "or lines would not end"
+
+
+def test_a_score_is_the_mean_over_the_lines_bytes(world, law):
+    """Of lines after any bytes, some of which end early."""
+    _, models, params, _ = world
+    rng = np.random.default_rng(5)
+    texts, starts = rng.integers(0, 64, (48, 24)), rng.integers(6, 15, 48).astype(np.int32)
+    texts = np.where(np.arange(24) < starts[:, None], texts, 0).astype(np.int32)
+    (_, (made, ends)), scores = step_speculation.step(ROOM, models["target"], models["draft"], params, texts, starts)
+    assert (ends - starts < ROOM).any() and (ends - starts == ROOM).any()
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for name in ("target", "draft"):
+            want = np.mean(law(name, made[row, :end])[1][start - 1 :])
+            assert scores[name][row] == pytest.approx(want, rel=1e-4, abs=1e-5)
 
 
 def test_where_all_is_rejected_tokens_are_those_of_the_target_alone(world):
