@@ -63,12 +63,12 @@ class Config(_run.RunConfig):
     target_steps: int = identifying(600, AtLeast(1))
     draft_layers: int = identifying(1, AtLeast(1))
     draft_width: int = identifying(32, AtLeast(32))
-    draft_steps: int = identifying(300, AtLeast(1))
+    draft_steps: int = identifying(550, AtLeast(1))
     learning_rate: float = identifying(3e-3, Positive())
     batch_size: int = identifying(64, AtLeast(1))
     questions: int = field(500, Between(1, 2**16))
     score: str = field("draft", OneOf(("draft", "target")))
-    thresholds: list[float] = field(legal=Each(AtLeast(0)), default_factory=lambda: [0.9, 0.99, 0.999, 2.0])
+    thresholds: list[float] = field(legal=Each(AtLeast(0)), default_factory=lambda: [0.8, 0.9, 0.95, 0.99])
     alphas: list[float] = field(legal=Each(Between(0, 1)), default_factory=lambda: [0.1, 0.2, 0.4])
 
     def __post_init__(self):
