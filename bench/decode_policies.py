@@ -1,6 +1,6 @@
 """Do the policies of `jaxpar.decode` keep what matters: heavy hitters, the best blocks for a budget, a batch's drafts?
 
-    python bench/decode_policies.py                           # two CPU cores, a quarter of an hour
+    python bench/decode_policies.py                           # two CPU cores, some minutes
     python bench/decode_policies.py --size full               # larger models, one GPU, under 4 minutes: not run yet
     python bench/decode_policies.py --cases heavy --tiny      # that it runs
 
@@ -60,10 +60,10 @@ SIZES = {
     },
     "full": {
         "heavy": dict(model=shape(4, 128, 4), steps=1000, rows=64, pairs=16, asked=4, times=1, new=14, texts=512),
-        "cost": dict(models=[shape(4, 128), shape(6, 256), shape(8, 384)], steps=[1500] * 3, rows=256, few=8,
+        "cost": dict(models=[shape(2, 192, 8), shape(3, 320, 8), shape(4, 560, 8)], steps=[800] * 3, rows=128, few=8,
                      calibrate=256, problems=512),
-        "share": dict(models=[shape(8, 512, 8), shape(2, 128)], steps=[1000, 1000], length=256, rows=64, prompt=64,
-                      new=128, groups=6, most=8, each=[1, 2, 3, 4]),
+        "share": dict(models=[shape(4, 512, 8), shape(2, 128)], steps=[800, 800], length=256, rows=32, prompt=64,
+                      new=96, groups=6, most=8, each=[1, 2, 3, 4]),
     },
     "tiny": {
         "heavy": dict(model=shape(1, 16), steps=2, rows=2, pairs=6, asked=2, times=1, new=5, texts=2),
