@@ -348,9 +348,10 @@ def share(case: dict, say) -> dict:
             parts[way] = np.array([passes(*group, counts_of) for group in groups])
         rates = {way: part[:, 0] / part[:, 1] for way, part in parts.items()}
         sums = {way: part.sum(0) for way, part in parts.items()}
-        rate = {way: float(total[0] / total[1]) for way, total in sums.items()}
+        rate = {way: total[0] / total[1] for way, total in sums.items()}
         tokens = {way: float(total[0] / total[2] / 16 + 1) for way, total in sums.items()}
-        gain, of_groups = rate["shared"] / rate["even"], rates["shared"] / rates["even"]
+        with np.errstate(divide="ignore", invalid="ignore"):  # an untrained draft may have none accepted
+            gain, of_groups = rate["shared"] / rate["even"], rates["shared"] / rates["even"]
         table[each] = dict(accepted=rate, tokens_a_pass=tokens, gain=gain, groups=[of_groups.min(), of_groups.max()])
         say(f"{each} a row", table[each])
     return {"train": [said for _, said in made], "each": table}

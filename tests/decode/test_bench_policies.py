@@ -168,7 +168,7 @@ def test_passes_are_counted_until_the_first_row_ends(bench):
     assert bench.passes(right, right.astype(float), lambda sure: np.array([2, 1])) == (5, 6, 2)
 
 
-@pytest.mark.slow  # a dozen and a half programs to compile, a minute and a half
+@pytest.mark.slow  # two dozen programs to compile: a minute of a core
 def test_every_case_runs(tmp_path):
     out = tmp_path / "policies.json"
     command = [sys.executable, str(ROOT / "bench" / "decode_policies.py"), "--tiny", "--out", str(out)]
