@@ -1,0 +1,138 @@
+"""What travels between the devices that share a sequence, as tables that are run, printed and counted."""
+
+from typing import NamedTuple
+
+from jaxpar.types import UsageError
+
+__all__ = ["MOVES", "Move", "Sizes", "move_for"]
+
+MOVES = ("gather", "ring", "two_way", "token_ring", "swap")
+
+
+class Send(NamedTuple):
+    """One collective of every device.
+
+    Attributes:
+      what: "keys" (keys, values and where they are), its halves "low" and "high"; "sums" of their gradients;
+        "queries" (in the backward pass with the gradient of the output, its log-sum-exp and delta); "parts", the
+        partial states or gradients of queries on their way home; "heads", an exchange of heads for tokens.
+      shift: To the device this many further on; None for a collective of all ("keys": gathered, "sums": summed and
+        scattered, "heads": all-to-all).
+    """
+
+    what: str
+    shift: int | None
+
+
+class Step(NamedTuple):
+    """What is sent before a device attends to what it then holds, and what goes home after it.
+
+    `attends` is False of a last step that only sends.
+    """
+
+    sends: tuple[Send, ...] = ()
+    returns: tuple[Send, ...] = ()
+    attends: bool = True
+
+
+class Sizes(NamedTuple):
+    """Of one device's share: rows B, tokens t, heads H, key heads G, head size K, bytes a number."""
+
+    rows: int
+    tokens: int
+    heads: int
+    groups: int
+    width: int
+    bytes: int
+
+
+class Move(NamedTuple):
+    """A schedule of N devices.
+
+    Attributes:
+      name: One of `MOVES`.
+      shares: N.
+      forward: Steps of the forward pass.
+      backward: Steps of the backward pass.
+    """
+
+    name: str
+    shares: int
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+
+    def sends(self, backward: bool = False) -> list[Send]:
+        """Returns all that is sent in a pass, in order."""
+        steps = self.backward if backward else self.forward
+        return [send for step in steps for send in (*step.sends, *step.returns)]
+
+    def bytes(self, sizes: Sizes, backward: bool = False) -> dict[str, float]:
+        """Returns the bytes that a device sends in a pass over its links: "up", "down" and by collectives of "all".
+
+        A shift of s is counted on the link that it leaves by; sums of gradients travel in float32.
+        """
+        out = {"up": 0.0, "down": 0.0, "all": 0.0}
+        for send in self.sends(backward):
+            size = _bytes(send.what, sizes, backward)
+            if send.shift is None:
+                share = (self.shares - 1) / self.shares if send.what == "heads" else self.shares - 1
+                out["all"] += size * share
+            else:
+                out["up" if send.shift > 0 else "down"] += size
+        return out
+
+    def __str__(self) -> str:
+        """Returns a line a step: what is sent, by how many devices on, and what goes home."""
+        lines = [f"{self.name} over {self.shares} devices"]
+        for name, steps in (("forward", self.forward), ("backward", self.backward)):
+            for number, step in enumerate(steps):
+                words = [f"{what} {'to all' if shift is None else f'{shift:+d}'}" for what, shift in step.sends]
+                words += ["attend"] * step.attends
+                words += [f"{what} {'to all' if shift is None else f'{shift:+d}'}" for what, shift in step.returns]
+                lines.append(f"  {name} {number}: {', '.join(words)}")
+        return "\n".join(lines)
+
+
+def _bytes(what: str, sizes: Sizes, backward: bool) -> float:
+    """Bytes of one device's share of what is sent; places and documents, 8 bytes a token, are counted in."""
+    tokens = sizes.rows * sizes.tokens
+    query, key = sizes.heads * sizes.width, sizes.groups * sizes.width
+    known = {
+        "keys": tokens * (2 * key * sizes.bytes + 8),
+        "sums": tokens * 2 * key * 4,
+        "queries": tokens
+        * ((2 if backward else 1) * query * sizes.bytes + (2 * sizes.heads * 4 if backward else 0) + 8),
+        "parts": tokens * (query * 4 + (0 if backward else 2 * sizes.heads * 4)),
+        "heads": tokens * (2 * query + 2 * key) * sizes.bytes,
+    }
+    if what.endswith(("low", "high")):
+        return known["sums" if what.startswith("sums") else "keys"] / 2
+    return known[what]
+
+
+def move_for(name: str, shares: int) -> Move:
+    """Returns the table of a move for N devices.
+
+    Sources: gather and its reduce-scatter as in Llama 3 (arXiv:2407.21783, section 3.3.2); ring: arXiv:2105.13120 and
+    arXiv:2310.01889; token_ring: arXiv:2412.20501; swap: arXiv:2309.14509. two_way sends each half of the keys one way
+    round, so that both directions of every link are used.
+    """
+    home = Step((Send("sums", 1),), attends=False)
+    hop = Step((Send("keys", 1),))
+    back = Step((Send("keys", 1), Send("sums", 1)))
+    halves = Send("low", 1), Send("high", -1)
+    sums = Send("sums low", 1), Send("sums high", -1)
+    turns = range(1, shares)
+    tables = {
+        "gather": ((Step((Send("keys", None),)),), (Step((Send("keys", None),), (Send("sums", None),)),)),
+        "ring": ((Step(), *(hop,) * (shares - 1)), (Step(), *(back,) * (shares - 1), home)),
+        "two_way": (
+            (Step(), *(Step(halves),) * (shares - 1)),
+            (Step(), *(Step((*halves, *sums)),) * (shares - 1), Step(sums, attends=False)),
+        ),
+        "token_ring": 2 * ((Step(), *(Step((Send("queries", 1),), (Send("parts", -turn),)) for turn in turns)),),
+        "swap": 2 * ((Step((Send("heads", None),)),),),
+    }
+    if name not in tables:
+        raise UsageError(f"context={name!r} is unknown; legal are {', '.join(MOVES)}.")
+    return Move(name, shares, *tables[name])
