@@ -14,7 +14,7 @@ from fast import jit
 from tolerance import assert_close
 
 from jaxpar.aot import hlo
-from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.mesh import RULES, MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import Visible
 from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, context_attention, move_for
 from jaxpar.parallel.context import _partial as pieces
@@ -91,6 +91,17 @@ def test_every_move_equals_dense_attention_in_value_and_gradient(case, x64, monk
         assert_close(order.join(ours, context), theirs, 1e-12)
 
 
+def test_key_heads_that_are_not_split_serve_queries_that_are(x64):
+    length, context = 16, 4
+    q, k, v, g = drawn(length, 1)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (B, length))
+    want = with_gradients(functools.partial(dense, visible=Visible()), q, k, v, g, positions, None)
+    with use_mesh(make_mesh(MeshSpec(context=context, tensor=2)), RULES | {"kv_heads": ()}):
+        got = with_gradients(context_attention, q, k, v, g, positions, None)
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close(ours, theirs, 1e-12)
+
+
 @pytest.mark.parametrize("move", MOVES)
 def test_padding_gives_nothing_and_takes_nothing(move, x64):
     length, context = 16, 2
@@ -150,6 +161,9 @@ def test_a_program_sends_what_the_table_says(move):
     assert {each.kind for each in found[True]} <= kinds | summed
     if kinds != {"collective-permute"}:
         return
+
+    pairs = re.findall(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)  # of the backward pass; device i is at place i
+    assert {(int(to) - int(by)) % 8 for by, to in pairs} == {send.shift % 8 for send in table.sends(True)}
 
     def sent(backward):
         return sum(each.trips * sum(4 * math.prod(shape) for shape in each.shapes) for each in found[backward])
