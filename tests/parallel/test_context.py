@@ -234,6 +234,13 @@ def test_swap_needs_as_many_key_heads_as_devices():
         context_attention(q, k, v, positions, move="swap")
 
 
+def test_a_sequence_has_one_mesh_axis():
+    q, k, v, _ = drawn(16, 2, dtype=np.float32)
+    mesh, rules = make_mesh(MeshSpec(context=4, tensor=2)), RULES | {"seq_layer": ("context", "tensor")}
+    with use_mesh(mesh, rules), pytest.raises(UsageError, match="split over context and tensor"):
+        context_attention(q, k, v, jnp.zeros((B, 16), jnp.int32))
+
+
 def for_a_tpu():
     from jaxpar.aot import devices, parse_topology
 

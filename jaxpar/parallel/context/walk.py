@@ -34,8 +34,9 @@ class _How(NamedTuple):
     axis: str
     visible: Visible
 
-    def send(self, tree, shift: int):
+    def send(self, tree, shift: int | None):
         """Returns what the device `shift` places before this one held."""
+        assert shift is not None  # of a collective of all
         size = self.move.shares
         return lax.ppermute(tree, self.axis, [(i, (i + shift) % size) for i in range(size)])
 
@@ -73,29 +74,32 @@ def context_attention(
     Raises:
       UsageError: If T does not divide over the axis, or "swap" has fewer key heads than devices.
     """
-    axes = mesh_axes("seq_layer")
-    if not axes:
+    shared = mesh_axes("seq_layer")
+    if not shared:
         return _whole(q, k, v, positions, segments, visible)
-    if len(axes) > 1:
-        raise UsageError(f"attention over a sequence split over {' and '.join(axes)}; give seq_layer one mesh axis.")
-    how = _How(move_for(move, num_shares(*axes)), axes[0], visible)
+    axis, *others = shared
+    if others:
+        raise UsageError(f"attention over a sequence split over {' and '.join(shared)}; give seq_layer one mesh axis.")
+    how = _How(move_for(move, num_shares(axis)), axis, visible)
     groups, shares = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads"))), how.move.shares
     if move == "swap" and groups % shares:
         raise UsageError(
             f"context=swap exchanges heads for tokens: the {groups} key heads of a device do not divide over "
             f"context={shares}; take context=ring, or fewer context devices."
         )
+    names = KEYS
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    q, k, v = constrain(q, *QUERIES), constrain(k, *KEYS), constrain(v, *KEYS)
+        names = QUERIES
+    q, k, v = constrain(q, *QUERIES), constrain(k, *names), constrain(v, *names)
     where = Where(positions, segments)
     arrays = [x for x in where if x is not None]
 
     def block(q, k, v, *arrays):
         return _attention(how, q, k, v, Where(*arrays))
 
-    names = [QUERIES, KEYS, KEYS, *[TOKENS] * len(arrays)]
-    return constrain(local(block, names, QUERIES, check=False)(q, k, v, *arrays), *QUERIES)
+    axes = [QUERIES, names, names, *[TOKENS] * len(arrays)]
+    return constrain(local(block, axes, QUERIES, check=False)(q, k, v, *arrays), *QUERIES)
 
 
 def _whole(q, k, v, positions, segments, visible: Visible) -> Array:
@@ -125,6 +129,7 @@ def _backward(how: _How, kept: tuple, g: Array):
         grads = jax.vjp(lambda q, k, v: _swapped(how, q, k, v, where), q, k, v)[1](g)
     else:
         wide = jnp.promote_types(q.dtype, jnp.float32)
+        assert out is not None  # but of a swap, which has no use for it
         delta = (out.astype(wide) * g.astype(wide)).sum(-1)
         walks = {"gather": _gathered_back, "token_ring": _queries_back}
         grads = walks.get(how.move.name, _keys_back)(how, q, k, v, where, log_sum, delta, g)
