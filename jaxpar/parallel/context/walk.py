@@ -129,7 +129,6 @@ def _backward(how: _How, kept: tuple, g: Array):
         grads = jax.vjp(lambda q, k, v: _swapped(how, q, k, v, where), q, k, v)[1](g)
     else:
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        assert out is not None  # but of a swap, which has no use for it
         delta = (out.astype(wide) * g.astype(wide)).sum(-1)
         walks = {"gather": _gathered_back, "token_ring": _queries_back}
         grads = walks.get(how.move.name, _keys_back)(how, q, k, v, where, log_sum, delta, g)
@@ -213,6 +212,7 @@ def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_sum: A
             return held, sums, dq
 
         held, sums, dq = _repeated(one, (held, sums, dq), count)
+    assert dq is not None
     grads = [jnp.concatenate(parts, 1) for parts in zip(*(sums[name] for name in names), strict=True)]
     return dq, *grads
 
@@ -239,6 +239,7 @@ def _queries_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_sum
         for send in step.returns:
             dq = how.send(dq, send.shift)
         total = (dq, dk, dv) if total is None else jax.tree.map(jnp.add, total, (dq, dk, dv))
+    assert total is not None
     return total
 
 
