@@ -1,0 +1,125 @@
+"""One new token's attention to a cache that devices share, in shares of any sizes, and who keeps how much of it."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxpar.mesh import local, mesh_axes
+from jaxpar.nn.attention import attend, finish
+from jaxpar.scan.monoid import LogSumExp
+from jaxpar.types import UsageError
+
+__all__ = ["attend_split_cache", "merge_over", "spread_blocks"]
+
+
+def merge_over(axis: str) -> Callable[[LogSumExp], LogSumExp]:
+    """Returns what adds up partial states along their first axis and over the devices of a mesh axis.
+
+    Two all-reduces of what is as large as the queries, however long the cache: the largest scores, then sums and values
+    in one array (tree attention, arXiv:2408.04093, algorithm 3). For use inside `jaxpar.mesh.local`, and as the `merge`
+    of `jaxpar.decode.blocks.BlockCache`. Exact for devices that hold nothing.
+    """
+
+    def merged(states: LogSumExp) -> LogSumExp:
+        top = lax.pmax(states.max.max(0), axis)
+        unit = jnp.where(top > -jnp.inf, top, 0)  # no difference of infinities where nothing is seen
+        scale = jnp.exp(states.max - unit[None])[..., None]
+        parts = jnp.concatenate([states.denominator[..., None], states.numerator], -1)
+        # What a part of nothing adds up to is left out, whatever it is.
+        sums = lax.psum(jnp.where(states.max[..., None] > -jnp.inf, parts * scale, 0).sum(0), axis)
+        return LogSumExp(top, sums[..., 0], sums[..., 1:])
+
+    return merged
+
+
+def attend_split_cache(
+    q: Float[Array, "B T H K"],
+    keys: Float[Array, "B S G K"],
+    values: Float[Array, "B S G K"],
+    lengths: Int[Array, "B N"],
+) -> Float[Array, "B T H K"]:
+    """Computes attention to a cache whose slots are split over the mesh axis of "seq_layer", in N shares.
+
+    Share n has slots n S/N on, of which the first lengths[b, n] are filled: any numbers from 0 to S/N, so that a
+    request may lie on one device or be spread unevenly (DistAttention, arXiv:2401.02669). The order of tokens does not
+    matter: keys are rotated to their positions.
+
+    Args:
+      q: Queries of the newest tokens, which see all that is filled; the same on all devices of the axis.
+      keys: Split over S.
+      values: Likewise.
+      lengths: How many slots of each share are filled; a share a device, or several.
+
+    Returns:
+      Outputs; 0 where nothing is filled.
+
+    Cost: each device reads its share; two all-reduces of B T H (K + 2) numbers.
+
+    Raises:
+      UsageError: If S does not divide into the shares that lengths tell of, or these over the devices.
+    """
+    shared = mesh_axes("seq_layer")
+    shares = lengths.shape[1]
+    if len(shared) > 1:
+        raise UsageError(f"a cache split over {' and '.join(shared)}; give seq_layer one mesh axis.")
+    room, uneven = divmod(keys.shape[1], shares)
+    if uneven:
+        raise UsageError(f"{keys.shape[1]} slots do not divide over the {shares} shares that lengths tell of.")
+
+    def block(q, keys, values, lengths):
+        place = jnp.tile(jnp.arange(room, dtype=jnp.int32), lengths.shape[1])
+        seen = place[None] < jnp.repeat(lengths, room, axis=1)
+        clean = jnp.where(seen[..., None, None], values, 0)  # what is not filled may hold NaN
+        state = attend(q, keys, clean, jnp.broadcast_to(seen[:, None], (len(q), q.shape[1], seen.shape[1])))
+        if not shared:
+            return finish(state).astype(q.dtype)
+        return finish(merge_over(shared[0])(jax.tree.map(lambda x: x[None], state))).astype(q.dtype)
+
+    whole, split = ("batch", None, "heads", "head_dim"), ("batch", "seq_layer", "kv_heads", "head_dim")
+    names = [whole, split, split, ("batch", "seq_layer")]
+    return local(block, names, whole, check=False)(q, keys, values, lengths)
+
+
+def spread_blocks(needs: Sequence[int], free: Sequence[int], home: Sequence[int]) -> np.ndarray | None:
+    """Plans on which devices the blocks of each request lie: at home as far as there is room, the rest is borrowed.
+
+    The longest requests borrow first, from the device that has most room then, as creditors and debtors do in
+    DistAttention (arXiv:2401.02669, section 4).
+
+    Args:
+      needs: Blocks that each request needs.
+      free: Blocks that each device has.
+      home: The device that computes each request's new tokens.
+
+    Returns:
+      int [requests, devices], blocks of each request on each device; None if they do not fit.
+
+    Raises:
+      UsageError: If a number is negative or a home is no device.
+    """
+    if min([*needs, *free, 0]) < 0:
+        raise UsageError(f"needs {list(needs)} and free blocks {list(free)} must not be negative.")
+    if not all(0 <= device < len(free) for device in home) or len(home) != len(needs):
+        raise UsageError(
+            f"home {list(home)} must be a device from 0 to {len(free) - 1} for each of {len(needs)} requests."
+        )
+    left, out = np.array(free), np.zeros((len(needs), len(free)), int)
+
+    def take(request: int, device: int, count: int):
+        out[request, device] += count
+        left[device] -= count
+
+    longest = sorted(range(len(needs)), key=lambda request: -needs[request])
+    for request in sorted(longest, key=lambda request: needs[request]):  # short ones stay whole
+        take(request, home[request], int(min(needs[request], left[home[request]])))
+    for request in longest:
+        while (missing := needs[request] - out[request].sum()) > 0:
+            device = int(left.argmax())
+            if not left[device]:
+                return None
+            take(request, device, int(min(missing, left[device])))
+    return out

@@ -1,0 +1,138 @@
+"""Attention to a cache in shares of any sizes equals dense attention, at a price that its length does not change."""
+
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import assert_close
+
+from jaxpar.aot import hlo
+from jaxpar.decode.blocks import BlockCache, merge_blocks
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.parallel.context import attend_split_cache, merge_over, spread_blocks
+from jaxpar.scan.monoid import LogSumExp
+from jaxpar.types import UsageError
+
+B, T, H, G, K, N, ROOM = 2, 1, 4, 2, 4, 8, 6
+
+
+def dense(q, keys, values, filled):
+    """Softmax over the slots that are filled."""
+    keys, values = (jnp.repeat(x, H // G, axis=2) for x in (keys, values))
+    scores = jnp.einsum("bthk,bshk->bhts", q, keys) / math.sqrt(K)
+    weights = jax.nn.softmax(scores, axis=-1, where=filled[:, None, None])
+    return jnp.einsum("bhts,bshk->bthk", jnp.where(filled[:, None, None], weights, 0), values)
+
+
+def drawn(slots, dtype=np.float64):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((B, T, H, K), *2 * ((B, slots, G, K),)))
+
+
+def test_any_split_is_exact_and_what_is_not_filled_may_hold_anything(x64):
+    rng = np.random.default_rng(1)
+    splits = [rng.integers(0, ROOM + 1, (B, N)) for _ in range(196)]
+    one = np.zeros((B, N), int)
+    one[:, 3] = ROOM
+    splits += [np.zeros((B, N), int), np.full((B, N), ROOM), one, np.eye(B, N, dtype=int)]
+    q, keys, values = drawn(N * ROOM)
+    mesh = make_mesh(MeshSpec(context=4, tensor=2))
+    with use_mesh(mesh):
+        run = jit(attend_split_cache)
+        for lengths in splits:
+            lengths = lengths[:, :4]
+            filled = (np.arange(2 * ROOM)[None, None] < lengths[..., None]).reshape(B, -1)
+            poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in (keys, values)]
+            got = run(q, *poisoned, jnp.asarray(lengths, jnp.int32))
+            assert_close(got, dense(q, keys, values, filled), 1e-12)
+
+
+def test_it_is_the_gradient_of_the_energy(x64):
+    q, keys, values = drawn(N * ROOM)
+
+    def energy(z):
+        repeated, weighed = (jnp.repeat(x, H // G, axis=2) for x in (keys, values))
+        scores = jnp.einsum("bthk,bshk->bths", q, repeated) / math.sqrt(K)
+        return jax.nn.logsumexp(scores + jnp.einsum("bthk,bshk->bths", z, weighed), axis=-1).sum()
+
+    want = jax.grad(energy)(jnp.zeros_like(q))
+    lengths = jnp.full((B, N), ROOM, jnp.int32)
+    with use_mesh(make_mesh(MeshSpec(context=N))):
+        assert_close(jit(attend_split_cache)(q, keys, values, lengths), want, 1e-12)
+    assert_close(attend_split_cache(q, keys, values, lengths), want, 1e-12)
+
+
+@pytest.mark.parametrize("slots", [N * 4, N * 512])
+def test_two_all_reduces_whatever_the_length(slots):
+    mesh = make_mesh(MeshSpec(context=N))
+    with use_mesh(mesh):
+        shapes = [jax.ShapeDtypeStruct(x.shape, np.float32) for x in drawn(slots, np.float32)]
+        lengths = jax.ShapeDtypeStruct((B, N), np.int32)
+        parts = [(), (None, "context"), (None, "context"), (None, "context")]
+        shardings = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*part)) for part in parts]
+        program = jit(attend_split_cache, in_shardings=shardings).lower(*shapes, lengths).compile()
+    found = hlo.collectives(program.as_text(), mesh)
+    assert sorted((each.kind, math.prod(each.shapes[0])) for each in found) == [
+        ("all-reduce", B * T * H), ("all-reduce", B * T * H * (K + 1)),
+    ]  # fmt: skip
+
+
+def test_it_adds_up_the_parts_of_a_forest(x64):
+    rng = np.random.default_rng(2)
+    shape = (N, 3, B, T, H)  # devices, parts of each
+    top = jnp.where(rng.random(shape) < 0.2, -jnp.inf, rng.standard_normal(shape))
+    states = LogSumExp(top, jnp.asarray(rng.random(shape)), jnp.asarray(rng.standard_normal((*shape, K))))
+    states = states._replace(numerator=jnp.where(top[..., None] > -jnp.inf, states.numerator, jnp.nan))
+    states = states._replace(denominator=jnp.where(top > -jnp.inf, states.denominator, 0))
+    want = merge_blocks(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states))
+    mesh = make_mesh(MeshSpec(context=N))
+    split = jax.sharding.PartitionSpec("context")
+    run = jax.shard_map(
+        lambda states: merge_over("context")(jax.tree.map(lambda x: x[0], states)),
+        mesh=mesh, in_specs=split, out_specs=jax.sharding.PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    assert_close(jit(run)(states), want, 1e-13)
+    assert BlockCache(None, None, merge=merge_over("context")).merge is not merge_blocks
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=80, deadline=None)
+def test_blocks_are_lent_wherever_there_is_room(needs, free, random):
+    home = [random.randrange(len(free)) for _ in needs]
+    plan = spread_blocks(needs, free, home)
+    assert (plan is None) == (sum(needs) > sum(free))
+    if plan is None:
+        return
+    assert plan.sum(1).tolist() == needs and (plan.sum(0) <= free).all() and (plan >= 0).all()
+    for request, device in itertools.product(range(len(needs)), range(len(free))):  # none borrows with room at home
+        if device != home[request] and plan[request, device]:
+            assert plan[:, home[request]].sum() == free[home[request]]
+
+
+def test_short_requests_stay_whole():
+    assert spread_blocks([2, 7], [6, 6], [0, 0]).tolist() == [[2, 0], [4, 3]]
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: spread_blocks([-1], [2], [0]), "must not be negative"),
+        (lambda: spread_blocks([1], [2], [1]), "must be a device from 0 to 0"),
+        (lambda: spread_blocks([1, 2], [2], [0]), "for each of 2 requests"),
+        (lambda: attend_split_cache(*drawn(7, np.float32), jnp.zeros((B, 2), int)), "7 slots do not divide over the 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told(call, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        call()
