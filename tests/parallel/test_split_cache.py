@@ -47,8 +47,7 @@ def test_any_split_is_exact_and_what_is_not_filled_may_hold_anything(x64):
     with use_mesh(mesh):
         run = jit(attend_split_cache)
         for lengths in splits:
-            lengths = lengths[:, :4]
-            filled = (np.arange(2 * ROOM)[None, None] < lengths[..., None]).reshape(B, -1)
+            filled = (np.arange(ROOM)[None, None] < lengths[..., None]).reshape(B, -1)  # two shares a device
             poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in (keys, values)]
             got = run(q, *poisoned, jnp.asarray(lengths, jnp.int32))
             assert_close(got, dense(q, keys, values, filled), 1e-12)
@@ -122,6 +121,10 @@ def test_blocks_are_lent_wherever_there_is_room(needs, free, random):
 
 def test_short_requests_stay_whole():
     assert spread_blocks([2, 7], [6, 6], [0, 0]).tolist() == [[2, 0], [4, 3]]
+
+
+def test_the_longest_borrows_first_so_that_few_devices_serve_it():
+    assert spread_blocks([4, 6], [2, 5, 6], [0, 0]).tolist() == [[2, 2, 0], [0, 0, 6]]
 
 
 @pytest.mark.parametrize(

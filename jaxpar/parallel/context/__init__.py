@@ -9,9 +9,9 @@
 | `walk` | q [B, T, H, K], k, v [B, T, G, K] split over T -> outputs, by any move | users |
 """
 
-from jaxpar.parallel.context.split_cache import attend_split_cache, merge_over, spread_blocks
 from jaxpar.parallel.context.moves import MOVES, Move, Sizes, move_for
 from jaxpar.parallel.context.orders import ORDERS, Order
+from jaxpar.parallel.context.split_cache import attend_split_cache, merge_over, spread_blocks
 from jaxpar.parallel.context.walk import context_attention
 
 __all__ = [
