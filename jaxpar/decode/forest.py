@@ -298,10 +298,11 @@ def arranged_view(forest: Forest, segments: Int[Array, "B R J"], write: Int[Arra
     unless all readers agree.
 
     Raises:
-      UsageError: If a reader writes to what does not come last. Under jit, where values cannot be told, it writes to
-        nothing.
+      UsageError: If a reader writes to what does not come last, or names a segment twice. Under jit, where values
+        cannot be told, the first writes to nothing, and the other sees the segment at the later of its places.
     """
     places = _places(forest)
+    _refuse_twice(segments)
 
     def one(places, segments, write):
         known, into = segments >= 0, jnp.maximum(segments, 0)
@@ -350,6 +351,18 @@ def _at_the_end(view: View, places: jax.Array) -> View:
             "not the last one that it sees; name an empty one, or see it last."
         )
     return dataclasses.replace(view, write=jnp.where(wrong, -1, view.write))
+
+
+def _refuse_twice(segments: jax.Array) -> None:
+    if isinstance(segments, Tracer):
+        return
+    alike = (segments[..., None] == segments[..., None, :]) & (segments >= 0)[..., None]
+    twice = alike.sum(-1) > 1
+    if twice.any():
+        row, reader, at = (int(x) for x in jnp.argwhere(twice)[0])
+        raise UsageError(
+            f"reader {reader} of row {row} sees segment {int(segments[row, reader, at])} twice; name it once."
+        )
 
 
 def _places(forest: Forest) -> jax.Array:

@@ -80,6 +80,16 @@ def test_a_reader_writes_to_what_comes_last():
     assert view.write.tolist() == [[2], [0]] and view.offset[:, 0, :3].tolist() == [[0, 0, 2], [0, 0, 0]]
 
 
+def test_a_reader_sees_a_segment_once():
+    forest, _ = spawn(tables.empty(ROWS, SEGMENTS, BLOCKS, BLOCK), 2)
+    named = ints([[(0, 1, -1, -1), (1, 0, -1, -1), (0, 1, -1, 0)]] * ROWS)
+    with pytest.raises(UsageError, match="reader 2 of row 0 sees segment 0 twice; name it once"):
+        tables.arranged_view(forest, named, same(-1, -1, -1))
+    named[0, 2, 0] = -1
+    with pytest.raises(UsageError, match="reader 2 of row 1 sees"):
+        tables.arranged_view(forest, named, same(-1, -1, -1))
+
+
 def test_who_writes_nowhere_sees_no_more_for_it():
     forest = tables.empty(ROWS, SEGMENTS, BLOCKS, BLOCK)
     for count in (2, 2, 1):
