@@ -125,7 +125,7 @@ def _needed(forest: Forest, view: View, length: int, repeat: int, shape: Shape) 
     owner = jnp.maximum(forest.owner, 0)
     first = jnp.where(forest.place >= 0, forest.place, jnp.iinfo(jnp.int32).max).min(-1)
     seen = jnp.take_along_axis(view.seen, owner[:, None], 2)  # [B, R, N]
-    seen = (seen > first[:, None]) & (forest.owner >= 0)[:, None]
+    seen = seen > first[:, None]  # nobody sees so much of a block without tokens, such as a free one
     if view.slots is not None:
         seen = seen & view.slots.any(-1)
     if shape.tiles > 1:

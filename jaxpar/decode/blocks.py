@@ -212,7 +212,7 @@ class BlockCache:
             return jnp.take_along_axis(table, owner[:, None], 2)
 
         offset = of_block(view.offset)
-        known = (forest.place >= 0) & (forest.owner >= 0)[..., None]
+        known = forest.place >= 0  # of a free block none is
         seen = known[:, None] & (forest.place[:, None] < of_block(view.seen)[..., None])
         if view.slots is not None:
             seen = seen & view.slots
