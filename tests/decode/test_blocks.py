@@ -27,7 +27,7 @@ from hypothesis import given, settings
 
 from jaxpar.decode import Tree, chain
 from jaxpar.decode import forest as tables
-from jaxpar.decode.blocks import BlockCache
+from jaxpar.decode.blocks import BlockCache, attend_blocks, merge_blocks
 from jaxpar.nn.attention import PositionRule, Visible, finish
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Alibi, Rope
@@ -128,6 +128,40 @@ def test_attention_to_blocks_is_attention_to_a_line(case, steps):
     rule, tree, masked = CASES[case]
     with jax.enable_x64(True):
         Twin(masked, tree, Cache(rule)).run(steps)
+
+
+def test_sums_over_numbers_of_16_bits_are_of_32():
+    rng, (rows, blocks, length) = np.random.default_rng(0), (2, 3, 5)
+    q = jnp.asarray(rng.normal(size=(1, rows, length, HEADS, WIDTH)), "bfloat16")
+    k, v = (jnp.asarray(rng.normal(size=(rows, GROUPS, blocks, BLOCK, WIDTH)), "bfloat16") for _ in range(2))
+    seen = np.ones((rows, 1, blocks, length, BLOCK), bool)
+    states, scores = attend_blocks(q, k, v, seen)
+    assert {x.dtype for x in (*states, scores)} == {jnp.dtype("float32")}
+    wide, _ = attend_blocks(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+    np.testing.assert_allclose(states.max, wide.max, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(states.denominator, wide.denominator, rtol=1e-5)
+
+
+def test_blocks_are_added_up_as_the_cache_says():
+    rows, blocks, length = 2, 3, 2
+    given, x = [], jnp.ones((rows, 1, GROUPS, WIDTH))
+
+    def twice(states):  # as if another device held as much
+        given.append(states.max.shape[0])
+        return merge_blocks(jax.tree.map(lambda x: jnp.concatenate([x, x]), states))
+
+    forest, root = tables.spawn(tables.empty(rows, 1, blocks, BLOCK), 1)
+    forest, _ = tables.reserve(forest, root, np.full((rows, 1), length, np.int32))
+    forest, view, _ = tables.write(forest, tables.lineage_view(forest, root), np.full((rows, 1), length), length)
+    cache = BlockCache.empty(rows, GROUPS, blocks, BLOCK, WIDTH, "float32")
+    sums = []
+    for merge in (merge_blocks, twice):
+        read = dataclasses.replace(cache, merge=merge).for_pass(forest, view)
+        sums.append(read.attend(x, x, x, PositionRule(), Context(view.position))[0].denominator)
+    one = math.exp(-math.sqrt(WIDTH))  # of a key of zeros beside the token itself, which counts once and as 1
+    np.testing.assert_allclose(sums[0], np.full(sums[0].shape, 1 + length * one), rtol=1e-6)
+    np.testing.assert_allclose(sums[1], np.full(sums[1].shape, 1 + 2 * length * one), rtol=1e-6)
+    assert given == [blocks]
 
 
 def test_beams_of_one_segment_are_re_ordered_by_their_slots(x64):
