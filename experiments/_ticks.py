@@ -7,14 +7,13 @@ run says: the text is that of the greedy loop.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-Target = Callable[[Any, Any], Any]
-"""Tokens and the position after each of them, int32 -> the target's token there, in [0, VOCAB)."""
+Target = Callable[[Array, Array], Array]  # tokens, the position after each -> the target's token there, below VOCAB
 VOCAB = 64
 
 
@@ -39,40 +38,23 @@ class Schedule(NamedTuple):
     continuous: bool = False
     cancel: bool = True
 
-    @property
-    def longest(self) -> int:
-        """Ticks in which a token becomes certain, at the latest."""
-        return self.stages + self.draft_ticks
-
 
 class Runs(NamedTuple):
-    """The run in each stage: tokens int32 [S, W], and [S] the first one's position, how many, after which mistake."""
+    """The run in each stage, [S]: its first token's position, how many (0: none), whether no mistake is before it."""
 
-    tokens: Array
     first: Array
     length: Array
-    epoch: Array
+    valid: Array
 
 
 class Ticks(NamedTuple):
-    """The state after some ticks; counts are of runs unless they say otherwise.
+    """The state after some ticks.
 
-    Attributes:
-      text: int32 [N], of which `length` tokens are certain.
-      length: int32 [].
-      reads: int32 [N], how often each token was verified: stood in a run that was kept up to it.
-      ticks: Until N tokens were certain.
-      started: Runs that entered the first stage.
-      kept: Runs that left the last stage and gave tokens.
-      stale: Runs that left it to no avail.
-      cancelled: Runs that were ended before.
-      busy: Ticks times stages that held a run.
-      runs: Those under way.
-      epoch: Mistakes, and what is no mistake but a start after a run alone.
-      root: The last token that was put into a run, or is to be the first of the next one.
-      place: Its position.
-      fresh: Whether it is to be.
-      drafted: Ticks that the draft has spent on what follows it.
+    Of `text` int32 [N] `length` tokens are certain, and on the way the draft's guesses follow them; `reads` says how
+    often each was verified: stood in a run that was kept up to it. All were so after `ticks`; `busy` is ticks times
+    stages that held a run. Of the runs, `started` entered the first stage, `kept` left the last one and gave tokens,
+    `stale` left it to no avail, `cancelled` were ended before, and `runs` are under way. The first token that is in no
+    run yet is at `place`, and the draft has spent `drafted` ticks on the next run.
     """
 
     text: Array
@@ -85,111 +67,72 @@ class Ticks(NamedTuple):
     cancelled: Array
     busy: Array
     runs: Runs
-    epoch: Array
-    root: Array
     place: Array
-    fresh: Array
     drafted: Array
 
 
-def guess(target: Target, agrees: Array, token: Array, position: Array) -> Array:
-    """The draft's token at a position: the target's where they agree, else another."""
-    right = target(token, position)
-    return jnp.where(agrees[position], right, (right + 1) % VOCAB)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 4))
-def simulate(
-    schedule: Schedule, target: Target, agrees: Bool[Array, " N"], hits: Bool[Array, " N"], first: int = 1
-) -> Ticks:
-    """Decodes N tokens, the token `first` at position 0 being given.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def simulate(schedule: Schedule, target: Target, agrees: Bool[Array, " N"], hits: Bool[Array, " N"]) -> Ticks:
+    """Decodes N tokens, token 1 at position 0 being given.
 
     Args:
       schedule: When runs start.
       target: The model: its greedy token from the one before.
       agrees: Whether the draft's token at each position is the target's, where the one before is.
       hits: Whether the early exit names the token at each position.
-      first: The prompt.
     """
-    size, none = len(agrees), jnp.zeros((), jnp.int32)
-    width = schedule.guesses + 1
-    stages = jnp.zeros(schedule.stages, jnp.int32)
-    runs = Runs(jnp.zeros((schedule.stages, width), jnp.int32), stages, stages, stages)
-    text = jnp.zeros(size, jnp.int32).at[0].set(first)
-    state = Ticks(
-        text, none + 1, jnp.zeros(size, jnp.int32), ticks=none, started=none, kept=none, stale=none, cancelled=none,
-        busy=none, runs=runs, epoch=none, root=none + first, place=none, fresh=none == 0, drafted=none,
-    )  # fmt: skip
-    step = functools.partial(_tick, schedule, target, agrees, hits)
-
-    def tick(state: Ticks, _: None) -> tuple[Ticks, None]:
-        after = step(state)
-        return jax.tree.map(lambda old, new: jnp.where(state.length >= size, old, new), state, after), None
-
-    return jax.lax.scan(tick, state, None, length=size * schedule.longest)[0]
-
-
-def _tick(schedule: Schedule, target: Target, agrees: Array, hits: Array, state: Ticks) -> Ticks:
-    """A run leaves, another enters, the draft works on."""
-    state = _start(schedule, target, agrees, _leave(schedule, target, agrees, hits, state))
-    more = state.length < len(agrees)  # else the last token was there as this tick began
-    busy = state.busy + more * (state.runs.length > 0).sum()
-    return state._replace(ticks=state.ticks + more, drafted=state.drafted + 1, busy=busy)
-
-
-def _leave(schedule: Schedule, target: Target, agrees: Array, hits: Array, state: Ticks) -> Ticks:
-    """All runs move on by a stage; the one that leaves says what follows its tokens, and where the draft was wrong."""
-    last = jax.tree.map(lambda x: x[-1], state.runs)
-    runs = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), state.runs)
-    runs = runs._replace(length=runs.length.at[0].set(0))
-    live, size = (last.length > 0) & (last.epoch == state.epoch), len(agrees)
-    inside = jnp.arange(len(last.tokens))
-    places = last.first + inside
-    says = target(last.tokens, places + 1)
-    right = (inside < last.length) & jnp.concatenate([jnp.ones(1, bool), last.tokens[1:] == says[:-1]])
-    kept = jnp.where(live, jnp.cumprod(right).sum(), 0)
-    token, place = says[kept - 1], last.first + kept  # the new last one that is certain
-    expected = guess(target, agrees, last.tokens[kept - 1], place)  # what later runs, or those to come, go on from
-    missed = live & ((kept < last.length) | (not schedule.continuous) | (expected != token))
-    ended = jnp.where(missed & schedule.cancel, runs.length > 0, False)
-    into = jnp.where(inside < kept, places, size)
-    return state._replace(
-        text=state.text.at[into + 1].set(says, mode="drop"),
-        length=state.length + kept,
-        reads=state.reads.at[into].add(1, mode="drop"),
-        kept=state.kept + live,
-        stale=state.stale + ((last.length > 0) & ~live),
-        cancelled=state.cancelled + ended.sum(),
-        runs=runs._replace(length=jnp.where(ended, 0, runs.length)),
-        epoch=state.epoch + missed,
-        root=jnp.where(missed, token, state.root),
-        place=jnp.where(missed, place, state.place),
-        fresh=state.fresh | missed,
-        drafted=jnp.where(missed, min(schedule.ahead, schedule.draft_ticks) * hits[place], state.drafted),
-    )
+    size, none, stages = len(agrees), jnp.zeros((), jnp.int32), jnp.zeros(schedule.stages, jnp.int32)
+    text = jnp.zeros(size + schedule.guesses, jnp.int32).at[0].set(1)  # the last run may reach beyond N
+    reads, runs = jnp.zeros(size, jnp.int32), Runs(stages, stages, stages > 0)
+    state = Ticks(text, none + 1, reads, none, none, none, none, none, none, runs, place=none, drafted=none)
+    enter = functools.partial(_start, schedule, target, agrees)
+    leave = functools.partial(_leave, schedule, target, hits)
+    end = jax.lax.while_loop(lambda state: state.length < size, lambda state: leave(enter(state)), state)
+    return end._replace(text=end.text[:size])
 
 
 def _start(schedule: Schedule, target: Target, agrees: Array, state: Ticks) -> Ticks:
-    """A run starts where its tokens are there: a known one and guesses; if continuous, either of them."""
-    chain = [state.root]
-    for number in range(schedule.guesses):
-        chain.append(guess(target, agrees, chain[-1], state.place + 1 + number))
-    tokens, ready = jnp.stack(chain), state.drafted >= schedule.draft_ticks
-    if schedule.continuous:
-        starts, late = state.fresh | ready, (~state.fresh).astype(jnp.int32)
-        first, tokens = state.place + late, jnp.where(late > 0, jnp.roll(tokens, -1), tokens)
-        count = jnp.where(state.fresh, 1, schedule.guesses)
-        moved = late * schedule.guesses
-    else:
-        starts, first, count, moved = state.fresh & ready, state.place, jnp.int32(schedule.guesses + 1), 0
-    run = Runs(tokens, first, jnp.where(starts, count, 0), state.epoch)
+    """Runs move on by a stage, for a tick; one starts where its tokens are there: a known one, guesses or both."""
+    text, ready, known = state.text, state.drafted >= schedule.draft_ticks, state.place < state.length
+    for place in [state.place + number for number in range(schedule.guesses + 1)]:
+        guess = (target(text[place - 1], place) + ~agrees[place]) % VOCAB  # another token where they disagree
+        text = text.at[place].set(jnp.where(place < state.length, text[place], guess))
+    starts = known | ready if schedule.continuous else known & ready
+    count = jnp.where(ready, schedule.guesses, 1) if schedule.continuous else schedule.guesses + 1
+    run = Runs(state.place, starts * count, starts)
+    runs = jax.tree.map(lambda x, new: jnp.roll(x, 1).at[0].set(new), state.runs, run)
     return state._replace(
-        runs=jax.tree.map(lambda x, new: x.at[0].set(new), state.runs, run),
+        text=text,
+        ticks=state.ticks + 1,
         started=state.started + starts,
-        root=jnp.where(starts & (moved > 0), chain[-1], state.root),
-        place=state.place + jnp.where(starts, moved, 0),
-        fresh=state.fresh & ~starts,
-        drafted=jnp.where(starts & schedule.continuous, 0, state.drafted),
+        busy=state.busy + (runs.length > 0).sum(),
+        runs=runs,
+        place=state.place + run.length,
+        drafted=jnp.where(starts, 0, state.drafted) + 1,
+    )
+
+
+def _leave(schedule: Schedule, target: Target, hits: Array, state: Ticks) -> Ticks:
+    """The run in the last stage says what follows its tokens; runs that go on from a mistake are not valid any more."""
+    last, inside = jax.tree.map(lambda x: x[-1], state.runs), jnp.arange(schedule.guesses + 1)
+    places = last.first + inside
+    says = target(state.text[places], places + 1)
+    agreed = jnp.cumprod((says == state.text[places + 1]) & (inside < last.length)).sum()
+    kept = jnp.where(last.valid, jnp.minimum(agreed + 1, last.length), 0)  # what follows a mistake is known as well
+    missed = last.valid & ((agreed < last.length) | (not schedule.continuous))  # in turn, each run is followed anew
+    under_way = state.runs.length.at[-1].set(0)
+    ended = (under_way > 0) & missed & schedule.cancel
+    into, certain = jnp.where(inside < kept, places, len(state.text)), state.length + kept
+    return state._replace(
+        text=state.text.at[into + 1].set(says, mode="drop"),
+        length=certain,
+        reads=state.reads.at[into].add(1, mode="drop"),
+        kept=state.kept + last.valid,
+        stale=state.stale + ((last.length > 0) & ~last.valid),
+        cancelled=state.cancelled + ended.sum(),
+        runs=Runs(state.runs.first, jnp.where(ended, 0, under_way), state.runs.valid & ~missed),
+        place=jnp.where(missed, certain - 1, state.place),
+        drafted=jnp.where(missed, min(schedule.ahead, schedule.draft_ticks) * hits[certain - 1], state.drafted),
     )
 
 

@@ -9,15 +9,15 @@ simulator (`experiments._ticks`). They change no token, which is checked here, a
 """
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from experiments import _run
 from experiments._folder import run_folder
@@ -108,44 +108,39 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         refuse_idle("a simulation of ticks", ())
         _run.write_start(folder, config)
         say(f"run        {_run.short(folder)}")
-        found = {name: run(config, schedule) for name, schedule in config.schedules().items()}
-        tell(config, folder, found)
+        tell(config, folder, {name: run(config, schedule) for name, schedule in config.schedules().items()})
 
 
 def run(config: Config, schedule: Schedule) -> Ticks:
     """Returns the end of every simulation, one for each rate of acceptance, after comparing its text."""
-    draws = np.random.default_rng(config.seed).random((2, config.tokens))
-    agrees = draws[0] < np.array(config.acceptance)[:, None]
-    one = lambda agrees: simulate(schedule, language, agrees, jnp.asarray(draws[1] < config.hit))  # noqa: E731
-    ended = jax.device_get(jax.vmap(one)(jnp.asarray(agrees)))
-    if (
-        ended.text != list(itertools.accumulate(range(1, config.tokens), language, initial=1))
-    ).any():  # a schedule that changes a token is wrong, whatever it saves
+    agrees, hits = np.random.default_rng(config.seed).random((2, config.tokens))
+    decode = jax.vmap(functools.partial(simulate, schedule, language), in_axes=(0, None))
+    ended = jax.device_get(decode(agrees < np.array(config.acceptance)[:, None], hits < config.hit))
+    greedy = list(itertools.accumulate(range(1, config.tokens), language, initial=1))
+    if (ended.text != greedy).any():  # a schedule that changes a token is wrong, whatever it saves
         raise AssertionError(f"{schedule} gives other tokens than the greedy loop")
     return ended
 
 
 def tell(config: Config, folder: pathlib.Path, found: dict[str, Ticks]) -> None:
     """Prints a row for each schedule and rate, and writes them."""
-    table = Table(title="ticks a token", title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    columns = (Column(name, justify="right") for name in COLUMNS)
+    table = Table(*columns, title="ticks a token", title_justify="left")
     writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
     for i, rate in enumerate(config.acceptance):
         values = {}
         for name, schedule in config.schedules().items():
-            end: Ticks = jax.tree.map(lambda x, i=i: x[i].item() if x[i].ndim == 0 else x[i], found[name])
+            end = jax.tree.map(lambda x, i=i: x[i], found[name])
             ticks, form = end.ticks / (end.length - 1), expected_ticks(schedule, rate, config.hit)
-            work, vain = end.busy / (end.ticks * config.stages), 1 - end.kept * config.stages / end.busy
+            work, vain = end.busy / end.ticks / config.stages, 1 - end.kept / end.busy * config.stages
             values |= {f"{name}/ticks": ticks, f"{name}/closed_form": form, f"{name}/work": work, f"{name}/vain": vain}
-            table.add_row(f"{rate:g}", name, f"{ticks:.3f}", f"{form:.3f}", str(end.started), str(end.cancelled),
-                          str(end.stale), f"{work:.2f}", f"{vain:.2f}")  # fmt: skip
+            counts = map(str, (end.started, end.cancelled, end.stale))
+            table.add_row(f"{rate:g}", name, f"{ticks:.3f}", f"{form:.3f}", *counts, f"{work:.2f}", f"{vain:.2f}")
         writer.write(round(100 * rate), values)
     writer.close()
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    names = ("plain", "in_turn", "mirrored", "pipelined")
     shown = {"ticks a token": "ticks", "closed form": "closed_form", "stages at work": "work"}
-    panels = {label: [f"{name}/{key}" for name in names] for label, key in shown.items()}
+    panels = {label: [f"{name}/{key}" for name in found if name != "not_cancelled"] for label, key in shown.items()}
     plot = folder / "plots" / "ticks.png"
     plot_metrics(folder / "metrics.jsonl", plot, panels, along="acceptance, percent")
     say(f"plot       {_run.short(plot)}\nmetrics    {_run.short(folder / 'metrics.jsonl')}")

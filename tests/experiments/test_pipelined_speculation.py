@@ -104,7 +104,7 @@ def test_ticks_a_token_are_those_of_the_closed_form(schedule):
             counted(schedule, rng.random(size) < acceptance, rng.random(size) < HIT) / (size - 1) for _ in range(SEEDS)
         ]
         error = np.std(found, ddof=1) / np.sqrt(SEEDS)
-        rounding = (schedule.longest + schedule.guesses) / size  # the first draft, and where the text is cut
+        rounding = (schedule.stages + schedule.draft_ticks + schedule.guesses) / size  # first draft, where it is cut
         assert abs(np.mean(found) - expected_ticks(schedule, acceptance, HIT)) <= 3 * error + rounding
 
 
