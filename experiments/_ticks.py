@@ -115,7 +115,7 @@ def _start(schedule: Schedule, target: Target, agrees: Array, state: Ticks) -> T
 def _leave(schedule: Schedule, target: Target, hits: Array, state: Ticks) -> Ticks:
     """The run in the last stage says what follows its tokens; runs that go on from a mistake are not valid any more."""
     last, inside = jax.tree.map(lambda x: x[-1], state.runs), jnp.arange(schedule.guesses + 1)
-    places = last.first + inside
+    places = last.first + inside  # where a valid run's tokens still stand in the text
     says = target(state.text[places], places + 1)
     agreed = jnp.cumprod((says == state.text[places + 1]) & (inside < last.length)).sum()
     kept = jnp.where(last.valid, jnp.minimum(agreed + 1, last.length), 0)  # what follows a mistake is known as well
