@@ -8,7 +8,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.linear import Deferred, Lora, contract, deferred_gradient, on_weight, quantise
+from jaxpar.nn.linear import Deferred, Lora, _with_enough_rows, contract, deferred_gradient, on_weight, quantise
 from jaxpar.types import UsageError
 
 INTO, OUT = "btd,dhk->bthk", "bthk,hkd->btd"
@@ -152,8 +152,10 @@ def test_what_is_done_to_a_weight_is_done_to_it_alone():
         (OUT, (3, 2, 4, 8), (4, 8, 64), True),
         ("tbd,dn->tbn", (2, 3, 64), (64, 8), True),
         ("btd,df->btf", (4, 4, 64), (64, 7), False),  # 16 rows
-        ("btd,df->btf", (1, 1, 2500), (2500, 4000), False),  # 10^7 multiplications
-        ("bd,dc->bc", (2, 64), (64, 5), False),  # no second axis of rows
+        ("btd,df->btf", (1, 4, 1000), (1000, 2500), False),  # 10^7 multiplications
+        ("bd,dc->bc", (1, 8), (8, 5), False),  # no second axis of rows
+        ("btd,df->tbf", (1, 3, 64), (64, 8), False),  # the result has them in another order
+        ("btd,tdf->btf", (1, 3, 64), (3, 64, 8), False),  # each row has a weight of its own
     ],
 )
 def test_a_gpu_is_given_small_products_of_16_rows(equation, x, w, is_filled, monkeypatch):
@@ -173,3 +175,20 @@ def test_a_gpu_is_given_small_products_of_16_rows(equation, x, w, is_filled, mon
     assert got.shape == want.shape
     text = str(jax.make_jaxpr(value)(x, w))
     assert (" pad[" in text) == is_filled
+    filled = _with_enough_rows(equation, x, w)
+    rows = filled.shape[0] * filled.shape[1]
+    assert (16 <= rows < 16 + len(x) and not filled[:, x.shape[1] :].any()) if is_filled else filled is x
+
+
+def test_what_is_split_or_of_32_bits_is_not_filled(monkeypatch):
+    monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: "gpu")
+
+    def text(dtype="bfloat16", **options):
+        args = jnp.ones((1, 1, 64), dtype), jnp.ones((64, 8), dtype)
+        return str(jax.make_jaxpr(lambda x, w: contract("btd,df->btf", x, w, ("embed", "mlp"), **options))(*args))
+
+    assert " pad[" in text() and " pad[" not in text("float32")
+    assert "HIGHEST" in text(precision="highest")
+    for spec in (MeshSpec(data=8), MeshSpec(tensor=8)):  # rows are split, and the weight is
+        with use_mesh(make_mesh(spec)):
+            assert " pad[" not in text()
