@@ -54,7 +54,7 @@ def shape_for(rows: int, groups: int, queries: int, blocks: int) -> Shape:
     tile = min(64, max(16, 1 << (queries - 1).bit_length()))
     tiles = -(-queries // tile)
     splits = -(-PROGRAMS // (rows * groups * tiles))
-    return Shape(tile, tiles, max(1, min(splits, MOST_SPLITS, blocks)))
+    return Shape(tile, tiles, min(splits, MOST_SPLITS, blocks))
 
 
 def attend_forest(

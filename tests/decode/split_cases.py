@@ -20,7 +20,7 @@ from jaxpar.nn.attention import PositionRule, Visible, finish
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Alibi, Rope
 
-ROWS, GROUPS, HEADS, WIDTH, BLOCK, PROMPT, ROOM = 2, 2, 4, 32, 16, 37, 20
+ROWS, GROUPS, HEADS, WIDTH, BLOCK, PROMPT, ROOM = 2, 2, 6, 32, 16, 37, 20
 ROPE = PositionRule(positions=Rope(theta=100.0))
 TREE = Tree((-1, 0, 0, 1))
 CASES = {

@@ -47,8 +47,9 @@ def test_what_the_kernel_takes(on_a_gpu, monkeypatch):
     assert not _split_k.has_kernel(PositionRule(Visible(causal=False)), "float32", 64, 64)
     monkeypatch.setattr(_split_k, "available", lambda: False)
     assert not _split_k.has_kernel(rule, "float32", 64, 64)
-    monkeypatch.undo()
-    assert not _split_k.has_kernel(rule, "float32", 64, 64)  # no GPU
+    monkeypatch.setattr(_split_k, "available", lambda: True)
+    monkeypatch.setattr(_split_k, "platform", lambda: "cpu")
+    assert not _split_k.has_kernel(rule, "float32", 64, 64)
 
 
 @pytest.mark.parametrize("name", ["batch", "kv_heads", "slots", "heads"])
