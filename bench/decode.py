@@ -179,6 +179,7 @@ def pair_of(bench: harness.Bench, args: argparse.Namespace) -> dict:
             request[f"{name}_folder"] = str(pathlib.Path(given).resolve())
     if args.train_s:
         request["train_s"] = dict(zip(("target", "draft"), map(float, args.train_s.split(",")), strict=True))
+    request["grow"] = args.grow
     pair = bench.ask("jaxpar", request, 3 * sum(request["train_s"].values()) + args.row_s)
     if "failed" in pair:
         raise SystemExit(f"no pair of models: {pair['failed']}")
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers")
     parser.add_argument("--target", help="a folder in Hugging Face's form: a model of bytes")
     parser.add_argument("--draft", help="likewise, a smaller one")
+    parser.add_argument("--grow", type=int, help="MLP units that the target is given, all new ones idle: more to read")
     parser.add_argument("--train-s", help="seconds of training of the two, as 900,80")
     args = parser.parse_args()
     if args.tiny:

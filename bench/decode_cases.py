@@ -69,7 +69,7 @@ ALL = ["plain", "copy 8", "model 4", "lookahead", "jacobi 8"]
 MORE = ["copy 4", "copy 8", "model 2", "model 4", "model 6", "lookahead", "jacobi 4", "jacobi 8"]
 SAME = "tokens that differ from plain decoding one row at a time"
 ASSISTED = {
-    "jaxpar": ["jaxpar plain", "jaxpar copy 8", "jaxpar model 4"],
+    "jaxpar": ["jaxpar plain", "jaxpar copy 4", "jaxpar copy 8", "jaxpar model 4"],
     "transformers": ["transformers dynamic", "transformers lookup", "transformers assistant"],
 }
 

@@ -71,6 +71,31 @@ def train_on(config, batch, seconds: float = 0.0, steps: int = 0) -> tuple:
     return state.params, said | {"tokens": tokens, "seconds": time.perf_counter() - begin}
 
 
+def grown(folder: pathlib.Path, units: int) -> pathlib.Path:
+    """Returns the folder of the same function with more weights: random MLP units that nothing after them reads.
+
+    What a pass costs is that of a model which would take hours to train, and what it says that of the small one.
+    """
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.lm import from_hf, to_hf
+
+    into = folder.with_name(f"{folder.name}-{units}")
+    if into.exists():
+        return into
+    config, params = from_hf(folder, dtype="float32")
+    layers, more = dict(params["layers"]), units - config.mlp_dim
+    for name, key in zip(("w_gate", "w_up"), jax.random.split(jax.random.key(0)), strict=True):
+        noise = 0.02 * jax.random.normal(key, (*layers[name].shape[:2], more))
+        layers[name] = jnp.concatenate([layers[name], noise], 2)
+    layers["w_down"] = jnp.pad(layers["w_down"], ((0, 0), (0, more), (0, 0)))
+    to_hf(params | {"layers": layers}, dataclasses.replace(config, mlp_dim=units), into)
+    return into
+
+
 def make(request: dict) -> dict:
     """Trains what its folder lacks; returns the folders of both, and what training said."""
     from jaxpar.lm import LMConfig, to_hf
@@ -89,5 +114,7 @@ def make(request: dict) -> dict:
             notes.write_text(json.dumps(said[name]))
         elif notes.exists():
             said[name] = json.loads(notes.read_text())
+    if units := request.get("grow"):
+        folders["target"] = str(grown(pathlib.Path(folders["target"]), units))
     prompts = prompts_of(request["count"], request["prompt"])
     return {"said": said, "folders": folders, "prompts": prompts}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpar.decode import gumbel
-from jaxpar.lm import LMConfig, apply, init, to_hf
+from jaxpar.lm import LMConfig, apply, from_hf, init, to_hf
 from jaxpar.lm.model import hidden
 
 ROOT = Path(__file__).parents[2]
@@ -197,3 +197,14 @@ def test_every_case_runs_without_peers(tmp_path):
     rows = json.loads(out.read_text())
     assert len(rows) > 20 and not [row for row in rows if "failed" in row], run.stdout
     assert all(row["differing"] == row["near_ties"] for row in rows if "differing" in row)
+
+
+def test_a_grown_target_says_the_same_with_more_weights(bench, tmp_path):
+    config = LMConfig(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, dtype="float32", init_std=0.3)
+    params = init(jax.random.key(0), config)
+    to_hf(params, config, tmp_path / "target")
+    large, weights = from_hf(bench["decode_pair"].grown(tmp_path / "target", 64), dtype="float32")
+    assert large.mlp_dim == 64 and weights["layers"]["w_down"].shape == (2, 64, 16)
+    assert all((weights["layers"][name] != 0).mean() > 0.99 for name in ("w_gate", "w_up"))  # nothing to skip
+    tokens = jnp.arange(20)[None]
+    np.testing.assert_allclose(apply(weights, tokens, large), apply(params, tokens, config), rtol=1e-5, atol=1e-5)
