@@ -21,28 +21,16 @@ from jaxpar.decode import _split_k
 from jaxpar.decode.forest import Forest, View
 from jaxpar.decode.policies import CachePolicy, Selection
 from jaxpar.mesh import constrain
-from jaxpar.nn.attention import LinearCache, PositionRule, merge
+from jaxpar.nn.attention import LinearCache, PositionRule, merge, merge_parts
 from jaxpar.nn.attention.kernels import in_blocks, slopes_bias
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["BLOCK_AXES", "BlockCache", "attend_blocks", "merge_blocks"]
+__all__ = ["BLOCK_AXES", "BlockCache", "attend_blocks"]
 
 BLOCK_AXES = ("batch", "kv_heads", "slots", None, "head_dim")
-
-
-def merge_blocks(states: LogSumExp) -> LogSumExp:
-    """Adds up partial states along the first axis; exact where some of them are of nothing.
-
-    What the values of a part of nothing add up to is left out, whatever it is: blocks that nobody was given may hold
-    NaN.
-    """
-    top = states.max.max(0)
-    scale = jnp.exp(states.max - jnp.where(top > -jnp.inf, top, 0)[None])
-    values = jnp.where(states.max[..., None] > -jnp.inf, states.numerator, 0)
-    return LogSumExp(top, (states.denominator * scale).sum(0), (values * scale[..., None]).sum(0))
 
 
 def attend_blocks(
@@ -58,7 +46,7 @@ def attend_blocks(
     which a `vmap` of `attend` over the blocks would not (it copies them all).
 
     Returns:
-      (maximum [N, B, G, T, H/G], sum, weighted values [N, B, G, T, H/G, K]), for `merge_blocks`; and the scores, -inf
+      (maximum [N, B, G, T, H/G], sum, weighted values [N, B, G, T, H/G, K]), for `merge_parts`; and the scores, -inf
       of what is not seen.
     """
     batch, length, heads, width = q.shape[1:]
@@ -98,7 +86,7 @@ class BlockCache:
       view: Who sees what. For a pass.
       policy: What a step sees of them; None for all.
       memory: What the policy remembers.
-      merge: How partial states along axis 0 are added up: `merge_blocks`, or what adds up over a mesh axis as well.
+      merge: How partial states along axis 0 are added up: `merge_parts`, or what adds up over a mesh axis as well.
     """
 
     keys: Array | None
@@ -108,7 +96,7 @@ class BlockCache:
     view: View | None = None
     memory: PyTree = None
     policy: CachePolicy | None = flax.struct.field(pytree_node=False, default=None)
-    merge: Callable[[LogSumExp], LogSumExp] = flax.struct.field(pytree_node=False, default=merge_blocks)
+    merge: Callable[[LogSumExp], LogSumExp] = flax.struct.field(pytree_node=False, default=merge_parts)
 
     @classmethod
     def empty(cls, rows: int, num_heads: int, blocks: int, block: int, head_dim: int, dtype: DTypeLike) -> "BlockCache":
@@ -157,7 +145,7 @@ class BlockCache:
     def _added(self, parts: LogSumExp) -> LogSumExp:
         """Adds up the kernel's parts, of which the last is that of the pass itself and no other device's."""
         each = [jax.tree.map(lambda x: x[index], parts) for index in range(len(parts.max))]  # noqa: B023
-        if self.merge is not merge_blocks:
+        if self.merge is not merge_parts:
             return merge(self.merge(jax.tree.map(lambda x: x[:-1], parts)), each[-1])
         return functools.reduce(merge, each)  # elementwise: a GPU does it and takes the mean in one go
 

@@ -27,8 +27,8 @@ from hypothesis import given, settings
 
 from jaxpar.decode import Tree, chain
 from jaxpar.decode import forest as tables
-from jaxpar.decode.blocks import BlockCache, attend_blocks, merge_blocks
-from jaxpar.nn.attention import PositionRule, Visible, finish
+from jaxpar.decode.blocks import BlockCache, attend_blocks
+from jaxpar.nn.attention import PositionRule, Visible, finish, merge_parts
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Alibi, Rope
 
@@ -148,14 +148,14 @@ def test_blocks_are_added_up_as_the_cache_says():
 
     def twice(states):  # as if another device held as much
         given.append(states.max.shape[0])
-        return merge_blocks(jax.tree.map(lambda x: jnp.concatenate([x, x]), states))
+        return merge_parts(jax.tree.map(lambda x: jnp.concatenate([x, x]), states))
 
     forest, root = tables.spawn(tables.empty(rows, 1, blocks, BLOCK), 1)
     forest, _ = tables.reserve(forest, root, np.full((rows, 1), length, np.int32))
     forest, view, _ = tables.write(forest, tables.lineage_view(forest, root), np.full((rows, 1), length), length)
     cache = BlockCache.empty(rows, GROUPS, blocks, BLOCK, WIDTH, "float32")
     sums = []
-    for merge in (merge_blocks, twice):
+    for merge in (merge_parts, twice):
         read = dataclasses.replace(cache, merge=merge).for_pass(forest, view)
         sums.append(read.attend(x, x, x, PositionRule(), Context(view.position))[0].denominator)
     one = math.exp(-math.sqrt(WIDTH))  # of a key of zeros beside the token itself, which counts once and as 1

@@ -11,9 +11,9 @@ from split_cases import BLOCK, CASES, GROUPS, HEADS, ROWS, both, made, stand_in
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.decode import SinksAndWindow, _split_k
-from jaxpar.decode.blocks import BlockCache, merge_blocks
+from jaxpar.decode.blocks import BlockCache
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import PositionRule, Visible
+from jaxpar.nn.attention import PositionRule, Visible, merge_parts
 from jaxpar.scan.monoid import LogSumExp
 
 
@@ -128,7 +128,7 @@ def test_parts_are_added_up_and_the_last_by_no_other_device(parts, x64):
 
     def twice(calls, states):  # two devices, each with the same blocks
         calls.append(len(states.max))
-        return merge_blocks(jax.tree.map(lambda x: jnp.concatenate([x, x]), states))
+        return merge_parts(jax.tree.map(lambda x: jnp.concatenate([x, x]), states))
 
     calls = []
     got = BlockCache(None, None, merge=functools.partial(twice, calls))._added(given)

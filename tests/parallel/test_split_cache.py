@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tolerance import assert_close
 
 from jaxpar.aot import hlo
-from jaxpar.decode.blocks import BlockCache, merge_blocks
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.parallel.context import attend_split_cache, merge_over, spread_blocks
+from jaxpar.nn.attention import merge_parts
+from jaxpar.parallel.context import attend_split_cache, spread_blocks
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
@@ -83,22 +83,21 @@ def test_two_all_reduces_whatever_the_length(slots):
     ]  # fmt: skip
 
 
-def test_it_adds_up_the_parts_of_a_forest(x64):
+def test_parts_of_all_devices_are_added_up(x64):
     rng = np.random.default_rng(2)
     shape = (N, 3, B, T, H)  # devices, parts of each
     top = jnp.where(rng.random(shape) < 0.2, -jnp.inf, rng.standard_normal(shape))
     states = LogSumExp(top, jnp.asarray(rng.random(shape)), jnp.asarray(rng.standard_normal((*shape, K))))
     states = states._replace(numerator=jnp.where(top[..., None] > -jnp.inf, states.numerator, jnp.nan))
     states = states._replace(denominator=jnp.where(top > -jnp.inf, states.denominator, 0))
-    want = merge_blocks(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states))
+    want = merge_parts(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states))
     mesh = make_mesh(MeshSpec(context=N))
     split = jax.sharding.PartitionSpec("context")
     run = jax.shard_map(
-        lambda states: merge_over("context")(jax.tree.map(lambda x: x[0], states)),
+        lambda states: merge_parts(jax.tree.map(lambda x: x[0], states), "context"),
         mesh=mesh, in_specs=split, out_specs=jax.sharding.PartitionSpec(), check_vma=False,
     )  # fmt: skip
     assert_close(jit(run)(states), want, 1e-13)
-    assert BlockCache(None, None, merge=merge_over("context")).merge is not merge_blocks
 
 
 @given(

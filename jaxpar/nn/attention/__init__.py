@@ -12,7 +12,18 @@
 from jaxpar.nn.attention.cache import Cache, LinearCache, PositionRule
 from jaxpar.nn.attention.kernels import attention
 from jaxpar.nn.attention.mixer import Attention
-from jaxpar.nn.attention.state import attend, finish, merge
+from jaxpar.nn.attention.state import attend, finish, merge, merge_parts
 from jaxpar.nn.attention.visibility import Visible
 
-__all__ = ["Attention", "Cache", "LinearCache", "PositionRule", "Visible", "attend", "attention", "finish", "merge"]
+__all__ = [
+    "Attention",
+    "Cache",
+    "LinearCache",
+    "PositionRule",
+    "Visible",
+    "attend",
+    "attention",
+    "finish",
+    "merge",
+    "merge_parts",
+]

@@ -140,6 +140,7 @@ def in_blocks(
     *,
     first: Int[Array, "B T"] | None = None,
     among: Bool[Array, "B T S"] | None = None,
+    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     visible: Visible = CAUSAL,
     slopes: Float[Array, " H"] | None = None,
 ) -> LogSumExp:
@@ -155,18 +156,21 @@ def in_blocks(
       keys: Places of the keys, negative where there is none; B may be 1.
       first: Of each query, the place where its document began.
       among: What each query may see besides.
+      segments: Numbers of documents, of queries and of keys: those of another one are not seen.
       visible: The rule.
       slopes: What a score falls by for each step of distance.
     """
     batch, length = q.shape[:2]
 
     def some(part):
-        q, queries, first, among = part
+        q, queries, first, among, own = part
         seen = visible(queries, keys, first)
+        if segments is not None:
+            seen = seen & (own[:, :, None] == segments[1][:, None, :])
         bias = None if slopes is None else slopes_bias(slopes, queries, keys)
         return attend(q, k, v, seen if among is None else seen & among, bias=bias)
 
-    parts = q, jnp.broadcast_to(queries, (batch, length)), first, among
+    parts = q, jnp.broadcast_to(queries, (batch, length)), first, among, None if segments is None else segments[0]
     if length <= QUERIES:
         return some(parts)
 

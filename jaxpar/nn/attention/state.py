@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp
 
-__all__ = ["attend", "finish", "merge"]
+__all__ = ["attend", "finish", "merge", "merge_parts"]
 
 
 def attend(
@@ -73,6 +73,26 @@ def attend(
 def merge(a: LogSumExp, b: LogSumExp) -> LogSumExp:
     """Returns the sums over the keys of both: associative, commutative, exact for parts of which nothing is seen."""
     return LOGSUMEXP.combine(a, b)
+
+
+def merge_parts(states: LogSumExp, axis_name: str | None = None) -> LogSumExp:
+    """Adds up partial states along their first axis, and over the devices of a mesh axis inside `jax.shard_map`.
+
+    Exact where some of the parts are of nothing, whose values may be anything, NaN too. Over devices by two
+    all-reduces, of the maxima and of sums and values in one array, as large as one state however many keys there are
+    (tree attention, arXiv:2408.04093, algorithm 3).
+    """
+    top = states.max.max(0)
+    if axis_name is not None:
+        top = jax.lax.pmax(top, axis_name)
+    # From a finite unit, so that no difference of infinities is made where nothing is seen.
+    scale = jnp.exp(states.max - jnp.where(top > -jnp.inf, top, 0)[None])
+    values = jnp.where(states.max[..., None] > -jnp.inf, states.numerator, 0)
+    total, values = (states.denominator * scale).sum(0), (values * scale[..., None]).sum(0)
+    if axis_name is not None:
+        sums = jax.lax.psum(jnp.concatenate([total[..., None], values], -1), axis_name)
+        total, values = sums[..., 0], sums[..., 1:]
+    return LogSumExp(top, total, values)
 
 
 def finish(state: LogSumExp) -> Float[Array, "B T H K"]:

@@ -38,12 +38,11 @@ class Visible:
         """Returns which keys each query sees.
 
         Args:
-          queries: Their places in the row.
+          queries: Their places in the row; negative ones are of nothing and see nothing.
           keys: Theirs; negative ones are of nothing and unseen.
           first: Place where each query's document began; what lies before is unseen.
         """
         q, k = queries[:, :, None], keys[:, None, :]
         seen: jax.Array = k >= (0 if first is None else first[:, :, None])
-        if self.causal:
-            seen = seen & (k <= q)
+        seen = seen & (k <= q if self.causal else q >= 0)
         return seen & (q - k < self.window) if self.window else seen

@@ -11,7 +11,7 @@
 
 from jaxpar.parallel.context.moves import MOVES, Move, Sizes, move_for
 from jaxpar.parallel.context.orders import ORDERS, Order
-from jaxpar.parallel.context.split_cache import attend_split_cache, merge_over, spread_blocks
+from jaxpar.parallel.context.split_cache import attend_split_cache, spread_blocks
 from jaxpar.parallel.context.walk import context_attention
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Sizes",
     "attend_split_cache",
     "context_attention",
-    "merge_over",
     "move_for",
     "spread_blocks",
 ]

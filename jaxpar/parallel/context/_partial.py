@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxpar.nn.attention import Visible, attend
+from jaxpar.nn.attention import Visible
+from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.scan.monoid import LogSumExp
 
 QUERIES = 256
-"""Queries whose scores with a piece of the keys exist at the same time."""
+"""Queries whose scores with a piece of the keys exist at the same time in the backward pass."""
 
 
 class Where(NamedTuple):
@@ -26,24 +27,15 @@ class Where(NamedTuple):
     segments: Int[Array, "B T"] | None = None
 
 
-def seen_by(visible: Visible, queries: Where, keys: Where) -> Bool[Array, "B T S"]:
-    """Returns which keys each query sees."""
-    seen = visible(queries.positions, keys.positions) & (queries.positions >= 0)[:, :, None]
-    if queries.segments is not None and keys.segments is not None:
-        seen = seen & (queries.segments[:, :, None] == keys.segments[:, None, :])
-    return seen
+def attend_piece(q: Array, k: Array, v: Array, queries: Where, keys: Where, visible: Visible) -> LogSumExp:
+    """Computes `jaxpar.nn.attention.attend` by places, some queries at a time."""
+    return in_blocks(q, k, v, queries.positions, keys.positions, segments=_documents(queries, keys), visible=visible)
 
 
-def attend_piece(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
-    queries: Where,
-    keys: Where,
-    visible: Visible,
-) -> LogSumExp:
-    """Computes `jaxpar.nn.attention.attend` by places, `QUERIES` queries at a time."""
-    return _by_queries(lambda q, at: attend(q, k, v, seen_by(visible, at, keys)), q, queries)
+def _documents(queries: Where, keys: Where) -> tuple[Array, Array] | None:
+    if queries.segments is None or keys.segments is None:
+        return None
+    return queries.segments, keys.segments
 
 
 def attend_gradient(
@@ -87,7 +79,10 @@ def attend_gradient(
         q, g = grouped(q), grouped(g).astype(v.dtype)
         log_sum, delta = (jnp.moveaxis(grouped(x), 1, -1)[..., None] for x in (log_sum, delta))  # [B, G, H/G, T, 1]
         scores = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=wide) * scale
-        seen = seen_by(visible, at, keys)[:, None, None]
+        seen, documents = visible(at.positions, keys.positions), _documents(at, keys)
+        if documents is not None:
+            seen = seen & (documents[0][:, :, None] == documents[1][:, None, :])
+        seen = seen[:, None, None]
         weights = jnp.where(seen, jnp.exp(scores - jnp.where(log_sum > -jnp.inf, log_sum, 0)), 0)
         dv = jnp.einsum("bgrts,btgrk->bsgk", weights.astype(v.dtype), g, preferred_element_type=wide)
         dweights = jnp.einsum("btgrk,bsgk->bgrts", g, v, preferred_element_type=wide)
@@ -103,13 +98,6 @@ def attend_gradient(
         return dq, dk, dv
     (dk, dv), dq = jax.lax.scan(some, zero, jax.tree.map(_cut, parts))
     return _whole(dq, q.shape[1]), dk, dv
-
-
-def _by_queries(f, q: Array, queries: Where):
-    if q.shape[1] <= QUERIES:
-        return f(q, queries)
-    out = jax.lax.map(lambda part: f(*part), jax.tree.map(_cut, (q, queries)))
-    return jax.tree.map(lambda x: _whole(x, q.shape[1]), out)
 
 
 def _cut(x: Array) -> Array:

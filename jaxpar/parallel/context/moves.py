@@ -15,9 +15,10 @@ class Send(NamedTuple):
     Attributes:
       what: "keys" (keys, values and where they are), its halves "low" and "high"; "sums" of their gradients;
         "queries" (in the backward pass with the gradient of the output, its log-sum-exp and delta); "parts", the
-        partial states or gradients of queries on their way home; "heads", an exchange of heads for tokens.
-      shift: To the device this many further on; None for a collective of all ("keys": gathered, "sums": summed and
-        scattered, "heads": all-to-all).
+        partial states or gradients of queries on their way home; "heads" (queries, keys and values, or their gradients)
+        and "outputs", exchanged for tokens; "places" of tokens alone.
+      shift: To the device this many further on; None for a collective of all ("keys", "places": gathered, "sums":
+        summed and scattered, "heads", "outputs": all-to-all).
     """
 
     what: str
@@ -75,8 +76,8 @@ class Move(NamedTuple):
         for send in self.sends(backward):
             size = _bytes(send.what, sizes, backward)
             if send.shift is None:
-                share = (self.shares - 1) / self.shares if send.what == "heads" else self.shares - 1
-                out["all"] += size * share
+                is_exchanged = send.what in ("heads", "outputs")  # a share stays, the others go to one device each
+                out["all"] += size * (self.shares - 1) / (self.shares if is_exchanged else 1)
             else:
                 out["up" if send.shift > 0 else "down"] += size
         return out
@@ -103,7 +104,9 @@ def _bytes(what: str, sizes: Sizes, backward: bool) -> float:
         "queries": tokens
         * ((2 if backward else 1) * query * sizes.bytes + (2 * sizes.heads * 4 if backward else 0) + 8),
         "parts": tokens * (query * 4 + (0 if backward else 2 * sizes.heads * 4)),
-        "heads": tokens * (2 * query + 2 * key) * sizes.bytes,
+        "heads": tokens * (query + 2 * key) * sizes.bytes,
+        "outputs": tokens * query * sizes.bytes,
+        "places": tokens * 8,
     }
     if what.endswith(("low", "high")):
         return known["sums" if what.startswith("sums") else "keys"] / 2
@@ -131,7 +134,10 @@ def move_for(name: str, shares: int) -> Move:
             (Step(), *(Step((*halves, *sums)),) * (shares - 1), Step(sums, attends=False)),
         ),
         "token_ring": 2 * ((Step(), *(Step((Send("queries", 1),), (Send("parts", -turn),)) for turn in turns)),),
-        "swap": 2 * ((Step((Send("heads", None),)),),),
+        "swap": (
+            (Step((Send("heads", None), Send("places", None)), (Send("outputs", None),)),),
+            (Step((Send("outputs", None),), (Send("heads", None),)),),
+        ),
     }
     if name not in tables:
         raise UsageError(f"context={name!r} is unknown; legal are {', '.join(MOVES)}.")

@@ -36,9 +36,10 @@ class Order:
         parts = shares * (2 if self.name == "zigzag" else 1)
         if length % parts:
             below = length // parts * parts
+            nearest = f"nearest are {below} and {below + parts}" if below else f"smallest is {parts}"
             raise UsageError(
                 f"a {self.name} order of {length} tokens over context={shares} needs a multiple of {parts}; "
-                f"the nearest are {below} and {below + parts}."
+                f"the {nearest}."
             )
         places = np.arange(length)
         if self.name == "zigzag":

@@ -1,39 +1,17 @@
 """One new token's attention to a cache that devices share, in shares of any sizes, and who keeps how much of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import local, mesh_axes
-from jaxpar.nn.attention import attend, finish
-from jaxpar.scan.monoid import LogSumExp
+from jaxpar.nn.attention import attend, finish, merge_parts
 from jaxpar.types import UsageError
 
-__all__ = ["attend_split_cache", "merge_over", "spread_blocks"]
-
-
-def merge_over(axis: str) -> Callable[[LogSumExp], LogSumExp]:
-    """Returns what adds up partial states along their first axis and over the devices of a mesh axis.
-
-    Two all-reduces of what is as large as the queries, however long the cache: the largest scores, then sums and values
-    in one array (tree attention, arXiv:2408.04093, algorithm 3). For use inside `jaxpar.mesh.local`, and as the `merge`
-    of `jaxpar.decode.blocks.BlockCache`. Exact for devices that hold nothing.
-    """
-
-    def merged(states: LogSumExp) -> LogSumExp:
-        top = lax.pmax(states.max.max(0), axis)
-        unit = jnp.where(top > -jnp.inf, top, 0)  # no difference of infinities where nothing is seen
-        scale = jnp.exp(states.max - unit[None])[..., None]
-        parts = jnp.concatenate([states.denominator[..., None], states.numerator], -1)
-        # What a part of nothing adds up to is left out, whatever it is.
-        sums = lax.psum(jnp.where(states.max[..., None] > -jnp.inf, parts * scale, 0).sum(0), axis)
-        return LogSumExp(top, sums[..., 0], sums[..., 1:])
-
-    return merged
+__all__ = ["attend_split_cache", "spread_blocks"]
 
 
 def attend_split_cache(
@@ -75,9 +53,9 @@ def attend_split_cache(
         seen = place[None] < jnp.repeat(lengths, room, axis=1)
         clean = jnp.where(seen[..., None, None], values, 0)  # what is not filled may hold NaN
         state = attend(q, keys, clean, jnp.broadcast_to(seen[:, None], (len(q), q.shape[1], seen.shape[1])))
-        if not shared:
-            return finish(state).astype(q.dtype)
-        return finish(merge_over(shared[0])(jax.tree.map(lambda x: x[None], state))).astype(q.dtype)
+        if shared:
+            state = merge_parts(jax.tree.map(lambda x: x[None], state), shared[0])
+        return finish(state).astype(q.dtype)
 
     whole, split = ("batch", None, "heads", "head_dim"), ("batch", "seq_layer", "kv_heads", "head_dim")
     names = [whole, split, split, ("batch", "seq_layer")]

@@ -115,7 +115,7 @@ def _attention(how: _How, q: Array, k: Array, v: Array, where: Where) -> Array:
 
 def _forward(how: _How, q: Array, k: Array, v: Array, where: Where):
     if how.move.name == "swap":
-        return _swapped(how, q, k, v, where), (q, k, v, where, None, None)
+        return _swapped(how, q, k, v, where)
     walks = {"gather": _gathered, "token_ring": _queries_travel}
     state = walks.get(how.move.name, _keys_travel)(how, q, k, v, where)
     out = finish(state).astype(q.dtype)
@@ -125,14 +125,15 @@ def _forward(how: _How, q: Array, k: Array, v: Array, where: Where):
 def _backward(how: _How, kept: tuple, g: Array):
     # Else XLA finds what travels to be what travelled before, and keeps all of it from one pass to the other.
     q, k, v, where, out, log_sum = lax.optimization_barrier(kept)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
     if how.move.name == "swap":
-        grads = jax.vjp(lambda q, k, v: _swapped(how, q, k, v, where), q, k, v)[1](g)
-    else:
-        wide = jnp.promote_types(q.dtype, jnp.float32)
-        delta = (out.astype(wide) * g.astype(wide)).sum(-1)
-        walks = {"gather": _gathered_back, "token_ring": _queries_back}
-        grads = walks.get(how.move.name, _keys_back)(how, q, k, v, where, log_sum, delta, g)
-        grads = tuple(grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+        g = _exchanged(how, g, 2, 1)
+    delta = (out.astype(wide) * g.astype(wide)).sum(-1)
+    walks = {"gather": _gathered_back, "token_ring": _queries_back, "swap": _swapped_back}
+    grads = walks.get(how.move.name, _keys_back)(how, q, k, v, where, log_sum, delta, g)
+    grads = (grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+    if how.move.name == "swap":
+        grads = (_exchanged(how, grad, 1, 2) for grad in grads)
     return *grads, jax.tree.map(lambda _: None, where)
 
 
@@ -271,13 +272,18 @@ def _gathered_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_su
     return dq, dk, dv
 
 
-def _swapped(how: _How, q: Array, k: Array, v: Array, where: Where) -> Array:
-    """Some heads of all tokens, in place of all heads of some; in order, so that kernels need no places."""
+def _exchanged(how: _How, x: Array, split: int, joined: int) -> Array:
+    return lax.all_to_all(x, how.axis, split, joined, tiled=True)
 
-    def exchanged(x, split, joined):
-        return lax.all_to_all(x, how.axis, split, joined, tiled=True)
 
-    q, k, v = (exchanged(x, 2, 1) for x in (q, k, v))
+def _swapped(how: _How, q: Array, k: Array, v: Array, where: Where):
+    """Some heads of all tokens, in place of all heads of some; what was exchanged is kept for the backward pass."""
+    q, k, v = (_exchanged(how, x, 2, 1) for x in (q, k, v))
     places = jax.tree.map(lambda x: lax.all_gather(x, how.axis, axis=1, tiled=True), where)
-    out = finish(attend_piece(q, k, v, places, places, how.visible)).astype(q.dtype)
-    return exchanged(out, 1, 2)
+    state = attend_piece(q, k, v, places, places, how.visible)
+    out = finish(state).astype(q.dtype)
+    return _exchanged(how, out, 1, 2), (q, k, v, places, out, state.log_sum)
+
+
+def _swapped_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_sum: Array, delta: Array, g: Array):
+    return attend_gradient(q, k, v, where, where, how.visible, log_sum, delta, g)
