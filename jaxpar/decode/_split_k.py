@@ -28,7 +28,6 @@ PROGRAMS = 528
 MOST_SPLITS = 32
 """Parts that a query's state is made of at most: each is written, and read again to be added up."""
 
-
 STAGES, SLOTS_A_STEP = 3, 64
 """Of a program: steps whose loads are under way, and slots a step."""
 

@@ -1,4 +1,4 @@
-"""What travels between the devices that share a sequence, as tables that are run, printed and counted."""
+"""What travels between the devices that share a sequence: tables that are printed, counted, and walked hop by hop."""
 
 from typing import NamedTuple
 
