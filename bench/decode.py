@@ -22,7 +22,9 @@ missing. Prints as it goes, writes JSON.
 """
 
 import argparse
+import concurrent.futures
 import math
+import os
 import pathlib
 import random
 import statistics
@@ -41,9 +43,14 @@ MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 def sides_of(args: argparse.Namespace) -> dict:
     """Returns how each framework's process is started."""
     ours, peers = [str(HERE / "decode_drafts.py")], HERE / "peers"
-    sides: dict[str, tuple] = {"jaxpar": (ours, MEMORY | {"PYTHONPATH": str(HERE.parent)})}
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+    def checkout(folder: pathlib.Path) -> tuple:
+        return ours, MEMORY | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, paths)])}
+
+    sides: dict[str, tuple] = {"jaxpar": checkout(HERE.parent)}
     if args.older:
-        sides["older"] = (ours, MEMORY | {"PYTHONPATH": str(pathlib.Path(args.older).resolve())})
+        sides["older"] = checkout(pathlib.Path(args.older).resolve())
     if not args.no_peer:
         for name in ("torch", "transformers"):
             sides[name] = ([str(peers / f"{name}_decode.py")], {}, args.peer_python)
@@ -63,9 +70,24 @@ def times_of(rounds: list[dict]) -> dict:
     return said
 
 
-def in_turns(bench: harness.Bench, rows: list[dict], rounds: int) -> list[dict]:
-    """Makes all rows of a case, then times them in turns, each second round in the opposite order."""
-    answers = {row["name"]: bench.ask(row["side"], row | {"do": "make"}) for row in rows}
+def in_turns(bench: harness.Bench, rows: list[dict], rounds: int, jobs: int = 1) -> list[dict]:
+    """Makes all rows of a case, then times them in turns, each second round in the opposite order.
+
+    With several jobs the sides make theirs at the same time, and ours compiles so many programs at once.
+    """
+    sides = {side: [row for row in rows if row["side"] == side] for side in dict.fromkeys(row["side"] for row in rows)}
+
+    def make(side: str) -> dict:
+        if jobs > 1 and side in ("jaxpar", "older"):
+            bench.ask(side, {"do": "prepare", "rows": sides[side], "jobs": jobs}, bench.row_s * len(sides[side]))
+        return {row["name"]: bench.ask(side, row | {"do": "make"}) for row in sides[side]}
+
+    # Ours writes what a peer loads.
+    first = [side for side in sides if side == "jaxpar" and any("folder" in row for row in rows)]
+    answers = {name: answer for side in first for name, answer in make(side).items()}
+    with concurrent.futures.ThreadPoolExecutor(len(sides) if jobs > 1 else 1) as pool:
+        for made in pool.map(make, [side for side in sides if side not in first]):
+            answers |= made
     times: dict[str, list] = {name: [] for name in answers}
     for number in range(rounds):
         for row in rows[:: -1 if number % 2 else 1]:
@@ -85,7 +107,7 @@ def in_turns(bench: harness.Bench, rows: list[dict], rounds: int) -> list[dict]:
 
 def rows_of(name: str, case: dict, args: argparse.Namespace, sides: dict) -> list[dict]:
     """Returns what is asked of the sides for a case, ours first: it writes what a peer loads."""
-    words = args.only.split(",") if args.only else [""]
+    words, others = args.only.split(",") if args.only else [""], args.skip.split(",") if args.skip else []
     common = {key: value for key, value in case.items() if key != "sides"} | {"spend_s": args.spend_s}
     draws = random.Random(0)
 
@@ -100,7 +122,7 @@ def rows_of(name: str, case: dict, args: argparse.Namespace, sides: dict) -> lis
         for batch in map(shape, case["rows"] if isinstance(case.get("rows"), list) else [case.get("rows", 1)])
         for side, names in case["sides"].items()
         for row in names
-        if side in sides and any(word in row for word in words)
+        if side in sides and any(word in row for word in words) and not any(word in row for word in others)
     ]
 
 
@@ -195,7 +217,7 @@ def started(bench: harness.Bench, sides: dict, args: argparse.Namespace) -> floa
     said = {side: bench.ask(side, request) for side in sides if side != "transformers"}
     for side, answer in said.items():
         print(f"{side}: " + (answer.get("failed") or "{device}, {version}, copy {rate:.3g} B/s".format(**answer)))
-        if "from" in answer and answer["from"] != sides[side][1]["PYTHONPATH"]:
+        if "from" in answer and answer["from"] != sides[side][1]["PYTHONPATH"].split(os.pathsep)[0]:
             raise SystemExit(f"{side} would be measured from {answer['from']}")
     return max((answer["rate"] for answer in said.values() if "rate" in answer), default=math.nan)
 
@@ -211,12 +233,13 @@ def measure(args: argparse.Namespace) -> None:
         case, columns = known[name], DRAFTS if name.startswith("S") else STEPS
         if columns is DRAFTS:
             pair = pair or pair_of(bench, args)
-            folders, prompts = pair["folders"], pair["prompts"][: case["count"]]
+            folders, prompts = pair["folders"], pair["prompts"][: min(case["count"], args.prompts or case["count"])]
             case = case | {"folders": folders, "prompts": prompts}
             case |= {"folder": folders["target"], "assistant": folders["draft"]}  # as the peer calls them
         with tempfile.TemporaryDirectory() as folder:
             case = case | ({"folder": f"{folder}/hf"} if case.get("exported") else {})
-            rows = in_turns(bench, rows_of(name, case, args, sides), min(args.rounds, case.get("rounds", args.rounds)))
+            rounds = min(args.rounds, case.get("rounds", args.rounds))
+            rows = in_turns(bench, rows_of(name, case, args, sides), rounds, args.jobs)
         sizes = dict.fromkeys(row["rows"] for row in rows)
         rows = [row for size in sizes for row in judged([row for row in rows if row["rows"] == size], rate)]
         table.columns = filled(columns, rows)
@@ -234,11 +257,13 @@ def main() -> None:
     parser.set_defaults(row_s=300)
     parser.add_argument("--size", choices=("full", "cpu", "tiny"), default="full")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--skip", help="no rows whose name contains one of these words, separated by commas")
     parser.add_argument("--older", help="a checkout of another commit, for D4")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers")
     parser.add_argument("--target", help="a folder in Hugging Face's form: a model of bytes")
     parser.add_argument("--draft", help="likewise, a smaller one")
     parser.add_argument("--grow", type=int, help="MLP units that the target is given, all new ones idle: more to read")
+    parser.add_argument("--prompts", type=int, help="prompts that are continued at most, where drafts are measured")
     parser.add_argument("--train-s", help="seconds of training of the two, as 900,80")
     args = parser.parse_args()
     if args.tiny:

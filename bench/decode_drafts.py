@@ -36,10 +36,9 @@ class Drafted:
     """A draft's continuation of all prompts, `rows` at a time."""
 
     def __init__(self, request: dict):
-        """Compiles and runs once; where it is asked for, compares with plain decoding, one row at a time."""
+        """Compiles."""
         import jax
         import jax.numpy as jnp
-        import numpy as np
 
         from jaxpar.decode import Sampling
         from jaxpar.lm import generate
@@ -59,15 +58,18 @@ class Drafted:
 
         begin, self.params = time.perf_counter(), (params, draft_params)
         self.program = jax.jit(run).lower(*self.params, self.prompts[: self.rows], self.seeds[: self.rows]).compile()
-        self.made = {"compile_s": time.perf_counter() - begin}
+        self.made, self.request = {"compile_s": time.perf_counter() - begin}, request
+
+    def warm(self) -> dict:
+        """Runs once; returns what is known and, where it is asked for, how that compares with plain decoding."""
+        import numpy as np
+
         out = self.all()
         tokens, passes = (np.concatenate([getattr(part, name) for part in out]) for name in ("tokens", "passes"))
-        self.made["tokens_a_pass"] = len(tokens) * (self.new - 1) / int(passes.sum())
-        if request.get("checked"):
-            whole = plain_tokens(request)
-            self.made |= compared(request, whole, tokens)
-        if request.get("shown"):
-            self.made["tokens"] = tokens.tolist()
+        made = self.made | {"tokens_a_pass": len(tokens) * (self.new - 1) / int(passes.sum())}
+        if self.request.get("checked"):
+            made |= compared(self.request, plain_tokens(self.request), tokens)
+        return made | ({"tokens": tokens.tolist()} if self.request.get("shown") else {})
 
     def all(self) -> list:
         """Returns what was generated of each batch."""
@@ -128,6 +130,9 @@ class Coupling:
     """How often a draft's token is the target's, both drawn with one noise, beside the best there is: 1 - TV."""
 
     def __init__(self, request: dict):
+        self.request = request
+
+    def warm(self) -> dict:
         """Measures at every new token of the target's own texts, and once more by drafts of one token."""
         import jax
         import jax.numpy as jnp
@@ -136,7 +141,8 @@ class Coupling:
         from jaxpar.decode import gumbel
         from jaxpar.lm import apply
 
-        begin, start = time.perf_counter(), len(request["prompts"][0])
+        request, begin = self.request, time.perf_counter()
+        start = len(request["prompts"][0])
         tokens = jnp.asarray(plain_tokens(request))
         (target, params), (draft, small) = (model_of(request["folders"][name]) for name in ("target", "draft"))
 
@@ -156,10 +162,10 @@ class Coupling:
 
         each = np.array([measured(row, seed) for seed, row in enumerate(tokens)])
         coupled, most, least = each.mean(0).tolist()
-        one = Drafted(request | {"row": "jaxpar model 1", "checked": False, "shown": False})
-        self.made = {
+        one = Drafted(request | {"row": "jaxpar model 1", "checked": False, "shown": False}).warm()
+        return {
             "compile_s": time.perf_counter() - begin, "coupled": coupled, "most": most, "least": least,
-            "kept": one.made["tokens_a_pass"] - 1, "ratio": coupled / most,
+            "kept": one["tokens_a_pass"] - 1, "ratio": coupled / most,
         }  # fmt: skip
 
     def round(self) -> dict:

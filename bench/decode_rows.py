@@ -4,6 +4,7 @@ What a row of steps calls is named alike by this checkout and by older ones, so 
 another checkout answers for it.
 """
 
+import concurrent.futures
 import functools
 import pathlib
 import time
@@ -78,10 +79,15 @@ class Steps:
             ))  # fmt: skip
             self.programs.append(program.lower(*self.args).compile())
         self.made = {"compile_s": time.perf_counter() - begin, "parameters": count(params)} | memory_of(*self.programs)
+        self.is_read = "folder" in request
+
+    def warm(self) -> dict:
+        """Runs both once; returns what is known of the row."""
+        import jax
+
         for program in self.programs:
             out = jax.block_until_ready(program(*self.args))
-        if "folder" in request:
-            self.made["tokens"] = out[0].tolist()
+        return self.made | ({"tokens": out[0].tolist()} if self.is_read else {})
 
     def round(self) -> dict:
         """Times both once."""
@@ -136,6 +142,10 @@ class Attend:
         self.program = jax.jit(attend).lower(*self.args).compile()
         self.made = {"compile_s": time.perf_counter() - begin} | memory_of(self.program)
 
+    def warm(self) -> dict:
+        """Returns what is known of the row; its rounds warm up by themselves."""
+        return self.made
+
     def round(self) -> dict:
         """Median of several queued calls."""
         return harness.time_jax(self.program, [self.args], self.spend_s)
@@ -157,7 +167,13 @@ class Prompt:
         self.args, begin = (params, prompt, jnp.full((rows,), length)), time.perf_counter()
         self.program = jax.jit(prefill, static_argnums=(3, 4)).lower(*self.args, config, length).compile()
         self.made = {"compile_s": time.perf_counter() - begin, "parameters": count(params)} | memory_of(self.program)
+
+    def warm(self) -> dict:
+        """Runs it once; returns what is known of the row."""
+        import jax
+
         jax.block_until_ready(self.program(*self.args))
+        return self.made
 
     def round(self) -> dict:
         """Times it once."""
@@ -179,20 +195,26 @@ def copy_rate(request: dict) -> dict:
 
 
 class Rows:
-    """The rows that are held; what is asked is `do`: copy, make, round or drop."""
+    """The rows that are held; what is asked is `do`: copy, prepare, make, round or drop."""
 
     def __init__(self):
-        self.held = {}
+        self.held, self.ready = {}, {}
 
     def __call__(self, request: dict) -> dict:
         """Answers one request."""
         if request["do"] == "copy":
             return copy_rate(request)
+        if request["do"] == "prepare":  # what fails will fail its row
+            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
+                self.ready = {row["name"]: pool.submit(KINDS[row["kind"]], row) for row in request["rows"]}
+            return {}
         if request["do"] == "make":
-            row = self.held[request["name"]] = KINDS[request["kind"]](request)
-            return row.made
+            ready = self.ready.pop(request["name"], None)
+            row = self.held[request["name"]] = ready.result() if ready else KINDS[request["kind"]](request)
+            return row.warm()
         if request["do"] == "drop":
             self.held.clear()
+            self.ready.clear()
             return {}
         return self.held[request["name"]].round()
 

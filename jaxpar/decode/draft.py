@@ -121,17 +121,20 @@ class CopyDraft:
 
     The continuation of the longest match of at most `match` tokens is copied, of equal ones that of the latest; where
     it runs into the text's end it goes round. With source "prompt" only the prompt is copied from, which suits edits of
-    a text that the prompt holds (Ge et al. 2022, arXiv:2205.10350). O(B S match) a pass.
+    a text that the prompt holds (Ge et al. 2022, arXiv:2205.10350): there a gap lets the copy go on behind a token that
+    was replaced. O(B S match) a pass.
 
     Attributes:
       length: Tokens that are copied.
       match: Most tokens that are compared.
       source: Where to look.
+      gaps: Of the tokens compared, how many may differ; the match is as long as those that do not.
     """
 
     length: int = field(8, AtLeast(1))
     match: int = field(4, AtLeast(1))
     source: Literal["text", "prompt"] = field("text", OneOf(("text", "prompt")))
+    gaps: int = field(0, AtLeast(0))
 
     __post_init__ = check_fields
 
@@ -155,12 +158,13 @@ class CopyDraft:
         after = jnp.arange(size, dtype=jnp.int32)  # a match is of the tokens before this place
 
         def longer(j, carry):
-            same, run = carry
+            left, run = carry  # gaps that are left, negative where the match has ended
             back = jnp.where(after - 1 - j >= 0, text[jnp.maximum(after - 1 - j, 0)], -1)
-            same = same & (back == text[jnp.maximum(length - 1 - j, 0)]) & (length - 1 - j >= 0)
-            return same, run + same
+            same = (back == text[jnp.maximum(length - 1 - j, 0)]) & (length - 1 - j >= 0)
+            left = left - ~same
+            return left, run + (same & (left >= 0))
 
-        start = (after >= 1) & (after < end), jnp.zeros_like(after)
+        start = jnp.where((after >= 1) & (after < end), self.gaps, -1), jnp.zeros_like(after)
         _, run = jax.lax.fori_loop(0, self.match, longer, start)
         best = size - 1 - jnp.argmax(run[::-1])  # of equal runs the latest
         period = jnp.maximum(end - best, 1)

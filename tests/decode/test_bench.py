@@ -59,6 +59,57 @@ def test_rows_are_timed_in_turns_and_a_failed_one_is_asked_no_more(bench):
     assert asked[-2:] == [("drop", None)] * 2
 
 
+def test_with_jobs_the_sides_make_theirs_at_once_and_ours_is_prepared(bench):
+    asked = []
+
+    class Fake:
+        workers: dict = {}
+        row_s = 2.0
+
+        def ask(self, side, request, row_s=None):
+            asked.append((side, request["do"], len(request.get("rows", ())), row_s))
+            return {"ms": 1.0} if request["do"] == "round" else {}
+
+    rows = [{"name": name, "side": side} for name, side in (("x", "jaxpar"), ("y", "torch"), ("z", "jaxpar"))]
+    made = bench["decode"].in_turns(Fake(), rows, 1, 4)
+    assert [row["name"] for row in made] == ["x", "y", "z"] and all(row["ms"] == 1.0 for row in made)
+    assert [each[:2] for each in asked if each[0] == "jaxpar"][:3] == [("jaxpar", "prepare")] + [("jaxpar", "make")] * 2
+    assert ("jaxpar", "prepare", 2, 4.0) in asked and ("torch", "make", 0, None) in asked
+    assert not any(each[:2] == ("torch", "prepare") for each in asked)
+
+
+def test_what_is_prepared_is_made_once(bench):
+    built = []
+
+    class Row:
+        def __init__(self, request):
+            built.append(request["name"])
+            if request["name"] == "bad":
+                raise ValueError("no")
+
+        def warm(self):
+            return {"compile_s": 1.0}
+
+        def round(self):
+            return {"ms": 2.0}
+
+    module = bench["decode_rows"]
+    module.KINDS["fake"] = Row
+    rows = module.Rows()
+    requests = [{"name": name, "kind": "fake"} for name in ("a", "bad")]
+    assert rows({"do": "prepare", "jobs": 2, "rows": requests}) == {}
+    assert rows(requests[0] | {"do": "make"}) == {"compile_s": 1.0} and sorted(built) == ["a", "bad"]
+    with pytest.raises(ValueError, match="no"):
+        rows(requests[1] | {"do": "make"})
+    assert rows({"do": "round", "name": "a"}) == {"ms": 2.0}
+    assert rows({"name": "b", "kind": "fake", "do": "make"}) == {"compile_s": 1.0} and sorted(built) == [
+        "a",
+        "b",
+        "bad",
+    ]
+    assert rows({"do": "drop"}) == {} and not rows.held
+
+
 def test_a_step_is_what_all_took_but_the_first(bench):
     rounds = [{"ms": ms, "first_ms": first, "steps": 4} for ms, first in ((21.0, 13.0), (14.0, 2.0), (19.0, 3.0))]
     said = bench["decode"].times_of(rounds)
@@ -138,7 +189,7 @@ def test_the_rate_is_the_fastest_copys_and_another_checkout_is_refused(bench):
 
 def test_rows_are_asked_of_the_sides_that_are_there(bench):
     class Args:
-        only, spend_s = "copy,static", 0.0
+        only, skip, spend_s = "copy,static,plain", "plain,never", 0.0
 
     case = {
         "rows": [1, 2], "sides": {"jaxpar": ["plain", "copy 8"], "transformers": ["static"], "torch": ["static"]},
@@ -149,6 +200,18 @@ def test_rows_are_asked_of_the_sides_that_are_there(bench):
     assert [row["name"] for row in first] == names and first == again
     assert [np.shape(row["prompts"]) for row in first] == [(row["rows"], 3) for row in first]
     assert first[0]["prompts"] == first[1]["prompts"], "all sides of a batch are asked the same"
+
+
+def test_our_processes_begin_with_their_checkout_and_see_what_this_one_sees(bench, monkeypatch):
+    class Args:
+        older, no_peer = "/older", True
+
+    monkeypatch.setenv("PYTHONPATH", "/one:/two")
+    sides = bench["decode"].sides_of(Args)
+    assert sides["jaxpar"][1]["PYTHONPATH"] == f"{ROOT}:/one:/two"
+    assert sides["older"][1]["PYTHONPATH"] == "/older:/one:/two"
+    monkeypatch.delenv("PYTHONPATH")
+    assert bench["decode"].sides_of(Args)["older"][1]["PYTHONPATH"] == "/older"
 
 
 def test_what_is_timed_alone_is_attention(bench):

@@ -28,6 +28,7 @@ from hypothesis import given, settings
 from jaxpar.decode import Tree, chain
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache, attend_blocks
+from jaxpar.mesh import RULES, MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import PositionRule, Visible, finish, merge_parts
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Alibi, Rope
@@ -128,6 +129,32 @@ def test_attention_to_blocks_is_attention_to_a_line(case, steps):
     rule, tree, masked = CASES[case]
     with jax.enable_x64(True):
         Twin(masked, tree, Cache(rule)).run(steps)
+
+
+@pytest.mark.parametrize("slot", [0, 5, BLOCKS * BLOCK - 1, BLOCKS * BLOCK])
+def test_one_token_of_one_row_is_written_as_several_are(slot):
+    keys, values, k, v = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(1, GROUPS, BLOCKS, BLOCK, WIDTH)] * 2 + [(1, 1, GROUPS, WIDTH)] * 2)
+    )
+    cache = dataclasses.replace(BlockCache(keys, values), new=(k, v))
+    got = store(cache, jnp.full((1, 1, 1), slot))
+    if slot == BLOCKS * BLOCK:  # not kept
+        want = keys, values
+    else:
+        want = (x.at[0, :, slot // BLOCK, slot % BLOCK].set(y[0, 0]) for x, y in ((keys, k), (values, v)))
+    for one, other in zip((got.keys, got.values), want, strict=True):
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_cache_stays_split_by_heads_when_it_is_written(tokens):
+    shape = (1, GROUPS, BLOCKS, BLOCK, WIDTH)
+    cache = BlockCache(jnp.zeros(shape), jnp.zeros(shape))
+    with use_mesh(make_mesh(MeshSpec(tensor=GROUPS, data=8 // GROUPS)), RULES | {"batch": ()}):
+        k = jnp.ones((1, tokens, GROUPS, WIDTH))
+        got = jit(lambda: dataclasses.replace(cache, new=(k, k)).store(jnp.arange(tokens)[None, None]))()
+        assert {x.sharding.spec[1] for x in (got.keys, got.values)} == {"tensor"}
 
 
 def test_sums_over_numbers_of_16_bits_are_of_32():

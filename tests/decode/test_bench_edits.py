@@ -1,0 +1,47 @@
+"""The benchmark of edits: how many passes a copy takes at least, and that it runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The benchmark's module, forgotten afterwards."""
+    path = list(sys.path)
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import decode_edits
+
+    yield decode_edits
+    sys.path[:] = path
+    for name in ("decode_edits", "decode_pair"):
+        sys.modules.pop(name, None)
+
+
+def test_an_edit_replaces_so_many_bytes_by_others(bench):
+    text = np.arange(50)
+    out = bench.edited(np.random.default_rng(0), text, 7)
+    assert (out != text).sum() == 7 and ((0 <= out) & (out < 256)).all()
+
+
+@pytest.mark.parametrize(("places", "length", "passes"), [((), 3, 3), ((4,), 9, 2), ((4, 5), 9, 3), ((9,), 9, 1)])
+def test_a_copy_takes_a_pass_for_each_edit_and_one_more(bench, places, length, passes):
+    source = np.arange(10)
+    text = source.copy()
+    text[list(places)] += 100
+    assert bench.least_passes(source, text, length) == passes
+
+
+def test_it_runs(tmp_path):
+    out = tmp_path / "edits.json"
+    command = [sys.executable, str(ROOT / "bench" / "decode_edits.py"), "--tiny", "--out", str(out)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    rows = json.loads(out.read_text())
+    assert "| plain | 31.0 | 31.0 | 1.00x |" in said and len(rows) == len(said.splitlines()) - 2
+    assert all(row["least"] <= row["passes"] < 31 for row in rows[1:])
