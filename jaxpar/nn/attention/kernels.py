@@ -4,33 +4,27 @@ Every form runs on one device's own rows and heads, inside `jaxpar.mesh.local`: 
 GSPMD, which would gather their inputs in silence. The dense form (`attend`) is the reference for the other two.
 """
 
-import importlib.util
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import constrain, local, mesh_axes, platform
-from jaxpar.nn.attention.state import attend, finish
+from jaxpar.nn.attention import _splash
+from jaxpar.nn.attention.blockwise import attention_by_blocks
+from jaxpar.nn.attention.packed import attention_of_documents, packing_is_right
+from jaxpar.nn.attention.state import attend, finish, slopes_bias
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PRNGKey, UsageError
 
-__all__ = ["attention", "in_blocks", "slopes_bias"]
+__all__ = ["attention", "in_blocks"]
 
 CAUSAL = Visible()
 
 QUERIES = 256
 """Queries of a prompt whose dense scores exist at the same time."""
 
-if importlib.util.find_spec("libtpu"):  # before anything is traced, as in `jaxpar.scan._kernels`
-    import jax.experimental.pallas.tpu  # noqa: F401
-
-HEADS = ("batch", None, "heads", "head_dim")
-KV_HEADS = ("batch", None, "kv_heads", "head_dim")
-SPLIT, KV_SPLIT = ("batch", "seq_layer", *HEADS[2:]), ("batch", "seq_layer", *KV_HEADS[2:])
+INSIDE = ("batch", "seq_layer", None)
 
 
 def attention(
@@ -46,6 +40,8 @@ def attention(
     dropout_rate: float = 0.0,
     dropout_key: PRNGKey | None = None,
     prompt: bool = False,
+    inside: tuple[str | None, ...] = INSIDE,
+    blockwise: bool = False,
 ) -> Float[Array, "B T H K"]:
     """Computes softmax(q k^T / sqrt(K)) v over what each position sees: by default itself and what came before.
 
@@ -63,30 +59,32 @@ def attention(
       dropout_rate: Share of attention weights dropped; needs `dropout_key` and dense form.
       dropout_key: Key of the dropout; None while not training.
       prompt: Whether this is a prompt, of any length, which no mesh axis splits and nothing is differentiated through.
+      inside: How the tokens lie, by logical axes of [B, T, D].
+      blockwise: Whether "xla" stands for a loop over blocks (`jaxpar.nn.attention.blockwise`), not the dense form.
 
-    Cost: O(B H T^2 K) operations; memory O(B H T^2) for "xla", of a prompt O(B H T), as for the kernels.
+    Cost: O(B H T^2 K) operations; memory O(B H T^2) for "xla", of a prompt or blockwise O(B H T), as for the kernels.
 
     Raises:
-      UsageError: If a kernel asked for by name cannot take this dtype, head size, length, rule or dropout.
+      UsageError: If what is asked for by name, or blocks, cannot take this dtype, head size, length, rule or dropout.
     """
     # Projected where their tokens are; a split sequence is gathered here and nowhere earlier.
-    split, kv_split = (HEADS, KV_HEADS) if prompt else (SPLIT, KV_SPLIT)
-    q, k, v = constrain(q, *split), constrain(k, *kv_split), constrain(v, *kv_split)
+    rows, tokens = inside[0], None if prompt else inside[1]
+    whole, kv_whole = (rows, None, "heads", "head_dim"), (rows, None, "kv_heads", "head_dim")
+    q, k, v = (constrain(x, rows, tokens, *axes[2:]) for x, axes in ((q, whole), (k, kv_whole), (v, kv_whole)))
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        kv_axes = HEADS
-    else:
-        kv_axes = KV_HEADS
+        kv_whole = whole
     rate = dropout_rate if dropout_key is not None else 0.0
     plain = among is None and slopes is None
     impl = _choose(impl, q, rate, segments is not None, prompt, visible, plain)
+    impl = _linear(impl, rate) if blockwise and among is None else impl
     # One seed a row and head, drawn over the whole batch, so that a mesh does not change what is dropped.
     seeds = None if dropout_key is None or not rate else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
     options = {
-        "segments": (segments, ("batch", None)),
-        "among": (among, ("batch", None, None)),
+        "segments": (segments, (rows, None)),
+        "among": (among, (rows, None, None)),
         "slopes": (slopes, ("heads",)),
-        "seeds": (seeds, ("batch", "heads")),
+        "seeds": (seeds, (rows, "heads")),
     }
     # `local` takes arrays alone, by position: what is not given must not be passed.
     options = {name: pair for name, pair in options.items() if pair[0] is not None}
@@ -97,20 +95,22 @@ def attention(
         return _on_device(q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt)
 
     # A kernel's result has no type of its own for the check of what varies over which axis.
-    out = local(block, [HEADS, kv_axes, kv_axes, *axes], HEADS, check=impl == "xla")(q, k, v, *arrays)
-    return constrain(out, *split)
+    out = local(block, [whole, kv_whole, kv_whole, *axes], whole, check=impl == "xla")(q, k, v, *arrays)
+    return constrain(out, rows, tokens, *whole[2:])
 
 
 def _on_device(q, k, v, given: dict, *, impl: str, visible: Visible, rate: float, prompt: bool) -> jax.Array:
     """Attention of one device's rows and heads."""
     segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
     if impl == "cudnn":
-        # cuDNN knows no documents: same document or not, [B, 1, T, T].
-        mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-        kernel = jax.nn.dot_product_attention
-        return kernel(q, k, v, mask=mask, is_causal=visible.causal, implementation="cudnn")
+        return jax.nn.dot_product_attention(q, k, v, is_causal=visible.causal, implementation="cudnn")
+    if impl == "packed":
+        assert segments is not None  # as `_choose` says
+        return attention_of_documents(q, k, v, segments, visible.causal)
     if impl == "splash":
-        return _splash(q, k, v, segments, visible.causal)
+        return _splash.forward(q, k, v, segments, visible.causal)
+    if impl == "blocks":
+        return attention_by_blocks(q, k, v, segments=segments, visible=visible, slopes=slopes)
     places = jnp.arange(q.shape[1])[None]
     if prompt and segments is None and among is None:  # a block of queries at a time, as no gradient is wanted
         return finish(in_blocks(q, k, v, places, places, visible=visible, slopes=slopes)).astype(q.dtype)
@@ -121,14 +121,6 @@ def _on_device(q, k, v, given: dict, *, impl: str, visible: Visible, rate: float
         seen = seen & among
     bias = None if slopes is None else slopes_bias(slopes, places, places)
     return finish(attend(q, k, v, seen, bias=bias, dropout_rate=rate, seeds=given.get("seeds"))).astype(q.dtype)
-
-
-def slopes_bias(
-    slopes: Float[Array, " H"], queries: Int[Array, "B T"], keys: Int[Array, "B S"]
-) -> Float[Array, "B H T S"]:
-    """Returns what is added to the scores of queries and keys at these places: -slope times their distance."""
-    distance = (queries[:, :, None] - keys[:, None, :]).astype(slopes.dtype)
-    return -slopes[None, :, None, None] * jnp.abs(distance)[:, None]
 
 
 def in_blocks(
@@ -209,34 +201,29 @@ def _choose(
     }
     if impl == "auto":
         kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform(), "xla")
-        # cuDNN takes a document mask only as a [T, T] bias, which costs what dense costs.
-        dense_is_better = has_segments and kernel == "cudnn"
-        return kernel if all(ok for ok, _ in limits[kernel]) and not dense_is_better else "xla"
+        if not all(ok for ok, _ in limits[kernel]):
+            return "xla"
+        if kernel == "cudnn" and has_segments:
+            return "packed" if packing_is_right() else "blocks"
+        return kernel
     for ok, need in limits[impl]:
         if not ok:
             raise UsageError(f"attention={impl} needs {need}; take attention=auto, which falls back to xla.")
+    if impl == "cudnn" and has_segments:
+        if not packing_is_right():
+            raise UsageError(
+                "attention=cudnn with packed documents needs a Hopper GPU or later and cuDNN 9.6 or later; take "
+                "attention=auto, which falls back to blocks."
+            )
+        return "packed"
     return impl
 
 
-def _splash(q, k, v, segments, causal=True):
-    """Runs JAX's TPU kernel, whose interface is unbatched, heads first, and leaves scaling to the caller."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    asked = q.shape[1]
-    if segments is None and causal:  # what is filled up comes last, so that no query of ours sees it
-        q, k, v = (jnp.pad(x, ((0, 0), (0, -asked % 128), (0, 0), (0, 0))) for x in (q, k, v))
-    length = q.shape[1]
-    # The largest block that divides the length, as the kernel asks for.
-    size = next(b for b in (512, 256, 128) if length % b == 0)
-    blocks = splash.BlockSizes(
-        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
-    )
-    kind = masks.CausalMask if causal else masks.FullMask
-    kernel = splash.make_splash_mha(
-        masks.MultiHeadMask([kind((length, length))] * q.shape[2]), block_sizes=blocks, head_shards=1, q_seq_shards=1
-    )
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(q.shape[-1]), k, v))
-    ids = None if segments is None else splash.SegmentIds(segments, segments)
-    out: Any = jax.vmap(kernel)(q, k, v, ids)
-    return jnp.swapaxes(out, 1, 2)[:, :asked]
+def _linear(impl: str, rate: float) -> str:
+    """Returns the form without an array of two axes of tokens, or refuses what has none."""
+    if rate:
+        raise UsageError(
+            "remat=blockwise needs dropout 0 in attention, whose masks are drawn for all pairs of tokens at once; take "
+            "dropout=0, or remat=full."
+        )
+    return "blocks" if impl == "xla" else impl

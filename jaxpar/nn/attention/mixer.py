@@ -2,7 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Protocol
 
+import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -14,16 +17,77 @@ from jaxpar.nn.attention.state import finish
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
-from jaxpar.nn.linear import contract
+from jaxpar.nn.linear import Transposed, contract, transposed_is_faster
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
 
-__all__ = ["ATTENTION_IMPLS", "Attention"]
+__all__ = ["ATTENTION_IMPLS", "Attend", "Attention", "WholeSequence"]
 
 ATTENTION_IMPLS = ("auto", "cudnn", "splash", "xla")
 INTO, OUT = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
+
+
+class Attend(Protocol):
+    """Attention of T tokens to each other on the ambient mesh, where none were before; frozen and hashable.
+
+    `WholeSequence` brings a sequence that devices share together. `jaxpar.parallel.context.SplitSequence` leaves it
+    split: it stands right of this room, and so is given to a mixer.
+    """
+
+    def __call__(
+        self,
+        mixer: "Attention",
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        v: Float[Array, "B T G K"],
+        context: Context,
+    ) -> Float[Array, "B T H K"]:
+        """Returns the outputs, split over "seq_layer" as the queries are, which are rotated as the keys are."""
+        ...
+
+    def transfers(self, mixer: "Attention", sizes: ActivationSizes) -> Iterator[Transfer]:
+        """Declares what this moves between devices in a training step."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeSequence:
+    """Attention over whole rows, whose tokens lie in turn: queries, keys and values of a split sequence are gathered.
+
+    The form of everything that is asked of attention: kernels by name, dropout of weights, slopes, masks.
+    """
+
+    def __call__(
+        self,
+        mixer: "Attention",
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        v: Float[Array, "B T G K"],
+        context: Context,
+    ) -> Float[Array, "B T H K"]:
+        """Returns the outputs."""
+        slopes = PositionRule(mixer.visible, mixer.positions).slopes(mixer.num_heads)
+        return attention(
+            q, k, v, segments=context.segments, among=context.visible, impl=mixer.impl, dropout_rate=mixer.dropout,
+            dropout_key=context.key, visible=mixer.visible, slopes=slopes, inside=context.rules.inside,
+            blockwise=context.rules.blockwise,
+        )  # fmt: skip
+
+    def transfers(self, mixer: "Attention", sizes: ActivationSizes) -> Iterator[Transfer]:
+        """Declares the gathers of a split sequence: queries once for each time they are made, keys and values twice."""
+        inside = mesh_axes("seq_layer")
+        head = sizes.tokens * mixer.head_dim * sizes.width / num_shares(*mesh_axes("heads"))
+        queries, keys = head * mixer.num_heads, head * mixer.num_kv_heads
+        moved = (("queries", sizes.again, queries), ("keys", 2, keys), ("values", 2, keys), ("mixed", 1, queries))
+        for what, count, size in moved:
+            arrays = sizes.layers * count
+            if inside:
+                yield Transfer("gather", inside, arrays, int(arrays * size), f"{what} of the whole sequence")
+
+
+WHOLE = WholeSequence()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +103,7 @@ class Attention:
       visible: Who sees whom.
       dropout: Rate on attention weights, while training.
       impl: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
+      attend: How tokens attend to each other where a mesh splits them and no cache is kept.
     """
 
     num_heads: int = field(legal=AtLeast(1))
@@ -49,6 +114,7 @@ class Attention:
     visible: Visible = Visible()
     dropout: float = field(0.0, Between(0, 1, "[)"))
     impl: str = field("auto", OneOf(ATTENTION_IMPLS))
+    attend: Attend = WHOLE
 
     num_inputs = 3
 
@@ -86,6 +152,23 @@ class Attention:
             out["bo"] = Leaf((embed_dim,), (None,), "zeros")
         return out
 
+    def for_decoding(self, params: dict) -> dict:
+        """Returns the parameters with "wqkv" [D, H + 2 G, K] in place of wq, wk and wv, and their biases alike.
+
+        Left alone where a mesh splits heads, whose shares would not be those of the three, and where a weight is no
+        array.
+        """
+        names = [f"{kind}{name}" for kind in ("w", "b") for name in "qkv" if f"{kind}{name}" in params]
+        split = any(mesh_axes(name) for name in ("embed_weight", "heads", "kv_heads", "head_dim"))
+        if split or not all(isinstance(params[name], jax.Array) for name in names):
+            return params
+        out = {name: x for name, x in params.items() if name not in names}
+        for kind in sorted({name[0] for name in names}):
+            out[f"{kind}qkv"] = jnp.concatenate([params[f"{kind}{name}"] for name in "qkv"], -2)
+        if transposed_is_faster(out["wqkv"], out["wo"]):
+            out |= {"wqkv": Transposed.of(out["wqkv"], 1), "wo": Transposed.of(out["wo"], 2)}
+        return out
+
     def init_cache(self, batch: int, slots: int, width: int, dtype) -> LinearCache:
         """Returns an empty cache of `slots` tokens, or of the window if that is smaller."""
         del width
@@ -108,8 +191,12 @@ class Attention:
                 equation, x, params[f"w{name}"], axes, bias=params.get(f"b{name}"), apart=context.rules.apart
             )
 
-        q = product("btd,dhk->bthk", x, "q", INTO)
-        k, v = (product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim")) for name in "kv")
+        if "wqkv" in params:
+            ends = self.num_heads, self.num_heads + self.num_kv_heads
+            q, k, v = jnp.split(product("btd,dhk->bthk", x, "qkv", INTO), ends, axis=2)
+        else:
+            q = product("btd,dhk->bthk", x, "q", INTO)
+            k, v = (product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim")) for name in "kv")
         out, cache = self._mix(q, k, v, cache, context)
         return product("bthk,hkd->btd", checkpoint_name(out, "attention"), "o", OUT), cache, NOTHING
 
@@ -120,21 +207,16 @@ class Attention:
             return finish(state).astype(q.dtype), cache
         q, k = (rule.rotate(x, context.positions) for x in (q, k))
         q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
+        if cache is None:
+            return self.attend(self, q, k, v, context), None
         # A kernel that training asked for by name may be another machine's; "auto" takes it wherever it runs.
-        impl = self.impl if cache is None or self.impl == "xla" else "auto"
         out = attention(
-            q, k, v, segments=context.segments, among=context.visible, impl=impl, dropout_rate=self.dropout,
-            dropout_key=context.key, prompt=cache is not None, visible=self.visible, slopes=rule.slopes(self.num_heads),
+            q, k, v, segments=context.segments, among=context.visible, impl="xla" if self.impl == "xla" else "auto",
+            dropout_rate=self.dropout, dropout_key=context.key, prompt=True, visible=self.visible,
+            slopes=rule.slopes(self.num_heads), inside=context.rules.inside, blockwise=context.rules.blockwise,
         )  # fmt: skip
-        return out, None if cache is None else cache.fill(k, v, context)
+        return out, cache.fill(k, v, context)
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
-        """Declares the gathers of a split sequence: queries once for each time they are made, keys and values twice."""
-        inside = mesh_axes("seq_layer")
-        head = sizes.tokens * self.head_dim * sizes.width / num_shares(*mesh_axes("heads"))
-        queries, keys = head * self.num_heads, head * self.num_kv_heads
-        moved = (("queries", sizes.again, queries), ("keys", 2, keys), ("values", 2, keys), ("mixed", 1, queries))
-        for what, count, size in moved:
-            arrays = sizes.layers * count
-            if inside:
-                yield Transfer("gather", inside, arrays, int(arrays * size), f"{what} of the whole sequence")
+        """Declares what `attend` moves."""
+        return self.attend.transfers(self, sizes)

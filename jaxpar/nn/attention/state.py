@@ -9,11 +9,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp
 
-__all__ = ["attend", "finish", "merge", "merge_parts"]
+__all__ = ["attend", "finish", "merge", "merge_parts", "slopes_bias"]
 
 
 def attend(
@@ -68,6 +68,14 @@ def attend(
     flat = (batch, length, heads)
     top, total = (jnp.moveaxis(x, 3, 1).reshape(flat) for x in (top, total))
     return LogSumExp(top, total, values.reshape(*flat, width))
+
+
+def slopes_bias(
+    slopes: Float[Array, " H"], queries: Int[Array, "B T"], keys: Int[Array, "B S"]
+) -> Float[Array, "B H T S"]:
+    """Returns what is added to the scores of queries and keys at these places: -slope times their distance."""
+    distance = (queries[:, :, None] - keys[:, None, :]).astype(slopes.dtype)
+    return -slopes[None, :, None, None] * jnp.abs(distance)[:, None]
 
 
 def merge(a: LogSumExp, b: LogSumExp) -> LogSumExp:

@@ -1,0 +1,117 @@
+"""Attention within the documents of packed rows by cuDNN, which computes no pair of tokens of different ones.
+
+cuDNN takes the lengths of up to M documents a row and keeps the log-sum-exp of each at the length of a row, B M H T
+numbers: so M is the least of `MOST` that serves a batch, chosen by what it holds. A batch with more documents in a row,
+or whose documents are no runs of rising numbers, is computed by blocks (`jaxpar.nn.attention.blockwise`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxpar.nn.attention import _cudnn
+from jaxpar.nn.attention._trial import relative_error, tried
+from jaxpar.nn.attention.blockwise import attention_by_blocks
+from jaxpar.nn.attention.state import attend, finish
+from jaxpar.nn.attention.visibility import Visible
+
+__all__ = ["attention_of_documents", "packing_is_right"]
+
+MOST = (8, 32)
+"""Documents of a row for which there is a program each; memory is set aside for the largest."""
+
+
+def attention_of_documents(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    segments: Int[Array, "B T"],
+    causal: bool = True,
+) -> Float[Array, "B T H K"]:
+    """Computes attention of each token to its document, and of it to what came before if causal.
+
+    Args:
+      q: Queries, bfloat16 or float16.
+      k: Keys; G divides H.
+      v: Values.
+      segments: Numbers of documents.
+      causal: Whether later tokens are unseen.
+
+    Cost: 4 H K operations a pair of tokens of one document, half of it if causal. Memory: O(B T H K), and while it is
+    computed 4 M B H T bytes. Reverse mode only.
+    """
+    if jax.__version_info__ < (0, 11, 2):  # jax 0.10 finds packed keys by the number of queries' heads
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    return _attention(causal, q, k, v, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(causal: bool, q: Array, k: Array, v: Array, segments: Array) -> Array:
+    return _forward(causal, q, k, v, segments)[0]
+
+
+def _forward(causal: bool, q: Array, k: Array, v: Array, segments: Array):
+    def by_cudnn(most, q, k, v, segments):
+        return _cudnn.forward(q, k, v, causal, _cudnn.documents(segments, most))
+
+    def by_blocks(q, k, v, segments):
+        out = attention_by_blocks(q, k, v, segments=segments, visible=Visible(causal))
+        return out, jnp.zeros(q.shape[:3], jnp.float32)  # its backward pass makes its own
+
+    out, log_sum = _by_number(by_cudnn, by_blocks, segments, q, k, v, segments)
+    return out, (q, k, v, segments, out, log_sum)
+
+
+def _backward(causal: bool, kept: tuple, g: Array):
+    def by_cudnn(most, q, k, v, segments, out, log_sum, g):
+        return _cudnn.backward(q, k, v, out, log_sum, g, causal, _cudnn.documents(segments, most))
+
+    def by_blocks(q, k, v, segments, out, log_sum, g):
+        del out, log_sum
+        _, pull = jax.vjp(lambda *x: attention_by_blocks(*x, segments=segments, visible=Visible(causal)), q, k, v)
+        return pull(g.astype(q.dtype))
+
+    return *_by_number(by_cudnn, by_blocks, kept[3], *kept, g), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _by_number(by_cudnn, by_blocks, segments: Array, *args):
+    """Calls the form of the documents there are."""
+    length = segments.shape[1]
+    steps = segments[:, 1:] - segments[:, :-1]
+    count = 1 + (steps != 0).sum(1).max()
+    most = [min(number, length) for number in MOST if number < 2 * length]
+    is_run = (steps >= 0).all()
+    which = jnp.where(is_run, (count > jnp.array(most)).sum(), len(most))
+    return jax.lax.switch(which, [*(functools.partial(by_cudnn, number) for number in most), by_blocks], *args)
+
+
+@functools.cache
+def packing_is_right() -> bool:
+    """Whether cuDNN packs documents here: on Hopper or later, with cuDNN 9.6 or later, as it was tried once."""
+    return tried("cuDNN's attention of packed documents", "a loop over blocks", _errors, "gpu")
+
+
+def _errors() -> list[Array]:
+    """Relative errors of outputs and gradients of two rows with four documents, against the dense form."""
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, g = (jnp.asarray(draw((2, 256, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2, 4))
+    segments = jnp.asarray(np.stack([np.repeat([1, 2, 3], [1, 100, 155]), np.full(256, 7)]), jnp.int32)
+    seen = jnp.tril(jnp.ones((1, 256, 256), bool)) & (segments[:, :, None] == segments[:, None, :])
+
+    def dense(q, k, v):
+        return finish(attend(q, k, v, seen)).astype(q.dtype)
+
+    def packed(q, k, v):
+        return attention_of_documents(q, k, v, segments)
+
+    both = []
+    for run in (packed, dense):
+        out, pull = jax.vjp(run, q, k, v)
+        both.append((out, *pull(g)))
+    return [relative_error(got, want) for got, want in zip(*both, strict=True)]

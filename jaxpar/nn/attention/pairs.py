@@ -1,0 +1,144 @@
+"""Attention of a piece of queries to a piece of keys by a kernel, as sums that other pieces can be added to.
+
+No kernel takes positions, so that a pair of pieces is "full" (each query sees each key) or "causal" (equally long, each
+query sees the keys up to its own index); what nobody sees is not computed. The log-sum-exp of such a pair and the
+gradient from the log-sum-exp over all pieces are private to JAX: before their first use in a process they are traced,
+and where there is the device they are compared with the dense form. If either fails, one warning tells of it and the
+dense form is taken, in blocks of queries.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxpar.mesh import platform
+from jaxpar.nn.attention import _cudnn, _splash
+from jaxpar.nn.attention._trial import relative_error, tried
+from jaxpar.nn.attention.gradient import attend_gradient
+from jaxpar.nn.attention.kernels import in_blocks
+from jaxpar.nn.attention.state import merge
+from jaxpar.nn.attention.visibility import Visible
+from jaxpar.scan.monoid import LogSumExp
+
+__all__ = ["attend_pair", "attend_pair_gradient"]
+
+FORWARD = {"cudnn": _cudnn.forward, "splash": _splash.forward_with_sum}
+BACKWARD = {"cudnn": _cudnn.backward, "splash": _splash.backward}
+
+
+def attend_pair(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    causal: bool,
+    impl: str = "auto",
+) -> LogSumExp:
+    """Computes the sums of these queries over these keys.
+
+    Args:
+      q: Queries.
+      k: Keys; G divides H.
+      v: Values.
+      causal: Whether query i sees keys 0 to i; then T = S. Else it sees all.
+      impl: "cudnn", "splash", "xla" (dense, in blocks of queries), or "auto": the platform's kernel where it can.
+
+    Returns:
+      (log-sum-exp [B, T, H], ones, outputs [B, T, H, K]) of a kernel, the dense form's sums of "xla"; in float32 at
+      least. A kernel's outputs were rounded to the dtype of the queries.
+
+    Cost: 4 B H T S K operations, by a kernel half of them if causal; memory O(B H T K).
+    """
+    impl = _resolve(impl, q, k)
+    if impl == "xla":
+        queries, keys = _places(q), _places(k)
+        return in_blocks(q, k, v, queries, keys, visible=Visible(causal))
+    out, log_sum = FORWARD[impl](q, k, v, causal)
+    return LogSumExp(log_sum, jnp.ones_like(log_sum), out.astype(jnp.float32))
+
+
+def attend_pair_gradient(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    out: Float[Array, "B T H K"],
+    log_sum: Float[Array, "B T H"],
+    g: Float[Array, "B T H K"],
+    causal: bool,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    """Computes what these keys add to the gradients by q, k and v, in float32 at least.
+
+    Args:
+      q: Queries.
+      k: Keys; G divides H.
+      v: Values.
+      out: The queries' outputs over *all* the keys that they see, here or elsewhere.
+      log_sum: Their log-sum-exp over all those keys.
+      g: Gradient of the outputs.
+      causal: As in `attend_pair`.
+      impl: As there.
+
+    Cost: 10 B H T S K operations, by a kernel half of them if causal; memory O(B H T K).
+    """
+    impl = _resolve(impl, q, k)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    if impl == "xla":
+        delta = (out.astype(wide) * g.astype(wide)).sum(-1)
+        return attend_gradient(q, k, v, _places(q), _places(k), log_sum, delta, g, visible=Visible(causal))
+    dq, dk, dv = (grad.astype(wide) for grad in BACKWARD[impl](q, k, v, out, log_sum, g, causal))
+    return dq, dk, dv
+
+
+def _places(x: Array) -> Array:
+    return jnp.arange(x.shape[1])[None]
+
+
+def _resolve(impl: str, q: Array, k: Array) -> str:
+    """The platform's kernel if it takes these shapes and is right, else "xla"."""
+    if impl != "auto":
+        return impl
+    name = {"gpu": "cudnn", "tpu": "splash"}.get(platform(), "xla")
+    width = q.shape[3]
+    fits = {
+        "cudnn": q.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and width <= 256,
+        "splash": q.dtype in (jnp.bfloat16, jnp.float32)
+        and width % 64 == 0
+        and q.shape[1] % 128 == 0
+        and k.shape[1] % 128 == 0,
+    }
+    return name if fits.get(name) and _is_right(name) else "xla"
+
+
+@functools.cache
+def _is_right(name: str) -> bool:
+    """Whether a kernel can be traced here and, where its device is, agrees with the dense form."""
+    kind = "tpu" if name == "splash" else "gpu"
+    what = f"{name}'s attention with a log-sum-exp"
+    return tried(what, "the dense form", functools.partial(_errors, name), kind)
+
+
+def _errors(name: str) -> list[Array]:
+    """Relative errors of sums and gradients of 256 queries, their keys in two pieces, against the dense form."""
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, g = (jnp.asarray(draw((1, 256, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2, 4))
+    half = q.shape[1] // 2
+
+    def both(impl):
+        def pair(rows, columns, causal):
+            return attend_pair(q[:, rows], k[:, columns], v[:, columns], causal, impl)
+
+        def gradient(rows, columns, causal):
+            arrays = q[:, rows], k[:, columns], v[:, columns], out[:, rows], log_sum[:, rows], g[:, rows]
+            return attend_pair_gradient(*arrays, causal, impl)
+
+        low, high = slice(0, half), slice(half, None)
+        first, second = pair(low, low, True), merge(pair(high, low, False), pair(high, high, True))
+        state = jax.tree.map(lambda *x: jnp.concatenate(x, 1), first, second)
+        out, log_sum = state.mean.astype(q.dtype), state.log_sum
+        grads = [gradient(low, low, True), gradient(high, low, False), gradient(high, high, True)]
+        return [out, log_sum, *jax.tree.leaves(grads)]
+
+    return [relative_error(a, b) for a, b in zip(both(name), both("xla"), strict=True)]
