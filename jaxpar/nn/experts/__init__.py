@@ -1,0 +1,16 @@
+"""Mixtures of experts: which experts each token goes to, and what they make of it.
+
+| file | in -> out shapes | called by |
+|---|---|---|
+| `route` | logits [N, E] -> chosen experts [N, k], their weights [N, k], scores [N, E] | `layer`, users |
+| `losses` | scores, chosen experts, logits -> scalars over all tokens | `layer`, users |
+| `dispatch` | chosen experts [N, k] -> rows by expert, and back; what a capacity keeps | `layer`, users |
+| `grouped` | rows [M, D], weights [E, D, F], sizes [E] -> [M, F], each row by its group's weight | `layer`, users |
+| `layer` | params, x [B, T, D] -> [B, T, D]: in the place of `jaxpar.nn.mlp.Mlp`; and its plain form | `stack`, `lm` |
+"""
+
+from jaxpar.nn.experts.grouped import grouped_matmul
+from jaxpar.nn.experts.layer import Experts
+from jaxpar.nn.experts.route import Routing, route
+
+__all__ = ["Experts", "Routing", "grouped_matmul", "route"]

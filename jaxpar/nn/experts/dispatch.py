@@ -1,0 +1,108 @@
+"""Rows in the order of their experts, and back; and which choices a capacity keeps. Integers alone decide.
+
+A choice is a token and one of its k experts. Choices are sorted by expert, those of one expert by token, so that each
+expert multiplies rows that lie together (arXiv:2403.08245). Both directions read rows where they are and add k of
+them: nothing is scattered, forwards or backwards, so sums are in the same order every time.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpar.fields import Positive, check_value
+from jaxpar.nn.norm import wide_dtype
+
+__all__ = ["Plan", "capacity_of", "combine", "rows_of", "sort_choices", "within_capacity"]
+
+
+class Plan(NamedTuple):
+    """Choices in the order of their experts.
+
+    Attributes:
+      order: The choices, n k + j for choice j of token n, of expert 0 first; those of no expert last.
+      place: Where each choice is in that order: the inverse.
+      sizes: How many each expert has; the sum is under N k where some choices are of no expert.
+    """
+
+    order: Int[Array, " M"]
+    place: Int[Array, "N k"]
+    sizes: Int[Array, " E"]
+
+
+def sort_choices(expert: Int[Array, "N k"], num_experts: int) -> Plan:
+    """Sorts choices by expert, in a stable way; an expert of `num_experts` is none.
+
+    Cost: one sort of N k integers.
+    """
+    flat = expert.reshape(-1).astype(jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    place = jnp.argsort(order).astype(jnp.int32)
+    ends = jnp.searchsorted(flat[order], jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return Plan(order, place.reshape(expert.shape), jnp.diff(ends, prepend=0))
+
+
+def capacity_of(factor: float, num_tokens: int, k: int, num_experts: int) -> int:
+    """Returns how many of a group's tokens an expert takes: factor * N k / E, rounded up, and at most N.
+
+    Raises:
+      UsageError: Unless the factor is positive and finite.
+    """
+    check_value("capacity", factor, Positive())
+    return min(num_tokens, math.ceil(factor * num_tokens * k / num_experts))
+
+
+def within_capacity(expert: Int[Array, "*G N k"], num_experts: int, capacity: int) -> Bool[Array, "*G N k"]:
+    """Tells which choices are within their expert's capacity, in GShard's order (arXiv:2006.16668, algorithm 1).
+
+    First choices come before second ones, and earlier tokens before later ones. Groups G do not know each other.
+
+    Args:
+      expert: What tokens chose.
+      num_experts: E.
+      capacity: C, choices that an expert takes in each group.
+
+    Cost: one sort of N k integers a group.
+    """
+    if expert.ndim > 2:
+        return jax.vmap(lambda group: within_capacity(group, num_experts, capacity))(expert)
+    first = expert.T  # in GShard's order
+    plan = sort_choices(first, num_experts + 1)
+    starts = jnp.cumsum(plan.sizes) - plan.sizes
+    return (plan.place - starts[first] < capacity).T
+
+
+@jax.custom_vjp
+def rows_of(x: Float[Array, "N D"], plan: Plan) -> Float[Array, "M D"]:
+    """Returns the token of each choice, in the plan's order. Reverse mode only."""
+    return x[plan.order // plan.place.shape[1]]
+
+
+def _rows_backward(plan: Plan, g: jax.Array):
+    rows = g[plan.place]
+    return jnp.sum(rows, 1, dtype=wide_dtype(g)).astype(g.dtype), None
+
+
+rows_of.defvjp(lambda x, plan: (rows_of(x, plan), plan), _rows_backward)
+
+
+@jax.custom_vjp
+def combine(rows: Float[Array, "M D"], weight: Float[Array, "N k"], plan: Plan) -> Float[Array, "N D"]:
+    """Returns of each token the weighted sum of its k rows, summed in the weights' dtype. Reverse mode only.
+
+    Rows of choices that are of no expert count as they are: `grouped_matmul` makes them 0.
+    """
+    return jnp.einsum("nk,nkd->nd", weight, rows[plan.place].astype(weight.dtype)).astype(rows.dtype)
+
+
+def _combine_backward(kept: tuple, g: jax.Array):
+    rows, weight, plan = kept
+    k = weight.shape[1]
+    drows = g[plan.order // k].astype(weight.dtype) * weight.reshape(-1)[plan.order][:, None]
+    dweight = jnp.einsum("nkd,nd->nk", rows[plan.place].astype(weight.dtype), g.astype(weight.dtype))
+    return drows.astype(rows.dtype), dweight, None
+
+
+combine.defvjp(lambda rows, weight, plan: (combine(rows, weight, plan), (rows, weight, plan)), _combine_backward)

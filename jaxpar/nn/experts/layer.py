@@ -1,0 +1,245 @@
+"""A mixture of experts in the place of an mlp: each token is computed by the few that its router chooses.
+
+y = sum over the chosen e of weight_e down_e(activation(up_e(x))). Choices are sorted by expert on every device for the
+tokens that it has, and no token waits for another: sums over devices are those of an mlp.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
+from jaxpar.mesh import constrain, gather, in_role, local, mesh_axes
+from jaxpar.nn.auxiliary import Aux, Max, Mean, Metric
+from jaxpar.nn.experts.dispatch import capacity_of, combine, rows_of, sort_choices, within_capacity
+from jaxpar.nn.experts.grouped import grouped_matmul
+from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
+from jaxpar.nn.experts.route import SCORES, Routing, noisy, route, weights_by_expert
+from jaxpar.nn.leaf import Leaf
+from jaxpar.nn.linear import Weight
+from jaxpar.nn.mixer import ActivationSizes, Context
+from jaxpar.nn.mlp import ACTIVATIONS, Mlp
+from jaxpar.nn.norm import wide_dtype
+from jaxpar.scan.varying import varying_over
+from jaxpar.types import UsageError
+from jaxpar.verify import Transfer
+
+__all__ = ["Experts", "dense_mixture"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """E mlps without biases and a router that sends each token to k of them.
+
+    Attributes:
+      size: F, of each.
+      num_experts: E.
+      experts_per_token: k.
+      activation: As of `jaxpar.nn.mlp.Mlp`.
+      capacity: Choices that an expert takes of a row of the batch in training, as a multiple of T k / E; the others
+        count nothing. None for all of them. A prompt and what follows it are never dropped.
+      scores: "softmax" or "sigmoid", of `route`.
+      normalise: Whether a token's weights sum to 1.
+      balance_loss: Weight of `losses.balance_loss`.
+      z_loss: Weight of `losses.router_z_loss`.
+      information_gain: Weight of minus `losses.information_gain`.
+      bias: Weight of `losses.bias_loss`; if not 0, the choice is corrected by a learned bias of each expert.
+      noise: Standard deviation of what is added to the logits while training.
+    """
+
+    size: int = field(legal=AtLeast(1))
+    num_experts: int = field(legal=AtLeast(1))
+    experts_per_token: int = field(2, AtLeast(1))
+    activation: str = field("swiglu", OneOf(ACTIVATIONS))
+    capacity: float | None = field(None, Positive())
+    scores: str = field("softmax", OneOf(SCORES))
+    normalise: bool = True
+    balance_loss: float = field(0.01, AtLeast(0))
+    z_loss: float = field(0.0, AtLeast(0))
+    information_gain: float = field(0.0, AtLeast(0))
+    bias: float = field(0.0, AtLeast(0))
+    noise: float = field(0.0, AtLeast(0))
+
+    def __post_init__(self):
+        """Refuses what is out of range, and a router that could not learn."""
+        check_fields(self)
+        if self.experts_per_token > self.num_experts:
+            raise UsageError(
+                f"experts_per_token={self.experts_per_token} is over num_experts={self.num_experts}; "
+                f"legal are 1 to {self.num_experts}."
+            )
+        if self.normalise and self.experts_per_token == 1 < self.num_experts:
+            raise UsageError(
+                "experts_per_token=1 with normalise=True makes every weight 1, of which no router learns; take "
+                "normalise=False."
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the products into an expert."""
+        return Mlp(self.size, self.activation).parts
+
+    @property
+    def num_inputs(self) -> int:
+        """Sums over devices that share F in its backward pass: of the gradients of input and weights."""
+        return 2
+
+    def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Leaf]:
+        """Declares w_router [D, E], w_up, w_gate [E, D, F] and w_down [E, F, D]; b_router [E] where it has a bias."""
+        out = {"w_router": Leaf((embed_dim, self.num_experts), ("embed", None), std)}
+        for name, leaf in Mlp(self.size, self.activation).leaves(embed_dim, std, out_std).items():
+            out[name] = Leaf((self.num_experts, *leaf.shape), ("experts", *leaf.axes), leaf.init)
+        if self.bias:
+            out["b_router"] = Leaf((self.num_experts,), (None,), "zeros")
+        return out
+
+    def apply(self, params: dict, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Aux]:
+        """Returns the mixture, with the losses of the router over all tokens.
+
+        It tells "expert_load", the largest load of an expert over the mean one, and with a capacity "dropped", the
+        share of choices that were over it.
+
+        Raises:
+          UsageError: If it is to go by blocks; for a capacity where rows are split over devices; for weights that are
+            no arrays.
+        """
+        if any(isinstance(params[name], Weight) for name in self.leaves(x.shape[-1], 1.0, 1.0)):
+            raise UsageError("weights of experts are arrays; adapters and eight bits are for other products.")
+        if context.rules.blockwise:
+            raise UsageError("a mixture of experts has no remat=blockwise; legal are the others, such as full.")
+        logits, routing = self._route(params, x, context)
+        kept = self._kept(routing.expert, context)
+        expert = routing.expert if kept is None else jnp.where(kept, routing.expert, self.num_experts)
+        y = self._compute(params, x, expert, routing.weight, context)
+        return y, self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
+
+    def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
+        """Declares the means over all tokens that the losses take."""
+        axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
+        if axes:
+            why = "means over all tokens of the router's choices"
+            yield Transfer("sum", axes, 8 * sizes.layers, 8 * sizes.layers * 8 * self.num_experts, why)
+
+    def _route(self, params: dict, x: jax.Array, context: Context) -> tuple[jax.Array, Routing]:
+        """Logits and choices; every device makes those of its own tokens."""
+        axes, k = context.rules.inside, self.experts_per_token
+        of, wide = ("embed", None), wide_dtype(x)
+        router = params["w_router"].astype(x.dtype)
+        router = gather(router, in_role(of, "weight"), in_role(of, "use"), in_role(of, "grad"), "w_router")
+        given = {"x": (x, axes), "router": (router, in_role(of, "use"))}
+        if self.bias:
+            given["bias"] = (params["b_router"].astype(wide), (None,))
+        if self.noise and context.key is not None:
+            nothing = jnp.zeros((*x.shape[:2], self.num_experts), wide)
+            given["noise"] = (constrain(noisy(context.key, nothing, self.noise), *axes), axes)
+
+        def choose(*arrays):
+            mine = dict(zip(given, arrays, strict=True))
+            logits = jnp.einsum(
+                "btd,de->bte", mine["x"], mine["router"], precision="highest", preferred_element_type=wide
+            )
+            logits = logits + mine["noise"] if "noise" in mine else logits
+            routing = route(logits, k, scores=self.scores, normalise=self.normalise, bias=mine.get("bias"))
+            return logits, *routing
+
+        arrays, split = zip(*given.values(), strict=True)
+        logits, *routing = local(choose, split, (axes,) * 4)(*arrays)
+        return logits, Routing(*routing)
+
+    def _kept(self, expert: jax.Array, context: Context) -> jax.Array | None:
+        """Tells which choices the capacity keeps; None for all."""
+        axes = context.rules.inside
+        if self.capacity is None or context.seen is not None:
+            return None
+        if axes[1] and mesh_axes(axes[1]):
+            raise UsageError(
+                "a capacity counts the tokens of a whole row, which mesh.context splits; take mesh.context=1, or no "
+                "capacity."
+            )
+        most = capacity_of(self.capacity, expert.shape[1], self.experts_per_token, self.num_experts)
+        return local(lambda expert: within_capacity(expert, self.num_experts, most), [axes], axes)(expert)
+
+    def _compute(self, params: dict, x: jax.Array, expert: jax.Array, weight: jax.Array, context: Context):
+        """The chosen experts of every token: each device's tokens by its share of the experts and of F."""
+        axes, leaves = context.rules.inside, self.leaves(x.shape[-1], 1.0, 1.0)
+        names = [*(f"w_{part}" for part in self.parts), "w_down"]
+        shares = (*mesh_axes("experts"), *mesh_axes("mlp"))
+        over = frozenset(shares).union(*(mesh_axes(name) for name in axes if name))
+
+        def on_device(x, expert, weight, *weights):
+            x, expert, weight, *weights = varying_over((x, expert, weight, *weights), over)
+            if mesh_axes("experts"):
+                first = jax.lax.axis_index(mesh_axes("experts")) * weights[0].shape[0]
+                is_mine = (expert >= first) & (expert < first + weights[0].shape[0])
+                expert = jnp.where(is_mine, expert - first, weights[0].shape[0])
+            y = _mixture(self.activation, x, expert, weight, weights)
+            return jax.lax.psum(y, shares) if shares else y
+
+        # Saved are the products alone. Weights are gathered, and rows sorted, again for the backward pass.
+        policy = jax.checkpoint_policies.save_only_these_names("product")
+
+        def compute(x, expert, weight, held):
+            used, weights = [], []
+            for name, w in zip(names, held, strict=True):
+                of, rest = leaves[name].axes, in_role(leaves[name].axes, "weight")
+                used.append(in_role(of, "use"))
+                weights.append(gather(w.astype(x.dtype), rest, used[-1], in_role(of, "grad"), name))
+            return local(on_device, [axes, axes, axes, *used], axes)(x, expert, weight, *weights)
+
+        run = jax.checkpoint(compute, policy=policy, prevent_cse=context.rules.apart)
+        return run(x, expert, weight, [params[name] for name in names])
+
+    def _aux(self, logits: jax.Array, bias: jax.Array | None, routing: Routing, kept: jax.Array | None) -> Aux:
+        losses = {}
+        if self.balance_loss:
+            losses["balance_loss"] = self.balance_loss * balance_loss(routing.scores, routing.expert)
+        if self.z_loss:
+            losses["router_z_loss"] = self.z_loss * router_z_loss(logits)
+        if self.information_gain:
+            shares = routing.scores / routing.scores.sum(-1, keepdims=True)
+            losses["information_gain"] = -self.information_gain * information_gain(shares)
+        if bias is not None:
+            losses["bias_loss"] = self.bias * bias_loss(bias, routing.expert)
+        loads = load(routing.expert, self.num_experts, logits.dtype)
+        metrics: dict[str, Metric] = {"expert_load": Max(self.num_experts * jnp.max(loads))}
+        if kept is not None:
+            metrics["dropped"] = Mean.of(1 - kept.astype(logits.dtype))
+        return Aux(losses, metrics)
+
+
+def _mixture(activation: str, x: jax.Array, expert: jax.Array, weight: jax.Array, weights: list) -> jax.Array:
+    """The mixture of one device's tokens [B, T, D]; an expert out of range is none, and its row is 0."""
+    k, width = expert.shape[-1], x.shape[-1]
+    plan = sort_choices(expert.reshape(-1, k), weights[0].shape[0])
+    rows = rows_of(x.reshape(-1, width), plan)
+
+    def product(rows, w):
+        return checkpoint_name(grouped_matmul(rows, w, plan.sizes), "product")
+
+    inside = [checkpoint_name(product(rows, w), "mlp") for w in weights[:-1]]
+    out = product(ACTIVATIONS[activation](*inside), weights[-1])
+    return combine(out, weight.reshape(-1, k), plan).reshape(x.shape)
+
+
+def dense_mixture(
+    params: dict, x: Float[Array, "*N D"], routing: Routing, activation: str = "swiglu"
+) -> Float[Array, "*N D"]:
+    """Computes every expert on every token, and the sum weighted by 0 where a token did not choose it: the plain form.
+
+    Args:
+      params: Of `Experts`: w_up, w_down and, where the activation is gated, w_gate.
+      x: Tokens.
+      routing: What they chose; a weight of 0 drops a choice.
+      activation: Of the experts.
+
+    Cost: E / k times that of the sorted form.
+    """
+    names = [f"w_{part}" for part in Mlp(1, activation).parts]
+    inside = [jnp.einsum("...d,edf->...ef", x, params[name].astype(x.dtype)) for name in names]
+    each = jnp.einsum("...ef,efd->...ed", ACTIVATIONS[activation](*inside), params["w_down"].astype(x.dtype))
+    weights = weights_by_expert(routing)
+    return jnp.einsum("...e,...ed->...d", weights, each.astype(weights.dtype)).astype(x.dtype)

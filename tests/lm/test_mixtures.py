@@ -1,0 +1,107 @@
+"""Language models of experts: trained on any mesh, streamed and drawn as the whole sequence says."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+from tolerance import EXACT_MATHS, assert_close
+
+from experiments import verify
+from jaxpar.lm import LMConfig, Sampling, Trainer, apply, flops_per_token, generate, num_params, to_hf
+from jaxpar.lm.params import axes, decay_mask
+from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.optim import muon_dimensions
+from jaxpar.types import UsageError
+
+T, V = 6, 16
+SMALL = LMConfig(
+    vocab_size=V, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4, init_std=0.3, dtype="float32"
+)
+
+
+def tokens(rows=2, length=T):
+    return np.random.default_rng(1).integers(0, V, (rows, length), dtype=np.int32)
+
+
+def test_streaming_and_drawing_equal_the_whole_sequence():
+    """With a capacity as well, of which nothing that is drawn is over."""
+    config = dataclasses.replace(SMALL, capacity=1e-3)
+    params = noisy_params(config)
+    whole = jit(lambda p, x: apply(p, x, SMALL))(params, tokens())
+    run = jit(lambda p, x, cache: extend(p, x, cache, config))
+    cache, parts = empty_cache(config, 2, T), []
+    for start, size in ((0, 4), (4, 1), (5, 1)):
+        logits, cache = run(params, tokens()[:, start : start + size], cache)
+        parts.append(logits)
+    assert_close(np.concatenate(parts, 1), whole, 5 * EXACT_MATHS["float32"])
+    draw = jit(generate, static_argnums=(3, 4))
+    out, *_ = draw(jax.random.key(0), params, tokens()[:, :5], config, Sampling(1, temperature=0))
+    np.testing.assert_array_equal(out[:, 5], np.asarray(whole[:, 4]).argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "layout, flags",
+    [
+        ("data2.fsdp2.tensor2", "model.router_bias=1e-3 model.router_z_loss=1e-3"),
+        ("data2.context2.tensor2", "model.router_scores=sigmoid"),
+        pytest.param("fsdp8", "model.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow),
+        pytest.param("data2.fsdp2.tensor2", "model.capacity=1.0 model.remat=full", marks=pytest.mark.slow),
+        pytest.param(
+            "data2.fsdp2.tensor2", "model.scan_layers=false model.remat=names", marks=pytest.mark.slow
+        ),  # 20 s
+    ],
+)
+def test_on_a_mesh_it_is_what_it_is_on_one_device(layout, flags):
+    """Loss, gradients and steps in double precision, and no collective between devices that is not declared; 10 s."""
+    small = (
+        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8"
+    )
+    config = verify.compose(*small.split(), "model.num_experts=4", *flags.split(), "dtypes=[float64]", "topology=none")
+    for row in verify.verify_lm(config, [verify.parse_layout(layout)]):
+        assert not row.refused and not row.breaches, row
+
+
+def test_a_step_tells_loads_and_drops_and_moves_the_bias():
+    trainer = Trainer(dataclasses.replace(SMALL, capacity=0.5, router_bias=1e-3), num_steps=10, accumulate=2)
+    state = jit(trainer.init)(jax.random.key(0))
+    new, info = jit(trainer.step)(jax.random.key(1), state, {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]})
+    assert 1 <= info["expert_load"] <= 4 and 0 < info["dropped"] < 1 and info["bias_loss"] == 0
+    assert np.isfinite(info["loss"]) and np.any(new.params["layers"]["b_router"] != 0)
+
+
+def test_a_token_costs_what_its_experts_cost():
+    dense = dataclasses.replace(SMALL, num_experts=0)
+    experts = 3 * 16 * 8 * 2
+    assert num_params(SMALL) - num_params(dense) == 3 * experts + 2 * 16 * 4
+    assert flops_per_token(SMALL, T) - flops_per_token(dense, T) == 6 * (experts + 2 * 16 * 4)
+
+
+def test_muon_takes_each_expert_for_a_matrix():
+    sides = muon_dimensions(axes(SMALL), decay_mask(SMALL))["layers"]
+    assert (sides["w_up"].reduction_axis, sides["w_up"].output_axis) == ((2,), (3,))
+    assert (sides["w_down"].reduction_axis, sides["w_down"].output_axis) == ((2,), (3,))
+    assert (sides["wo"].reduction_axis, sides["wo"].output_axis) == ((1, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(num_experts=0, capacity=1.0), "model.capacity=1.0 is of experts; give model.num_experts too"),
+        (dict(experts_per_token=5), "experts_per_token=5 is over num_experts=4"),
+        (dict(capacity=0.0), "model.capacity=0.0 must be over 0"),
+        (dict(balance_loss=float("nan")), "model.balance_loss=nan must be a finite number"),
+        (dict(router_scores="tanh"), "model.router_scores='tanh' is unknown; legal are softmax, sigmoid"),
+        (dict(bias=True), "experts have neither model.bias=true nor model.remat=blockwise"),
+        (dict(remat="blockwise"), "experts have neither"),
+    ],
+)
+def test_mistakes_are_told(wrong, message):
+    with pytest.raises(UsageError, match=message):
+        dataclasses.replace(SMALL, **wrong)
+
+
+def test_no_folder_holds_experts_yet(tmp_path):
+    with pytest.raises(UsageError, match="model.num_experts=0"):
+        to_hf(noisy_params(SMALL), SMALL, tmp_path / "model")
