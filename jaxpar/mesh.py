@@ -58,6 +58,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "inner"),
     "seq": ("context",),
     "seq_layer": ("context",),
+    "time": ("context",),  # of a video's tokens; while layers look along the one, the other is split
+    "space": ("context",),
     # parameters: `embed` at rest, with the optimizer's state; `embed_weight` as a step holds them from its forward to
     # its backward pass; `embed_grad` what their gradients are summed into
     # (inner first: a share over more axes is then a slice of the share over fewer)
@@ -215,8 +217,7 @@ def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh, rules: Mapping[str, tuple[str, ...]] | None = None):
     """Makes `mesh` and the rule table ambient for `shard`, `constrain` and everything built on them."""
-    kind = _kind(mesh.devices.flat[0].platform)
-    with jax.set_mesh(mesh), _table(tuple((rules or RULES).items())), _platform(kind):
+    with jax.set_mesh(mesh), _table(tuple((rules or RULES).items())), _platform(_kind(mesh.devices.flat[0].platform)):
         yield mesh
 
 
@@ -246,11 +247,11 @@ def unsplit(fn: Callable) -> Callable:
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of size over 1 that hold logical axis `name` on the ambient mesh."""
-    table, mesh = dict(_table.value), _ambient()
-    if name not in table:
-        raise UsageError(f"unknown logical axis {name!r}; the rule table knows {', '.join(table)}.")
-    return () if mesh.empty else tuple(axis for axis in table[name] if mesh.shape[axis] > 1)
+    """Returns the mesh axes of size over 1 that hold logical axis `name`, or one merged of several: "batch+time"."""
+    table, mesh, parts = dict(_table.value), _ambient(), name.split("+")
+    if unknown := [part for part in parts if part not in table]:
+        raise UsageError(f"unknown logical axis {unknown[0]!r}; the rule table knows {', '.join(table)}.")
+    return () if mesh.empty else tuple(axis for part in parts for axis in table[part] if mesh.shape[axis] > 1)
 
 
 def num_shares(*axes: str) -> int:
@@ -314,16 +315,12 @@ def shard(tree: PyTree, axes: PyTree) -> PyTree:
 
     `tree` has arrays that are the same on every process; `axes`, of its structure, a tuple of logical names a leaf.
     """
-    if _ambient().empty:
-        return tree
-    return jax.device_put(tree, named_shardings(tree, axes))
+    return tree if _ambient().empty else jax.device_put(tree, named_shardings(tree, axes))
 
 
 def constrain(x: jax.Array, *axes: str | None, name: str = "activation") -> jax.Array:
     """Tells GSPMD how `x` is split, by logical axis; its cotangent is split alike."""
-    if _ambient().empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, name))
+    return x if _ambient().empty else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, name))
 
 
 def in_role(axes: Axes, role: str) -> Axes:
@@ -411,27 +408,27 @@ def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(find, tree)
 
 
-def place_rows(rows: Callable[[slice], PyTree], num_rows: int) -> PyTree:
-    """Makes global arrays, split over "batch", of which each process reads only its own rows.
+def place_rows(rows: Callable[[slice], PyTree], num_rows: int, axes: Axes = ("batch",)) -> PyTree:
+    """Makes global arrays, whose first dimensions `axes` split, of which each process reads only its own rows.
 
     Args:
-      rows: `slice -> pytree of NumPy arrays` with that slice of the rows in front; pure, so any number
-        of processes gives the same global arrays.
+      rows: `slice -> pytree of NumPy arrays` with that slice of the rows in front; pure, whichever process asks.
       num_rows: Rows of the global arrays.
+      axes: Logical axes, the first of them that of the rows.
     """
     if _ambient().empty:
         return jax.tree.map(jax.numpy.asarray, rows(slice(0, num_rows)))
-    sharding = NamedSharding(jax.sharding.get_mesh(), partition(("batch",), (num_rows,), "batch"))
-    indices: Any = sharding.addressable_devices_indices_map((num_rows,))
+    mesh, over = jax.sharding.get_mesh(), partition(axes[:1], (num_rows,), "batch")
+    indices: Any = NamedSharding(mesh, over).addressable_devices_indices_map((num_rows,))
     mine = [index[0].indices(num_rows)[:2] for index in indices.values()]
     first, last = min(start for start, _ in mine), max(stop for _, stop in mine)
 
     def place(block: np.ndarray) -> jax.Array:
         def piece(index):
             start, stop, _ = index[0].indices(num_rows)
-            return block[start - first : stop - first]
+            return block[(slice(start - first, stop - first), *index[1:])]
 
-        return jax.make_array_from_callback((num_rows, *block.shape[1:]), sharding, piece)
+        return jax.make_array_from_callback((num_rows, *block.shape[1:]), NamedSharding(mesh, partition(axes)), piece)
 
     return jax.tree.map(place, rows(slice(first, last)))
 

@@ -109,6 +109,16 @@ def test_rules_from_changes():
     assert rules_from({"embed": "none", "embed_grad": "fsdp"})["embed_grad"] == ("fsdp",)
 
 
+def test_an_axis_merged_of_several_is_split_by_the_rules_of_each():
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
+        assert mesh_axes("batch+time") == ("data", "context") and mesh_axes("time+batch") == ("context", "data")
+        assert partition(("batch+time", None), (8, 3)) == jax.sharding.PartitionSpec(("data", "context"), None)
+        with pytest.raises(UsageError, match="unknown logical axis 'tme'"):
+            mesh_axes("batch+tme")
+        with pytest.raises(UsageError, match="uses mesh axis 'context' twice, for 'time' and 'batch.space'"):
+            partition(("time", "batch+space"))
+
+
 def test_layouts_are_changes_of_the_table():
     assert rules_from() == RULES
     both = rules_from({"heads": "none"}, "zero2+sequence")
@@ -162,7 +172,10 @@ def test_gather_and_scatter_lay_value_and_gradient_out_apart():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"width": "data"}, "rule for unknown axis 'width'; logical axes are batch, seq, seq_layer, embed"),
+        (
+            {"width": "data"},
+            "rule for unknown axis 'width'; logical axes are batch, seq, seq_layer, time, space",
+        ),
         ({"batch": "data+dp"}, "rule batch=data+dp names unknown mesh axis 'dp'; legal are stage, data, fsdp"),
     ],
 )

@@ -1,10 +1,13 @@
 """Attention over a split sequence equals dense attention, and sends what its table says."""
 
 import functools
+import itertools
 import json
 import math
 import re
+import sys
 
+import cudnn_by_xla
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +16,17 @@ from compiled import needs_libtpu, on_a_tpu
 from fast import jit
 from tolerance import assert_close
 
-from jaxpar.aot import hlo
+from jaxpar.aot import count_flops, hlo
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import Visible, kernels
+from jaxpar.nn.attention import Visible, kernels, pairs
+from jaxpar.nn.attention import gradient as pieces
 from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, context_attention, move_for
-from jaxpar.parallel.context import _partial as pieces
 from jaxpar.types import UsageError
 
 B, H, K = 2, 4, 4
+MOST_ROWS, LONGEST = 4, 56
+LONG = 8 * 26  # a size that nothing else has
+CAUSAL = Visible()
 # Every move, order and factorisation of 8 devices at least once, each with documents or without, some with fewer key
 # heads: pairwise covering. (move, order, data, context, tensor, key heads, T, documents, rule)
 CASES = [
@@ -35,6 +41,27 @@ CASES = [
     ("token_ring", "zigzag", 1, 8, 1, 4, 48, False, Visible()),
     ("swap", "contiguous", 2, 2, 2, 4, 24, True, Visible()),
     ("swap", "zigzag", 2, 4, 1, 4, 24, False, Visible(window=5)),
+    ("swap_ring", "zigzag", 1, 8, 1, 4, 48, True, Visible()),
+    ("swap_ring", "striped", 2, 4, 1, 2, 24, False, Visible(window=7)),
+]
+# The same where the order is promised: of what a table decides, with parts of odd sizes, and of what positions decide.
+PROMISED = [
+    ("gather", "contiguous", 2, 2, 2, 2, 20, False, Visible()),
+    ("gather", "zigzag", 1, 4, 2, 4, 40, False, Visible()),
+    ("ring", "zigzag", 1, 8, 1, 2, 48, False, Visible()),
+    ("ring", "contiguous", 2, 4, 1, 1, 20, False, Visible()),
+    ("ring", "striped", 2, 4, 1, 2, 24, False, Visible(causal=False)),
+    ("two_way", "zigzag", 2, 4, 1, 2, 40, False, Visible()),
+    ("two_way", "contiguous", 1, 8, 1, 4, 56, False, Visible()),
+    ("token_ring", "zigzag", 2, 4, 1, 4, 24, False, Visible()),
+    ("token_ring", "contiguous", 1, 8, 1, 2, 40, False, Visible()),
+    ("swap", "zigzag", 2, 4, 1, 4, 40, False, Visible()),
+    ("swap_ring", "zigzag", 1, 8, 1, 2, 48, False, Visible()),
+    ("swap_ring", "zigzag", 1, 4, 2, 4, 24, False, Visible()),
+    ("swap_ring", "contiguous", 1, 8, 1, 4, 40, False, Visible()),
+    ("ring", "zigzag", 2, 2, 2, 2, 24, True, Visible()),
+    ("swap_ring", "zigzag", 2, 4, 1, 2, 24, False, Visible(window=5)),
+    ("two_way", "striped", 4, 2, 1, 4, 12, False, Visible()),
 ]
 
 
@@ -48,16 +75,40 @@ def documents(rows, length):
     return jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 3, (rows, length)), 1), jnp.int32)
 
 
-def dense(q, k, v, positions, segments, visible):
+def dense(q, k, v, seen):
     """Softmax over all keys at once, with the whole matrix."""
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    seen = visible(positions, positions)
-    if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
     scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1, where=seen[:, None])
-    return jnp.einsum("bhts,bshk->bthk", jnp.where(seen[:, None], weights, 0), v)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v)
+
+
+@jit
+def dense_with_gradients(q, k, v, g, seen):
+    out, pull = jax.vjp(lambda q, k, v: dense(q, k, v, seen), q, k, v)
+    return out, *pull(g)
+
+
+def wanted(q, k, v, g, positions, segments=None, visible=CAUSAL):
+    """Value and gradients in rows of LONGEST tokens, for which there is one program: what fills up sees itself alone.
+
+    A head of the keys has as many copies as queries' heads that read it, and the gradients of all of them.
+    """
+    (rows, length, groups), again = k.shape[:3], q.shape[2] // k.shape[2]
+    seen = np.tile(np.eye(LONGEST, dtype=bool), (MOST_ROWS, 1, 1))
+    seen[:rows, :length, :length] = visible(positions, positions)
+    if segments is not None:
+        seen[:rows, :length, :length] &= np.asarray(segments[:, :, None] == segments[:, None, :])
+
+    def filled(x, again=1):
+        missing = (0, MOST_ROWS - rows), (0, LONGEST - length), (0, 0), (0, 0)
+        return np.pad(np.repeat(np.asarray(x), again, 2), missing)
+
+    both = dense_with_gradients(filled(q), filled(k, again), filled(v, again), filled(g), seen)
+    out, dq, *more = (np.asarray(x)[:rows, :length] for x in both)
+    return out, dq, *(x.reshape(rows, length, groups, again, -1).sum(3) for x in more)
+
+
+def in_turn(rows, length):
+    return np.tile(np.arange(length, dtype=np.int32), (rows, 1))
 
 
 def with_gradients(f, *args):
@@ -68,70 +119,79 @@ def with_gradients(f, *args):
     return jit(both)(*args)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:6])))
-def test_every_move_equals_dense_attention_in_value_and_gradient(case, x64, monkeypatch):
+PAIRS = (0, 1), (2, 3), (4, 5), (6, 7)
+ALL_CASES = [(case, False) for case in CASES] + [(case, True) for case in PROMISED]
+
+
+@pytest.mark.parametrize(
+    ("case", "promised"),
+    ALL_CASES,
+    ids=lambda x: "-".join(map(str, x[:6])) if isinstance(x, tuple) else {True: "promised", False: "by places"}[x],
+)
+def test_every_move_equals_dense_attention_in_value_and_gradient(case, promised, x64, monkeypatch):
+    """Rows without documents of which no order is promised end in padding, which gives nothing and takes nothing."""
     move, order, data, context, tensor, groups, length, has_documents, visible = case
+    told = {"order": order} if promised else {}
     monkeypatch.setattr(kernels, "QUERIES", 6)
     monkeypatch.setattr(pieces, "QUERIES", 5)  # so that a piece's queries come in parts, the last filled up
     rows = max(B, data)
-    q, k, v, g = drawn(length, groups, rows)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    segments = documents(rows, length) if has_documents else None
-    want = with_gradients(functools.partial(dense, visible=visible), q, k, v, g, positions, segments)
+    args = *drawn(length, groups, rows), in_turn(rows, length), documents(rows, length) if has_documents else None
+    used = length if promised or has_documents else length - 3
+    want = wanted(*(x if x is None else x[:, :used] for x in args), visible)
+    args[4][:, used:] = -1
     order = Order(order)
 
     def split(x):
-        return None if x is None else order.split(x, context)
+        return None if x is None else order.split(jnp.asarray(x), context)
 
     with use_mesh(make_mesh(MeshSpec(data=data, context=context, tensor=tensor))):
-        got = with_gradients(
-            functools.partial(context_attention, visible=visible, move=move),
-            *map(split, (q, k, v, g, positions, segments)),
-        )
+        run = functools.partial(context_attention, visible=visible, move=move, **told)
+        got = with_gradients(run, *map(split, args))
     for ours, theirs in zip(got, want, strict=True):
-        assert_close(order.join(ours, context), theirs, 1e-12)
+        ours = order.join(ours, context)
+        assert_close(ours[:, :used], theirs, 1e-12)
+        np.testing.assert_array_equal(ours[:, used:], 0)
+
+
+def test_kernels_are_taken_for_the_pairs_of_a_table(monkeypatch):
+    calls = cudnn_by_xla.install(monkeypatch)
+    monkeypatch.setattr(pairs, "platform", lambda: "gpu")
+    monkeypatch.setattr(pairs, "_is_right", lambda name: True)
+    length, context, width = 48, 4, 8
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, g = (jnp.asarray(draw((2, length, n, width)), jnp.bfloat16) for n in (H, 2, 2, H))
+    positions = jnp.asarray(in_turn(2, length))
+    want = wanted(*(x.astype(jnp.float32) for x in (q, k, v, g)), positions)
+    order = Order("zigzag")
+    with use_mesh(make_mesh(MeshSpec(context=context, data=2))):
+        run = functools.partial(context_attention, order="zigzag")
+        got = with_gradients(run, *(order.split(x, context) for x in (q, k, v, g, positions)), None)
+    for ours, theirs in zip(got, want, strict=True):
+        # Operands and partial outputs in bfloat16, 2^-8 a number, averaged over the sums.
+        assert_close(order.join(ours, context).astype(jnp.float32), theirs, 1e-2)
+    # Of itself causal and full pairs, of any other device full ones, in both passes.
+    asked = {(call["mask_type"].name, "is_training" in call) for call in calls}
+    assert asked == {(kind, is_forward) for kind in ("CAUSAL", "NO_MASK") for is_forward in (True, False)}
 
 
 def test_key_heads_that_are_not_split_serve_queries_that_are(x64):
     length, context = 16, 4
     q, k, v, g = drawn(length, 1)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (B, length))
-    want = with_gradients(functools.partial(dense, visible=Visible()), q, k, v, g, positions, None)
+    positions = in_turn(B, length)
     with use_mesh(make_mesh(MeshSpec(context=context, tensor=2)), RULES | {"kv_heads": ()}):
         got = with_gradients(context_attention, q, k, v, g, positions, None)
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, wanted(q, k, v, g, positions), strict=True):
         assert_close(ours, theirs, 1e-12)
 
 
-@pytest.mark.parametrize("move", MOVES)
-def test_padding_gives_nothing_and_takes_nothing(move, x64):
-    length, context = 16, 2
-    q, k, v, g = drawn(length, H)
-    positions = jnp.where(jnp.arange(length) < 13, jnp.arange(length), -1)[None].repeat(B, 0).astype(jnp.int32)
-    want = with_gradients(
-        functools.partial(dense, visible=Visible()), *(x[:, :13] for x in (q, k, v, g, positions)), None
-    )
-    order = Order("zigzag")
-    with use_mesh(make_mesh(MeshSpec(context=context, data=4))):
-        got = with_gradients(
-            functools.partial(context_attention, move=move),
-            *(order.split(jnp.concatenate([x, x]), context) for x in (q, k, v, g, positions)),
-            None,
-        )
-    for ours, theirs in zip(got, want, strict=True):
-        ours = order.join(ours, context)[:B]
-        assert_close(ours[:, :13], theirs, 1e-12)
-        np.testing.assert_array_equal(ours[:, 13:], 0)
-
-
-def compiled(move, backward, length=48, groups=2, context=8, width=K, devices=None, jit=jit):
-    """The program's text and mesh; inputs are split as they come."""
+def compiled(move, backward, length=48, groups=2, context=8, width=K, devices=None, jit=jit, order=None):
+    """The program and its mesh; inputs are split as they come."""
     mesh = make_mesh(MeshSpec(context=context, data=8 // context), devices)
     shapes = [jax.ShapeDtypeStruct((B, length, n, width), np.float32) for n in (H, groups, groups, H)]
     places = jax.ShapeDtypeStruct((B, length), np.int32)
 
     def value(q, k, v, positions):
-        return context_attention(q, k, v, positions, move=move)
+        return context_attention(q, k, v, positions, move=move, order=order)
 
     def gradients(q, k, v, g, positions):
         out, pull = jax.vjp(lambda *args: value(*args, positions), q, k, v)
@@ -144,51 +204,88 @@ def compiled(move, backward, length=48, groups=2, context=8, width=K, devices=No
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
         args = [*map(put, shapes), put(places)] if backward else [*map(put, shapes[:3]), put(places)]
-        text = jit(gradients if backward else value).lower(*args).compile().as_text()
-    return text, mesh
+        program = jit(gradients if backward else value).lower(*args).compile()
+    return program, mesh
+
+
+@functools.cache
+def of_eight(move, order, backward):
+    """The program for eight devices, of a number of tokens that nothing else has where no order is promised."""
+    options = {"groups": 4, "context": 4} if move == "swap" else {}
+    program, mesh = compiled(move, backward, 48 if order else LONG, order=order, **options)
+    return program, program.as_text(), mesh
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_program_sends_what_the_table_says(move):
+def test_sums_in_float32_differ_by_rounding(move):
+    program, _, _ = of_eight(move, "zigzag", True)
+    context, order = 4 if move == "swap" else 8, Order("zigzag")
+    q, k, v, g = drawn(48, 4 if move == "swap" else 2, dtype=np.float32)
+    args = q, k, v, g, in_turn(B, 48)
+    given = (order.split(jnp.asarray(x), context) for x in args)
+    got = program(*map(jax.device_put, given, program.input_shardings[0]))
+    got = got[0], *got[1]
+    for ours, theirs in zip(got, wanted(*args), strict=True):
+        assert_close(order.join(ours, context), theirs, 1e-5)
+
+
+@pytest.mark.parametrize("order", [None, "zigzag"])
+@pytest.mark.parametrize("move", MOVES)
+def test_a_program_sends_what_the_table_says(move, order):
+    """Forward alone too where places are sent: a promised order only leaves them out."""
     context, groups = (4, 4) if move == "swap" else (8, 2)
-    sizes = Sizes(B * context // 8, 48 // context, H, groups, K, 4)
-    table, found = move_for(move, context), {}
-    for backward in (False, True):
-        text, mesh = compiled(move, backward, groups=groups, context=context)
+    sizes = Sizes(B * context // 8, (48 if order else LONG) // context, H, groups, K, 4)
+    table, found = move_for(move, context, groups if move == "swap_ring" else 1), {}
+    for backward in (True,) if order else (False, True):
+        _, text, mesh = of_eight(move, order, backward)
         found[backward] = hlo.collectives(text, mesh)
-        assert {each.axes for each in found[backward]} == {("context",)}
-    kinds = {"gather": {"all-gather"}, "swap": {"all-to-all", "all-gather"}}.get(move, {"collective-permute"})
-    assert {each.kind for each in found[False]} == kinds
+        axes = {("context",)} | ({None} if move == "swap_ring" else set())  # a group is a part of the axis
+        assert {each.axes for each in found[backward]} == axes
+    exchanged = {"all-to-all"} if order else {"all-to-all", "all-gather"}  # a table needs no places
+    kinds = {"gather": {"all-gather"}, "swap": exchanged, "swap_ring": exchanged | {"collective-permute"}}
+    kinds = kinds.get(move, {"collective-permute"})
     summed = {"reduce-scatter", "all-reduce"} if move == "gather" else set()  # CPUs have no reduce-scatter
-    assert {each.kind for each in found[True]} <= kinds | summed
-    if kinds == {"collective-permute"}:
+    assert kinds <= {each.kind for each in found[True]} <= kinds | summed
+    assert order or {each.kind for each in found[False]} == kinds
+    if "collective-permute" in kinds:
         pairs = re.findall(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)  # of the backward pass; device i at place i
-        assert {(int(to) - int(by)) % 8 for by, to in pairs} == {send.shift % 8 for send in table.sends(True)}
+        shifts = {send.shift % 8 for send in table.sends(True) if send.shift}
+        assert {(int(to) - int(by)) % 8 for by, to in pairs} == shifts
+    if move == "swap_ring":
+        groups_of = re.findall(r" all-to-all\(.*replica_groups=([^ ]*?), ", text)
+        assert groups_of and {tuple(hlo.replica_groups(each, 8)) for each in groups_of} == {PAIRS}
 
     def sent(backward):
-        share = {"collective-permute": 1}  # of what a collective returns on each device, 1/N was there before
+        share = {"collective-permute": 1}  # of what a collective returns on each device, 1 / members was there before
+        members = table.within if table.within > 1 else context
         return sum(
-            each.trips * share.get(each.kind, 1 - 1 / context) * sum(4 * math.prod(shape) for shape in each.shapes)
+            each.trips * share.get(each.kind, 1 - 1 / members) * sum(4 * math.prod(shape) for shape in each.shapes)
             for each in found[backward]
             if each.kind not in summed
         )
 
     def said(backward):  # numbers of documents, which there are none of here, are counted in the table
-        each = [(send.what, 1 if send.shift else context - 1) for send in table.sends(backward)]
-        hops = {"keys": 1, "queries": 1, "places": 1, "low": 1 / 2, "high": 1 / 2}
-        none = sum(hops.get(what, 0) * times for what, times in each) * sizes.rows * sizes.tokens * 4
+        size = {"low": 1 / 2, "high": 1 / 2} | dict.fromkeys(["keys", "queries", "places"], 1)
+        every = [
+            size.get(send.what, 0)
+            * (table.within if send.shift else (context if move == "gather" else table.within) - 1)
+            for send in table.sends(backward)
+        ]
+        none = sum(every) * sizes.rows * sizes.tokens * (8 if order else 4)
         total = sum(table.bytes(sizes, backward).values()) - none
         scattered = (context - 1) * sizes.rows * sizes.tokens * 2 * groups * K * 4
         return total - (scattered if backward and summed else 0)
 
-    assert math.isclose(sent(False), said(False))
-    assert math.isclose(sent(True), said(False) + said(True))
+    assert order or math.isclose(sent(False), said(False))
+    if jax.__version_info__ >= (0, 11):
+        assert math.isclose(sent(True), said(False) + said(True))
+    else:  # an older compiler for CPUs finds what travels again to be what travelled, and keeps some of it
+        assert sent(True) <= said(False) + said(True)
 
 
 @pytest.mark.parametrize("move", ["ring", "two_way", "token_ring", "gather"])
 def test_no_buffer_has_the_whole_sequence_but_what_is_gathered(move):
-    length = 8 * 26  # a size that nothing else has
-    text, _ = compiled(move, True, length)
+    length, (_, text, _) = LONG, of_eight(move, None, True)
     whole = set(re.findall(rf"\w+\[(?:\d+,)*{length}(?:,\d+)*\]", text)) | set(
         re.findall(rf"\w+\[8,{B},{length // 8}(?:,\d+)*\]", text)
     )
@@ -197,6 +294,50 @@ def test_no_buffer_has_the_whole_sequence_but_what_is_gathered(move):
         assert shapes <= {(8, B, length // 8, 2, K), (8, B, length // 8)} and shapes
     else:
         assert not shapes
+
+
+def test_half_of_the_pairs_are_computed_by_every_device_under_zigzag():
+    for shares in (1, 2, 5, 8):
+        order = Order("zigzag")
+        places = order.places(2 * shares, shares).reshape(shares, 2)
+        for device, other in itertools.product(range(shares), repeat=2):
+            pairs = order.pairs(shares, device, other)
+            assert len(pairs) == (2 if device != other else 3)
+            seen = {(i, j) for i in range(2) for j in range(2) if places[device, i] >= places[other, j]}
+            assert {pair[:2] for pair in pairs} == seen
+            assert all(causal == (places[device, i] == places[other, j]) for i, j, causal in pairs)
+
+
+@pytest.mark.parametrize("move", ["gather", "ring", "two_way", "token_ring"])
+def test_a_table_halves_the_products(move):
+    """Of both passes."""
+    q, k, v, g = drawn(32, 2, dtype=np.float32)
+    positions = jnp.zeros((B, 32), jnp.int32)
+
+    def run(order, context):
+        def value(q, k, v):
+            return context_attention(q, k, v, positions, move=move, order=order)
+
+        with use_mesh(make_mesh(MeshSpec(context=context), jax.devices()[:context])):
+            return count_flops(lambda *args: jax.vjp(value, *args)[1](g), q, k, v).total
+
+    products = 14 * B * H * 32**2 * K  # 4 forward, 10 backward
+    assert run(None, 4) == products
+    for context in (2, 4):
+        assert run("zigzag", context) == products * (2 + 1 / context) / 4
+
+
+def test_the_compiled_program_has_half_the_products():
+    def run(order):  # of two devices: no loop, whose body XLA would count once
+        mesh = make_mesh(MeshSpec(context=2), jax.devices()[:2])
+        shapes = [jax.ShapeDtypeStruct((1, 256, n, 64), np.float32) for n in (H, H, H)]
+        with use_mesh(mesh):
+            program = jit(functools.partial(context_attention, order=order)).lower(
+                *shapes, jax.ShapeDtypeStruct((1, 256), np.int32)
+            )
+            return program.compile().cost_analysis()["flops"]
+
+    assert 0.6 < run("zigzag") / run(None) < 0.66  # 5/8, and a little that is no product
 
 
 def test_orders_are_permutations_and_zigzag_is_even():
@@ -219,6 +360,10 @@ def test_tables_say_what_travels():
     assert ring.bytes(sizes._replace(groups=32))["up"] > 3.9 * ring.bytes(sizes)["up"]  # keys travel in their own heads
     assert sum(token.bytes(sizes).values()) > sum(ring.bytes(sizes).values())  # few key heads: the ring is cheaper
     assert [step.returns[0].shift for step in token.forward[1:]] == [-1, -2, -3, -4, -5, -6, -7]
+    mixed = move_for("swap_ring", 8, 4)
+    assert mixed.bytes(sizes)["up"] == 64 * (2 * 8 * 128 * 2 + 8 * 4)  # one hop of four devices' tokens, in G / 4 heads
+    assert mixed.bytes(sizes)["all"] == 64 * ((2 * 32 + 2 * 8) * 128 * 2 * 3 / 4 + 3 * 8)
+    assert "keys +4, attend" in str(mixed)
     assert str(ring).splitlines()[1:3] == ["  forward 0: attend", "  forward 1: keys +1, attend"]
 
 
@@ -229,6 +374,9 @@ def test_tables_say_what_travels():
         (lambda: Order("zigzag").places(5, 4), "the smallest is 8"),
         (lambda: Order("spiral"), "zigzag"),
         (lambda: move_for("tree", 4), "context='tree' is unknown; legal are gather, ring"),
+        (lambda: move_for("swap_ring", 8, 3), "context=swap_ring over 8 has no groups of 3"),
+        (lambda: move_for("ring", 8, 2), "context=ring over 8 has no groups of 2; swap_ring has"),
+        (lambda: Order("striped").pairs(4, 0, 1), "take zigzag or contiguous"),
     ],
 )
 def test_what_does_not_fit_is_told(call, words):
@@ -239,8 +387,17 @@ def test_what_does_not_fit_is_told(call, words):
 def test_swap_needs_as_many_key_heads_as_devices():
     q, k, v, _ = drawn(16, 2, dtype=np.float32)
     positions = jnp.zeros((B, 16), jnp.int32)
-    with use_mesh(make_mesh(MeshSpec(context=4, data=2))), pytest.raises(UsageError, match="2 key heads of a device"):
+    with use_mesh(make_mesh(MeshSpec(context=4, data=2))), pytest.raises(UsageError, match="take context=swap_ring"):
         context_attention(q, k, v, positions, move="swap")
+
+
+def test_a_promised_order_must_divide():
+    q, k, v, _ = drawn(12, 2, dtype=np.float32)
+    positions = jnp.zeros((B, 12), jnp.int32)
+    with use_mesh(make_mesh(MeshSpec(context=4, data=2))), pytest.raises(UsageError, match="a multiple of 8"):
+        context_attention(q, k, v, positions, order="zigzag")
+    with pytest.raises(UsageError, match="zigzag"):
+        context_attention(q, k, v, positions, order="spiral")
 
 
 def test_a_sequence_has_one_mesh_axis():
@@ -250,27 +407,50 @@ def test_a_sequence_has_one_mesh_axis():
         context_attention(q, k, v, jnp.zeros((B, 16), jnp.int32))
 
 
-def for_a_tpu():
+def for_a_tpu(order, *moves):
     from jaxpar.aot import devices, parse_topology
 
     slice_of_eight, found = devices(parse_topology("v5e:2x4")), {}
-    for move in MOVES:
+    for move in moves or MOVES:
         sizes = {"groups": 4, "context": 4} if move == "swap" else {}
-        text, mesh = compiled(move, True, 2048, width=128, devices=slice_of_eight, jit=jax.jit, **sizes)
-        found[move] = sorted({each.kind for each in hlo.collectives(text, mesh)})
+        options = {"width": 128, "devices": slice_of_eight, "jit": jax.jit, "order": order if order != "none" else None}
+        program, mesh = compiled(move, True, 4096 if move == "two_way" else 2048, **options, **sizes)
+        text = program.as_text()
+        kinds = {each.kind for each in hlo.collectives(text, mesh)}
+        kernels = {"splash"} if "splash_mha_fwd_residuals" in text and "splash_mha_dkv" in text else set()
+        found[move] = sorted(kinds | kernels)
     return found
 
 
 @needs_libtpu
 def test_a_tpu_sends_what_the_table_says():
-    assert on_a_tpu(__file__) == {
+    assert on_a_tpu(__file__, "none") == {
         "gather": ["all-gather", "reduce-scatter"],
         "ring": ["collective-permute"],
         "two_way": ["collective-permute"],
         "token_ring": ["collective-permute"],
         "swap": ["all-gather", "all-to-all"],
+        "swap_ring": ["all-gather", "all-to-all", "collective-permute"],
+    }
+
+
+@needs_libtpu
+def test_a_tpu_takes_splash_for_the_pairs_of_a_table():
+    assert on_a_tpu(__file__, "zigzag", "ring") == {"ring": ["collective-permute", "splash"]}
+
+
+@needs_libtpu
+@pytest.mark.slow  # 20 s
+def test_a_tpu_takes_splash_in_every_move():
+    assert on_a_tpu(__file__, "zigzag") == {
+        "gather": ["all-gather", "reduce-scatter", "splash"],
+        "ring": ["collective-permute", "splash"],
+        "two_way": ["collective-permute", "splash"],
+        "token_ring": ["collective-permute", "splash"],
+        "swap": ["all-to-all", "splash"],
+        "swap_ring": ["all-to-all", "collective-permute", "splash"],
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(for_a_tpu()))
+    print(json.dumps(for_a_tpu(*sys.argv[1:])))

@@ -1,35 +1,142 @@
-"""Attention of one piece of the queries to one piece of the keys: the sums of the forward pass, and its gradient."""
+"""How a device attends to a piece of the keys that came to it: by the places of tokens, or by a table of pairs.
 
-import math
+Both add to the sums of the forward pass and to gradients; a turn says how many devices of the ring the queries' device
+lies after the keys'.
+"""
+
+import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
 
-from jaxpar.nn.attention import Visible
+from jaxpar.nn.attention import Visible, merge
+from jaxpar.nn.attention.gradient import attend_gradient
 from jaxpar.nn.attention.kernels import in_blocks
+from jaxpar.nn.attention.pairs import attend_pair, attend_pair_gradient
+from jaxpar.parallel.context.orders import Order
 from jaxpar.scan.monoid import LogSumExp
 
-QUERIES = 256
-"""Queries whose scores with a piece of the keys exist at the same time in the backward pass."""
+Turn = int | Array
+Sums = tuple[Array, Array]
 
 
 class Where(NamedTuple):
     """Where tokens are: they travel with what they belong to, since no device knows it from an index.
 
     Attributes:
-      positions: Places in the sequence; negative ones are of nothing.
+      positions: Places in the sequence; negative ones are of nothing. None where a table says who sees whom.
       segments: Numbers of documents; None where each row is one.
     """
 
-    positions: Int[Array, "B T"]
+    positions: Int[Array, "B T"] | None = None
     segments: Int[Array, "B T"] | None = None
 
 
-def attend_piece(q: Array, k: Array, v: Array, queries: Where, keys: Where, visible: Visible) -> LogSumExp:
-    """Computes `jaxpar.nn.attention.attend` by places, some queries at a time."""
-    return in_blocks(q, k, v, queries.positions, keys.positions, segments=_documents(queries, keys), visible=visible)
+class Done(NamedTuple):
+    """What the forward pass found of queries over all keys, and the gradient of their outputs.
+
+    Attributes:
+      out: [B, T, H, K].
+      log_sum: [B, T, H].
+      gradient: [B, T, H, K].
+    """
+
+    out: Array
+    log_sum: Array
+    gradient: Array
+
+
+class ByPlaces(NamedTuple):
+    """Every pair of pieces is computed, and masked by the positions and documents that travel with them."""
+
+    visible: Visible
+    parts: int = 1
+
+    def attend(self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device) -> LogSumExp:
+        """Returns the sums of the queries with a piece of the keys."""
+        del turn, device  # the places say it
+        assert queries.positions is not None and keys.positions is not None
+        documents = _documents(queries, keys)
+        more = in_blocks(q, k, v, queries.positions, keys.positions, segments=documents, visible=self.visible)
+        return more if state is None else merge(state, more)
+
+    def gradient(self, dq, sums: Sums | None, q, k, v, queries: Where, keys: Where, turn: Turn, device, done: Done):
+        """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
+        del turn, device
+        assert queries.positions is not None and keys.positions is not None
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        delta = (done.out.astype(wide) * done.gradient.astype(wide)).sum(-1)
+        arrays = q, k, v, queries.positions, keys.positions, done.log_sum, delta, done.gradient
+        more, *both = attend_gradient(*arrays, segments=_documents(queries, keys), visible=self.visible)
+        sums = (both[0], both[1]) if sums is None else (sums[0] + both[0], sums[1] + both[1])
+        return more if dq is None else dq + more, sums
+
+
+class ByTable(NamedTuple):
+    """The pairs of parts of which something is seen are computed, without a mask, by a kernel where there is one.
+
+    Attributes:
+      order: Who holds what.
+      shares: N, devices of the ring.
+      causal: Whether later keys are unseen; if not, every pair is full.
+    """
+
+    order: str
+    shares: int
+    causal: bool
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a device's tokens fall."""
+        return Order(self.order).parts if self.causal else 1
+
+    def attend(self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device) -> LogSumExp:
+        """Returns the sums of the queries with a piece of the keys."""
+        del queries, keys
+        if state is None:
+            wide = jnp.promote_types(q.dtype, jnp.float32)
+            none = jnp.full(q.shape[:3], -jnp.inf, wide)
+            state = LogSumExp(none, jnp.zeros_like(none), jnp.zeros(q.shape, wide))
+        for own, other, is_used, causal in self._pairs(turn, device):
+            more = attend_pair(self._part(q, own), self._part(k, other), self._part(v, other), causal)
+            before = LogSumExp(*(self._part(x, own) for x in state))
+            after = (jnp.where(is_used, x, old) for x, old in zip(merge(before, more), before, strict=True))
+            state = LogSumExp(*(self._put(x, own, new) for x, new in zip(state, after, strict=True)))
+        return state
+
+    def gradient(self, dq, sums: Sums | None, q, k, v, queries: Where, keys: Where, turn: Turn, device, done: Done):
+        """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
+        del queries, keys
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        dq = jnp.zeros(q.shape, wide) if dq is None else dq
+        dk, dv = (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)) if sums is None else sums
+        for own, other, is_used, causal in self._pairs(turn, device):
+            arrays = self._part(q, own), self._part(k, other), self._part(v, other)
+            out, log_sum, g = (self._part(x, own) for x in done)
+            more = attend_pair_gradient(*arrays, out, log_sum, g, causal)
+            # What is not seen has weights over 1, up to infinity: left out, not multiplied by 0.
+            more = (jnp.where(is_used, x, 0) for x in more)
+            places = (dq, own), (dk, other), (dv, other)
+            dq, dk, dv = (self._put(x, at, self._part(x, at) + new) for (x, at), new in zip(places, more, strict=True))
+        return dq, (dk, dv)
+
+    def _pairs(self, turn: Turn, device):
+        """(Part of the queries, of the keys, whether they are seen, whether causal) of this device."""
+        if isinstance(turn, int) and turn == 0:
+            return [(own, other, True, causal) for own, other, causal in _pairs(*self, 0, 0)]
+        row = jnp.asarray(_table(*self))[turn % self.shares, device]
+        return [(row[i, 0], row[i, 1], row[i, 2] > 0, False) for i in range(row.shape[0])]
+
+    def _part(self, x: Array, number) -> Array:
+        size = x.shape[1] // self.parts
+        return x if self.parts == 1 else lax.dynamic_slice_in_dim(x, number * size, size, 1)
+
+    def _put(self, x: Array, number, part: Array) -> Array:
+        size = x.shape[1] // self.parts
+        return part if self.parts == 1 else lax.dynamic_update_slice_in_dim(x, part, number * size, 1)
 
 
 def _documents(queries: Where, keys: Where) -> tuple[Array, Array] | None:
@@ -38,74 +145,23 @@ def _documents(queries: Where, keys: Where) -> tuple[Array, Array] | None:
     return queries.segments, keys.segments
 
 
-def attend_gradient(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
-    queries: Where,
-    keys: Where,
-    visible: Visible,
-    log_sum: Float[Array, "B T H"],
-    delta: Float[Array, "B T H"],
-    g: Float[Array, "B T H K"],
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-    """Computes what this piece of the keys adds to the gradients, in float32 at least.
+def _pairs(order: str, shares: int, causal: bool, device: int, other: int) -> list[tuple[int, int, bool]]:
+    return Order(order).pairs(shares, device, other) if causal else [(0, 0, False)]
 
-    The weights are those of the *whole* softmax, exp(score - log_sum): the log-sum-exp of this piece alone would give
-    another function's gradient. Equations of FlashAttention-2 (arXiv:2307.08691, algorithm 2).
 
-    Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
-      queries: Where the queries are.
-      keys: Where the keys are.
-      visible: The rule.
-      log_sum: Of each query over all keys there are; minus infinity of one that sees none.
-      delta: Sum over K of g times the output.
-      g: Gradient of the output.
+@functools.cache
+def _table(order: str, shares: int, causal: bool) -> np.ndarray:
+    """Pairs of full parts by turn and device, int [N, N, P, (queries' part, keys' part, whether seen)].
 
-    Returns:
-      Terms of the gradients by q, k and v.
+    A device with fewer pairs than another computes the first one and drops it: devices run one program.
     """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    groups, scale = k.shape[2], 1 / math.sqrt(q.shape[-1])
-
-    def grouped(x):  # [B, T, H, ...] -> [B, T, G, H/G, ...]
-        return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
-
-    def some(carry, part):
-        q, at, log_sum, delta, g = part
-        q, g = grouped(q), grouped(g).astype(v.dtype)
-        log_sum, delta = (jnp.moveaxis(grouped(x), 1, -1)[..., None] for x in (log_sum, delta))  # [B, G, H/G, T, 1]
-        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=wide) * scale
-        seen, documents = visible(at.positions, keys.positions), _documents(at, keys)
-        if documents is not None:
-            seen = seen & (documents[0][:, :, None] == documents[1][:, None, :])
-        seen = seen[:, None, None]
-        weights = jnp.where(seen, jnp.exp(scores - jnp.where(log_sum > -jnp.inf, log_sum, 0)), 0)
-        dv = jnp.einsum("bgrts,btgrk->bsgk", weights.astype(v.dtype), g, preferred_element_type=wide)
-        dweights = jnp.einsum("btgrk,bsgk->bgrts", g, v, preferred_element_type=wide)
-        dscores = (weights * (dweights - delta) * scale).astype(q.dtype)
-        dq = jnp.einsum("bgrts,bsgk->btgrk", dscores, k, preferred_element_type=wide)
-        dk = jnp.einsum("bgrts,btgrk->bsgk", dscores, q, preferred_element_type=wide)
-        return (carry[0] + dk, carry[1] + dv), dq.reshape(*dq.shape[:2], -1, dq.shape[-1])
-
-    zero = jnp.zeros_like(k, wide) + 0 * k.astype(wide), jnp.zeros_like(v, wide) + 0 * v.astype(wide)
-    parts = q, queries, log_sum, delta, g
-    if q.shape[1] <= QUERIES:
-        (dk, dv), dq = some(zero, parts)
-        return dq, dk, dv
-    (dk, dv), dq = jax.lax.scan(some, zero, jax.tree.map(_cut, parts))
-    return _whole(dq, q.shape[1]), dk, dv
-
-
-def _cut(x: Array) -> Array:
-    """[B, T, ...] -> [T / QUERIES, B, QUERIES, ...]; places that fill the last piece up are of nothing."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % QUERIES)] + [(0, 0)] * (x.ndim - 2), constant_values=-1)
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, QUERIES, *x.shape[2:]), 1, 0)
-
-
-def _whole(x: Array, length: int) -> Array:
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    rows = {
+        (turn, device): _pairs(order, shares, causal, device, (device - turn) % shares)
+        for turn in range(1, shares)
+        for device in range(shares)
+    }
+    out = np.zeros((shares, shares, max(map(len, rows.values())), 3), np.int32)
+    for place, pairs in rows.items():
+        for i, (own, part, _) in enumerate(pairs):
+            out[*place, i] = own, part, 1
+    return out

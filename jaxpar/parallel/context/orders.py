@@ -1,6 +1,7 @@
 """Which device holds which places of a sequence: in turn, folded so that causal work is even, or dealt out."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from jaxpar.fields import OneOf, check_fields, field
 from jaxpar.types import Array, UsageError
 
-__all__ = ["ORDERS", "Order"]
+__all__ = ["ORDERS", "Order", "in_order"]
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -47,6 +48,38 @@ class Order:
             return np.concatenate([rows[part] for r in range(shares) for part in (r, parts - 1 - r)])
         return places.reshape(-1, shares).T.reshape(-1) if self.name == "striped" else places
 
+    @property
+    def parts(self) -> int:
+        """Runs of places in turn that a device holds; "striped" has none longer than a token."""
+        return 2 if self.name == "zigzag" else 1
+
+    def pairs(self, shares: int, device: int, other: int) -> list[tuple[int, int, bool]]:
+        """Returns of which parts something is seen under a causal rule, of all others nothing.
+
+        Under "zigzag" a device has two pairs with any other, each of T / 2 N queries and as many keys.
+
+        Args:
+          shares: N.
+          device: Whose queries.
+          other: Whose keys.
+
+        Returns:
+          (Part of the queries, part of the keys, whether the pair is causal: else each query sees each key).
+
+        Raises:
+          UsageError: If the order has no parts.
+        """
+        if self.name == "striped":
+            raise UsageError(
+                "a striped order has no parts that see all or nothing of another; take zigzag or contiguous."
+            )
+
+        def held(device):
+            return (device, 2 * shares - 1 - device) if self.name == "zigzag" else (device,)
+
+        both = [(i, j, a, b) for i, a in enumerate(held(device)) for j, b in enumerate(held(other))]
+        return [(i, j, a == b) for i, j, a, b in both if a >= b]
+
     def split(self, x: Array, shares: int, axis: int = 1) -> Array:
         """Returns an array with time at `axis` in this order."""
         return jnp.take(x, self.places(x.shape[axis], shares), axis)
@@ -54,3 +87,22 @@ class Order:
     def join(self, x: Array, shares: int, axis: int = 1) -> Array:
         """Returns an array of this order with time as it was."""
         return jnp.take(x, np.argsort(self.places(x.shape[axis], shares)), axis)
+
+
+def in_order(batch: Mapping[str, np.ndarray], order: Order, shares: int) -> dict[str, np.ndarray]:
+    """Returns a host's batch with its tokens in the order in which N devices hold them, and with their places.
+
+    Args:
+      batch: Arrays [B, T]; "places" of tokens in their rows are added, and tell attention that they lie in this order.
+      order: Of the tokens.
+      shares: N; with 1 the batch stays as it is.
+
+    Raises:
+      UsageError: If T does not divide as the order needs.
+    """
+    if shares == 1:
+        return dict(batch)
+    shape = next(iter(batch.values())).shape
+    places = order.places(shape[1], shares)
+    batch = {"places": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape), **batch}
+    return {name: x[:, places] for name, x in batch.items()}

@@ -5,6 +5,9 @@ The backward pass starts from the *global* output and log-sum-exp, walks the sam
 """
 
 import functools
+import itertools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,14 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain, local, mesh_axes, num_shares
 from jaxpar.nn.attention import Visible, finish, merge
-from jaxpar.parallel.context._partial import Where, attend_gradient, attend_piece
+from jaxpar.parallel.context._partial import ByPlaces, ByTable, Done, Where
 from jaxpar.parallel.context.moves import Move, Send, Step, move_for
+from jaxpar.parallel.context.orders import Order
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
 __all__ = ["context_attention"]
 
 CAUSAL = Visible()
+ZIGZAG = Order("zigzag")
 QUERIES = ("batch", "seq_layer", "heads", "head_dim")
 KEYS = ("batch", "seq_layer", "kv_heads", "head_dim")
 TOKENS = ("batch", "seq_layer")
@@ -32,7 +37,22 @@ class _How(NamedTuple):
 
     move: Move
     axis: str
-    visible: Visible
+    rule: ByPlaces | ByTable
+    folds: bool  # whether what a group of devices holds must be put in the order of places
+
+    @property
+    def ring(self) -> int:
+        """Devices, or groups of them, that keys or queries go round."""
+        return self.move.shares // self.move.within
+
+    def device(self):
+        """Which of the ring this device is."""
+        return lax.axis_index(self.axis) // self.move.within
+
+    def groups(self) -> list[list[int]]:
+        """The devices that exchange heads for tokens."""
+        size = self.move.within
+        return [list(range(first, first + size)) for first in range(0, self.move.shares, size)]
 
     def send(self, tree, shift: int | None):
         """Returns what the device `shift` places before this one held."""
@@ -50,6 +70,7 @@ def context_attention(
     *,
     visible: Visible = CAUSAL,
     move: str = "ring",
+    order: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Computes attention of tokens that lie split over the mesh axis of "seq_layer", in any order.
 
@@ -64,36 +85,46 @@ def context_attention(
       segments: Numbers of documents: tokens of another one are not seen.
       visible: The rule.
       move: What travels: one of `jaxpar.parallel.context.MOVES`.
+      order: The order in which the tokens lie, one of `ORDERS`, where the caller promises it and that none is padding.
+        Positions are then not looked at where a table says who sees whom: under a causal rule without a window or
+        documents in "contiguous" and "zigzag" order, and under no rule in any. No pair is masked then, none of which
+        nothing is seen is computed in "zigzag" order, and kernels are taken. None: positions decide.
 
     Returns:
       Outputs, split as the queries are.
 
-    Cost: 4 B H T^2 K operations over all devices; memory of a device O(B T/N H K) but for "gather", which holds all
-    keys, and "swap", which holds H/N heads of all tokens. What is sent: `print(move_for(move, N))`.
+    Cost: 4 B H T^2 K operations over all devices, with order="zigzag" (2 + 1/N) B H T^2 K, of kernels 2; memory of a
+    device O(B T/N H K) but for "gather", which holds all keys, "swap", which holds H/N heads of all tokens, and
+    "swap_ring", which holds a group's tokens in its share of the heads. What is sent: `print(move_for(move, N))`.
 
     Raises:
-      UsageError: If T does not divide over the axis, or "swap" has fewer key heads than devices.
+      UsageError: If T does not divide over the axis or as the order needs, or "swap" has fewer key heads than devices.
     """
     shared = mesh_axes("seq_layer")
+    if order is not None:
+        Order(order).places(q.shape[1], num_shares(*shared))  # refuses what does not divide
     if not shared:
         return _whole(q, k, v, positions, segments, visible)
     axis, *others = shared
     if others:
         raise UsageError(f"attention over a sequence split over {' and '.join(shared)}; give seq_layer one mesh axis.")
-    how = _How(move_for(move, num_shares(axis)), axis, visible)
-    groups, shares = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads"))), how.move.shares
+    groups, shares = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads"))), num_shares(axis)
+    table = move_for(move, shares, math.gcd(groups, shares) if move == "swap_ring" else 1)
     if move == "swap" and groups % shares:
         raise UsageError(
             f"context=swap exchanges heads for tokens: the {groups} key heads of a device do not divide over "
-            f"context={shares}; take context=ring, or fewer context devices."
+            f"context={shares}; take context=swap_ring, which exchanges those there are, or context=ring."
         )
+    rule = _rule(visible, order, segments is not None, shares // table.within)
+    folds = table.within > 1 and order == "zigzag" and isinstance(rule, ByTable) and visible.causal
+    how = _How(table, axis, rule, folds)
     names = KEYS
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         names = QUERIES
     q, k, v = constrain(q, *QUERIES), constrain(k, *names), constrain(v, *names)
-    where = Where(positions, segments)
-    arrays = [x for x in where if x is not None]
+    # What a table needs no places for does not send them.
+    arrays = [] if isinstance(rule, ByTable) else [x for x in (positions, segments) if x is not None]
 
     def block(q, k, v, *arrays):
         return _attention(how, q, k, v, Where(*arrays))
@@ -102,10 +133,17 @@ def context_attention(
     return constrain(local(block, axes, QUERIES, check=False)(q, k, v, *arrays), *QUERIES)
 
 
+def _rule(visible: Visible, order: str | None, has_documents: bool, ring: int) -> ByPlaces | ByTable:
+    """A table where the order is known and its pairs of parts are full, causal or empty."""
+    if order is None or has_documents or visible.window or (visible.causal and order == "striped"):
+        return ByPlaces(visible)
+    return ByTable(order if ring > 1 else "contiguous", ring, visible.causal)  # one group has it all, in order
+
+
 def _whole(q, k, v, positions, segments, visible: Visible) -> Array:
     """The same on one device."""
     where = Where(positions, segments)
-    return finish(attend_piece(q, k, v, where, where, visible)).astype(q.dtype)
+    return finish(ByPlaces(visible).attend(None, q, k, v, where, where, 0, 0)).astype(q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,50 +152,83 @@ def _attention(how: _How, q: Array, k: Array, v: Array, where: Where) -> Array:
 
 
 def _forward(how: _How, q: Array, k: Array, v: Array, where: Where):
-    if how.move.name == "swap":
-        return _swapped(how, q, k, v, where)
+    # Else XLA finds that places are the same in every layer, and sends them beside whatever else the program sends.
+    q, k, v, where = lax.optimization_barrier((q, k, v, where))
+    if swaps := how.move.within > 1:
+        q, k, v = (_swapped(how, x) for x in (q, k, v))
+        where = jax.tree.map(
+            lambda x: lax.all_gather(x, how.axis, axis=1, tiled=True, axis_index_groups=how.groups()), where
+        )
     walks = {"gather": _gathered, "token_ring": _queries_travel}
     state = walks.get(how.move.name, _keys_travel)(how, q, k, v, where)
     out = finish(state).astype(q.dtype)
-    return out, (q, k, v, where, out, state.log_sum)
+    # What was exchanged is kept for the backward pass.
+    return _swapped_back(how, out) if swaps else out, (q, k, v, where, out, state.log_sum)
 
 
 def _backward(how: _How, kept: tuple, g: Array):
     # Else XLA finds what travels to be what travelled before, and keeps all of it from one pass to the other.
     q, k, v, where, out, log_sum = lax.optimization_barrier(kept)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    if how.move.name == "swap":
-        g = _exchanged(how, g, 2, 1)
-    delta = (out.astype(wide) * g.astype(wide)).sum(-1)
-    walks = {"gather": _gathered_back, "token_ring": _queries_back, "swap": _swapped_back}
-    grads = walks.get(how.move.name, _keys_back)(how, q, k, v, where, log_sum, delta, g)
-    grads = (grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
-    if how.move.name == "swap":
-        grads = (_exchanged(how, grad, 1, 2) for grad in grads)
+    swaps = how.move.within > 1
+    walks = {"gather": _gathered_back, "token_ring": _queries_back}
+    g = _swapped(how, g) if swaps else g
+    dq, sums = walks.get(how.move.name, _keys_back)(how, q, k, v, where, Done(out, log_sum, g))
+    grads = (grad.astype(x.dtype) for grad, x in zip((dq, *sums), (q, k, v), strict=True))
+    if swaps:
+        grads = (_swapped_back(how, grad) for grad in grads)
     return *grads, jax.tree.map(lambda _: None, where)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _pieces(how: _How, k: Array, v: Array, where: Where) -> dict[str, tuple]:
-    """What travels by the table's names: all keys, or each half of them its own way."""
-    if how.move.name == "two_way":
-        half = k.shape[1] // 2
-        low = jax.tree.map(lambda x: x[:, :half], (k, v, where))
-        return {"low": low, "high": jax.tree.map(lambda x: x[:, half:], (k, v, where))}
-    return {"keys": (k, v, where)}
+def _swapped(how: _How, x: Array) -> Array:
+    """Some heads of all tokens of a group, in place of all heads of some; zigzag parts in the order of places."""
+    x = lax.all_to_all(x, how.axis, 2, 1, tiled=True, axis_index_groups=how.groups())
+    return _in_parts(how, x, ZIGZAG.join) if how.folds else x
+
+
+def _swapped_back(how: _How, x: Array) -> Array:
+    x = _in_parts(how, x, ZIGZAG.split) if how.folds else x
+    return lax.all_to_all(x, how.axis, 1, 2, tiled=True, axis_index_groups=how.groups())
+
+
+def _in_parts(how: _How, x: Array, move: Callable[[Array, int], Array]) -> Array:
+    """Moves the parts that a group's devices hold, two each: in order they are those of a zigzag over groups."""
+    parts = x.reshape(x.shape[0], 2 * how.move.within, -1, *x.shape[2:])
+    return move(parts, how.move.within).reshape(x.shape)
+
+
+def _pieces(how: _How, tree) -> dict:
+    """What travels by the table's names: all keys, or of each part a half this way and a half the other."""
+    if how.move.name != "two_way":
+        return {"keys": tree}
+    number = how.rule.parts
+
+    def halves(x):
+        parts = x.reshape(x.shape[0], number, -1, *x.shape[2:])
+        middle = parts.shape[2] // 2
+        return (half.reshape(x.shape[0], -1, *x.shape[2:]) for half in (parts[:, :, :middle], parts[:, :, middle:]))
+
+    return {name: jax.tree.map(lambda x, i=i: tuple(halves(x))[i], tree) for i, name in enumerate(("low", "high"))}
+
+
+def _whole_pieces(how: _How, pieces: dict):
+    """What `_pieces` cut."""
+    if how.move.name != "two_way":
+        return pieces["keys"]
+
+    def joined(*halves):
+        halves = [x.reshape(x.shape[0], how.rule.parts, -1, *x.shape[2:]) for x in halves]
+        x = jnp.concatenate(halves, 2)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    return jax.tree.map(joined, pieces["low"], pieces["high"])
 
 
 def _alike(steps: tuple[Step, ...]) -> list[tuple[Step, int]]:
     """Equal steps in turn and how many: each run is one loop."""
-    runs: list[tuple[Step, int]] = []
-    for step in steps:
-        if runs and runs[-1][0] == step:
-            runs[-1] = step, runs[-1][1] + 1
-        else:
-            runs.append((step, 1))
-    return runs
+    return [(step, len(list(run))) for step, run in itertools.groupby(steps)]
 
 
 def _repeated(step, carry, count: int):
@@ -167,81 +238,81 @@ def _repeated(step, carry, count: int):
     return lax.scan(lambda carry, _: (step(carry), None), carry, None, length=count)[0]
 
 
-def _sent(how: _How, held: dict, sends: tuple[Send, ...]) -> dict:
+def _sent(how: _How, held: dict, sends: tuple[Send, ...], what: str = "{}") -> dict:
     """What a device holds after the sends of a step; all start before anything of the step is computed."""
-    return held | {what: how.send(held[what], shift) for what, shift in sends if shift is not None}
+    shifts = {send.what: send.shift for send in sends}
+    names = {name: what.format(name) for name in held}
+    return {name: how.send(x, shifts[names[name]]) if names[name] in shifts else x for name, x in held.items()}
+
+
+def _behind(name: str, turn: Array) -> Array:
+    """How many devices before this one the keys' device lies; the high halves come from the other side."""
+    return -turn if name == "high" else turn
 
 
 def _keys_travel(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
-    held, state = _pieces(how, k, v, where), None
-    names = tuple(held)
-    for step, count in _alike(how.move.forward):
+    rule, device = how.rule, how.device()
+    state = rule.attend(None, q, k, v, where, where, 0, device)
+    carry = _pieces(how, (k, v, where)), state, jnp.int32(0)
+    for step, count in _alike(how.move.forward[1:]):
 
         def one(carry, step=step):
-            held, state = carry
-            held = _sent(how, held, step.sends)
-            for name in names:
-                k, v, at = held[name]
-                piece = attend_piece(q, k, v, where, at, how.visible)
-                state = piece if state is None else merge(state, piece)
-            return held, state
+            held, state, turn = carry
+            held, turn = _sent(how, held, step.sends), turn + 1
+            for name, (k, v, at) in held.items():
+                state = rule.attend(state, q, k, v, where, at, _behind(name, turn), device)
+            return held, state, turn
 
-        held, state = _repeated(one, (held, state), count)
-    assert state is not None  # a table's first step attends
-    return state
+        carry = _repeated(one, carry, count) if step.attends else carry
+    return carry[1]
 
 
-def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_sum: Array, delta: Array, g: Array):
-    held, dq = _pieces(how, k, v, where), None
-    names = {name: "sums" if name == "keys" else f"sums {name}" for name in held}
-    sums: dict = dict.fromkeys(held)
-    for step, count in _alike(how.move.backward):
+def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done):
+    rule, device = how.rule, how.device()
+    dq, sums = rule.gradient(None, None, q, k, v, where, where, 0, device, done)
+    carry = _pieces(how, (k, v, where)), _pieces(how, sums), dq, jnp.int32(0)
+    for step, count in _alike(how.move.backward[1:]):
 
         def one(carry, step=step):
-            held, sums, dq = carry
-            held = _sent(how, held, tuple(send for send in step.sends if send.what in held))
-            homes = {send.what: send.shift for send in step.sends}
-            for name, what in names.items():
-                (k, v, at), before = held[name], sums[name]
-                if before is not None and what in homes:
-                    before = how.send(before, homes[what])
-                if step.attends:
-                    more, *grads = attend_gradient(q, k, v, where, at, how.visible, log_sum, delta, g)
-                    dq = more if dq is None else dq + more
-                    before = tuple(grads) if before is None else jax.tree.map(jnp.add, before, tuple(grads))
-                sums = sums | {name: before}
-            return held, sums, dq
+            held, sums, dq, turn = carry
+            sums, turn = _sent(how, sums, step.sends, "sums" if "keys" in held else "sums {}"), turn + 1
+            if step.attends:
+                held = _sent(how, held, step.sends)
+                for name, (k, v, at) in held.items():
+                    behind = _behind(name, turn)
+                    dq, more = rule.gradient(dq, sums[name], q, k, v, where, at, behind, device, done)
+                    sums = sums | {name: more}
+            return held, sums, dq, turn
 
-        held, sums, dq = _repeated(one, (held, sums, dq), count)
-    assert dq is not None
-    grads = [jnp.concatenate(parts, 1) for parts in zip(*(sums[name] for name in names), strict=True)]
-    return dq, *grads
+        carry = _repeated(one, carry, count)
+    return carry[2], _whole_pieces(how, carry[1])
 
 
 def _queries_travel(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
     state, held = None, (q, where)
-    for step in how.move.forward:
+    for turn, step in enumerate(how.move.forward):
         for send in step.sends:
             held = how.send(held, send.shift)
-        piece = attend_piece(held[0], k, v, held[1], where, how.visible)
+        whose = (how.device() - turn) % how.ring
+        piece = how.rule.attend(None, held[0], k, v, held[1], where, -turn, whose)
         for send in step.returns:
             piece = how.send(piece, send.shift)
         state = piece if state is None else merge(state, piece)
-    assert state is not None
+    assert state is not None  # a table's first step attends
     return state
 
 
-def _queries_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_sum: Array, delta: Array, g: Array):
-    total, held = None, (q, where, log_sum, delta, g)
-    for step in how.move.backward:
+def _queries_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done):
+    dq, sums, held = None, None, (q, where, done)
+    for turn, step in enumerate(how.move.backward):
         for send in step.sends:
             held = how.send(held, send.shift)
-        dq, dk, dv = attend_gradient(held[0], k, v, held[1], where, how.visible, *held[2:])
+        whose = (how.device() - turn) % how.ring
+        more, sums = how.rule.gradient(None, sums, held[0], k, v, held[1], where, -turn, whose, held[2])
         for send in step.returns:
-            dq = how.send(dq, send.shift)
-        total = (dq, dk, dv) if total is None else jax.tree.map(jnp.add, total, (dq, dk, dv))
-    assert total is not None
-    return total
+            more = how.send(more, send.shift)
+        dq = more if dq is None else dq + more
+    return dq, sums
 
 
 def _collected(how: _How, k: Array, v: Array, where: Where):
@@ -250,40 +321,31 @@ def _collected(how: _How, k: Array, v: Array, where: Where):
 
 
 def _gathered(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
-    k, v, places = _collected(how, k, v, where)
-    state = attend_piece(q, k[0], v[0], where, jax.tree.map(lambda x: x[0], places), how.visible)
+    device, every = how.device(), _collected(how, k, v, where)
 
-    def one(state, piece):
+    def one(state, turn):
+        piece = jax.tree.map(lambda x: x[(device - turn) % how.ring], every)
         k, v, at = piece
-        return merge(state, attend_piece(q, k, v, where, at, how.visible)), None
+        return how.rule.attend(state, q, k, v, where, at, turn, device), None
 
-    return lax.scan(one, state, jax.tree.map(lambda x: x[1:], (k, v, places)))[0]
-
-
-def _gathered_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_sum: Array, delta: Array, g: Array):
-    def one(dq, piece):
-        k, v, at = piece
-        more, dk, dv = attend_gradient(q, k, v, where, at, how.visible, log_sum, delta, g)
-        return dq + more, (dk, dv)
-
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    dq, sums = lax.scan(one, 0 * q.astype(wide), _collected(how, k, v, where))
-    dk, dv = (lax.psum_scatter(x, how.axis) for x in sums)
-    return dq, dk, dv
+    own = how.rule.attend(None, q, k, v, where, where, 0, device)
+    return lax.scan(one, own, jnp.arange(1, how.ring))[0]
 
 
-def _exchanged(how: _How, x: Array, split: int, joined: int) -> Array:
-    return lax.all_to_all(x, how.axis, split, joined, tiled=True)
+def _gathered_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done):
+    device, every = how.device(), _collected(how, k, v, where)
 
+    def put(all_sums, sums, place):
+        return jax.tree.map(lambda x, new: x.at[place].set(new), all_sums, sums)
 
-def _swapped(how: _How, q: Array, k: Array, v: Array, where: Where):
-    """Some heads of all tokens, in place of all heads of some; what was exchanged is kept for the backward pass."""
-    q, k, v = (_exchanged(how, x, 2, 1) for x in (q, k, v))
-    places = jax.tree.map(lambda x: lax.all_gather(x, how.axis, axis=1, tiled=True), where)
-    state = attend_piece(q, k, v, places, places, how.visible)
-    out = finish(state).astype(q.dtype)
-    return _exchanged(how, out, 1, 2), (q, k, v, places, out, state.log_sum)
+    def one(carry, turn):
+        dq, all_sums = carry
+        place = (device - turn) % how.ring
+        k, v, at = jax.tree.map(lambda x: x[place], every)
+        dq, sums = how.rule.gradient(dq, None, q, k, v, where, at, turn, device, done)
+        return (dq, put(all_sums, sums, place)), None
 
-
-def _swapped_back(how: _How, q: Array, k: Array, v: Array, where: Where, log_sum: Array, delta: Array, g: Array):
-    return attend_gradient(q, k, v, where, where, how.visible, log_sum, delta, g)
+    dq, sums = how.rule.gradient(None, None, q, k, v, where, where, 0, device, done)
+    all_sums = put(jax.tree.map(lambda x: jnp.zeros((how.ring, *x.shape), x.dtype), sums), sums, device)
+    dq, all_sums = lax.scan(one, (dq, all_sums), jnp.arange(1, how.ring))[0]
+    return dq, tuple(lax.psum_scatter(x, how.axis) for x in all_sums)

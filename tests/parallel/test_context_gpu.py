@@ -1,0 +1,87 @@
+"""A split sequence on GPUs; run there with `JAX_PLATFORMS=cuda python -m pytest tests/parallel/test_context_gpu.py`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.nn.attention import attention
+from jaxpar.parallel.context import MOVES, Order, context_attention
+from jaxpar.parallel.context._partial import ByTable, Done, Where
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+
+def relative(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def drawn(length, heads, groups, width):
+    draw = np.random.default_rng(0).standard_normal
+    return [jnp.asarray(draw((2, length, number, width)), jnp.bfloat16) for number in (heads, groups, groups, heads)]
+
+
+def exact(q, k, v, g):
+    with jax.default_matmul_precision("highest"):
+        arrays = (x.astype(jnp.float32) for x in (q, k, v))
+        out, pull = jax.vjp(lambda *x: attention(*x, impl="xla"), *arrays)
+        return out, *pull(g.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_the_walk_of_four_devices_on_one_gpu(order):
+    """Each device's turns one after the other, by the table and the kernels that a mesh takes, without a mesh."""
+    shares, order = 4, Order(order)
+    arrays = drawn(1024, 4, 2, 64)
+    split = [jnp.split(order.split(x, shares), shares, 1) for x in arrays]
+    rule, nowhere = ByTable(order.name, shares, True), Where()
+
+    @jax.jit
+    def run(qs, ks, vs, gs):
+        outs, dqs = [], []
+        sums = [None] * shares
+        for device in range(shares):
+            state = None
+            for turn in range(shares):
+                key = (device - turn) % shares
+                which = jnp.int32(turn) if turn else 0
+                state = rule.attend(state, qs[device], ks[key], vs[key], nowhere, nowhere, which, device)
+            done = Done(state.mean.astype(jnp.bfloat16), state.log_sum, gs[device])
+            dq = None
+            for turn in range(shares):
+                key = (device - turn) % shares
+                which = jnp.int32(turn) if turn else 0
+                places = nowhere, nowhere, which, device
+                dq, sums[key] = rule.gradient(dq, sums[key], qs[device], ks[key], vs[key], *places, done)
+            outs.append(done.out)
+            dqs.append(dq)
+        return outs, dqs, [each[0] for each in sums], [each[1] for each in sums]
+
+    for got, want in zip(run(*split), exact(*arrays), strict=True):
+        assert relative(order.join(jnp.concatenate(got, 1), shares), want) < 1e-2  # as in test_attention_gpu.py
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("order", [None, "zigzag", "contiguous"])
+@pytest.mark.parametrize("move", MOVES)
+def test_every_move_on_the_gpus_there_are(move, order):
+    shares = jax.device_count()
+    arrays = drawn(shares * 256, 2 * shares, shares, 64)
+    want = exact(*arrays)
+    lies = Order(order or "zigzag")
+    positions = jnp.broadcast_to(jnp.arange(shares * 256, dtype=jnp.int32), (2, shares * 256))
+    with use_mesh(make_mesh(MeshSpec(context=shares))):
+
+        @jax.jit
+        def run(q, k, v, g, positions):
+            call = lambda *x: context_attention(*x, positions, move=move, order=order)  # noqa: E731
+            out, pull = jax.vjp(call, q, k, v)
+            return out, *pull(g)
+
+        program = run.lower(*(lies.split(x, shares) for x in (*arrays, positions))).compile()
+        got = program(*(lies.split(x, shares) for x in (*arrays, positions)))
+    for ours, theirs in zip(got, want, strict=True):
+        assert relative(lies.join(ours, shares), theirs) < 1e-2
+    assert not order or any(name in program.as_text().lower() for name in ("fmha", "sdpa"))
