@@ -118,9 +118,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def make_trainer(config: Config) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     model = config.model
-    if model.width % model.heads:
-        raise UsageError(f"model.width={model.width} must be a multiple of model.heads={model.heads}.")
-    mixer = Attention(model.heads, model.heads, model.width // model.heads, visible=Visible(causal=False))
+    mixer = Attention(model.heads, model.heads, head_size(model.width, model.heads), visible=Visible(causal=False))
     stack = Stack(model.layers, model.width, mixer, Mlp(model.mlp, "gelu"), Norm("layer"), dropout=model.dropout,
                   init_std=model.width**-0.5)  # fmt: skip
     network = ImageClassifier(stack, model.patch, (8, 8, 1), 10)
@@ -128,6 +126,13 @@ def make_trainer(config: Config) -> SequenceTrainer:
     trainer = SequenceTrainer(network, optimizer, config.train.steps)
     check_layout("an image classifier", trainer, config.data.batch_size)
     return trainer
+
+
+def head_size(width: int, heads: int) -> int:
+    """Returns the width of a head of attention, of flags; refuses what does not divide."""
+    if width % heads:
+        raise UsageError(f"model.width={width} must be a multiple of model.heads={heads}.")
+    return width // heads
 
 
 def open_digits(config: DataConfig, seed: int) -> Task:
