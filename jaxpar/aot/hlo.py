@@ -13,9 +13,11 @@ __all__ = [
     "COLLECTIVES",
     "Collective",
     "Crossing",
+    "Node",
     "axes_of",
     "collectives",
     "crossings",
+    "dependencies",
     "replica_groups",
     "trip_counts",
 ]
@@ -87,6 +89,18 @@ class Crossing(NamedTuple):
     bytes: int
 
 
+class Node(NamedTuple):
+    """One instruction of a program's entry, with all that it calls.
+
+    Attributes:
+      ops: Its own operation and those of the computations that it calls: "fusion" and "dot", say.
+      waits: Names of all instructions without which it cannot start.
+    """
+
+    ops: frozenset[str]
+    waits: frozenset[str]
+
+
 class _Instruction(NamedTuple):
     name: str
     shape: str
@@ -133,6 +147,26 @@ def crossings(found: list[Collective]) -> tuple[Crossing, ...]:
         count[key] += one.trips
         size[key] += one.trips * one.bytes
     return tuple(Crossing(kind, axes, count[kind, axes], total) for (kind, axes), total in size.most_common())
+
+
+def dependencies(text: str) -> dict[str, Node]:
+    """Returns what each instruction of the entry computation waits for, by its name.
+
+    Two of which neither waits for the other may run at the same time. What a loop or a conditional contains counts as
+    one instruction.
+    """
+    program, entry = _computations(text)
+
+    def inside(found: _Instruction) -> frozenset[str]:
+        called = (name for names in _CALLED.findall(found.rest) for name in re.findall(r"[\w.\-]+", names))
+        return frozenset({found.op}).union(*(inside(one) for name in called for one in program.get(name, ())))
+
+    nodes: dict[str, Node] = {}
+    for found in program[entry] if entry else ():  # each after its operands
+        before = [name.partition("#")[0] for name in found.operands]
+        known = [name for name in before if name in nodes]
+        nodes[found.name] = Node(inside(found), frozenset(known).union(*(nodes[name].waits for name in known)))
+    return nodes
 
 
 def trip_counts(text: str) -> dict[str, int | None]:

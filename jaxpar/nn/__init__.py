@@ -6,12 +6,14 @@
 | `norm`, `position`, `mlp` | x [B, T, D] -> [B, T, D]; positions [B, T] -> angles or slopes | `block`, `attention` |
 | `auxiliary`, `mixer` | what layers tell; the contract of what mixes tokens | `attention`, `mixers`, `stack` |
 | `attention`, `mixers` | params, x [B, T, D], cache -> y [B, T, D], cache, what is told | `block` |
+| `experts` | params, x [B, T, D] -> [B, T, D] by the few experts that each token chooses | `block`, `lm` |
 | `block`, `stack` | the same of one layer; of all, with remat and caches | `lm`, `rl`, users |
 | `schedule` | a model's stages, batch -> loss [], gradient | `lm` |
 | `cells`, `gated`, `aaren`, `s5` | params, h [B, n], projections [B, n] -> h [B, n], and facts about it | `layer` |
 | `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixers` |
 | `network` | params, xs [B, T, D] -> [B, T, C]; the trainer of any network | experiments |
-| `vision` | params, images [B, H, W, C] -> logits [B, classes] | experiments |
+| `space_time` | params, x [B, T, S, D] -> the same, layers along space and time in turn | `vision` |
+| `vision` | params, images [B, H, W, C] -> logits [B, classes]; films [B, T, H, W] -> their next frames | experiments |
 | `autoregressive`, `dense_depth` | params -> samples [num, N]; x [D] -> all layers [L, D]: by sweeps | users |
 """
 
@@ -21,7 +23,8 @@ from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaL
 from jaxpar.nn.layer import recurrent
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
-from jaxpar.nn.vision import ImageClassifier
+from jaxpar.nn.space_time import SpaceTimeStack
+from jaxpar.nn.vision import FramePredictor, ImageClassifier
 
 __all__ = [
     "GRU",
@@ -31,6 +34,7 @@ __all__ = [
     "Aaren",
     "Cell",
     "CfC",
+    "FramePredictor",
     "ImageClassifier",
     "MinGRU",
     "MinLSTM",
@@ -39,5 +43,6 @@ __all__ = [
     "SequenceCell",
     "SequenceNetwork",
     "SequenceTrainer",
+    "SpaceTimeStack",
     "recurrent",
 ]

@@ -1,18 +1,42 @@
-"""One pre-norm layer: x + mixer(norm(x)), then x + mlp(norm(x))."""
+"""One pre-norm layer: x + mixer(norm(x)), then x + mlp(norm(x)); or each branch beside the sum of the one before."""
+
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxpar.mesh import gather, scatter
-from jaxpar.nn.auxiliary import Aux
-from jaxpar.nn.mixer import Context, Mixer
-from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.auxiliary import Aux, both
+from jaxpar.nn.mixer import Context, FeedForward, Mixer
 from jaxpar.nn.norm import Norm
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["block", "dropout"]
+__all__ = ["Ladder", "Stream", "block", "dropout"]
+
+
+class Ladder(NamedTuple):
+    """A residual stream whose last term is not added yet, so that a branch need not wait for it (arXiv:2501.06589).
+
+    Attributes:
+      x: The stream before the last branch added to it, [B, T, D].
+      pending: What that branch adds.
+    """
+
+    x: Float[Array, "B T D"]
+    pending: Float[Array, "B T D"]
+
+    @property
+    def whole(self) -> Float[Array, "B T D"]:
+        """The stream."""
+        return self.x + self.pending
+
+
+Stream = jax.Array | Ladder
+"""A residual stream as layers carry it."""
+
+Kind = TypeVar("Kind", bound=Stream)
 
 
 def dropout(x: jax.Array, rate: float, key: PRNGKey | None) -> jax.Array:
@@ -24,15 +48,16 @@ def dropout(x: jax.Array, rate: float, key: PRNGKey | None) -> jax.Array:
 
 def block(
     mixer: Mixer,
-    mlp: Mlp,
+    mlp: FeedForward,
     norm: Norm,
     layer: dict[str, PyTree],
-    x: Float[Array, "B T D"],
+    x: Kind,
     context: Context,
     cache: PyTree | None = None,
     *,
     rate: float = 0.0,
-) -> tuple[Float[Array, "B T D"], PyTree | None, Aux]:
+    ahead: bool | Bool[Array, ""] = True,
+) -> tuple[Kind, PyTree | None, Aux]:
     """Applies one layer.
 
     Args:
@@ -44,12 +69,14 @@ def block(
       context: What the mixer may ask; its key is this layer's, its rules say how `x` lies.
       cache: The mixer's, of what came before.
       rate: Of dropout on both branches.
+      ahead: Of a `Ladder`: whether branches read the stream without what the branch before adds, or with it, as of an
+        array.
 
     Returns:
-      The residual stream, the new cache (None without one), and what the mixer told.
+      The residual stream, of the kind of `x`, the new cache (None without one), and what both branches told.
     """
     rules = context.rules
-    keys = (None,) * 3 if context.key is None or rate == 0.0 else tuple(jax.random.split(context.key, 3))
+    keys = (None,) * 4 if context.key is None else tuple(jax.random.split(context.key, 4))
 
     # Where the two split the sequence differently: a gather into a branch, a scattered sum out of it.
     def enter(x):
@@ -58,9 +85,19 @@ def block(
     def leave(x):
         return scatter(x, rules.inside, rules.outside)
 
-    h = enter(norm.apply(layer["attn_norm"], x))
-    out, cache, aux = mixer.apply(layer, h, cache, context._replace(key=keys[0]))
-    x = x + dropout(leave(out), rate, keys[1])
-    out = leave(mlp.apply(layer, enter(norm.apply(layer["mlp_norm"], x)), apart=rules.apart))
-    x = x + dropout(out, rate, keys[2])
-    return checkpoint_name(x, "residual"), cache, aux
+    def read(x: Stream) -> jax.Array:
+        if not isinstance(x, Ladder):
+            return x
+        return (x.x if ahead else x.whole) if isinstance(ahead, bool) else jnp.where(ahead, x.x, x.whole)
+
+    def add(x: Stream, y: jax.Array) -> Stream:
+        return Ladder(x.whole, y) if isinstance(x, Ladder) else x + y
+
+    stream: Any = x  # of its kind, which the checker cannot follow through `add`
+    h = enter(norm.apply(layer["attn_norm"], read(stream)))
+    out, cache, aux = mixer.apply(layer, h, cache, context._replace(key=keys[0] if rate else None))
+    stream = add(stream, dropout(leave(out), rate, keys[1]))
+    h = enter(norm.apply(layer["mlp_norm"], read(stream)))
+    out, told = mlp.apply(layer, h, context._replace(key=keys[3]))
+    stream = add(stream, dropout(leave(out), rate, keys[2]))
+    return checkpoint_name(stream, "residual"), cache, both(aux, told)

@@ -47,7 +47,7 @@ Example:
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -57,7 +57,7 @@ from jaxpar.nn.auxiliary import Aux
 from jaxpar.types import PRNGKey, PyTree, UsageError
 from jaxpar.verify import Transfer
 
-__all__ = ["DECODING", "TRAINING", "ActivationSizes", "Context", "Mixer", "Rules"]
+__all__ = ["DECODING", "TRAINING", "ActivationSizes", "Context", "FeedForward", "Mixer", "PreparesDecoding", "Rules"]
 
 
 class Rules(NamedTuple):
@@ -67,11 +67,13 @@ class Rules(NamedTuple):
       outside: In the residual stream.
       inside: In the branches.
       apart: Whether neither a loop nor remat lies between forward and backward pass: see `jaxpar.nn.linear.contract`.
+      blockwise: Whether branches shall take blocks of tokens, and make no array [T, T] nor [T, F] of all.
     """
 
     outside: tuple[str | None, ...]
     inside: tuple[str | None, ...]
     apart: bool = False
+    blockwise: bool = False
 
 
 TRAINING = Rules(("batch", "seq", None), ("batch", "seq_layer", None))
@@ -92,6 +94,8 @@ class Context(NamedTuple):
       first: With a cache: of each token, how many the cache had been given when its document began.
       fresh: With a cache: whether it is known to be empty.
       key: Of dropout; None while not training.
+      places: Place of each token in its row, of tokens that were put in the order in which attention's `attend` wants
+        them; None of others, which lie in turn or are told apart by their positions.
       rules: How activations lie.
     """
 
@@ -105,6 +109,7 @@ class Context(NamedTuple):
     fresh: bool = False
     key: PRNGKey | None = None
     rules: Rules = TRAINING
+    places: Int[Array, "B T"] | None = None
 
     def until(self, length: int) -> "Context":
         """Returns the context of the first `length` tokens, where others enter at a later layer."""
@@ -176,6 +181,36 @@ class Mixer(Protocol):
         self, params: dict, x: Float[Array, "B T D"], cache: PyTree | None, context: Context
     ) -> tuple[Float[Array, "B T D"], PyTree | None, Aux]:
         """Returns outputs, the cache after the last token that counts (None without one), and what it tells."""
+        ...
+
+    def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
+        """Declares what a training step moves between devices on the ambient mesh, beyond products with weights."""
+        ...
+
+
+@runtime_checkable
+class PreparesDecoding(Protocol):
+    """A branch of a block, a mixer or an mlp, that can lay its weights out for decoding few rows."""
+
+    def for_decoding(self, params: dict) -> dict:
+        """Returns the held parameters of one layer, those products joined that read the same input."""
+        ...
+
+
+class FeedForward(Protocol):
+    """What looks at each token of a block alone, after its mixer; frozen and hashable: an mlp, a mixture of experts."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Sums over devices that share F, each of the size of its input, for the gradient of that."""
+        ...
+
+    def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, PyTree]:
+        """Declares the parameters of one layer: those that leave the branch start with `out_std`."""
+        ...
+
+    def apply(self, params: dict, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Aux]:
+        """Returns outputs, and what it tells; the context's key is its own."""
         ...
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:

@@ -49,7 +49,7 @@ class Stages(NamedTuple):
     Attributes:
       total: batch -> what the sums over its tokens are divided by, of the whole batch.
       hold: params -> params as a step holds them; made once.
-      first: (params, data, key) -> x [B, T, D], what enters the first layer.
+      first: (params, data, key) -> x, what enters the first layer: one or more arrays [B, T, D].
       layer: (layer's params, its number, x, data, key) -> (x, what it told).
       last: (params, x, data, total) -> (loss, what was told).
       whole: (params, data, key, total, share) -> (loss, what was told): all of them, as fast as one device can.
@@ -58,8 +58,8 @@ class Stages(NamedTuple):
 
     total: Callable[[PyTree], Array]
     hold: Callable[[PyTree], PyTree]
-    first: Callable[..., Array]
-    layer: Callable[..., tuple[Array, Aux]]
+    first: Callable[..., PyTree]
+    layer: Callable[..., tuple[PyTree, Aux]]
     last: Callable[..., tuple[Array, Aux]]
     whole: Callable[..., tuple[Array, Aux]]
     num_layers: int

@@ -1,7 +1,9 @@
 """Layers one after the other: scanned or unrolled, with what the backward pass keeps, and with the caches of all."""
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,18 +16,18 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, is_axes
 from jaxpar.nn.auxiliary import Aux, Max, both, over_layers, stacked
-from jaxpar.nn.block import block
+from jaxpar.nn.block import Kind, Ladder, Stream, block
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import on_weight
-from jaxpar.nn.mixer import DECODING, TRAINING, Context, Mixer
-from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.mixer import DECODING, TRAINING, Context, FeedForward, Mixer, PreparesDecoding
 from jaxpar.nn.norm import Norm
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["REMATS", "PseudoTokens", "Stack", "StackCache"]
+__all__ = ["REMATS", "RESIDUALS", "PseudoTokens", "Stack", "StackCache"]
 
 SAVED_NAMES = ("qkv", "attention", "mlp", "residual")
-REMATS = ("none", "dots", "names", "full", "offload")
+REMATS = ("none", "dots", "names", "full", "offload", "blockwise")
+RESIDUALS = ("standard", "ladder")
 
 
 @flax.struct.dataclass
@@ -59,9 +61,12 @@ class PseudoTokens(NamedTuple):
     size: int
     states: Callable[[Float[Array, "B N D"]], Float[Array, "B M D"]]
 
-    def after(self, x: Float[Array, "B N D"]) -> Float[Array, "B N+M D"]:
-        """Returns the tokens' states with these behind them."""
-        return jnp.concatenate([x, self.states(x).astype(x.dtype)], 1)
+    def after(self, x: Kind) -> Kind:
+        """Returns the tokens' states with these behind them; nothing is to be added to these yet."""
+        whole = x.whole if isinstance(x, Ladder) else x
+        new = self.states(whole).astype(whole.dtype)
+        news = Ladder(new, jnp.zeros_like(new)) if isinstance(x, Ladder) else new
+        return jax.tree.map(lambda *pair: jnp.concatenate(pair, 1), x, news)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,22 +77,26 @@ class Stack:
       num_layers: L.
       embed_dim: D, width of the residual stream.
       mixer: What mixes the tokens of a block, a `jaxpar.nn.mixer.Mixer`.
-      mlp: What looks at each token alone.
+      mlp: What looks at each token alone, a `jaxpar.nn.mixer.FeedForward`.
       norm: Of each branch's input, and of the result.
       dropout: Rate on both branches, while training.
       init_std: Standard deviation of weights at the start; those out of a branch use it / sqrt(2 L).
       dtype: Of activations, and of weights where they are multiplied.
       remat: What the backward pass recomputes: "none" saves every matmul input, "dots" saves matmul outputs, "names"
-        saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs.
+        saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs, and
+        "blockwise" too, and computes a layer by blocks of tokens, so that it needs no memory [T, T] nor [T, F].
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster on GPU,
         slower to compile).
+      residual: "standard", or "ladder": a branch reads the stream without what the branch before adds, so that devices
+        may add that up meanwhile (arXiv:2501.06589). Another model of the same parameters.
+      ladder_from: The first layer whose branches read so.
       ranges: Whether layers tell the largest magnitude of the residual stream ("residual_max"), at one read of it each.
     """
 
     num_layers: int = field(legal=AtLeast(1))
     embed_dim: int = field(legal=AtLeast(1))
     mixer: Mixer = field()
-    mlp: Mlp = field()
+    mlp: FeedForward = field()
     norm: Norm = Norm()
     dropout: float = field(0.0, Between(0, 1, "[)"))
     init_std: float = field(0.02, Positive())
@@ -95,8 +104,16 @@ class Stack:
     remat: str = field("none", OneOf(REMATS))
     scan_layers: bool = True
     ranges: bool = False
+    residual: str = field("standard", OneOf(RESIDUALS))
+    ladder_from: int = field(0, AtLeast(0))
 
-    __post_init__ = check_fields
+    def __post_init__(self):
+        """Refuses a ladder that begins after the last layer, or that there is none of."""
+        check_fields(self)
+        if self.ladder_from and self.residual != "ladder":
+            raise UsageError(f"ladder_from={self.ladder_from} needs residual=ladder, not {self.residual}.")
+        if self.ladder_from >= self.num_layers:
+            raise UsageError(f"ladder_from={self.ladder_from} must be under num_layers={self.num_layers}.")
 
     def leaves(self) -> dict[str, PyTree]:
         """Declares "layers", each leaf [L, ...], and "final_norm"."""
@@ -147,6 +164,15 @@ class Stack:
             return params
         return params | {"layers": _unstack(params["layers"], self.num_layers)}
 
+    def for_decoding(self, params: PyTree) -> PyTree:
+        """Returns unstacked parameters as decoding few rows reads them fastest: products of one input are one."""
+        params = self.unstacked(params)
+        layers = params["layers"]
+        for branch in (self.mixer, self.mlp):
+            if isinstance(branch, PreparesDecoding):
+                layers = tuple(map(branch.for_decoding, layers))
+        return params | {"layers": layers}
+
     def unstacked_axes(self, axes: PyTree) -> PyTree:
         """Returns the logical axes of unstacked parameters, from those of the parameters."""
         layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=is_axes)
@@ -178,6 +204,7 @@ class Stack:
         positions: Int[Array, "B T"] | None = None,
         segments: Int[Array, "B T"] | None = None,
         starts: Bool[Array, "B T"] | None = None,
+        places: Int[Array, "B T"] | None = None,
         valid: Int[Array, " B"] | None = None,
         visible: Bool[Array, "B T T"] | None = None,
         cache: StackCache | None = None,
@@ -193,6 +220,8 @@ class Stack:
           positions: Place of each token in its document; by default counted from its start, or 0 .. T-1 on.
           segments: Document numbers, where documents share a row; not with a cache, which is told `starts`.
           starts: Where documents begin.
+          places: Place of each token in its row, where tokens were put in another order: see `jaxpar.nn.mixer.Context`;
+            then also positions are given.
           valid: How many tokens of each row count, 0 to T: the cache returned is that after them; by default all.
           visible: Which of the T tokens each may see, besides what the mixer's rule allows.
           cache: As from `init_cache` or an earlier call.
@@ -212,11 +241,11 @@ class Stack:
             raise UsageError(f"pseudo tokens enter at layer {pseudo.layer}; legal are 0 to {self.num_layers - 1}.")
         params = self.hold(params)
         context = self.context(x, positions, segments, starts, cache, fresh)
-        context = context._replace(valid=valid, visible=visible, key=key)
+        context = context._replace(valid=valid, visible=visible, key=key, places=places)
         rules = context.rules
         x = constrain(x.astype(self.dtype), *rules.outside)
-        x, layers, aux = self._layers(params["layers"], x, context, cache, pseudo)
-        x = gather(self.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
+        stream, layers, aux = self._layers(params["layers"], self.begin(x), context, cache, pseudo)
+        x = gather(self.norm.apply(params["final_norm"], self.end(stream)), rules.outside, rules.inside)
         if pseudo is not None and pseudo.layer is None:
             x = pseudo.after(x)
         if cache is None:
@@ -248,47 +277,76 @@ class Stack:
         positions = places - first if positions is None else positions
         seen = None if cache is None else cache.seen
         rules = TRAINING if cache is None else DECODING
-        rules = rules._replace(apart=not self.scan_layers and self.remat == "none")
+        rules = rules._replace(
+            apart=not self.scan_layers and self.remat == "none",
+            blockwise=cache is None and self.remat == "blockwise",
+        )
         return Context(positions, segments, starts, seen=seen, first=first, fresh=fresh, rules=rules)
+
+    def begin(self, x: Float[Array, "B T D"]) -> Stream:
+        """Returns the residual stream as layers carry it."""
+        return Ladder(x, jnp.zeros_like(x)) if self.residual == "ladder" else x
+
+    def end(self, x: Stream) -> Float[Array, "B T D"]:
+        """Returns the residual stream whole, after the last layer."""
+        return x.whole if isinstance(x, Ladder) else x
 
     def layer(
         self,
         layer: PyTree,
         index: int | Int[Array, ""],
-        x: Float[Array, "B T D"],
+        x: Kind,
         context: Context,
         cache: PyTree | None = None,
-    ) -> tuple[Float[Array, "B T D"], PyTree | None, Aux]:
+        ahead: bool | Bool[Array, ""] | None = None,
+    ) -> tuple[Kind, PyTree | None, Aux]:
         """Applies layer `index`, given its own held parameters: outputs, its cache, and what it told.
 
-        The context's key is that of the whole stack.
+        The context's key is that of the whole stack. `ahead` says of a traced `index` whether the layer is one of a
+        ladder; by default the program tells it, and every branch waits for the one before.
+
+        Raises:
+          UsageError: If `x` is not as `begin` makes it.
         """
+        if isinstance(x, Ladder) != (self.residual == "ladder"):
+            raise UsageError(f"layers of residual={self.residual} take the stream that Stack.begin returns.")
         key = None if context.key is None else jax.random.fold_in(context.key, index)
         context = context._replace(key=key)
-        x, cache, aux = block(self.mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout)
+        ahead = index >= self.ladder_from if ahead is None else ahead
+        x, cache, aux = block(self.mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead)
         if self.ranges:
-            aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(jnp.abs(jax.lax.stop_gradient(x))))}))
+            aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(jnp.abs(jax.lax.stop_gradient(self.end(x)))))}))
         return x, cache, aux
 
     def _layers(self, layers, x, context, cache, pseudo):
         """All layers; scanned where no cache holds anything: a scan would copy each from its inputs to outputs."""
 
-        def body(x, layer, index, old):
-            x, new, aux = self.layer(layer, index, x, context.until(x.shape[1]), old)
+        def body(x, layer, index, old, ahead=None):
+            inside = context.until(jax.tree.leaves(x)[0].shape[1])
+            x, new, aux = self.layer(layer, index, x, inside, old, ahead)
             return x, (new, aux)
 
-        body, num = self._remat(body), self.num_layers
+        num = self.num_layers
         olds = (None,) * num if cache is None else cache.layers
         can_scan = pseudo is None and not isinstance(layers, tuple) and (cache is None or context.fresh)
         if self.scan_layers and can_scan:
-            x, (caches, told) = jax.lax.scan(lambda x, each: body(x, *each, olds[0]), x, (layers, jnp.arange(num)))
+            outs = []
+            for first, last, ahead in ((0, self.ladder_from, False), (self.ladder_from, num, True)):
+                if first == last:
+                    continue
+                one = self._remat(functools.partial(body, old=olds[0], ahead=ahead))
+                some = layers if last - first == num else jax.tree.map(operator.itemgetter(slice(first, last)), layers)
+                x, out = jax.lax.scan(lambda x, each, one=one: one(x, *each), x, (some, jnp.arange(first, last)))
+                outs.append(out)
+            caches, told = outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outs)
             return x, _unstack(caches, num), over_layers(told)
         each = layers if isinstance(layers, tuple) else _unstack(layers, num)
         caches, told = [], []
         for index, (layer, old) in enumerate(zip(each, olds, strict=True)):
             if pseudo is not None and pseudo.layer == index:
                 x = pseudo.after(x)
-            x, (new, aux) = body(x, layer, index, old)
+            one = self._remat(functools.partial(body, ahead=index >= self.ladder_from))
+            x, (new, aux) = one(x, layer, index, old)
             caches.append(new)
             told.append(aux)
         return x, tuple(caches), over_layers(stacked(told))
@@ -300,6 +358,7 @@ class Stack:
             "dots": policies.save_only_these_names("product"),
             "names": policies.save_only_these_names(*SAVED_NAMES),
             "full": policies.nothing_saveable,
+            "blockwise": policies.nothing_saveable,
             "offload": policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
                 names_which_can_be_offloaded=list(SAVED_NAMES),

@@ -16,9 +16,10 @@ def matrices(params: PyTree) -> PyTree:
 def muon_dimensions(axes: PyTree, weights: PyTree) -> PyTree:
     """Returns Muon's dimension numbers a leaf, None where AdamW shall do.
 
-    A stack of matrices is a weight whose first axis is "layers" and whose others map "embed" to the rest or back, so
-    the logical axes say which dimensions are contracted. Without dimension numbers, optax hands every leaf of three
-    dimensions to Adam, in silence. A recurrence's own weights map units to units, have no "embed", and go to Adam.
+    A stack of matrices is a weight whose first axis is "layers" and whose others map "embed" to the rest or back, once
+    for each of "experts" where it has them, so the logical axes say which dimensions are contracted. Without dimension
+    numbers, optax hands every leaf of three dimensions to Adam, in silence. A recurrence's own weights map units to
+    units, have no "embed", and go to Adam.
 
     Args:
       axes: Logical axes of each parameter, tuples of names or None.
@@ -32,8 +33,8 @@ def muon_dimensions(axes: PyTree, weights: PyTree) -> PyTree:
         if not is_weight or len(names) < 3 or names[0] != "layers" or "embed" not in names:
             return None
         embed = (names.index("embed"),)
-        rest = tuple(i for i in range(1, len(names)) if i not in embed)
-        first, second = (embed, rest) if embed[0] == 1 else (rest, embed)
+        rest = tuple(i for i in range(1, len(names)) if i not in embed and names[i] != "experts")
+        first, second = (embed, rest) if embed < rest else (rest, embed)
         return MuonDimensionNumbers(reduction_axis=first, output_axis=second)
 
     return jax.tree.map(numbers, axes, weights, is_leaf=lambda x: isinstance(x, tuple))

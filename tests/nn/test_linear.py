@@ -8,7 +8,17 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.linear import Deferred, Lora, _with_enough_rows, contract, deferred_gradient, on_weight, quantise
+from jaxpar.nn.linear import (
+    Deferred,
+    Lora,
+    Transposed,
+    _with_enough_rows,
+    contract,
+    deferred_gradient,
+    on_weight,
+    quantise,
+    transposed_is_faster,
+)
 from jaxpar.types import UsageError
 
 INTO, OUT = "btd,dhk->bthk", "bthk,hkd->btd"
@@ -192,3 +202,42 @@ def test_what_is_split_or_of_32_bits_is_not_filled(monkeypatch):
     for spec in (MeshSpec(data=8), MeshSpec(tensor=8)):  # rows are split, and the weight is
         with use_mesh(make_mesh(spec)):
             assert " pad[" not in text()
+
+
+@each
+@pytest.mark.parametrize("rows", [(1, 1), (1, 3), (4, 1)])
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_a_transposed_weight_is_the_weight(equation, rows, platform, x64, monkeypatch):
+    x, w = drawn(equation, np.float64)
+    x, bias = x[: rows[0], : rows[1]], jnp.arange(2.0)
+    want = value_and_gradients(lambda x, w: contract(equation, x, w, AXES[equation]) + bias[0], x, w)
+    monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: platform)
+
+    def ours(x, w):
+        return contract(equation, x, Transposed.of(w, CONTRACTED[equation]), AXES[equation])
+
+    got = value_and_gradients(ours, x, w)
+    assert_close(got, want, EXACT_MATHS["float64"])
+    # One row on a GPU is summed up along memory, and no product.
+    assert ("dot_general" in str(jax.make_jaxpr(ours)(x, w))) == (platform == "cpu" or rows != (1, 1))
+
+
+def test_one_row_of_16_bits_is_summed_in_float32(monkeypatch):
+    monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: "gpu")
+    x, w = jnp.ones((1, 1, 4096), jnp.bfloat16), jnp.ones((4096, 3), jnp.bfloat16)
+    y = contract("btd,df->btf", x, Transposed.of(w, 1), (None, None))
+    assert y.dtype == jnp.bfloat16 and (y == 4096).all()  # sums of ones in bfloat16 end at 256
+
+
+@pytest.mark.parametrize("equation", ["bd,df->bf", "btd,fd->btf", "btdk,df->btkf"])
+def test_a_transposed_weight_refuses_other_equations(equation):
+    with pytest.raises(UsageError, match="rows of two axes"):
+        Transposed(jnp.ones((2, 2))).contract(equation, jnp.ones((1, 1, 2)), (None, None))
+
+
+def test_weights_are_transposed_on_gpus_alone_and_of_16_bits(monkeypatch):
+    small, wide = jnp.ones((2, 2), jnp.bfloat16), jnp.ones((2, 2))
+    assert not transposed_is_faster(small)
+    monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: "gpu")
+    assert transposed_is_faster(small, small)
+    assert not transposed_is_faster(small, wide) and not transposed_is_faster(small, quantise(wide, 1))

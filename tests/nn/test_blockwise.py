@@ -1,0 +1,317 @@
+"""Layers computed by blocks of tokens: equal to the plain ones in value and gradient, with memory linear in T."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import OPTIONS, jit, noisy_params
+from tolerance import assert_close
+
+from jaxpar.aot.hlo import collectives
+from jaxpar.lm import LMConfig, loss
+from jaxpar.lm.params import axes as axes_of
+from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
+from jaxpar.nn import mlp as mlp_module
+from jaxpar.nn.attention import Attention, Visible, attention, blockwise
+from jaxpar.nn.linear import Lora
+from jaxpar.nn.mlp import Mlp, mlp_by_blocks
+from jaxpar.nn.stack import Stack
+from jaxpar.types import UsageError
+
+B, T, H, G, K = 2, 23, 4, 2, 4
+FLOAT64, FLOAT32 = 1e-10, 1e-5  # sums are taken in another order, over some tens of blocks
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks that do not divide the lengths below: several, the last of them filled up."""
+    monkeypatch.setattr(blockwise, "BLOCK", 5)
+    monkeypatch.setattr(mlp_module, "BLOCK", 7)
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+# ---------------------------------------------------------------- attention
+
+RULES = {
+    "causal": {},
+    "both ways": {"visible": Visible(causal=False)},
+    "window": {"visible": Visible(window=7)},
+    "documents": {"segments": np.array([[0] * 4 + [1] * 12 + [2] * 7, [0] * 23])},
+    "documents in a window": {"segments": np.array([[0] * 11 + [1] * 12, [3] * 23]), "visible": Visible(window=3)},
+    "slopes": {"slopes": np.array([0.5, 0.25, 0.125, 0.1])},
+}
+
+
+def mixed(dtype, by_blocks, q, k, v, options):
+    def weighted(q, k, v, slopes):
+        given = options | ({} if slopes is None else {"slopes": slopes})
+        out = attention(q, k, v, impl="xla", blockwise=by_blocks, **given)
+        return (out * jnp.cos(jnp.arange(out.size, dtype=dtype)).reshape(out.shape)).sum(), out
+
+    slopes = options.get("slopes")
+    slopes = None if slopes is None else jnp.asarray(slopes, dtype)
+    grads, out = jit(jax.grad(weighted, (0, 1, 2, 3), has_aux=True))(q, k, v, slopes)
+    return out, grads
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [(rule, "float64") for rule in RULES] + [("documents in a window", "float32"), ("slopes", "float32")],
+)
+def test_attention_by_blocks_is_attention(rule, dtype, small_blocks, x64):
+    q, k, v = (normal(B, T, heads, K, seed=n, dtype=dtype) for n, heads in enumerate((H, G, G)))
+    got, want = (mixed(dtype, by_blocks, q, k, v, RULES[rule]) for by_blocks in (True, False))
+    assert_close(got, want, {"float64": FLOAT64, "float32": FLOAT32}[dtype])
+
+
+@pytest.mark.parametrize("length", [1, 10])  # one block, and two that nothing fills up
+def test_any_length_is_cut(length, small_blocks, x64):
+    q, k, v = (normal(1, length, 2, K, seed=n) for n in range(3))
+    got, want = (mixed("float64", by_blocks, q, k, v, {}) for by_blocks in (True, False))
+    assert_close(got, want, FLOAT64)
+
+
+def test_blocks_are_few_and_of_one_size(small_blocks):
+    cuts = [blockwise._Cut.of(length) for length in (1, 5, 6, 10, 11, T)]
+    assert [(cut.count, cut.size) for cut in cuts] == [(1, 1), (1, 5), (2, 3), (2, 5), (3, 4), (5, 5)]
+
+
+def test_blocks_that_the_rule_hides_are_not_visited(small_blocks):
+    """Of 5 x 5 blocks: 15 on and under the diagonal, and a window of 7 tokens reaches two blocks back at most."""
+    cut = blockwise._Cut.of(T)
+
+    def visited(visible):
+        return [[j for j in range(5) if cut.is_seen(i, j, visible)] for i in range(5)]
+
+    assert (cut.count, cut.size) == (5, 5)
+    assert visited(Visible()) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert visited(Visible(window=7)) == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert visited(Visible(window=6)) == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+    assert visited(Visible(window=1)) == [[0], [1], [2], [3], [4]]
+
+
+# ---------------------------------------------------------------- the mlp
+
+MLPS = {
+    "swiglu": Mlp(12),
+    "gelu with biases": Mlp(12, "gelu", bias=True),
+}
+
+
+def mlp_params(mlp, dtype):
+    return {
+        name: 0.3 * normal(*leaf.shape, seed=n, dtype=dtype)
+        for n, (name, leaf) in enumerate(mlp.leaves(8, 1, 1).items())
+    }
+
+
+def run_mlp(apply, params, x):
+    def weighted(params, x):
+        y = apply(params, x)
+        return (y * jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)).sum(), y
+
+    grads, y = jit(jax.grad(weighted, (0, 1), has_aux=True))(params, x)
+    return y, grads
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float64") for name in MLPS), ("swiglu", "float32")])
+def test_mlp_by_blocks_is_the_mlp(name, dtype, small_blocks, x64):
+    mlp, x = MLPS[name], normal(B, 11, 8, dtype=dtype)
+    params = mlp_params(mlp, dtype)
+    got = run_mlp(lambda p, x: mlp_by_blocks(mlp, p, x, ("batch", None, None)), params, x)
+    assert_close(got, run_mlp(mlp.products, params, x), {"float64": FLOAT64, "float32": FLOAT32}[dtype])
+
+
+def test_gradients_of_weights_are_summed_wider_than_they_are(monkeypatch):
+    """Of 512 blocks of one token: summed in bfloat16, what is added would be lost in what there is."""
+    mlp = Mlp(4)
+    x = jnp.ones((1, 512, 8), jnp.bfloat16)
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), mlp_params(mlp, np.float32))
+    monkeypatch.setattr(mlp_module, "BLOCK", 1)
+    got = jit(jax.grad(lambda p: mlp_by_blocks(mlp, p, x, (None, None, None)).astype(jnp.float32).sum()))(params)
+    one = jit(jax.grad(lambda p: mlp.products(p, x[:, :1]).astype(jnp.float32).sum()))(params)
+    want = jax.tree.map(lambda g: 512 * g.astype(jnp.float32), one)
+    assert_close(jax.tree.map(lambda g: g.astype(jnp.float32), got), want, 2.0**-8)
+
+
+def test_other_weights_go_by_blocks_too(small_blocks, x64):
+    mlp, x = Mlp(12), normal(B, 11, 8)
+    params = mlp_params(mlp, np.float64)
+    adapted = Lora.of(jax.random.key(0), params["w_up"], 1, 2)
+    params = params | {"w_up": adapted.replace(up=adapted.up + 0.1)}
+    got = run_mlp(lambda p, x: mlp_by_blocks(mlp, p, x, ("batch", None, None)), params, x)
+    assert_close(got, run_mlp(mlp.products, params, x), FLOAT64)
+
+
+# ---------------------------------------------------------------- models
+
+SMALL = dict(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3)
+MODELS = {
+    "llama": LMConfig(**SMALL, num_kv_heads=2, dtype="float64"),
+    "gpt2": LMConfig(
+        **SMALL, norm="layer", positions="learned", activation="gelu", bias=True, max_seq_len=32, dtype="float64"
+    ),
+    "aaren": LMConfig(**SMALL, mixer="aaren", dropout=0.2, dtype="float64"),
+}
+
+
+def batch(rows=4, length=11, packed=False):
+    tokens = np.random.default_rng(1).integers(0, 16, (rows, length + 1))
+    out = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if packed:
+        segments = np.sort(np.random.default_rng(2).integers(0, 3, (rows, length)), 1)
+        out["segments"] = segments
+        out["positions"] = np.stack([[np.sum(row[:t] == row[t]) for t in range(length)] for row in segments])
+    return jax.tree.map(jnp.asarray, out)
+
+
+@functools.cache
+def gradient_of(name, remat, scan_layers, packed, dtype="float64"):
+    config = dataclasses.replace(MODELS[name], remat=remat, scan_layers=scan_layers, dtype=dtype, ranges=True)
+    key = jax.random.key(3) if config.dropout else None
+    run = jit(jax.value_and_grad(lambda p, data: loss(p, data, config, dropout_key=key)))
+    return run(noisy_params(config, dtype), batch(packed=packed))
+
+
+@pytest.mark.parametrize(
+    ("name", "scan_layers", "packed", "dtype"),
+    [
+        ("llama", True, False, "float64"),
+        ("llama", False, True, "float64"),
+        ("llama", True, True, "float32"),
+        ("gpt2", True, True, "float64"),
+        ("aaren", False, False, "float64"),
+    ],
+)
+def test_a_model_by_blocks_is_the_model(name, scan_layers, packed, dtype, small_blocks, x64):
+    """Dropout of the branches included: its masks are drawn for all tokens, as without blocks."""
+    got = gradient_of(name, "blockwise", scan_layers, packed, dtype)
+    want = gradient_of(name, "none", True, packed, dtype)
+    assert_close(got, want, {"float64": FLOAT64, "float32": FLOAT32}[dtype])
+
+
+MESHES = {
+    "data=2 fsdp=2 tensor=2": (MeshSpec(data=2, fsdp=2, tensor=2), "zero3"),
+    "fsdp=2 context=4": (MeshSpec(fsdp=2, context=4), "zero3"),
+    "fsdp=2 tensor=4 sequence": (MeshSpec(fsdp=2, tensor=4), "sequence"),
+}
+
+
+@functools.cache
+def on_a_mesh(name, remat):
+    config = dataclasses.replace(MODELS[name], remat=remat, dtype="float32", num_kv_heads=4)
+    run = jax.value_and_grad(lambda p, data: loss(p, data, config))
+    return config, noisy_params(config), batch(length=12, packed=True), run
+
+
+@functools.cache
+def on_one_device(name):
+    _, params, data, run = on_a_mesh(name, "none")
+    return jit(run)(params, data)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [
+        ("data=2 fsdp=2 tensor=2", "llama"),
+        ("fsdp=2 context=4", "llama"),
+        ("fsdp=2 tensor=4 sequence", "gpt2"),
+        pytest.param("data=2 fsdp=2 tensor=2", "gpt2", marks=pytest.mark.slow),  # 2 s each; a pair of those above
+        pytest.param("fsdp=2 context=4", "gpt2", marks=pytest.mark.slow),
+        pytest.param("fsdp=2 tensor=4 sequence", "llama", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_changes_nothing(mesh, name, small_blocks):
+    """Every device takes blocks of its own tokens and shares of the weights."""
+    config, params, data, run = on_a_mesh(name, "blockwise")
+    want = on_one_device(name)
+    spec, layout = MESHES[mesh]
+    with use_mesh(make_mesh(spec), rules_from({}, layout)):
+        split = shard(params, axes_of(config))
+        got = jax.device_get(jit(run)(split, shard(data, jax.tree.map(lambda _: ("batch", None), data))))
+    assert_close(got, want, FLOAT32)
+
+
+def test_devices_add_gradients_up_once_and_not_in_each_block(small_blocks):
+    """As many sums and gathers as with "full", none of them in a loop."""
+    found = {}
+    for remat in ("blockwise", "full"):
+        config = dataclasses.replace(MODELS["llama"], remat=remat, dtype="float32", scan_layers=False, num_layers=1)
+        with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))) as mesh:
+            params, data = shard(noisy_params(config), axes_of(config)), batch(rows=8, length=12)
+            data = shard(data, jax.tree.map(lambda _: ("batch", None), data))
+            run = jit(jax.grad(lambda p, data, config=config: loss(p, data, config)))
+            sums = [one for one in collectives(run.lower(params, data).compile().as_text(), mesh)]
+        assert {one.trips for one in sums} == {1}
+        found[remat] = sum(len(one.shapes) for one in sums if one.kind == "all-reduce" and "tensor" in one.axes)
+    assert found["blockwise"] <= found["full"]
+
+
+def test_recomputation_is_of_one_forward_pass():
+    """As many products as with "full", whose second pass of the mlp is that of the blocks; and each block's scores."""
+
+    def dots(jaxpr):
+        count = 0
+        for eqn in jaxpr.eqns:
+            count += eqn.primitive.name == "dot_general"
+            for value in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+                inner = getattr(value, "jaxpr", value)
+                count += dots(inner) if hasattr(inner, "eqns") else 0
+        return count
+
+    def count(remat):
+        config = dataclasses.replace(MODELS["llama"], dtype="float32", remat=remat, mixer="min_gru")
+        params = noisy_params(config)
+        return dots(jax.make_jaxpr(jax.grad(lambda p: loss(p, batch(), config)))(params).jaxpr)
+
+    assert count("blockwise") == count("full")
+
+
+# ---------------------------------------------------------------- memory
+
+
+def temporaries(remat, length, mlp_dim=32, scan_layers=True):
+    stack = Stack(
+        2, 16, Attention(2, 1, 8, impl="xla"), Mlp(mlp_dim), remat=remat, dtype="float32", scan_layers=scan_layers
+    )
+    params = jax.eval_shape(lambda: stack.init(jax.random.key(0)))
+    x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+    run = jax.jit(jax.grad(lambda p, x: jnp.square(stack.apply(p, x)[0]).sum(), (0, 1)), compiler_options=OPTIONS)
+    return run.lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_memory_grows_with_the_length_and_not_with_its_square(scan_layers, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 128)
+    monkeypatch.setattr(mlp_module, "BLOCK", 128)
+    short, long = (temporaries("blockwise", length, scan_layers=scan_layers) for length in (2048, 8192))
+    assert long <= 4.2 * short, (short, long)
+    if scan_layers:
+        for remat in ("none", "full"):
+            dense = [temporaries(remat, length) for length in (2048, 4096)]
+            assert dense[1] >= 3.5 * dense[0], (remat, dense)
+
+
+def test_no_memory_is_of_all_tokens_by_the_width_of_the_mlp(monkeypatch):
+    """Four times the width of the mlp costs what the weights and one block need, and with "full" [T, F]."""
+    monkeypatch.setattr(blockwise, "BLOCK", 128)
+    monkeypatch.setattr(mlp_module, "BLOCK", 64)
+    narrow, wide = (temporaries("blockwise", 1024, width) for width in (256, 1024))
+    assert wide - narrow < 4 * 1024 * 768, (narrow, wide)
+    narrow, wide = (temporaries("full", 1024, width) for width in (256, 1024))
+    assert wide - narrow > 2 * 4 * 1024 * 768, (narrow, wide)
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_what_has_no_blocks_is_refused():
+    config = dataclasses.replace(MODELS["llama"], dtype="float32", remat="blockwise", dropout=0.1)
+    with pytest.raises(UsageError, match="remat=blockwise needs dropout 0 in attention.*or remat=full"):
+        loss(noisy_params(config), batch(), config, dropout_key=jax.random.key(0))
