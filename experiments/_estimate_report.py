@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from experiments import _run
 from experiments._run import say
 from jaxpar import aot
+from jaxpar.aot.roofline import LINK_SHARE
 from jaxpar.io import plot_memory
 from jaxpar.lm import num_params
 
@@ -123,6 +124,24 @@ def print_moves(source: Any, sent: dict[str, float]) -> None:
     """Prints what bringing the state from another layout sends."""
     kinds = ", ".join(f"{size_text(size)} by {kind}" for kind, size in sent.items())
     say(f"from       {source}: each device sends {size_text(sum(sent.values()))}{kinds and ': '}{kinds}.")
+
+
+def print_context(sent: dict[str, float], chip: aot.Chip | None) -> None:
+    """Prints what a device sends for attention over a split sequence, and how long its links take if that is all."""
+    if not sent:
+        return
+    table = Table("attention over a split sequence", _right("a device"), _right("ms a step"))
+    for way, size in sent.items():
+        table.add_row(way, size_text(size), f"{1e3 * context_seconds({way: size}, chip):.2f}" if chip else "")
+    table.add_row("", size_text(sum(sent.values())), f"{1e3 * context_seconds(sent, chip):.2f}" if chip else "")
+    _print(table)
+
+
+def context_seconds(sent: dict[str, float], chip: aot.Chip) -> float:
+    """Returns how long the links take: a torus has one up and one down, a switch one for all that a device sends."""
+    up, down, every = (sent.get(way, 0.0) for way in ("up", "down", "all"))
+    busiest = max(up, down) + every / 2 if chip.dims else up + down + every
+    return busiest / (LINK_SHARE * chip.link_bandwidth)
 
 
 def print_findings(findings: list[aot.Finding]) -> None:

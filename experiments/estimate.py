@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from experiments import _estimate_report as report
 from experiments import _run
 from experiments._estimate_moves import moves
-from experiments._mesh import check_split, parse_layout, refuse_idle
+from experiments._mesh import check_split, parse_layout, refuse_idle, shares
 from experiments._run import say
 from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
@@ -30,11 +30,12 @@ from jaxpar.lm import LMConfig, OptimizerConfig, config_from_hf, flops_per_token
 from jaxpar.lm import params as declared
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.sample import cache_axes, empty_cache, extend
+from jaxpar.lm.transfers import context_bytes
 from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
 from jaxpar.types import UsageError
 
-REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full"), (1, 4), 8  # what a search tries
+REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4), 8  # what a search tries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,12 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         sent = moves(job, source, rules_from(config.rules, source.name)) if source else {}
         found = aot.estimate(job, effort=config.effort, chip=chip)
         report.print_estimate(config, job, found, chip)
+        with job.ambient():
+            travels = {} if config.decode else context_bytes(config.model, config.data.batch_size, config.data.seq_len)
+        report.print_context(travels, chip)
         fits, content, bars = found.fits is not False, report.estimate_json(found), {mesh: found}
+        if travels:
+            content["context"] = travels
         if source:
             content["moves"] = sent
             report.print_moves(source, sent)
@@ -161,7 +167,8 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
         ) from None
     model = config.model
     # The kernel for TPUs can be traced anywhere, and keeps and computes what cuDNN's does.
-    if model.attention == "auto" and model.head_dim % 64 == 0 and config.data.seq_len % 128 == 0 and not model.dropout:
+    takes_kernel = model.head_dim % 64 == 0 and config.data.seq_len % 128 == 0 and config.mesh.context == 1
+    if model.attention == "auto" and takes_kernel and not model.dropout:
         model = dataclasses.replace(model, attention="splash")
     return dataclasses.replace(config, effort="none", model=model), jax.devices("cpu"), topology.chip
 
@@ -180,15 +187,16 @@ def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     state = jax.eval_shape(trainer.init, key)
     rows = jax.ShapeDtypeStruct((data.batch_size, data.seq_len), jnp.int32)
     axes = trainer.axes()
+    names = ("tokens", "targets", *(("places",) if shares("seq_layer") > 1 else ()))
 
     def model_loss(params):
         part = jnp.zeros((data.batch_size // config.train.accumulate, data.seq_len), jnp.int32)
-        return loss(params, {"tokens": part, "targets": part}, config.model)
+        return loss(params, dict.fromkeys(names, part), config.model)
 
     return aot.Job(
         trainer.step,
-        (key, state, {"tokens": rows, "targets": rows}),
-        ((), axes, {"tokens": ("batch", None), "targets": ("batch", None)}),
+        (key, state, dict.fromkeys(names, rows)),
+        ((), axes, dict.fromkeys(names, ("batch", "seq_layer"))),
         mesh,
         out_axes=(axes, None),
         rules=rules,

@@ -15,7 +15,7 @@ import math
 import pathlib
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
 from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
+from jaxpar.parallel.context import in_order
 from jaxpar.types import PyTree, UsageError
 
 
@@ -152,7 +153,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         check=_make_check(config),
         extending="stretches its schedule",
     )
-    result = _train.train(trainer, functools.partial(_place, windows), run)
+    result = _train.train(trainer, lambda step: _place(config, functools.partial(windows, step)), run)
     _tell_end(config, folder, corpus, result)
     return result
 
@@ -169,7 +170,7 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     config, params, tokenizer = _load(config)
     refuse_idle("a language model", (axes(config.model), LM_AXES))
     check_split("data.batch_size", config.data.batch_size, "batch")
-    check_split("data.seq_len", config.data.seq_len, "seq")
+    check_length(config)
     corpus = open_corpus(config.data, pathlib.Path(config.run) / "data", tokenizer)
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))
@@ -230,9 +231,17 @@ def make_trainer(config: Config) -> Trainer:
     if rows % parts:
         raise UsageError(f"train.accumulate={parts} does not divide data.batch_size={rows}.")
     check_split("data.batch_size", rows, "batch", "train.accumulate", parts)
-    check_split("data.seq_len", config.data.seq_len, "seq")
+    check_length(config)
     partition(("batch", "seq"), (rows // parts, config.data.seq_len), "the batch")  # two rules may clash
     return trainer
+
+
+def check_length(config: Config) -> None:
+    """Refuses sequences that do not divide over the devices that share them."""
+    length = config.data.seq_len
+    check_split("data.seq_len", length, "seq")
+    if (count := shares("seq_layer")) > 1:
+        config.model.order(length).places(length, count)
 
 
 def make_evaluate(config: Config, corpus: Corpus):
@@ -247,10 +256,10 @@ def make_evaluate(config: Config, corpus: Corpus):
     def batches():
         if not config.train.eval_batches:
             for batch in sweep(corpus.validation, data.seq_len, data.batch_size):
-                yield place_rows(lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()}, data.batch_size)
+                yield _place(config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()})
         windows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
         for step in range(config.train.eval_batches):
-            yield _place(windows, step)
+            yield _place(config, functools.partial(windows, step))
 
     def evaluate(state) -> Mapping[str, float]:
         params = getattr(state, "params", state)
@@ -270,8 +279,10 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
     return decode(tokenizer, text[: -1 if text[-1] in ends else None])
 
 
-def _place(windows: Windows, step: int) -> PyTree:
-    return place_rows(lambda rows: windows(step, rows), windows.batch_size)
+def _place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyTree:
+    """Brings a batch to the devices, its tokens in the order in which they share a sequence."""
+    order, count = config.model.order(config.data.seq_len), shares("seq_layer")
+    return place_rows(lambda part: in_order(rows(part), order, count), config.data.batch_size, ("batch", "seq_layer"))
 
 
 def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:

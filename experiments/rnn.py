@@ -201,9 +201,12 @@ def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     return trainer
 
 
-def check_layout(job: str, trainer: SequenceTrainer, batch_size: int) -> None:
-    """Refuses a trainer whose state or batch cannot be laid out on the ambient mesh, and a mesh with an idle axis."""
-    refuse_idle(job, (trainer.axes(), "batch"))
+def check_layout(job: str, trainer: SequenceTrainer, batch_size: int, *names: str) -> None:
+    """Refuses a trainer whose state or batch cannot be laid out on the ambient mesh, and a mesh with an idle axis.
+
+    `names` are logical axes that the job splits besides those of its parameters and the batch.
+    """
+    refuse_idle(job, (trainer.axes(), "batch", *names))
     named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
     check_split("data.batch_size", batch_size, "batch")
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from experiments import _run
 from experiments._folder import run_folder
-from experiments._mesh import LM_AXES, parse_layout, refuse_idle
+from experiments._mesh import LM_AXES, parse_layout, refuse_idle, shares
 from experiments._run import say
 from jaxpar.aot import topology
 from jaxpar.io import plot_layouts
@@ -29,6 +29,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.transfers import declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.parallel.context import in_order
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
 
@@ -170,14 +171,17 @@ def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Layou
 
     def batch(step: int):
         tokens = np.random.default_rng((config.seed, step)).integers(0, config.model.vocab_size, (rows, length + 1))
-        return {"tokens": tokens[:, :-1].astype(np.int32), "targets": tokens[:, 1:].astype(np.int32)}
+        places = np.broadcast_to(np.arange(length), (rows, length))
+        whole = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "places": places}
+        whole = {name: x.astype(np.int32) for name, x in whole.items()}
+        return in_order(whole, config.model.order(length), shares("seq_layer"))  # of the layout that is ambient
 
     def declared():
         # Float64 doubles every byte, and the same program runs in both.
         wide = dataclasses.replace(config.model, dtype=config.dtypes[-1])
         return declared_transfers(wide, rows, length, config.optimizer.name)
 
-    batch_axes = {name: ("batch", "seq_layer") for name in ("tokens", "targets")}
+    batch_axes = {name: ("batch", "seq_layer") for name in ("tokens", "targets", "places")}
     return verify(
         model, batch, batch_axes, layouts, rules=config.rules, declared=declared, dtypes=config.dtypes,
         topology=devices, report=lambda row: say(line_of(row)),

@@ -1,4 +1,4 @@
-"""Pictures: a run's losses, gradient norm and learning rate; distributions; what layouts cost, how exact; memory."""
+"""Pictures: a run's losses, gradient norm and learning rate; frames; distributions; layouts' cost, errors; memory."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from jaxpar.types import UsageError
 if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
 
-__all__ = ["plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
+__all__ = ["plot_frames", "plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
 
 
 def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -> None:
@@ -85,6 +85,22 @@ def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[s
         panel.margins(x=0.01)
     axes[-1].set_xlabel(along)
     figure.align_ylabels(axes)
+    save(figure, out)
+
+
+def plot_frames(films: Mapping[str, ArrayLike], out: Path) -> None:
+    """Draws films [T, H, W] of numbers from 0 to 1 into the PNG `out`: a row for each, from its label to its frames."""
+    rows = {label: np.asarray(film) for label, film in films.items()}
+    num, height, width = next(iter(rows.values())).shape
+    figure = empty_figure(0.9 * num + 0.4, (0.9 * height / width + 0.12) * len(rows) + 0.2)
+    grid = figure.subplots(len(rows), num, squeeze=False)
+    for line, (label, film) in zip(grid, rows.items(), strict=True):
+        for panel, frame in zip(line, film, strict=True):
+            panel.imshow(frame, cmap="gray", vmin=0, vmax=1)
+            panel.set(xticks=[], yticks=[])
+        line[0].set_ylabel(label, fontsize=8)
+    for number, panel in enumerate(grid[0]):
+        panel.set_title(str(number + 1), fontsize=8)
     save(figure, out)
 
 

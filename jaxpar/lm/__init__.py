@@ -7,7 +7,7 @@
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
 | `train` | state, batch -> next state | `jaxpar.loop` |
-| `transfers` | LMConfig, the ambient mesh -> collectives of a step | `jaxpar.verify` |
+| `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |

@@ -116,8 +116,8 @@ def _write_llama(c: LMConfig) -> dict:
 def _needs_llama(c: LMConfig) -> dict[str, tuple]:
     # transformers refuses an uneven width even where head_dim is given.
     width = c.embed_dim // c.num_heads * c.num_heads or c.num_heads
-    kind = {"mixer": ("attention",), "norm": ("rms",), "positions": ("rope",)}
-    return kind | {"activation": ("swiglu",), "embed_dim": (width,)}
+    kind = {"mixer": ("attention",), "residual": ("standard",), "norm": ("rms",), "positions": ("rope",)}
+    return kind | {"num_experts": (0,), "activation": ("swiglu",), "embed_dim": (width,)}
 
 
 def _read_gpt2(values: dict) -> dict:
@@ -132,8 +132,8 @@ def _write_gpt2(c: LMConfig) -> dict:
 
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
-    kind = {"mixer": ("attention",), "norm": ("layer",), "positions": ("learned",), "bias": (True,)}
-    kind |= {"activation": tuple(GELU.values())}
+    kind = {"mixer": ("attention",), "residual": ("standard",), "norm": ("layer",), "positions": ("learned",)}
+    kind |= {"num_experts": (0,), "bias": (True,), "activation": tuple(GELU.values())}
     return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
 
 

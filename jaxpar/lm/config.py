@@ -5,12 +5,15 @@ from typing import Any, TypeVar
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
+from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts.route import SCORES
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.solvers import METHODS, solver
-from jaxpar.nn.stack import REMATS, Stack
+from jaxpar.nn.stack import REMATS, RESIDUALS, Stack
+from jaxpar.parallel.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
@@ -63,17 +66,29 @@ class LMConfig:
       init_std: Standard deviation of weights at the start; residual projections use it / sqrt(2 L).
       dtype: Of activations and of weights where they are multiplied. Master weights, norms, softmax and
         losses are float32 at least.
-      remat: What the backward pass recomputes: "none" saves every matmul input, "dots" saves matmul outputs, "names"
-        saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs.
+      remat: What the backward pass recomputes, from nothing to layers: "none", "dots", "names", "offload", "full",
+        or "blockwise", which needs no memory [T, T] nor [T, F] either; see `jaxpar.nn.stack.Stack`.
       attention: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
+      context: What travels between devices that share a sequence, of `jaxpar.parallel.context.MOVES`; "auto" takes what
+        loads a link least, and no gather.
+      context_order: In which order they hold it: "contiguous", "zigzag" or "striped"; "auto" takes zigzag where it can.
       solver: How a recurrent mixer is solved, by a name of `jaxpar.nn.solvers`; "auto" leaves it to the mixer.
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster
         on GPU, slower to compile).
       low_logits: Whether the loss stores logits in `dtype` instead of float32: half the traffic, rounding of
         2^-9 a logit in bfloat16. Sums over them are float32 either way.
       loss_chunk: Tokens a device whose logits exist at the same time.
+      residual: "standard", or "ladder", another model of the same parameters; see `jaxpar.nn.stack.Stack`.
+      ladder_from: The first layer whose branches read so.
       z_loss: Weight of the mean square of the log normaliser in the loss; 0 for none.
       ranges: Whether training tells the largest magnitude of the residual stream, at one more read of it a layer.
+      num_experts: E, mlps of width F each of which `jaxpar.nn.experts` sends a token to a few; 0 for one mlp for all.
+      experts_per_token: k; by its score's share of their sum if over 1, else by its score.
+      capacity: Choices that an expert takes of a row in training, as a multiple of T k / E; None for all.
+      router_scores: "softmax" or "sigmoid".
+      balance_loss: Weight of the loss that evens the experts' loads.
+      router_z_loss: Weight of the mean square of the router's log normaliser.
+      router_bias: Weight of the gradient that corrects the choice by a bias of each expert, in place of a loss.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -103,11 +118,22 @@ class LMConfig:
     low_logits: bool = False
     remat: str = _execution("none", OneOf(REMATS))
     attention: str = _execution("auto", OneOf(ATTENTION_IMPLS))
+    context: str = _execution("auto", OneOf(CONTEXT_MOVES))
+    context_order: str = _execution("auto", OneOf(CONTEXT_ORDERS))
     solver: str = _execution("auto", OneOf(METHODS))
     scan_layers: bool = _execution(True)
     loss_chunk: int = _execution(8192, AtLeast(1))
+    residual: str = _later("standard", OneOf(RESIDUALS))
+    ladder_from: int = _later(0, AtLeast(0))
     z_loss: float = _later(0.0, AtLeast(0))
     ranges: bool = _execution(False)
+    num_experts: int = _later(0, AtLeast(0))
+    experts_per_token: int = _later(2, AtLeast(1))
+    capacity: float | None = _later(None, Positive())
+    router_scores: str = _later("softmax", OneOf(SCORES))
+    balance_loss: float = _later(0.01, AtLeast(0))
+    router_z_loss: float = _later(0.0, AtLeast(0))
+    router_bias: float = _later(0.0, AtLeast(0))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -136,7 +162,13 @@ class LMConfig:
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
         SIZED[self.mixer](self)
+        _check_experts(self)
         self.stack()
+
+    def order(self, length: int) -> Order:
+        """Returns the order in which the ambient mesh's devices hold the T tokens of a sequence."""
+        mixer = self.stack().mixer
+        return _split(self).order_of(mixer, length) if isinstance(mixer, Attention) else Order("contiguous")
 
     def stack(self) -> Stack:
         """Returns the layers between embedding and head."""
@@ -144,7 +176,7 @@ class LMConfig:
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
             mixer=MIXERS[self.mixer](self),
-            mlp=Mlp(self.mlp_dim, self.activation, self.bias),
+            mlp=_experts(self) if self.num_experts else Mlp(self.mlp_dim, self.activation, self.bias),
             norm=Norm(self.norm, self.norm_eps, self.bias),
             dropout=self.dropout,
             init_std=self.init_std,
@@ -152,6 +184,8 @@ class LMConfig:
             remat=self.remat,
             scan_layers=self.scan_layers,
             ranges=self.ranges,
+            residual=self.residual,
+            ladder_from=self.ladder_from,
         )
 
 
@@ -159,7 +193,26 @@ def _attention(config: LMConfig) -> Attention:
     scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len
     rope = Rope(config.rope_theta, config.rope_factor, *scaling) if config.positions == "rope" else None
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    return Attention(*heads, config.bias, rope, dropout=config.dropout, impl=config.attention)
+    return Attention(*heads, config.bias, rope, dropout=config.dropout, impl=config.attention, attend=_split(config))
+
+
+def _split(config: LMConfig) -> SplitSequence:
+    return SplitSequence(config.context, config.context_order)
+
+
+def _experts(config: LMConfig) -> Experts:
+    k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
+    sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
+    return Experts(*sizes, k > 1, *losses, bias=config.router_bias)
+
+
+def _check_experts(config: LMConfig) -> None:
+    fields = ("experts_per_token", "capacity", "router_scores", "balance_loss", "router_z_loss", "router_bias")
+    changed = [name for name in fields if getattr(config, name) != getattr(LMConfig, name)]
+    if changed and not config.num_experts:
+        raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
+    if config.num_experts and (config.bias or config.remat == "blockwise"):
+        raise UsageError("experts have neither model.bias=true nor model.remat=blockwise; take false, or remat=full.")
 
 
 def _recurrent(config: LMConfig) -> Recurrent:
@@ -172,6 +225,10 @@ def _unsized(config: LMConfig) -> None:
 
 
 def _sized(config: LMConfig) -> None:
+    if config.context != "auto" or config.context_order not in ("auto", "contiguous"):
+        raise UsageError(
+            f"model.mixer={config.mixer} reads tokens in turn; take model.context=auto, model.context_order=contiguous."
+        )
     if not config.mixer_dim:
         attention = 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
         size = equal_size(config.mixer, config.embed_dim, config.num_heads, attention)

@@ -46,7 +46,7 @@ def losses(
     Args:
       params: As from `jaxpar.lm.init`.
       batch: "tokens" and "targets" int [B, T]; optionally "weights" float [B, T], and "segments" and
-        "positions" int [B, T] for packed documents.
+        "positions" int [B, T] for packed documents, and "places" int [B, T] of tokens in another order.
       config: The model; static.
       normaliser: What the weighted sum is divided by; by default the sum of the weights.
       share: Of the losses that layers tell: 1 / M for one of M microbatches, whose losses are averaged.
@@ -62,6 +62,7 @@ def losses(
         config,
         positions=batch.get("positions"),
         segments=batch.get("segments"),
+        places=batch.get("places"),
         dropout_key=dropout_key,
     )
     value, told = last(x, head(params), batch, config, normaliser)

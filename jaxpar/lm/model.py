@@ -63,6 +63,7 @@ def hidden(
     *,
     positions: Int[Array, "B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
+    places: Int[Array, "B T"] | None = None,
     dropout_key: PRNGKey | None = None,
     visible: Bool[Array, "B T T"] | None = None,
     pseudo: PseudoTokens | None = None,
@@ -73,8 +74,9 @@ def hidden(
       params: As from `jaxpar.lm.init`.
       tokens: Symbols in [0, V).
       config: The model; static.
-      positions: Place of each token in its document; by default 0..T-1.
+      positions: Place of each token in its document; by default places, or 0..T-1.
       segments: Document numbers, if several documents share a row.
+      places: Place of each token in its row, of tokens that `jaxpar.parallel.context.in_order` put in order.
       dropout_key: Switches dropout on; consumed.
       visible: Which of the others each token sees; by default those before.
       pseudo: More tokens, of which positions and visible tell, too: see `jaxpar.nn.stack.PseudoTokens`.
@@ -83,10 +85,10 @@ def hidden(
       UsageError: If T is over the learned positions.
     """
     if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if places is None else places
     x = embed_for_training(params, tokens, positions[:, : tokens.shape[1]], config, dropout_key)
     x, _, aux = config.stack().apply(
-        params, x, positions=positions, segments=segments, key=dropout_key, visible=visible,
+        params, x, positions=positions, segments=segments, places=places, key=dropout_key, visible=visible,
         pseudo=placed(pseudo, params, positions, config),
     )  # fmt: skip
     return x, aux

@@ -67,8 +67,8 @@ def num_params(config: LMConfig) -> int:
 def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> float:
     """Returns the floating-point operations of one training step, per token.
 
-    6 for each multiplied weight (forward, and two products backward), and 12 L H K T for attention's scores and
-    mixing, the convention of PaLM's appendix B (arXiv:2204.02311), which nanoGPT and MaxText use.
+    6 for each weight that a token is multiplied by (forward, and two products backward), and 12 L H K T for attention's
+    scores and mixing, the convention of PaLM's appendix B (arXiv:2204.02311), which nanoGPT and MaxText use.
 
     Args:
       config: The model.
@@ -78,6 +78,11 @@ def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> flo
     tree = leaves(config)
     multiplied = [leaf for leaf in jax.tree.leaves(tree["layers"], is_leaf=_is_leaf) if not isinstance(leaf.init, str)]
     multiplied.append(tree.get("head", tree["embedding"]))
-    matmul = 6.0 * sum(math.prod(leaf.shape) for leaf in multiplied)
+    matmul = 6.0 * sum(math.prod(leaf.shape) * _share(leaf, config) for leaf in multiplied)
     scores = 12.0 * config.num_layers * config.stack().mixer.score_size * seq_len
     return matmul + scores / (2.0 if causal else 1.0)
+
+
+def _share(leaf: Leaf, config: LMConfig) -> float:
+    """What part of a weight a token is multiplied by."""
+    return config.experts_per_token / config.num_experts if "experts" in leaf.axes else 1.0

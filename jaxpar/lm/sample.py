@@ -125,8 +125,8 @@ class Decoder:
         return self.config.max_seq_len if self.config.positions == "learned" else None
 
     def held(self, params: PyTree) -> PyTree:
-        """Returns the parameters with each layer's apart."""
-        return self.config.stack().unstacked(params)
+        """Returns the parameters with each layer's apart, laid out for decoding."""
+        return self.config.stack().for_decoding(params)
 
     def init_cache(self, rows: int, slots: int) -> StackCache:
         """Returns an empty cache."""

@@ -7,6 +7,7 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last, losses
 from jaxpar.lm.model import embed_for_training, head
 from jaxpar.mesh import gather
+from jaxpar.nn.block import Stream
 from jaxpar.nn.schedule import Stages
 from jaxpar.types import PRNGKey, PyTree
 
@@ -20,20 +21,20 @@ def stages(config: LMConfig) -> Stages:
     """
     stack = config.stack()
 
-    def context(x: jax.Array, data: dict, key: PRNGKey | None):
-        positions = data.get("positions")
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        return stack.context(x, positions, data.get("segments"))._replace(key=_dropped(key, config))
+    def context(x: Stream, data: dict, key: PRNGKey | None):
+        context = stack.context(stack.end(x), _positions(data), data.get("segments"))
+        return context._replace(places=data.get("places"), key=_dropped(key, config))
 
     def first(params: PyTree, data: dict, key: PRNGKey | None):
-        return embed_for_training(params, data["tokens"], data.get("positions"), config, _dropped(key, config))
+        x = embed_for_training(params, data["tokens"], _positions(data), config, _dropped(key, config))
+        return stack.begin(x)
 
-    def layer(params: PyTree, index: int, x: jax.Array, data: dict, key: PRNGKey | None):
+    def layer(params: PyTree, index: int, x: Stream, data: dict, key: PRNGKey | None):
         x, _, aux = stack.layer(params, index, x, context(x, data, key))
         return x, aux
 
-    def end(params: PyTree, x: jax.Array, data: dict, total: jax.Array):
+    def end(params: PyTree, stream: Stream, data: dict, total: jax.Array):
+        x = stack.end(stream)
         rules = stack.context(x).rules
         x = gather(stack.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
         return last(x, head(params), data, config, total)
@@ -42,6 +43,11 @@ def stages(config: LMConfig) -> Stages:
         return losses(params, data, config, normaliser=total, share=share, dropout_key=_dropped(key, config))
 
     return Stages(_total, stack.hold, first, layer, end, whole, config.num_layers)
+
+
+def _positions(data: dict) -> jax.Array:
+    shape = data["tokens"].shape
+    return data.get("positions", data.get("places", jnp.broadcast_to(jnp.arange(shape[1]), shape)))
 
 
 def _total(batch: dict) -> jax.Array:

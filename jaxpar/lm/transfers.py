@@ -1,5 +1,6 @@
 """What crosses devices in one training step, by the rule table: what a compiled program is judged by."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -10,11 +11,13 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.params import Leaf, decay_mask, leaves
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.mesh import in_role, mesh_axes, num_shares
+from jaxpar.nn.attention import Attention
 from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.optim import muon_dimensions
+from jaxpar.parallel.context import SplitSequence
 from jaxpar.verify import Transfer
 
-__all__ = ["declared_transfers"]
+__all__ = ["context_bytes", "declared_transfers"]
 
 
 def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Transfer]:
@@ -37,6 +40,30 @@ def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str 
     _weights(config, optimizer, add)
     out += _activations(config, rows, length, add)
     return out
+
+
+def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
+    """Returns the bytes that a device sends in one step for attention over a split sequence, on the ambient mesh.
+
+    Args:
+      config: The model.
+      rows: B of the whole batch, all of its parts.
+      length: T.
+
+    Returns:
+      By direction as `jaxpar.parallel.context.Move.bytes`; empty where no sequence is split, or where whole rows are
+      gathered.
+    """
+    mixer = config.stack().mixer
+    if not isinstance(mixer, Attention) or not isinstance(mixer.attend, SplitSequence):
+        return {}
+    return mixer.attend.sent(mixer, _sizes(config, rows, length))
+
+
+def _sizes(config: LMConfig, rows: int, length: int) -> ActivationSizes:
+    """What a mixer is told of a step."""
+    tokens, again = rows * length / num_shares(*mesh_axes("batch")), 1 if config.remat == "none" else 2
+    return ActivationSizes(tokens, config.num_layers, jnp.dtype(config.dtype).itemsize, again)
 
 
 def _over(names: tuple[str | None, ...]) -> tuple[str, ...]:
@@ -98,18 +125,17 @@ def _wide(config: LMConfig) -> int:
 
 
 def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Transfer]:
-    """Sums over tensor parallelism's parts, and gathers of a split sequence; returns what the mixer declares."""
+    """Sums over tensor parallelism's parts, and gathers of a split sequence; returns what the branches declare."""
     layers, narrow, wide = config.num_layers, jnp.dtype(config.dtype).itemsize, _wide(config)
     tensor, vocab, inside = mesh_axes("heads"), mesh_axes("vocab"), mesh_axes("seq_layer")
     apart = _minus(mesh_axes("seq"), inside)  # split in the residual stream only
-    tokens = rows * length / num_shares(*mesh_axes("batch"))
+    tokens, times = (sizes := _sizes(config, rows, length)).tokens, sizes.again
     stream = tokens / num_shares(*inside) * config.embed_dim * narrow
-    again = 2 if config.remat in ("names", "offload", "full") else 1  # the first half of a layer is recomputed
+    again = 2 if config.remat in ("names", "offload", "full", "blockwise") else 1  # the first half of a layer, anew
     stack = config.stack()
-    projections = stack.mixer.num_inputs + len(stack.mlp.parts)
+    projections = stack.mixer.num_inputs + stack.mlp.num_inputs
     add("sum", tensor, layers * (1 + again), stream, "out of the mixer and of the mlp")
     add("sum", tensor, layers * projections, stream, "into the projections, backward")
-    times = 1 if config.remat == "none" else 2
     add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")
     add("gather", apart, layers * 2, stream, "out of a branch, backward")
     add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
@@ -118,4 +144,4 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     parts = math.ceil(chunk / config.loss_chunk)
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
     add("sum", vocab, 1, stream, "features of the loss, backward")
-    return stack.mixer.transfers(ActivationSizes(tokens, layers, narrow, times))
+    return itertools.chain(stack.mixer.transfers(sizes), stack.mlp.transfers(sizes))

@@ -13,13 +13,13 @@ from jaxpar.mesh import MeshSpec, make_mesh
 ROWS, LENGTH = 16, 128
 
 
-def job_of(sizes=(2, 2, 2), accumulate=1, **changes):
+def job_of(sizes=(2, 2, 2), accumulate=1, length=LENGTH, **changes):
     base = dict(num_layers=6, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=384, dtype="float32", loss_chunk=256)
     model = LMConfig(**(base | dict(attention="xla") | changes))
     trainer = Trainer(model, OptimizerConfig(warmup_steps=1), accumulate=accumulate)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(trainer.init, key)
-    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("tokens", "targets")}
+    batch = {name: jax.ShapeDtypeStruct((ROWS, length), jnp.int32) for name in ("tokens", "targets")}
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     return Job(
         trainer.step,
@@ -58,6 +58,15 @@ def test_recomputation_saves_memory_in_order():
     saved = [saved_bytes(job_of(remat=remat)) for remat in ("none", "names", "full")]
     assert peaks == sorted(peaks, reverse=True) and saved == sorted(saved, reverse=True)
     assert analyse(job_of(accumulate=4))[0].temporaries < 0.6 * analyse(job_of())[0].temporaries
+
+
+def test_layers_by_blocks_are_known_to_need_less_memory():
+    """No [T, T] nor [T, F]: what the backward pass keeps is as with "full", and what a layer needs is not."""
+    full, blockwise = (job_of(remat=remat, length=1024) for remat in ("full", "blockwise"))
+    assert saved_bytes(full) == saved_bytes(blockwise)
+    memory = analyse(blockwise)[0]
+    assert memory.peak < 0.6 * analyse(full)[0].peak
+    assert memory.peak == pytest.approx(compile_job(blockwise, "full").peak, rel=0.35)
 
 
 def test_where_arrays_lie_is_told_from_their_shapes():

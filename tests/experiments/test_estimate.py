@@ -13,9 +13,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import _run, estimate
-from experiments._estimate_report import size_text
+from experiments._estimate_report import context_seconds, size_text
 from jaxpar import aot
 from jaxpar.lm import config_from_hf, num_params
+from jaxpar.parallel.context import Sizes, move_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -132,6 +133,25 @@ def test_what_another_layout_would_send(main, tmp_path):
     held = report["parameters"] + report["optimizer"]
     assert code == 0 and "from       fsdp8 zero2: each device sends" in out
     assert 0 < sum(report["moves"].values()) <= held and "all-to-all" in report["moves"]
+
+
+def test_what_attention_over_a_split_sequence_sends(main, tmp_path):
+    sizes = "num_layers=3 num_heads=8 num_kv_heads=4 head_dim=8 embed_dim=16 mlp_dim=16 remat=full context=two_way"
+    flags = [f"model.{size}" for size in sizes.split()] + "mesh.data=2 mesh.context=4".split()
+    flags += "data.batch_size=4 data.seq_len=64 train.accumulate=2 topology=h100:8".split()
+    code, out, err = main(*flags)
+    assert (code, err) == (0, "") and "attention over a split sequence" in out
+    width = 4 if report_of(tmp_path)["config"]["model"]["dtype"] == "float32" else 2
+    passes = [move_for("two_way", 4).bytes(Sizes(2, 16, 8, 4, 8, width), backward) for backward in (False, True)]
+    want = {way: 3 * (2 * passes[0][way] + passes[1][way]) for way in passes[0]}
+    assert report_of(tmp_path)["context"] == want and want["up"] == want["down"] > 0 == want["all"]
+
+
+def test_a_torus_sends_both_ways_at_once_and_a_switch_does_not():
+    sent = {"up": 3e9, "down": 2e9, "all": 4e9}
+    torus, switch = aot.CHIPS["v5p"], aot.CHIPS["h100"]
+    assert context_seconds(sent, torus) == pytest.approx(5e9 / (0.8 * torus.link_bandwidth))
+    assert context_seconds(sent, switch) == pytest.approx(9e9 / (0.8 * switch.link_bandwidth))
 
 
 def test_decoding(main, tmp_path):

@@ -20,7 +20,7 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["digits", "env", "estimate", "generate", "launch", "lm", "neat"]
+COMMANDS = ["digits", "env", "estimate", "generate", "launch", "lm", "moving_digits", "neat"]
 COMMANDS += ["pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
 
 
@@ -161,6 +161,7 @@ TINY = {
     "digits": "",
     "env": "env=CartPole-v1 num_envs=8 num_steps=8 gif=false",
     "lm": "",
+    "moving_digits": "",
     "neat": "population=16",
     "estimate": "",
     "pipelined_speculation": "tokens=9",
@@ -173,6 +174,7 @@ TINY = {
 FIRST = {  # what a command does first that takes long
     "digits": "jaxpar.loop._first_state",
     "lm": "jaxpar.loop._Driver.compile",
+    "moving_digits": "jaxpar.loop._first_state",
     "neat": "jaxpar.loop._first_state",
     "rl": "jaxpar.loop._first_state",
     "rnn": "jaxpar.loop._first_state",

@@ -14,6 +14,7 @@ from experiments import (
     estimate,
     generate,
     lm,
+    moving_digits,
     neat,
     pipelined_speculation,
     pomdp,
@@ -160,7 +161,7 @@ def words():
 def test_one_word_means_one_thing_in_every_experiment():
     experiments = {"digits": digits, "env": env, "generate": generate, "lm": lm, "neat": neat, "pomdp": pomdp}
     experiments |= {"rl": rl, "rnn": rnn, "pipelined_speculation": pipelined_speculation}
-    experiments |= {"step_speculation": step_speculation}
+    experiments |= {"step_speculation": step_speculation, "moving_digits": moving_digits}
     flags = {name: dict(_flags(module.Config)) for name, module in experiments.items()}
     for name in experiments:
         flags[name] |= {"preset": str} if presets_of(name, "preset") else {}
@@ -242,7 +243,7 @@ def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
     monkeypatch.setattr(_run, "_quieten", lambda: None)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path))
     before = jax.config.jax_compilation_cache_dir
-    whole, split = dict.fromkeys((digits, lm, rnn), (2, 2, 2)), dict.fromkeys((rl, env, neat), (2, 2, 1))
+    whole, split = dict.fromkeys((digits, lm, moving_digits, rnn), (2, 2, 2)), dict.fromkeys((rl, env, neat), (2, 2, 1))
     kinds = (whole | split | {pomdp: (1, 1, 1)}).items()
     opened = []
 

@@ -51,6 +51,15 @@ def test_rows_table_plot_and_exit_code(verify, tmp_path):
     assert (tmp_path / "run" / "plots" / "layouts.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_split_sequence_is_verified_by_any_move_and_order(verify, tmp_path):
+    code, said = verify(
+        "layouts=[data2.context4]", "dtypes=[float32]", "model.context=ring", "model.context_order=striped"
+    )
+    assert code == 0 and "1 of 1 rows hold" in said, said
+    (row,) = json.loads((tmp_path / "run" / "layouts.json").read_text())
+    assert row["kinds"]["collective-permute context"] and "all-gather context" not in row["kinds"]
+
+
 def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
     from experiments import verify as experiment
 

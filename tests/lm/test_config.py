@@ -15,7 +15,7 @@ from jaxpar.types import UsageError
         (dict(positions="alibi"), "model.positions='alibi' is unknown; legal are rope, learned."),
         (dict(activation="relu"), "model.activation='relu' is unknown; legal are swiglu, gelu, gelu_exact."),
         (dict(dtype="int8"), "model.dtype='int8' is unknown; legal are bfloat16, float16, float32, float64."),
-        (dict(remat="some"), "model.remat='some' is unknown; legal are none, dots, names, full, offload."),
+        (dict(remat="some"), "model.remat='some' is unknown; legal are none, dots, names, full, offload, blockwise."),
         (dict(attention="flash"), "model.attention='flash' is unknown; legal are auto, cudnn, splash, xla."),
         (dict(num_layers=0), "model.num_layers=0 must be at least 1."),
         (dict(loss_chunk=0), "model.loss_chunk=0 must be at least 1."),
@@ -32,6 +32,9 @@ from jaxpar.types import UsageError
         ),
         (dict(head_dim=7), "model.head_dim=7 must be even for rope."),
         (dict(head_dim=-2), "model.head_dim=-2"),
+        (dict(residual="steps"), "model.residual='steps' is unknown; legal are standard, ladder."),
+        (dict(ladder_from=2), "ladder_from=2 needs residual=ladder, not standard."),
+        (dict(residual="ladder", ladder_from=4), "ladder_from=4 must be under num_layers=4."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -56,6 +59,8 @@ def test_a_config_is_static():
 
 def test_identity_leaves_out_how_a_model_is_computed():
     how = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") is False}
-    assert how == {"remat", "attention", "scan_layers", "loss_chunk", "solver", "ranges"}
+    assert how == {"remat", "attention", "scan_layers", "loss_chunk", "solver", "ranges", "context", "context_order"}
     later = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") == "changed"}
-    assert later == {"mixer", "mixer_dim", "z_loss"}
+    experts = {"num_experts", "experts_per_token", "capacity", "router_scores"}
+    experts |= {"balance_loss", "router_z_loss", "router_bias"}
+    assert later == {"mixer", "mixer_dim", "residual", "ladder_from", "z_loss"} | experts

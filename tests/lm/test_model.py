@@ -136,7 +136,7 @@ def test_remat_recomputes_what_it_says():
 def test_every_layer_and_the_embedding_have_keys_of_their_own(monkeypatch):
     keys = []
 
-    def spy(mixer, mlp, norm, layer, x, context, cache, rate):
+    def spy(mixer, mlp, norm, layer, x, context, cache, **options):
         keys.append(jax.random.key_data(context.key))
         return x, None, NOTHING
 

@@ -1,0 +1,288 @@
+"""A language model over a split sequence: by every move, in every order, equal to one device."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, axes, loss
+from jaxpar.lm.transfers import context_bytes, declared_transfers
+from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
+from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, choose_move, in_order, move_for
+from jaxpar.types import UsageError
+from jaxpar.verify import found_transfers, sum_by_axis
+
+ROWS, LENGTH, VOCAB = 4, 32, 32
+MODEL = LMConfig(
+    vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=8, num_kv_heads=4, head_dim=2, mlp_dim=16, dtype="float32",
+    loss_chunk=12, init_std=0.2,
+)  # fmt: skip
+FACTORS = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2)]  # (data, context, tensor)
+REST = [(4, 2, 1), (1, 2, 4)]
+KINDS = ["rows", "packed", "restarting"]
+# Every order under every factorisation; every move twice, of two kinds of rows. Attention itself is covered by moves,
+# orders and factorisations in tests/parallel/test_context.py.
+PAIRS = [(MOVES[n % 6], *pair, KINDS[(n + n // 6) % 3]) for n, pair in enumerate(itertools.product(ORDERS, FACTORS))]
+FULL = [(*case, KINDS[n % 2]) for case, n in zip(itertools.product(MOVES, ORDERS, FACTORS + REST), itertools.count())]
+LONG = 208  # a size that nothing else has: one of four devices holds 52 tokens
+
+
+def model_of(move, order="auto", dtype="float32", **changes):
+    heads = {"num_kv_heads": 8} if move == "swap" else {}  # which exchanges whole key heads
+    return dataclasses.replace(MODEL, context=move, context_order=order, dtype=dtype, **heads | changes)
+
+
+def batch_of(kind="rows", length=LENGTH):
+    """Rows of tokens; packed ones of documents whose borders lie anywhere, in a row of several devices.
+
+    In rows that restart, positions are those of documents, which see each other nevertheless.
+    """
+    rng = np.random.default_rng(length)
+    tokens = rng.integers(0, VOCAB, (ROWS, length + 1), dtype=np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch["weights"] = rng.choice([0.0, 0.5, 1.0], (ROWS, length)).astype(np.float32)
+    borders = rng.random((ROWS, length)) < 0.12
+    borders[:, 0] = True
+    places = np.broadcast_to(np.arange(length), borders.shape)
+    first = np.maximum.accumulate(np.where(borders, places, 0), 1)
+    if kind == "packed":
+        batch["segments"] = borders.cumsum(1, dtype=np.int32)
+    if kind != "rows":
+        batch["positions"] = (places - first).astype(np.int32)
+    return batch
+
+
+@functools.cache
+def params_of(heads, dtype):
+    return noisy_params(dataclasses.replace(MODEL, num_kv_heads=heads), dtype)
+
+
+def split(batch, model):
+    """The batch as its devices hold it."""
+    batch = in_order(batch, model.order(batch["tokens"].shape[1]), jax.sharding.get_mesh().shape["context"])
+    return shard(batch, {name: ("batch", "seq_layer") for name in batch})
+
+
+def gradients(model):
+    return jax.value_and_grad(lambda params, batch: loss(params, batch, model))
+
+
+@functools.cache
+def program_alone(heads, dtype):
+    return jit(gradients(dataclasses.replace(MODEL, num_kv_heads=heads, dtype=dtype)))
+
+
+@functools.cache
+def alone(heads, kind, dtype, length=LENGTH):
+    """By one program of rows of every kind, in which each is one document if nothing else is said."""
+    shape = ROWS, length
+    whole = {"segments": np.zeros(shape, np.int32), "positions": np.tile(np.arange(length, dtype=np.int32), (ROWS, 1))}
+    return jax.device_get(program_alone(heads, dtype)(params_of(heads, dtype), whole | batch_of(kind, length)))
+
+
+def assert_equals_one_device(move, order, sizes, kind, dtype, tolerance, length=LENGTH):
+    """Returns the text of the compiled program."""
+    model, (data, context, tensor) = model_of(move, order, dtype), sizes
+    with use_mesh(make_mesh(MeshSpec(data=data, context=context, tensor=tensor))):
+        args = shard(params_of(model.num_kv_heads, dtype), axes(model)), split(batch_of(kind, length), model)
+        program = jit(gradients(model)).lower(*args).compile()
+        got = jax.device_get(program(*args))
+    assert_alike(got, alone(model.num_kv_heads, kind, dtype, length), tolerance)
+    return program.as_text()
+
+
+def assert_alike(got, want, tolerance):
+    """The largest error of each leaf relative to its largest entry: only the order of sums differs."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max()), got, want)
+
+
+def name_of(value):
+    return "x".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(("move", "order", "sizes", "kind"), PAIRS, ids=name_of)
+def test_loss_and_gradients_equal_one_device(move, order, sizes, kind, x64):
+    assert_equals_one_device(move, order, sizes, kind, "float64", 1e-10)
+
+
+def test_places_and_not_positions_tell_who_sees_whom(x64):
+    """Where no table says it; positions that restart turn the queries and keys alone."""
+    assert_equals_one_device("ring", "striped", (2, 4, 1), "restarting", "float64", 1e-10)
+
+
+def assert_no_whole_sequence(text):
+    sizes = {int(size) for shape in re.findall(r"\w+\[([\d,]+)\]", text) for size in shape.split(",")}
+    assert {52, 104} & sizes and not sizes & {LONG, 2 * LONG, 4 * LONG}
+
+
+@pytest.mark.parametrize("move", ["ring", "two_way", "token_ring"])
+def test_float32_equals_one_device_and_no_buffer_has_a_whole_sequence(move):
+    text = assert_equals_one_device(move, "zigzag", (2, 4, 1), "rows", "float32", 1e-5, LONG)
+    assert_no_whole_sequence(text)
+
+
+@pytest.mark.slow  # 4 minutes
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize(("move", "order", "sizes", "kind"), FULL, ids=name_of)
+def test_every_combination_equals_one_device(move, order, sizes, kind, dtype, tolerance):
+    with jax.enable_x64(dtype == "float64"):
+        assert_equals_one_device(move, order, sizes, kind, dtype, tolerance)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remat": "full", "scan_layers": False, "context": "two_way"},
+        {"remat": "names", "positions": "learned", "context_order": "striped"},
+        {"remat": "blockwise", "context": "token_ring"},
+        {"dropout": 0.3},  # which gathers the sequence
+        {"dropout": 0.3, "context": "ring", "context_order": "zigzag"},  # evaluation drops nothing
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_whatever_else_a_model_is_it_equals_one_device(changes, x64):
+    model, batch = dataclasses.replace(MODEL, dtype="float64", **changes), batch_of()
+    key = jax.random.key(1) if model.dropout and model.context == "auto" else None
+    both = jax.value_and_grad(lambda params, batch: loss(params, batch, model, dropout_key=key))
+    params = noisy_params(model, np.float64)
+    is_plain = key is None and model.positions == MODEL.positions
+    want = alone(4, "rows", "float64") if is_plain else jax.device_get(jit(both)(params, batch))
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
+        got = jax.device_get(jit(both)(shard(params, axes(model)), split(batch, model)))
+    assert_alike(got, want, 1e-10)
+
+
+@functools.cache
+def training_step(move, remat):
+    """A compiled step of training, its mesh, what is declared for it, and what its attention sends by direction."""
+    model = model_of(move, "zigzag", remat=remat, **({"num_kv_heads": 2} if move == "swap_ring" else {}))
+    trainer, mesh = Trainer(model, OptimizerConfig(warmup_steps=1), 10), make_mesh(MeshSpec(data=2, context=4))
+    with use_mesh(mesh):
+        state = jax.eval_shape(trainer.init, jax.random.key(0))
+        batch = jax.eval_shape(lambda: in_order(batch_of("packed", LONG), model.order(LONG), 4))
+        shardings = named_shardings((state, batch), (trainer.axes(), {name: ("batch", "seq_layer") for name in batch}))
+        step = jit(trainer.step, in_shardings=(None, *shardings), out_shardings=(shardings[0], None))
+        text = step.lower(jax.random.key(0), state, batch).compile().as_text()
+        return text, mesh, declared_transfers(model, ROWS, LONG), context_bytes(model, ROWS, LONG)
+
+
+@pytest.mark.parametrize("move", ["ring", "two_way", "token_ring"])
+def test_no_buffer_of_a_training_step_on_packed_rows_has_a_whole_sequence(move):
+    assert_no_whole_sequence(training_step(move, "none")[0])
+
+
+# Recomputing sends again what any table sends forward: all kinds of sends are those of the two moves below.
+AGAIN = [pytest.param(move, "full", marks=pytest.mark.slow) for move in ("gather", "ring", "two_way", "swap")]  # 10 s
+
+
+@pytest.mark.parametrize(
+    ("move", "remat"), [*((move, "none") for move in MOVES), ("token_ring", "full"), ("swap_ring", "full"), *AGAIN]
+)
+def test_a_training_step_sends_what_its_table_says(move, remat):
+    text, mesh, declared, by_link = training_step(move, remat)
+    assert sum_by_axis(found_transfers(text, mesh)) == sum_by_axis(declared)
+    shares, again, layers = 4, 2 if remat == "full" else 1, MODEL.num_layers
+    table = move_for(move, shares, 2 if move == "swap_ring" else 1)
+    groups = 2 if move == "swap_ring" else model_of(move).num_kv_heads
+    sizes = Sizes(ROWS // 2, LONG // shares, 8, groups, 2, 4)
+    forward, backward = (table.bytes(sizes, is_back) for is_back in (False, True))
+    assert by_link == {link: layers * (again * forward[link] + backward[link]) for link in forward}
+    # The table leaves out of a collective of all what a device has already; a program's arrays are whole.
+    whole = {"up": 1, "down": 1, "all": table.members / (table.members - 1)}
+    sent = sum(layers * (again * forward[link] + backward[link]) * times for link, times in whole.items())
+    assert sum(t.bytes for t in declared if "of attention" in t.why) == pytest.approx(sent)
+
+
+def test_the_move_that_loads_a_link_least_is_taken():
+    def taken(heads, groups, shares):
+        return choose_move(Sizes(1, 64, heads, groups, 128, 2), shares).name
+
+    assert taken(32, 8, 4) == "swap"  # (N-1)/N as much as all it exchanges
+    assert taken(32, 8, 16) == "swap_ring"  # too few key heads to exchange with all
+    assert taken(5, 5, 4) == "token_ring"  # as many keys as queries: these and their results go different ways
+    assert taken(32, 1, 2) == "two_way"
+
+
+def test_an_order_is_even_where_it_can_be():
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
+        assert MODEL.order(32).name == "zigzag" and MODEL.order(36).name == "contiguous"
+        assert dataclasses.replace(MODEL, context_order="striped").order(32).name == "striped"
+        for changes in ({"dropout": 0.1}, {"mixer": "min_gru"}, {"attention": "cudnn"}):
+            assert dataclasses.replace(MODEL, **changes).order(32).name == "contiguous"
+
+
+def test_a_batch_is_permuted_whole_and_carries_positions():
+    whole = batch_of()
+    batch = in_order(whole, Order("zigzag"), 4)
+    assert all(type(x) is np.ndarray and x.shape == (ROWS, LENGTH) for x in batch.values())
+    places = batch.pop("places")
+    np.testing.assert_array_equal(places[0, :8], [0, 1, 2, 3, 28, 29, 30, 31])
+    for name, x in batch.items():
+        np.testing.assert_array_equal(x, np.take_along_axis(whole[name], places, 1))
+    assert in_order(whole, Order("zigzag"), 1) == whole
+
+
+def apply_to(batch, model, **options):
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
+        batch = split(batch, model)
+        jax.eval_shape(lambda params: loss(params, batch, model, **options), noisy_params(model))
+
+
+def test_positions_alone_tell_any_order(x64):
+    """Where places are not promised: of a batch as it is, and of one in an order that the model knows nothing of."""
+    model, batch = model_of("ring", "zigzag", "float64"), batch_of("packed")
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
+        params, both = shard(params_of(4, "float64"), axes(model)), jit(gradients(model))
+        other = in_order(batch, Order("striped"), 4)
+        del other["places"]
+        for given in (batch, other):
+            got = both(params, shard(given, {name: ("batch", "seq_layer") for name in given}))
+            assert_alike(jax.device_get(got), alone(4, "packed", "float64"), 1e-10)
+
+
+def masked(model):
+    tokens = batch_of()["tokens"]
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
+        seen = np.ones((ROWS, LENGTH, LENGTH), bool)
+        jax.eval_shape(lambda params: apply(params, tokens, model, visible=seen), noisy_params(model))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: dataclasses.replace(MODEL, context="tree"),
+            "legal are auto, gather, ring, two_way, token_ring, swap, swap_ring",
+        ),
+        (lambda: dataclasses.replace(MODEL, context_order="spiral"), "legal are auto, contiguous, zigzag, striped"),
+        (lambda: dataclasses.replace(MODEL, mixer="gru", context_order="zigzag"), "take .*context_order=contiguous"),
+        (lambda: dataclasses.replace(MODEL, mixer="gru", context="ring"), "mixer=gru reads tokens in turn"),
+        (lambda: apply_to(batch_of(), dataclasses.replace(MODEL, context="swap", num_kv_heads=2)), "2 key heads"),
+        (
+            lambda: apply_to(batch_of(length=36), model_of("ring", "zigzag")),
+            "zigzag order of 36 tokens over context=4 needs a multiple of 8; the nearest are 32 and",
+        ),
+        (
+            lambda: apply_to(batch_of(), model_of("ring", dropout=0.1), dropout_key=jax.random.key(0)),
+            "attention with dropout=0.1 on its weights needs whole rows, .* context=ring in a contiguous order",
+        ),
+        (
+            lambda: apply_to(batch_of(), model_of("auto", "zigzag", attention="splash")),
+            "the kernel attention=splash needs whole rows, .* in a zigzag order; take context=gather",
+        ),
+        (lambda: masked(MODEL), "attention with a mask of its own needs whole rows"),
+    ],
+)
+def test_what_cannot_be_is_told(call, words):
+    with pytest.raises(UsageError, match=words):
+        call()
+
+
+def test_masks_of_ones_own_gather_rows_in_turn():
+    masked(model_of("auto", "contiguous"))
+    masked(model_of("gather", "contiguous"))
