@@ -1,0 +1,304 @@
+"""Our side of `bench/context.py`: rows that are made (compiled), timed once a round, and dropped."""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import decode_rows
+import harness
+
+
+class Program(NamedTuple):
+    """A function, its arguments and what a row says of itself; `join` brings its results into the order of places."""
+
+    function: Callable
+    args: tuple
+    said: dict
+    join: Callable = lambda x: x
+
+
+def drawn(request: dict) -> list:
+    """Draws queries, keys, values and the gradient of the outputs, [1, T, heads, K], the same in every row."""
+    import jax
+
+    heads = request["heads"], request["groups"], request["groups"], request["heads"]
+    shapes = [(1, request["length"], each, request["width"]) for each in heads]
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, shape, request["dtype"]) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def both_ways(attend: Callable, request: dict) -> Callable:
+    """Returns (q, k, v, g, ...) -> outputs, or outputs and gradients."""
+    import jax
+
+    def run(q, k, v, g, *places):
+        if request["direction"] == "fwd":
+            return (attend(q, k, v, *places),)
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *places), q, k, v)
+        return out, *pull(g)
+
+    return run
+
+
+def whole(request: dict) -> Program:
+    """JAX's attention of one device: cuDNN's on a GPU."""
+    import jax
+
+    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel)
+    return Program(both_ways(attend, request), tuple(drawn(request)), {"note": kernel})
+
+
+def moves(request: dict) -> Program:
+    """Attention of N devices by a move, in an order that is promised or not."""
+    if request["row"] == "jax one":
+        return whole(request)
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.mesh import named_shardings
+    from jaxpar.parallel.context import Order, context_attention
+
+    _, move, name = request["row"].split()
+    shares, promised = request["mesh"], None if name == "unpromised" else name
+    order = Order(promised or "zigzag")
+    places = jnp.arange(request["length"], dtype=jnp.int32)[None]
+    arrays = [order.split(x, shares) for x in (*drawn(request), places)]
+    axes = [("batch", "seq_layer", None, None)] * 4 + [("batch", "seq_layer")]
+    args = jax.device_put(arrays, named_shardings(arrays, axes))
+    attend = functools.partial(context_attention, move=move, order=promised)
+    return Program(both_ways(attend, request), tuple(args), {}, lambda x: order.join(x, shares))
+
+
+def parts(request: dict) -> Program:
+    """Attention of one device to its own tokens in P parts, pair by pair, as a ring computes it."""
+    if request["row"] == "jax one":
+        return whole(request)
+    import jax.numpy as jnp
+
+    from jaxpar.nn.attention import merge
+    from jaxpar.nn.attention.pairs import attend_pair, attend_pair_gradient
+
+    count = int(request["row"].split()[-1])
+
+    def cut(x):
+        return jnp.split(x, count, 1)
+
+    def run(q, k, v, g):
+        qs, ks, vs, gs = map(cut, (q, k, v, g))
+        states = [attend_pair(qs[i], ks[i], vs[i], True) for i in range(count)]
+        for i in range(count):
+            for j in range(i):
+                states[i] = merge(states[i], attend_pair(qs[i], ks[j], vs[j], False))
+        outs, sums = [state.mean.astype(q.dtype) for state in states], [state.log_sum for state in states]
+        if request["direction"] == "fwd":
+            return (jnp.concatenate(outs, 1),)
+        grads: list[list] = [[0.0] * count for _ in range(3)]
+        for i in range(count):
+            for j in range(i + 1):
+                more = attend_pair_gradient(qs[i], ks[j], vs[j], outs[i], sums[i], gs[i], i == j)
+                for kind, at, new in zip(grads, (i, j, j), more, strict=True):
+                    kind[at] = kind[at] + new
+        return tuple(jnp.concatenate(x, 1).astype(q.dtype) for x in (outs, *grads))
+
+    return Program(run, tuple(drawn(request)), {"note": f"pairs of parts: {count * (count + 1) // 2}"})
+
+
+def attend(request: dict) -> Program:
+    """A token's attention to a cache: by JAX, or in shares of N devices, even or nine tenths on the first."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.mesh import named_shardings
+    from jaxpar.parallel.context import attend_split_cache
+
+    batch, heads, groups, slots, width = request["shape"]
+    shapes = (1, heads), (slots, groups), (slots, groups)
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = [
+        jax.random.normal(key, (batch, *shape, width), request["dtype"])
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+    if request["row"] == "jax one":
+        kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        call = functools.partial(jax.nn.dot_product_attention, implementation=kernel)
+        return Program(lambda *x: (call(*x),), tuple(arrays), {"note": kernel})
+    shares = request["devices"]
+    lengths, note = [slots // shares] * shares, {}
+    if "uneven" in request["row"]:
+        room = slots * 9 // 10  # a share has as much room as the largest needs
+        lengths = [room, *[(slots - room) // (shares - 1)] * (shares - 1)]
+        ends = [sum(lengths[: i + 1]) for i in range(shares)]
+        pieces = [[x[:, end - size : end] for end, size in zip(ends, lengths, strict=True)] for x in arrays[1:]]
+        pad = [[jnp.pad(p, ((0, 0), (0, room - p.shape[1]), (0, 0), (0, 0))) for p in each] for each in pieces]
+        arrays[1:] = [jnp.concatenate(each, 1) for each in pad]
+        note = {"note": f"{max(lengths) / sum(lengths):.0%} on the first"}
+    args = [*arrays, jnp.asarray([lengths], jnp.int32).repeat(batch, 0)]
+    split = ("batch", "seq_layer", None, None)
+    args = jax.device_put(args, named_shardings(args, [("batch", None, None, None), split, split, ("batch", None)]))
+    return Program(lambda *x: (attend_split_cache(*x),), tuple(args), note)
+
+
+PROGRAMS = {"moves": moves, "parts": parts, "attend": attend}
+
+
+def sent(text: str, mesh, members: int = 0) -> float:
+    """Returns the bytes that a device sends in a compiled program, whose collectives have so many members, or all."""
+    from jaxpar.aot import hlo
+
+    others = 1 - 1 / (members or mesh.size)
+    share = {"collective-permute": 1.0, "all-reduce": 2 * others}  # an all-reduce scatters, then gathers
+    return sum(each.trips * each.bytes * share.get(each.kind, others) for each in hlo.collectives(text, mesh))
+
+
+class Call:
+    """A row that calls one program; results are compared with those of JAX's attention on one device."""
+
+    def __init__(self, request: dict, expected: dict):
+        """Compiles and compares."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+
+        self.spend_s = request["spend_s"]
+        mesh = make_mesh(MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]])
+        with use_mesh(mesh):
+            program = PROGRAMS[request["kind"]](request)
+            self.args, begin = program.args, time.perf_counter()
+            self.program = jax.jit(program.function).lower(*self.args).compile()
+            self.made = program.said | {"compile_s": time.perf_counter() - begin}
+            out = [jax.device_put(program.join(x), jax.devices()[0]) for x in self.program(*self.args)]
+        self.made |= decode_rows.memory_of(self.program)
+        if request["devices"] > 1:
+            grouped = "swap_ring" in request["row"]
+            members = math.gcd(request["groups"], mesh.size) if grouped else mesh.size
+            self.made["sent"] = sent(self.program.as_text(), mesh, members)
+        key = request["case"], request["direction"]
+        if request["row"] == "jax one":
+            expected[key] = out
+            return
+
+        @jax.jit
+        def error(got, want):
+            got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+            return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+
+        if key in expected:
+            worst = [float(error(*pair)) for pair in zip(out, expected[key], strict=True)]
+            self.made["error"] = max(worst, key=lambda x: math.inf if math.isnan(x) else x)
+
+    def round(self) -> dict:
+        """Median of several queued calls."""
+        return harness.time_jax(self.program, [self.args], self.spend_s)
+
+
+class Step:
+    """A token of B rows through a stack of layers with tensor=N, after as many as fill half of the cache."""
+
+    TOKENS = 16
+
+    def __init__(self, request: dict):
+        """Draws weights and compiles a loop over some tokens."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxpar.lm import LMConfig
+        from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
+        from jaxpar.nn.leaf import Leaf
+
+        rows, slots, residual = int(request["direction"].split()[0]), request["slots"], request["row"].split()[1]
+        stack = LMConfig(**request["model"], dtype=request["dtype"], residual=residual).stack()
+        self.mesh = make_mesh(MeshSpec(tensor=request["devices"]), jax.devices()[: request["devices"]])
+        self.spend_s, key = request["spend_s"], jax.random.key(0)
+
+        def run(params, cache, x):
+            def one(_, carry):
+                x, cache = carry
+                x, cache, _ = stack.apply(params, x, cache=cache)
+                return x, cache
+
+            return jax.lax.fori_loop(0, self.TOKENS, one, (x, cache))[0]
+
+        with use_mesh(self.mesh):
+            init = functools.partial(stack.init, dtype=request["dtype"])
+            axes = jax.tree.map(lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
+            params = jax.jit(init, out_shardings=named_shardings(jax.eval_shape(init, key), axes))(key)
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+            params = jax.jit(stack.unstacked, donate_argnums=0)(params)
+            cache = jax.jit(stack.init_cache, static_argnums=(0, 1))(rows, slots)
+            cache = cache.replace(seen=jnp.full_like(cache.seen, slots // 2 - self.TOKENS))
+            x = jax.random.normal(key, (rows, 1, stack.embed_dim), request["dtype"])
+            self.args, begin = (params, cache, x), time.perf_counter()
+            self.program = jax.jit(run).lower(*self.args).compile()
+            self.made = {"compile_s": time.perf_counter() - begin, "bytes": size}
+            if not bool(jnp.isfinite(self.program(*self.args)).all()):
+                raise ValueError("the outputs are not finite")
+        self.made |= decode_rows.memory_of(self.program)
+
+    def round(self) -> dict:
+        """Median of several queued calls, by the tokens of one."""
+        said = harness.time_jax(self.program, [self.args], self.spend_s)
+        return said | {"ms": said["ms"] / self.TOKENS}
+
+
+def rates(request: dict) -> dict:
+    """Returns FLOP/s of a square product and bytes/s, read plus written, of a copy."""
+    import jax
+    import jax.numpy as jnp
+
+    size = request["size"]
+    x = jnp.ones((size, size), request["dtype"])
+    product = harness.time_jax(jax.jit(jnp.matmul), [(x, x)], request["spend_s"])
+    copy = decode_rows.copy_rate(request)
+    return {"flops": 2 * size**3 / product["ms"] * 1e3, "bytes": copy["rate"]} | copy
+
+
+@functools.cache
+def begin_with(count: int) -> None:
+    """Gives this process so many devices where they are CPU's: what is first asked of it says how many."""
+    from jaxpar.mesh import simulate_devices
+
+    simulate_devices(count)
+
+
+class Rows:
+    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
+
+    def __init__(self):
+        """Holds nothing yet."""
+        self.held: dict = {}
+        self.expected: dict = {}
+
+    def __call__(self, request: dict) -> dict:
+        """Answers one request."""
+        if request["do"] == "rates":
+            begin_with(request["mesh"])
+            return rates(request)
+        if request["do"] == "make":
+            begin_with(request["mesh"])
+            row = self.held[request["name"]] = self.made(request)
+            return row.made
+        if request["do"] == "drop":
+            self.held.clear()
+            self.expected.clear()
+            return {}
+        return self.held[request["name"]].round()
+
+    def made(self, request: dict):
+        """Returns a new row."""
+        if request["kind"] == "train":
+            from context_training import Train
+
+            return Train(request)
+        if request["kind"] == "step":
+            return Step(request)
+        if "forest" in request["row"]:
+            return decode_rows.Attend(request)
+        return Call(request, self.expected)
+
+
+if __name__ == "__main__":
+    harness.serve(Rows())

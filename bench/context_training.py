@@ -1,0 +1,122 @@
+"""For `bench/context.py`: the longest sequence on which a model is trained on one device, by what is recomputed."""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+
+import harness
+
+MOST_OF_MEMORY = 0.95
+IMPLS = {"dense": "xla", "loop": "xla", "kernel": "auto"}
+
+
+def longest(fits: Callable[[int], bool], first: int, most: int) -> int:
+    """Returns the largest length that fits, to an eighth of itself; 0 if `first` does not, `most` if that does."""
+    if not fits(first):
+        return 0
+    length = first
+    while length < most and fits(2 * length):
+        length *= 2
+    if length >= most:
+        return length
+    step = length // 2
+    while step >= max(1, length // 8):
+        length += step * fits(length + step)
+        step //= 2
+    return length
+
+
+class Train:
+    """An optimizer step on one row of T tokens: the longest T whose program fits and runs, and its time at equal T.
+
+    The row is "own" or "jaxpar", what is recomputed, and attention's form: "dense", "loop" (over blocks) or "kernel".
+    """
+
+    def __init__(self, request: dict):
+        """Searches by compiled programs, then runs."""
+        import jax
+
+        from jaxpar.lm import LMConfig, Trainer
+
+        _, remat, impl = request["row"].split()
+        self.request, shape = request, request["model"] | {"dtype": request["dtype"]}
+        self.config = LMConfig(**shape, remat=remat, attention=IMPLS[impl], tied=True, loss_chunk=8192)
+        self.trainer = Trainer(self.config, num_steps=10_000)
+        device = jax.devices()[0]
+        memory = (device.memory_stats() or {}).get("bytes_limit", request.get("memory", math.inf))
+        self.room, self.compile_s = MOST_OF_MEMORY * memory, 0.0
+        planned = longest(self.fits, request["first"], request["most"])
+        self.made: dict = {"longest": planned, "note": f"of {memory / 2**30:.3g} GiB"}
+        while self.made["longest"] and "memory" not in request:
+            try:
+                self.times(self.made["longest"], calls=1)
+                break
+            except jax.errors.JaxRuntimeError:  # what the compiler planned had no room after all
+                self.made["longest"] = self.made["longest"] * 7 // 8 // 256 * 256
+        if self.made["longest"] < planned:
+            self.made["note"] += f"; {planned:,} were planned"
+        if self.made["longest"] >= request["at"]:
+            self.made |= self.times(request["at"])
+        self.made["compile_s"] = self.compile_s
+
+    @functools.lru_cache(2)  # noqa: B019  # rows live as long as their process has use for them
+    def program(self, length: int):
+        """Returns the compiled step, which takes the state's place."""
+        import jax
+        import jax.numpy as jnp
+
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        key = jax.random.key(0)
+        state = jax.eval_shape(self.trainer.init, key)
+        begin = time.perf_counter()
+        step = jax.jit(self.trainer.step, donate_argnums=1)
+        out = step.lower(key, state, {"tokens": tokens, "targets": tokens}).compile()
+        self.compile_s += time.perf_counter() - begin
+        return out
+
+    def bytes_of(self, program) -> int:
+        """Returns what a program needs: arguments, temporary arrays, and results that take no argument's place."""
+        stats = program.memory_analysis()
+        new = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new
+
+    def fits(self, length: int) -> bool:
+        """Whether the step on so many tokens has room."""
+        import jax
+
+        try:
+            return self.bytes_of(self.program(length)) <= self.room
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return False
+            raise
+
+    def times(self, length: int, calls: int = 0) -> dict:
+        """Returns the median and the least time of steps on so many tokens, and the operations of one."""
+        import jax
+
+        from jaxpar.lm import flops_per_token
+
+        program, key = self.program(length), jax.random.key(0)
+        state = jax.jit(self.trainer.init)(key)
+        rows = jax.random.randint(key, (1, length + 1), 0, self.config.vocab_size, "int32")
+        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        taken: list[float] = []
+
+        def seconds(count: int) -> float:
+            nonlocal state
+            begin = time.perf_counter()
+            for _ in range(count):
+                state, info = program(key, state, batch)
+            if not bool(jax.block_until_ready(info["loss"]) < math.inf):
+                raise ValueError("the loss is not finite")
+            taken.append((time.perf_counter() - begin) / count)
+            return taken[-1]
+
+        if calls:
+            seconds(calls)
+            return {}
+        said = harness.medians(seconds, self.request["spend_s"])
+        flops = flops_per_token(self.config, length, causal=True) * length
+        return said | {"least_ms": 1e3 * min(taken), "flops": flops, "peak_bytes": self.bytes_of(program)}
