@@ -1,0 +1,132 @@
+"""The benchmark of attention over split sequences: its forms are attention, and its figures are what they say."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from tolerance import LAYOUT, assert_close
+
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("context", "context_rows", "context_training", "context_counts")
+OTHERS = ("harness", "decode", "decode_cases", "decode_rows", "layouts")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The benchmark's modules by name, forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    path = list(sys.path)
+    yield {name: __import__(name) for name in NAMES}
+    sys.path[:] = path
+    for name in NAMES + OTHERS:
+        sys.modules.pop(name, None)
+
+
+def asked(bench, name, devices, only=None):
+    args = SimpleNamespace(only=only, spend_s=0.0, tiny=True, devices=devices)
+    return bench["context"].rows_of(name, args, {"jaxpar": 0, "ranks": 0, "torch": 0})
+
+
+def test_one_device_is_asked_what_one_can_do(bench):
+    names = {row["row"] for case in bench["context"].CASES for row in asked(bench, case, 1)}
+    assert {"jax one", "jaxpar one", "jaxpar parts 4", "jaxpar forest 64", "torch flex", "own full kernel"} <= names
+    assert not [name for name in names if any(word in name for word in ("ring", "shares", "ladder", "alltoall"))]
+    rows = {row["row"]: row["devices"] for row in asked(bench, "C3", 4)}
+    assert rows["jaxpar shares even"] == 4 and {rows[name] for name in ("jaxpar one", "torch sdpa", "jax one")} == {1}
+    assert {row["row"] for row in asked(bench, "C1.moves", 2, "zigzag,one")} >= {
+        "jaxpar ring zigzag",
+        "torch one cudnn",
+    }
+    assert {row["name"] for row in asked(bench, "C5", 2, "ladder")} == {
+        f"C5 jaxpar ladder {rows}" for rows in ("1 row", "4 rows", "16 rows")
+    }
+
+
+def test_the_limit_is_half_of_the_pairs_or_the_cache_once(bench):
+    row = {"kind": "moves", "length": 100, "heads": 3, "width": 7}
+    assert bench["context"].work_of(row | {"direction": "fwd"}) == (2 * 100**2 * 3 * 7, 0)
+    assert bench["context"].work_of(row | {"direction": "fwd+bwd"}) == (7 * 100**2 * 3 * 7, 0)
+    full = bench["context"].CASES["C3"]["full"]
+    assert bench["context"].work_of(full | {"kind": "attend"}) == (0, 2**20 * 8 * 128 * 2 * 2)  # 4.3 GB
+
+
+def test_a_row_is_set_beside_foreign_ones_of_as_many_devices_and_beside_one(bench):
+    common = {"kind": "moves", "length": 10, "heads": 2, "width": 5, "direction": "fwd"}
+    told = [("jaxpar ring", 2, 3.0), ("torch ring", 2, 6.0), ("torch one", 1, 9.0), ("jax one", 1, 5.0)]
+    rows = [common | {"row": name, "devices": n, "ms": ms, "least_ms": ms / 2} for name, n, ms in told]
+    rows.append(common | {"row": "torch other", "devices": 2, "failed": "not here"})
+    ours, peer, *_ = bench["context"].judged(rows, {"flops": 1e3, "bytes": 1.0})
+    columns = bench["context"].COLUMNS
+    assert columns["of peer"](ours) == "2.00x (2.00)" and columns["of one"](ours) == "1.67x (1.67)"
+    assert columns["of peer"](peer) == "" and columns["of one"](peer) == "0.83x (0.83)"
+    assert ours["limit_ms"] == 2 * 10**2 * 2 * 5 / 1e3 * 1e3 / 2  # over two devices
+
+
+@pytest.mark.parametrize("most", [3, 8, 13, 100, 1000, 4096, 10**6])
+def test_the_longest_is_found_to_an_eighth(bench, most):
+    tried = []
+
+    def fits(length):
+        tried.append(length)
+        return length <= most
+
+    found = bench["context_training"].longest(fits, 8, 4096)
+    assert found == 0 if most < 8 else found <= most and len(tried) < 14
+    assert most < 8 or found == 4096 or most < found * 9 / 8 + 1
+
+
+def made(program):
+    return [np.asarray(program.join(x)) for x in jax.jit(program.function)(*program.args)]
+
+
+@pytest.mark.parametrize("row", ["jaxpar ring contiguous", "jaxpar ring striped", "jaxpar parts 4"])
+def test_forms_are_attention(bench, row):
+    """In value and gradient, in float32; sums are added up in another order."""
+    kind = "parts" if "parts" in row else "moves"
+    request = bench["context"].CASES["C2.moves"]["tiny"] | {"direction": "fwd+bwd", "mesh": 2, "length": 16}
+    with use_mesh(make_mesh(MeshSpec(context=2), jax.devices()[:2])):
+        got = made(bench["context_rows"].PROGRAMS[kind](request | {"row": row}))
+    assert_close(got, made(bench["context_rows"].whole(request)), LAYOUT["float32"])
+
+
+def test_shares_of_a_cache_are_the_cache(bench):
+    request = {"shape": (1, 4, 2, 40, 8), "dtype": "float32", "devices": 4}
+    with use_mesh(make_mesh(MeshSpec(context=4), jax.devices()[:4])):
+        uneven, whole = (
+            bench["context_rows"].attend(request | {"row": row}) for row in ("jaxpar shares uneven", "jax one")
+        )
+        assert np.asarray(uneven.args[3]).tolist() == [[36, 1, 1, 1]]
+        got = made(uneven)
+    q, keys, values = whole.args  # a share's remainder is left out
+    (want,) = whole.function(q, keys[:, :39], values[:, :39])
+    assert_close(got[0], want, LAYOUT["float32"])
+
+
+@pytest.mark.parametrize("move", ["two_way", "swap_ring"])
+def test_a_program_sends_what_is_said(bench, move):
+    # Two groups would have one hop, which an older XLA makes once for both passes.
+    found = bench["context_counts"].counted(move, bench["context_counts"].TINY, 2, jax.devices())
+    said = bench["context_counts"].said(move, bench["context_counts"].TINY, 2, 8)
+    assert math.isclose(found["compiled"], sum(said.values()))
+    ring = 4 if move == "swap_ring" else 8
+    assert math.isclose(found["products"], 14 * (2 + 1 / ring) / 4 / 8)
+    assert (said["up"] == said["down"] > 0) == (move == "two_way")
+
+
+@pytest.mark.slow  # three minutes on two quiet cores
+def test_every_case_runs_without_peers(tmp_path):
+    out = tmp_path / "context.json"
+    flags = ["--tiny", "--no-peer", "--out", str(out)]
+    run = subprocess.run([sys.executable, str(ROOT / "bench" / "context.py"), *flags], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    assert len(rows) > 50 and not [row for row in rows if "failed" in row], run.stdout
+    assert all(row["error"] < LAYOUT["float32"] for row in rows if "error" in row)
