@@ -18,7 +18,19 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
-from experiments import digits, env, generate, lm, neat, pipelined_speculation, pomdp, rl, rnn, step_speculation
+from experiments import (
+    digits,
+    env,
+    generate,
+    lm,
+    moving_digits,
+    neat,
+    pipelined_speculation,
+    pomdp,
+    rl,
+    rnn,
+    step_speculation,
+)
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
@@ -53,13 +65,14 @@ from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
+from jaxpar.nn.experts import Experts
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.vision import ImageClassifier
+from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
@@ -98,20 +111,27 @@ TABLE = {
     Attention: {"num_heads num_kv_heads head_dim": COUNT, "dropout": UNDER_1},
     Visible: {"window": LEAST_0},
     Mlp: {"size": COUNT},
+    Experts: {
+        "size num_experts experts_per_token": COUNT,
+        "capacity": POSITIVE,
+        "balance_loss z_loss information_gain bias noise": FRACTION_FROM_0,
+    },
     Norm: {"eps": POSITIVE},
     Rope: {
         "theta low_freq_factor high_freq_factor": POSITIVE,
         "factor": FACTOR,
         "original_len": COUNT,
     },
-    Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE},
+    Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE, "ladder_from": LEAST_0},
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads mlp_dim rope_original_len loss_chunk": COUNT,
-        "num_kv_heads head_dim mixer_dim": LEAST_0,
+        "num_kv_heads head_dim mixer_dim ladder_from num_experts": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,
-        "z_loss": FRACTION_FROM_0,
+        "experts_per_token": COUNT,
+        "capacity": POSITIVE,
+        "z_loss balance_loss router_z_loss router_bias": FRACTION_FROM_0,
     },
     OptimizerConfig: {
         "learning_rate eps": POSITIVE,
@@ -145,7 +165,7 @@ TABLE = {
     Heads: {"length": COUNT},
     HiddenTransfer: {"layer": LEAST_0, "length": COUNT},
     PromptTokens: {"length": COUNT},
-    CopyDraft: {"length match": COUNT},
+    CopyDraft: {"length match": COUNT, "gaps": LEAST_0},
     JacobiDraft: {"length": COUNT},
     LookaheadDraft: {"width guesses pool": COUNT, "ngram": ((1,), (2,))},
     ModelDraft: {"length block": COUNT},
@@ -181,6 +201,7 @@ TABLE = {
     Cell: {"size lanes heads": COUNT},
     DenseDepth: {"input_dim num_layers width": COUNT},
     S5: {"size": COUNT},
+    FramePredictor: {"patch": COUNT},
     ImageClassifier: {"patch": COUNT, "classes": PAIR},
     SequenceNetwork: {"inputs outputs size layers heads": COUNT},
     SequenceTrainer: {"num_steps": COUNT},
@@ -280,6 +301,8 @@ TABLE = {
     rnn.TrainConfig: {"steps keep": COUNT, "eval_every save_every": LEAST_0},
     digits.ModelConfig: {"patch layers width heads mlp": COUNT, "dropout": UNDER_1},
     digits.DataConfig: {"batch_size": COUNT, "held_out": OPEN, "shift": ((-1, 8), (0, 7))},
+    moving_digits.ModelConfig: {"patch pairs width heads mlp": COUNT},
+    moving_digits.DataConfig: {"batch_size frames digits": COUNT, "size": ((5,), (6,))},
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
     rl.Config: {
         "num_seeds eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
@@ -356,5 +379,5 @@ RESULTS = {
     "_policy_run.PolicyRun",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
-BY_HAND = {(Despot, "default"), (ImageClassifier, "shape")}
+BY_HAND = {(Despot, "default"), (ImageClassifier, "shape"), (FramePredictor, "shape")}
 """Numbers whose range another field or the environment gives: an action, sizes that a patch divides."""

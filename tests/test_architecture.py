@@ -47,6 +47,7 @@ SHARED_FILES = {
     "__init__": "Python's own",
     "check": "what users write, checked: environments, models",
     "config": "configurations",
+    "dispatch": "which way a scan is computed, and which expert computes a token: the word of either field",
     "convert": "values into another form: those of other suites, and arrays between placements",
     "exchange": "other people's files",
     "kernels": "kernels of the room's own",
@@ -221,7 +222,7 @@ def test_files_and_functions_are_short():
 def test_the_language_model_stays_small():
     # Tokens, embedding, head, loss, data, distillation and files of others; layers, attention and optimizers are not
     # its own.
-    assert sum(file.num_lines for file in library() if file.part == "lm") < 2850
+    assert sum(file.num_lines for file in library() if file.part == "lm") < 2920
 
 
 def shared(names):

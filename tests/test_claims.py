@@ -65,6 +65,9 @@ CLAIMS = {
     "one optimizer configuration": "optim/test_update.py::values_are_those_of_optax_in_double_precision",
     "would not be finite changes nothing and is counted": "optim/test_update.py"
     "::what_is_not_finite_changes_no_bit_and_is_counted",
+    "attention over split sequences": "parallel/test_context.py"
+    "::every_move_equals_dense_attention_in_value_and_gradient "
+    "lm/test_split_sequence.py::loss_and_gradients_equal_one_device",
     "the cheapest collectives between any two placements": "parallel/test_placement.py::every_pair_over_one_axis "
     "parallel/test_placement.py::a_way_round_is_never_cheaper",
     "dispatches a graph of functions to several meshes": "parallel/test_dataflow.py"

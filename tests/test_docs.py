@@ -10,7 +10,20 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import _run, digits, env, estimate, generate, neat, pipelined_speculation, pomdp, rl, rnn, verify
+from experiments import (
+    _run,
+    digits,
+    env,
+    estimate,
+    generate,
+    moving_digits,
+    neat,
+    pipelined_speculation,
+    pomdp,
+    rl,
+    rnn,
+    verify,
+)
 from experiments import step_speculation as steps
 from experiments.lm import compose, make_trainer
 from jaxpar.lm import LMConfig
@@ -21,7 +34,7 @@ from jaxpar.parallel.placement import MATMUL_PLACEMENTS, Broadcast, Partial, Spl
 ROOT = Path(__file__).parents[1]
 OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}
 OTHERS |= {"generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
-OTHERS |= {"step_speculation": steps}
+OTHERS |= {"step_speculation": steps, "moving_digits": moving_digits}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml"))]

@@ -34,11 +34,13 @@ from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
+from jaxpar.nn.experts import Experts
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
+from jaxpar.nn.space_time import SpaceTimeStack
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.vision import ImageClassifier
+from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
@@ -98,6 +100,7 @@ def test_the_table_has_every_configuration_and_every_number():
 
 CART = envs.make("CartPole-v1")[0]
 TOKENS = Tokens(np.zeros(40, np.uint8), np.zeros(1, np.int64), np.full(1, 40))
+BOTH_WAYS = Attention(1, 1, 4, visible=Visible(causal=False))
 PLANE = ((0.0, 0.0),)
 BASIS = {
     Windows: (TOKENS, 8, 2, 0),
@@ -115,6 +118,7 @@ BASIS = {
     Aaren: (4,),
     Attention: (2, 2, 4),
     Mlp: (4,),
+    Experts: (4, 2),
     Stack: (1, 4, None, Mlp(4)),
     Made: (4,),
     PixelCnn: (2, 2),
@@ -122,7 +126,8 @@ BASIS = {
     DenseDepth: (3, 2, 4),
     S5: (4,),
     SequenceNetwork: (3, 2),
-    ImageClassifier: (Stack(1, 4, Attention(1, 1, 4, visible=Visible(causal=False)), Mlp(4)), 1, (4, 4, 1), 2),
+    ImageClassifier: (Stack(1, 4, BOTH_WAYS, Mlp(4)), 1, (4, 4, 1), 2),
+    FramePredictor: (SpaceTimeStack(Stack(1, 4, BOTH_WAYS, Mlp(4)), Attention(1, 1, 4)), 1, (2, 4, 4)),
     SequenceTrainer: (SequenceNetwork(3, 2),),
     Split: (0,),
     RolloutValues: (5,),

@@ -10,6 +10,7 @@ ROOMS = [
     "jaxpar.nn.linear",
     "jaxpar.nn.mixer",
     "jaxpar.nn.auxiliary",
+    "jaxpar.nn.experts.grouped",
     "jaxpar.nn.schedule",
     "jaxpar.decode.draft",
     "jaxpar.env.capabilities",
