@@ -41,12 +41,14 @@ def refuse_idle(job: str, axes: PyTree) -> None:
     """
     names = {name for name in jax.tree.leaves(axes) if name is not None}
     names |= {f"{name}_{role}" for name in names for role in ("weight", "grad")} & RULES.keys()
-    used = {axis for name in names for axis in mesh_axes(name)}
+    # Where there are no experts, nothing but rows would lie along their axis: `data` is there for that.
+    idle = set() if "experts" in names else set(mesh_axes("batch")) - set(mesh_axes("batch-experts"))
+    used = {axis for name in names for axis in mesh_axes(name) if name != "batch" or axis not in idle}
     for axis, size in jax.sharding.get_abstract_mesh().shape.items():
         if size > 1 and axis not in used:
-            users = [name for name in RULES if axis in mesh_axes(name)]
+            users = [name for name in RULES if axis in mesh_axes(name) and (name != "batch" or axis not in idle)]
             what = f"which splits {', '.join(users)} alone" if users else "which no rule names"
-            free = sorted({other for name in names for other in RULES[name]} - {"inner", axis})
+            free = sorted({other for name in names for other in RULES[name]} - {"inner", "expert", axis})
             legal = f", with its devices on {' or '.join(free)}" if free else ": it runs on one device"
             raise UsageError(
                 f"mesh.{axis}={size} leaves {size} devices with the same work: {job} has nothing along {axis}, {what}; "

@@ -55,7 +55,7 @@ AXES = ("stage", "data", "fsdp", "inner", "expert", "context", "tensor")
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations: `seq` in the residual stream, `seq_layer` inside attention, mlp and loss
-    "batch": ("data", "fsdp", "inner"),
+    "batch": ("data", "fsdp", "inner", "expert"),
     "seq": ("context",),
     "seq_layer": ("context",),
     "time": ("context",),  # of a video's tokens; while layers look along the one, the other is split
@@ -116,7 +116,7 @@ class MeshSpec:
         and this many along `inner`.
       tensor: Shares of heads, mlp and vocabulary.
       context: Shares of the sequence.
-      expert: Shares of the experts.
+      expert: Shares of the experts, and of the batch.
       stage: Pipeline stages.
     """
 
@@ -247,11 +247,13 @@ def unsplit(fn: Callable) -> Callable:
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of size over 1 that hold logical axis `name`, or one merged of several: "batch+time"."""
-    table, mesh, parts = dict(_table.value), _ambient(), name.split("+")
-    if unknown := [part for part in parts if part not in table]:
+    """Returns the mesh axes of size over 1 that hold a logical axis, "batch+time" or, of the one alone, "batch-experts"."""
+    table, mesh = dict(_table.value), _ambient()
+    parts, less = (side.split("+") if side else [] for side in name.partition("-")[::2])
+    if unknown := [part for part in (*parts, *less) if part not in table]:
         raise UsageError(f"unknown logical axis {unknown[0]!r}; the rule table knows {', '.join(table)}.")
-    return () if mesh.empty else tuple(axis for part in parts for axis in table[part] if mesh.shape[axis] > 1)
+    held, apart = (sum((table[part] for part in side), ()) for side in (parts, less))
+    return () if mesh.empty else tuple(axis for axis in held if axis not in apart and mesh.shape[axis] > 1)
 
 
 def num_shares(*axes: str) -> int:

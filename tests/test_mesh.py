@@ -119,6 +119,14 @@ def test_an_axis_merged_of_several_is_split_by_the_rules_of_each():
             partition(("time", "batch+space"))
 
 
+def test_an_axis_can_be_named_without_those_of_another():
+    with use_mesh(make_mesh(MeshSpec(data=2, expert=2, context=2))):
+        assert mesh_axes("batch") == ("data", "expert") and mesh_axes("batch-experts") == ("data",)
+        assert mesh_axes("batch+time-experts") == ("data", "context") and mesh_axes("batch-experts+batch") == ()
+        with pytest.raises(UsageError, match="unknown logical axis 'expert'"):
+            mesh_axes("batch-expert")
+
+
 def test_layouts_are_changes_of_the_table():
     assert rules_from() == RULES
     both = rules_from({"heads": "none"}, "zero2+sequence")

@@ -14,6 +14,7 @@ from jaxpar.nn.position import Rope
 from jaxpar.nn.solvers import METHODS, solver
 from jaxpar.nn.stack import REMATS, RESIDUALS, Stack
 from jaxpar.parallel.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
+from jaxpar.parallel.experts import TRANSPORTS, transport_for
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
@@ -89,6 +90,7 @@ class LMConfig:
       balance_loss: Weight of the loss that evens the experts' loads.
       router_z_loss: Weight of the mean square of the router's log normaliser.
       router_bias: Weight of the gradient that corrects the choice by a bias of each expert, in place of a loss.
+      transport: How tokens reach experts that devices share, of `jaxpar.parallel.experts.TRANSPORTS`.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -134,6 +136,7 @@ class LMConfig:
     balance_loss: float = _later(0.01, AtLeast(0))
     router_z_loss: float = _later(0.0, AtLeast(0))
     router_bias: float = _later(0.0, AtLeast(0))
+    transport: str = _execution("auto", OneOf(TRANSPORTS))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -203,11 +206,19 @@ def _split(config: LMConfig) -> SplitSequence:
 def _experts(config: LMConfig) -> Experts:
     k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
     sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
-    return Experts(*sizes, k > 1, *losses, bias=config.router_bias)
+    return Experts(*sizes, k > 1, *losses, bias=config.router_bias, transport=transport_for(config.transport))
 
 
 def _check_experts(config: LMConfig) -> None:
-    fields = ("experts_per_token", "capacity", "router_scores", "balance_loss", "router_z_loss", "router_bias")
+    fields = (
+        "experts_per_token",
+        "capacity",
+        "router_scores",
+        "balance_loss",
+        "router_z_loss",
+        "router_bias",
+        "transport",
+    )
     changed = [name for name in fields if getattr(config, name) != getattr(LMConfig, name)]
     if changed and not config.num_experts:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")

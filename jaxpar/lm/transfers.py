@@ -63,7 +63,7 @@ def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
 def _sizes(config: LMConfig, rows: int, length: int) -> ActivationSizes:
     """What a mixer is told of a step."""
     tokens, again = rows * length / num_shares(*mesh_axes("batch")), 1 if config.remat == "none" else 2
-    return ActivationSizes(tokens, config.num_layers, jnp.dtype(config.dtype).itemsize, again)
+    return ActivationSizes(tokens, config.num_layers, jnp.dtype(config.dtype).itemsize, again, config.embed_dim)
 
 
 def _over(names: tuple[str | None, ...]) -> tuple[str, ...]:
@@ -94,7 +94,15 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             add("gather", gathered, 2 * trips, used, f"{name}, each layer, forward and backward")
         elif is_weight:
             add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
-        add("sum", inside if is_weight or "norm" not in name else outside, trips, used, f"gradient of {name}")
+        over = inside if is_weight or "norm" not in name else outside
+        # The experts of a device are the same for all tokens that reach it.
+        add(
+            "sum",
+            _minus(over, mesh_axes("experts") if "experts" in leaf.axes else ()),
+            trips,
+            used,
+            f"gradient of {name}",
+        )
     if config.tied:
         shape = (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
         add("gather", mesh_axes("embed"), 1, shape, "the embedding, as the head")

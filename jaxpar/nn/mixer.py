@@ -139,12 +139,14 @@ class ActivationSizes(NamedTuple):
       layers: L.
       width: Bytes of a number.
       again: How often activations of the forward pass are made: 1, or 2 where they are recomputed.
+      embed_dim: D.
     """
 
     tokens: float
     layers: int
     width: int
     again: int
+    embed_dim: int
 
 
 class Mixer(Protocol):

@@ -46,6 +46,7 @@ def test_streaming_and_drawing_equal_the_whole_sequence():
     [
         ("data2.fsdp2.tensor2", "model.router_bias=1e-3 model.router_z_loss=1e-3"),
         ("data2.context2.tensor2", "model.router_scores=sigmoid"),
+        ("fsdp2.tensor2.expert2", "model.capacity=1.0"),
         pytest.param("fsdp8", "model.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow),
         pytest.param("data2.fsdp2.tensor2", "model.capacity=1.0 model.remat=full", marks=pytest.mark.slow),
         pytest.param(
@@ -88,6 +89,8 @@ def test_muon_takes_each_expert_for_a_matrix():
 @pytest.mark.parametrize(
     "wrong, message",
     [
+        (dict(num_experts=0, transport="gather"), "model.transport=gather is of experts; give model.num_experts too"),
+        (dict(transport="fly"), "model.transport='fly' is unknown; legal are auto, sum, gather"),
         (dict(num_experts=0, capacity=1.0), "model.capacity=1.0 is of experts; give model.num_experts too"),
         (dict(experts_per_token=5), "experts_per_token=5 is over num_experts=4"),
         (dict(capacity=0.0), "model.capacity=0.0 must be over 0"),

@@ -6,11 +6,13 @@
 | `losses` | scores, chosen experts, logits -> scalars over all tokens | `layer`, users |
 | `dispatch` | chosen experts [N, k] -> rows by expert, and back; what a capacity keeps | `layer`, users |
 | `grouped` | rows [M, D], weights [E, D, F], sizes [E] -> [M, F], each row by its group's weight | `layer`, users |
+| `transport` | x [B, T, D], choices, weights -> [B, T, D]: how tokens reach experts of other devices | `layer` |
 | `layer` | params, x [B, T, D] -> [B, T, D]: in the place of `jaxpar.nn.mlp.Mlp`; and its plain form | `stack`, `lm` |
 """
 
 from jaxpar.nn.experts.grouped import grouped_matmul
 from jaxpar.nn.experts.layer import Experts
 from jaxpar.nn.experts.route import Routing, route
+from jaxpar.nn.experts.transport import Transport
 
-__all__ = ["Experts", "Routing", "grouped_matmul", "route"]
+__all__ = ["Experts", "Routing", "Transport", "grouped_matmul", "route"]

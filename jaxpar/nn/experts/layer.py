@@ -1,7 +1,7 @@
 """A mixture of experts in the place of an mlp: each token is computed by the few that its router chooses.
 
-y = sum over the chosen e of weight_e down_e(activation(up_e(x))). Choices are sorted by expert on every device for the
-tokens that it has, and no token waits for another: sums over devices are those of an mlp.
+y = sum over the chosen e of weight_e down_e(activation(up_e(x))). The router is on every device that of the tokens that it
+has; how these then reach experts of other devices is the transport's affair.
 """
 
 import dataclasses
@@ -9,22 +9,20 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, local, mesh_axes
 from jaxpar.nn.auxiliary import Aux, Max, Mean, Metric
-from jaxpar.nn.experts.dispatch import capacity_of, combine, rows_of, sort_choices, within_capacity
-from jaxpar.nn.experts.grouped import grouped_matmul
+from jaxpar.nn.experts.dispatch import capacity_of, within_capacity
 from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
 from jaxpar.nn.experts.route import SCORES, Routing, noisy, route, weights_by_expert
+from jaxpar.nn.experts.transport import SUM, Transport
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Weight
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import wide_dtype
-from jaxpar.scan.varying import varying_over
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
 
@@ -49,6 +47,7 @@ class Experts:
       information_gain: Weight of minus `losses.information_gain`.
       bias: Weight of `losses.bias_loss`; if not 0, the choice is corrected by a learned bias of each expert.
       noise: Standard deviation of what is added to the logits while training.
+      transport: How tokens reach experts that devices share.
     """
 
     size: int = field(legal=AtLeast(1))
@@ -63,6 +62,7 @@ class Experts:
     information_gain: float = field(0.0, AtLeast(0))
     bias: float = field(0.0, AtLeast(0))
     noise: float = field(0.0, AtLeast(0))
+    transport: Transport = SUM
 
     def __post_init__(self):
         """Refuses what is out of range, and a router that could not learn."""
@@ -118,11 +118,12 @@ class Experts:
         return y, self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
-        """Declares the means over all tokens that the losses take."""
+        """Declares the means over all tokens that the losses take, and what the transport moves."""
         axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
         if axes:
             why = "means over all tokens of the router's choices"
             yield Transfer("sum", axes, 8 * sizes.layers, 8 * sizes.layers * 8 * self.num_experts, why)
+        yield from self.transport.transfers(self, sizes)
 
     def _route(self, params: dict, x: jax.Array, context: Context) -> tuple[jax.Array, Routing]:
         """Logits and choices; every device makes those of its own tokens."""
@@ -164,31 +165,19 @@ class Experts:
         return local(lambda expert: within_capacity(expert, self.num_experts, most), [axes], axes)(expert)
 
     def _compute(self, params: dict, x: jax.Array, expert: jax.Array, weight: jax.Array, context: Context):
-        """The chosen experts of every token: each device's tokens by its share of the experts and of F."""
-        axes, leaves = context.rules.inside, self.leaves(x.shape[-1], 1.0, 1.0)
+        """The chosen experts of every token, to which the transport brings it."""
+        leaves = self.leaves(x.shape[-1], 1.0, 1.0)
         names = [*(f"w_{part}" for part in self.parts), "w_down"]
-        shares = (*mesh_axes("experts"), *mesh_axes("mlp"))
-        over = frozenset(shares).union(*(mesh_axes(name) for name in axes if name))
-
-        def on_device(x, expert, weight, *weights):
-            x, expert, weight, *weights = varying_over((x, expert, weight, *weights), over)
-            if mesh_axes("experts"):
-                first = jax.lax.axis_index(mesh_axes("experts")) * weights[0].shape[0]
-                is_mine = (expert >= first) & (expert < first + weights[0].shape[0])
-                expert = jnp.where(is_mine, expert - first, weights[0].shape[0])
-            y = _mixture(self.activation, x, expert, weight, weights)
-            return jax.lax.psum(y, shares) if shares else y
-
-        # Saved are the products alone. Weights are gathered, and rows sorted, again for the backward pass.
-        policy = jax.checkpoint_policies.save_only_these_names("product")
+        # Saved are what was moved and the products. Weights are gathered, and rows sorted, again for the backward pass.
+        policy = jax.checkpoint_policies.save_only_these_names("moved", "product")
 
         def compute(x, expert, weight, held):
-            used, weights = [], []
+            weights = {}
             for name, w in zip(names, held, strict=True):
-                of, rest = leaves[name].axes, in_role(leaves[name].axes, "weight")
-                used.append(in_role(of, "use"))
-                weights.append(gather(w.astype(x.dtype), rest, used[-1], in_role(of, "grad"), name))
-            return local(on_device, [axes, axes, axes, *used], axes)(x, expert, weight, *weights)
+                of = leaves[name].axes
+                rest, use, grad = (in_role(of, role) for role in ("weight", "use", "grad"))
+                weights[name] = gather(w.astype(x.dtype), rest, use, grad, name)
+            return self.transport(self, x, expert, weight, weights, context)
 
         run = jax.checkpoint(compute, policy=policy, prevent_cse=context.rules.apart)
         return run(x, expert, weight, [params[name] for name in names])
@@ -209,20 +198,6 @@ class Experts:
         if kept is not None:
             metrics["dropped"] = Mean.of(1 - kept.astype(logits.dtype))
         return Aux(losses, metrics)
-
-
-def _mixture(activation: str, x: jax.Array, expert: jax.Array, weight: jax.Array, weights: list) -> jax.Array:
-    """The mixture of one device's tokens [B, T, D]; an expert out of range is none, and its row is 0."""
-    k, width = expert.shape[-1], x.shape[-1]
-    plan = sort_choices(expert.reshape(-1, k), weights[0].shape[0])
-    rows = rows_of(x.reshape(-1, width), plan)
-
-    def product(rows, w):
-        return checkpoint_name(grouped_matmul(rows, w, plan.sizes), "product")
-
-    inside = [checkpoint_name(product(rows, w), "mlp") for w in weights[:-1]]
-    out = product(ACTIVATIONS[activation](*inside), weights[-1])
-    return combine(out, weight.reshape(-1, k), plan).reshape(x.shape)
 
 
 def dense_mixture(

@@ -1,10 +1,14 @@
-"""Experts over devices: who computes what.
+"""Experts over devices: how tokens reach them, and who computes what.
 
 | file | in -> out | called by |
 |---|---|---|
+| `gather` | a layer, tokens [B, T, D], choices -> the mixture, of tokens known to all | `choose`, users |
+| `choose` | a name, sizes -> a transport | `jaxpar.lm` |
 | `spill` | tokens of each expert [E], N devices -> how many of them each device computes [E, N] | users |
 """
 
+from jaxpar.parallel.experts.choose import TRANSPORTS, transport_for
+from jaxpar.parallel.experts.gather import Gather
 from jaxpar.parallel.experts.spill import least_loaded
 
-__all__ = ["least_loaded"]
+__all__ = ["TRANSPORTS", "Gather", "least_loaded", "transport_for"]

@@ -1,0 +1,94 @@
+"""A mixture of experts as the dense one says: layers, their weights, and what value and gradients must be."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fast import jit
+
+from jaxpar.nn.experts import Experts, route
+from jaxpar.nn.experts.layer import dense_mixture
+from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
+from jaxpar.nn.mixer import Context
+
+B, T, D, F, E = 8, 4, 8, 4, 4
+# Sums of a token's experts and of a weight's tokens are taken in another order than in the dense mixture.
+NEAR = {"float64": 1e-10, "float32": 1e-5}
+PLAIN = Experts(F, E, 2)
+CASES = {
+    "softmax": PLAIN,
+    "sigmoid, all losses, bias": Experts(
+        F, E, 2, "gelu", scores="sigmoid", z_loss=0.1, information_gain=0.3, bias=0.2, balance_loss=0.5
+    ),
+    "one, not normalised": Experts(F, E, 1, normalise=False),
+    "all": Experts(F, E, E),
+    "capacity": Experts(F, E, 2, capacity=0.7),
+    "capacity for one": Experts(F, E, 2, capacity=1e-6),
+    "capacity for all": Experts(F, E, 2, capacity=float(E)),
+}
+
+
+def normal(*shape, seed=0, dtype="float64"):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def params_of(layer, dtype="float64", skew=0.0):
+    """Weights of a layer; with skew, of a router that sends all tokens to the last expert."""
+    leaves = layer.leaves(D, 1.0, 1.0)
+    params = {name: 0.5 * normal(*leaf.shape, seed=n, dtype=dtype) for n, (name, leaf) in enumerate(leaves.items())}
+    params["w_router"] = params["w_router"] + skew * (np.arange(E) == E - 1).astype(dtype)
+    return params
+
+
+def dropped_by_loop(expert, most):
+    kept = np.zeros(expert.shape, bool)
+    for row in range(len(expert)):
+        taken = [0] * E
+        for choice in range(expert.shape[2]):
+            for token in range(expert.shape[1]):
+                e = expert[row, token, choice]
+                kept[row, token, choice] = taken[e] < most
+                taken[e] += 1
+    return kept
+
+
+def plain(layer, params, x):
+    """Outputs, the sum of the losses and what is told, of the dense mixture."""
+    logits, k = x @ params["w_router"], layer.experts_per_token
+    chosen = route(logits, k, scores=layer.scores, normalise=layer.normalise, bias=params.get("b_router"))
+    told = {"expert_load": E * load(chosen.expert, E).max()}
+    routing = chosen
+    if layer.capacity:
+        most = min(T, int(np.ceil(layer.capacity * T * k / E)))
+        shape = jax.ShapeDtypeStruct(chosen.expert.shape, bool)
+        kept = jax.pure_callback(lambda expert: dropped_by_loop(np.asarray(expert), most), shape, chosen.expert)
+        routing = chosen._replace(weight=jnp.where(kept, chosen.weight, 0))
+        told["dropped"] = 1 - kept.mean()
+    extra = layer.balance_loss * balance_loss(chosen.scores, chosen.expert) + layer.z_loss * router_z_loss(logits)
+    if layer.information_gain:
+        extra -= layer.information_gain * information_gain(chosen.scores / chosen.scores.sum(-1, keepdims=True))
+    if layer.bias:
+        extra += layer.bias * bias_loss(params["b_router"], chosen.expert)
+    return dense_mixture(params, x, routing, layer.activation), extra, told
+
+
+def sorted_form(layer, params, x):
+    y, aux = layer.apply(params, x, Context(jnp.zeros(x.shape[:2], jnp.int32)))
+    return y, sum(aux.losses.values()), {name: metric.value for name, metric in aux.metrics.items()}
+
+
+def outcome(form, layer, params, x):
+    """Value and gradients of outputs and losses."""
+
+    def weighted(params, x):
+        y, extra, told = form(layer, params, x)
+        return (y * jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)).sum() + extra, (y, extra, told)
+
+    return jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(params, x)
+
+
+@functools.cache
+def wanted(name, skew=0.0):
+    layer = CASES[name]
+    return outcome(plain, layer, params_of(layer, skew=skew), normal(B, T, D))
