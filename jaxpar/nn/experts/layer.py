@@ -1,7 +1,7 @@
 """A mixture of experts in the place of an mlp: each token is computed by the few that its router chooses.
 
-y = sum over the chosen e of weight_e down_e(activation(up_e(x))). The router is on every device that of the tokens that it
-has; how these then reach experts of other devices is the transport's affair.
+y = sum over the chosen e of weight_e down_e(activation(up_e(x))). A device routes the tokens that it has; how they then
+reach experts of other devices is the transport's affair.
 """
 
 import dataclasses
