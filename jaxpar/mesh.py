@@ -247,7 +247,7 @@ def unsplit(fn: Callable) -> Callable:
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of size over 1 that hold a logical axis, both of "batch+time", or the first alone of "a-b"."""
+    """Returns the mesh axes of size over 1 that hold a logical axis; "a+b": either of two; "a-b": the first alone."""
     table, mesh = dict(_table.value), _ambient()
     parts, less = (side.split("+") if side else [] for side in name.partition("-")[::2])
     if unknown := [part for part in (*parts, *less) if part not in table]:
