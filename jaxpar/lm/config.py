@@ -210,15 +210,7 @@ def _experts(config: LMConfig) -> Experts:
 
 
 def _check_experts(config: LMConfig) -> None:
-    fields = (
-        "experts_per_token",
-        "capacity",
-        "router_scores",
-        "balance_loss",
-        "router_z_loss",
-        "router_bias",
-        "transport",
-    )
+    fields = "experts_per_token capacity router_scores balance_loss router_z_loss router_bias transport".split()
     changed = [name for name in fields if getattr(config, name) != getattr(LMConfig, name)]
     if changed and not config.num_experts:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")

@@ -95,14 +95,8 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         elif is_weight:
             add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
         over = inside if is_weight or "norm" not in name else outside
-        # The experts of a device are the same for all tokens that reach it.
-        add(
-            "sum",
-            _minus(over, mesh_axes("experts") if "experts" in leaf.axes else ()),
-            trips,
-            used,
-            f"gradient of {name}",
-        )
+        over = _minus(over, mesh_axes("experts")) if "experts" in leaf.axes else over
+        add("sum", over, trips, used, f"gradient of {name}")
     if config.tied:
         shape = (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
         add("gather", mesh_axes("embed"), 1, shape, "the embedding, as the head")
