@@ -99,5 +99,5 @@ def test_mistakes_are_told():
         place_experts(np.zeros((1, 4, 4), int), 3)
     with pytest.raises(UsageError, match=r"a placement \(2, 4\) is not of 3 layers of 4 experts"):
         reorder_experts(STACK, {"layers": {}}, np.zeros((2, 4), int))
-    with pytest.raises(UsageError, match="the stack has Mlp in the place of Experts"):
+    with pytest.raises(UsageError, match="the stack has Mlp where Experts would be"):
         chosen_experts(Stack(1, D, Attention(1, 1, 4), Mlp(4)), {}, jnp.ones((1, 1, D)))

@@ -205,7 +205,5 @@ def reorder_experts(stack: Stack, params: PyTree, placement: Int[np.ndarray, "L 
 
 def _experts_of(stack: Stack) -> Experts:
     if not isinstance(stack.mlp, Experts):
-        raise UsageError(
-            f"the stack has {type(stack.mlp).__name__} in the place of Experts; there is nothing to place."
-        )
+        raise UsageError(f"the stack has {type(stack.mlp).__name__} where Experts would be; there is nothing to place.")
     return stack.mlp
