@@ -19,10 +19,10 @@ PLAIN = Experts(F, E, 2)
 CASES = {
     "softmax": PLAIN,
     "sigmoid, all losses, bias": Experts(
-        F, E, 2, "gelu", scores="sigmoid", z_loss=0.1, information_gain=0.3, bias=0.2, balance_loss=0.5
+        F, E, 2, "gelu", scores="sigmoid", z_loss=0.1, information_gain=0.3, bias=0.2, balance_loss=0.5, shared=1
     ),
     "one, not normalised": Experts(F, E, 1, normalise=False),
-    "all": Experts(F, E, E),
+    "all, and two shared": Experts(F, E, E, shared=2),
     "capacity": Experts(F, E, 2, capacity=0.7),
     "capacity for one": Experts(F, E, 2, capacity=1e-6),
     "capacity for all": Experts(F, E, 2, capacity=float(E)),
@@ -57,7 +57,8 @@ def plain(layer, params, x):
     """Outputs, the sum of the losses and what is told, of the dense mixture."""
     logits, k = x @ params["w_router"], layer.experts_per_token
     chosen = route(logits, k, scores=layer.scores, normalise=layer.normalise, bias=params.get("b_router"))
-    told = {"expert_load": E * load(chosen.expert, E).max()}
+    loads = E * load(chosen.expert, E)
+    told = {"expert_load": loads.max(), "expert_load_min": loads.min()}
     routing = chosen
     if layer.capacity:
         most = min(T, int(np.ceil(layer.capacity * T * k / E)))
@@ -70,7 +71,12 @@ def plain(layer, params, x):
         extra -= layer.information_gain * information_gain(chosen.scores / chosen.scores.sum(-1, keepdims=True))
     if layer.bias:
         extra += layer.bias * bias_loss(params["b_router"], chosen.expert)
-    return dense_mixture(params, x, routing, layer.activation), extra, told
+    y = dense_mixture(params, x, routing, layer.activation)
+    if layer.shared:
+        up = x @ params["w_shared_up"]
+        gated = jax.nn.silu(x @ params["w_shared_gate"]) * up if layer.activation == "swiglu" else jax.nn.gelu(up)
+        y += gated @ params["w_shared_down"]
+    return y, extra, told
 
 
 def sorted_form(layer, params, x):

@@ -37,7 +37,7 @@ __all__ = ["Architecture", "Place", "architecture_of", "config_from_hf", "config
 class Place(NamedTuple):
     """Where a leaf lies in the files."""
 
-    name: str  # of the tensor; in a layer, what follows the layer's prefix
+    name: str  # of the tensor; in a layer, what follows the layer's prefix; with {} for the number of an expert
     layout: str  # the leaf's axes > the tensor's, commas between; "dhk>hk,d": Linear [out, in], out = h * K + k
     third: int | None = None  # which third of the tensor's last axis, where three leaves are fused
 
@@ -66,17 +66,21 @@ ROPE_KINDS = {
     "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "factor": RAISING, "low_freq_factor": POSITIVE,
     "high_freq_factor": POSITIVE, "original_max_position_embeddings": SIZE,
 }  # fmt: skip
+ROPE_KEYS = {
+    "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "rope_scaling": TABLE, "rope_parameters": TABLE,
+}  # fmt: skip
 GELU = {"gelu_new": "gelu", "gelu": "gelu_exact"}
+LIKE_LLAMA = {"norm": "rms", "positions": "rope", "activation": "swiglu"}
 
 
 def _read_llama(values: dict) -> dict:
     bias = values.get("mlp_bias", False)
     if values.get("attention_bias", False) != bias:
         raise UsageError(f"mlp_bias={bias} and attention_bias={not bias} differ; legal are both true or both false.")
-    return _read_rope(values) | {"bias": bias, "norm": "rms", "positions": "rope", "activation": "swiglu"}
+    return _read_rope(values) | {"bias": bias} | LIKE_LLAMA
 
 
-def _read_rope(values: dict) -> dict:
+def _read_rope(values: dict, theta: float = 10000.0) -> dict:
     """Translates `rope_theta`, `rope_scaling` and `rope_parameters`, which may hold parts of each other."""
     rope: dict[str, Any] = {}
     beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
@@ -103,21 +107,28 @@ def _read_rope(values: dict) -> dict:
             f"high_freq_factor={rope['high_freq_factor']} is not over low_freq_factor={rope['low_freq_factor']}, "
             "between which wavelengths are blended."
         )
-    return {ours: rope[key] for ours, key in keys.items()} | {"rope_theta": rope.get("rope_theta", 10000.0)}
+    return {ours: rope[key] for ours, key in keys.items()} | {"rope_theta": rope.get("rope_theta", theta)}
 
 
 def _write_llama(c: LMConfig) -> dict:
+    return _write_rope(c) | {"attention_bias": c.bias, "mlp_bias": c.bias}
+
+
+def _write_rope(c: LMConfig) -> dict:
     # The older spelling, which every version of transformers reads.
     scaling = {"rope_type": "llama3"} | {key: getattr(c, ours) for ours, key in ROPE.items()}
-    rope = {"rope_theta": c.rope_theta, "rope_scaling": None if c.rope_factor == 1.0 else scaling}
-    return rope | {"attention_bias": c.bias, "mlp_bias": c.bias}
+    return {"rope_theta": c.rope_theta, "rope_scaling": None if c.rope_factor == 1.0 else scaling}
 
 
 def _needs_llama(c: LMConfig) -> dict[str, tuple]:
     # transformers refuses an uneven width even where head_dim is given.
     width = c.embed_dim // c.num_heads * c.num_heads or c.num_heads
-    kind = {"mixer": ("attention",), "residual": ("standard",), "norm": ("rms",), "positions": ("rope",)}
-    return kind | {"num_experts": (0,), "activation": ("swiglu",), "embed_dim": (width,)}
+    return _needs_rms(c) | {"qk_norm": (False,), "embed_dim": (width,)}
+
+
+def _needs_rms(c: LMConfig) -> dict[str, tuple]:
+    kind = {"mixer": ("attention",), "residual": ("standard",)}
+    return kind | {field: (value,) for field, value in LIKE_LLAMA.items()}
 
 
 def _read_gpt2(values: dict) -> dict:
@@ -133,8 +144,40 @@ def _write_gpt2(c: LMConfig) -> dict:
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
     kind = {"mixer": ("attention",), "residual": ("standard",), "norm": ("layer",), "positions": ("learned",)}
-    kind |= {"num_experts": (0,), "bias": (True,), "activation": tuple(GELU.values())}
+    kind |= {"qk_norm": (False,), "bias": (True,), "activation": tuple(GELU.values())}
     return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
+
+
+def _read_mixtral(values: dict) -> dict:
+    if values["num_experts_per_tok"] == 1:  # it would be weighted by 1, and not by its score
+        raise UsageError("num_experts_per_tok=1 is not honoured of a Mixtral; legal are 2 and more.")
+    return _read_rope(values, 1e6) | LIKE_LLAMA
+
+
+def _read_qwen3(values: dict) -> dict:
+    k, is_share = values["num_experts_per_tok"], values.get("norm_topk_prob", False)
+    if is_share != (k > 1):
+        raise UsageError(f"norm_topk_prob={is_share} is not honoured; legal is {k > 1} with num_experts_per_tok={k}.")
+    return _read_rope(values) | LIKE_LLAMA | {"qk_norm": True}
+
+
+def _write_qwen3(c: LMConfig) -> dict:
+    return _write_rope(c) | {"norm_topk_prob": c.experts_per_token > 1, "intermediate_size": c.mlp_dim}
+
+
+def _needs_mixtral(c: LMConfig) -> dict[str, tuple]:
+    # Of one expert a token it makes the weight 1.
+    several = {"experts_per_token": (max(2, c.experts_per_token),), "qk_norm": (False,)}
+    return _needs_rms(c) | _needs_router(c) | several
+
+
+def _needs_qwen3(c: LMConfig) -> dict[str, tuple]:
+    return _needs_rms(c) | _needs_router(c) | {"qk_norm": (True,)}
+
+
+def _needs_router(c: LMConfig) -> dict[str, tuple]:
+    del c
+    return {"shared_experts": (0,), "router_scores": ("softmax",), "router_bias": (0.0,), "bias": (False,)}
 
 
 LLAMA = Architecture(
@@ -160,10 +203,7 @@ LLAMA = Architecture(
         "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-6), "tied": ("tie_word_embeddings", FLAG, False),
         "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
     },
-    others={
-        "mlp_bias": FLAG, "attention_bias": FLAG, "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1),
-        "rope_scaling": TABLE, "rope_parameters": TABLE,
-    },
+    others=ROPE_KEYS | {"mlp_bias": FLAG, "attention_bias": FLAG},
     fixed={"hidden_act": "silu"}, read=_read_llama, write=_write_llama, needs=_needs_llama,
 )  # fmt: skip
 
@@ -196,6 +236,46 @@ GPT2 = Architecture(
     read=_read_gpt2, write=_write_gpt2, needs=_needs_gpt2,
 )  # fmt: skip
 
+OF_LLAMA = {leaf: place for leaf, place in LLAMA.rows.items() if "mlp." not in place.name and "bias" not in place.name}
+MIXTRAL = Architecture(
+    "MixtralForCausalLM", "mixtral", LLAMA.layer, LLAMA.passed_over,
+    rows=OF_LLAMA | {
+        "layers.w_router": Place("block_sparse_moe.gate.weight", "de>e,d"),
+        "layers.w_gate": Place("block_sparse_moe.experts.{}.w1.weight", "df>f,d"),
+        "layers.w_up": Place("block_sparse_moe.experts.{}.w3.weight", "df>f,d"),
+        "layers.w_down": Place("block_sparse_moe.experts.{}.w2.weight", "fd>d,f"),
+    },
+    fields=LLAMA.fields | {
+        "num_kv_heads": ("num_key_value_heads", SIZE), "max_seq_len": ("max_position_embeddings", SIZE, 131072),
+        "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-5), "num_experts": ("num_local_experts", SIZE),
+        "experts_per_token": ("num_experts_per_tok", SIZE),
+    },
+    others=ROPE_KEYS, fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    read=_read_mixtral, write=_write_rope, needs=_needs_mixtral,
+)  # fmt: skip
+
+QWEN3_MOE = Architecture(
+    "Qwen3MoeForCausalLM", "qwen3_moe", LLAMA.layer, LLAMA.passed_over,
+    rows=OF_LLAMA | {
+        "layers.q_norm.scale": Place("self_attn.q_norm.weight", "k>k"),
+        "layers.k_norm.scale": Place("self_attn.k_norm.weight", "k>k"),
+        "layers.w_router": Place("mlp.gate.weight", "de>e,d"),
+        "layers.w_gate": Place("mlp.experts.{}.gate_proj.weight", "df>f,d"),
+        "layers.w_up": Place("mlp.experts.{}.up_proj.weight", "df>f,d"),
+        "layers.w_down": Place("mlp.experts.{}.down_proj.weight", "fd>d,f"),
+    },
+    fields=LLAMA.fields | {
+        "num_kv_heads": ("num_key_value_heads", SIZE), "max_seq_len": ("max_position_embeddings", SIZE, 32768),
+        "mlp_dim": ("moe_intermediate_size", SIZE), "num_experts": ("num_experts", SIZE),
+        "experts_per_token": ("num_experts_per_tok", SIZE),
+    },
+    others=ROPE_KEYS | {"norm_topk_prob": FLAG, "intermediate_size": SIZE},  # the latter is of layers without experts
+    fixed={"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
+    read=_read_qwen3, write=_write_qwen3, needs=_needs_qwen3,
+)  # fmt: skip
+
+KINDS = LLAMA, GPT2, MIXTRAL, QWEN3_MOE
+SPELLINGS = {"qwen3_moe": {"num_local_experts": "num_experts"}}  # of transformers 5
 FULL = "full_attention"
 COMMON = {
     "bos_token_id": IDS, "eos_token_id": IDS, "use_sliding_window": literal(False), "pruned_heads": literal({}),
@@ -221,12 +301,15 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
         check(path, key, values.get(key, "" if what is TEXT else []), what)
     kind = values.get("model_type")
     name = (values.get("architectures") or [kind])[0]
-    arch = next((a for a in (LLAMA, GPT2) if name in (a.name, a.model_type) and kind in (a.model_type, None)), None)
+    arch = next((a for a in KINDS if name in (a.name, a.model_type) and kind in (a.model_type, None)), None)
     if arch is None:
         raise UsageError(
             f"{path} is of architecture {plain(name)} (model_type {plain(kind)}); legal are "
-            f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in (LLAMA, GPT2))}."
+            f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in KINDS)}."
         )
+    for newer, key in SPELLINGS.get(arch.model_type, {}).items():
+        if newer in values and (there := values.pop(newer)) != values.setdefault(key, there):
+            raise UsageError(f"{path} has {key}={brief(values[key])} and {newer}={brief(there)}; legal is one value.")
     known = {key: kind for key, kind, *_ in arch.fields.values()} | arch.others | COMMON
     refuse_unknown(path, values, known | {key: literal(value) for key, value in arch.fixed.items()})
     if absent := [key for key, _, *default in arch.fields.values() if not default and key not in values]:
@@ -238,7 +321,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
 def architecture_of(config: LMConfig) -> Architecture:
     """Returns the architecture that expresses `config`, or says which fields stand in the way."""
     reasons = []
-    for arch in (LLAMA, GPT2):
+    for arch in (arch for arch in KINDS if ("layers.w_router" in arch.rows) == bool(config.num_experts)):
         wrong = {field: legal for field, legal in arch.needs(config).items() if getattr(config, field) not in legal}
         if not wrong:
             return arch

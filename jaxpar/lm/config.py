@@ -91,6 +91,8 @@ class LMConfig:
       router_z_loss: Weight of the mean square of the router's log normaliser.
       router_bias: Weight of the gradient that corrects the choice by a bias of each expert, in place of a loss.
       transport: How tokens reach experts that devices share, of `jaxpar.parallel.experts.TRANSPORTS`.
+      shared_experts: n, of which all tokens pass: one mlp of width n F, added to what the chosen experts make.
+      qk_norm: Whether queries and keys of a head are normalised, by `norm`, before they are rotated.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -137,6 +139,8 @@ class LMConfig:
     router_z_loss: float = _later(0.0, AtLeast(0))
     router_bias: float = _later(0.0, AtLeast(0))
     transport: str = _execution("auto", OneOf(TRANSPORTS))
+    shared_experts: int = _later(0, AtLeast(0))
+    qk_norm: bool = _later(False, None)
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -196,7 +200,9 @@ def _attention(config: LMConfig) -> Attention:
     scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len
     rope = Rope(config.rope_theta, config.rope_factor, *scaling) if config.positions == "rope" else None
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    return Attention(*heads, config.bias, rope, dropout=config.dropout, impl=config.attention, attend=_split(config))
+    norm = Norm(config.norm, config.norm_eps, config.bias) if config.qk_norm else None
+    given = dict(dropout=config.dropout, impl=config.attention, attend=_split(config), qk_norm=norm)
+    return Attention(*heads, config.bias, rope, **given)
 
 
 def _split(config: LMConfig) -> SplitSequence:
@@ -206,12 +212,13 @@ def _split(config: LMConfig) -> SplitSequence:
 def _experts(config: LMConfig) -> Experts:
     k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
     sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
-    return Experts(*sizes, k > 1, *losses, bias=config.router_bias, transport=transport_for(config.transport))
+    more = dict(bias=config.router_bias, shared=config.shared_experts, transport=transport_for(config.transport))
+    return Experts(*sizes, k > 1, *losses, **more)
 
 
 def _check_experts(config: LMConfig) -> None:
-    fields = "experts_per_token capacity router_scores balance_loss router_z_loss router_bias transport".split()
-    changed = [name for name in fields if getattr(config, name) != getattr(LMConfig, name)]
+    fields = "experts_per_token capacity router_scores balance_loss router_z_loss router_bias transport shared_experts"
+    changed = [name for name in fields.split() if getattr(config, name) != getattr(LMConfig, name)]
     if changed and not config.num_experts:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
     if config.num_experts and (config.bias or config.remat == "blockwise"):
@@ -228,6 +235,8 @@ def _unsized(config: LMConfig) -> None:
 
 
 def _sized(config: LMConfig) -> None:
+    if config.qk_norm:
+        raise UsageError(f"model.qk_norm=true is of attention, not of model.mixer={config.mixer}; take false.")
     if config.context != "auto" or config.context_order not in ("auto", "contiguous"):
         raise UsageError(
             f"model.mixer={config.mixer} reads tokens in turn; take model.context=auto, model.context_order=contiguous."

@@ -1,5 +1,6 @@
 """Hugging Face folders <-> parameters, for the architectures of `jaxpar.lm.architectures`."""
 
+import itertools
 import json
 import math
 import os
@@ -34,7 +35,7 @@ HEAD = "lm_head.weight"
 def from_hf(
     folder: str | Path, *, dtype: str = "bfloat16", param_dtype: DTypeLike = jnp.float32
 ) -> tuple[LMConfig, PyTree]:
-    """Reads a Llama or GPT-2 folder of `config.json` and safetensors, whole or in shards.
+    """Reads a folder of `config.json` and safetensors, whole or in shards: a Llama, GPT-2, Mixtral or Qwen3-MoE.
 
     Under `jaxpar.mesh.use_mesh` every device's slice is read from the files and placed at once; a process holds at most
     its own slices of one leaf besides. Without a mesh the leaves are ordinary arrays.
@@ -45,7 +46,7 @@ def from_hf(
       param_dtype: Of the parameters.
 
     Returns:
-      The model and its parameters. GPT-2's dropout is `resid_pdrop`; a Llama has none.
+      The model and its parameters. GPT-2's dropout is `resid_pdrop`; the others have none.
 
     Raises:
       UsageError: If a file is absent or damaged, the architecture is unknown, a key of `config.json` is not honoured, a
@@ -86,11 +87,12 @@ def to_hf(
     max_shard_bytes: int = 4 * 2**30,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Writes a folder that transformers' `AutoModelForCausalLM` loads, a Llama or a GPT-2 as `config` is one.
+    """Writes a folder that transformers' `AutoModelForCausalLM` loads, of the architecture that `config` is.
 
     The folder appears under its name once it is whole. At most one file's tensors are in memory at a time; sharded
     parameters are gathered one layer of a leaf at a time. All processes of a run call this, and process 0 writes.
-    What the formats cannot hold is left out: a Llama's dropout, and how to compute (`dtype`, remat and the like).
+    What the formats cannot hold is left out: dropout but GPT-2's, a capacity and losses of a router, and how to compute
+    (`dtype`, remat and the like).
 
     Args:
       params: As from `jaxpar.lm.init`, `jax.Array`s.
@@ -101,7 +103,7 @@ def to_hf(
       tokenizer: A tokenizer.json to copy along.
 
     Raises:
-      UsageError: If the folder holds something or cannot be written, if neither architecture can express the model,
+      UsageError: If the folder holds something or cannot be written, if no architecture can express the model,
         or if `params` are not of `config`.
     """
     folder, arch = Path(folder).absolute(), architecture_of(config)
@@ -158,13 +160,13 @@ def _flat(tree: PyTree) -> dict[str, PyTree]:
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _name(arch: Architecture, leaf: str, layer: int) -> str:
-    """Returns the tensor that holds `leaf`, of `layer` if it is in one."""
-    return (arch.layer.format(layer) if leaf.startswith("layers.") else "") + arch.rows[leaf].name
+def _name(arch: Architecture, leaf: str, at: tuple[int, ...]) -> str:
+    """Returns the tensor that holds `leaf`, of a layer and of an expert if it is in one."""
+    return (arch.layer.format(at[0]) if at else "") + arch.rows[leaf].name.format(*at[1:])
 
 
-def _tensors(arch: Architecture, config: LMConfig) -> dict[str, tuple[tuple[int, ...], list[tuple[str, int]]]]:
-    """Returns the shape of every tensor of the files, and the leaves and layers that it is made of."""
+def _tensors(arch: Architecture, config: LMConfig) -> dict[str, tuple[tuple[int, ...], list]]:
+    """Returns the shape of every tensor of the files, and the leaves, layers and experts that it is made of."""
     tensors = {}
     for name, leaf in _flat(abstract(config)).items():
         ours, theirs = arch.rows[name].layout.split(">")
@@ -172,17 +174,17 @@ def _tensors(arch: Architecture, config: LMConfig) -> dict[str, tuple[tuple[int,
         sizes = dict(zip(ours, leaf.shape[rest:], strict=True))
         shape = [math.prod(sizes[axis] for axis in group) for group in theirs.split(",")]
         shape[-1] *= 1 if arch.rows[name].third is None else 3
-        for layer in range(config.num_layers if rest else 1):
-            tensors.setdefault(_name(arch, name, layer), (tuple(shape), []))[1].append((name, layer))
+        for at in itertools.product(*map(range, leaf.shape[:rest])):
+            tensors.setdefault(_name(arch, name, at), (tuple(shape), []))[1].append((name, at))
     return tensors
 
 
 def _read(tensors: dict, arch: Architecture, name: str, leaf: jax.ShapeDtypeStruct, bounds: tuple) -> np.ndarray:
-    """Reads one block of a leaf, a layer at a time, and refuses numbers that are none."""
+    """Reads one block of a leaf, a tensor at a time, and refuses numbers that are none."""
     row, out = arch.rows[name], np.empty([stop - start for start, stop in bounds], leaf.dtype)
     rest = len(leaf.shape) - len(row.layout.split(">")[0])
-    for layer, part in zip(range(*bounds[0]), out, strict=True) if rest else [(0, out)]:
-        tensor = _name(arch, name, layer)
+    for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
+        tensor, part = _name(arch, name, at), out[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
         with np.errstate(over="ignore"):  # it is told below
             part[...] = _cut(tensors[tensor], row, leaf.shape[rest:], bounds[rest:])
         if not np.isfinite(part).all():
@@ -201,7 +203,7 @@ def _check_tied(tensors: dict, arch: Architecture, block: np.ndarray, shape: tup
 
 
 def _cut(tensor: _Tensor, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Reads a leaf's `bounds` out of a tensor of the files, one layer, in the leaf's order."""
+    """Reads a leaf's `bounds` out of a tensor of the files, of one layer and expert, in its order."""
     ours, theirs = row.layout.split(">")
     sizes, ranges = dict(zip(ours, shape, strict=True)), dict(zip(ours, bounds, strict=True))
     groups = theirs.split(",")
@@ -219,14 +221,14 @@ def _cut(tensor: _Tensor, row: Place, shape: tuple[int, ...], bounds: tuple[tupl
     return block.transpose([order.index(axis) for axis in ours])
 
 
-_pick = jax.jit(lambda leaf, layer: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False))
+_pick = jax.jit(lambda leaf, at: leaf[at])
 
 
-def _gather(arch: Architecture, flat: dict, parts: list[tuple[str, int]], dtype: str) -> np.ndarray:
+def _gather(arch: Architecture, flat: dict, parts: list[tuple[str, tuple]], dtype: str) -> np.ndarray:
     """Brings the leaves of one tensor to every host, and lays them out as the file has them."""
     blocks = []
-    for name, layer in sorted(parts, key=lambda part: arch.rows[part[0]].third or 0):
-        x = _pick(flat[name], layer) if name.startswith("layers.") else flat[name]
+    for name, at in sorted(parts, key=lambda part: arch.rows[part[0]].third or 0):
+        x = _pick(flat[name], at) if at else flat[name]
         x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
         x = np.asarray(x).astype(dtype)
         ours, theirs = arch.rows[name].layout.split(">")
@@ -287,6 +289,10 @@ def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: Exi
                 raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
             found[full] = file.get_slice(name)
     expected = {name: shape for name, (shape, _) in _tensors(arch, config).items()}
+    router = found.get(_name(arch, "layers.w_router", (0,))) if config.num_experts else None
+    if router is not None and (num := router.get_shape()[0]) != config.num_experts:
+        key = arch.fields["num_experts"][0]
+        raise UsageError(f"{folder} has {num} experts a layer, but its config.json has {key}={config.num_experts}.")
     if config.tied and HEAD in found:
         expected[HEAD] = expected[arch.rows["embedding"].name]
     for name, shape in expected.items():

@@ -62,5 +62,5 @@ def test_identity_leaves_out_how_a_model_is_computed():
     assert how == {"remat", "attention", "scan_layers", "loss_chunk", "solver", "ranges", "context", "context_order"}
     later = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") == "changed"}
     experts = {"num_experts", "experts_per_token", "capacity", "router_scores"}
-    experts |= {"balance_loss", "router_z_loss", "router_bias"}
-    assert later == {"mixer", "mixer_dim", "residual", "ladder_from", "z_loss"} | experts
+    experts |= {"balance_loss", "router_z_loss", "router_bias", "shared_experts"}
+    assert later == {"mixer", "mixer_dim", "residual", "ladder_from", "z_loss", "qk_norm"} | experts

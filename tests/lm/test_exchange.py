@@ -33,6 +33,11 @@ CONFIGS = {
     "gpt2_exact": LMConfig(
         **SIZES, norm="layer", positions="learned", activation="gelu_exact", bias=True, tied=True, norm_eps=1e-2,
     ),
+    "mixtral": LMConfig(**SIZES, num_kv_heads=2, num_experts=4, rope_theta=100.0),
+    "qwen3_moe": LMConfig(
+        **SIZES, num_kv_heads=2, head_dim=4, num_experts=4, experts_per_token=3, qk_norm=True, tied=True,
+    ),
+    "qwen3_moe_one": LMConfig(**SIZES, num_experts=2, experts_per_token=1, qk_norm=True, norm_eps=1e-6),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 20))
 logits = jax.jit(apply, static_argnums=2)
@@ -141,11 +146,10 @@ def test_on_a_mesh_each_device_reads_its_slices_only(config, folder, mesh, chang
     rows = exchange.architecture_of(config).rows
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         block = leaf.sharding.shard_shape(leaf.shape)
-        is_stacked = path[0].key == "layers"
-        # Every part of the leaf once, however many devices hold it, a layer at a time.
-        count = leaf.size // math.prod(block[1:] if is_stacked else block)
-        reads = read_shapes[rows[jax.tree_util.keystr(path, simple=True, separator=".")]]
-        assert reads == [block[1:] if is_stacked else block] * count
+        row = rows[jax.tree_util.keystr(path, simple=True, separator=".")]
+        part = block[(path[0].key == "layers") + ("{}" in row.name) :]
+        # Every part of the leaf once, however many devices hold it, a layer and an expert at a time.
+        assert read_shapes[row] == [part] * (leaf.size // math.prod(part))
     assert_same(from_hf(tmp_path / "again")[1], random_params(config))
 
 

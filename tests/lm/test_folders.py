@@ -27,6 +27,8 @@ CONFIGS = {
         rope_high_freq_factor=4.0, rope_original_len=16,
     ),
     "gpt2": LMConfig(**SIZES, norm="layer", positions="learned", activation="gelu", bias=True, tied=True),
+    "mixtral": LMConfig(**SIZES, num_experts=2, tied=True),
+    "qwen3_moe": LMConfig(**SIZES, num_experts=2, qk_norm=True, tied=True),
 }  # fmt: skip
 # What published folders hold besides.
 MORE = {
@@ -38,6 +40,10 @@ MORE = {
     "gpt2": dict(
         bos_token_id=2, eos_token_id=2, n_ctx=32, summary_type="cls_index", summary_proj_to_labels=True, use_cache=True,
         task_specific_params={"text-generation": {"do_sample": True}}, id2label={"0": "LABEL_0"}, pruned_heads={},
+    ),
+    "mixtral": dict(sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.02, use_cache=True),
+    "qwen3_moe": dict(
+        sliding_window=None, use_sliding_window=False, max_window_layers=48, router_aux_loss_coef=0.001, use_cache=True,
     ),
 }  # fmt: skip
 WRONG = [None, True, False, 0, 1, -1, 2, 1.5, -0.5, 1e400, -1e400, math.nan, 10**30, 10**400, "", "x", "1", [], [None],
@@ -93,13 +99,14 @@ def test_any_key_of_any_type_is_taken_or_refused_in_a_sentence(folders, tmp_path
         place[key] = kept
     sizes = {
         "vocab_size",
-        *(("hidden_size", "num_hidden_layers") if name == "llama" else ("n_embd", "n_layer", "n_inner")),
+        *(("n_embd", "n_layer", "n_inner") if name == "gpt2" else ("hidden_size", "num_hidden_layers")),
     }
     for key in sizes | {"initializer_range"}:
         assert {str(x) for x in (True, -1, math.nan, 1e400, "x")} <= set(map(str, refused[key])), key
     assert {key for key in values if key not in refused} <= {
         "torch_dtype", "pretraining_tp", "attention_dropout", "_name_or_path", "transformers_version", "use_cache",
         "is_llama_config", "n_ctx", "summary_type", "summary_proj_to_labels", "task_specific_params", "id2label",
+        "output_router_logits", "router_aux_loss_coef", "max_window_layers", "sliding_window",
     }  # fmt: skip
 
 
@@ -130,6 +137,24 @@ HARMFUL = [
                            "original_max_position_embeddings": 16}),
         "high_freq_factor=4.0 is not over low_freq_factor=4.0",
     ),
+    ("mixtral", dict(sliding_window=4096), "sliding_window=4096; legal is null"),
+    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1; legal is 0.0"),
+    ("mixtral", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not honoured of a Mixtral; legal"),
+    ("mixtral", dict(num_experts_per_tok=3), "experts_per_token=3 is over num_experts=2; legal are 1 to 2"),
+    ("mixtral", dict(num_local_experts=0), "num_local_experts=0; legal is a whole number"),
+    ("mixtral", dict(num_local_experts=None), "config.json lacks num_local_experts"),
+    ("mixtral", dict(attention_bias=True), "attention_bias=True, which is not honoured"),
+    ("qwen3_moe", dict(norm_topk_prob=False), "norm_topk_prob=False is .*; legal is True with num_"),
+    ("qwen3_moe", dict(norm_topk_prob=None), "norm_topk_prob=False is not honoured"),
+    ("qwen3_moe", dict(num_experts_per_tok=1), "norm_topk_prob=True is .*; legal is False with num_"),
+    ("qwen3_moe", dict(decoder_sparse_step=2), "decoder_sparse_step=2; legal is 1"),
+    ("qwen3_moe", dict(mlp_only_layers=[0]), r"mlp_only_layers=\[0\]; legal is \[\]"),
+    ("qwen3_moe", dict(attention_bias=True), "attention_bias=True; legal is False"),
+    ("qwen3_moe", dict(sliding_window=4096, use_sliding_window=True), "use_sliding_window=True|sliding_window=4096"),
+    ("qwen3_moe", dict(num_local_experts=3), "num_experts=2 and num_local_experts=3; legal is one value"),
+    ("qwen3_moe", dict(num_experts=None), "config.json lacks num_experts"),
+    ("qwen3_moe", dict(head_dim=3), "model.head_dim=3 must be even for rope"),
+    ("qwen3_moe", dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size=8, which is not honoured"),
     ("gpt2", dict(layer_norm_epsilon="1e-5"), "layer_norm_epsilon='1e-5'; legal is a finite number"),
     ("gpt2", dict(resid_pdrop=1.0), "resid_pdrop=1.0; legal is a number from 0 to under 1"),
     ("gpt2", dict(pruned_heads={"0": [1]}), "pruned_heads="),
@@ -152,6 +177,13 @@ def test_what_is_switched_off_changes_nothing(folders, tmp_path):
     values = json.loads((folders / "llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | off))
     assert config_from_hf(tmp_path, dtype="float32") == CONFIGS["llama"]
+
+
+def test_the_newer_spelling_is_read(folders, tmp_path):
+    values = json.loads((folders / "qwen3_moe" / "config.json").read_text())
+    values["num_local_experts"] = values.pop("num_experts")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert config_from_hf(tmp_path, dtype="float32") == CONFIGS["qwen3_moe"]
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\ud800", "x" * 5000, ""])
@@ -232,6 +264,18 @@ def test_a_tied_head_is_the_embedding_or_refused(folder, on_mesh):
         assert f"tensor lm_head.weight differs from {name}" in sentence_of(from_hf, folder)
         save_file(tensors | {"lm_head.weight": other[:-1]}, path)
         assert "tensor lm_head.weight in" in sentence_of(from_hf, folder)
+
+
+@pytest.mark.parametrize("folder", ["mixtral", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("num", [3, 4])
+def test_another_number_of_experts_is_told(folder, num):
+    key = "num_local_experts" if folder_kind(folder) == "mixtral" else "num_experts"
+    change(folder / "config.json", {key: num})
+    assert f"{folder} has 2 experts a layer, but its config.json has {key}={num}." == sentence_of(from_hf, folder)
+
+
+def folder_kind(folder):
+    return json.loads((folder / "config.json").read_text())["model_type"]
 
 
 # ---------------------------------------------------------------- BOS and EOS

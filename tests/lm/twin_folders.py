@@ -1,4 +1,4 @@
-"""Llama and GPT-2 in slow NumPy, in float64, from the tensors' Hugging Face names."""
+"""Llama, GPT-2, Mixtral and Qwen3-MoE in slow NumPy, in float64, from the tensors' Hugging Face names."""
 
 import json
 import math
@@ -35,6 +35,36 @@ def rotate(x, theta, scaling):
     return out
 
 
+def swiglu(x, gate, up, down):
+    inside = x @ gate.T
+    return inside / (1 + np.exp(-inside)) * (x @ up.T) @ down.T
+
+
+def mixture(x, logits, k, is_share, experts):
+    """One token after the other, each by its k experts."""
+    out = np.zeros_like(x)
+    for t, row in enumerate(logits):
+        scores = np.exp(row - row.max())
+        scores = scores / scores.sum()
+        chosen = np.argsort(-scores, kind="stable")[:k]
+        total = scores[chosen].sum() if is_share else 1.0
+        for e in chosen:
+            out[t] += scores[e] / total * swiglu(x[t], *experts[e])
+    return out
+
+
+def experts_twin(cfg, w, at, x):
+    """The names of either architecture."""
+    if cfg["model_type"] == "mixtral":
+        router, each, names = "block_sparse_moe", "block_sparse_moe.experts", ("w1", "w3", "w2")
+        num, is_share = cfg["num_local_experts"], True
+    else:
+        router, each, names = "mlp", "mlp.experts", ("gate_proj", "up_proj", "down_proj")
+        num, is_share = cfg["num_experts"], cfg["norm_topk_prob"]
+    experts = [[w[f"{at}{each}.{e}.{name}.weight"] for name in names] for e in range(num)]
+    return mixture(x, x @ w[f"{at}{router}.gate.weight"].T, cfg["num_experts_per_tok"], is_share, experts)
+
+
 def llama_twin(cfg, w, tokens):
     heads, groups = cfg["num_attention_heads"], cfg["num_key_value_heads"]
 
@@ -51,10 +81,15 @@ def llama_twin(cfg, w, tokens):
         q = np.split(linear(h, at + "self_attn.q_proj"), heads, axis=1)
         k = np.split(linear(h, at + "self_attn.k_proj"), groups, axis=1)
         v = np.split(linear(h, at + "self_attn.v_proj"), groups, axis=1)
+        if at + "self_attn.q_norm.weight" in w:
+            q, k = ([rms(x, f"{at}self_attn.{n}_norm.weight") for x in parts] for n, parts in (("q", q), ("k", k)))
         q, k = ([rotate(part, cfg["rope_theta"], cfg["rope_scaling"]) for part in parts] for parts in (q, k))
         mixed = [causal_attention(q[n], k[n * groups // heads], v[n * groups // heads]) for n in range(heads)]
         x = x + linear(np.concatenate(mixed, axis=1), at + "self_attn.o_proj")
         h = rms(x, at + "post_attention_layernorm.weight")
+        if cfg["model_type"] != "llama":
+            x = x + experts_twin(cfg, w, at, h)
+            continue
         gate = linear(h, at + "mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, at + "mlp.up_proj"), at + "mlp.down_proj")
     head = "model.embed_tokens.weight" if cfg["tie_word_embeddings"] else "lm_head.weight"
@@ -89,5 +124,5 @@ def gpt2_twin(cfg, w, tokens):
 def twin_logits(folder, tokens):
     cfg = json.loads((folder / "config.json").read_text())
     w = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
-    twin = {"llama": llama_twin, "gpt2": gpt2_twin}[cfg["model_type"]]
+    twin = gpt2_twin if cfg["model_type"] == "gpt2" else llama_twin
     return np.stack([twin(cfg, w, row) for row in tokens])

@@ -43,7 +43,7 @@ def test_experts_that_get_nothing_have_no_gradient(x64):
     x = np.abs(normal(B, T, D))  # so that the skew is positive
     got = outcome(sorted_form, layer, params, x)
     assert_close(got, outcome(plain, layer, params, x), NEAR["float64"])
-    assert got[0][1][2]["expert_load"] == E
+    assert got[0][1][2]["expert_load"] == E and got[0][1][2]["expert_load_min"] == 0
     grads = got[1][0]
     for name in ("w_up", "w_gate", "w_down"):
         assert not np.any(grads[name][: E - 1]) and np.all(grads[name][E - 1] != 0)
@@ -104,7 +104,8 @@ def test_a_stack_tells_what_its_mixtures_do():
     stack = Stack(2, D, Attention(2, 2, 4), Experts(F, E, 2, capacity=0.5, z_loss=0.1), dtype="float32", init_std=0.5)
     params, x = jit(stack.init)(jax.random.key(0)), normal(2, T, D, dtype="float32")
     _, _, aux = jit(stack.apply)(params, x)
-    assert set(aux.losses) == {"balance_loss", "router_z_loss"} and set(aux.metrics) == {"expert_load", "dropped"}
+    assert set(aux.losses) == {"balance_loss", "router_z_loss"}
+    assert set(aux.metrics) == {"expert_load", "expert_load_min", "dropped"}
     assert aux.losses["balance_loss"] >= 2 * 0.99 * 0.01 * 0.5 and 0 <= aux.metrics["dropped"].value < 1
 
 
@@ -116,6 +117,7 @@ def test_a_stack_tells_what_its_mixtures_do():
         (dict(experts_per_token=1), "experts_per_token=1 with normalise=True makes every weight 1"),
         (dict(capacity=0.0), "capacity=0.0 must be over 0, or None"),
         (dict(capacity=float("nan")), "capacity=nan must be a finite number, over 0, or None"),
+        (dict(shared=-1), "shared=-1 must be at least 0"),
         (dict(noise=float("nan")), "noise=nan must be a finite number, at least 0"),
         (dict(balance_loss=-1.0), "balance_loss=-1.0 must be at least 0"),
         (dict(scores="tanh"), "scores='tanh' is unknown; legal are softmax, sigmoid"),

@@ -19,6 +19,7 @@ from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Transposed, contract, transposed_is_faster
 from jaxpar.nn.mixer import ActivationSizes, Context
+from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
@@ -104,6 +105,8 @@ class Attention:
       dropout: Rate on attention weights, while training.
       impl: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
       attend: How tokens attend to each other where a mesh splits them and no cache is kept.
+      qk_norm: Of each head's queries and keys before they are rotated, one scale [K] for all heads (QK norm:
+        arXiv:2302.05442, section 2, there a LayerNorm); None for none.
     """
 
     num_heads: int = field(legal=AtLeast(1))
@@ -115,6 +118,7 @@ class Attention:
     dropout: float = field(0.0, Between(0, 1, "[)"))
     impl: str = field("auto", OneOf(ATTENTION_IMPLS))
     attend: Attend = WHOLE
+    qk_norm: Norm | None = None
 
     num_inputs = 3
 
@@ -141,7 +145,7 @@ class Attention:
         return self.num_heads * self.head_dim
 
     def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Leaf]:
-        """Declares wq [D, H, K], wk, wv [D, G, K], wo [H, K, D] and their biases."""
+        """Declares wq [D, H, K], wk, wv [D, G, K], wo [H, K, D] and their biases, and q_norm, k_norm."""
         heads, kv = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         axes = {"q": INTO, "k": ("embed", "kv_heads", "head_dim"), "v": ("embed", "kv_heads", "head_dim")}
         sizes = {"q": heads, "k": kv, "v": kv}
@@ -150,6 +154,8 @@ class Attention:
         if self.bias:
             out |= {f"b{name}": Leaf(sizes[name], axes[name][1:], "zeros") for name in axes}
             out["bo"] = Leaf((embed_dim,), (None,), "zeros")
+        if self.qk_norm is not None:
+            out |= {name: self.qk_norm.leaves(self.head_dim) for name in ("q_norm", "k_norm")}
         return out
 
     def for_decoding(self, params: dict) -> dict:
@@ -197,6 +203,8 @@ class Attention:
         else:
             q = product("btd,dhk->bthk", x, "q", INTO)
             k, v = (product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim")) for name in "kv")
+        if self.qk_norm is not None:
+            q, k = (self.qk_norm.apply(params[name], part) for name, part in (("q_norm", q), ("k_norm", k)))
         out, cache = self._mix(q, k, v, cache, context)
         return product("bthk,hkd->btd", checkpoint_name(out, "attention"), "o", OUT), cache, NOTHING
 
@@ -218,5 +226,9 @@ class Attention:
         return out, cache.fill(k, v, context)
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
-        """Declares what `attend` moves."""
-        return self.attend.transfers(self, sizes)
+        """Declares what `attend` moves, and the sums over heads of the gradients of their norms."""
+        yield from self.attend.transfers(self, sizes)
+        if self.qk_norm is not None and mesh_axes("heads"):
+            axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"), *mesh_axes("heads"))
+            size = 2 * sizes.layers * self.head_dim * max(sizes.width, 4)
+            yield Transfer("sum", axes, 2 * sizes.layers, size, "gradients of q_norm and k_norm, over heads")

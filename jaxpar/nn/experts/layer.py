@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, local, mesh_axes
-from jaxpar.nn.auxiliary import Aux, Max, Mean, Metric
+from jaxpar.nn.auxiliary import Aux, Max, Mean, Metric, Min
 from jaxpar.nn.experts.dispatch import capacity_of, within_capacity
 from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
 from jaxpar.nn.experts.route import SCORES, Routing, noisy, route, weights_by_expert
@@ -48,6 +48,7 @@ class Experts:
       bias: Weight of `losses.bias_loss`; if not 0, the choice is corrected by a learned bias of each expert.
       noise: Standard deviation of what is added to the logits while training.
       transport: How tokens reach experts that devices share.
+      shared: n; if not 0, one mlp of width n F computes all tokens and is added (arXiv:2401.06066, section 3.2).
     """
 
     size: int = field(legal=AtLeast(1))
@@ -63,6 +64,7 @@ class Experts:
     bias: float = field(0.0, AtLeast(0))
     noise: float = field(0.0, AtLeast(0))
     transport: Transport = SUM
+    shared: int = field(0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses what is out of range, and a router that could not learn."""
@@ -86,22 +88,32 @@ class Experts:
     @property
     def num_inputs(self) -> int:
         """Sums over devices that share F in its backward pass: of the gradients of input and weights."""
-        return 2
+        return 2 + (self._shared.num_inputs + 1 if self.shared else 0)
+
+    @property
+    def _shared(self) -> Mlp:
+        return Mlp(self.shared * self.size, self.activation)
 
     def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Leaf]:
-        """Declares w_router [D, E], w_up, w_gate [E, D, F] and w_down [E, F, D]; b_router [E] where it has a bias."""
+        """Declares w_router [D, E], w_up, w_gate [E, D, F] and w_down [E, F, D]; b_router [E] where it has a bias.
+
+        Where there are shared experts, also w_shared_up, w_shared_gate [D, n F] and w_shared_down [n F, D].
+        """
         out = {"w_router": Leaf((embed_dim, self.num_experts), ("embed", None), std)}
         for name, leaf in Mlp(self.size, self.activation).leaves(embed_dim, std, out_std).items():
             out[name] = Leaf((self.num_experts, *leaf.shape), ("experts", *leaf.axes), leaf.init)
         if self.bias:
             out["b_router"] = Leaf((self.num_experts,), (None,), "zeros")
+        if self.shared:
+            shared = self._shared.leaves(embed_dim, std, out_std)
+            out |= {name.replace("w_", "w_shared_"): leaf for name, leaf in shared.items()}
         return out
 
     def apply(self, params: dict, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Aux]:
         """Returns the mixture, with the losses of the router over all tokens.
 
-        It tells "expert_load", the largest load of an expert over the mean one, and with a capacity "dropped", the
-        share of choices that were over it.
+        It tells "expert_load" and "expert_load_min", the largest and the smallest load of an expert over the mean one,
+        and with a capacity "dropped", the share of choices that were over it.
 
         Raises:
           UsageError: If it is to go by blocks; for a capacity where rows are split over devices; for weights that are
@@ -115,6 +127,9 @@ class Experts:
         kept = self._kept(routing.expert, context)
         expert = routing.expert if kept is None else jnp.where(kept, routing.expert, self.num_experts)
         y = self._compute(params, x, expert, routing.weight, context)
+        if self.shared:
+            names = self._shared.leaves(1, 1.0, 1.0)
+            y = y + self._shared.apply({name: params[name.replace("w_", "w_shared_")] for name in names}, x, context)[0]
         return y, self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
@@ -194,7 +209,8 @@ class Experts:
         if bias is not None:
             losses["bias_loss"] = self.bias * bias_loss(bias, routing.expert)
         loads = load(routing.expert, self.num_experts, logits.dtype)
-        metrics: dict[str, Metric] = {"expert_load": Max(self.num_experts * jnp.max(loads))}
+        most, least = (self.num_experts * f(loads) for f in (jnp.max, jnp.min))
+        metrics: dict[str, Metric] = {"expert_load": Max(most), "expert_load_min": Min(least)}
         if kept is not None:
             metrics["dropped"] = Mean.of(1 - kept.astype(logits.dtype))
         return Aux(losses, metrics)
