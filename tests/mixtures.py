@@ -22,7 +22,7 @@ CASES = {
         F, E, 2, "gelu", scores="sigmoid", z_loss=0.1, information_gain=0.3, bias=0.2, balance_loss=0.5, shared=1
     ),
     "one, not normalised": Experts(F, E, 1, normalise=False),
-    "all, and two shared": Experts(F, E, E, shared=2),
+    "all": Experts(F, E, E, shared=2),
     "capacity": Experts(F, E, 2, capacity=0.7),
     "capacity for one": Experts(F, E, 2, capacity=1e-6),
     "capacity for all": Experts(F, E, 2, capacity=float(E)),

@@ -201,8 +201,8 @@ def _attention(config: LMConfig) -> Attention:
     rope = Rope(config.rope_theta, config.rope_factor, *scaling) if config.positions == "rope" else None
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     norm = Norm(config.norm, config.norm_eps, config.bias) if config.qk_norm else None
-    given = dict(dropout=config.dropout, impl=config.attention, attend=_split(config), qk_norm=norm)
-    return Attention(*heads, config.bias, rope, **given)
+    bias, impl, attend = config.bias, config.attention, _split(config)
+    return Attention(*heads, bias, rope, dropout=config.dropout, impl=impl, attend=attend, qk_norm=norm)
 
 
 def _split(config: LMConfig) -> SplitSequence:
@@ -212,8 +212,8 @@ def _split(config: LMConfig) -> SplitSequence:
 def _experts(config: LMConfig) -> Experts:
     k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
     sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
-    more = dict(bias=config.router_bias, shared=config.shared_experts, transport=transport_for(config.transport))
-    return Experts(*sizes, k > 1, *losses, **more)
+    bias, shared, transport = config.router_bias, config.shared_experts, transport_for(config.transport)
+    return Experts(*sizes, k > 1, *losses, bias=bias, transport=transport, shared=shared)
 
 
 def _check_experts(config: LMConfig) -> None:

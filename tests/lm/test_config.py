@@ -59,7 +59,17 @@ def test_a_config_is_static():
 
 def test_identity_leaves_out_how_a_model_is_computed():
     how = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") is False}
-    assert how == {"remat", "attention", "scan_layers", "loss_chunk", "solver", "ranges", "context", "context_order"}
+    assert how == {
+        "remat",
+        "attention",
+        "scan_layers",
+        "loss_chunk",
+        "solver",
+        "ranges",
+        "context",
+        "context_order",
+        "transport",
+    }
     later = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") == "changed"}
     experts = {"num_experts", "experts_per_token", "capacity", "router_scores"}
     experts |= {"balance_loss", "router_z_loss", "router_bias", "shared_experts"}

@@ -21,7 +21,7 @@ from jaxpar.nn.linear import Transposed, contract, transposed_is_faster
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Alibi, Rope
-from jaxpar.types import UsageError
+from jaxpar.types import PyTree, UsageError
 from jaxpar.verify import Transfer
 
 __all__ = ["ATTENTION_IMPLS", "Attend", "Attention", "WholeSequence"]
@@ -144,12 +144,12 @@ class Attention:
         """H K."""
         return self.num_heads * self.head_dim
 
-    def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Leaf]:
+    def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, PyTree]:
         """Declares wq [D, H, K], wk, wv [D, G, K], wo [H, K, D] and their biases, and q_norm, k_norm."""
         heads, kv = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         axes = {"q": INTO, "k": ("embed", "kv_heads", "head_dim"), "v": ("embed", "kv_heads", "head_dim")}
         sizes = {"q": heads, "k": kv, "v": kv}
-        out = {f"w{name}": Leaf((embed_dim, *sizes[name]), axes[name], std) for name in axes}
+        out: dict[str, PyTree] = {f"w{name}": Leaf((embed_dim, *sizes[name]), axes[name], std) for name in axes}
         out["wo"] = Leaf((*heads, embed_dim), OUT, out_std)
         if self.bias:
             out |= {f"b{name}": Leaf(sizes[name], axes[name][1:], "zeros") for name in axes}
