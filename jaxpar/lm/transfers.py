@@ -62,8 +62,9 @@ def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
 
 def _sizes(config: LMConfig, rows: int, length: int) -> ActivationSizes:
     """What a mixer is told of a step."""
-    tokens, again = rows * length / num_shares(*mesh_axes("batch")), 1 if config.remat == "none" else 2
-    return ActivationSizes(tokens, config.num_layers, jnp.dtype(config.dtype).itemsize, again, config.embed_dim)
+    mine, again = rows / num_shares(*mesh_axes("batch")), 1 if config.remat == "none" else 2
+    width = jnp.dtype(config.dtype).itemsize
+    return ActivationSizes(mine * length, config.num_layers, width, again, config.embed_dim, mine)
 
 
 def _over(names: tuple[str | None, ...]) -> tuple[str, ...]:

@@ -140,6 +140,7 @@ class ActivationSizes(NamedTuple):
       width: Bytes of a number.
       again: How often activations of the forward pass are made: 1, or 2 where they are recomputed.
       embed_dim: D.
+      rows: Of one device.
     """
 
     tokens: float
@@ -147,6 +148,7 @@ class ActivationSizes(NamedTuple):
     width: int
     again: int
     embed_dim: int
+    rows: float
 
 
 class Mixer(Protocol):

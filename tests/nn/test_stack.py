@@ -271,7 +271,7 @@ def test_decoding_in_a_loop_copies_no_cache():
 
 def test_a_split_sequence_is_gathered_for_attention_alone():
     """By hand: 8 tokens of 4 numbers a head and 4 bytes a number, heads over two devices; a layer's forward twice."""
-    sizes = ActivationSizes(tokens=8, layers=2, width=4, again=2, embed_dim=8)
+    sizes = ActivationSizes(tokens=8, layers=2, width=4, again=2, embed_dim=8, rows=1)
     with use_mesh(make_mesh(MeshSpec(data=2, context=2, tensor=2))):
         told = [tuple(each)[:4] for each in MIXERS["attention"].transfers(sizes)]
         assert not list(MIXERS["para_gru"].transfers(sizes))

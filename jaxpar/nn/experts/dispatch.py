@@ -15,15 +15,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.fields import Positive, check_value
 from jaxpar.nn.norm import wide_dtype
 
-__all__ = ["Plan", "capacity_of", "combine", "rows_of", "sort_choices", "within_capacity"]
+__all__ = ["Plan", "capacity_of", "combine", "rows_of", "slots_of", "sort_choices", "within_capacity"]
 
 
 class Plan(NamedTuple):
     """Choices in the order of their experts.
 
     Attributes:
-      order: The choices, n k + j for choice j of token n, of expert 0 first; those of no expert last.
-      place: Where each choice is in that order: the inverse.
+      order: The choices, n k + j for choice j of token n, of expert 0 first; those of no expert last. N k of a row that
+        is of no choice, and 0.
+      place: Where each choice is in that order: the inverse. M of a choice that is nowhere, and counts nothing.
       sizes: How many each expert has; the sum is under N k where some choices are of no expert.
     """
 
@@ -66,22 +67,35 @@ def within_capacity(expert: Int[Array, "*G N k"], num_experts: int, capacity: in
 
     Cost: one sort of N k integers a group.
     """
+    return slots_of(expert, num_experts) < capacity
+
+
+def slots_of(expert: Int[Array, "*G N k"], num_experts: int) -> Int[Array, "*G N k"]:
+    """Counts, for each choice, those of the same expert and group that come before it in GShard's order.
+
+    An expert of `num_experts` is none, and counted alike.
+    """
     if expert.ndim > 2:
-        return jax.vmap(lambda group: within_capacity(group, num_experts, capacity))(expert)
+        return jax.vmap(lambda group: slots_of(group, num_experts))(expert)
     first = expert.T  # in GShard's order
     plan = sort_choices(first, num_experts + 1)
     starts = jnp.cumsum(plan.sizes) - plan.sizes
-    return (plan.place - starts[first] < capacity).T
+    return (plan.place - starts[first]).T
+
+
+def _read(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Rows, and 0 where there is none."""
+    return x.at[places].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def rows_of(x: Float[Array, "N D"], plan: Plan) -> Float[Array, "M D"]:
     """Returns the token of each choice, in the plan's order. Reverse mode only."""
-    return x[plan.order // plan.place.shape[1]]
+    return _read(x, plan.order // plan.place.shape[1])
 
 
 def _rows_backward(plan: Plan, g: jax.Array):
-    rows = g[plan.place]
+    rows = _read(g, plan.place)
     return jnp.sum(rows, 1, dtype=wide_dtype(g)).astype(g.dtype), None
 
 
@@ -94,14 +108,14 @@ def combine(rows: Float[Array, "M D"], weight: Float[Array, "N k"], plan: Plan) 
 
     Rows of choices that are of no expert count as they are: `grouped_matmul` makes them 0.
     """
-    return jnp.einsum("nk,nkd->nd", weight, rows[plan.place].astype(weight.dtype)).astype(rows.dtype)
+    return jnp.einsum("nk,nkd->nd", weight, _read(rows, plan.place).astype(weight.dtype)).astype(rows.dtype)
 
 
 def _combine_backward(kept: tuple, g: jax.Array):
     rows, weight, plan = kept
     k = weight.shape[1]
-    drows = g[plan.order // k].astype(weight.dtype) * weight.reshape(-1)[plan.order][:, None]
-    dweight = jnp.einsum("nkd,nd->nk", rows[plan.place].astype(weight.dtype), g.astype(weight.dtype))
+    drows = _read(g, plan.order // k).astype(weight.dtype) * _read(weight.reshape(-1), plan.order)[:, None]
+    dweight = jnp.einsum("nkd,nd->nk", _read(rows, plan.place).astype(weight.dtype), g.astype(weight.dtype))
     return drows.astype(rows.dtype), dweight, None
 
 

@@ -132,6 +132,12 @@ class Experts:
             y = y + self._shared.apply({name: params[name.replace("w_", "w_shared_")] for name in names}, x, context)[0]
         return y, self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
 
+    def slots(self, length: int, context: Context) -> int | None:
+        """Returns how many choices an expert takes of a row of `length` tokens; None for all."""
+        if self.capacity is None or context.seen is not None:
+            return None
+        return capacity_of(self.capacity, length, self.experts_per_token, self.num_experts)
+
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares the means over all tokens that the losses take, and what the transport moves."""
         axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
@@ -168,15 +174,14 @@ class Experts:
 
     def _kept(self, expert: jax.Array, context: Context) -> jax.Array | None:
         """Tells which choices the capacity keeps; None for all."""
-        axes = context.rules.inside
-        if self.capacity is None or context.seen is not None:
+        axes, most = context.rules.inside, self.slots(expert.shape[1], context)
+        if most is None:
             return None
         if axes[1] and mesh_axes(axes[1]):
             raise UsageError(
                 "a capacity counts the tokens of a whole row, which mesh.context splits; take mesh.context=1, or no "
                 "capacity."
             )
-        most = capacity_of(self.capacity, expert.shape[1], self.experts_per_token, self.num_experts)
         return local(lambda expert: within_capacity(expert, self.num_experts, most), [axes], axes)(expert)
 
     def _compute(self, params: dict, x: jax.Array, expert: jax.Array, weight: jax.Array, context: Context):

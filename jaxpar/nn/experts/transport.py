@@ -24,7 +24,7 @@ from jaxpar.verify import Transfer
 if TYPE_CHECKING:
     from jaxpar.nn.experts.layer import Experts
 
-__all__ = ["SUM", "Transport", "Weights", "WholeBatch", "mine_of", "mixture", "on_devices"]
+__all__ = ["SUM", "Transport", "Weights", "WholeBatch", "mine_of", "mixture", "on_devices", "products"]
 
 Weights = dict[str, jax.Array]
 """w_up, w_gate, w_down of a layer as products want them: [E, D, F] split over "experts" and "mlp" alone."""
@@ -116,7 +116,13 @@ SUM = WholeBatch()
 
 
 def mixture(
-    activation: str, x: Float[Array, "*N D"], expert: Int[Array, "*N k"], weight: Float[Array, "*N k"], weights: Weights
+    activation: str,
+    x: Float[Array, "*N D"],
+    expert: Int[Array, "*N k"],
+    weight: Float[Array, "*N k"],
+    weights: Weights,
+    *,
+    kept: bool = True,
 ) -> Float[Array, "*N D"]:
     """Computes the mixture of one device's tokens by its experts, of which one out of range is none.
 
@@ -126,18 +132,27 @@ def mixture(
       expert: Whom of the E experts of `weights` they chose; E for nobody here.
       weight: What each choice counts.
       weights: Of this device's experts [E, D, F], its share of F: results are then to be summed.
+      kept: Whether products are kept for the backward pass.
     """
     k, width = expert.shape[-1], x.shape[-1]
     plan = sort_choices(expert.reshape(-1, k), weights["w_down"].shape[0])
-    rows = rows_of(x.reshape(-1, width), plan)
-
-    def product(rows, w):
-        return checkpoint_name(grouped_matmul(rows, w, plan.sizes), "product")
-
-    into = [w for name, w in weights.items() if name != "w_down"]
-    inside = [checkpoint_name(product(rows, w), "mlp") for w in into]
-    out = product(ACTIVATIONS[activation](*inside), weights["w_down"])
+    out = products(activation, rows_of(x.reshape(-1, width), plan), plan.sizes, weights, kept=kept)
     return combine(out, weight.reshape(-1, k), plan).reshape(x.shape)
+
+
+def products(
+    activation: str, rows: Float[Array, "M D"], sizes: Int[Array, " E"], weights: Weights, *, kept: bool = True
+) -> Float[Array, "M D"]:
+    """Computes each row by its expert; rows lie expert after expert, and those beyond the sum of the sizes become 0."""
+
+    def product(rows, w, *names):
+        y = grouped_matmul(rows, w, sizes)
+        for name in names if kept else ():
+            y = checkpoint_name(y, name)
+        return y
+
+    inside = [product(rows, w, "product", "mlp") for name, w in weights.items() if name != "w_down"]
+    return product(ACTIVATIONS[activation](*inside), weights["w_down"], "product")
 
 
 def mine_of(expert: Int[Array, "*N"], weights: Weights) -> Int[Array, "*N"]:

@@ -3,12 +3,17 @@
 | file | in -> out | called by |
 |---|---|---|
 | `gather` | a layer, tokens [B, T, D], choices -> the mixture, of tokens known to all | `choose`, users |
-| `choose` | a name, sizes -> a transport | `jaxpar.lm` |
+| `exchange` | the same, of tokens that go where their experts are: a slot each, or room for a share of them | `choose`, users |
+| `ragged` | the same, of as many as there are | `choose`, users |
+| `annotate` | the same, by products with masks | `choose`, users |
+| `choose` | a name -> a transport; a layer, sizes -> bytes sent, and the transport that sends least | `jaxpar.lm` |
 | `spill` | tokens of each expert [E], N devices -> how many of them each device computes [E, N] | users |
 | `place` | experts that tokens chose [L, B, T, k] -> device of each [L, E]; a model's experts in that order | users |
 """
 
-from jaxpar.parallel.experts.choose import TRANSPORTS, transport_for
+from jaxpar.parallel.experts.annotate import Annotated
+from jaxpar.parallel.experts.choose import TRANSPORTS, LeastSent, bytes_sent, transport_for
+from jaxpar.parallel.experts.exchange import AllToAll
 from jaxpar.parallel.experts.gather import Gather
 from jaxpar.parallel.experts.place import (
     chosen_experts,
@@ -17,11 +22,17 @@ from jaxpar.parallel.experts.place import (
     place_experts,
     reorder_experts,
 )
+from jaxpar.parallel.experts.ragged import Ragged
 from jaxpar.parallel.experts.spill import least_loaded
 
 __all__ = [
     "TRANSPORTS",
+    "AllToAll",
+    "Annotated",
     "Gather",
+    "LeastSent",
+    "Ragged",
+    "bytes_sent",
     "chosen_experts",
     "count_crossings",
     "count_transitions",

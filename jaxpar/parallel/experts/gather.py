@@ -76,8 +76,10 @@ def gathered(
     weight: Float[Array, "B T k"],
     weights: Weights,
     axes: tuple[str, ...],
+    *,
+    kept: bool = True,
 ) -> Float[Array, "B T D"]:
-    """Computes it on each device, inside `on_devices`."""
+    """Computes it on each device, inside `on_devices`; products are kept for the backward pass, or made again."""
     x, expert, weight = (jax.lax.all_gather(a, axes, axis=0, tiled=True) for a in (x, expert, weight))
-    y = mixture(activation, x, mine_of(expert, weights), weight, weights)
+    y = mixture(activation, x, mine_of(expert, weights), weight, weights, kept=kept)
     return jax.lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
