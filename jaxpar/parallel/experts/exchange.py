@@ -81,27 +81,35 @@ class AllToAll:
         )
 
     def transfers(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
-        """Declares tokens and results once for each time they are made, their gradients once."""
-        axes = shared_axes()
-        if not axes:
+        """Declares tokens and results once for each time they are made, their gradients once; or else a gather."""
+        if not shared_axes():
             yield from SUM.transfers(layer, sizes)
             return
-        shares, tokens = num_shares(*axes), sizes.tokens / num_shares(*mesh_axes("seq_layer"))
+        yield from self.even(layer, sizes)
+        if layer.capacity is None and self._rows(layer, sizes)[1]:
+            yield from Gather().transfers(layer, sizes)
+
+    def even(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
+        """Declares what travels where there is room for all."""
+        axes, rows = shared_axes(), self._rows(layer, sizes)[0]
+        times, shares = sizes.layers * (2 * sizes.again + 2), num_shares(*axes)
+        # Compilers write it as an array for each of the devices.
+        size = times * rows * sizes.embed_dim * sizes.width
+        yield Transfer("exchange", axes, times * shares, size, "tokens and results of the experts")
+        if layer.capacity is None:
+            times = 2 * sizes.layers * sizes.again
+            yield Transfer("exchange", axes, times * shares, times * 4 * layer.num_experts, "counts of choices")
+
+    def _rows(self, layer: Experts, sizes: ActivationSizes) -> tuple[int, bool]:
+        """Rows that a device sends, empty ones and those that stay with it, and whether there may be more."""
+        shares = num_shares(*shared_axes())
         if layer.capacity is not None:
             length = round(sizes.tokens / sizes.rows)
             slots = capacity_of(layer.capacity, length, layer.experts_per_token, layer.num_experts)
-            rows, is_bounded = math.ceil(sizes.rows) * layer.num_experts * slots, False
-        else:
-            room, is_bounded = room_for(self.room, layer, math.ceil(tokens), shares)
-            rows = room * shares
-            counts = 2 * sizes.layers * sizes.again
-            yield Transfer("exchange", axes, counts * shares, counts * 4 * layer.num_experts, "counts of choices")
-        times = sizes.layers * (2 * sizes.again + 2)
-        size = int(rows * sizes.embed_dim * sizes.width)
-        # Compilers write it as an array for each of the devices.
-        yield Transfer("exchange", axes, times * shares, times * size, "tokens and results of the experts")
-        if is_bounded:
-            yield from Gather().transfers(layer, sizes)
+            return math.ceil(sizes.rows) * layer.num_experts * slots, False
+        tokens = math.ceil(sizes.tokens / num_shares(*mesh_axes("seq_layer")))
+        room, is_bounded = room_for(self.room, layer, tokens, shares)
+        return room * shares, is_bounded
 
 
 def room_for(room: float | None, layer: Experts, num_tokens: int, shares: int) -> tuple[int, bool]:
