@@ -137,6 +137,16 @@ def print_context(sent: dict[str, float], chip: aot.Chip | None) -> None:
     _print(table)
 
 
+def print_experts(sent: dict[str, float], taken: str, chip: aot.Chip | None) -> None:
+    """Prints what a device sends to reach experts of others, by each transport, and how long its links take for it."""
+    if not sent:
+        return
+    table = Table(f"tokens to their experts, of which transport={taken}", _right("a device"), _right("ms a step"))
+    for name, size in sent.items():
+        table.add_row(name, size_text(size), f"{1e3 * context_seconds({'all': size}, chip):.2f}" if chip else "")
+    _print(table)
+
+
 def context_seconds(sent: dict[str, float], chip: aot.Chip) -> float:
     """Returns how long the links take: a torus has one up and one down, a switch one for all that a device sends."""
     up, down, every = (sent.get(way, 0.0) for way in ("up", "down", "all"))

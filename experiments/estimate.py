@@ -30,7 +30,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, config_from_hf, flops_per_token
 from jaxpar.lm import params as declared
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.sample import cache_axes, empty_cache, extend
-from jaxpar.lm.transfers import context_bytes
+from jaxpar.lm.transfers import context_bytes, expert_bytes
 from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
 from jaxpar.types import UsageError
@@ -110,10 +110,14 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         report.print_estimate(config, job, found, chip)
         with job.ambient():
             travels = {} if config.decode else context_bytes(config.model, config.data.batch_size, config.data.seq_len)
+            experts = {} if config.decode else expert_bytes(config.model, config.data.batch_size, config.data.seq_len)
         report.print_context(travels, chip)
+        report.print_experts(experts, config.model.transport, chip)
         fits, content, bars = found.fits is not False, report.estimate_json(found), {mesh: found}
         if travels:
             content["context"] = travels
+        if experts:
+            content["experts"] = experts
         if source:
             content["moves"] = sent
             report.print_moves(source, sent)

@@ -94,7 +94,22 @@ def outcome(form, layer, params, x):
     return jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(params, x)
 
 
+def tokens(dtype="float64"):
+    """Positive ones, so that a skew of the router's weights is one of its logits; the first of each row are ties."""
+    x = np.abs(normal(B, T, D, dtype=dtype))
+    x[:, 0] = 0
+    return x
+
+
 @functools.cache
-def wanted(name, skew=0.0):
+def wanted(name, skew=0.0, dtype="float64"):
     layer = CASES[name]
-    return outcome(plain, layer, params_of(layer, skew=skew), normal(B, T, D))
+    x = tokens(dtype) if skew else normal(B, T, D, dtype=dtype)
+    return outcome(plain, layer, params_of(layer, dtype, skew), x)
+
+
+def by_expert(outcome):
+    """The same, each expert's gradients a leaf of its own: no small error of one hides behind the others' size."""
+    value, (params, x) = outcome
+    leaves = {f"{n}{e}": g[e] for n, g in params.items() if n[2:] in ("up", "gate", "down") for e in range(E)}
+    return value, ({"router": [g for n, g in params.items() if "router" in n], **leaves}, x)

@@ -12,12 +12,14 @@ from jaxpar.lm.params import Leaf, decay_mask, leaves
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.mesh import in_role, mesh_axes, num_shares
 from jaxpar.nn.attention import Attention
+from jaxpar.nn.experts import Experts
 from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.optim import muon_dimensions
 from jaxpar.parallel.context import SplitSequence
+from jaxpar.parallel.experts import TRANSPORTS, bytes_sent, transport_for
 from jaxpar.verify import Transfer
 
-__all__ = ["context_bytes", "declared_transfers"]
+__all__ = ["context_bytes", "declared_transfers", "expert_bytes"]
 
 
 def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Transfer]:
@@ -58,6 +60,17 @@ def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
     if not isinstance(mixer, Attention) or not isinstance(mixer.attend, SplitSequence):
         return {}
     return mixer.attend.sent(mixer, _sizes(config, rows, length))
+
+
+def expert_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
+    """Returns the bytes that a device sends in one step to reach experts of others, by each transport; empty for none.
+
+    The arguments are those of `context_bytes`; the bytes are those of `jaxpar.parallel.experts.bytes_sent`.
+    """
+    mlp, sizes = config.stack().mlp, _sizes(config, rows, length)
+    if not isinstance(mlp, Experts) or not mesh_axes("experts"):
+        return {}
+    return {name: bytes_sent(transport_for(name), mlp, sizes) for name in TRANSPORTS}
 
 
 def _sizes(config: LMConfig, rows: int, length: int) -> ActivationSizes:

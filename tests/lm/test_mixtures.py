@@ -46,7 +46,12 @@ def test_streaming_and_drawing_equal_the_whole_sequence():
     [
         ("data2.fsdp2.tensor2", "model.router_bias=1e-3 model.router_z_loss=1e-3"),
         ("data2.context2.tensor2", "model.router_scores=sigmoid model.shared_experts=2 model.qk_norm=true"),
-        ("fsdp2.tensor2.expert2", "model.capacity=1.0"),
+        ("fsdp2.tensor2.expert2", "model.capacity=1.0 model.transport=all_to_all"),
+        pytest.param("data2.expert4", "model.transport=all_to_all", marks=pytest.mark.slow),
+        pytest.param("data2.expert4", "model.transport=gather optimizer.name=muon", marks=pytest.mark.slow),
+        pytest.param("fsdp2.tensor2.expert2", "model.transport=sum", marks=pytest.mark.slow),
+        pytest.param("context2.expert4", "model.transport=all_to_all model.remat=full", marks=pytest.mark.slow),
+        pytest.param("context2.expert4", "model.transport=annotated", marks=pytest.mark.slow),
         pytest.param("fsdp8", "model.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow),
         pytest.param("data2.fsdp2.tensor2", "model.capacity=1.0 model.remat=full", marks=pytest.mark.slow),
         pytest.param(
@@ -91,7 +96,7 @@ def test_muon_takes_each_expert_for_a_matrix():
     "wrong, message",
     [
         (dict(num_experts=0, transport="gather"), "model.transport=gather is of experts; give model.num_experts too"),
-        (dict(transport="fly"), "model.transport='fly' is unknown; legal are auto, sum, gather"),
+        (dict(transport="fly"), "model.transport='fly' is unknown; legal are auto, sum, gather, all_to_all"),
         (dict(num_experts=0, shared_experts=1), "model.shared_experts=1 is of experts; give model.num_experts too"),
         (dict(mixer="gru", qk_norm=True, num_experts=0), "model.qk_norm=true is of attention, not of model.mixer=gru"),
         (dict(num_experts=0, capacity=1.0), "model.capacity=1.0 is of experts; give model.num_experts too"),

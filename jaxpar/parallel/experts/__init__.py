@@ -3,7 +3,7 @@
 | file | in -> out | called by |
 |---|---|---|
 | `gather` | a layer, tokens [B, T, D], choices -> the mixture, of tokens known to all | `choose`, users |
-| `exchange` | the same, of tokens that go where their experts are: a slot each, or room for a share of them | `choose`, users |
+| `exchange` | the same, of tokens that go where their experts are, by slots or where there is room | `choose`, users |
 | `ragged` | the same, of as many as there are | `choose`, users |
 | `annotate` | the same, by products with masks | `choose`, users |
 | `choose` | a name -> a transport; a layer, sizes -> bytes sent, and the transport that sends least | `jaxpar.lm` |

@@ -97,7 +97,7 @@ class AllToAll:
         size = times * rows * sizes.embed_dim * sizes.width
         yield Transfer("exchange", axes, times * shares, size, "tokens and results of the experts")
         if layer.capacity is None:
-            times = 2 * sizes.layers * sizes.again
+            times = sizes.layers * sizes.again
             yield Transfer("exchange", axes, times * shares, times * 4 * layer.num_experts, "counts of choices")
 
     def _rows(self, layer: Experts, sizes: ActivationSizes) -> tuple[int, bool]:

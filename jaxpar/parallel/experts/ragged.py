@@ -25,7 +25,7 @@ __all__ = ["Ragged"]
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """An all-to-all of as many rows as were chosen, by `jax.lax.ragged_all_to_all`: dropless, and no empty slot travels.
+    """An all-to-all of as many rows as were chosen, by `jax.lax.ragged_all_to_all`: dropless, without an empty slot.
 
     Memory: of the worst case, P n min(k, E / P) rows of D and of F numbers a device, for n tokens of each of P devices.
     """
@@ -78,7 +78,7 @@ class Ragged:
         yield from self._counts(layer, sizes)
 
     def _counts(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
-        axes, times = shared_axes(), 2 * sizes.layers * sizes.again
+        axes, times = shared_axes(), sizes.layers * sizes.again
         yield Transfer("gather", axes, times, times * num_shares(*axes) * layer.num_experts * 4, "counts of choices")
 
 
@@ -107,14 +107,14 @@ def _on_device(layer, x, expert, weight, weights, axes) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _travel(rows: jax.Array, counts: jax.Array, axes: tuple[str, ...], room: int) -> jax.Array:
-    """Sends rows, which lie by the device that they go to, `counts[i, j]` of device i to device j; they lie by sender."""
+    """Sends rows that lie by where they go, `counts[i, j]` from device i to device j, where they lie by sender."""
     me = jax.lax.axis_index(axes)
     sent, got = counts[me], counts[:, me]
     written = (jnp.cumsum(counts, 0) - counts)[me]
     empty = varying_as(jnp.zeros((room, rows.shape[1]), rows.dtype), rows)
-    return jax.lax.ragged_all_to_all(
-        rows, empty, jnp.cumsum(sent) - sent, sent, written, got, axis_name=axes if len(axes) > 1 else axes[0]
-    )
+    starts = jnp.cumsum(sent) - sent
+    name = axes[0] if len(axes) == 1 else axes
+    return jax.lax.ragged_all_to_all(rows, empty, starts, sent, written, got, axis_name=name)
 
 
 def _back(axes: tuple[str, ...], room: int, kept: tuple, g: jax.Array):
@@ -122,6 +122,4 @@ def _back(axes: tuple[str, ...], room: int, kept: tuple, g: jax.Array):
     return _travel(g, counts.T, axes, num_rows), None
 
 
-_travel.defvjp(
-    lambda rows, counts, axes, room: (_travel(rows, counts, axes, room), (counts, rows.shape[0])), _back
-)
+_travel.defvjp(lambda rows, counts, axes, room: (_travel(rows, counts, axes, room), (counts, rows.shape[0])), _back)
