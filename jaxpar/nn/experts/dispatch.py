@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.fields import Positive, check_value
 from jaxpar.nn.norm import wide_dtype
 
-__all__ = ["Plan", "capacity_of", "combine", "rows_of", "slots_of", "sort_choices", "within_capacity"]
+__all__ = ["Plan", "capacity_of", "combine", "rows_of", "count_before", "sort_choices", "within_capacity"]
 
 
 class Plan(NamedTuple):
@@ -67,16 +67,16 @@ def within_capacity(expert: Int[Array, "*G N k"], num_experts: int, capacity: in
 
     Cost: one sort of N k integers a group.
     """
-    return slots_of(expert, num_experts) < capacity
+    return count_before(expert, num_experts) < capacity
 
 
-def slots_of(expert: Int[Array, "*G N k"], num_experts: int) -> Int[Array, "*G N k"]:
+def count_before(expert: Int[Array, "*G N k"], num_experts: int) -> Int[Array, "*G N k"]:
     """Counts, for each choice, those of the same expert and group that come before it in GShard's order.
 
     An expert of `num_experts` is none, and counted alike.
     """
     if expert.ndim > 2:
-        return jax.vmap(lambda group: slots_of(group, num_experts))(expert)
+        return jax.vmap(lambda group: count_before(group, num_experts))(expert)
     first = expert.T  # in GShard's order
     plan = sort_choices(first, num_experts + 1)
     starts = jnp.cumsum(plan.sizes) - plan.sizes

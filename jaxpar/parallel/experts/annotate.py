@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain, local, mesh_axes, num_shares
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.experts.dispatch import capacity_of, slots_of
+from jaxpar.nn.experts.dispatch import capacity_of, count_before
 from jaxpar.nn.experts.transport import SUM, Weights
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mlp import ACTIVATIONS
@@ -54,7 +54,7 @@ class Annotated:
         x, expert, weight = (a.reshape(a.shape[0], parts, length, a.shape[-1]) for a in (x, expert, weight))
         here = (rows, seq, None, None)
         x, weight = constrain(x, *here), constrain(weight, *here)
-        slot = local(lambda e: slots_of(e, layer.num_experts), [here], here)(expert)
+        slot = local(lambda e: count_before(e, layer.num_experts), [here], here)(expert)
 
         def mask(values: jax.Array) -> jax.Array:
             """[B, parts, T, E, slots], of one value a choice; none of an expert or a slot that there is not."""

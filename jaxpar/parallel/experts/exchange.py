@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.fields import Positive, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.experts.dispatch import Plan, capacity_of, combine, rows_of, slots_of, sort_choices
+from jaxpar.nn.experts.dispatch import Plan, capacity_of, combine, count_before, rows_of, sort_choices
 from jaxpar.nn.experts.transport import SUM, Weights, on_devices, products
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.parallel.experts.gather import Gather, gathered, shared_axes
@@ -159,7 +159,7 @@ def _by_slots(layer, x, expert, weight, weights, axes, slots: int) -> jax.Array:
     count = rows * slots
     row = jnp.arange(rows, dtype=expert.dtype)[:, None, None]
     place = jnp.where(
-        expert < num_experts, expert * count + row * slots + slots_of(expert, num_experts), num_experts * count
+        expert < num_experts, expert * count + row * slots + count_before(expert, num_experts), num_experts * count
     ).reshape(-1, k)
     nobody = jnp.full(num_experts * count, place.size, place.dtype)
     order = nobody.at[place.reshape(-1)].set(jnp.arange(place.size, dtype=place.dtype), mode="drop")
