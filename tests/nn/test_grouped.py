@@ -101,5 +101,5 @@ def test_nothing_times_anything_is_nothing():
 def test_shapes_that_do_not_fit_are_told(args, message):
     with pytest.raises(UsageError, match=message):
         grouped_matmul(*args)
-    with pytest.raises(UsageError, match="impl='dense' is unknown; legal are auto, tiles, ragged"):
+    with pytest.raises(UsageError, match="impl='dense' is unknown; legal are auto, tiles, ragged, kernel"):
         grouped_matmul(np.ones((2, 3)), np.ones((1, 3, 5)), np.ones(1, int), impl="dense")

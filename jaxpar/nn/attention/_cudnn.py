@@ -2,7 +2,7 @@
 
 `jax.nn.dot_product_attention` rounds the log-sum-exp to the outputs' dtype, differentiates by the log-sum-exp of its
 own keys alone, so that parts cannot be added up, and knows no packed documents. Callers try what is called here
-(`jaxpar.nn.attention._trial`) before they take it.
+(`jaxpar.lower.trial`) before they take it.
 """
 
 import math

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxpar.lower.trial import relative_error, tried
 from jaxpar.nn.attention import _cudnn
-from jaxpar.nn.attention._trial import relative_error, tried
 from jaxpar.nn.attention.blockwise import attention_by_blocks
 from jaxpar.nn.attention.state import attend, finish
 from jaxpar.nn.attention.visibility import Visible

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxpar.lower.trial import relative_error, tried
 from jaxpar.mesh import platform
 from jaxpar.nn.attention import _cudnn, _splash
-from jaxpar.nn.attention._trial import relative_error, tried
 from jaxpar.nn.attention.gradient import attend_gradient
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.state import merge

@@ -7,6 +7,7 @@
 | `dispatch` | chosen experts [N, k] -> rows by expert, and back; what a capacity keeps | `layer`, users |
 | `grouped` | rows [M, D], weights [E, D, F], sizes [E] -> [M, F], each row by its group's weight | `layer`, users |
 | `transport` | x [B, T, D], choices, weights -> [B, T, D]: how tokens reach experts of other devices | `layer` |
+| `by_index` | the same and its gradients in Triton, rows read and written by index | `grouped` |
 | `layer` | params, x [B, T, D] -> [B, T, D]: in the place of `jaxpar.nn.mlp.Mlp`; and its plain form | `stack`, `lm` |
 """
 

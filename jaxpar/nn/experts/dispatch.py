@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.fields import Positive, check_value
 from jaxpar.nn.norm import wide_dtype
 
-__all__ = ["Plan", "capacity_of", "combine", "rows_of", "count_before", "sort_choices", "within_capacity"]
+__all__ = ["Plan", "capacity_of", "combine", "count_before", "cut_tiles", "rows_of", "sort_choices", "within_capacity"]
 
 
 class Plan(NamedTuple):
@@ -86,6 +86,23 @@ def count_before(expert: Int[Array, "*G N k"], num_experts: int) -> Int[Array, "
 def _read(x: jax.Array, places: jax.Array) -> jax.Array:
     """Rows, and 0 where there is none."""
     return x.at[places].get(mode="fill", fill_value=0)
+
+
+def cut_tiles(num_rows: int, sizes: Int[Array, " E"], most: int) -> tuple[Array, Array, Array]:
+    """Cuts groups of rows into tiles of at most so many: each one's group, first row and count of rows.
+
+    There are as many tiles as any sizes of this sum may need, the last of them without a row, at `num_rows`.
+    """
+    num_groups = sizes.shape[0]
+    count = (num_rows + min(num_groups, num_rows) * (most - 1)) // most
+    ends = jnp.cumsum(sizes)
+    tiles = -(-sizes // most)
+    tile_ends = jnp.cumsum(tiles)
+    tile = jnp.arange(count, dtype=sizes.dtype)
+    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_groups - 1).astype(jnp.int32)
+    start = (ends - sizes)[group] + (tile - (tile_ends - tiles)[group]) * most
+    start = jnp.where(tile < tile_ends[-1], start, num_rows)
+    return group, start, jnp.clip(ends[group] - start, 0, most)
 
 
 @jax.custom_vjp

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain, in_role, local, mesh_axes, num_shares
-from jaxpar.nn.experts.dispatch import combine, rows_of, sort_choices
-from jaxpar.nn.experts.grouped import grouped_matmul
+from jaxpar.nn.experts.dispatch import Plan, combine, rows_of, sort_choices
+from jaxpar.nn.experts.grouped import grouped_matmul, has_index_kernel
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mlp import ACTIVATIONS
 from jaxpar.scan.varying import varying_over
@@ -136,6 +136,9 @@ def mixture(
     """
     k, width = expert.shape[-1], x.shape[-1]
     plan = sort_choices(expert.reshape(-1, k), weights["w_down"].shape[0])
+    if has_index_kernel(x.dtype, *weights["w_down"].shape[:0:-1]):
+        flat = x.reshape(-1, width), weight.reshape(-1)
+        return _without_copies(activation, *flat, weights, plan, kept=kept).reshape(x.shape)
     out = products(activation, rows_of(x.reshape(-1, width), plan), plan.sizes, weights, kept=kept)
     return combine(out, weight.reshape(-1, k), plan).reshape(x.shape)
 
@@ -153,6 +156,26 @@ def products(
 
     inside = [product(rows, w, "product", "mlp") for name, w in weights.items() if name != "w_down"]
     return product(ACTIVATIONS[activation](*inside), weights["w_down"], "product")
+
+
+def _without_copies(
+    activation: str, x: jax.Array, weight: jax.Array, weights: Weights, plan: Plan, *, kept: bool
+) -> jax.Array:
+    """The mixture of tokens [N, D] where rows are read and written by index: of D columns there is no sorted array.
+
+    Results are weighted before the last product, which needs them for no gradient then: nothing of it is saved.
+    """
+    # Integers, so that the backward pass does not sort again.
+    order = checkpoint_name(plan.order, "product") if kept else plan.order
+
+    def product(w):
+        y = grouped_matmul(x, w, plan.sizes, read=order)
+        return checkpoint_name(checkpoint_name(y, "product"), "mlp") if kept else y
+
+    inside = [product(w) for name, w in weights.items() if name != "w_down"]
+    share = weight.at[order].get(unique_indices=True)[:, None]
+    rows = (ACTIVATIONS[activation](*inside).astype(weight.dtype) * share).astype(x.dtype)
+    return grouped_matmul(rows, weights["w_down"], plan.sizes, write=order, summed=plan.place.shape[1])
 
 
 def mine_of(expert: Int[Array, "*N"], weights: Weights) -> Int[Array, "*N"]:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+__all__ = ["relative_error", "tried"]
+
 TOLERANCE = 2e-2
 """Of relative errors: bfloat16 rounds each of a few hundred numbers by 2^-9, a kernel's partial outputs too."""
 
