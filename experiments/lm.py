@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run, _train
+from experiments import _experts, _run, _train
 from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._run import say
@@ -366,14 +366,18 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
     if jax.process_index() == 0:
         plot.parent.mkdir(exist_ok=True)
         plot_loss(folder / "metrics.jsonl", plot)
+    plots = {"loss plot": plot}
+    if config.model.num_experts:
+        plots["experts"] = plot.with_name("experts.png")
+        data = config.data
+        rows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
+        batch = _place(config, functools.partial(rows, 0))
+        _experts.draw(config.model, result.state.params, batch, folder / "metrics.jsonl", plots["experts"])
     prompt = config.prompt or corpus.tokenizer.decode(corpus.validation.read(0, min(32, len(corpus.validation))))
     text = draw_sample(config, result.state.params, corpus.tokenizer, prompt)
     say(f"\nsample     {'-' * 60}\n{text}\n{'-' * 71}")
     say(f"validation loss {result.metrics['validation/loss']:.4f} nats a token after {result.step} steps")
-    for what, path in (
-        ("loss plot", plot),
-        ("metrics", folder / "metrics.jsonl"),
-    ):
+    for what, path in (plots | {"metrics": folder / "metrics.jsonl"}).items():
         say(f"{what:10} {_run.short(path)}")
     where = checkpoint_folder(config, folder)
     say(f"checkpoint {where if config.checkpoints else _run.short(pathlib.Path(where))}")

@@ -19,7 +19,15 @@ from jaxpar.io.checkpoint import Checkpoints, CorruptCheckpointError, RunMismatc
 from jaxpar.io.export import write_arrays
 from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
-from jaxpar.io.plots import plot_frames, plot_histograms, plot_layouts, plot_loss, plot_memory, plot_metrics
+from jaxpar.io.plots import (
+    plot_experts,
+    plot_frames,
+    plot_histograms,
+    plot_layouts,
+    plot_loss,
+    plot_memory,
+    plot_metrics,
+)
 from jaxpar.io.progress import Progress, open_progress
 
 __all__ = [
@@ -31,6 +39,7 @@ __all__ = [
     "Writer",
     "open_progress",
     "open_writers",
+    "plot_experts",
     "plot_frames",
     "plot_graph",
     "plot_histograms",

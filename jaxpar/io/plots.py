@@ -1,4 +1,4 @@
-"""Pictures: a run's losses, gradient norm and learning rate; frames; distributions; layouts' cost, errors; memory."""
+"""Pictures: losses, gradient norm, learning rate; experts; frames; distributions; layouts' cost, errors; memory."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from jaxpar.types import UsageError
 if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
 
-__all__ = ["plot_frames", "plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
+__all__ = ["plot_experts", "plot_frames", "plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
 
 
 def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -> None:
@@ -85,6 +85,54 @@ def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[s
         panel.margins(x=0.01)
     axes[-1].set_xlabel(along)
     figure.align_ylabels(axes)
+    save(figure, out)
+
+
+def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path) -> None:
+    """Draws into the PNG `out` how evenly experts are used: each layer's loads above, and below how they came about.
+
+    Reads "train/expert_load", "train/expert_load_min", "train/dropped" and "train/balance_loss", whichever are there.
+
+    Args:
+      metrics_jsonl: Of a run.
+      loads: [L, E], the load of each expert over the mean one.
+      out: A path.
+
+    Raises:
+      UsageError: matplotlib is missing.
+    """
+    rows, grid = read_jsonl(metrics_jsonl), np.asarray(loads)
+    lines = {
+        "load over the mean": {"largest": "expert_load", "smallest": "expert_load_min"},
+        "dropped": {"share of choices": "dropped"},
+        "balance loss": {"of all layers": "balance_loss"},
+    }
+    series = {
+        label: {
+            name: np.array(found).T
+            for name, key in names.items()
+            if (found := [(row["step"], row[f"train/{key}"]) for row in rows if f"train/{key}" in row])
+        }
+        for label, names in lines.items()
+    }
+    series = {label: found for label, found in series.items() if found}
+    high = min(0.3 * len(grid) + 0.9, 5.0)
+    figure = empty_figure(8, high + 1.9 * len(series))
+    panels = figure.subplots(1 + len(series), height_ratios=[high, *[1.9] * len(series)], squeeze=False)[:, 0]
+    image = panels[0].imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=max(2.0, float(grid.max())))
+    figure.colorbar(image, ax=panels[0], label="load over the mean", fraction=0.05)
+    panels[0].set(xlabel="expert", ylabel="layer", title="Loads of the trained model on a batch of validation")
+    for axis in (panels[0].xaxis, panels[0].yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    for panel, (label, found) in zip(panels[1:], series.items(), strict=True):
+        for (name, (steps, values)), color in zip(found.items(), (BLUE, VERMILION), strict=False):
+            panel.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+            panel.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=name)
+        panel.set(ylabel=label, xlabel="step")
+        panel.legend(frameon=False)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.margins(x=0.01)
     save(figure, out)
 
 

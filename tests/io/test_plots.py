@@ -99,3 +99,18 @@ def test_no_losses_and_no_matplotlib_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install \"jaxpar\[experiments\]\""):
         plots.plot_loss(path, tmp_path / "loss.png")
+
+
+@pytest.mark.parametrize("keys", [("expert_load", "expert_load_min", "balance_loss"), ("dropped",), ()])
+def test_experts_are_drawn_with_what_is_there(tmp_path, drawn, keys):
+    """A map of the layers, and a panel a kind of number; of E = 4 experts the even load is 1."""
+    rows = [(step, {"train/loss": 1.0, **{f"train/{key}": step / 3 for key in keys}}) for step in range(1, 4)]
+    loads = np.array([[1.0, 1.0, 1.0, 1.0], [0.0, 4.0, 0.0, 0.0]])
+    plots.plot_experts(write(tmp_path / "m.jsonl", rows), loads, tmp_path / "experts.png")
+    above, *below = [panel for panel in drawn[0].axes if panel.get_label() != "<colorbar>"]
+    np.testing.assert_array_equal(above.images[0].get_array(), loads)
+    assert above.images[0].get_clim() == (0, 4)
+    labels = {"expert_load": "load over the mean", "expert_load_min": "load over the mean", "dropped": "dropped"}
+    assert [panel.get_ylabel() for panel in below] == list(dict.fromkeys(labels.get(k, "balance loss") for k in keys))
+    for panel in below:
+        np.testing.assert_allclose(panel.lines[0].get_ydata(), [1 / 3, 2 / 3, 1])

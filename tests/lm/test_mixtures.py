@@ -3,16 +3,22 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
 from experiments import verify
+from experiments._experts import expert_loads
+from jaxpar.io import Checkpoints
 from jaxpar.lm import LMConfig, Sampling, Trainer, apply, flops_per_token, generate, num_params, to_hf
 from jaxpar.lm.params import abstract, axes, decay_mask
 from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.optim import muon_dimensions
+from jaxpar.parallel.context import in_order
+from jaxpar.parallel.experts import chosen_experts
 from jaxpar.types import UsageError
 
 T, V = 6, 16
@@ -76,6 +82,35 @@ def test_a_step_tells_loads_and_drops_and_moves_the_bias():
     assert 0 <= info["expert_load_min"] < 1 < info["expert_load"] <= 4
     assert 0 < info["dropped"] < 1 and info["bias_loss"] == 0
     assert np.isfinite(info["loss"]) and np.any(new.params["layers"]["b_router"] != 0)
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec(data=8), MeshSpec(context=2, tensor=2, expert=2)], ids=str)
+def test_loads_for_the_picture_are_those_of_a_loop(mesh):
+    params, batch = noisy_params(SMALL), {"tokens": tokens(8, 8)}
+    stack, want = SMALL.stack(), np.zeros((2, 4))
+    for layer, chosen in enumerate(chosen_experts(stack, params, params["embedding"][batch["tokens"]])):
+        for expert in np.asarray(chosen).reshape(-1):
+            want[layer, expert] += 4 / chosen.size
+    assert want.min() < 0.9 and want.max() > 1.1
+    with use_mesh(make_mesh(mesh)):
+        order = SMALL.order(8)
+        rows = in_order(batch, order, mesh.context)
+        placed = shard({name: np.asarray(x) for name, x in rows.items()}, dict.fromkeys(rows, ("batch", "seq_layer")))
+        np.testing.assert_allclose(expert_loads(SMALL, shard(params, axes(SMALL)), placed), want, atol=1e-6)
+
+
+def test_a_checkpoint_of_another_number_of_experts_is_told(tmp_path):
+    def state(num, make):
+        shapes = jax.eval_shape(Trainer(dataclasses.replace(SMALL, num_experts=num)).init, jax.random.key(0))
+        return jax.tree.map(make, shapes)
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state(4, lambda x: jnp.zeros(x.shape, x.dtype)), {}, {})
+    on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    other = state(8, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
+    with pytest.raises(UsageError, match=r"layers/w_\w+ is float32\[2,4,.* there and float32\[2,8,.* here; start anew"):
+        checkpoints.restore(1, other)
+    checkpoints.close()
 
 
 def test_a_token_costs_what_its_experts_cost():

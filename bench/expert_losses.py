@@ -1,0 +1,67 @@
+"""Validation loss of a mixture of experts and of a dense model that costs as much a token, at equal steps.
+
+    python bench/expert_losses.py                        # presets tiny and moe_tiny, three seeds
+    python bench/expert_losses.py --steps 50 --seeds 0
+
+Both are language models over bytes of the default corpus. They see the same batches and differ in their mlps alone.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import numpy as np
+
+from experiments import lm
+from jaxpar.lm import flops_per_token, num_params
+from jaxpar.lm.data import Windows, open_corpus
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+
+
+def validation_loss(config: lm.Config, corpus) -> tuple[float, float]:
+    """Trains a model, and returns its validation loss in nats a byte and its seconds, compiling included."""
+    start, trainer, data = time.perf_counter(), lm.make_trainer(config), config.data
+    windows = Windows(corpus.train, data.seq_len, data.batch_size, config.seed, data.pack)
+    first, *rest = jax.random.split(jax.random.key(config.seed), config.train.steps + 1)
+    state, step = jax.jit(trainer.init)(first), jax.jit(trainer.step, donate_argnums=1)
+    for number, key in enumerate(rest):
+        state, _ = step(key, state, functools.partial(windows, number)(slice(0, data.batch_size)))
+    return lm.make_evaluate(config, corpus)(state)["validation/loss"], time.perf_counter() - start
+
+
+def main() -> None:
+    """Prints a row a seed, and the means."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    flags = [f"train.steps={options.steps}", "train.eval_batches=40"]
+    configs = {name: lm.compose(f"preset={name}", *flags) for name in ("tiny", "moe_tiny")}
+    for name, config in configs.items():
+        cost = flops_per_token(config.model, config.data.seq_len) / 1e6
+        print(f"{name:9} {num_params(config.model):9,} parameters, {cost:.3f} MFLOP a token and step")
+    rows = []
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])), tempfile.TemporaryDirectory() as folder:
+        corpus = open_corpus(configs["tiny"].data, pathlib.Path(folder))
+        print("\n| seed | dense | experts | difference | seconds |\n|---|---|---|---|---|")
+        for seed in options.seeds:
+            found = [validation_loss(dataclasses.replace(c, seed=seed), corpus) for c in configs.values()]
+            (dense, first), (experts, second) = found
+            rows.append((dense, experts))
+            print(
+                f"| {seed} | {dense:.4f} | {experts:.4f} | {experts - dense:+.4f} | {first:.0f}, {second:.0f} |",
+                flush=True,
+            )
+    dense, experts = np.mean(rows, 0)
+    print(f"| mean | {dense:.4f} | {experts:.4f} | {experts - dense:+.4f} | |")
+
+
+if __name__ == "__main__":
+    main()

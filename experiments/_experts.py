@@ -1,0 +1,36 @@
+"""What a language model's experts are used for: their loads on a batch, and the picture of a run."""
+
+import pathlib
+
+import jax
+import numpy as np
+
+from jaxpar.io import plot_experts
+from jaxpar.lm import LMConfig
+from jaxpar.lm.stages import stages
+from jaxpar.nn.experts.losses import load
+from jaxpar.parallel.experts import chosen_experts
+from jaxpar.types import PyTree
+
+
+def expert_loads(model: LMConfig, params: PyTree, batch: dict[str, jax.Array]) -> np.ndarray:
+    """Returns the load [L, E] of each expert on a batch, as `jaxpar.lm.loss` takes it, over the mean load."""
+    stack = model.stack()
+
+    @jax.jit
+    def loads(params, batch):
+        x = stack.end(stages(model).first(params, batch, None))
+        given = {name: batch[name] for name in ("positions", "segments", "places") if name in batch}
+        if "places" in given:
+            given.setdefault("positions", given["places"])
+        chosen = chosen_experts(stack, params, x, **given)
+        return model.num_experts * jax.vmap(lambda expert: load(expert, model.num_experts))(chosen)
+
+    return np.asarray(loads(params, batch))
+
+
+def draw(model: LMConfig, params: PyTree, batch: dict, metrics: pathlib.Path, out: pathlib.Path) -> None:
+    """Draws how evenly experts are used, now and while they were trained; all processes call it, and 0 writes."""
+    loads = expert_loads(model, params, batch)
+    if jax.process_index() == 0:
+        plot_experts(metrics, loads, out)
