@@ -1,7 +1,7 @@
 """Validation loss of a mixture of experts and of a dense model that costs as much a token, at equal steps.
 
-    python bench/expert_losses.py                        # presets tiny and moe_tiny, three seeds
-    python bench/expert_losses.py --steps 50 --seeds 0
+    python bench/expert_losses.py                        # two layers of 64, three seeds
+    python bench/expert_losses.py --presets --steps 100 --seeds 0
 
 Both are language models over bytes of the default corpus. They see the same batches and differ in their mlps alone.
 """
@@ -36,20 +36,33 @@ def validation_loss(config: lm.Config, corpus) -> tuple[float, float]:
     return lm.make_evaluate(config, corpus)(state)["validation/loss"], time.perf_counter() - start
 
 
+SMALL = (
+    "preset=tiny model.num_layers=2 model.embed_dim=64 model.num_heads=2 model.num_kv_heads=2 data.seq_len=64".split()
+)
+"""Two layers; sixteen experts of half the width, two of them a token."""
+MODELS = {
+    "dense": [*SMALL, "model.mlp_dim=128"],
+    "experts": [*SMALL, "model.mlp_dim=64", "model.num_experts=16", "model.experts_per_token=2"],
+}
+PRESETS = {"dense": ["preset=tiny"], "experts": ["preset=moe_tiny"]}
+
+
 def main() -> None:
     """Prints a row a seed, and the means."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--presets", action="store_true", help="presets tiny and moe_tiny instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     flags = [f"train.steps={options.steps}", "train.eval_batches=40"]
-    configs = {name: lm.compose(f"preset={name}", *flags) for name in ("tiny", "moe_tiny")}
+    models = PRESETS if options.presets else MODELS
+    configs = {name: lm.compose(*model, *flags) for name, model in models.items()}
     for name, config in configs.items():
         cost = flops_per_token(config.model, config.data.seq_len) / 1e6
         print(f"{name:9} {num_params(config.model):9,} parameters, {cost:.3f} MFLOP a token and step")
     rows = []
     with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])), tempfile.TemporaryDirectory() as folder:
-        corpus = open_corpus(configs["tiny"].data, pathlib.Path(folder))
+        corpus = open_corpus(configs["dense"].data, pathlib.Path(folder))
         print("\n| seed | dense | experts | difference | seconds |\n|---|---|---|---|---|")
         for seed in options.seeds:
             found = [validation_loss(dataclasses.replace(c, seed=seed), corpus) for c in configs.values()]

@@ -152,6 +152,17 @@ PAGES = {
         "four real [processes](pods.md)": "distributed/test_processes.py::two_processes_equal_one "
         "experiments/test_launch.py::help_has_examples",
     },
+    "docs/experts.md": {
+        "in value and in every gradient": "nn/test_experts.py::it_is_the_dense_mixture",
+        "logits equal those of transformers' own modules both ways": "lm/test_exchange.py"
+        "::transformers_agrees_in_both_directions lm/test_exchange.py"
+        "::written_tensors_compute_the_same_logits_in_numpy",
+        "says so in one sentence": "lm/test_folders.py::another_number_of_experts_is_told",
+        "the load of each expert of each layer": "lm/test_mixtures.py"
+        "::loads_for_the_picture_are_those_of_a_loop io/test_plots.py::experts_are_drawn_with_what_is_there",
+        "Rows sorted by block give the numbers and gradients": "experiments/test_information_gain_trellis.py"
+        "::hard_routes_are_the_masked_dense_evaluation",
+    },
     "docs/decoding.md": {
         "a draft changes how many passes there are, never a token": "decode/test_generate.py"
         "::any_draft_gives_the_tokens_of_the_slow_oracle test_docs.py::decoding_snippet_prints_what_it_says",

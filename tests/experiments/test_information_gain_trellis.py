@@ -35,7 +35,7 @@ def test_hard_routes_are_the_masked_dense_evaluation(skew, x64):
     assert_close(got, run(trellis.by_mask), 1e-12)  # as many products, summed in another order
     taken = set(np.asarray(got[1][1][1]).argmax(-1).tolist())
     assert len(taken) == 1 if skew else len(taken) > 1
-    assert {k for k, block in enumerate(got[0][1][0]["levels"][1]["block"]) if np.any(block != 0)} == taken
+    assert {k for k, block in enumerate(got[0][1][0]["levels"][1]["block"]) if np.any(block != 0)} <= taken
 
 
 def test_routers_learn_from_the_gain_alone(x64):
