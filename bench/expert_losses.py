@@ -1,6 +1,6 @@
 """Validation loss of a mixture of experts and of a dense model that costs as much a token, at equal steps.
 
-    python bench/expert_losses.py                        # two layers of 64, three seeds
+    python bench/expert_losses.py                        # two layers of 32, three seeds
     python bench/expert_losses.py --presets --steps 100 --seeds 0
 
 Both are language models over bytes of the default corpus. They see the same batches and differ in their mlps alone.
@@ -37,12 +37,12 @@ def validation_loss(config: lm.Config, corpus) -> tuple[float, float]:
 
 
 SMALL = (
-    "preset=tiny model.num_layers=2 model.embed_dim=64 model.num_heads=2 model.num_kv_heads=2 data.seq_len=64".split()
+    "preset=tiny model.num_layers=2 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 data.seq_len=64".split()
 )
-"""Two layers; sixteen experts of half the width, two of them a token."""
+"""Two layers; eight experts of half the width, two of them a token."""
 MODELS = {
-    "dense": [*SMALL, "model.mlp_dim=128"],
-    "experts": [*SMALL, "model.mlp_dim=64", "model.num_experts=16", "model.experts_per_token=2"],
+    "dense": [*SMALL, "model.mlp_dim=64"],
+    "experts": [*SMALL, "model.mlp_dim=32", "model.num_experts=8", "model.experts_per_token=2"],
 }
 PRESETS = {"dense": ["preset=tiny"], "experts": ["preset=moe_tiny"]}
 
@@ -50,7 +50,7 @@ PRESETS = {"dense": ["preset=tiny"], "experts": ["preset=moe_tiny"]}
 def main() -> None:
     """Prints a row a seed, and the means."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--presets", action="store_true", help="presets tiny and moe_tiny instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
