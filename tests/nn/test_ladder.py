@@ -73,9 +73,9 @@ def by_recursion(ladder_from):
 
 @pytest.mark.parametrize(
     ("ladder_from", "remat", "scan_layers"),
-    [(0, "none", True), (0, "none", False), (1, "none", True), (1, "full", False), (2, "none", True)]
-    + [(1, "names", True), (1, "blockwise", True)]
-    + [pytest.param(1, remat, True, marks=pytest.mark.slow) for remat in ("dots", "offload")],  # 2 s each; as "names"
+    [(0, "none", True), (1, "full", False), (2, "none", True), (1, "names", True), (1, "blockwise", True)]
+    + [pytest.param(0, "none", False, marks=pytest.mark.slow)]
+    + [pytest.param(1, remat, True, marks=pytest.mark.slow) for remat in ("none", "dots", "offload")],  # 2 s each
 )
 def test_the_stack_is_the_recursion(ladder_from, remat, scan_layers, x64):
     config = config_of(ladder_from, remat=remat, scan_layers=scan_layers)
@@ -128,7 +128,7 @@ def test_dropout_and_ranges_are_those_of_any_stream(x64):
     assert_close(run(True), run(False), TOLERANCE)
 
 
-@pytest.mark.parametrize("ladder_from", [0, 1])
+@pytest.mark.parametrize("ladder_from", [pytest.param(0, marks=pytest.mark.slow), 1])  # 2 s
 def test_stages_one_after_the_other_are_the_model(ladder_from, x64):
     config = config_of(ladder_from)
     params, model = noisy_params(config, np.float64), stages(config)
@@ -157,7 +157,10 @@ def test_a_layer_of_any_number_is_one_program(x64):
 # ---------------------------------------------------------------- caches
 
 
-@pytest.mark.parametrize(("ladder_from", "scan_layers"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("ladder_from", "scan_layers"),
+    [(0, True), (2, False), pytest.param(2, True, marks=pytest.mark.slow)],  # 2 s
+)
 def test_tokens_from_a_cache_are_those_of_the_whole(ladder_from, scan_layers, x64):
     """A prompt read at once, then one and two tokens."""
     config = config_of(ladder_from, scan_layers=scan_layers)
@@ -212,15 +215,20 @@ def test_pseudo_tokens_enter_a_ladder_with_nothing_pending(x64):
 # ---------------------------------------------------------------- devices
 
 
-def test_tensor_parallelism_changes_nothing():
+@functools.cache
+def on_one_device():
     config = config_of(1, dtype="float32", num_heads=8, head_dim=4)
     params = noisy_params(config)
     run = jax.value_and_grad(lambda p: loss(p, data(), config))
-    want = jit(run)(params)
-    for tensor in (2, 8):
-        with use_mesh(make_mesh(MeshSpec(data=1, tensor=tensor), jax.devices()[:tensor])):
-            got = jax.device_get(jit(run)(shard(params, axes_of(config))))
-        assert_close(got, want, 1e-5)
+    return config, params, run, jit(run)(params)
+
+
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow), 8])  # 2 s
+def test_tensor_parallelism_changes_nothing(tensor):
+    config, params, run, want = on_one_device()
+    with use_mesh(make_mesh(MeshSpec(data=1, tensor=tensor), jax.devices()[:tensor])):
+        got = jax.device_get(jit(run)(shard(params, axes_of(config))))
+    assert_close(got, want, 1e-5)
 
 
 def sums_and_products(residual):

@@ -24,42 +24,47 @@ from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, context_attenti
 from jaxpar.types import UsageError
 
 B, H, K = 2, 4, 4
-MOST_ROWS, LONGEST = 4, 56
 LONG = 8 * 26  # a size that nothing else has
+MOST_ROWS, LONGEST = 4, LONG
 CAUSAL = Visible()
 # Every move, order and factorisation of 8 devices at least once, each with documents or without, some with fewer key
 # heads: pairwise covering. (move, order, data, context, tensor, key heads, T, documents, rule)
 CASES = [
-    ("gather", "contiguous", 1, 8, 1, 2, 32, False, Visible()),
     ("gather", "zigzag", 2, 2, 2, 4, 24, True, Visible()),
-    ("ring", "zigzag", 1, 4, 2, 2, 40, False, Visible()),
     ("ring", "striped", 1, 8, 1, 4, 32, True, Visible()),
     ("ring", "contiguous", 4, 2, 1, 1, 24, True, Visible(window=7)),
-    ("two_way", "zigzag", 1, 8, 1, 2, 48, True, Visible()),
     ("two_way", "striped", 2, 4, 1, 4, 24, False, Visible(causal=False)),
-    ("token_ring", "contiguous", 2, 4, 1, 2, 32, True, Visible()),
-    ("token_ring", "zigzag", 1, 8, 1, 4, 48, False, Visible()),
-    ("swap", "contiguous", 2, 2, 2, 4, 24, True, Visible()),
+    ("token_ring", "contiguous", 1, 4, 2, 2, 32, False, Visible()),
     ("swap", "zigzag", 2, 4, 1, 4, 24, False, Visible(window=5)),
     ("swap_ring", "zigzag", 1, 8, 1, 4, 48, True, Visible()),
-    ("swap_ring", "striped", 2, 4, 1, 2, 24, False, Visible(window=7)),
 ]
 # The same where the order is promised: of what a table decides, with parts of odd sizes, and of what positions decide.
 PROMISED = [
-    ("gather", "contiguous", 2, 2, 2, 2, 20, False, Visible()),
     ("gather", "zigzag", 1, 4, 2, 4, 40, False, Visible()),
-    ("ring", "zigzag", 1, 8, 1, 2, 48, False, Visible()),
     ("ring", "contiguous", 2, 4, 1, 1, 20, False, Visible()),
     ("ring", "striped", 2, 4, 1, 2, 24, False, Visible(causal=False)),
     ("two_way", "zigzag", 2, 4, 1, 2, 40, False, Visible()),
-    ("two_way", "contiguous", 1, 8, 1, 4, 56, False, Visible()),
-    ("token_ring", "zigzag", 2, 4, 1, 4, 24, False, Visible()),
     ("token_ring", "contiguous", 1, 8, 1, 2, 40, False, Visible()),
     ("swap", "zigzag", 2, 4, 1, 4, 40, False, Visible()),
-    ("swap_ring", "zigzag", 1, 8, 1, 2, 48, False, Visible()),
     ("swap_ring", "zigzag", 1, 4, 2, 4, 24, False, Visible()),
-    ("swap_ring", "contiguous", 1, 8, 1, 4, 40, False, Visible()),
     ("ring", "zigzag", 2, 2, 2, 2, 24, True, Visible()),
+]
+MORE = [
+    ("gather", "contiguous", 1, 8, 1, 2, 32, False, Visible()),
+    ("ring", "zigzag", 1, 4, 2, 2, 40, False, Visible()),
+    ("two_way", "zigzag", 1, 8, 1, 2, 48, True, Visible()),
+    ("token_ring", "contiguous", 2, 4, 1, 2, 32, True, Visible()),
+    ("token_ring", "zigzag", 1, 8, 1, 4, 48, False, Visible()),
+    ("swap", "contiguous", 2, 2, 2, 4, 24, True, Visible()),
+    ("swap_ring", "striped", 2, 4, 1, 2, 24, False, Visible(window=7)),
+]
+MORE_PROMISED = [
+    ("gather", "contiguous", 2, 2, 2, 2, 20, False, Visible()),
+    ("ring", "zigzag", 1, 8, 1, 2, 48, False, Visible()),
+    ("two_way", "contiguous", 1, 8, 1, 4, 56, False, Visible()),
+    ("token_ring", "zigzag", 2, 4, 1, 4, 24, False, Visible()),
+    ("swap_ring", "zigzag", 1, 8, 1, 2, 48, False, Visible()),
+    ("swap_ring", "contiguous", 1, 8, 1, 4, 40, False, Visible()),
     ("swap_ring", "zigzag", 2, 4, 1, 2, 24, False, Visible(window=5)),
     ("two_way", "striped", 4, 2, 1, 4, 12, False, Visible()),
 ]
@@ -121,6 +126,8 @@ def with_gradients(f, *args):
 
 PAIRS = (0, 1), (2, 3), (4, 5), (6, 7)
 ALL_CASES = [(case, False) for case in CASES] + [(case, True) for case in PROMISED]
+SLOW_CASES = [(case, False) for case in MORE] + [(case, True) for case in MORE_PROMISED]  # 20 s
+ALL_CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES]
 
 
 @pytest.mark.parametrize(
@@ -210,33 +217,45 @@ def compiled(move, backward, length=48, groups=2, context=8, width=K, devices=No
 
 @functools.cache
 def of_eight(move, order, backward):
-    """The program for eight devices, of a number of tokens that nothing else has where no order is promised."""
+    """The program for eight devices, of a number of tokens that nothing else has."""
     options = {"groups": 4, "context": 4} if move == "swap" else {}
-    program, mesh = compiled(move, backward, 48 if order else LONG, order=order, **options)
+    program, mesh = compiled(move, backward, LONG, order=order, **options)
     return program, program.as_text(), mesh
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_sums_in_float32_differ_by_rounding(move):
+def test_sums_in_float32_differ_by_rounding_and_a_broken_promise_by_nan(move):
     program, _, _ = of_eight(move, "zigzag", True)
     context, order = 4 if move == "swap" else 8, Order("zigzag")
-    q, k, v, g = drawn(48, 4 if move == "swap" else 2, dtype=np.float32)
-    args = q, k, v, g, in_turn(B, 48)
-    given = (order.split(jnp.asarray(x), context) for x in args)
-    got = program(*map(jax.device_put, given, program.input_shardings[0]))
-    got = got[0], *got[1]
-    for ours, theirs in zip(got, wanted(*args), strict=True):
+    q, k, v, g = drawn(LONG, 4 if move == "swap" else 2, dtype=np.float32)
+    args = q, k, v, g, in_turn(B, LONG)
+
+    def run(positions):
+        given = *(order.split(jnp.asarray(x), context) for x in args[:4]), positions
+        out, grads = program(*map(jax.device_put, given, program.input_shardings[0]))
+        return out, *grads
+
+    places = np.asarray(order.split(args[4], context))
+    for ours, theirs in zip(run(places), wanted(*args), strict=True):
         assert_close(order.join(ours, context), theirs, 1e-5)
+    # Where the promise is broken, what sees it is NaN: all but the first part, and one token that nobody else sees.
+    out, dq, dk, _ = run(args[4])
+    assert np.isnan(out[:, LONG // (2 * context) :]).all() and np.isnan(dq).any() and np.isnan(dk).any()
+    last = places.argmax(1)[0]
+    places = places + LONG * (np.arange(LONG) == last) * (np.arange(B) == 1)[:, None]
+    found = np.isnan(run(places.astype(np.int32))[0]).any((2, 3))
+    assert found[1, last] and not found[0].any()
 
 
 @pytest.mark.parametrize("order", [None, "zigzag"])
 @pytest.mark.parametrize("move", MOVES)
 def test_a_program_sends_what_the_table_says(move, order):
-    """Forward alone too where places are sent: a promised order only leaves them out."""
+    """Forward alone too where places are sent, of hops: training steps that are made again tell of all others."""
+    alone = () if order or move not in ("ring", "token_ring") else (False,)
     context, groups = (4, 4) if move == "swap" else (8, 2)
-    sizes = Sizes(B * context // 8, (48 if order else LONG) // context, H, groups, K, 4)
+    sizes = Sizes(B * context // 8, LONG // context, H, groups, K, 4)
     table, found = move_for(move, context, groups if move == "swap_ring" else 1), {}
-    for backward in (True,) if order else (False, True):
+    for backward in (*alone, True):
         _, text, mesh = of_eight(move, order, backward)
         found[backward] = hlo.collectives(text, mesh)
         axes = {("context",)} | ({None} if move == "swap_ring" else set())  # a group is a part of the axis
@@ -246,7 +265,7 @@ def test_a_program_sends_what_the_table_says(move, order):
     kinds = kinds.get(move, {"collective-permute"})
     summed = {"reduce-scatter", "all-reduce"} if move == "gather" else set()  # CPUs have no reduce-scatter
     assert kinds <= {each.kind for each in found[True]} <= kinds | summed
-    assert order or {each.kind for each in found[False]} == kinds
+    assert not alone or {each.kind for each in found[False]} == kinds
     if "collective-permute" in kinds:
         pairs = re.findall(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)  # of the backward pass; device i at place i
         shifts = {send.shift % 8 for send in table.sends(True) if send.shift}
@@ -276,16 +295,17 @@ def test_a_program_sends_what_the_table_says(move, order):
         scattered = (context - 1) * sizes.rows * sizes.tokens * 2 * groups * K * 4
         return total - (scattered if backward and summed else 0)
 
-    assert order or math.isclose(sent(False), said(False))
+    assert not alone or math.isclose(sent(False), said(False))
     if jax.__version_info__ >= (0, 11):
         assert math.isclose(sent(True), said(False) + said(True))
     else:  # an older compiler for CPUs finds what travels again to be what travelled, and keeps some of it
         assert sent(True) <= said(False) + said(True)
 
 
+@pytest.mark.parametrize("order", [None, "zigzag"])
 @pytest.mark.parametrize("move", ["ring", "two_way", "token_ring", "gather"])
-def test_no_buffer_has_the_whole_sequence_but_what_is_gathered(move):
-    length, (_, text, _) = LONG, of_eight(move, None, True)
+def test_no_buffer_has_the_whole_sequence_but_what_is_gathered(move, order):
+    length, (_, text, _) = LONG, of_eight(move, order, True)
     whole = set(re.findall(rf"\w+\[(?:\d+,)*{length}(?:,\d+)*\]", text)) | set(
         re.findall(rf"\w+\[8,{B},{length // 8}(?:,\d+)*\]", text)
     )
@@ -312,9 +332,10 @@ def test_half_of_the_pairs_are_computed_by_every_device_under_zigzag():
 def test_a_table_halves_the_products(move):
     """Of both passes."""
     q, k, v, g = drawn(32, 2, dtype=np.float32)
-    positions = jnp.zeros((B, 32), jnp.int32)
 
     def run(order, context):
+        positions = Order("zigzag").split(in_turn(B, 32), context)
+
         def value(q, k, v):
             return context_attention(q, k, v, positions, move=move, order=order)
 
@@ -400,6 +421,48 @@ def test_a_promised_order_must_divide():
         context_attention(q, k, v, positions, order="spiral")
 
 
+def promised(positions, order, **options):
+    """Shapes of the outputs, traced for four devices by positions that are known."""
+    q, k, v, _ = drawn(16, 2, dtype=np.float32)
+    run = functools.partial(context_attention, positions=positions, order=order, **options)
+    with use_mesh(make_mesh(MeshSpec(context=4, data=2))):
+        return jax.eval_shape(run, q, k, v).shape
+
+
+@pytest.mark.parametrize("put", [np.asarray, jnp.asarray])
+def test_known_positions_that_break_a_promise_are_told(put):
+    turn = in_turn(B, 16)
+    zigzag = np.array(Order("zigzag").split(turn, 4))
+    for positions, order, words in [
+        (turn, "zigzag", "order=zigzag of 16 tokens over context=4 has 14 where row 0 has position 2, at index 2; put"),
+        (zigzag, "contiguous", "order=contiguous of 16 tokens over context=4 has 2 where row 0 has position 14"),
+        (
+            np.where(turn + 8 * np.arange(B)[:, None] == 18, -1, turn),
+            "contiguous",
+            "has 10 where row 1 has position -1",
+        ),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            promised(put(positions), order)
+    padded = np.where(turn == 15, -1, turn)
+    with pytest.raises(UsageError, match="has no padding where row 0 has position -1, at index 15"):
+        promised(put(padded), "striped", visible=Visible(causal=False))
+    shape = B, 16, H, K
+    assert promised(put(zigzag), "zigzag") == shape
+    assert promised(put(turn[:, ::-1]), "striped", visible=Visible(causal=False)) == shape  # nobody is before another
+    # Where positions decide, nothing depends on the promise.
+    assert promised(put(padded), "zigzag", visible=Visible(window=5)) == shape
+    assert promised(put(turn % 8), "zigzag", segments=jnp.asarray(turn // 8)) == shape
+
+
+def test_padding_among_tokens_that_see_all_makes_outputs_nan():
+    q, k, v, _ = drawn(16, 2, dtype=np.float32)
+    run = jit(functools.partial(context_attention, order="striped", visible=Visible(causal=False)))
+    with use_mesh(make_mesh(MeshSpec(context=2), jax.devices()[:2])):
+        for turn in (in_turn(B, 16)[:, ::-1], in_turn(B, 16) - (np.arange(B) == 1)[:, None]):
+            assert (np.isnan(run(q, k, v, turn)).all((1, 2, 3)) == (turn.min(1) < 0)).all()
+
+
 def test_a_sequence_has_one_mesh_axis():
     q, k, v, _ = drawn(16, 2, dtype=np.float32)
     mesh, rules = make_mesh(MeshSpec(context=4, tensor=2)), RULES | {"seq_layer": ("context", "tensor")}
@@ -407,49 +470,52 @@ def test_a_sequence_has_one_mesh_axis():
         context_attention(q, k, v, jnp.zeros((B, 16), jnp.int32))
 
 
-def for_a_tpu(order, *moves):
+BY_PLACES = {
+    "gather": ["all-gather", "reduce-scatter"],
+    "ring": ["collective-permute"],
+    "two_way": ["collective-permute"],
+    "token_ring": ["collective-permute"],
+    "swap": ["all-gather", "all-to-all"],
+    "swap_ring": ["all-gather", "all-to-all", "collective-permute"],
+}
+BY_TABLE = {  # which needs no places, and takes kernels
+    "gather": ["all-gather", "reduce-scatter", "splash"],
+    "ring": ["collective-permute", "splash"],
+    "two_way": ["collective-permute", "splash"],
+    "token_ring": ["collective-permute", "splash"],
+    "swap": ["all-to-all", "splash"],
+    "swap_ring": ["all-to-all", "collective-permute", "splash"],
+}
+
+
+def for_a_tpu(by_places, by_table):
     from jaxpar.aot import devices, parse_topology
 
-    slice_of_eight, found = devices(parse_topology("v5e:2x4")), {}
-    for move in moves or MOVES:
+    slice_of_eight, found = devices(parse_topology("v5e:2x4")), ({}, {})
+    for move, is_table in [(move, False) for move in by_places.split()] + [(move, True) for move in by_table.split()]:
         sizes = {"groups": 4, "context": 4} if move == "swap" else {}
-        options = {"width": 128, "devices": slice_of_eight, "jit": jax.jit, "order": order if order != "none" else None}
-        program, mesh = compiled(move, True, 4096 if move == "two_way" else 2048, **options, **sizes)
+        length = (4096 if move == "two_way" else 2048) if is_table else 512  # parts of the kernel's 128 tokens
+        options = {"width": 128, "devices": slice_of_eight, "jit": jax.jit, "order": "zigzag" if is_table else None}
+        program, mesh = compiled(move, True, length, **options, **sizes)
         text = program.as_text()
         kinds = {each.kind for each in hlo.collectives(text, mesh)}
         kernels = {"splash"} if "splash_mha_fwd_residuals" in text and "splash_mha_dkv" in text else set()
-        found[move] = sorted(kinds | kernels)
+        found[is_table][move] = sorted(kinds | kernels)
     return found
 
 
 @needs_libtpu
-def test_a_tpu_sends_what_the_table_says():
-    assert on_a_tpu(__file__, "none") == {
-        "gather": ["all-gather", "reduce-scatter"],
-        "ring": ["collective-permute"],
-        "two_way": ["collective-permute"],
-        "token_ring": ["collective-permute"],
-        "swap": ["all-gather", "all-to-all"],
-        "swap_ring": ["all-gather", "all-to-all", "collective-permute"],
-    }
-
-
-@needs_libtpu
-def test_a_tpu_takes_splash_for_the_pairs_of_a_table():
-    assert on_a_tpu(__file__, "zigzag", "ring") == {"ring": ["collective-permute", "splash"]}
-
-
-@needs_libtpu
-@pytest.mark.slow  # 20 s
-def test_a_tpu_takes_splash_in_every_move():
-    assert on_a_tpu(__file__, "zigzag") == {
-        "gather": ["all-gather", "reduce-scatter", "splash"],
-        "ring": ["collective-permute", "splash"],
-        "two_way": ["collective-permute", "splash"],
-        "token_ring": ["collective-permute", "splash"],
-        "swap": ["all-to-all", "splash"],
-        "swap_ring": ["all-to-all", "collective-permute", "splash"],
-    }
+@pytest.mark.parametrize(
+    ("by_places", "by_table"),
+    [
+        ("two_way token_ring swap", "gather ring swap_ring"),
+        pytest.param(" ".join(MOVES), " ".join(MOVES), marks=pytest.mark.slow),  # 40 s
+    ],
+)
+def test_a_tpu_sends_what_the_table_says_and_takes_splash(by_places, by_table):
+    found = on_a_tpu(__file__, by_places, by_table)
+    for moves, each, said in zip((by_places, by_table), found, (BY_PLACES, BY_TABLE), strict=True):
+        assert each == {move: said[move] for move in moves.split()}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -30,6 +31,45 @@ ZIGZAG = Order("zigzag")
 QUERIES = ("batch", "seq_layer", "heads", "head_dim")
 KEYS = ("batch", "seq_layer", "kv_heads", "head_dim")
 TOKENS = ("batch", "seq_layer")
+
+
+class _Promise(NamedTuple):
+    """Where tokens are said to lie: without a rule anywhere, but that none of them is padding."""
+
+    order: Order
+    shares: int
+    causal: bool
+
+    def is_known_kept(self, positions: Array) -> bool:
+        """Whether the positions are known to keep it, else they are traced; refuses those that do not."""
+        if isinstance(positions, jax.core.Tracer) or not getattr(positions, "is_fully_addressable", True):
+            return False
+        known = np.asarray(positions)
+        places = self.order.places(known.shape[1], self.shares)[None]
+        if len(wrong := np.argwhere(known != places if self.causal else known < 0)):
+            row, index = wrong[0]
+            legal = f"{places[0, index]}" if self.causal else "no padding"
+            raise UsageError(
+                f"order={self.order.name} of {known.shape[1]} tokens over context={self.shares} has {legal} where row "
+                f"{row} has position {known[row, index]}, at index {index}; put arrays in it by Order.split, or give "
+                f"order=None."
+            )
+        return True
+
+    def kept(self, v: Array, *positions: Array, device: Array) -> Array:
+        """A device's values, NaN of tokens whose positions, where there are any, break it: so is what sees them.
+
+        Values, since NaN in keys makes a sum that is not positive, and 0 is put out where nothing is seen. Added, so
+        that gradients pass as they are.
+        """
+        for given in positions:
+            parts = self.shares * self.order.parts
+            mine = jnp.asarray(self.order.places(parts, self.shares).reshape(self.shares, -1), given.dtype)[device]
+            size = v.shape[1] // self.order.parts
+            places = (size * mine[:, None] + jnp.arange(size, dtype=given.dtype)[None]).reshape(1, -1)
+            is_kept = given == places if self.causal else given >= 0
+            v = v + jnp.where(is_kept, 0, jnp.nan).astype(v.dtype)[:, :, None, None]
+        return v
 
 
 class _How(NamedTuple):
@@ -86,19 +126,21 @@ def context_attention(
       visible: The rule.
       move: What travels: one of `jaxpar.parallel.context.MOVES`.
       order: The order in which the tokens lie, one of `ORDERS`, where the caller promises it and that none is padding.
-        Positions are then not looked at where a table says who sees whom: under a causal rule without a window or
-        documents in "contiguous" and "zigzag" order, and under no rule in any. No pair is masked then, none of which
-        nothing is seen is computed in "zigzag" order, and kernels are taken. None: positions decide.
+        A table then says who sees whom, under a causal rule without a window or documents in "contiguous" and "zigzag"
+        order, and under no rule in any: no pair is masked, none of which nothing is seen is computed in "zigzag" order,
+        and kernels are taken. Positions that contradict it are refused, or where they are traced make outputs NaN.
+        None: positions decide.
 
     Returns:
-      Outputs, split as the queries are.
+      Outputs, split as the queries are; NaN of whatever sees a token that is not where a promised order has it.
 
     Cost: 4 B H T^2 K operations over all devices, with order="zigzag" (2 + 1/N) B H T^2 K, of kernels 2; memory of a
     device O(B T/N H K) but for "gather", which holds all keys, "swap", which holds H/N heads of all tokens, and
     "swap_ring", which holds a group's tokens in its share of the heads. What is sent: `print(move_for(move, N))`.
 
     Raises:
-      UsageError: If T does not divide over the axis or as the order needs, or "swap" has fewer key heads than devices.
+      UsageError: If T does not divide over the axis or as the order needs, "swap" has fewer key heads than devices, or
+        positions that are known break the promised order.
     """
     shared = mesh_axes("seq_layer")
     if order is not None:
@@ -109,28 +151,39 @@ def context_attention(
     if others:
         raise UsageError(f"attention over a sequence split over {' and '.join(shared)}; give seq_layer one mesh axis.")
     groups, shares = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads"))), num_shares(axis)
+    how = _how_to(move, axis, shares, groups, visible, order, segments is not None)
+    arrays, promise = [x for x in (positions, segments) if x is not None], None
+    if order is not None and isinstance(how.rule, ByTable):  # needs no places: they are compared, and sent nowhere
+        promise = _Promise(Order(order), shares, visible.causal)
+        arrays = [] if promise.is_known_kept(positions) else [positions]
+    names = KEYS
+    if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        names = QUERIES
+    q, k, v = constrain(q, *QUERIES), constrain(k, *names), constrain(v, *names)
+
+    def block(q, k, v, *arrays):
+        if promise is None:
+            return _attention(how, q, k, v, Where(*arrays))
+        return _attention(how, q, k, promise.kept(v, *arrays, device=lax.axis_index(axis)), Where())
+
+    axes = [QUERIES, names, names, *[TOKENS] * len(arrays)]
+    return constrain(local(block, axes, QUERIES, check=False)(q, k, v, *arrays), *QUERIES)
+
+
+def _how_to(
+    move: str, axis: str, shares: int, groups: int, visible: Visible, order: str | None, has_documents: bool
+) -> _How:
+    """A move's table and rule for N devices that have `groups` key heads each."""
     table = move_for(move, shares, math.gcd(groups, shares) if move == "swap_ring" else 1)
     if move == "swap" and groups % shares:
         raise UsageError(
             f"context=swap exchanges heads for tokens: the {groups} key heads of a device do not divide over "
             f"context={shares}; take context=swap_ring, which exchanges those there are, or context=ring."
         )
-    rule = _rule(visible, order, segments is not None, shares // table.within)
+    rule = _rule(visible, order, has_documents, shares // table.within)
     folds = table.within > 1 and order == "zigzag" and isinstance(rule, ByTable) and visible.causal
-    how = _How(table, axis, rule, folds)
-    names = KEYS
-    if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
-        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        names = QUERIES
-    q, k, v = constrain(q, *QUERIES), constrain(k, *names), constrain(v, *names)
-    # What a table needs no places for does not send them.
-    arrays = [] if isinstance(rule, ByTable) else [x for x in (positions, segments) if x is not None]
-
-    def block(q, k, v, *arrays):
-        return _attention(how, q, k, v, Where(*arrays))
-
-    axes = [QUERIES, names, names, *[TOKENS] * len(arrays)]
-    return constrain(local(block, axes, QUERIES, check=False)(q, k, v, *arrays), *QUERIES)
+    return _How(table, axis, rule, folds)
 
 
 def _rule(visible: Visible, order: str | None, has_documents: bool, ring: int) -> ByPlaces | ByTable:
