@@ -69,7 +69,8 @@ def dense(q, k, v, seen, slopes):
 
     def weighted(q, k, v, slopes):
         distance = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-        scores = jnp.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5 - slopes[None, :, None, None] * distance
+        scores = jnp.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
+        scores = scores - slopes[None, :, None, None] * jnp.abs(distance)[None, None].astype(q.dtype)
         out = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v)
         return (out * jnp.cos(jnp.arange(out.size, dtype=q.dtype)).reshape(out.shape)).sum(), out
 
