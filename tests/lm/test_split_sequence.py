@@ -147,11 +147,13 @@ def test_every_combination_equals_one_device(move, order, sizes, kind, dtype, to
 @pytest.mark.parametrize(
     "changes",
     [
-        {"remat": "full", "scan_layers": False, "context": "two_way"},
+        {"remat": "full", "context": "two_way"},
         # Evaluation drops nothing.
         {"remat": "names", "positions": "learned", "dropout": 0.3, "context": "ring", "context_order": "striped"},
-        {"remat": "blockwise", "context": "token_ring"},
         {"dropout": 0.3},  # which gathers the sequence
+        # 5 s each. Blockwise layers over a split sequence are in tests/nn/test_blockwise.py, too.
+        pytest.param({"remat": "full", "scan_layers": False, "context": "two_way"}, marks=pytest.mark.slow),
+        pytest.param({"remat": "blockwise", "context": "token_ring"}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
