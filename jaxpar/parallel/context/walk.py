@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain, local, mesh_axes, num_shares
@@ -42,7 +43,7 @@ class _Promise(NamedTuple):
 
     def is_known_kept(self, positions: Array) -> bool:
         """Whether the positions are known to keep it, else they are traced; refuses those that do not."""
-        if isinstance(positions, jax.core.Tracer) or not getattr(positions, "is_fully_addressable", True):
+        if isinstance(positions, Tracer) or not getattr(positions, "is_fully_addressable", True):
             return False
         known = np.asarray(positions)
         places = self.order.places(known.shape[1], self.shares)[None]
