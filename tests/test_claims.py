@@ -48,6 +48,10 @@ CLAIMS = {
     "solve/test_elk.py::values_and_gradients_are_those_of_the_loop",
     "failures reported and finished": "solve/test_parallel_scan.py"
     "::what_does_not_converge_is_run_sequentially_or_nan_or_an_error solve/test_robustness.py::no_error_is_silent",
+    "mixtures of experts equal to the dense mixture on any mesh": "nn/test_experts.py::it_is_the_dense_mixture "
+    "nn/test_experts.py::no_mesh_changes_anything parallel/test_transports.py::it_is_the_dense_mixture",
+    "by what a route says of their class": "experiments/test_information_gain_trellis.py"
+    "::it_learns_to_tell_classes_apart",
     "samples that share their prompt": "decode/test_generate.py::samples_share_their_prompt_and_differ",
     "speculative decoding that gives the plain loop's tokens": "decode/test_generate.py"
     "::any_draft_gives_the_tokens_of_the_slow_oracle",
