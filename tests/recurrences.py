@@ -4,14 +4,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-PRODUCT = {"diag": "...i,...i->...i", "block": "...ij,...j->...i", "dense": "...ij,...j->...i"}
+PRODUCT = {
+    "diag": "...,...->...",
+    "block": "...ij,...j->...i",
+    "dense": "...ij,...j->...i",
+    "row": "...,...j->...j",
+    "matrix": "...ij,...jk->...ik",
+}
 
 
 def draw(shape, kind="diag", axis=0, seed=0, scale=0.6, dtype="float64"):
     """Returns a, b, h0 of a recurrence that neither grows nor dies."""
     rng = np.random.default_rng(seed)
-    k = 1 if kind == "diag" else shape[-1]
-    a = rng.uniform(-1, 1, shape + (() if kind == "diag" else (k,))) * scale / k**0.5
+    transitions = {"diag": shape, "row": shape[:-1], "matrix": shape[:-1] + shape[-2:-1]}.get(kind, shape + shape[-1:])
+    k = 1 if kind in ("diag", "row") else transitions[-1]
+    a = rng.uniform(-1, 1, transitions) * scale / k**0.5
     b, h0 = rng.normal(size=shape), rng.normal(size=shape[:axis] + shape[axis + 1 :])
     return a.astype(dtype), b.astype(dtype), h0.astype(dtype)
 
@@ -21,7 +28,7 @@ def loop(a, b, h0, kind="diag", axis=0, reverse=False):
     a, b = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
     h, states = h0, np.empty_like(b)
     for t in range(len(b))[::-1] if reverse else range(len(b)):
-        h = (a[t] * h if kind == "diag" else np.einsum(PRODUCT[kind], a[t], h)) + b[t]
+        h = np.einsum(PRODUCT[kind], a[t], h) + b[t]
         states[t] = h
     return np.moveaxis(states, 0, axis)
 
@@ -30,7 +37,7 @@ def scan(a, b, h0, kind="diag", axis=0, reverse=False):
     """The same by `lax.scan`, whose derivatives are those of the loop."""
 
     def step(h, ab):
-        h = (ab[0] * h if kind == "diag" else jnp.einsum(PRODUCT[kind], ab[0], h)) + ab[1]
+        h = jnp.einsum(PRODUCT[kind], ab[0], h) + ab[1]
         return h, h
 
     inputs = (jnp.moveaxis(a, axis, 0), jnp.moveaxis(b, axis, 0))

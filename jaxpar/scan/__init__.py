@@ -6,7 +6,7 @@
 | `monoid` | elements, leaves `[..., T, ...]` -> running combinations; attention | users |
 | `sharded` | one summary a device -> the state that enters each piece of time | `affine`, `monoid` |
 | `rules` | platform, length -> which of `_xla`, `_triton`, `_pallas` (by `_kernels`) | `affine` |
-| `_rings` | how 1 x 1, k x k and dense transitions multiply | all above |
+| `_rings` | how 1 x 1, k x k, dense and rows' transitions multiply | all above |
 """
 
 from jaxpar.scan.affine import affine_lanes, affine_scan

@@ -1,4 +1,4 @@
-"""The two algebras of an affine recurrence: k x k blocks as k^2 separate arrays, and matrices as trailing axes."""
+"""The algebras of an affine recurrence: k x k blocks as k^2 separate arrays, rows, and matrices as trailing axes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from jaxpar.scan.varying import varying_as
 
 class Ring(NamedTuple):
     """How transitions multiply and act; elementwise over every other axis.
+
+    Axes are counted from the front, so that time is at one place in a and h, whatever axes of the state follow it.
 
     Attributes:
       multiply: `(later, earlier) -> later @ earlier`.
@@ -54,6 +56,12 @@ def _multiply_matrices(later, earlier):
 
 MATRIX_RING = Ring(_multiply_matrices, _apply_matrix, lambda a: jnp.swapaxes(a, -1, -2))
 """a ends in two axes, h in one. Products at full precision: nothing refines a scan, so TF32 would stay in it."""
+
+ROW_RING = Ring(jnp.multiply, lambda a, h: a[..., None] * h, lambda a: a)
+"""a lacks h's last axis. It is spread where it is multiplied, inside a fusion: no array of h's size is made of it."""
+
+STATE_RING = Ring(_multiply_matrices, _multiply_matrices, lambda a: jnp.swapaxes(a, -1, -2))
+"""a ends in two axes, and so does h: the columns of h share what is read of a."""
 
 
 def cast(tree, dtype):

@@ -9,21 +9,35 @@ from jax import lax
 
 from jaxpar.scan import _xla, dispatch, sharded
 from jaxpar.scan._kernels import kernel_for
-from jaxpar.scan._rings import LANE_RING, MATRIX_RING, Ring, cast, num_steps, shifted, take, together
+from jaxpar.scan._rings import (
+    LANE_RING,
+    MATRIX_RING,
+    ROW_RING,
+    STATE_RING,
+    Ring,
+    cast,
+    num_steps,
+    shifted,
+    take,
+    together,
+)
 from jaxpar.scan.varying import moving_with
 from jaxpar.types import Array, UsageError
 
 __all__ = ["affine_lanes", "affine_scan"]
 
-KINDS = ("diag", "block", "dense")
+KINDS = ("diag", "block", "dense", "row", "matrix")
 IMPLS = ("auto", "kernel", "sequential", "associative", "chunked")
 
+_RINGS = {"dense": MATRIX_RING, "row": ROW_RING, "matrix": STATE_RING}  # of the kinds whose a is one array
+_STATE_AXES = {"diag": 0, "block": 1, "dense": 1, "row": 1, "matrix": 2}  # the last ones of b, which time is not among
 _PLAIN = {"sequential": _xla.sequential, "associative": _xla.associative, "chunked": _xla.chunked}
 
 Lanes = tuple[Array, ...]
 
 
 class _Spec(NamedTuple):
+    kind: str
     axis: int
     reverse: bool
     axis_name: str | None
@@ -49,13 +63,16 @@ def affine_scan(
 
     Args:
       a: Transitions. "diag": of b's shape. "block" and "dense": b's shape and another k at the end, so that
-        `a[..., t, ..., :, :] @ h`.
+        `a[..., t, ..., :, :] @ h`. "row": b's shape without its last axis, `[..., T, ..., K]` for b `[..., K, V]`, one
+        number a row. "matrix": `[..., K, K]` for b `[..., K, V]`, which multiplies all V columns.
       b: Drives, `[..., T, ...]` with time at `axis`; "block" and "dense" end in the k entries of the state. Floating,
         or complex; a and h0 may differ in dtype, but cannot be complex alone.
       h0: State before the first step (after the last if `reverse`), b's shape without time; zeros by default.
       kind: "diag"; "block", whose k x k products are written out elementwise (k up to 8 or so); "dense", which
-        multiplies matrices, at full precision.
-      axis: Of time in b; not the last one of "block" and "dense".
+        multiplies matrices, at full precision; for states that are matrices themselves, "row",
+        h[t] = a[t][..., None] * h[t-1] + b[t], and "matrix", h[t] = a[t] @ h[t-1] + b[t], at full precision. Both read
+        a as it is, not once a column, and so do their derivatives. One number a head is "row" with K and V flattened.
+      axis: Of time in b; not the last one of "block", "dense" and "row", nor the last two of "matrix".
       reverse: Computes h[t] = a[t] h[t+1] + b[t] instead.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`; shard i holds the i-th piece.
       impl: "auto" picks by `jaxpar.scan.dispatch` for the platform compiled for; "sequential", "associative" and
@@ -71,16 +88,14 @@ def affine_scan(
         raise UsageError(f"kind={kind!r} is unknown; legal are {', '.join(map(repr, KINDS))}.")
     a, b = jnp.asarray(a), jnp.asarray(b)
     h0 = None if h0 is None else jnp.asarray(h0)
-    square = () if kind == "diag" else b.shape[-1:]
-    if a.shape != b.shape + square:
-        raise UsageError(
-            f"kind={kind!r} with b of shape {b.shape} takes a of shape {b.shape + square}, but a has {a.shape}."
-        )
-    axis = _time_axis(axis, b.shape, bool(square))
+    axis = _time_axis(axis, b.shape, _STATE_AXES[kind])
+    wanted = _transition_shape(kind, b.shape)
+    if a.shape != wanted:
+        raise UsageError(f"kind={kind!r} with b of shape {b.shape} takes a of shape {wanted}, but a has {a.shape}.")
     _check_start(h0, b, axis)
-    spec = _Spec(axis, reverse, axis_name, _known(impl), _carry_dtype(a, b, h0))
-    if kind == "dense":
-        return _solve(MATRIX_RING, a, b, h0, spec)
+    spec = _Spec(kind, axis, reverse, axis_name, _known(impl), _carry_dtype(a, b, h0))
+    if kind in _RINGS:
+        return _solve(_RINGS[kind], a, b, h0, spec)
     if kind == "diag":
         return _solve(LANE_RING, ((a,),), (b,), None if h0 is None else (h0,), spec)[0]
     k = b.shape[-1]
@@ -125,12 +140,12 @@ def affine_lanes(
         if any(x.shape != b[0].shape or x.dtype != lanes[0].dtype for x in lanes):
             found = sorted({f"{x.dtype}{list(x.shape)}" for x in lanes})
             raise UsageError(f"lanes of {name} take one dtype and b's shape {b[0].shape}, but they are {found}.")
-    axis = _time_axis(axis, b[0].shape, False)
+    axis = _time_axis(axis, b[0].shape, 0)
     if h0 is not None and len(h0) != len(b):
         raise UsageError(f"h0 takes one array a lane of b, {len(b)}, but has {len(h0)}.")
     for x in h0 or ():
         _check_start(x, b[0], axis)
-    spec = _Spec(axis, reverse, axis_name, _known(impl), _carry_dtype(a[0][0], b[0], *(h0 or ())))
+    spec = _Spec("block", axis, reverse, axis_name, _known(impl), _carry_dtype(a[0][0], b[0], *(h0 or ())))
     return _solve(LANE_RING, a, b, h0, spec)
 
 
@@ -187,7 +202,8 @@ def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):
     runs = {}
     for platform in ("cpu", "cuda", "tpu", "other"):
         kernel = kernel_for(platform, ring, a, b, h0, axis=spec.axis)
-        impl = dispatch.choose_impl(platform, num_steps=num_steps(b, spec.axis), kernel=kernel is not None)
+        asked = {"num_steps": num_steps(b, spec.axis), "kernel": kernel is not None, "kind": spec.kind}
+        impl = dispatch.choose_impl(platform, **asked)
         if kernel is not None and "kernel" in (impl, spec.impl):
             runs[platform] = functools.partial(_kernel, kernel, platform, spec, adjoint)
         else:
@@ -230,12 +246,21 @@ def _known(impl):
     return impl
 
 
-def _time_axis(axis, shape, vectors):
+def _transition_shape(kind, shape):
+    """Returns the shape of a for b's."""
+    if kind == "row":
+        return shape[:-1]
+    if kind == "matrix":
+        return (*shape[:-1], shape[-2])
+    return shape if kind == "diag" else shape + shape[-1:]
+
+
+def _time_axis(axis, shape, state_axes):
     """Returns the axis counted from the front."""
-    place = axis + len(shape) if axis < 0 else axis
-    if not 0 <= place < len(shape) - vectors:
-        legal = f"0 to {len(shape) - vectors - 1}"
-        raise UsageError(f"axis={axis} is no time axis of b with shape {shape}; legal are {legal}.")
+    place, last = axis + len(shape) if axis < 0 else axis, len(shape) - state_axes - 1
+    if not 0 <= place <= last:
+        legal = f"legal are 0 to {last}" if last >= 0 else f"it takes one before the {state_axes} of the state"
+        raise UsageError(f"axis={axis} is no time axis of b with shape {shape}; {legal}.")
     return place
 
 

@@ -228,12 +228,26 @@ ONES = np.ones((4, 2), np.float32)
 @pytest.mark.parametrize(
     ("sentence", "args", "how"),
     [
-        ("kind='full' is unknown; legal are 'diag', 'block', 'dense'", (ONES, ONES), {"kind": "full"}),
+        (
+            "kind='full' is unknown; legal are 'diag', 'block', 'dense', 'row', 'matrix'\\.",
+            (ONES, ONES),
+            {"kind": "full"},
+        ),
         ("impl='fast' is unknown; legal are 'auto', 'kernel', 'seq", (ONES, ONES), {"impl": "fast"}),
         (r"takes a of shape \(4, 2, 2\), but a has \(4, 2\)", (ONES, ONES), {"kind": "block"}),
         (r"takes a of shape \(4, 2\), but a has \(4, 1\)", (ONES[:, :1], ONES), {}),
         ("axis=2 is no time axis of b .* legal are 0 to 1", (ONES, ONES), {"axis": 2}),
         ("axis=-1 is no time axis of b .* legal are 0 to 0", (np.ones((4, 2, 2)), ONES), {"axis": -1, "kind": "dense"}),
+        (
+            r"kind='row' with b of shape \(4, 2\) takes a of shape \(4,\), but a has \(4, 2\)",
+            (ONES,) * 2,
+            {"kind": "row"},
+        ),
+        (r"takes a of shape \(1, 4, 4\), but a has \(1, 4, 2\)", (ONES[None], ONES[None]), {"kind": "matrix"}),
+        ("axis=1 is no time axis of b .* legal are 0 to 0", (ONES[:, 0], ONES), {"axis": 1, "kind": "row"}),
+        ("axis=1 is no time axis of b .* legal are 0 to 0", (ONES[None], ONES[None]), {"axis": 1, "kind": "matrix"}),
+        (r"no time axis of b with shape \(4, 2\); it takes one before the 2", (ONES, ONES), {"kind": "matrix"}),
+        (r"h0 takes b's shape without time, \(2,\), but has \(4,\)", (ONES[:, 0], ONES, ONES[:, 0]), {"kind": "row"}),
         ("b is of int32|a takes floating or complex numbers, but is of int32", (ONES.astype(int), ONES), {}),
         ("b takes floating or complex numbers, but is of int32", (ONES, ONES.astype(int)), {}),
         (r"h0 takes b's shape without time, \(2,\), but has \(4,\)", (ONES, ONES, ONES[:, 0]), {}),
@@ -272,10 +286,11 @@ def test_a_gradient_takes_a_few_times_the_memory_of_its_inputs(impl, monkeypatch
 
 def test_every_rule_can_be_reached():
     found = {
-        (platform, dispatch.choose_impl(platform, num_steps=steps, kernel=kernel))
+        (platform, dispatch.choose_impl(platform, num_steps=steps, kernel=kernel, kind=kind))
         for platform in ("cpu", "cuda", "tpu", "other")
         for steps in (1, 10**6)
         for kernel in (False, True)
+        for kind in ("diag", "row", "matrix")
     }
     assert found == {(rule.platform, rule.impl) for rule in dispatch.IMPL_RULES}
 

@@ -44,12 +44,14 @@ def derivatives(f, args):
         (2, "block", True, "sequential", True),
         (4, "dense", False, "sequential", False),
         (8, "diag", True, "chunked", True),
+        (8, "row", False, "chunked", True),
+        (8, "matrix", True, "sequential", True),
         pytest.param(8, "dense", True, "associative", True, marks=pytest.mark.slow),
         pytest.param(4, "block", False, "auto", True, marks=pytest.mark.slow),
     ],
 )
 def test_pieces_equal_the_whole(pieces, kind, reverse, impl, check, x64):
-    args = draw((8, 24, 2), kind, 1)
+    args = draw((8, 24, 2, 3)[: 4 if kind in ("row", "matrix") else 3], kind, 1)
     f = functools.partial(affine_scan, kind=kind, axis=1, reverse=reverse)
     got = derivatives(split(functools.partial(f, impl=impl), pieces, (SEQUENCE, SEQUENCE, START), check), args)
     assert_close(got, derivatives(functools.partial(f, impl="sequential"), args), 1e-12)
