@@ -1,0 +1,141 @@
+"""The gated delta rule: a matrix state in which each key overwrites what was stored under it; by chunks or by steps."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpar.nn.mixers.linear_attention import (
+    check_impl,
+    dot,
+    entering,
+    gates_of,
+    in_chunks,
+    masked,
+    out_of_chunks,
+)
+from jaxpar.scan import affine_scan
+from jaxpar.types import UsageError
+
+__all__ = ["delta_rule"]
+
+
+def delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    log_decay: Float[Array, "B T H"] | None = None,
+    *,
+    state: Float[Array, "B H K V"] | None = None,
+    starts: Bool[Array, "B T"] | None = None,
+    valid: Int[Array, " B"] | None = None,
+    chunk: int = 64,
+    axis_name: str | None = None,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """Returns o[t] = q[t] S[t] and the last S, with a = exp(log_decay) and
+
+        S[t] = a[t] (I - beta[t] k[t] k[t]^T) S[t-1] + beta[t] k[t] v[t]^T.
+
+    That is a step of size beta towards S^T k = v. In a chunk that begins with state S it is linear attention to values
+    u = u0 - w S, where u0 and w solve triangular systems of the keys' products (Yang et al. 2024, arXiv:2412.06464,
+    equations 8 to 10); between chunks S follows an affine recurrence with matrices [K, K].
+
+    Cost, for chunks of C: 2 T H (C (K + V) + 3 K V + K^2) operations forward, and K^3 H T / C where the recurrence is
+    computed as a tree; memory of T H (C + K + V) numbers, and T / C states and matrices.
+
+    Args:
+      q: Queries, scaled as they shall be.
+      k: Keys; of length 1, or beta k^2 <= 2, or the state may grow.
+      v: Values, in whose dtype products are made; sums, states and the systems are float32 at least.
+      beta: Sizes of steps, 0 to 1, or to 2 for states that may change sign.
+      log_decay: Logarithms of what is kept of a head's state; not positive. None keeps all.
+      state: As in `linear_attention`, and so are the rest.
+      starts: As there.
+      valid: As there.
+      chunk: As there.
+      axis_name: As there; a matrix and a state a device cross it.
+      impl: As there.
+
+    Raises:
+      UsageError: For shapes that do not fit, or an unknown `impl`.
+    """
+    _check(q, k, v, beta, log_decay, state)
+    check_impl(impl, chunk)
+    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
+    shape = (*v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1])
+    state = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
+    (q, k, v, beta, log_decay), starts = masked((q, k, v, beta.astype(wide), log_decay), starts, valid)
+    if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
+        if axis_name is not None:
+            raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
+        return _steps(q, k, v, beta, log_decay, state, starts)
+    run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
+    return run(q, k, v, beta, log_decay, state, starts, chunk, axis_name)
+
+
+def _steps(q, k, v, beta, log_decay, state, starts):
+    """One token after the other: what the chunks must equal."""
+
+    def step(state, now):
+        q, k, v, beta, log_decay, start = now
+        q, k, v = (x.astype(state.dtype) for x in (q, k, v))
+        state = state if start is None else jnp.where(start[:, None, None, None], 0, state)
+        kept = jnp.exp(log_decay)[..., None, None] * state
+        error = v - jnp.einsum("bhk,bhkv->bhv", k, kept, precision="highest")
+        state = kept + k[..., None] * (beta[..., None] * error)[..., None, :]
+        return state, jnp.einsum("bhk,bhkv->bhv", q, state, precision="highest")
+
+    dtype = v.dtype
+    line = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (q, k, v, beta, log_decay, starts))
+    if v.shape[1] == 1:
+        state, out = step(state, jax.tree.map(lambda x: x[0], line))
+        return out[:, None].astype(dtype), state
+    state, outs = jax.lax.scan(step, state, line)
+    return jnp.swapaxes(outs, 0, 1).astype(dtype), state
+
+
+def _chunks(q, k, v, beta, log_decay, state, starts, chunk, axis_name):
+    """All chunks at once; arrays [B, H, 1, N, C, ...] inside, N chunks."""
+    batch, length, heads, _ = v.shape
+    dtype, wide = v.dtype, state.dtype
+    q, k, v, beta, log_decay = (in_chunks(x, heads, chunk) for x in (q, k, v, beta, log_decay))
+    gates, pairs = gates_of(log_decay)
+    decays = jnp.exp(pairs)
+    of_keys = dot(k, jnp.swapaxes(k, -1, -2), dtype, wide) * decays
+    of_keys, enter, write, kept = gates.applied(k, k, of_keys, starts, chunk)
+    scores = dot(q, jnp.swapaxes(k, -1, -2), dtype, wide) * decays
+    scores, read, _, _ = gates.applied(q, k, scores, starts, chunk)
+    beta = beta[..., None]
+    # Row i says: u_i and, of the tokens before it, what their u have stored under its key.
+    system = jnp.tril(beta * of_keys, -1) + _identity(of_keys)
+    sides = jnp.concatenate([beta * v.astype(wide), beta * enter.astype(wide)], -1)
+    solved = jax.scipy.linalg.solve_triangular(system, sides, lower=True, unit_diagonal=True)
+    stored, forgotten = jnp.split(solved, [v.shape[-1]], -1)
+    write = jnp.swapaxes(write, -1, -2)
+    # Between chunks at full precision: nothing refines the recurrence.
+    erased = dot(write, forgotten, wide, wide)
+    carried = kept[..., None, None] * _identity(erased) - erased
+    drive = dot(write, stored, wide, wide)
+    state = state[:, :, None]
+    states = affine_scan(carried, drive, state, kind="matrix", axis=3, axis_name=axis_name)
+    before = entering(states, state, axis_name)
+    new = stored - dot(forgotten, before, dtype, wide)
+    out = dot(scores, new, dtype, wide) + dot(read, before, dtype, wide)
+    return out_of_chunks(out, length).astype(dtype), states[:, :, 0, -1]
+
+
+def _identity(like: Array) -> Array:
+    """Returns an identity matrix for the last two axes."""
+    return jnp.eye(like.shape[-1], dtype=like.dtype).reshape((1,) * (like.ndim - 2) + like.shape[-2:])
+
+
+def _check(q, k, v, beta, log_decay, state) -> None:
+    """Refuses arrays that do not fit each other."""
+    heads, shape = q.shape[:3], (q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
+    wanted = {"k": (k, q.shape), "v": (v, (*heads, v.shape[-1])), "beta": (beta, heads)}
+    wanted |= {"log_decay": (log_decay, heads), "state": (state, shape)}
+    for name, (x, legal) in wanted.items():
+        if x is not None and x.shape != legal:
+            raise UsageError(f"{name} of shape {x.shape} does not fit q of {q.shape} and v of {v.shape}; give {legal}.")

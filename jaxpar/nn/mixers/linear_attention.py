@@ -1,0 +1,296 @@
+"""Linear attention with decays: a matrix for a state, read by queries; by chunks of tokens, or step by step.
+
+Inside a chunk all pairs of tokens are multiplied, as in attention; between chunks, and between devices that share the
+sequence, states follow an affine recurrence (`affine_scan(kind="row")`). Decays are logarithms, and only sums of
+neighbouring ones are exponentiated, never a difference of two long sums nor its inverse: where gates are not positive
+nothing overflows, and a sum keeps its relative precision however strong the gates before it were.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpar.scan import affine_scan
+from jaxpar.scan.sharded import from_earlier, is_first
+from jaxpar.types import UsageError
+
+__all__ = [
+    "IMPLS",
+    "Gates",
+    "dot",
+    "check_impl",
+    "entering",
+    "gates_of",
+    "in_chunks",
+    "linear_attention",
+    "masked",
+    "out_of_chunks",
+]
+
+IMPLS = ("auto", "chunked", "sequential")
+
+
+def linear_attention(
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    *,
+    bonus: Float[Array, "H K"] | None = None,
+    state: Float[Array, "B H K V"] | None = None,
+    starts: Bool[Array, "B T"] | None = None,
+    valid: Int[Array, " B"] | None = None,
+    chunk: int = 64,
+    axis_name: str | None = None,
+    impl: str = "auto",
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """Returns o[t] = q[t] S[t] with S[t] = exp(log_decay[t]) S[t-1] + k[t] v[t]^T, and the state after the last token.
+
+    With a `bonus` u the state is read before it is written: o[t] = q[t] (S[t-1] + diag(u) k[t] v[t]^T) (RWKV-6).
+
+    Cost, for chunks of C: 2 T H (C (K + V) / 2 + 2 K V) operations forward; memory of T H (C + log2(C) K) numbers and
+    of T / C states, never of a state a token. The backward pass makes all of it again.
+
+    Args:
+      q: Queries, scaled as they shall be; G divides H, and queries and keys are shared by H / G heads.
+      k: Keys.
+      v: Values, in whose dtype products are made; sums and states are float32 at least.
+      log_decay: Logarithms of what is kept of a head's state, or of each of its rows; not positive. None keeps all.
+      bonus: Weight of a token's own product.
+      state: Before the first token; zeros by default.
+      starts: Where another document begins: the state before it is forgotten.
+      valid: How many tokens of each row count, from the first on; outputs of the others are 0. By default all.
+      chunk: C, rounded up to a power of two.
+      axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
+      impl: "chunked"; "sequential", which makes one step after the other; "auto", which does so for one token.
+      dtype: Of the outputs; by default that of v.
+
+    Returns:
+      Outputs, and the state; inside `jax.shard_map` that after this device's last token.
+
+    Raises:
+      UsageError: For shapes that do not fit, or an unknown `impl`.
+    """
+    heads = _heads(q, k, v, log_decay, bonus, state)
+    check_impl(impl, chunk)
+    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
+    shape = (*v.shape[:1], heads, k.shape[-1], v.shape[-1])
+    state = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
+    if bonus is not None and log_decay.ndim == 3:
+        log_decay = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, k.shape[-1]))
+    (q, k, v, log_decay), starts = masked((q, k, v, log_decay), starts, valid)
+    if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
+        if axis_name is not None:
+            raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
+        out, state = _steps(q, k, v, log_decay, bonus, state, starts)
+    else:
+        run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
+        out, state = run(q, k, v, log_decay, bonus, state, starts, chunk, axis_name)
+    return out.astype(v.dtype if dtype is None else dtype), state
+
+
+def _steps(q, k, v, log_decay, bonus, state, starts):
+    """One token after the other: what the chunks must equal."""
+    repeats = v.shape[2] // q.shape[2]
+
+    def step(state, now):
+        q, k, v, log_decay, start = now
+        q, k = (jnp.repeat(x, repeats, 1).astype(state.dtype) for x in (q, k))
+        state = state if start is None else jnp.where(start[:, None, None, None], 0, state)
+        decay = jnp.exp(log_decay).reshape(*log_decay.shape, *(1,) * (4 - log_decay.ndim))
+        own = k[..., None] * v.astype(state.dtype)[..., None, :]
+        after = decay * state + own
+        seen = after if bonus is None else state + bonus.astype(state.dtype)[None, ..., None] * own
+        return after, jnp.einsum("bhk,bhkv->bhv", q, seen, precision="highest")
+
+    line = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (q, k, v, log_decay, starts))
+    if v.shape[1] == 1:
+        state, out = step(state, jax.tree.map(lambda x: x[0], line))
+        return out[:, None], state
+    state, outs = jax.lax.scan(step, state, line)
+    return jnp.swapaxes(outs, 0, 1), state
+
+
+def _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name):
+    """All chunks at once; arrays [B, G, H / G, N, C, ...] inside, N chunks."""
+    batch, length, heads, _ = v.shape
+    groups = q.shape[2]
+    rows = log_decay.ndim == 4
+    repeats = heads // groups
+    if rows and repeats > 1:  # each head's decays of rows are its own
+        q, k, groups, repeats = jnp.repeat(q, repeats, 2), jnp.repeat(k, repeats, 2), heads, 1
+    q, k, v, log_decay = (in_chunks(x, groups, chunk) for x in (q, k, v, log_decay))
+    dtype, wide = v.dtype, state.dtype
+    if rows:
+        weight = 1 if bonus is None else bonus.astype(wide)[None, :, None, None, None]
+        scores, gates = _scores(q.astype(wide), k.astype(wide), log_decay, weight, bonus is not None)
+    else:
+        gates, pairs = gates_of(log_decay)
+        scores = dot(q, jnp.swapaxes(k, -1, -2), dtype, wide) * jnp.exp(pairs)
+    scores, read, write, kept = gates.applied(q, k, scores, starts, chunk)
+    drive = dot(jnp.swapaxes(write, -1, -2), v, dtype, wide)
+    state = state.reshape(batch, groups, repeats, *state.shape[2:])
+    kept = kept if rows else jnp.broadcast_to(kept[..., None], drive.shape[:-1])
+    states = affine_scan(kept, drive, state, kind="row", axis=3, axis_name=axis_name)
+    out = dot(scores, v, dtype, wide) + dot(read, entering(states, state, axis_name), dtype, wide)
+    return out_of_chunks(out, length), states[:, :, :, -1].reshape(batch, heads, *states.shape[-2:])
+
+
+class Gates(NamedTuple):
+    """Sums of neighbouring log decays within chunks of C tokens, [..., C] or [..., C, K].
+
+    Attributes:
+      before: From the chunk's first token to each.
+      after: From behind each to the chunk's last.
+      total: Of the whole chunk, [...] or [..., K].
+    """
+
+    before: Array
+    after: Array
+    total: Array
+
+    def applied(self, q: Array, k: Array, scores: Array, starts: Array | None, chunk: int):
+        """Returns scores between tokens of one document, queries that read the state before the chunk, keys that
+        write to that behind it, and what the chunk keeps of it.
+        """
+        tail = (1,) * (q.ndim - self.before.ndim)
+        before, after = (jnp.exp(x).reshape(*x.shape, *tail) for x in (self.before, self.after))
+        kept = jnp.exp(self.total)
+        if starts is not None:
+            document = jnp.cumsum(in_chunks(starts.astype(jnp.int32)[..., None], 1, chunk), -1)  # [B, 1, 1, N, C]
+            last = document[..., -1:]
+            scores = jnp.where(document[..., :, None] == document[..., None, :], scores, 0)
+            before = jnp.where((document == 0)[..., None], before, 0)
+            after = jnp.where((document == last)[..., None], after, 0)
+            none = (last == 0) if kept.ndim == last.ndim else last[..., 0] == 0
+            kept = jnp.where(none, kept, 0)
+        return scores, q * before, k * after, kept
+
+
+def gates_of(log_decay: Float[Array, "... C"]) -> tuple[Gates, Float[Array, "... C C"]]:
+    """Returns the sums of a head's log decays, and those from behind token j to token i at [i, j]; -inf for j > i.
+
+    Made by merging blocks of 1, 2, 4, ... tokens, C being a power of two: each is a sum of neighbours alone.
+    """
+    before, after = log_decay[..., None], jnp.zeros_like(log_decay)[..., None]
+    total, pairs = log_decay, jnp.zeros_like(log_decay)[..., None, None]
+    while before.shape[-2] > 1:
+        (a, b), (c, d), (s, t), (p, r) = (_halves(x, log_decay.ndim - 1) for x in (before, after, total, pairs))
+        across = b[..., :, None] + c[..., None, :]
+        pairs = _square(p, across, r, -jnp.inf)
+        before = jnp.concatenate([a, s[..., None] + b], -1)
+        after, total = jnp.concatenate([c + t[..., None], d], -1), s + t
+    return Gates(*(x.squeeze(log_decay.ndim - 1) for x in (before, after, total))), pairs[..., 0, :, :]
+
+
+def _scores(q, k, log_decay, weight, exclusive):
+    """Returns q_i k_j with each row's decay between j and i, and `Gates`; merged as in `gates_of`.
+
+    Of two neighbouring blocks the decay from j in the first to i in the second is a factor of i and one of j, both at
+    most 1, so that all pairs of them are one product of matrices.
+    """
+    place = log_decay.ndim - 2
+    block = lambda x: jnp.expand_dims(x, place + 1)  # noqa: E731
+    before = block(jnp.zeros_like(log_decay) if exclusive else log_decay)
+    after, total = block(jnp.zeros_like(log_decay)), log_decay
+    scores = (q * k * weight).sum(-1)[..., None, None]
+    q, k = block(q), block(k)
+    while before.shape[place] > 1:
+        (a, b), (c, d), (s, t), (p, r) = (_halves(x, place) for x in (before, after, total, scores))
+        (q_first, q_last), (k_first, k_last) = _halves(q, place), _halves(k, place)
+        reads, writes = q_last * jnp.exp(b), k_first * jnp.exp(c)
+        if reads.shape[-2] > 4:
+            across = jnp.einsum("...ik,...jk->...ij", reads, writes, precision="highest")
+        else:  # a few numbers each: no product of matrices is as fast
+            across = (reads[..., :, None, :] * writes[..., None, :, :]).sum(-1)
+        scores = _square(p, across, r, 0)
+        before = jnp.concatenate([a, jnp.expand_dims(s, -2) + b], -2)
+        after, total = jnp.concatenate([c + jnp.expand_dims(t, -2), d], -2), s + t
+        q, k = jnp.concatenate([q_first, q_last], -2), jnp.concatenate([k_first, k_last], -2)
+    gates = Gates(*(x.squeeze(place) for x in (before, after, total)))
+    return scores.squeeze(place), gates
+
+
+def _halves(x, axis):
+    """Splits an even number of blocks into first ones and second ones."""
+    pairs = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
+    return jax.lax.index_in_dim(pairs, 0, axis + 1, False), jax.lax.index_in_dim(pairs, 1, axis + 1, False)
+
+
+def _square(first, across, second, empty):
+    """Joins two blocks of pairs: what is above the diagonal is `empty`."""
+    above = jnp.full_like(across, empty)
+    top, bottom = jnp.concatenate([first, above], -1), jnp.concatenate([across, second], -1)
+    return jnp.concatenate([top, bottom], -2)
+
+
+def dot(x: Array, y: Array, dtype: jnp.dtype, wide: jnp.dtype) -> Array:
+    """Multiplies matrices in `dtype` with sums in `wide`; of float32 at full precision on every platform."""
+    precision = None if jnp.dtype(dtype).itemsize < 4 else jax.lax.Precision.HIGHEST
+    return jnp.matmul(x.astype(dtype), y.astype(dtype), precision=precision, preferred_element_type=wide)
+
+
+def masked(
+    arrays: tuple[Array, ...], starts: Bool[Array, "B T"] | None, valid: Int[Array, " B"] | None
+) -> tuple[tuple[Array, ...], Bool[Array, "B T"] | None]:
+    """Returns arrays [B, T, ...] that are 0 at tokens that do not count, and starts that are not among these."""
+    if valid is None:
+        return arrays, starts
+    counts = jnp.arange(arrays[0].shape[1])[None] < valid[:, None]
+    zeroed = tuple(jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0) for x in arrays)
+    return zeroed, None if starts is None else starts & counts
+
+
+def in_chunks(x: Float[Array, "B T H *D"], groups: int, chunk: int) -> Float[Array, "B G R N C *D"]:
+    """Returns heads in `groups` and time in chunks, filled up with zeros."""
+    length = x.shape[1]
+    size = 1 << (max(1, min(chunk, length)) - 1).bit_length()
+    x = jnp.pad(x, [(0, 0), (0, -length % size), *[(0, 0)] * (x.ndim - 2)])
+    x = x.reshape(x.shape[0], -1, size, groups, x.shape[2] // groups, *x.shape[3:])
+    return jnp.moveaxis(x, (3, 4), (1, 2))
+
+
+def out_of_chunks(x: Float[Array, "B G R N C V"], length: int) -> Float[Array, "B T H V"]:
+    """Returns time and heads as `in_chunks` was given them."""
+    x = jnp.moveaxis(x, (1, 2), (3, 4))
+    return x.reshape(x.shape[0], -1, x.shape[3] * x.shape[4], x.shape[5])[:, :length]
+
+
+def entering(states: Array, first: Array, axis_name: str | None) -> Array:
+    """Returns the state before each chunk, from those after each and the one before all; chunks are axis 3."""
+    if axis_name is not None:
+        earlier = from_earlier(states[:, :, :, -1], axis_name, False)
+        first = jnp.where(is_first(axis_name, False), first, earlier)
+    return jnp.concatenate([first[:, :, :, None], states[:, :, :, :-1]], 3)
+
+
+def check_impl(impl: str, chunk: int) -> None:
+    """Refuses unknown forms and chunks of nothing."""
+    if impl not in IMPLS:
+        raise UsageError(f"impl={impl!r} is unknown; legal are {', '.join(map(repr, IMPLS))}.")
+    if chunk < 1:
+        raise UsageError(f"chunk={chunk} must be at least 1.")
+
+
+def _heads(q, k, v, log_decay, bonus, state) -> int:
+    """Returns H of arrays that fit each other."""
+    heads = v.shape[2]
+    wanted = {
+        "k": (k, [q.shape]),
+        "v": (v, [(*q.shape[:2], heads, v.shape[-1])]),
+        "log_decay": (log_decay, [v.shape[:3], (*v.shape[:3], k.shape[-1])]),
+        "bonus": (bonus, [(heads, k.shape[-1])]),
+        "state": (state, [(v.shape[0], heads, k.shape[-1], v.shape[-1])]),
+    }
+    for name, (x, shapes) in wanted.items():
+        if x is not None and x.shape not in shapes:
+            legal = " or ".join(map(str, shapes))
+            raise UsageError(f"{name} of shape {x.shape} does not fit q of {q.shape} and v of {v.shape}; give {legal}.")
+    if heads % q.shape[2]:
+        raise UsageError(f"v has {heads} heads, no multiple of the {q.shape[2]} of q and k.")
+    return heads

@@ -1,0 +1,189 @@
+"""Matrix states by chunks equal the steps, in value and gradient, whatever gates, documents, chunks and devices there are."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+from jax.sharding import PartitionSpec as P
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.mesh import MeshSpec, make_mesh
+from jaxpar.nn.mixers.delta_rule import delta_rule
+from jaxpar.nn.mixers.exponential_gates import exponential_attention
+from jaxpar.nn.mixers.linear_attention import linear_attention
+from jaxpar.types import UsageError
+
+B, T, G, H, K, V = 2, 37, 2, 4, 8, 4
+VALID = np.array([37, 29])
+# Sums of some dozen numbers of one size, in another order.
+TOLERANCE = {"float64": 5 * EXACT_MATHS["float64"], "float32": 1e-5}
+
+
+def draw(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape))
+
+
+def gates(rng, *shape):
+    """Log decays of all strengths: next to 0, none, and 50."""
+    weak, strong = -np.exp(rng.uniform(-8, 0, shape)), np.where(rng.random(shape) < 0.3, -50.0, 0.0)
+    return jnp.asarray(np.where(rng.random(shape) < 0.5, weak, strong))
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def inputs_of(name, length=T):
+    rng = np.random.default_rng(3)
+    heads = H if name in ("delta", "exponential") else G
+    q, k, v = draw(rng, B, length, heads, K), draw(rng, B, length, heads, K), draw(rng, B, length, H, V)
+    state = draw(rng, B, H, K, V)
+    if name == "delta":
+        beta = jnp.asarray(rng.uniform(0, 2, (B, length, H)))
+        return (q, unit(k), v, beta, gates(rng, B, length, H)), state
+    if name == "exponential":
+        scale = jnp.asarray(rng.integers(-3, 3, (B, H)).astype(float))
+        state = draw(rng, B, H, K, V + 1), scale
+        size = np.where(rng.random((B, length, H)) < 0.1, rng.choice([-80.0, 80.0], (B, length, H)), 1)
+        return (q / 3, k, v, gates(rng, B, length, H), draw(rng, B, length, H) * size), state
+    if name == "rows, bonus":
+        return (q, k, v, gates(rng, B, length, H, K), draw(rng, H, K)), state
+    if name == "heads":
+        return (q, k, v, gates(rng, B, length, H)), state
+    return (q, k, v), state
+
+
+def run(name, arrays, state, **options):
+    if name == "delta":
+        return delta_rule(*arrays, state=state, **options)
+    if name == "exponential":
+        return exponential_attention(*arrays, state=state, **options)
+    bonus = {"bonus": arrays[4]} if name == "rows, bonus" else {}
+    return linear_attention(*arrays[:4], **bonus, state=state, **options)
+
+
+CASES = ("none", "heads", "rows, bonus", "delta", "exponential")
+each_case = pytest.mark.parametrize("name", CASES)
+STARTS = np.random.default_rng(5).random((B, T)) < 0.1
+
+
+def weigh(out, state, valid):
+    counts = (np.arange(out.shape[1]) < valid[:, None])[..., None, None]
+    out = jnp.where(counts, out, 0)
+    parts = [out, *jax.tree.leaves(state)]
+    return sum((x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)).sum() for x in parts), (out, state)
+
+
+def results(name, dtype, *, starts=STARTS, valid=VALID, **options):
+    arrays, state = jax.tree.map(lambda x: x.astype(dtype), inputs_of(name))
+
+    def loss(arrays, state):
+        return weigh(*run(name, arrays, state, starts=starts, valid=valid, **options), valid)
+
+    return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays, state)
+
+
+@functools.cache
+def steps(name, dtype, documents):
+    with jax.enable_x64(True):
+        return results(name, dtype, starts=STARTS if documents else None, impl="sequential")
+
+
+@each_case
+@pytest.mark.parametrize("chunk", [1, 16, pytest.param(T, marks=pytest.mark.slow)])
+def test_chunks_equal_steps_in_value_and_gradient(name, chunk, x64):
+    assert_close(results(name, "float64", chunk=chunk), steps(name, "float64", True), TOLERANCE["float64"])
+
+
+@each_case
+def test_one_chunk_of_one_document_in_single_precision(name, x64):
+    got = results(name, "float32", starts=None, chunk=64)
+    want = steps(name, "float64", False)
+    # Normalised by a small sum: the rounding of its terms is a larger part of it.
+    assert_close(got, want, 1e-4 if name == "exponential" else TOLERANCE["float32"])
+
+
+@each_case
+def test_over_eight_devices_it_is_what_it_is_on_one(name, x64):
+    arrays, state = inputs_of(name, 48)
+    starts = np.random.default_rng(6).random((B, 48)) < 0.05
+    bonus = arrays[4:] if name == "rows, bonus" else ()
+    arrays = arrays[:4] if bonus else arrays
+    split, whole = (P(None, "context"),) * len(arrays), (P(),) * len(bonus)
+
+    def sharded(*args):
+        *rows, state, starts = args
+        out, after = run(name, tuple(rows), state, starts=starts, axis_name="context", chunk=4)
+        return out, jax.tree.map(lambda x: x[None], after)
+
+    mesh = make_mesh(MeshSpec(context=8))
+    over = jax.shard_map(
+        sharded, mesh=mesh, in_specs=(*split, *whole, jax.tree.map(lambda _: P(), state), P(None, "context")),
+        out_specs=(P(None, "context"), jax.tree.map(lambda _: P("context"), state)),
+    )  # fmt: skip
+
+    def loss(arrays, state, split):
+        if split:
+            out, after = over(*arrays, *bonus, state, starts)
+            after = jax.tree.map(lambda x: x[-1], after)
+        else:
+            out, after = run(name, (*arrays, *bonus), state, starts=starts, chunk=4)
+        return weigh(out, after, np.array([48, 48]))
+
+    gradient = jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    assert_close(gradient(arrays, state, True), gradient(arrays, state, False), TOLERANCE["float64"])
+
+
+@each_case
+def test_a_token_at_a_time_is_the_whole(name, x64):
+    arrays, state = inputs_of(name, 5)
+    want, last = run(name, arrays, state, chunk=4)
+    whole = [i for i, x in enumerate(arrays) if x.shape[:2] == (B, 5)]
+    outs = []
+    for t in range(5):
+        now = tuple(x[:, t : t + 1] if i in whole else x for i, x in enumerate(arrays))
+        out, state = run(name, now, state)
+        outs.append(out)
+    assert_close((jnp.concatenate(outs, 1), state), (want, last), TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("name", ["rows, bonus", "delta"])
+def test_no_state_a_token_is_made(name):
+    """Nor in the backward pass: the largest array is a few times what is given."""
+    length = 512
+    arrays, state = jax.tree.map(lambda x: x.astype(jnp.float32), inputs_of(name, length))
+    loss = lambda arrays, state: weigh(*run(name, arrays, state, chunk=32), np.array([length] * B))[0]  # noqa: E731
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(arrays, state))
+    sizes = [np.prod([int(n) for n in x.split(",")]) for x in re.findall(r"f32\[([\d,]+)\]", text)]
+    assert max(sizes) <= B * length * H * 64 and B * length * H * K * V <= B * length * H * 64
+
+
+@each_case
+def test_empty_states_of_half_precision(name):
+    arrays, _ = jax.tree.map(lambda x: x.astype(jnp.bfloat16), inputs_of(name))
+    out, state = run(name, arrays, None, chunk=16)
+    want, _ = run(name, jax.tree.map(lambda x: x.astype(jnp.float32), arrays), None, chunk=16)
+    assert out.dtype == jnp.bfloat16 and all(x.dtype == jnp.float32 for x in jax.tree.leaves(state))
+    error = np.linalg.norm(np.float32(out) - want) / np.linalg.norm(want)
+    assert error < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, v, a: linear_attention(q, q, v, a[:, :-1]), "log_decay of shape"),
+        (lambda q, v, a: linear_attention(q, q, v[:, :, :3], a[:, :, :3]), "no multiple"),
+        (lambda q, v, a: linear_attention(q, q, v, a, impl="fast"), "impl='fast' is unknown"),
+        (lambda q, v, a: linear_attention(q, q, v, a, chunk=0), "chunk=0 must be at least 1"),
+        (lambda q, v, a: delta_rule(q, q, v, a), "v of shape"),
+        (lambda q, v, a: delta_rule(v, v, v, a[:, :, :1]), "beta of shape"),
+    ],
+)
+def test_mistakes_are_told(call, message):
+    q, _, v, a = inputs_of("heads")[0]
+    with pytest.raises(UsageError, match=message):
+        call(q, v, a)
