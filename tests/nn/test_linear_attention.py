@@ -1,4 +1,4 @@
-"""Matrix states by chunks equal the steps, in value and gradient, whatever gates, documents, chunks and devices there are."""
+"""Matrix states by chunks equal the steps, in value and gradient, whatever gates, documents and devices there are."""
 
 import functools
 import re

@@ -33,9 +33,9 @@ def delta_rule(
     axis_name: str | None = None,
     impl: str = "auto",
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """Returns o[t] = q[t] S[t] and the last S, with a = exp(log_decay) and
+    """Returns o[t] = q[t] S[t] of a state S that each key and value corrects, and the state after the last token.
 
-        S[t] = a[t] (I - beta[t] k[t] k[t]^T) S[t-1] + beta[t] k[t] v[t]^T.
+        S[t] = a[t] (I - beta[t] k[t] k[t]^T) S[t-1] + beta[t] k[t] v[t]^T,   a = exp(log_decay)
 
     That is a step of size beta towards S^T k = v. In a chunk that begins with state S it is linear attention to values
     u = u0 - w S, where u0 and w solve triangular systems of the keys' products (Yang et al. 2024, arXiv:2412.06464,

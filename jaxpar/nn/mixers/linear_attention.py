@@ -18,17 +18,9 @@ from jaxpar.scan.sharded import from_earlier, is_first
 from jaxpar.types import UsageError
 
 __all__ = [
-    "IMPLS",
-    "Gates",
-    "dot",
-    "check_impl",
-    "entering",
-    "gates_of",
-    "in_chunks",
-    "linear_attention",
-    "masked",
+    "IMPLS", "Gates", "check_impl", "dot", "entering", "gates_of", "in_chunks", "linear_attention", "masked",
     "out_of_chunks",
-]
+]  # fmt: skip
 
 IMPLS = ("auto", "chunked", "sequential")
 
@@ -79,7 +71,7 @@ def linear_attention(
     check_impl(impl, chunk)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     shape = (*v.shape[:1], heads, k.shape[-1], v.shape[-1])
-    state = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    first = jnp.zeros(shape, wide) if state is None else state.astype(wide)
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
     if bonus is not None and log_decay.ndim == 3:
         log_decay = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, k.shape[-1]))
@@ -87,14 +79,14 @@ def linear_attention(
     if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
         if axis_name is not None:
             raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
-        out, state = _steps(q, k, v, log_decay, bonus, state, starts)
+        out, last = _steps(q, k, v, log_decay, bonus, first, starts)
     else:
         run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
-        out, state = run(q, k, v, log_decay, bonus, state, starts, chunk, axis_name)
-    return out.astype(v.dtype if dtype is None else dtype), state
+        out, last = run(q, k, v, log_decay, bonus, first, starts, chunk, axis_name)
+    return out.astype(v.dtype if dtype is None else dtype), last
 
 
-def _steps(q, k, v, log_decay, bonus, state, starts):
+def _steps(q, k, v, log_decay, bonus, state: Array, starts) -> tuple[Array, Array]:
     """One token after the other: what the chunks must equal."""
     repeats = v.shape[2] // q.shape[2]
 
@@ -155,9 +147,7 @@ class Gates(NamedTuple):
     total: Array
 
     def applied(self, q: Array, k: Array, scores: Array, starts: Array | None, chunk: int):
-        """Returns scores between tokens of one document, queries that read the state before the chunk, keys that
-        write to that behind it, and what the chunk keeps of it.
-        """
+        """Returns scores within documents; queries of the state before a chunk, keys of that behind, what it keeps."""
         tail = (1,) * (q.ndim - self.before.ndim)
         before, after = (jnp.exp(x).reshape(*x.shape, *tail) for x in (self.before, self.after))
         kept = jnp.exp(self.total)
