@@ -7,6 +7,8 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
+from jaxpar.nn.mixers.layers import LAYERS, layer_of, layer_size
+from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
@@ -49,9 +51,12 @@ class LMConfig:
         attention; 0 means H.
       head_dim: K; 0 means D / H.
       mlp_dim: F.
-      mixer: What mixes the tokens of a block: "attention", or a recurrent cell of `jaxpar.nn`.
-      mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones
-        and aaren have them in `num_heads` heads.
+      mixer: What mixes the tokens of a block: "attention", a recurrent cell of `jaxpar.nn`, or a layer with a matrix
+        state of `jaxpar.nn.mixers`.
+      mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones,
+        aaren and those with a matrix state have them in `num_heads` heads.
+      mixer_key_dim: K, rows of a head's matrix state; 0 leaves that to the mixer.
+      mixer_chunk: Tokens whose pairs a mixer with a matrix state multiplies, a power of two.
       norm: "rms" or "layer".
       norm_eps: Added to the variance.
       positions: "rope" or "learned".
@@ -103,8 +108,10 @@ class LMConfig:
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
     mlp_dim: int = field(384, AtLeast(1))
-    mixer: str = _later("attention", OneOf(("attention", *CELLS)))
+    mixer: str = _later("attention", OneOf(("attention", *CELLS, *LAYERS)))
     mixer_dim: int = _later(0, AtLeast(0))
+    mixer_key_dim: int = _later(0, AtLeast(0))
+    mixer_chunk: int = _execution(64, AtLeast(1))
     norm: str = field("rms", OneOf(("rms", "layer")))
     norm_eps: float = field(1e-5, Positive())
     positions: str = field("rope", OneOf(("rope", "learned")))
@@ -229,26 +236,59 @@ def _recurrent(config: LMConfig) -> Recurrent:
     return Recurrent(cell_of(config.mixer, config.mixer_dim, config.num_heads), solver(config.solver))
 
 
+def _matrix_state(config: LMConfig) -> MatrixState:
+    layer = layer_of(config.mixer, config.mixer_dim, config.num_heads, config.mixer_key_dim)
+    return MatrixState(layer, config.mixer_chunk)
+
+
 def _unsized(config: LMConfig) -> None:
+    _only_of_matrix_states(config)
     if config.mixer_dim:
         raise UsageError(f"model.mixer_dim={config.mixer_dim} is the size of recurrent mixers, not of attention.")
 
 
+def _only_of_matrix_states(config: LMConfig) -> None:
+    if config.mixer_key_dim:
+        raise UsageError(f"model.mixer_key_dim={config.mixer_key_dim} is of mixers with a matrix state; take 0.")
+
+
 def _sized(config: LMConfig) -> None:
+    _only_of_matrix_states(config)
+    _in_turn(config)
+    if not config.mixer_dim:
+        size = equal_size(config.mixer, config.embed_dim, config.num_heads, _size_of_attention(config))
+        object.__setattr__(config, "mixer_dim", size)
+
+
+def _matrix_sized(config: LMConfig) -> None:
+    _in_turn(config)
+    unit = 4 * config.num_heads
+    if not config.mixer_dim:
+        sizes = config.embed_dim, config.num_heads, _size_of_attention(config), config.mixer_key_dim
+        object.__setattr__(config, "mixer_dim", layer_size(config.mixer, *sizes))
+    elif config.mixer_dim % unit:
+        nearest = max(unit, round(config.mixer_dim / unit) * unit)
+        raise UsageError(
+            f"model.mixer_dim={config.mixer_dim} is no multiple of 4 heads, {unit}, as model.mixer={config.mixer} "
+            f"needs; nearest is {nearest}."
+        )
+
+
+def _size_of_attention(config: LMConfig) -> int:
+    return 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+
+
+def _in_turn(config: LMConfig) -> None:
     if config.qk_norm:
         raise UsageError(f"model.qk_norm=true is of attention, not of model.mixer={config.mixer}; take false.")
     if config.context != "auto" or config.context_order not in ("auto", "contiguous"):
         raise UsageError(
             f"model.mixer={config.mixer} reads tokens in turn; take model.context=auto, model.context_order=contiguous."
         )
-    if not config.mixer_dim:
-        attention = 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
-        size = equal_size(config.mixer, config.embed_dim, config.num_heads, attention)
-        object.__setattr__(config, "mixer_dim", size)
 
 
-MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent)
-SIZED = {"attention": _unsized} | dict.fromkeys(CELLS, _sized)
+MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent) | dict.fromkeys(LAYERS, _matrix_state)
+SIZED = {"attention": _unsized} | dict.fromkeys(CELLS, _sized) | dict.fromkeys(LAYERS, _matrix_sized)
 
 
 def gpt2(**changes) -> LMConfig:

@@ -12,6 +12,7 @@ __all__ = ["Leaf", "init_leaves"]
 
 CONSTANTS = {"ones": 1.0, "zeros": 0.0}
 GATES = {"keep": 1.0, "renew": -1.0}
+RATES = ("rate", "log_rate", "log_count")
 LASTS = (2.0, 100.0)  # steps after which a state kept with s(b) = 1 - 1 / steps is down to about a third
 
 
@@ -23,7 +24,9 @@ class Leaf(NamedTuple):
       axes: Logical names, as in `jaxpar.mesh.RULES`, or None.
       init: "ones", "zeros", the standard deviation of a normal distribution, or of gates: "keep" for the bias b of one
         that keeps a share s(b) of the state, "renew" for that of one that replaces it. The units' states then last from
-        2 to 100 steps, evenly in their logarithm (chrono initialisation, arXiv:1804.11188, without its randomness).
+        2 to 100 steps, evenly in their logarithm (chrono initialisation, arXiv:1804.11188, without its randomness). Of
+      rates along the last axis: "rate", whose softplus goes from 0.001 to 0.1, and "log_rate", whose exponential goes
+      from 0.002 to 1, evenly in their logarithms; "log_count", whose exponential goes from 1 to 16 (arXiv:2405.21060).
     """
 
     shape: tuple[int, ...]
@@ -43,7 +46,17 @@ def init_leaves(key: PRNGKey, leaves: PyTree, dtype=jnp.float32) -> PyTree:
         if leaf.init in GATES:
             keep = jnp.log(jnp.geomspace(*LASTS, leaf.shape[-1], dtype=dtype) - 1)
             return jnp.broadcast_to(GATES[leaf.init] * keep, leaf.shape)
+        if leaf.init in RATES:
+            return jnp.broadcast_to(_rates(leaf.init, leaf.shape[-1], dtype), leaf.shape)
         name = jax.tree_util.keystr(path)
         return leaf.init * jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
 
     return jax.tree_util.tree_map_with_path(one, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+
+
+def _rates(init: str, size: int, dtype) -> jax.Array:
+    if init == "rate":
+        return jnp.log(jnp.expm1(jnp.geomspace(1e-3, 0.1, size, dtype=dtype)))
+    if init == "log_rate":
+        return jnp.log(jnp.geomspace(2e-3, 1.0, size, dtype=dtype))
+    return jnp.log(jnp.linspace(1.0, 16.0, size, dtype=dtype))

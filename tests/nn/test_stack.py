@@ -18,7 +18,7 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
 from jaxpar.nn.linear import Lora, quantise
 from jaxpar.nn.mixer import ActivationSizes
-from jaxpar.nn.mixers import Recurrent
+from jaxpar.nn.mixers import GatedDelta, GatedLinear, Mamba2, MatrixState, MLstm, Recurrent, Rwkv6
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
@@ -31,6 +31,14 @@ MIXERS = {
     "slopes": Attention(4, 2, 2, positions=Alibi(), visible=Visible(window=3)),
     "para_gru": Recurrent(ParaGRU(8)),
     "aaren": Recurrent(Aaren(8, 2)),
+    "gla": MatrixState(GatedLinear(2, 2, 4), 4),
+    "simple_gla": MatrixState(GatedLinear(2, 2, 4, gate="heads"), 4),
+    "retention": MatrixState(GatedLinear(2, 2, 4, gate="fixed", positions=Rope()), 4),
+    "mlstm": MatrixState(MLstm(2, 2, 4), 4),
+    "mlstm_sig": MatrixState(MLstm(2, 2, 4, gate="sigmoid"), 4),
+    "mamba2": MatrixState(Mamba2(2, 3, 4), 4),
+    "gated_delta": MatrixState(GatedDelta(2, 2, 4), 4),
+    "rwkv6": MatrixState(Rwkv6(2, 2, 4, rank=3), 4),
 }
 each_mixer = pytest.mark.parametrize("name", MIXERS)
 TOLERANCE = EXACT_MATHS["float64"]

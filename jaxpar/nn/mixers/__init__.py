@@ -3,8 +3,40 @@
 | file | in -> out shapes | called by |
 |---|---|---|
 | `recurrent` | params, x [B, T, D], state [B, n] -> y [B, T, D], state | `stack`, `network`, `rl` |
+| `linear_attention`, `delta_rule` | q, k, v [B, T, H, ...], gates -> o [B, T, H, V], S [B, H, K, V] | all below |
+| `exponential_gates` | the same with exponential input gates, stabilised | `mlstm`, users |
+| `short_conv` | x [B, T, ...], weight [W, ...] -> y [B, T, ...], the last W - 1 inputs | `ssd`, `gated_delta`, `rwkv` |
+| `gated_linear`, `mlstm`, `ssd`, `gated_delta`, `rwkv` | params, x -> inputs; inputs, S -> o, S | `matrix_state` |
+| `matrix_state`, `layers` | params, x [B, T, D], state -> y [B, T, D], state; a layer by its name | `stack`, `lm` |
 """
 
+from jaxpar.nn.mixers.delta_rule import delta_rule
+from jaxpar.nn.mixers.exponential_gates import exponential_attention
+from jaxpar.nn.mixers.gated_delta import GatedDelta
+from jaxpar.nn.mixers.gated_linear import GatedLinear
+from jaxpar.nn.mixers.layers import LAYERS, layer_of
+from jaxpar.nn.mixers.linear_attention import linear_attention
+from jaxpar.nn.mixers.matrix_state import MatrixState
+from jaxpar.nn.mixers.mlstm import MLstm
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of
+from jaxpar.nn.mixers.rwkv import Rwkv6
+from jaxpar.nn.mixers.short_conv import short_conv
+from jaxpar.nn.mixers.ssd import Mamba2
 
-__all__ = ["CELLS", "Recurrent", "cell_of"]
+__all__ = [
+    "CELLS",
+    "LAYERS",
+    "GatedDelta",
+    "GatedLinear",
+    "MLstm",
+    "Mamba2",
+    "MatrixState",
+    "Recurrent",
+    "Rwkv6",
+    "cell_of",
+    "delta_rule",
+    "exponential_attention",
+    "layer_of",
+    "linear_attention",
+    "short_conv",
+]
