@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.scan.sharded import from_earlier
+from jaxpar.scan.varying import varying_as
 from jaxpar.types import UsageError
 
 __all__ = ["short_conv"]
@@ -45,6 +46,7 @@ def short_conv(
         if starts is not None:
             last = jnp.where(_lives(starts)[:, length - reach :].reshape(batch, reach, *tail), last, 0)
         before = from_earlier(last, axis_name, False)
+    weight = varying_as(weight, x)  # so that devices sum its gradient once, and not tap by tap
     line: Array = jnp.concatenate([jnp.asarray(before), x], 1)
     whole = lambda w: w.reshape(1, 1, *w.shape).astype(x.dtype)  # noqa: E731
     out = x * whole(weight[reach])

@@ -26,9 +26,9 @@ GROUPED = ("embed", None, None)
 class Mamba2:
     """Mamba-2 (arXiv:2405.21060, sections 6 and 7): S = exp(-A dt) S + dt B x^T, y = C S + D x.
 
-    x, B and C pass a convolution of `taps` tokens and swish, dt = softplus(. + b_dt) is a number a head, A = exp(a_log),
-    and the outputs y * swish(z) of all heads are normalised together. B and C are keys and queries, which the H / G
-    heads of a group share. A layer of `MatrixState`.
+    x, B and C pass a convolution of `taps` tokens and swish; dt = softplus(. + b_dt) is a number a head, and so is
+    A = exp(a_log). The outputs y * swish(z) of all heads are normalised together. B and C are keys and queries, which
+    the H / G heads of a group share. A layer of `MatrixState`.
 
     Attributes:
       num_heads: H.
