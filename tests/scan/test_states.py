@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import copies
 from fast import jit
 from recurrences import draw, loop, scan
 from tolerance import EXACT_MATHS, assert_close
@@ -160,6 +161,14 @@ def test_rows_never_make_an_array_of_the_states_size_of_the_decays(impl):
     assert spread(compiled(functools.partial(affine_scan, kind="row", impl=impl)), 96) == []
     if impl == "sequential":  # what would be found: decays made as large as the states
         assert spread(compiled(lambda a, b: affine_scan(jnp.tile(a[..., None], 96), b, impl=impl)), 96)
+
+
+def test_a_gradient_copies_no_matrix():
+    """Neither transposed nor shifted: the adjoint multiplies by what lies one step back, transposed there."""
+    a, b, h0 = draw((9, 2, 3, 5), "matrix", dtype="float32")
+    g = jax.grad(lambda *x: loss(affine_scan(*x, kind="matrix", impl="sequential")), (0, 1, 2))
+    text = jit(g).lower(a, b, h0).compile().as_text()
+    assert copies(text, a.shape) == [] and not re.search(r"= f32\[9,2,3,3\]\S* concatenate", text)
 
 
 def test_auto_takes_the_loop_for_matrices_and_not_for_rows():
