@@ -64,6 +64,14 @@ STATE_RING = Ring(_multiply_matrices, _multiply_matrices, lambda a: jnp.swapaxes
 """a ends in two axes, and so does h: the columns of h share what is read of a."""
 
 
+def transposed(ring: Ring, a):
+    """Returns ring and transitions of a^T; a matrix stays where it lies, and is transposed where it is multiplied."""
+    if ring is LANE_RING:  # nothing moves, and kernels know this ring
+        return ring, ring.transpose(a)
+    later_last = lambda later, earlier: ring.multiply(earlier, later)  # noqa: E731  # (E L)^T is L^T E^T
+    return Ring(later_last, lambda x, h: ring.apply(ring.transpose(x), h), ring.transpose), a
+
+
 def cast(tree, dtype):
     """Returns the tree with arrays of `dtype`."""
     return jax.tree.map(lambda x: x.astype(dtype), tree)

@@ -15,17 +15,19 @@ CHUNK = 16
 """Steps of a chunk, which are unrolled: 8 were slower on an H100, and 32 as fast but slower to compile."""
 
 
-def sequential(ring: Ring, a, b, h0, *, axis: int, reverse: bool, carry):
+def sequential(ring: Ring, a, b, h0, *, axis: int, reverse: bool, carry, adjoint: bool = False):
     """One step after the other: T steps of latency, each array read once; the twin that the others must equal.
 
-    The buffer of the results starts as b, so that every step reads its b where it writes its h.
+    The buffer of the results starts as b, so that every step reads its b where it writes its h. The `adjoint` has no
+    h0, and takes at each step the transition of the step before it.
     """
     length = num_steps(b, axis)
 
     def advance(step, state):
         h, buffer = state
         place = length - 1 - step if reverse else step
-        h = _step(ring, cast(take(a, place, axis), carry), h, cast(take(buffer, place, axis), carry))
+        used = place if not adjoint else place + 1 if reverse else place - 1
+        h = _step(ring, cast(take(a, used, axis), carry), h, cast(take(buffer, place, axis), carry))
         put = lambda x, y: lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), place, axis)  # noqa: E731
         return h, jax.tree.map(put, buffer, h)
 

@@ -20,6 +20,7 @@ from jaxpar.scan._rings import (
     shifted,
     take,
     together,
+    transposed,
 )
 from jaxpar.scan.varying import moving_with
 from jaxpar.types import Array, UsageError
@@ -171,11 +172,12 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
         # (I - A S)^T g = cotangent: the same recurrence backwards in time, with transposed transitions one step later.
         start, cotangents = cotangent
         back = spec._replace(reverse=not reverse)
-        g = _scan(ring, ring.transpose(a), cotangents, None, back, adjoint=True)
+        other, transitions = transposed(ring, a)
+        g = _scan(other, transitions, cotangents, None, back, adjoint=True)
         if start is None:
             return None, g
         first = -1 if reverse else 0
-        out = ring.apply(*(cast(take(x, first, axis), spec.carry) for x in (ring.transpose(a), g)))
+        out = other.apply(*(cast(take(x, first, axis), spec.carry) for x in (transitions, g)))
         if spec.axis_name is not None:  # only the piece with the first step has h0 in it
             here = sharded.is_first(spec.axis_name, reverse)
             out = jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), out)
@@ -220,8 +222,10 @@ def _kernel(run, platform, spec: _Spec, adjoint: bool, a, b, h0):
 
 
 def _plain(run, ring, spec: _Spec, adjoint: bool, a, b, h0):
-    a = _before(a, None, spec) if adjoint else a
-    return run(ring, a, b, h0, axis=spec.axis, reverse=spec.reverse, carry=spec.carry)
+    how = {"axis": spec.axis, "reverse": spec.reverse, "carry": spec.carry}
+    if adjoint and run is _xla.sequential:  # which can look one step back: no copy
+        return run(ring, a, b, h0, **how, adjoint=True)
+    return run(ring, _before(a, None, spec) if adjoint else a, b, h0, **how)
 
 
 def _before(x, start, spec: _Spec):
