@@ -46,11 +46,12 @@ class Rwkv6:
     num_inputs, num_shared = 7, 0
 
     def leaves(self, embed_dim: int, std: float) -> dict[str, Leaf]:
-        """Declares w_k, w_r [D, H, K], w_v, w_g [D, H, V], mu [6, D], the products of low rank, and each head's own."""
+        """Declares w_k, w_r [D, H, K], w_v, w_g [D, H, V], mu [5, D], mu_mix [D], the products of low rank, and each head's own."""
         heads, keys, values, rank = self.num_heads, self.key_dim, self.value_dim, self.rank
         widths = {"w_k": keys, "w_r": keys, "w_v": values, "w_g": values}
         out = {name: Leaf((embed_dim, heads, width), HEADS, std) for name, width in widths.items()}
-        out["mu"] = Leaf((len(LANES) + 1, embed_dim), (None, None), "zeros")
+        out["mu"] = Leaf((len(LANES), embed_dim), (None, None), "zeros")
+        out["mu_mix"] = Leaf((embed_dim,), (None,), "zeros")
         out["mix_in"] = Leaf((embed_dim, len(LANES), rank), ("embed", None, None), std)
         out["mix_out"] = Leaf((len(LANES), rank, embed_dim), (None, None, "embed"), std)
         out["w_decay_in"] = Leaf((embed_dim, rank), ("embed", None), std)
@@ -76,10 +77,10 @@ class Rwkv6:
         """Returns keys, values, what reads, the gate and the log decays."""
         before, last = _before(x, state, context)
         apart, change = context.rules.apart, before - x
-        mu = params["mu"].astype(x.dtype)[:, None, None]
+        first, mu = params["mu_mix"].astype(x.dtype)[None, None], params["mu"].astype(x.dtype)[:, None, None]
         whole = {"mix_in": ("embed", None, None), "mix_out": (None, None, "embed")}
-        inner = jnp.tanh(contract("btd,dnr->btnr", x + change * mu[-1], params["mix_in"], whole["mix_in"], apart=apart))
-        mixes = contract("btnr,nrd->nbtd", inner, params["mix_out"], whole["mix_out"], apart=apart) + mu[:-1]
+        inner = jnp.tanh(contract("btd,dnr->btnr", x + change * first, params["mix_in"], whole["mix_in"], apart=apart))
+        mixes = contract("btnr,nrd->nbtd", inner, params["mix_out"], whole["mix_out"], apart=apart) + mu
         mixed = {name: x + change * mix for name, mix in zip(LANES, mixes, strict=True)}
         out = {
             name: contract("btd,dhk->bthk", mixed[name], params[f"w_{name}"], HEADS, apart=apart) for name in LANES[1:]
