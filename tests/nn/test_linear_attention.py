@@ -68,6 +68,15 @@ def run(name, arrays, state, **options):
 
 CASES = ("none", "heads", "rows, bonus", "delta", "exponential")
 each_case = pytest.mark.parametrize("name", CASES)
+
+
+def some(*names):
+    """These cases in CI, the others in the long run."""
+    return pytest.mark.parametrize(
+        "name", [x if x in names else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+    )
+
+
 STARTS = np.random.default_rng(5).random((B, T)) < 0.1
 
 
@@ -94,12 +103,14 @@ def steps(name, dtype, documents):
 
 
 @each_case
-@pytest.mark.parametrize("chunk", [1, 16, pytest.param(T, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.slow), 16, pytest.param(T, marks=pytest.mark.slow)]
+)
 def test_chunks_equal_steps_in_value_and_gradient(name, chunk, x64):
     assert_close(results(name, "float64", chunk=chunk), steps(name, "float64", True), TOLERANCE["float64"])
 
 
-@each_case
+@some("rows, bonus", "exponential")
 def test_one_chunk_of_one_document_in_single_precision(name, x64):
     got = results(name, "float32", starts=None, chunk=64)
     want = steps(name, "float64", False)
@@ -107,7 +118,7 @@ def test_one_chunk_of_one_document_in_single_precision(name, x64):
     assert_close(got, want, 1e-4 if name == "exponential" else TOLERANCE["float32"])
 
 
-@each_case
+@some("delta", "exponential")
 def test_over_eight_devices_it_is_what_it_is_on_one(name, x64):
     arrays, state = inputs_of(name, 48)
     starts = np.random.default_rng(6).random((B, 48)) < 0.05
@@ -138,15 +149,16 @@ def test_over_eight_devices_it_is_what_it_is_on_one(name, x64):
     assert_close(gradient(arrays, state, True), gradient(arrays, state, False), TOLERANCE["float64"])
 
 
-@each_case
+@some("delta", "exponential", "rows, bonus")
 def test_a_token_at_a_time_is_the_whole(name, x64):
     arrays, state = inputs_of(name, 5)
-    want, last = run(name, arrays, state, chunk=4)
+    want, last = jit(functools.partial(run, name, chunk=4))(arrays, state)
+    step = jit(functools.partial(run, name))
     whole = [i for i, x in enumerate(arrays) if x.shape[:2] == (B, 5)]
     outs = []
     for t in range(5):
         now = tuple(x[:, t : t + 1] if i in whole else x for i, x in enumerate(arrays))
-        out, state = run(name, now, state)
+        out, state = step(now, state)
         outs.append(out)
     assert_close((jnp.concatenate(outs, 1), state), (want, last), TOLERANCE["float64"])
 
@@ -162,11 +174,11 @@ def test_no_state_a_token_is_made(name):
     assert max(sizes) <= B * length * H * 64 and B * length * H * K * V <= B * length * H * 64
 
 
-@each_case
+@some("heads", "exponential")
 def test_empty_states_of_half_precision(name):
     arrays, _ = jax.tree.map(lambda x: x.astype(jnp.bfloat16), inputs_of(name))
-    out, state = run(name, arrays, None, chunk=16)
-    want, _ = run(name, jax.tree.map(lambda x: x.astype(jnp.float32), arrays), None, chunk=16)
+    apply = jit(functools.partial(run, name, state=None, chunk=16))
+    (out, state), (want, _) = apply(arrays), apply(jax.tree.map(lambda x: x.astype(jnp.float32), arrays))
     assert out.dtype == jnp.bfloat16 and all(x.dtype == jnp.float32 for x in jax.tree.leaves(state))
     error = np.linalg.norm(np.float32(out) - want) / np.linalg.norm(want)
     assert error < 2e-2

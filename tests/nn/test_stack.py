@@ -40,7 +40,16 @@ MIXERS = {
     "gated_delta": MatrixState(GatedDelta(2, 2, 4), 4),
     "rwkv6": MatrixState(Rwkv6(2, 2, 4, rank=3), 4),
 }
-each_mixer = pytest.mark.parametrize("name", MIXERS)
+# Of the mixers with a matrix state these have, together, all parts of the others.
+LONG = ("gla", "simple_gla", "retention", "mlstm_sig", "mamba2")
+
+
+def sooner(name, *others):
+    """In CI, or in the long run."""
+    return pytest.param(name, *others, marks=[pytest.mark.slow] if name in LONG else [])
+
+
+each_mixer = pytest.mark.parametrize("name", [sooner(name) for name in MIXERS])
 TOLERANCE = EXACT_MATHS["float64"]
 STARTS = np.array([[0, 0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]], bool)
 
@@ -93,7 +102,7 @@ def value_and_gradients(run, name, x):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [*((name, (4, 5)) for name in MIXERS), ("slopes", (1,) * T), ("para_gru", (1,) * T)]
+    ("name", "sizes"), [*(sooner(name, (4, 5)) for name in MIXERS), ("slopes", (1,) * T), ("para_gru", (1,) * T)]
 )
 def test_parts_equal_the_whole_in_value_and_gradient(name, sizes, x64):
     stack = stack_of(name)

@@ -46,7 +46,7 @@ class Rwkv6:
     num_inputs, num_shared = 7, 0
 
     def leaves(self, embed_dim: int, std: float) -> dict[str, Leaf]:
-        """Declares w_k, w_r [D, H, K], w_v, w_g [D, H, V], mu [5, D], mu_mix [D], the products of low rank, and each head's own."""
+        """Declares w_k, w_r [D, H, K], w_v, w_g [D, H, V], mu [5, D], mu_mix [D], low ranks, and each head's own."""
         heads, keys, values, rank = self.num_heads, self.key_dim, self.value_dim, self.rank
         widths = {"w_k": keys, "w_r": keys, "w_v": values, "w_g": values}
         out = {name: Leaf((embed_dim, heads, width), HEADS, std) for name, width in widths.items()}
