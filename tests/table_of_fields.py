@@ -66,6 +66,7 @@ from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import Experts
+from jaxpar.nn.mixers import GatedDelta, GatedLinear, Mamba2, MatrixState, MLstm, Rwkv6
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.norm import Norm
@@ -119,6 +120,12 @@ TABLE = {
         "balance_loss z_loss information_gain bias noise": FRACTION_FROM_0,
     },
     AllToAll: {"room": POSITIVE},
+    MatrixState: {"chunk": COUNT},
+    GatedLinear: {"num_heads key_dim value_dim rank": COUNT, "temperature": POSITIVE},
+    MLstm: {"num_heads key_dim value_dim": COUNT},
+    Mamba2: {"num_heads key_dim value_dim num_groups": COUNT, "taps": PAIR, "eps": POSITIVE},
+    GatedDelta: {"num_heads key_dim value_dim": COUNT, "taps": PAIR},
+    Rwkv6: {"num_heads key_dim value_dim rank": COUNT},
     Norm: {"eps": POSITIVE},
     Rope: {
         "theta low_freq_factor high_freq_factor": POSITIVE,
@@ -128,11 +135,11 @@ TABLE = {
     Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE, "ladder_from": LEAST_0},
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads mlp_dim rope_original_len loss_chunk": COUNT,
-        "num_kv_heads head_dim mixer_dim ladder_from num_experts shared_experts": LEAST_0,
+        "num_kv_heads head_dim mixer_dim mixer_key_dim ladder_from num_experts shared_experts": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,
-        "experts_per_token": COUNT,
+        "experts_per_token mixer_chunk": COUNT,
         "capacity": POSITIVE,
         "z_loss balance_loss router_z_loss router_bias": FRACTION_FROM_0,
     },

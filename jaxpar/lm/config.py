@@ -7,7 +7,7 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
-from jaxpar.nn.mixers.layers import LAYERS, layer_of, layer_size
+from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp

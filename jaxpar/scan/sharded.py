@@ -6,6 +6,8 @@ from jax import lax
 
 from jaxpar.scan._rings import take, together
 
+__all__ = ["from_earlier", "is_first"]
+
 
 def is_first(axis_name: str, reverse: bool):
     """Returns whether this device holds the piece with the first step (the last one if `reverse`)."""

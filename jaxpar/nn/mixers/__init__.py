@@ -7,14 +7,14 @@
 | `exponential_gates` | the same with exponential input gates, stabilised | `mlstm`, users |
 | `short_conv` | x [B, T, ...], weight [W, ...] -> y [B, T, ...], the last W - 1 inputs | `ssd`, `gated_delta`, `rwkv` |
 | `gated_linear`, `mlstm`, `ssd`, `gated_delta`, `rwkv` | params, x -> inputs; inputs, S -> o, S | `matrix_state` |
-| `matrix_state`, `layers` | params, x [B, T, D], state -> y [B, T, D], state; a layer by its name | `stack`, `lm` |
+| `matrix_state`, `by_name` | params, x [B, T, D], state -> y [B, T, D], state; a layer by its name | `stack`, `lm` |
 """
 
+from jaxpar.nn.mixers.by_name import LAYERS, layer_of
 from jaxpar.nn.mixers.delta_rule import delta_rule
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.gated_delta import GatedDelta
 from jaxpar.nn.mixers.gated_linear import GatedLinear
-from jaxpar.nn.mixers.layers import LAYERS, layer_of
 from jaxpar.nn.mixers.linear_attention import linear_attention
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.mlstm import MLstm

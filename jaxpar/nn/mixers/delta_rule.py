@@ -7,11 +7,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.nn.mixers.linear_attention import (
     check_impl,
     dot,
-    entering,
     gates_of,
     in_chunks,
-    masked,
+    only_valid,
     out_of_chunks,
+    states_before,
 )
 from jaxpar.scan import affine_scan
 from jaxpar.types import UsageError
@@ -66,7 +66,7 @@ def delta_rule(
     shape = (*v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1])
     state = jnp.zeros(shape, wide) if state is None else state.astype(wide)
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
-    (q, k, v, beta, log_decay), starts = masked((q, k, v, beta.astype(wide), log_decay), starts, valid)
+    (q, k, v, beta, log_decay), starts = only_valid((q, k, v, beta.astype(wide), log_decay), starts, valid)
     if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
         if axis_name is not None:
             raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
@@ -120,7 +120,7 @@ def _chunks(q, k, v, beta, log_decay, state, starts, chunk, axis_name):
     drive = dot(write, stored, wide, wide)
     state = state[:, :, None]
     states = affine_scan(carried, drive, state, kind="matrix", axis=3, axis_name=axis_name)
-    before = entering(states, state, axis_name)
+    before = states_before(states, state, axis_name)
     new = stored - dot(forgotten, before, dtype, wide)
     out = dot(scores, new, dtype, wide) + dot(read, before, dtype, wide)
     return out_of_chunks(out, length).astype(dtype), states[:, :, 0, -1]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.nn.mixers.linear_attention import linear_attention, masked
+from jaxpar.nn.mixers.linear_attention import linear_attention, only_valid
 from jaxpar.scan import Monoid, scan_monoid
 from jaxpar.scan.sharded import from_earlier, is_first
 
@@ -79,7 +79,7 @@ def exponential_attention(
 def _running_maximum(log_forget, log_input, first, starts, valid, axis_name):
     """Returns m[t] = max(log_forget[t] + m[t-1], log_input[t]), and m[t-1]; constants."""
     log_forget, log_input, first = jax.lax.stop_gradient((log_forget, log_input, first))
-    (log_forget,), starts = masked((log_forget,), starts, valid)
+    (log_forget,), starts = only_valid((log_forget,), starts, valid)
     if starts is not None:
         log_forget = jnp.where(starts[..., None], -jnp.inf, log_forget)
     entered = jnp.maximum(log_forget[:, 0] + first, log_input[:, 0])

@@ -14,7 +14,7 @@ from jaxpar.nn.mixers.delta_rule import delta_rule
 from jaxpar.nn.mixers.matrix_state import HEADS, Names, Time, head_norm, project
 from jaxpar.nn.mixers.short_conv import short_conv
 
-__all__ = ["GatedDelta", "unit_length"]
+__all__ = ["GatedDelta"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GatedDelta:
         for name in "qkv":
             lane, tail = short_conv(inputs[name], params[f"conv_{name}"], state[name], **time.line)
             lanes[name], after[name] = jax.nn.silu(lane), tail.astype(state[name].dtype)
-        q, k = (unit_length(lanes[name]) for name in "qk")
+        q, k = (_unit_length(lanes[name]) for name in "qk")
         wide = state["matrix"].dtype
         decay = -jnp.exp(params["a_log"].astype(wide))[None, None] * jax.nn.softplus(inputs["a"])
         beta = jax.nn.sigmoid(inputs["b"])
@@ -94,7 +94,7 @@ class GatedDelta:
         return out * jax.nn.silu(inputs["r"].astype(wide)), after
 
 
-def unit_length(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
+def _unit_length(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
     """Divides by the length; vectors shorter than 0.001 stay shorter than 1."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype)

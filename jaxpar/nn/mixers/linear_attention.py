@@ -17,10 +17,7 @@ from jaxpar.scan import affine_scan
 from jaxpar.scan.sharded import from_earlier, is_first
 from jaxpar.types import UsageError
 
-__all__ = [
-    "IMPLS", "Gates", "check_impl", "dot", "entering", "gates_of", "in_chunks", "linear_attention", "masked",
-    "out_of_chunks",
-]  # fmt: skip
+__all__ = ["linear_attention"]
 
 IMPLS = ("auto", "chunked", "sequential")
 
@@ -75,7 +72,7 @@ def linear_attention(
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
     if bonus is not None and log_decay.ndim == 3:
         log_decay = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, k.shape[-1]))
-    (q, k, v, log_decay), starts = masked((q, k, v, log_decay), starts, valid)
+    (q, k, v, log_decay), starts = only_valid((q, k, v, log_decay), starts, valid)
     if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
         if axis_name is not None:
             raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
@@ -129,7 +126,7 @@ def _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name):
     state = state.reshape(batch, groups, repeats, *state.shape[2:])
     kept = kept if rows else jnp.broadcast_to(kept[..., None], drive.shape[:-1])
     states = affine_scan(kept, drive, state, kind="row", axis=3, axis_name=axis_name)
-    out = dot(scores, v, dtype, wide) + dot(read, entering(states, state, axis_name), dtype, wide)
+    out = dot(scores, v, dtype, wide) + dot(read, states_before(states, state, axis_name), dtype, wide)
     return out_of_chunks(out, length), states[:, :, :, -1].reshape(batch, heads, *states.shape[-2:])
 
 
@@ -225,7 +222,7 @@ def dot(x: Array, y: Array, dtype: jnp.dtype, wide: jnp.dtype) -> Array:
     return jnp.matmul(x.astype(dtype), y.astype(dtype), precision=precision, preferred_element_type=wide)
 
 
-def masked(
+def only_valid(
     arrays: tuple[Array, ...], starts: Bool[Array, "B T"] | None, valid: Int[Array, " B"] | None
 ) -> tuple[tuple[Array, ...], Bool[Array, "B T"] | None]:
     """Returns arrays [B, T, ...] that are 0 at tokens that do not count, and starts that are not among these."""
@@ -251,7 +248,7 @@ def out_of_chunks(x: Float[Array, "B G R N C V"], length: int) -> Float[Array, "
     return x.reshape(x.shape[0], -1, x.shape[3] * x.shape[4], x.shape[5])[:, :length]
 
 
-def entering(states: Array, first: Array, axis_name: str | None) -> Array:
+def states_before(states: Array, first: Array, axis_name: str | None) -> Array:
     """Returns the state before each chunk, from those after each and the one before all; chunks are axis 3."""
     if axis_name is not None:
         earlier = from_earlier(states[:, :, :, -1], axis_name, False)

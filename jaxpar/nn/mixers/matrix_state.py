@@ -23,7 +23,7 @@ from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.types import PyTree, UsageError
 from jaxpar.verify import Transfer
 
-__all__ = ["HEADS", "OUT", "Layer", "MatrixState", "Time", "head_norm", "project"]
+__all__ = ["MatrixState"]
 
 HEADS, OUT = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
 Names = tuple[str | None, ...]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.fields import AtLeast, Positive, check_fields, field
 from jaxpar.mesh import mesh_axes
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
@@ -44,7 +44,7 @@ class Mamba2:
     value_dim: int = field(legal=AtLeast(1))
     num_groups: int = field(1, AtLeast(1))
     taps: int = field(4, AtLeast(2))
-    eps: float = 1e-5
+    eps: float = field(1e-5, Positive())
 
     own = ("norm_scale", "conv_x", "conv_b", "conv_c", "bias_x", "bias_b", "bias_c", "a_log", "d_skip")
     num_inputs = 5
