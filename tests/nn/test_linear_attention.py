@@ -78,6 +78,7 @@ def some(*names):
 
 
 STARTS = np.random.default_rng(5).random((B, T)) < 0.1
+STARTS[1, 31] = True  # behind the tokens that count, where it must forget nothing
 
 
 def weigh(out, state, valid):
@@ -199,3 +200,18 @@ def test_mistakes_are_told(call, message):
     q, _, v, a = inputs_of("heads")[0]
     with pytest.raises(UsageError, match=message):
         call(q, v, a)
+
+
+@pytest.mark.slow  # two minutes
+@pytest.mark.parametrize("chunk", [64, 128, 256, 512])
+@pytest.mark.parametrize("name", ["rows, bonus", "delta", "exponential"])
+def test_long_chunks_keep_single_precision(name, chunk, x64):
+    """Sums of gates of 50 over a whole chunk do not spoil those next to 0."""
+    length = 600
+
+    def gradient(dtype, **options):
+        arrays, state = jax.tree.map(lambda x: x.astype(dtype), inputs_of(name, length))
+        loss = lambda arrays, state: weigh(*run(name, arrays, state, **options), np.array([length] * B))  # noqa: E731
+        return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays, state)
+
+    assert_close(gradient("float32", chunk=chunk), gradient("float64", impl="sequential"), 1e-4)
