@@ -34,9 +34,10 @@ CASES = [
     ("ring", "striped", 1, 8, 1, 4, 32, True, Visible()),
     ("ring", "contiguous", 4, 2, 1, 1, 24, True, Visible(window=7)),
     ("two_way", "striped", 2, 4, 1, 4, 24, False, Visible(causal=False)),
-    ("token_ring", "contiguous", 1, 4, 2, 2, 32, False, Visible()),
+    ("token_ring", "contiguous", 1, 2, 4, 4, 32, False, Visible()),
     ("swap", "zigzag", 2, 4, 1, 4, 24, False, Visible(window=5)),
     ("swap_ring", "zigzag", 1, 8, 1, 4, 48, True, Visible()),
+    ("ring", "zigzag", 2, 1, 4, 4, 24, True, Visible()),  # nothing is split, whatever is asked for
 ]
 # The same where the order is promised: of what a table decides, with parts of odd sizes, and of what positions decide.
 PROMISED = [
@@ -122,6 +123,14 @@ def with_gradients(f, *args):
         return out, *pull(g)
 
     return jit(both)(*args)
+
+
+def test_cases_cover_moves_orders_and_factorisations():
+    """Each once at least in CI; where nothing is split over the sequence there is one program, whatever else is."""
+    factors = {(8 // n // tensor, n, tensor) for n in (2, 4, 8) for tensor in (1, 2, 4) if n * tensor <= 8}
+    for cases in (CASES, PROMISED):
+        assert {case[0] for case in cases} == set(MOVES) and {case[1] for case in cases} == set(ORDERS)
+    assert {case[2:5] for case in CASES + PROMISED} >= factors and len(factors) == 6
 
 
 PAIRS = (0, 1), (2, 3), (4, 5), (6, 7)
@@ -310,17 +319,23 @@ def test_a_program_sends_what_the_table_says(move, order):
 
 @pytest.mark.parametrize(
     ("order", "move"),
-    [(None, "ring"), (None, "token_ring"), (None, "gather"), ("zigzag", "ring"), ("zigzag", "two_way")]
-    + [("zigzag", "token_ring"), ("zigzag", "gather"), pytest.param(None, "two_way", marks=pytest.mark.slow)],  # 3 s
+    [(None, "ring"), (None, "token_ring"), (None, "gather"), (None, "swap_ring")]
+    + [("zigzag", move) for move in MOVES]
+    + [pytest.param(None, move, marks=pytest.mark.slow) for move in ("two_way", "swap")],  # 3 s
 )
-def test_no_buffer_has_the_whole_sequence_but_what_is_gathered(move, order):
+def test_no_buffer_has_the_whole_sequence_but_what_the_table_says(move, order):
     length, (_, text, _) = LONG, of_eight(move, order, True)
     whole = set(re.findall(rf"\w+\[(?:\d+,)*{length}(?:,\d+)*\]", text)) | set(
         re.findall(rf"\w+\[8,{B},{length // 8}(?:,\d+)*\]", text)
     )
     shapes = {tuple(int(n) for n in re.search(r"\[(.*)\]", name).group(1).split(",")) for name in whole}
-    if move == "gather":  # a piece a device: keys, values, their gradients and places
+    holds = move_for(move, 8).holds
+    assert holds == {"gather": ("keys", "sums"), "swap": ("heads", "outputs")}.get(move, ())
+    if holds == ("keys", "sums"):  # a piece a device: keys, values, their gradients and places
         assert shapes <= {(8, B, length // 8, 2, K), (8, B, length // 8)} and shapes
+    elif holds:  # of one of four heads, and of one of two rows; tokens by tokens are the dense form's scores
+        numbers = {math.prod(n for n in shape if n != length) for shape in shapes}
+        assert max(numbers) == K < H * K
     else:
         assert not shapes
 
