@@ -15,6 +15,7 @@ import pytest
 from compiled import needs_libtpu, on_a_tpu
 from fast import jit
 from tolerance import assert_close
+from two_rings import by_two_rings
 
 from jaxpar.aot import count_flops, hlo
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, use_mesh
@@ -254,6 +255,15 @@ def test_sums_in_float32_differ_by_rounding_and_a_broken_promise_by_nan(move):
     places = places + LONG * (np.arange(LONG) == last) * (np.arange(B) == 1)[:, None]
     found = np.isnan(run(places.astype(np.int32))[0]).any((2, 3))
     assert found[1, last] and not found[0].any()
+
+
+def test_one_ring_of_partial_sums_is_two_rings_of_whole_rows():
+    program, _, _ = of_eight("ring", "zigzag", True)
+    order, args = Order("zigzag"), drawn(LONG, 2, dtype=np.float32)
+    given = *(order.split(x, 8) for x in args), order.split(jnp.asarray(in_turn(B, LONG)), 8)
+    out, grads = program(*map(jax.device_put, given, program.input_shardings[0]))
+    for ours, theirs in zip((out, *grads), by_two_rings(*args, 8), strict=True):
+        assert_close(order.join(ours, 8), theirs, 1e-5)
 
 
 BY_HALVES = [(None, "two_way"), (None, "swap")]  # which by places send what ring and swap_ring do
