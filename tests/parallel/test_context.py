@@ -415,6 +415,12 @@ def test_tables_say_what_travels():
     assert ring.bytes(sizes._replace(groups=32))["up"] > 3.9 * ring.bytes(sizes)["up"]  # keys travel in their own heads
     assert sum(token.bytes(sizes).values()) > sum(ring.bytes(sizes).values())  # few key heads: the ring is cheaper
     assert [step.returns[0].shift for step in token.forward[1:]] == [-1, -2, -3, -4, -5, -6, -7]
+    # Of as many key heads as heads it loads either direction alike, over both passes, and half as much as the ring.
+    up, down = (
+        sum(token.bytes(sizes._replace(groups=32), back)[way] for back in (False, True)) for way in ("up", "down")
+    )
+    around = sum(ring.bytes(sizes._replace(groups=32), back)["up"] for back in (False, True))
+    assert max(up, down) <= 0.55 * around and abs(up - down) <= 0.05 * up
     mixed = move_for("swap_ring", 8, 4)
     assert mixed.bytes(sizes)["up"] == 64 * (2 * 8 * 128 * 2 + 8 * 4)  # one hop of four devices' tokens, in G / 4 heads
     assert mixed.bytes(sizes)["all"] == 64 * ((2 * 32 + 2 * 8) * 128 * 2 * 3 / 4 + 3 * 8)
