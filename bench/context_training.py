@@ -11,20 +11,27 @@ MOST_OF_MEMORY = 0.95
 IMPLS = {"dense": "xla", "loop": "xla", "kernel": "auto"}
 
 
-def longest(fits: Callable[[int], bool], first: int, most: int) -> int:
-    """Returns the largest length that fits, to an eighth of itself; 0 if `first` does not, `most` if that does."""
-    if not fits(first):
+def longest(size: Callable[[int], float], room: float, first: int, most: int) -> int:
+    """Returns the largest length whose size has room, to an eighth of itself; 0 if `first` has none, at best `most`.
+
+    Each try is a compilation, so that lengths are guessed from the sizes of those before: along a line, and half way
+    between what fits and what does not every other time, since a size may grow as any power of the length.
+    """
+    sizes = {first: size(first)}
+    if sizes[first] > room:
         return 0
-    length = first
-    while length < most and fits(2 * length):
-        length *= 2
-    if length >= most:
-        return length
-    step = length // 2
-    while step >= max(1, length // 8):
-        length += step * fits(length + step)
-        step //= 2
-    return length
+    low, high = first, 0
+    while low < most and not 0 < high - low <= max(1, low // 8):
+        unit = max(1, 2 ** (low.bit_length() - 1) // 8)
+        other = high or max((length for length in sizes if length < low), default=0)
+        grows = (sizes[other] - sizes[low]) / (other - low) if other and sizes[other] < math.inf else 0.0
+        guess = low + (room - sizes[low]) / grows if grows > 0 else 4 * low
+        if high and (len(sizes) % 2 or not grows > 0):
+            guess = (low + high) / 2
+        guess = min(max(int(guess) // unit * unit, low + unit), high - 1 if high else min(most, 8 * low))
+        sizes[guess] = size(guess)
+        low, high = (guess, high) if sizes[guess] <= room else (low, guess)
+    return low
 
 
 class Train:
@@ -46,7 +53,7 @@ class Train:
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit", request.get("memory", math.inf))
         self.room, self.compile_s = MOST_OF_MEMORY * memory, 0.0
-        planned = longest(self.fits, request["first"], request["most"])
+        planned = longest(self.size, self.room, request["first"], request["most"])
         self.made: dict = {"longest": planned, "note": f"of {memory / 2**30:.3g} GiB"}
         while self.made["longest"] and "memory" not in request:
             try:
@@ -60,7 +67,7 @@ class Train:
             self.made |= self.times(request["at"])
         self.made["compile_s"] = self.compile_s
 
-    @functools.lru_cache(2)  # noqa: B019  # rows live as long as their process has use for them
+    @functools.lru_cache(8)  # noqa: B019  # rows live as long as their process has use for them
     def program(self, length: int):
         """Returns the compiled step, which takes the state's place."""
         import jax
@@ -81,15 +88,15 @@ class Train:
         new = stats.output_size_in_bytes - stats.alias_size_in_bytes
         return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new
 
-    def fits(self, length: int) -> bool:
-        """Whether the step on so many tokens has room."""
+    def size(self, length: int) -> float:
+        """Returns the bytes of the step on so many tokens; infinity where it cannot be compiled for want of them."""
         import jax
 
         try:
-            return self.bytes_of(self.program(length)) <= self.room
+            return self.bytes_of(self.program(length))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
-                return False
+                return math.inf
             raise
 
     def times(self, length: int, calls: int = 0) -> dict:

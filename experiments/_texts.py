@@ -11,7 +11,8 @@ import numpy as np
 from jaxpar.decode import Generated, Sampling, cut_at_stop, stop_sequences
 from jaxpar.lm import LMConfig, generate
 from jaxpar.lm.tokenizer import Tokenizer
-from jaxpar.mesh import constrain
+from jaxpar.mesh import constrain, mesh_axes
+from jaxpar.parallel.context import merge_shares
 from jaxpar.types import PyTree, UsageError
 
 
@@ -53,6 +54,8 @@ def draw(
 ):
     """Is `jaxpar.lm.generate`, compiled once for a shape of prompts; every process has all that it returns."""
     stops = stop_sequences(sequences) if sequences else None
+    if mesh_axes("slots"):  # devices share each cache
+        options["merge"] = merge_shares
     drawn = generate(key, params, prompt, model, sampling, sequences=stops, **options)
     return Generated(*(constrain(x, *[None] * x.ndim) for x in drawn))
 

@@ -3,6 +3,7 @@
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="def " num_samples=3
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompts=prompts.jsonl out=texts.jsonl draft=copy
     python -m experiments.generate hf=llama-folder prompts=prompts.txt out=texts.jsonl preset=greedy
+    python -m experiments.generate hf=llama-folder prompt="Once " mesh.data=1 mesh.context=4 rules.slots=context
 
 A line of `out` is what follows one prompt: prompt, text, finish_reason, tokens, log_probs, passes, seed, sample, id.
 Lines come as batches end; the same command adds those that are missing, and only those.
@@ -111,7 +112,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     requests = read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
     with _run.open_devices(config, MeshSpec()), _run.ending_together():
         target = load(config.hf or config.run, config, "hf" if config.hf else "run")
-        refuse_idle("sampling", (axes(target.model), "batch"))
+        refuse_idle("sampling", (axes(target.model), "batch", "slots"))
         check_split("batch_size", config.batch_size, "batch")
         draft, draft_params = make_draft(config, target)
         job = Job(

@@ -15,6 +15,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
@@ -159,13 +160,24 @@ def _start(forest: Forest, parent: jax.Array, cut: jax.Array, asked: jax.Array, 
     ), new
 
 
-def reserve(forest: Forest, segment: Int[Array, "B R"], slots: Int[Array, "B R"]) -> tuple[Forest, Bool[Array, "B N"]]:
+def reserve(
+    forest: Forest,
+    segment: Int[Array, "B R"],
+    slots: Int[Array, "B R"],
+    first: Int[Array | np.ndarray, " N"] | None = None,
+) -> tuple[Forest, Bool[Array, "B N"]]:
     """Gives each named segment blocks enough for `slots` slots in all; each at most once in a row, -1 for none.
+
+    Segments are served in turn, from the free block with the lowest number on or, of all blocks, in the order `first`:
+    where blocks lie on several devices it says whose are taken (`jaxpar.parallel.context.blocks_in_turn`).
 
     Returns the forest, and which blocks are newly owned: their values in the cache must be cleared
     (`jaxpar.decode.blocks.BlockCache.clear`), since a weight of zero times what was never written could be NaN.
     """
     size = forest.block
+    if first is not None and not isinstance(first, Tracer):
+        if sorted(map(int, first)) != list(range(forest.num_blocks)):
+            raise UsageError(f"first={list(map(int, first))} must name each of {forest.num_blocks} blocks once.")
 
     def one(owner, order, segment, slots):
         owned = (owner[:, None] == segment[None]).sum(0)
@@ -173,7 +185,8 @@ def reserve(forest: Forest, segment: Int[Array, "B R"], slots: Int[Array, "B R"]
         end = jnp.cumsum(need)
         begin = end - need
         free = owner < 0
-        rank = (jnp.cumsum(free) - 1)[:, None]  # of a free block among the free ones
+        rank = jnp.cumsum(free if first is None else free[first]) - 1  # of a free block among the free ones
+        rank = (rank if first is None else jnp.zeros_like(rank).at[first].set(rank))[:, None]
         takes = (rank >= begin[None]) & (rank < end[None]) & free[:, None]
         fresh, who = takes.any(1), takes.argmax(1)
         return (

@@ -29,6 +29,8 @@ from jaxpar.decode.process import Sampling, process
 from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
 from jaxpar.decode.stops import StopSequences, ends_with
 from jaxpar.decode.trees import Tree, chain
+from jaxpar.nn.attention import merge_parts
+from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["Generated", "generate"]
@@ -229,6 +231,7 @@ def generate(
     bias: Float[Array, " V"] | None = None,
     automaton: Automaton | None = None,
     policy: CachePolicy | None = None,
+    merge: Callable[[LogSumExp], LogSumExp] = merge_parts,
     block: int = BLOCK,
     chunk: int = 1,
 ) -> Generated:
@@ -256,6 +259,7 @@ def generate(
       bias: Added to the logits; finite or -inf.
       automaton: What may be drawn after what; a row ends where nothing may. A text is whole when its tokens run out.
       policy: What attention sees of the cache, by default all; for plain decoding.
+      merge: How partial states of blocks are added up; `jaxpar.parallel.context.merge_shares` where a mesh splits them.
       block: Slots of a block of the cache.
       chunk: Passes between two looks at whether all rows have ended; each costs a GPU a round trip to the host.
 
@@ -264,23 +268,28 @@ def generate(
         known), or the draft cannot serve the rule.
     """
     _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule, automaton, policy)
-    rows, start = prompt.shape
-    room = sampling.max_new_tokens
-    lengths = jnp.full((rows,), start, jnp.int32) if prompt_lengths is None else jnp.asarray(prompt_lengths, jnp.int32)
-    seeds = jnp.zeros((rows,), jnp.int32) if seeds is None else jnp.asarray(seeds)
-    prompt = jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0)
-    logits, reading = begin(model, params, prompt, lengths, room=room, readers=num_samples, block=block, policy=policy)
+    prompt, lengths, seeds = _arrays(prompt, prompt_lengths, seeds)
+    cached = {"readers": num_samples, "block": block, "policy": policy, "merge": merge}
+    logits, reading = begin(model, params, prompt, lengths, room=sampling.max_new_tokens, **cached)
     # Of each prompt, once for each of its samples.
     prompt, lengths, logits, seeds = (jnp.repeat(x, num_samples, axis=0) for x in (prompt, lengths, logits, seeds))
     job = _Job(
         model, model.held(params), draft, draft_params, sampling, rule, key, seeds,
-        jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), rows), lengths,
+        jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), len(prompt) // num_samples), lengths,
         jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32), sequences, bias, automaton,
     )  # fmt: skip
     state = job.start(prompt, reading)
     state, _ = job.settle(state, logits[:, None], Proposal(prompt[:, :0]), prompt[:, :1], chain(0))
     state = jax.lax.while_loop(lambda state: ~state.ended.all(), functools.partial(job.steps, chunk), state)
     return Generated(state.text, state.lengths, state.log_probs, state.passes)
+
+
+def _arrays(prompt, lengths, seeds) -> tuple[Array, Array, Array]:
+    """The prompts, zeros where they have no tokens, how many they have, and the seeds of their requests."""
+    rows, start = prompt.shape
+    lengths = jnp.full((rows,), start, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    seeds = jnp.zeros((rows,), jnp.int32) if seeds is None else jnp.asarray(seeds)
+    return jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0), lengths, seeds
 
 
 def _along(first: PyTree, tree: Tree, step: Callable[[PyTree, int], PyTree]) -> PyTree:

@@ -1,10 +1,12 @@
 """A model's reading of texts: its cache and who sees what of it, moved on by passes whose tokens may be taken back."""
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxpar.decode import forest as tables
@@ -13,8 +15,10 @@ from jaxpar.decode.forest import Forest, View
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.trees import Tree
-from jaxpar.nn.attention import LinearCache
+from jaxpar.mesh import mesh_axes, num_shares
+from jaxpar.nn.attention import LinearCache, merge_parts
 from jaxpar.nn.stack import PseudoTokens, StackCache
+from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PyTree
 
 __all__ = ["BLOCK", "Reading", "begin", "keep", "look"]
@@ -48,6 +52,7 @@ def begin(
     readers: int = 1,
     block: int = BLOCK,
     policy: CachePolicy | None = None,
+    merge: Callable[[LogSumExp], LogSumExp] = merge_parts,
 ) -> tuple[Float[Array, "B V"], Reading]:
     """Reads prompts, each once, for R readers that go on from it.
 
@@ -60,6 +65,8 @@ def begin(
       readers: R. Where there is one, it goes on in the prompt's own segment; several fork from it.
       block: Slots of a block.
       policy: What attention sees of the cache; by default all.
+      merge: How partial states of blocks are added up. Where mesh axes split "slots", each device holds a part of the
+        blocks, dealt out one after the other, so that all hold as much of a row however long it is.
 
     Returns:
       Logits after each prompt, and the reading.
@@ -67,12 +74,14 @@ def begin(
     rows, length = prompt.shape
     alone = readers == 1
     needs = [length + room if alone else length, *[room] * (0 if alone else readers)]
-    blocks = sum(-(-need // block) for need in needs)
+    shares = num_shares(*mesh_axes("slots"))
+    blocks = -(-sum(-(-need // block) for need in needs) // shares) * shares
+    dealt = np.arange(blocks).reshape(shares, -1).T.reshape(-1) if shares > 1 else None
     forest = tables.empty(rows, len(needs), blocks, block)
     forest, root = tables.spawn(forest)
-    forest, _ = tables.reserve(forest, root, jnp.full((rows, 1), needs[0], jnp.int32))
-    shapes = jax.eval_shape(lambda: model.init_cache(rows, 1)).layers
-    start = model.init_cache(rows, 1)  # only what is no attention's is used
+    forest, _ = tables.reserve(forest, root, jnp.full((rows, 1), needs[0], jnp.int32), dealt)
+    shapes = jax.eval_shape(lambda: model.init_cache(rows, shares)).layers
+    start = model.init_cache(rows, shares)  # only what is no attention's is used
     hollow = tuple(
         BlockCache(None, None) if isinstance(shape, LinearCache) else state
         for shape, state in zip(shapes, start.layers, strict=True)
@@ -83,14 +92,13 @@ def begin(
     def settled(shape, layer):
         if not isinstance(layer, BlockCache):
             return jax.tree.map(lambda x: jnp.repeat(x, readers, axis=0), layer)
-        return dataclasses.replace(
-            BlockCache.like(shape, blocks, block).with_policy(policy, readers), new=layer.new
-        ).store(slots)
+        empty = BlockCache.like(shape, blocks, block).with_policy(policy, readers)
+        return dataclasses.replace(empty, new=layer.new, merge=merge).store(slots)
 
     layers = tuple(settled(*each) for each in zip(shapes, cache.layers, strict=True))
     if not alone:
         forest, children = tables.fork(forest, root[:, 0], readers)
-        forest, _ = tables.reserve(forest, children, jnp.full((rows, readers), room, jnp.int32))
+        forest, _ = tables.reserve(forest, children, jnp.full((rows, readers), room, jnp.int32), dealt)
         view = tables.lineage_view(forest, children)
     return logits, Reading(forest, view, layers)
 

@@ -265,6 +265,19 @@ def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.slow  # 10 s
+def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
+    """By the analytic model; attention's bytes are those of its table, the forward pass made twice."""
+    flags = "preset=llama_8b topology=v5p:4x4x4 mesh.context=64 rules.embed=context model.context=two_way effort=none"
+    flags += " model.context_order=zigzag model.remat=full data.batch_size=1 data.seq_len=1048576"
+    done = on_tpu(tmp_path, *flags.split())
+    assert (done.returncode, done.stderr) == (0, "") and "fits: " in done.stdout
+    sizes = Sizes(1, 2**20 // 64, 32, 8, 128, 2)
+    forward, backward = (move_for("two_way", 64).bytes(sizes, is_back) for is_back in (False, True))
+    assert report_of(tmp_path)["context"] == {way: 32 * (2 * forward[way] + backward[way]) for way in forward}
+
+
+@needs_libtpu
 @pytest.mark.slow
 def test_a_slice_that_is_too_small(tmp_path):
     done = on_tpu(tmp_path, "preset=llama_1b", "topology=v5e:1x1", "data.batch_size=4", "data.seq_len=2048",

@@ -107,7 +107,7 @@ def test_lines_are_those_of_the_slow_loop_whatever_company_draft_and_mesh(ask, o
     runs = {
         "shared": ["batch_size=3", "num_samples=2"],
         "alone": ["batch_size=1", "draft=copy", "draft_length=2"],
-        "split": ["batch_size=8", "mesh.data=8"],
+        "split": ["batch_size=4", "mesh.data=4", "mesh.context=2", "rules.slots=context"],
     }
     for run, flags in runs.items():
         lines = ask(*flags, out=f"{run}.jsonl")

@@ -15,6 +15,7 @@ import pytest
 from compiled import needs_libtpu, on_a_tpu
 from fast import jit
 from tolerance import assert_close
+from two_rings import by_two_rings
 
 from jaxpar.aot import count_flops, hlo
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, use_mesh
@@ -34,9 +35,10 @@ CASES = [
     ("ring", "striped", 1, 8, 1, 4, 32, True, Visible()),
     ("ring", "contiguous", 4, 2, 1, 1, 24, True, Visible(window=7)),
     ("two_way", "striped", 2, 4, 1, 4, 24, False, Visible(causal=False)),
-    ("token_ring", "contiguous", 1, 4, 2, 2, 32, False, Visible()),
+    ("token_ring", "contiguous", 1, 2, 4, 4, 32, False, Visible()),
     ("swap", "zigzag", 2, 4, 1, 4, 24, False, Visible(window=5)),
     ("swap_ring", "zigzag", 1, 8, 1, 4, 48, True, Visible()),
+    ("ring", "zigzag", 2, 1, 4, 4, 24, True, Visible()),  # nothing is split, whatever is asked for
 ]
 # The same where the order is promised: of what a table decides, with parts of odd sizes, and of what positions decide.
 PROMISED = [
@@ -122,6 +124,14 @@ def with_gradients(f, *args):
         return out, *pull(g)
 
     return jit(both)(*args)
+
+
+def test_cases_cover_moves_orders_and_factorisations():
+    """Each once at least in CI; where nothing is split over the sequence there is one program, whatever else is."""
+    factors = {(8 // n // tensor, n, tensor) for n in (2, 4, 8) for tensor in (1, 2, 4) if n * tensor <= 8}
+    for cases in (CASES, PROMISED):
+        assert {case[0] for case in cases} == set(MOVES) and {case[1] for case in cases} == set(ORDERS)
+    assert {case[2:5] for case in CASES + PROMISED} >= factors and len(factors) == 6
 
 
 PAIRS = (0, 1), (2, 3), (4, 5), (6, 7)
@@ -247,6 +257,15 @@ def test_sums_in_float32_differ_by_rounding_and_a_broken_promise_by_nan(move):
     assert found[1, last] and not found[0].any()
 
 
+def test_one_ring_of_partial_sums_is_two_rings_of_whole_rows():
+    program, _, _ = of_eight("ring", "zigzag", True)
+    order, args = Order("zigzag"), drawn(LONG, 2, dtype=np.float32)
+    given = *(order.split(x, 8) for x in args), order.split(jnp.asarray(in_turn(B, LONG)), 8)
+    out, grads = program(*map(jax.device_put, given, program.input_shardings[0]))
+    for ours, theirs in zip((out, *grads), by_two_rings(*args, 8), strict=True):
+        assert_close(order.join(ours, 8), theirs, 1e-5)
+
+
 BY_HALVES = [(None, "two_way"), (None, "swap")]  # which by places send what ring and swap_ring do
 
 
@@ -310,17 +329,23 @@ def test_a_program_sends_what_the_table_says(move, order):
 
 @pytest.mark.parametrize(
     ("order", "move"),
-    [(None, "ring"), (None, "token_ring"), (None, "gather"), ("zigzag", "ring"), ("zigzag", "two_way")]
-    + [("zigzag", "token_ring"), ("zigzag", "gather"), pytest.param(None, "two_way", marks=pytest.mark.slow)],  # 3 s
+    [(None, "ring"), (None, "token_ring"), (None, "gather"), (None, "swap_ring")]
+    + [("zigzag", move) for move in MOVES]
+    + [pytest.param(None, move, marks=pytest.mark.slow) for move in ("two_way", "swap")],  # 3 s
 )
-def test_no_buffer_has_the_whole_sequence_but_what_is_gathered(move, order):
+def test_no_buffer_has_the_whole_sequence_but_what_the_table_says(move, order):
     length, (_, text, _) = LONG, of_eight(move, order, True)
     whole = set(re.findall(rf"\w+\[(?:\d+,)*{length}(?:,\d+)*\]", text)) | set(
         re.findall(rf"\w+\[8,{B},{length // 8}(?:,\d+)*\]", text)
     )
     shapes = {tuple(int(n) for n in re.search(r"\[(.*)\]", name).group(1).split(",")) for name in whole}
-    if move == "gather":  # a piece a device: keys, values, their gradients and places
+    holds = move_for(move, 8).holds
+    assert holds == {"gather": ("keys", "sums"), "swap": ("heads", "outputs")}.get(move, ())
+    if holds == ("keys", "sums"):  # a piece a device: keys, values, their gradients and places
         assert shapes <= {(8, B, length // 8, 2, K), (8, B, length // 8)} and shapes
+    elif holds:  # of one of four heads, and of one of two rows; tokens by tokens are the dense form's scores
+        numbers = {math.prod(n for n in shape if n != length) for shape in shapes}
+        assert max(numbers) == K < H * K
     else:
         assert not shapes
 
@@ -390,6 +415,12 @@ def test_tables_say_what_travels():
     assert ring.bytes(sizes._replace(groups=32))["up"] > 3.9 * ring.bytes(sizes)["up"]  # keys travel in their own heads
     assert sum(token.bytes(sizes).values()) > sum(ring.bytes(sizes).values())  # few key heads: the ring is cheaper
     assert [step.returns[0].shift for step in token.forward[1:]] == [-1, -2, -3, -4, -5, -6, -7]
+    # Of as many key heads as heads it loads either direction alike, over both passes, and half as much as the ring.
+    up, down = (
+        sum(token.bytes(sizes._replace(groups=32), back)[way] for back in (False, True)) for way in ("up", "down")
+    )
+    around = sum(ring.bytes(sizes._replace(groups=32), back)["up"] for back in (False, True))
+    assert max(up, down) <= 0.55 * around and abs(up - down) <= 0.05 * up
     mixed = move_for("swap_ring", 8, 4)
     assert mixed.bytes(sizes)["up"] == 64 * (2 * 8 * 128 * 2 + 8 * 4)  # one hop of four devices' tokens, in G / 4 heads
     assert mixed.bytes(sizes)["all"] == 64 * ((2 * 32 + 2 * 8) * 128 * 2 * 3 / 4 + 3 * 8)

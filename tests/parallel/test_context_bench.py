@@ -70,15 +70,24 @@ def test_a_row_is_set_beside_foreign_ones_of_as_many_devices_and_beside_one(benc
     assert ours["limit_ms"] == 2 * 10**2 * 2 * 5 / 1e3 * 1e3 / 2  # over two devices
 
 
+SIZES = {
+    "as the length": lambda n: n,
+    "as its square, over much that is always there": lambda n: 1e5 + n * n,
+    "in a step, then as the length": lambda n: 1e4 * (n > 20) + n,
+    "unknown where it does not fit": None,
+}
+
+
+@pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize("most", [3, 8, 13, 100, 1000, 4096, 10**6])
-def test_the_longest_is_found_to_an_eighth(bench, most):
+def test_the_longest_is_found_to_an_eighth(bench, most, how):
     tried = []
 
-    def fits(length):
+    def size(length):
         tried.append(length)
-        return length <= most
+        return SIZES[how](length) if SIZES[how] else length if length <= most else math.inf
 
-    found = bench["context_training"].longest(fits, 8, 4096)
+    found = bench["context_training"].longest(size, size(most), 8, 4096)
     assert found == 0 if most < 8 else found <= most and len(tried) < 14
     assert most < 8 or found == 4096 or most < found * 9 / 8 + 1
 

@@ -1,6 +1,7 @@
 """Attention to a cache in shares of any sizes equals dense attention, at a price that its length does not change."""
 
 import itertools
+import json
 import math
 import re
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import needs_libtpu, on_a_tpu
 from fast import jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +68,34 @@ def test_it_is_the_gradient_of_the_energy(x64):
     with use_mesh(make_mesh(MeshSpec(context=N))):
         assert_close(jit(attend_split_cache)(q, keys, values, lengths), want, 1e-12)
     assert_close(attend_split_cache(q, keys, values, lengths), want, 1e-12)
+
+
+def for_a_tpu():
+    """Of a million cached tokens on 64 chips, and of a thousandth: the shapes that each collective sends."""
+    from jaxpar.aot import devices, parse_topology
+
+    mesh, found = make_mesh(MeshSpec(context=64), devices(parse_topology("v5p:4x4x4"))), {}
+    for slots in (2**10, 2**20):
+        shapes = [((1, 1, 32, 128), "bfloat16", ())] + [((1, slots, 8, 128), "bfloat16", (None, "context"))] * 2
+        args = [
+            jax.ShapeDtypeStruct(
+                shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*part))
+            )
+            for shape, dtype, part in [*shapes, ((1, 64), "int32", (None, "context"))]
+        ]
+        with use_mesh(mesh):
+            program = jax.jit(attend_split_cache).lower(*args).compile()
+        each = hlo.collectives(program.as_text(), mesh)
+        found[str(slots)] = sorted([one.kind, one.bytes] for one in each)
+    return found
+
+
+@needs_libtpu
+@pytest.mark.slow  # 30 s
+def test_a_tpu_sends_two_small_sums_however_many_tokens_there_are():
+    found = on_a_tpu(__file__)
+    assert found[str(2**10)] == found[str(2**20)] and {kind for kind, _ in found[str(2**20)]} == {"all-reduce"}
+    assert len(found[str(2**20)]) == 2 and sum(size for _, size in found[str(2**20)]) <= 64 * 1024
 
 
 @pytest.mark.parametrize("slots", [N * 4, N * 512])
@@ -138,3 +168,7 @@ def test_the_longest_borrows_first_so_that_few_devices_serve_it():
 def test_what_does_not_fit_is_told(call, words):
     with pytest.raises(UsageError, match=re.escape(words)):
         call()
+
+
+if __name__ == "__main__":
+    print(json.dumps(for_a_tpu()))

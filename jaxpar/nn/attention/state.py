@@ -83,8 +83,8 @@ def merge(a: LogSumExp, b: LogSumExp) -> LogSumExp:
     return LOGSUMEXP.combine(a, b)
 
 
-def merge_parts(states: LogSumExp, axis_name: str | None = None) -> LogSumExp:
-    """Adds up partial states along their first axis, and over the devices of a mesh axis inside `jax.shard_map`.
+def merge_parts(states: LogSumExp, axis_name: str | tuple[str, ...] | None = None) -> LogSumExp:
+    """Adds up partial states along their first axis, and over the devices of mesh axes inside `jax.shard_map`.
 
     Exact where some of the parts are of nothing, whose values may be anything, NaN too. Over devices by two
     all-reduces, of the maxima and of sums and values in one array, as large as one state however many keys there are

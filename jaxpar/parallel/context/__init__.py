@@ -5,14 +5,14 @@
 | `orders` | the place of each token, for N devices; arrays [B, T, ...] in it and back | all |
 | `moves` | a name, N -> the steps of both passes: what is sent how far; bytes over each link | `walk` |
 | `_partial` | queries and a piece of the keys, by places or by the order's table -> sums; gradients | `walk` |
-| `split_cache` | q [B, T, H, K], a cache split in shares of any sizes -> outputs; who keeps how many blocks | users |
+| `split_cache` | q [B, T, H, K], a cache in shares of any sizes -> outputs; states of blocks -> their sum | users |
 | `walk` | q [B, T, H, K], k, v [B, T, G, K] split over T -> outputs, by any move | `split_sequence`, users |
 | `split_sequence` | a mixer, q, k, v -> outputs, by a move that suits it; its collectives | `jaxpar.lm` |
 """
 
 from jaxpar.parallel.context.moves import MOVES, Move, Sizes, move_for
 from jaxpar.parallel.context.orders import ORDERS, Order, in_order
-from jaxpar.parallel.context.split_cache import attend_split_cache, spread_blocks
+from jaxpar.parallel.context.split_cache import attend_split_cache, blocks_in_turn, merge_shares, spread_blocks
 from jaxpar.parallel.context.split_sequence import CONTEXT_MOVES, CONTEXT_ORDERS, SplitSequence, choose_move
 from jaxpar.parallel.context.walk import context_attention
 
@@ -26,9 +26,11 @@ __all__ = [
     "Sizes",
     "SplitSequence",
     "attend_split_cache",
+    "blocks_in_turn",
     "choose_move",
     "context_attention",
     "in_order",
+    "merge_shares",
     "move_for",
     "spread_blocks",
 ]

@@ -86,6 +86,15 @@ class Move(NamedTuple):
         return out
 
     @property
+    def holds(self) -> tuple[str, ...]:
+        """What a device has of all tokens at the same time, named as what is sent; of every other move nothing.
+
+        Keys, values and the sums of their gradients in all their heads, or queries, keys, values and outputs in its
+        share of the heads.
+        """
+        return {"gather": ("keys", "sums"), "swap": ("heads", "outputs")}.get(self.name, ())
+
+    @property
     def members(self) -> int:
         """Devices of a collective of all, or of a group."""
         return self.shares if self.within == 1 else self.within
@@ -99,7 +108,7 @@ class Move(NamedTuple):
 
     def __str__(self) -> str:
         """Returns a line a step: what is sent, by how many devices on, and what goes home."""
-        lines = [f"{self.name} over {self.shares} devices"]
+        lines = [f"{self.name} over {self.shares} devices, {' and '.join(self.holds) or 'none'} of all tokens on one"]
         for name, steps in (("forward", self.forward), ("backward", self.backward)):
             for number, step in enumerate(steps):
                 words = [f"{what} {'to all' if shift is None else f'{shift:+d}'}" for what, shift in step.sends]

@@ -1,4 +1,4 @@
-"""One new token's attention to a cache that devices share, in shares of any sizes, and who keeps how much of it."""
+"""New tokens' attention to a cache that devices share, in shares of any sizes, and who keeps how much of it."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import local, mesh_axes
 from jaxpar.nn.attention import attend, finish, merge_parts
+from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
-__all__ = ["attend_split_cache", "spread_blocks"]
+__all__ = ["attend_split_cache", "blocks_in_turn", "merge_shares", "spread_blocks"]
 
 
 def attend_split_cache(
@@ -60,6 +61,60 @@ def attend_split_cache(
     whole, split = ("batch", None, "heads", "head_dim"), ("batch", "seq_layer", "kv_heads", "head_dim")
     names = [whole, split, split, ("batch", "seq_layer")]
     return local(block, names, whole, check=False)(q, keys, values, lengths)
+
+
+def merge_shares(states: LogSumExp) -> LogSumExp:
+    """Adds up the partial states of blocks that lie split over the mesh axes of "slots", as many on each device.
+
+    For `jaxpar.decode.generate(..., merge=merge_shares)` under such a rule; how many of its blocks a device has tokens
+    in makes no difference. Where no mesh axis splits them it is `merge_parts`.
+
+    Args:
+      states: (maximum [N, B, G, T, R], sum, weighted values [N, B, G, T, R, K]), of H = G R heads.
+
+    Returns:
+      The same without N, on every device of these axes.
+
+    Cost: two all-reduces of B T H (K + 2) numbers in all, however long the cache (arXiv:2408.04093, algorithm 3).
+
+    Raises:
+      UsageError: If N does not divide over the devices.
+    """
+    shared = mesh_axes("slots")
+    if not shared:
+        return merge_parts(states)
+    axes = "batch", "kv_heads", None, None
+    each = axes, axes, (*axes, None)
+
+    def added(*parts):
+        return tuple(merge_parts(LogSumExp(*parts), shared))
+
+    return LogSumExp(*local(added, [("slots", *axes) for axes in each], each, check=False)(*states))
+
+
+def blocks_in_turn(plan: np.ndarray, room: int) -> np.ndarray:
+    """Returns numbers of blocks in the order in which requests take them: `first` of `jaxpar.decode.forest.reserve`.
+
+    Device d holds the blocks from d `room` on. The first request gets plan[0, d] of each, then the next; what nobody
+    needs comes last.
+
+    Args:
+      plan: int [requests, devices], as from `spread_blocks`.
+      room: Blocks of each device.
+
+    Returns:
+      int [devices * room], each block once.
+
+    Raises:
+      UsageError: If a device has fewer blocks than the plan takes of it.
+    """
+    if (most := plan.sum(0).max(initial=0)) > room:
+        raise UsageError(f"a plan takes {most} blocks of a device, which has {room}.")
+    blocks = np.arange(plan.shape[1] * room).reshape(-1, room)
+    ends = plan.cumsum(0)
+    used = [blocks[d, ends[r, d] - plan[r, d] : ends[r, d]] for r, d in np.ndindex(*plan.shape)]
+    rest = [blocks[d, count:] for d, count in enumerate(plan.sum(0))]
+    return np.concatenate([*used, *rest])
 
 
 def spread_blocks(needs: Sequence[int], free: Sequence[int], home: Sequence[int]) -> np.ndarray | None:
