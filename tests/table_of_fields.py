@@ -66,6 +66,7 @@ from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import Experts
+from jaxpar.nn.mixers import Hgrn
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.norm import Norm
@@ -120,6 +121,7 @@ TABLE = {
     },
     AllToAll: {"room": POSITIVE},
     Norm: {"eps": POSITIVE},
+    Hgrn: {"size": COUNT, "eps": LEAST_0},
     Rope: {
         "theta low_freq_factor high_freq_factor": POSITIVE,
         "factor": FACTOR,

@@ -7,12 +7,13 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
+from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.solvers import METHODS, solver
-from jaxpar.nn.stack import REMATS, RESIDUALS, Stack
+from jaxpar.nn.stack import REMATS, RESIDUALS, WEIGHTS, Stack
 from jaxpar.parallel.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
 from jaxpar.parallel.experts import TRANSPORTS, transport_for
 from jaxpar.types import UsageError
@@ -93,6 +94,7 @@ class LMConfig:
       transport: How tokens reach experts that devices share, of `jaxpar.parallel.experts.TRANSPORTS`.
       shared_experts: n, of which all tokens pass: one mlp of width n F, added to what the chosen experts make.
       qk_norm: Whether queries and keys of a head are normalised, by `norm`, before they are rotated.
+      weights: "full", or "ternary": -1, 0 and 1 where layers multiply; with mixer=hgrn the MatMul-free language model.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -103,7 +105,7 @@ class LMConfig:
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
     mlp_dim: int = field(384, AtLeast(1))
-    mixer: str = _later("attention", OneOf(("attention", *CELLS)))
+    mixer: str = _later("attention", OneOf(("attention", *CELLS, "hgrn")))
     mixer_dim: int = _later(0, AtLeast(0))
     norm: str = field("rms", OneOf(("rms", "layer")))
     norm_eps: float = field(1e-5, Positive())
@@ -141,6 +143,7 @@ class LMConfig:
     transport: str = _execution("auto", OneOf(TRANSPORTS))
     shared_experts: int = _later(0, AtLeast(0))
     qk_norm: bool = _later(False, None)
+    weights: str = _later("full", OneOf(WEIGHTS))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -193,6 +196,7 @@ class LMConfig:
             ranges=self.ranges,
             residual=self.residual,
             ladder_from=self.ladder_from,
+            weights=self.weights,
         )
 
 
@@ -223,10 +227,16 @@ def _check_experts(config: LMConfig) -> None:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
     if config.num_experts and (config.bias or config.remat == "blockwise"):
         raise UsageError("experts have neither model.bias=true nor model.remat=blockwise; take false, or remat=full.")
+    if config.num_experts and config.weights != "full":
+        raise UsageError(f"experts have no model.weights={config.weights}; take full, or model.num_experts=0.")
 
 
 def _recurrent(config: LMConfig) -> Recurrent:
     return Recurrent(cell_of(config.mixer, config.mixer_dim, config.num_heads), solver(config.solver))
+
+
+def _hgrn(config: LMConfig) -> Hgrn:
+    return Hgrn(config.mixer_dim, config.norm_eps)
 
 
 def _unsized(config: LMConfig) -> None:
@@ -243,12 +253,15 @@ def _sized(config: LMConfig) -> None:
         )
     if not config.mixer_dim:
         attention = 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+        if config.mixer == "hgrn":
+            object.__setattr__(config, "mixer_dim", max(8, round(attention / config.embed_dim / 32) * 8))
+            return
         size = equal_size(config.mixer, config.embed_dim, config.num_heads, attention)
         object.__setattr__(config, "mixer_dim", size)
 
 
-MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent)
-SIZED = {"attention": _unsized} | dict.fromkeys(CELLS, _sized)
+MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent) | {"hgrn": _hgrn}
+SIZED = {"attention": _unsized} | dict.fromkeys((*CELLS, "hgrn"), _sized)
 
 
 def gpt2(**changes) -> LMConfig:

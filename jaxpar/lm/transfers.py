@@ -106,6 +106,8 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}, once")
             gathered = _minus(held, _over(in_role(leaf.axes, "use")))
             add("gather", gathered, 2 * trips, used, f"{name}, each layer, forward and backward")
+            if config.weights == "ternary":
+                add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:
             add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
         over = inside if is_weight or "norm" not in name else outside
@@ -150,7 +152,14 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     again = 2 if config.remat in ("names", "offload", "full", "blockwise") else 1  # the first half of a layer, anew
     stack = config.stack()
     projections = stack.mixer.num_inputs + stack.mlp.num_inputs
-    add("sum", tensor, layers * (1 + again), stream, "out of the mixer and of the mlp")
+    out = stream
+    if config.weights == "ternary":  # sums of integers, which only wide numbers hold
+        out = stream / narrow * wide
+        count = layers * 2 * (2 * (1 + times) + 1)
+        add(
+            "sum", tensor, count, tokens / num_shares(*inside) * wide, "scales of a branch's last product, and gradient"
+        )
+    add("sum", tensor, layers * (1 + again), out, "out of the mixer and of the mlp")
     add("sum", tensor, layers * projections, stream, "into the projections, backward")
     add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")
     add("gather", apart, layers * 2, stream, "out of a branch, backward")

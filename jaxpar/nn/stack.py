@@ -21,13 +21,16 @@ from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import on_weight
 from jaxpar.nn.mixer import DECODING, TRAINING, Context, FeedForward, Mixer, PreparesDecoding
 from jaxpar.nn.norm import Norm
+from jaxpar.nn.ternary import Ternary, ternary
+from jaxpar.nn.ternary import for_decoding as smallest
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["REMATS", "RESIDUALS", "PseudoTokens", "Stack", "StackCache"]
+__all__ = ["REMATS", "RESIDUALS", "WEIGHTS", "PseudoTokens", "Stack", "StackCache"]
 
 SAVED_NAMES = ("qkv", "attention", "mlp", "residual")
 REMATS = ("none", "dots", "names", "full", "offload", "blockwise")
 RESIDUALS = ("standard", "ladder")
+WEIGHTS = ("full", "ternary")
 
 
 @flax.struct.dataclass
@@ -91,6 +94,8 @@ class Stack:
         may add that up meanwhile (arXiv:2501.06589). Another model of the same parameters.
       ladder_from: The first layer whose branches read so.
       ranges: Whether layers tell the largest magnitude of the residual stream ("residual_max"), at one read of it each.
+      weights: "full", or "ternary": every weight between the residual stream and a branch is rounded to -1, 0 and 1
+        where it is multiplied (`jaxpar.nn.ternary`). The parameters are the same: what is trained is not rounded.
     """
 
     num_layers: int = field(legal=AtLeast(1))
@@ -106,6 +111,7 @@ class Stack:
     ranges: bool = False
     residual: str = field("standard", OneOf(RESIDUALS))
     ladder_from: int = field(0, AtLeast(0))
+    weights: str = field("full", OneOf(WEIGHTS))
 
     def __post_init__(self):
         """Refuses a ladder that begins after the last layer, or that there is none of."""
@@ -114,16 +120,24 @@ class Stack:
             raise UsageError(f"ladder_from={self.ladder_from} needs residual=ladder, not {self.residual}.")
         if self.ladder_from >= self.num_layers:
             raise UsageError(f"ladder_from={self.ladder_from} must be under num_layers={self.num_layers}.")
+        if self.weights == "ternary":
+            leaves = jax.tree.leaves(self._layer_leaves(), is_leaf=_is_leaf)
+            if any("experts" in leaf.axes for leaf in leaves):
+                raise UsageError("experts have no ternary weights; take weights=full, or an mlp.")
 
-    def leaves(self) -> dict[str, PyTree]:
-        """Declares "layers", each leaf [L, ...], and "final_norm"."""
+    def _layer_leaves(self) -> dict[str, PyTree]:
+        """Declares one layer's parameters."""
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
-        layer = {
+        return {
             "attn_norm": self.norm.leaves(self.embed_dim),
             "mlp_norm": self.norm.leaves(self.embed_dim),
             **self.mlp.leaves(self.embed_dim, self.init_std, out_std),
             **self.mixer.leaves(self.embed_dim, self.init_std, out_std),
         }
+
+    def leaves(self) -> dict[str, PyTree]:
+        """Declares "layers", each leaf [L, ...], and "final_norm"."""
+        layer = self._layer_leaves()
 
         def stacked(leaf: Leaf) -> Leaf:
             return Leaf((self.num_layers, *leaf.shape), ("layers", *leaf.axes), leaf.init)
@@ -149,10 +163,22 @@ class Stack:
                 return x
             held, summed = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
             name = jax.tree_util.keystr(path)
-            return on_weight(lambda w: gather(w.astype(self.dtype), leaf.axes, held, summed, name), x)
+
+            def one(w: jax.Array) -> PyTree:
+                # Rounded as it is stored: in `dtype`, shares on either side of a half could change places.
+                small = jax.vmap(ternary)(w) if self._is_ternary(leaf) else None
+                w = w if small is None else small.values
+                w = gather(w.astype(self.dtype), leaf.axes, held, summed, name)
+                return w if small is None else Ternary(w, small.scale)
+
+            return on_weight(one, x)
 
         layers = jax.tree_util.tree_map_with_path(lower, self.leaves()["layers"], params["layers"], is_leaf=_is_leaf)
         return params | {"layers": layers}
+
+    def _is_ternary(self, leaf: Leaf) -> bool:
+        """Whether a weight, or the stack of those of all layers, is rounded: if it reads or writes the stream."""
+        return self.weights == "ternary" and not isinstance(leaf.init, str) and "embed" in leaf.axes
 
     def unstacked(self, params: PyTree) -> PyTree:
         """Returns held parameters with each layer's apart, for decoding: a step then copies no weight.
@@ -165,9 +191,19 @@ class Stack:
         return params | {"layers": _unstack(params["layers"], self.num_layers)}
 
     def for_decoding(self, params: PyTree) -> PyTree:
-        """Returns unstacked parameters as decoding few rows reads them fastest: products of one input are one."""
+        """Returns unstacked parameters as decoding few rows reads them fastest.
+
+        Products of one input are one, and ternary weights have two bits a number, where no mesh splits them.
+        """
         params = self.unstacked(params)
+
+        def small(leaf: Leaf, w: PyTree):
+            return smallest(w, leaf.axes) if isinstance(w, Ternary) else w
+
         layers = params["layers"]
+        if self.weights == "ternary":
+            leaves = self._layer_leaves()
+            layers = tuple(jax.tree.map(small, leaves, layer, is_leaf=_is_leaf) for layer in layers)
         for branch in (self.mixer, self.mlp):
             if isinstance(branch, PreparesDecoding):
                 layers = tuple(map(branch.for_decoding, layers))
@@ -175,7 +211,11 @@ class Stack:
 
     def unstacked_axes(self, axes: PyTree) -> PyTree:
         """Returns the logical axes of unstacked parameters, from those of the parameters."""
-        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=is_axes)
+
+        def one(leaf: Leaf, names: tuple):
+            return Ternary(names[1:], ()) if self._is_ternary(leaf) else names[1:]  # type: ignore[arg-type]
+
+        layer = jax.tree.map(one, self._layer_leaves(), axes["layers"], is_leaf=_is_leaf)
         return axes | {"layers": (layer,) * self.num_layers}
 
     def init_cache(self, batch: int, slots: int) -> StackCache:
