@@ -1,4 +1,4 @@
-"""Weights of -1, 0 and 1 in an array's place: `Ternary` to train them and `Packed`, two bits each, to decode.
+"""Weights of -1, 0 and 1 in an array's place: `Ternary` to train them and `PackedTernary`, two bits each, to decode.
 
 A product with one is W~ x~ of MatMul-free language models (arXiv:2406.02528, section 3.1; after arXiv:2402.17764):
 
@@ -34,7 +34,7 @@ from jaxpar.nn.linear import Axes, _letters, _product_backward
 from jaxpar.nn.norm import wide_dtype
 from jaxpar.types import Array, UsageError
 
-__all__ = ["Packed", "Ternary", "for_decoding", "int8_rows", "pack", "ternary"]
+__all__ = ["PackedTernary", "Ternary", "for_decoding", "int8_rows", "pack", "ternary"]
 
 EPS = 1e-8
 """Added to a token's mean square, as the authors' layers do."""
@@ -146,7 +146,7 @@ _product.defvjp(lambda how, x, values, scale: (_product(how, x, values, scale), 
 
 
 @flax.struct.dataclass
-class Packed:
+class PackedTernary:
     """A ternary weight of two bits a number, for decoding: an eighth of bfloat16's bytes. Not trained.
 
     Attributes:
@@ -203,13 +203,13 @@ class Packed:
         planes = jnp.concatenate([self.values >> (2 * i) & 3 for i in range(4)], -1)
         return planes[..., :length].astype(jnp.int8) - 1
 
-    def on_weight(self, fn: Callable[[Array], Array]) -> "Packed":
+    def on_weight(self, fn: Callable[[Array], Array]) -> "PackedTernary":
         """Stays what it is."""
         del fn
         return self
 
 
-def pack(weight: Ternary, contracted: int) -> Packed:
+def pack(weight: Ternary, contracted: int) -> PackedTernary:
     """Packs a ternary weight, of whose axes the first `contracted` are contracted; its values are not checked."""
     sizes = weight.values.shape
     length = math.prod(sizes[:contracted])
@@ -217,13 +217,15 @@ def pack(weight: Ternary, contracted: int) -> Packed:
     codes = weight.values.reshape(length, -1).T.reshape(*sizes[contracted:], length).astype(jnp.int8) + 1
     codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 4 * quarter - length)], constant_values=1)
     planes = codes.astype(jnp.uint8).reshape(*codes.shape[:-1], 4, quarter)
-    return Packed(functools.reduce(jnp.bitwise_or, (planes[..., i, :] << (2 * i) for i in range(4))), weight.scale)
+    return PackedTernary(
+        functools.reduce(jnp.bitwise_or, (planes[..., i, :] << (2 * i) for i in range(4))), weight.scale
+    )
 
 
-def for_decoding(weight: Ternary, axes: Axes) -> Packed | Ternary:
+def for_decoding(weight: Ternary, axes: Axes) -> PackedTernary | Ternary:
     """Returns a weight that maps "embed" to all its other axes, or those to it, as decoding reads it.
 
-    Packed where no mesh splits it; else of eight bits a number, each device its own share.
+    PackedTernary where no mesh splits it; else of eight bits a number, each device its own share.
     """
     if any(mesh_axes(name) for name in in_role(axes, "weight") if name):
         return Ternary(weight.values.astype(jnp.int8), weight.scale)

@@ -14,7 +14,7 @@ from experiments import verify
 from jaxpar.lm import LMConfig, Sampling, apply, flops_per_token, generate, loss, num_params, to_hf
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.nn.mixers import Hgrn
-from jaxpar.nn.ternary import Packed
+from jaxpar.nn.ternary import PackedTernary
 from jaxpar.types import UsageError
 
 T, V = 6, 16
@@ -37,7 +37,9 @@ def test_steps_from_packed_weights_are_the_whole_sequence(x64):
     """Sums of integers in both, so that no rounding falls on another side: 1e-12."""
     params = noisy_params(SMALL, np.float64)
     small = jit(SMALL.stack().for_decoding)(params)
-    assert isinstance(small["layers"][0]["mixer"]["wf"], Packed) and isinstance(small["layers"][1]["w_down"], Packed)
+    assert isinstance(small["layers"][0]["mixer"]["wf"], PackedTernary) and isinstance(
+        small["layers"][1]["w_down"], PackedTernary
+    )
     run, cache, parts = jit(functools.partial(extend, config=SMALL)), empty_cache(SMALL, 1, T), []
     for t in range(T):
         logits, cache = run(small, tokens(1)[:, t : t + 1], cache)

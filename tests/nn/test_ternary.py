@@ -20,7 +20,7 @@ from jaxpar.nn.mixers import Hgrn
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.ternary import Packed, Ternary, int8_rows, pack, ternary
+from jaxpar.nn.ternary import PackedTernary, Ternary, int8_rows, pack, ternary
 from jaxpar.types import UsageError
 
 INTO, OUT, SWAPPED = "btd,dhk->bthk", "bthk,hkd->btd", "btd,df->tbf"
@@ -216,7 +216,9 @@ def test_decoding_reads_an_eighth_of_16_bits_and_computes_the_same(x64):
     assert_close(jnp.concatenate(out, 1), whole, EXACT_MATHS["float64"])
     wide = Stack(2, 64, Hgrn(64), Mlp(128), dtype="bfloat16", weights="ternary")
     held = jax.eval_shape(wide.for_decoding, jax.eval_shape(wide.init, jax.random.key(0)))
-    weights = [w for w in jax.tree.leaves(held, is_leaf=lambda v: isinstance(v, Packed)) if isinstance(w, Packed)]
+    weights = [
+        w for w in jax.tree.leaves(held, is_leaf=lambda v: isinstance(v, PackedTernary)) if isinstance(w, PackedTernary)
+    ]
     numbers = 2 * (4 * 64 * 64 + 3 * 64 * 128)
     assert len(weights) == 14 and sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(weights)) <= 2 * numbers / 7.5
 
@@ -300,7 +302,7 @@ def fusions_on_a_tpu():
 @pytest.mark.slow
 @needs_libtpu
 def test_a_tpu_reads_a_row_once_for_its_scales_and_once_to_round_it():
-    """Both reductions are one fusion, rounding another; between them is a row's scale. Nothing wide is written (10 s)."""
+    """Both reductions are one fusion, rounding another; between them is a row's scale. Nothing wide is written."""
     assert on_a_tpu(__file__) == {"fusions": 3, "wide": 0}
 
 

@@ -44,9 +44,9 @@ class Hgrn:
 
         f = s(x wf + bf)    i = silu(x wi + bi) (1 - f)    h' = f h + i    y = (norm(h') silu(x wg)) w_out
 
-    s is the logistic function. All products but those with weights are elementwise, and `Stack(weights="ternary")` makes
-    those sums and differences. The state is float32 at least, and the only thing that is kept of the past. Unit n forgets within the 2 to 100 steps
-    that its bias says at the start (`jaxpar.nn.leaf`); the paper's has none there.
+    s is the logistic function. All products but those with weights are elementwise, and `Stack(weights="ternary")`
+    makes those sums and differences. The state is float32 at least, and the only thing that is kept of the past. Unit n
+    forgets within the 2 to 100 steps that its bias says at the start (`jaxpar.nn.leaf`); the paper's has none there.
 
     Attributes:
       size: n, units.
