@@ -127,7 +127,7 @@ def _needs_llama(c: LMConfig) -> dict[str, tuple]:
 
 
 def _needs_rms(c: LMConfig) -> dict[str, tuple]:
-    kind = {"mixer": ("attention",), "residual": ("standard",), "weights": ("full",)}
+    kind = {"mixer": ("attention",), "mixers": ((),), "residual": ("standard",), "weights": ("full",)}
     return kind | {field: (value,) for field, value in LIKE_LLAMA.items()}
 
 
@@ -144,7 +144,13 @@ def _write_gpt2(c: LMConfig) -> dict:
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
     kind = {"mixer": ("attention",), "residual": ("standard",), "norm": ("layer",), "positions": ("learned",)}
-    kind |= {"weights": ("full",), "qk_norm": (False,), "bias": (True,), "activation": tuple(GELU.values())}
+    kind |= {
+        "mixers": ((),),
+        "weights": ("full",),
+        "qk_norm": (False,),
+        "bias": (True,),
+        "activation": tuple(GELU.values()),
+    }
     return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
 
 

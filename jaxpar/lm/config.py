@@ -7,6 +7,7 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
+from jaxpar.nn.mixer import Mixer
 from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
@@ -95,6 +96,8 @@ class LMConfig:
       shared_experts: n, of which all tokens pass: one mlp of width n F, added to what the chosen experts make.
       qk_norm: Whether queries and keys of a head are normalised, by `norm`, before they are rotated.
       weights: "full", or "ternary": -1, 0 and 1 where layers multiply; with mixer=hgrn the MatMul-free language model.
+      mixers: Names of `mixer` that layers have in turn, in place of one for all: layer l has number l mod their number.
+        Recurrent ones are of `mixer_dim` units, or each as large as attention would be.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -144,6 +147,7 @@ class LMConfig:
     shared_experts: int = _later(0, AtLeast(0))
     qk_norm: bool = _later(False, None)
     weights: str = _later("full", OneOf(WEIGHTS))
+    mixers: tuple[str, ...] = _later((), None)
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -171,7 +175,7 @@ class LMConfig:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
-        SIZED[self.mixer](self)
+        _check_mixers(self)
         _check_experts(self)
         self.stack()
 
@@ -185,7 +189,7 @@ class LMConfig:
         return Stack(
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
-            mixer=MIXERS[self.mixer](self),
+            mixer=_mixers(self),
             mlp=_experts(self) if self.num_experts else Mlp(self.mlp_dim, self.activation, self.bias),
             norm=Norm(self.norm, self.norm_eps, self.bias),
             dropout=self.dropout,
@@ -197,6 +201,34 @@ class LMConfig:
             residual=self.residual,
             ladder_from=self.ladder_from,
             weights=self.weights,
+        )
+
+
+def _mixers(config: LMConfig) -> Mixer | tuple[Mixer, ...]:
+    return tuple(MIXERS[one.mixer](one) for one in _each(config)) if config.mixers else MIXERS[config.mixer](config)
+
+
+def _each(config: LMConfig) -> list[LMConfig]:
+    """Models of each of the mixers alone, which fill in their sizes; fields of others are left out."""
+    foreign = {name: {"qk_norm": False} for name in MIXERS} | {"attention": {"mixer_dim": 0}}
+    for name in config.mixers:
+        if name not in MIXERS:
+            raise UsageError(f"model.mixers has {name!r}, which is unknown; legal are {', '.join(MIXERS)}.")
+    return [dataclasses.replace(config, mixer=name, mixers=(), **foreign[name]) for name in config.mixers]
+
+
+def _check_mixers(config: LMConfig) -> None:
+    object.__setattr__(config, "mixers", tuple(config.mixers))
+    if not config.mixers or set(config.mixers) == {"attention"}:
+        SIZED[config.mixer](config)
+    if not config.mixers:
+        return
+    if config.mixer != "attention":
+        raise UsageError(f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both.")
+    if config.num_layers % len(config.mixers):
+        raise UsageError(
+            f"model.num_layers={config.num_layers} is not a multiple of the {len(config.mixers)} of model.mixers; "
+            f"nearest is {max(1, round(config.num_layers / len(config.mixers))) * len(config.mixers)}."
         )
 
 

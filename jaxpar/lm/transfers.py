@@ -1,5 +1,6 @@
 """What crosses devices in one training step, by the rule table: what a compiled program is judged by."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
     outside = (*mesh_axes("batch"), *mesh_axes("seq"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Leaf)):
         name, in_layer = jax.tree_util.keystr(path, simple=True, separator="/"), path[0].key == "layers"
-        trips = config.num_layers if in_layer else 1
+        trips = leaf.shape[0] if in_layer else 1
         is_weight = not isinstance(leaf.init, str)
         width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
         whole = math.prod(leaf.shape) * width / trips
@@ -123,9 +124,11 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
 
 def _exchanges(config: LMConfig, add) -> None:
     """Muon's matrices, made whole on one device each, and their updates back: one exchange a split dimension each."""
-    layers, sides = leaves(config)["layers"], muon_dimensions(axes_of(config), decay_mask(config))["layers"]
-    for name, leaf in {**layers, **layers.get("mixer", {})}.items():
-        if not isinstance(leaf, Leaf) or {**sides, **sides.get("mixer", {})}[name] is None:
+    sides = muon_dimensions(axes_of(config), decay_mask(config))["layers"]
+    flat = jax.tree_util.tree_leaves_with_path(leaves(config)["layers"], is_leaf=lambda x: isinstance(x, Leaf))
+    for path, leaf in flat:
+        name, side = path[-1].key, functools.reduce(lambda tree, step: tree[step.key], path, sides)
+        if side is None:
             continue
         over = [mesh_axes(axis) for axis in leaf.axes if axis and mesh_axes(axis)]
         share = (
@@ -151,7 +154,8 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     stream = tokens / num_shares(*inside) * config.embed_dim * narrow
     again = 2 if config.remat in ("names", "offload", "full", "blockwise") else 1  # the first half of a layer, anew
     stack = config.stack()
-    projections = stack.mixer.num_inputs + stack.mlp.num_inputs
+    turns = layers // stack.period
+    projections = turns * sum(mixer.num_inputs for mixer in stack.mixers) + layers * stack.mlp.num_inputs
     out = stream
     if config.weights == "ternary":  # sums of integers, which only wide numbers hold
         out = stream / narrow * wide
@@ -160,7 +164,7 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
             "sum", tensor, count, tokens / num_shares(*inside) * wide, "scales of a branch's last product, and gradient"
         )
     add("sum", tensor, layers * (1 + again), out, "out of the mixer and of the mlp")
-    add("sum", tensor, layers * projections, stream, "into the projections, backward")
+    add("sum", tensor, projections, stream, "into the projections, backward")
     add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")
     add("gather", apart, layers * 2, stream, "out of a branch, backward")
     add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
@@ -169,4 +173,5 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     parts = math.ceil(chunk / config.loss_chunk)
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
     add("sum", vocab, 1, stream, "features of the loss, backward")
-    return itertools.chain(stack.mixer.transfers(sizes), stack.mlp.transfers(sizes))
+    mixing = (mixer.transfers(sizes._replace(layers=turns)) for mixer in stack.mixers)
+    return itertools.chain(*mixing, stack.mlp.transfers(sizes))
