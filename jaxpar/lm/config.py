@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, TypeVar
 
-from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
+from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
@@ -24,6 +24,7 @@ __all__ = ["LMConfig", "gpt2", "llama"]
 
 T = TypeVar("T")
 
+NAMES = ("attention", *CELLS, "hgrn")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -32,7 +33,7 @@ def _execution(default: T, legal: Between | OneOf | None = None) -> T:
     return field(default, legal, identity=False)
 
 
-def _later(default: T, legal: Between | OneOf | None) -> T:
+def _later(default: T, legal: Between | OneOf | Each | None) -> T:
     """A field that runs made before it was there lack: part of a run's identity where it is not the default."""
     return field(default, legal, identity="changed")
 
@@ -108,7 +109,7 @@ class LMConfig:
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
     mlp_dim: int = field(384, AtLeast(1))
-    mixer: str = _later("attention", OneOf(("attention", *CELLS, "hgrn")))
+    mixer: str = _later("attention", OneOf(NAMES))
     mixer_dim: int = _later(0, AtLeast(0))
     norm: str = field("rms", OneOf(("rms", "layer")))
     norm_eps: float = field(1e-5, Positive())
@@ -147,7 +148,7 @@ class LMConfig:
     shared_experts: int = _later(0, AtLeast(0))
     qk_norm: bool = _later(False, None)
     weights: str = _later("full", OneOf(WEIGHTS))
-    mixers: tuple[str, ...] = _later((), None)
+    mixers: tuple[str, ...] = _later((), Each(OneOf(NAMES)))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -205,31 +206,20 @@ class LMConfig:
 
 
 def _mixers(config: LMConfig) -> Mixer | tuple[Mixer, ...]:
-    return tuple(MIXERS[one.mixer](one) for one in _each(config)) if config.mixers else MIXERS[config.mixer](config)
-
-
-def _each(config: LMConfig) -> list[LMConfig]:
-    """Models of each of the mixers alone, which fill in their sizes; fields of others are left out."""
+    """The mixer, or those of models with each alone, which fill in its size and leave fields of others out."""
+    if not config.mixers:
+        return MIXERS[config.mixer](config)
     foreign = {name: {"qk_norm": False} for name in MIXERS} | {"attention": {"mixer_dim": 0}}
-    for name in config.mixers:
-        if name not in MIXERS:
-            raise UsageError(f"model.mixers has {name!r}, which is unknown; legal are {', '.join(MIXERS)}.")
-    return [dataclasses.replace(config, mixer=name, mixers=(), **foreign[name]) for name in config.mixers]
+    alone = (dataclasses.replace(config, mixer=name, mixers=(), **foreign[name]) for name in config.mixers)
+    return tuple(MIXERS[one.mixer](one) for one in alone)
 
 
 def _check_mixers(config: LMConfig) -> None:
     object.__setattr__(config, "mixers", tuple(config.mixers))
     if not config.mixers or set(config.mixers) == {"attention"}:
         SIZED[config.mixer](config)
-    if not config.mixers:
-        return
-    if config.mixer != "attention":
+    if config.mixers and config.mixer != "attention":
         raise UsageError(f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both.")
-    if config.num_layers % len(config.mixers):
-        raise UsageError(
-            f"model.num_layers={config.num_layers} is not a multiple of the {len(config.mixers)} of model.mixers; "
-            f"nearest is {max(1, round(config.num_layers / len(config.mixers))) * len(config.mixers)}."
-        )
 
 
 def _attention(config: LMConfig) -> Attention:
@@ -259,8 +249,6 @@ def _check_experts(config: LMConfig) -> None:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
     if config.num_experts and (config.bias or config.remat == "blockwise"):
         raise UsageError("experts have neither model.bias=true nor model.remat=blockwise; take false, or remat=full.")
-    if config.num_experts and config.weights != "full":
-        raise UsageError(f"experts have no model.weights={config.weights}; take full, or model.num_experts=0.")
 
 
 def _recurrent(config: LMConfig) -> Recurrent:
@@ -293,7 +281,7 @@ def _sized(config: LMConfig) -> None:
 
 
 MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent) | {"hgrn": _hgrn}
-SIZED = {"attention": _unsized} | dict.fromkeys((*CELLS, "hgrn"), _sized)
+SIZED = {"attention": _unsized} | dict.fromkeys(NAMES[1:], _sized)
 
 
 def gpt2(**changes) -> LMConfig:

@@ -160,9 +160,7 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     if config.weights == "ternary":  # sums of integers, which only wide numbers hold
         out = stream / narrow * wide
         count = layers * 2 * (2 * (1 + times) + 1)
-        add(
-            "sum", tensor, count, tokens / num_shares(*inside) * wide, "scales of a branch's last product, and gradient"
-        )
+        add("sum", tensor, count, tokens / num_shares(*inside) * wide, "scales out of the mixer and of the mlp")
     add("sum", tensor, layers * (1 + again), out, "out of the mixer and of the mlp")
     add("sum", tensor, projections, stream, "into the projections, backward")
     add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")

@@ -99,5 +99,5 @@ def test_what_cannot_be_is_refused(tmp_path):
         to_hf(None, full, tmp_path / "out")
     with pytest.raises(UsageError, match="model.weights='binary' is unknown; legal are full, ternary"):
         dataclasses.replace(SMALL, weights="binary")
-    with pytest.raises(UsageError, match="experts have no model.weights=ternary; take full"):
+    with pytest.raises(UsageError, match="experts have no ternary weights; take weights=full"):
         dataclasses.replace(SMALL, num_experts=4)
