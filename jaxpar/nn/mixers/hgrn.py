@@ -31,7 +31,7 @@ def _hgrn(params, h, u):
 
 def _affine(params, u):
     del params
-    return jax.nn.sigmoid(u["f"]), jax.nn.silu(u["i"]) * jax.nn.sigmoid(u["f"])
+    return jax.nn.sigmoid(u["f"]), jax.nn.silu(u["i"]) * jax.nn.sigmoid(-u["f"])
 
 
 def _weights(cell: Cell) -> dict[str, Leaf]:
