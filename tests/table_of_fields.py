@@ -66,7 +66,7 @@ from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.mixers import GatedDelta, GatedLinear, Mamba2, MatrixState, MLstm, Rwkv6
+from jaxpar.nn.mixers import GatedDelta, GatedLinear, Hgrn, Mamba2, MatrixState, MLstm, Rwkv6
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.norm import Norm
@@ -127,6 +127,7 @@ TABLE = {
     GatedDelta: {"num_heads key_dim value_dim": COUNT, "taps": PAIR},
     Rwkv6: {"num_heads key_dim value_dim rank": COUNT},
     Norm: {"eps": POSITIVE},
+    Hgrn: {"size": COUNT, "eps": LEAST_0},
     Rope: {
         "theta low_freq_factor high_freq_factor": POSITIVE,
         "factor": FACTOR,

@@ -35,7 +35,7 @@ from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.mixers import GatedDelta, GatedLinear, Mamba2, MatrixState, MLstm, Rwkv6
+from jaxpar.nn.mixers import GatedDelta, GatedLinear, Hgrn, Mamba2, MatrixState, MLstm, Rwkv6
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
@@ -119,6 +119,7 @@ BASIS = {
     Aaren: (4,),
     Attention: (2, 2, 4),
     Mlp: (4,),
+    Hgrn: (4,),
     Experts: (4, 2),
     MatrixState: (MLstm(1, 2, 2),),
     GatedLinear: (1, 2, 2),

@@ -70,6 +70,7 @@ ROPE_KEYS = {
     "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "rope_scaling": TABLE, "rope_parameters": TABLE,
 }  # fmt: skip
 GELU = {"gelu_new": "gelu", "gelu": "gelu_exact"}
+PLAIN = {"mixer": ("attention",), "mixers": ((),), "residual": ("standard",), "weights": ("full",)}
 LIKE_LLAMA = {"norm": "rms", "positions": "rope", "activation": "swiglu"}
 
 
@@ -127,8 +128,7 @@ def _needs_llama(c: LMConfig) -> dict[str, tuple]:
 
 
 def _needs_rms(c: LMConfig) -> dict[str, tuple]:
-    kind = {"mixer": ("attention",), "residual": ("standard",)}
-    return kind | {field: (value,) for field, value in LIKE_LLAMA.items()}
+    return PLAIN | {field: (value,) for field, value in LIKE_LLAMA.items()}
 
 
 def _read_gpt2(values: dict) -> dict:
@@ -143,7 +143,7 @@ def _write_gpt2(c: LMConfig) -> dict:
 
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
-    kind = {"mixer": ("attention",), "residual": ("standard",), "norm": ("layer",), "positions": ("learned",)}
+    kind = PLAIN | {"norm": ("layer",), "positions": ("learned",)}
     kind |= {"qk_norm": (False,), "bias": (True,), "activation": tuple(GELU.values())}
     return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
 

@@ -3,18 +3,20 @@
 import dataclasses
 from typing import Any, TypeVar
 
-from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
+from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
+from jaxpar.nn.mixer import Mixer
 from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
+from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.solvers import METHODS, solver
-from jaxpar.nn.stack import REMATS, RESIDUALS, Stack
+from jaxpar.nn.stack import REMATS, RESIDUALS, WEIGHTS, Stack
 from jaxpar.parallel.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
 from jaxpar.parallel.experts import TRANSPORTS, transport_for
 from jaxpar.types import UsageError
@@ -24,6 +26,7 @@ __all__ = ["LMConfig", "gpt2", "llama"]
 
 T = TypeVar("T")
 
+NAMES = ("attention", *CELLS, "hgrn", *LAYERS)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -32,7 +35,7 @@ def _execution(default: T, legal: Between | OneOf | None = None) -> T:
     return field(default, legal, identity=False)
 
 
-def _later(default: T, legal: Between | OneOf | None) -> T:
+def _later(default: T, legal: Between | OneOf | Each | None) -> T:
     """A field that runs made before it was there lack: part of a run's identity where it is not the default."""
     return field(default, legal, identity="changed")
 
@@ -98,6 +101,9 @@ class LMConfig:
       transport: How tokens reach experts that devices share, of `jaxpar.parallel.experts.TRANSPORTS`.
       shared_experts: n, of which all tokens pass: one mlp of width n F, added to what the chosen experts make.
       qk_norm: Whether queries and keys of a head are normalised, by `norm`, before they are rotated.
+      weights: "full", or "ternary": -1, 0 and 1 where layers multiply; with mixer=hgrn the MatMul-free language model.
+      mixers: Names of `mixer` that layers have in turn, in place of one for all: layer l has number l mod their number.
+        Recurrent ones are of `mixer_dim` units, or each as large as attention would be.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -108,7 +114,7 @@ class LMConfig:
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
     mlp_dim: int = field(384, AtLeast(1))
-    mixer: str = _later("attention", OneOf(("attention", *CELLS, *LAYERS)))
+    mixer: str = _later("attention", OneOf(NAMES))
     mixer_dim: int = _later(0, AtLeast(0))
     mixer_key_dim: int = _later(0, AtLeast(0))
     mixer_chunk: int = _execution(64, AtLeast(1))
@@ -148,6 +154,8 @@ class LMConfig:
     transport: str = _execution("auto", OneOf(TRANSPORTS))
     shared_experts: int = _later(0, AtLeast(0))
     qk_norm: bool = _later(False, None)
+    weights: str = _later("full", OneOf(WEIGHTS))
+    mixers: tuple[str, ...] = _later((), Each(OneOf(NAMES)))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -175,7 +183,7 @@ class LMConfig:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
-        SIZED[self.mixer](self)
+        _check_mixers(self)
         _check_experts(self)
         self.stack()
 
@@ -189,7 +197,7 @@ class LMConfig:
         return Stack(
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
-            mixer=MIXERS[self.mixer](self),
+            mixer=_mixers(self),
             mlp=_experts(self) if self.num_experts else Mlp(self.mlp_dim, self.activation, self.bias),
             norm=Norm(self.norm, self.norm_eps, self.bias),
             dropout=self.dropout,
@@ -200,7 +208,25 @@ class LMConfig:
             ranges=self.ranges,
             residual=self.residual,
             ladder_from=self.ladder_from,
+            weights=self.weights,
         )
+
+
+def _mixers(config: LMConfig) -> Mixer | tuple[Mixer, ...]:
+    """The mixer, or those of models with each alone, which fill in its size and leave fields of others out."""
+    if not config.mixers:
+        return MIXERS[config.mixer](config)
+    foreign = {name: {"qk_norm": False} for name in MIXERS} | {"attention": {"mixer_dim": 0}}
+    alone = (dataclasses.replace(config, mixer=name, mixers=(), **foreign[name]) for name in config.mixers)
+    return tuple(MIXERS[one.mixer](one) for one in alone)
+
+
+def _check_mixers(config: LMConfig) -> None:
+    object.__setattr__(config, "mixers", tuple(config.mixers))
+    if not config.mixers or set(config.mixers) == {"attention"}:
+        SIZED[config.mixer](config)
+    if config.mixers and config.mixer != "attention":
+        raise UsageError(f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both.")
 
 
 def _attention(config: LMConfig) -> Attention:
@@ -239,6 +265,10 @@ def _recurrent(config: LMConfig) -> Recurrent:
 def _matrix_state(config: LMConfig) -> MatrixState:
     layer = layer_of(config.mixer, config.mixer_dim, config.num_heads, config.mixer_key_dim)
     return MatrixState(layer, config.mixer_chunk)
+
+
+def _hgrn(config: LMConfig) -> Hgrn:
+    return Hgrn(config.mixer_dim, config.norm_eps)
 
 
 def _unsized(config: LMConfig) -> None:
@@ -287,8 +317,9 @@ def _in_turn(config: LMConfig) -> None:
         )
 
 
-MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent) | dict.fromkeys(LAYERS, _matrix_state)
-SIZED = {"attention": _unsized} | dict.fromkeys(CELLS, _sized) | dict.fromkeys(LAYERS, _matrix_sized)
+MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent) | {"hgrn": _hgrn}
+MIXERS |= dict.fromkeys(LAYERS, _matrix_state)
+SIZED = {"attention": _unsized} | dict.fromkeys((*CELLS, "hgrn"), _sized) | dict.fromkeys(LAYERS, _matrix_sized)
 
 
 def gpt2(**changes) -> LMConfig:

@@ -79,7 +79,8 @@ def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> flo
     multiplied = [leaf for leaf in jax.tree.leaves(tree["layers"], is_leaf=_is_leaf) if not isinstance(leaf.init, str)]
     multiplied.append(tree.get("head", tree["embedding"]))
     matmul = 6.0 * sum(math.prod(leaf.shape) * _share(leaf, config) for leaf in multiplied)
-    scores = 12.0 * config.num_layers * config.stack().mixer.score_size * seq_len
+    mixers = config.stack().mixers
+    scores = 12.0 * (config.num_layers // len(mixers)) * sum(mixer.score_size for mixer in mixers) * seq_len
     return matmul + scores / (2.0 if causal else 1.0)
 
 

@@ -42,7 +42,8 @@ def stages(config: LMConfig) -> Stages:
     def whole(params: PyTree, data: dict, key: PRNGKey | None, total: jax.Array, share: float):
         return losses(params, data, config, normaliser=total, share=share, dropout_key=_dropped(key, config))
 
-    return Stages(_total, stack.hold, first, layer, end, whole, config.num_layers)
+    hold = stack.hold if stack.period == 1 else stack.unstacked
+    return Stages(_total, hold, first, layer, end, whole, config.num_layers)
 
 
 def _positions(data: dict) -> jax.Array:

@@ -1,5 +1,6 @@
 """What crosses devices in one training step, by the rule table: what a compiled program is judged by."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
     outside = (*mesh_axes("batch"), *mesh_axes("seq"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Leaf)):
         name, in_layer = jax.tree_util.keystr(path, simple=True, separator="/"), path[0].key == "layers"
-        trips = config.num_layers if in_layer else 1
+        trips = leaf.shape[0] if in_layer else 1
         is_weight = not isinstance(leaf.init, str)
         width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
         whole = math.prod(leaf.shape) * width / trips
@@ -106,6 +107,8 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}, once")
             gathered = _minus(held, _over(in_role(leaf.axes, "use")))
             add("gather", gathered, 2 * trips, used, f"{name}, each layer, forward and backward")
+            if config.weights == "ternary":
+                add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:
             add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
         over = inside if is_weight or "norm" not in name else outside
@@ -121,9 +124,11 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
 
 def _exchanges(config: LMConfig, add) -> None:
     """Muon's matrices, made whole on one device each, and their updates back: one exchange a split dimension each."""
-    layers, sides = leaves(config)["layers"], muon_dimensions(axes_of(config), decay_mask(config))["layers"]
-    for name, leaf in {**layers, **layers.get("mixer", {})}.items():
-        if not isinstance(leaf, Leaf) or {**sides, **sides.get("mixer", {})}[name] is None:
+    sides = muon_dimensions(axes_of(config), decay_mask(config))["layers"]
+    flat = jax.tree_util.tree_leaves_with_path(leaves(config)["layers"], is_leaf=lambda x: isinstance(x, Leaf))
+    for path, leaf in flat:
+        name, side = path[-1].key, functools.reduce(lambda tree, step: tree[step.key], path, sides)
+        if side is None:
             continue
         over = [mesh_axes(axis) for axis in leaf.axes if axis and mesh_axes(axis)]
         share = (
@@ -149,9 +154,15 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     stream = tokens / num_shares(*inside) * config.embed_dim * narrow
     again = 2 if config.remat in ("names", "offload", "full", "blockwise") else 1  # the first half of a layer, anew
     stack = config.stack()
-    projections = stack.mixer.num_inputs + stack.mlp.num_inputs
-    add("sum", tensor, layers * (1 + again), stream, "out of the mixer and of the mlp")
-    add("sum", tensor, layers * projections, stream, "into the projections, backward")
+    turns = layers // stack.period
+    projections = turns * sum(mixer.num_inputs for mixer in stack.mixers) + layers * stack.mlp.num_inputs
+    out = stream
+    if config.weights == "ternary":  # sums of integers, which only wide numbers hold
+        out = stream / narrow * wide
+        count = layers * 2 * (2 * (1 + times) + 1)
+        add("sum", tensor, count, tokens / num_shares(*inside) * wide, "scales out of the mixer and of the mlp")
+    add("sum", tensor, layers * (1 + again), out, "out of the mixer and of the mlp")
+    add("sum", tensor, projections, stream, "into the projections, backward")
     add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")
     add("gather", apart, layers * 2, stream, "out of a branch, backward")
     add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
@@ -160,4 +171,5 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     parts = math.ceil(chunk / config.loss_chunk)
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
     add("sum", vocab, 1, stream, "features of the loss, backward")
-    return itertools.chain(stack.mixer.transfers(sizes), stack.mlp.transfers(sizes))
+    mixing = (mixer.transfers(sizes._replace(layers=turns)) for mixer in stack.mixers)
+    return itertools.chain(*mixing, stack.mlp.transfers(sizes))

@@ -20,6 +20,7 @@ Example:
     assert aux.metrics["uneven"].value == 1 and aux.metrics["load"].value == (1 + 4 + 16 + 64 + 256) / 5
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ __all__ = [
     "Min",
     "Sum",
     "both",
+    "over_all",
     "over_layers",
     "over_parts",
     "scalars",
@@ -121,6 +123,14 @@ def stacked(told: Sequence[Aux]) -> Aux:
 def over_layers(told: Aux) -> Aux:
     """Merges what layers told, stacked along the first axis: losses are summed."""
     return Aux({name: x.sum(0) for name, x in told.losses.items()}, _merged(told))
+
+
+def over_all(told: Sequence[Aux]) -> Aux:
+    """Merges what several layers told, of which some may tell what others do not; losses are summed."""
+    kinds: dict[Any, list[Aux]] = {}
+    for aux in told:
+        kinds.setdefault(jax.tree.structure(aux), []).append(aux)
+    return functools.reduce(both, [over_layers(stacked(same)) for same in kinds.values()])
 
 
 def over_parts(told: Aux) -> Aux:

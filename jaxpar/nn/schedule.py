@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.mesh import constrain
-from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts, stacked
+from jaxpar.nn.auxiliary import Aux, both, over_all, over_parts
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["InTurn", "Schedule", "Stages", "layer_by_layer", "parts_of"]
@@ -53,7 +53,7 @@ class Stages(NamedTuple):
       layer: (layer's params, its number, x, data, key) -> (x, what it told).
       last: (params, x, data, total) -> (loss, what was told).
       whole: (params, data, key, total, share) -> (loss, what was told): all of them, as fast as one device can.
-      num_layers: L; the layers' parameters are stacked under "layers".
+      num_layers: L; the held parameters have the layers' under "layers", stacked, or of a hybrid a tuple of each one's.
     """
 
     total: Callable[[PyTree], Array]
@@ -130,10 +130,12 @@ def layer_by_layer(stages: Stages) -> Callable[..., tuple[Array, Aux]]:
         params = stages.hold(params)
         x, told = stages.first(params, data, key), []
         for index in range(stages.num_layers):
-            layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+            layer = params["layers"]
+            is_apart = isinstance(layer, tuple)
+            layer = layer[index] if is_apart else jax.tree.map(lambda leaf, index=index: leaf[index], layer)
             x, aux = stages.layer(layer, index, x, data, key)
             told.append(aux)
-        aux = over_layers(stacked(told))
+        aux = over_all(told)
         value, rest = stages.last(params, x, data, total)
         extra: Any = sum(aux.losses.values())
         return value + share * extra, both(aux, rest)

@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -15,58 +14,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, is_axes
-from jaxpar.nn.auxiliary import Aux, Max, both, over_layers, stacked
+from jaxpar.nn.auxiliary import Aux, Max, both, over_all, over_layers
 from jaxpar.nn.block import Kind, Ladder, Stream, block
+from jaxpar.nn.carried import PseudoTokens, StackCache, began, moved_on
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import on_weight
 from jaxpar.nn.mixer import DECODING, TRAINING, Context, FeedForward, Mixer, PreparesDecoding
 from jaxpar.nn.norm import Norm
+from jaxpar.nn.ternary import Ternary, ternary
+from jaxpar.nn.ternary import for_decoding as smallest
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["REMATS", "RESIDUALS", "PseudoTokens", "Stack", "StackCache"]
+__all__ = ["REMATS", "RESIDUALS", "WEIGHTS", "PseudoTokens", "Stack", "StackCache"]
 
 SAVED_NAMES = ("qkv", "attention", "mlp", "residual")
 REMATS = ("none", "dots", "names", "full", "offload", "blockwise")
 RESIDUALS = ("standard", "ladder")
-
-
-@flax.struct.dataclass
-class StackCache:
-    """What a stack keeps of the tokens before: carried by the loop that decodes, donated, and written in place.
-
-    Attributes:
-      layers: Each layer's own, of its mixer: apart, so that a step copies none of them.
-      seen: int32 [B], tokens that the cache was given. To take tokens back, lower it.
-      first: int32 [B], of these, how many before the current document began.
-    """
-
-    layers: tuple[PyTree, ...]
-    seen: Array
-    first: Array
-
-
-class PseudoTokens(NamedTuple):
-    """Tokens that are not in the text: M states that enter at some layer, behind those of the N tokens that are.
-
-    They stand for tokens to come, whose laws are then read off them, as prompt tokens (arXiv:2405.18628) and pseudo
-    hidden states (arXiv:2404.12022) do. No cache keeps them.
-
-    Attributes:
-      layer: The first layer that they pass; None for none, so that they enter after the last norm.
-      size: M.
-      states: Of the N tokens' states at that place, [B, N, D], makes theirs, [B, M, D].
-    """
-
-    layer: int | None
-    size: int
-    states: Callable[[Float[Array, "B N D"]], Float[Array, "B M D"]]
-
-    def after(self, x: Kind) -> Kind:
-        """Returns the tokens' states with these behind them; nothing is to be added to these yet."""
-        whole = x.whole if isinstance(x, Ladder) else x
-        new = self.states(whole).astype(whole.dtype)
-        news = Ladder(new, jnp.zeros_like(new)) if isinstance(x, Ladder) else new
-        return jax.tree.map(lambda *pair: jnp.concatenate(pair, 1), x, news)
+WEIGHTS = ("full", "ternary")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +40,8 @@ class Stack:
     Attributes:
       num_layers: L.
       embed_dim: D, width of the residual stream.
-      mixer: What mixes the tokens of a block, a `jaxpar.nn.mixer.Mixer`.
+      mixer: What mixes the tokens of a block, a `jaxpar.nn.mixer.Mixer`; or p of them, where p divides L: layer l then
+        has mixer l mod p (a hybrid).
       mlp: What looks at each token alone, a `jaxpar.nn.mixer.FeedForward`.
       norm: Of each branch's input, and of the result.
       dropout: Rate on both branches, while training.
@@ -91,11 +56,13 @@ class Stack:
         may add that up meanwhile (arXiv:2501.06589). Another model of the same parameters.
       ladder_from: The first layer whose branches read so.
       ranges: Whether layers tell the largest magnitude of the residual stream ("residual_max"), at one read of it each.
+      weights: "full", or "ternary": every weight between the residual stream and a branch is rounded to -1, 0 and 1
+        where it is multiplied (`jaxpar.nn.ternary`). The parameters are the same: what is trained is not rounded.
     """
 
     num_layers: int = field(legal=AtLeast(1))
     embed_dim: int = field(legal=AtLeast(1))
-    mixer: Mixer = field()
+    mixer: Mixer | tuple[Mixer, ...] = field()
     mlp: FeedForward = field()
     norm: Norm = Norm()
     dropout: float = field(0.0, Between(0, 1, "[)"))
@@ -106,30 +73,70 @@ class Stack:
     ranges: bool = False
     residual: str = field("standard", OneOf(RESIDUALS))
     ladder_from: int = field(0, AtLeast(0))
+    weights: str = field("full", OneOf(WEIGHTS))
 
     def __post_init__(self):
-        """Refuses a ladder that begins after the last layer, or that there is none of."""
+        """Takes equal mixers as one; refuses a ladder that begins after the last layer, or that there is none of."""
         check_fields(self)
+        if len(set(self.mixers)) == 1:
+            object.__setattr__(self, "mixer", self.mixers[0])
+        if not self.mixers or self.num_layers % self.period:
+            raise UsageError(
+                f"num_layers={self.num_layers} is not a multiple of the {len(self.mixers)} mixers in turn."
+            )
         if self.ladder_from and self.residual != "ladder":
             raise UsageError(f"ladder_from={self.ladder_from} needs residual=ladder, not {self.residual}.")
         if self.ladder_from >= self.num_layers:
             raise UsageError(f"ladder_from={self.ladder_from} must be under num_layers={self.num_layers}.")
+        if self.weights == "ternary":
+            leaves = jax.tree.leaves([self._layer_leaves(mixer) for mixer in self.mixers], is_leaf=_is_leaf)
+            if any("experts" in leaf.axes for leaf in leaves):
+                raise UsageError("experts have no ternary weights; take weights=full, or an mlp.")
 
-    def leaves(self) -> dict[str, PyTree]:
-        """Declares "layers", each leaf [L, ...], and "final_norm"."""
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Those that layers have in turn."""
+        return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
+
+    @property
+    def period(self) -> int:
+        """p, after how many layers the mixers repeat."""
+        return len(self.mixers)
+
+    def _layer_leaves(self, mixer: Mixer) -> dict[str, PyTree]:
+        """Declares one layer's parameters."""
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
-        layer = {
+        return {
             "attn_norm": self.norm.leaves(self.embed_dim),
             "mlp_norm": self.norm.leaves(self.embed_dim),
             **self.mlp.leaves(self.embed_dim, self.init_std, out_std),
-            **self.mixer.leaves(self.embed_dim, self.init_std, out_std),
+            **mixer.leaves(self.embed_dim, self.init_std, out_std),
         }
 
-        def stacked(leaf: Leaf) -> Leaf:
-            return Leaf((self.num_layers, *leaf.shape), ("layers", *leaf.axes), leaf.init)
+    def leaves(self) -> dict[str, PyTree]:
+        """Declares "layers", each leaf [L, ...], and "final_norm".
 
-        layers = jax.tree.map(stacked, layer, is_leaf=_is_leaf)
-        return {"layers": layers, "final_norm": self.norm.leaves(self.embed_dim)}
+        Of p mixers "layers" has one such tree for each, "0" to p - 1, each leaf [L / p, ...].
+        """
+
+        def stacked(leaf: Leaf) -> Leaf:
+            return Leaf((self.num_layers // self.period, *leaf.shape), ("layers", *leaf.axes), leaf.init)
+
+        layers = [jax.tree.map(stacked, self._layer_leaves(mixer), is_leaf=_is_leaf) for mixer in self.mixers]
+        return {"layers": self._together(layers), "final_norm": self.norm.leaves(self.embed_dim)}
+
+    def _together(self, places: Sequence[PyTree]) -> PyTree:
+        """One tree of those of each mixer's layers: of one mixer, its own."""
+        return places[0] if self.period == 1 else {str(place): tree for place, tree in enumerate(places)}
+
+    def _apart(self, layers: PyTree) -> list[PyTree]:
+        """The trees of each mixer's layers."""
+        return [layers] if self.period == 1 else [layers[str(place)] for place in range(self.period)]
+
+    def _each(self, places: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """Each layer's own, in order, from those of each mixer's layers."""
+        num = self.num_layers // self.period
+        return tuple(layer for turn in zip(*(_unstack(tree, num) for tree in places), strict=True) for layer in turn)
 
     def init(self, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> PyTree:
         """Draws the parameters. Consumes `key`."""
@@ -149,10 +156,22 @@ class Stack:
                 return x
             held, summed = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
             name = jax.tree_util.keystr(path)
-            return on_weight(lambda w: gather(w.astype(self.dtype), leaf.axes, held, summed, name), x)
+
+            def one(w: jax.Array) -> PyTree:
+                # Rounded as it is stored: in `dtype`, shares on either side of a half could change places.
+                small = jax.vmap(ternary)(w) if self._is_ternary(leaf) else None
+                w = w if small is None else small.values
+                w = gather(w.astype(self.dtype), leaf.axes, held, summed, name)
+                return w if small is None else Ternary(w, small.scale)
+
+            return on_weight(one, x)
 
         layers = jax.tree_util.tree_map_with_path(lower, self.leaves()["layers"], params["layers"], is_leaf=_is_leaf)
         return params | {"layers": layers}
+
+    def _is_ternary(self, leaf: Leaf) -> bool:
+        """Whether a weight, or the stack of those of all layers, is rounded: if it reads or writes the stream."""
+        return self.weights == "ternary" and not isinstance(leaf.init, str) and "embed" in leaf.axes
 
     def unstacked(self, params: PyTree) -> PyTree:
         """Returns held parameters with each layer's apart, for decoding: a step then copies no weight.
@@ -162,33 +181,49 @@ class Stack:
         params = self.hold(params)
         if isinstance(params["layers"], tuple):
             return params
-        return params | {"layers": _unstack(params["layers"], self.num_layers)}
+        return params | {"layers": self._each(self._apart(params["layers"]))}
 
     def for_decoding(self, params: PyTree) -> PyTree:
-        """Returns unstacked parameters as decoding few rows reads them fastest: products of one input are one."""
+        """Returns unstacked parameters as decoding few rows reads them fastest.
+
+        Products of one input are one, and ternary weights have two bits a number, where no mesh splits them.
+        """
         params = self.unstacked(params)
-        layers = params["layers"]
-        for branch in (self.mixer, self.mlp):
-            if isinstance(branch, PreparesDecoding):
-                layers = tuple(map(branch.for_decoding, layers))
-        return params | {"layers": layers}
+
+        def small(leaf: Leaf, w: PyTree):
+            return smallest(w, leaf.axes) if isinstance(w, Ternary) else w
+
+        layers = []
+        for index, layer in enumerate(params["layers"]):
+            mixer = self.mixers[index % self.period]
+            if self.weights == "ternary":
+                layer = jax.tree.map(small, self._layer_leaves(mixer), layer, is_leaf=_is_leaf)
+            for branch in (mixer, self.mlp):
+                layer = branch.for_decoding(layer) if isinstance(branch, PreparesDecoding) else layer
+            layers.append(layer)
+        return params | {"layers": tuple(layers)}
 
     def unstacked_axes(self, axes: PyTree) -> PyTree:
         """Returns the logical axes of unstacked parameters, from those of the parameters."""
-        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=is_axes)
-        return axes | {"layers": (layer,) * self.num_layers}
+
+        def one(leaf: Leaf, names: tuple):
+            return Ternary(names[1:], ()) if self._is_ternary(leaf) else names[1:]  # type: ignore[arg-type]
+
+        pairs = zip(self.mixers, self._apart(axes["layers"]), strict=True)
+        turn = tuple(jax.tree.map(one, self._layer_leaves(mixer), tree, is_leaf=_is_leaf) for mixer, tree in pairs)
+        return axes | {"layers": turn * (self.num_layers // self.period)}
 
     def init_cache(self, batch: int, slots: int) -> StackCache:
         """Returns the empty cache of `batch` rows, of room for `slots` tokens where its size depends on them."""
-        layers = tuple(
-            self.mixer.init_cache(batch, slots, self.embed_dim, jnp.dtype(self.dtype)) for _ in range(self.num_layers)
-        )
+        mixers = self.mixers * (self.num_layers // self.period)
+        layers = tuple(mixer.init_cache(batch, slots, self.embed_dim, jnp.dtype(self.dtype)) for mixer in mixers)
         zero = jnp.zeros((batch,), jnp.int32)
         return self._split(StackCache(layers, zero, zero))
 
     def cache_axes(self) -> StackCache:
         """Returns the logical axes of the cache."""
-        return StackCache((self.mixer.cache_axes(),) * self.num_layers, ("batch",), ("batch",))  # type: ignore[arg-type]
+        turn = tuple(mixer.cache_axes() for mixer in self.mixers)
+        return StackCache(turn * (self.num_layers // self.period), ("batch",), ("batch",))  # type: ignore[arg-type]
 
     def _split(self, cache: StackCache) -> StackCache:
         def split(axes, x):
@@ -250,7 +285,7 @@ class Stack:
             x = pseudo.after(x)
         if cache is None:
             return x, None, aux
-        return x, _moved_on(cache, layers, context), aux
+        return x, moved_on(cache, layers, context), aux
 
     def context(
         self,
@@ -273,7 +308,7 @@ class Stack:
                 raise UsageError("segments number the documents of whole rows; with a cache give starts.")
         elif segments is None and starts is not None:
             segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
-        first = _began(places, starts, before)
+        first = began(places, starts, before)
         positions = places - first if positions is None else positions
         seen = None if cache is None else cache.seen
         rules = TRAINING if cache is None else DECODING
@@ -299,21 +334,26 @@ class Stack:
         context: Context,
         cache: PyTree | None = None,
         ahead: bool | Bool[Array, ""] | None = None,
+        mixer: Mixer | None = None,
     ) -> tuple[Kind, PyTree | None, Aux]:
         """Applies layer `index`, given its own held parameters: outputs, its cache, and what it told.
 
         The context's key is that of the whole stack. `ahead` says of a traced `index` whether the layer is one of a
-        ladder; by default the program tells it, and every branch waits for the one before.
+        ladder; by default the program tells it, and every branch waits for the one before. `mixer` is the layer's,
+        where a traced `index` does not say which of several.
 
         Raises:
-          UsageError: If `x` is not as `begin` makes it.
+          UsageError: If `x` is not as `begin` makes it, or nothing says which mixer the layer has.
         """
+        if mixer is None and self.period > 1 and not isinstance(index, int):
+            raise UsageError("layers of several mixers in turn take a number that is known, or their mixer.")
+        mixer = mixer or self.mixers[index % self.period if self.period > 1 else 0]  # type: ignore[call-overload]
         if isinstance(x, Ladder) != (self.residual == "ladder"):
             raise UsageError(f"layers of residual={self.residual} take the stream that Stack.begin returns.")
         key = None if context.key is None else jax.random.fold_in(context.key, index)
         context = context._replace(key=key)
         ahead = index >= self.ladder_from if ahead is None else ahead
-        x, cache, aux = block(self.mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead)
+        x, cache, aux = block(mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead)
         if self.ranges:
             aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(jnp.abs(jax.lax.stop_gradient(self.end(x)))))}))
         return x, cache, aux
@@ -321,35 +361,57 @@ class Stack:
     def _layers(self, layers, x, context, cache, pseudo):
         """All layers; scanned where no cache holds anything: a scan would copy each from its inputs to outputs."""
 
-        def body(x, layer, index, old, ahead=None):
+        def body(x, layer, index, old, ahead, mixer):
             inside = context.until(jax.tree.leaves(x)[0].shape[1])
-            x, new, aux = self.layer(layer, index, x, inside, old, ahead)
+            x, new, aux = self.layer(layer, index, x, inside, old, ahead, mixer)
             return x, (new, aux)
 
-        num = self.num_layers
-        olds = (None,) * num if cache is None else cache.layers
+        def one(number: int, **given):
+            mixer = self.mixers[number % self.period]
+            return self._remat(functools.partial(body, ahead=number >= self.ladder_from, mixer=mixer, **given))
+
+        olds = (None,) * self.num_layers if cache is None else cache.layers
         can_scan = pseudo is None and not isinstance(layers, tuple) and (cache is None or context.fresh)
         if self.scan_layers and can_scan:
-            outs = []
-            for first, last, ahead in ((0, self.ladder_from, False), (self.ladder_from, num, True)):
-                if first == last:
-                    continue
-                one = self._remat(functools.partial(body, old=olds[0], ahead=ahead))
-                some = layers if last - first == num else jax.tree.map(operator.itemgetter(slice(first, last)), layers)
-                x, out = jax.lax.scan(lambda x, each, one=one: one(x, *each), x, (some, jnp.arange(first, last)))
-                outs.append(out)
-            caches, told = outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outs)
-            return x, _unstack(caches, num), over_layers(told)
-        each = layers if isinstance(layers, tuple) else _unstack(layers, num)
+            return self._scanned(lambda number: one(number, old=olds[number]), self._apart(layers), x)
+        each = layers if isinstance(layers, tuple) else self._each(self._apart(layers))
         caches, told = [], []
         for index, (layer, old) in enumerate(zip(each, olds, strict=True)):
             if pseudo is not None and pseudo.layer == index:
                 x = pseudo.after(x)
-            one = self._remat(functools.partial(body, ahead=index >= self.ladder_from))
-            x, (new, aux) = one(x, layer, index, old)
+            x, (new, aux) = one(index)(x, layer, index, old)
             caches.append(new)
             told.append(aux)
-        return x, tuple(caches), over_layers(stacked(told))
+        return x, tuple(caches), over_all(told)
+
+    def _scanned(self, one, places, x):
+        """The same in a loop whose turn is one layer of each mixer; `one` makes a layer's function of its number.
+
+        Layers whose functions differ have loops of their own: those before a ladder begins, the turn in which it does,
+        and those after.
+        """
+        num, outs = self.num_layers // self.period, []
+        middle = self.ladder_from // self.period, -(-self.ladder_from // self.period)
+        for first, last in itertools.pairwise((0, *middle, num)):
+            if first == last:
+                continue
+            functions = [one(first * self.period + place) for place in range(self.period)]
+
+            def turn(x, given, functions=functions):
+                trees, number = given
+                out = []
+                for place, (function, tree) in enumerate(zip(functions, trees, strict=True)):
+                    index = number if self.period == 1 else number * self.period + place
+                    x, made = function(x, tree, index)
+                    out.append(made)
+                return x, tuple(out)
+
+            some = places if last - first == num else jax.tree.map(operator.itemgetter(slice(first, last)), places)
+            x, out = jax.lax.scan(turn, x, (some, jnp.arange(first, last)))
+            outs.append(out)
+        out = outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outs)
+        caches, told = zip(*out, strict=True)
+        return x, self._each(caches), functools.reduce(both, map(over_layers, told))
 
     def _remat(self, body):
         """Wraps a layer by what its backward pass may keep."""
@@ -381,20 +443,3 @@ def _unstack(layers: PyTree, num_layers: int) -> tuple[PyTree, ...]:
     flat, treedef = jax.tree.flatten(layers)
     parts = [jax.lax.split(leaf, [1] * num_layers, axis=0) for leaf in flat]
     return tuple(treedef.unflatten([jnp.squeeze(part[i], 0) for part in parts]) for i in range(num_layers))
-
-
-def _began(places: jax.Array, starts: jax.Array | None, before: jax.Array) -> jax.Array:
-    """Returns of each token the place where its document began, that of the row's first being `before`."""
-    if starts is None:
-        return jnp.broadcast_to(before[:, None], places.shape)
-    last = jax.lax.cummax(jnp.where(starts, places, -1), axis=1)
-    return jnp.where(last >= 0, last, before[:, None])
-
-
-def _moved_on(cache: StackCache, layers: tuple[PyTree, ...], context: Context) -> StackCache:
-    """The cache after the tokens that count."""
-    assert context.first is not None  # `Stack.context` fills it in
-    length = context.first.shape[1]
-    count = jnp.int32(length) if context.valid is None else context.valid
-    states = jnp.concatenate([cache.first[:, None], context.first], 1)
-    return StackCache(layers, cache.seen + count, context.last(states))

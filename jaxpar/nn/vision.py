@@ -46,7 +46,7 @@ class ImageClassifier:
         if len(self.shape) != 3:
             raise UsageError(f"shape={self.shape} of images must be height, width and channels.")
         _check_patch(self.patch, *self.shape[:2])
-        if self.stack.mixer.causal:
+        if any(mixer.causal for mixer in self.stack.mixers):
             raise UsageError(
                 "the patches of an image see each other, but this stack's mixer is causal; give it attention with "
                 "visible=Visible(causal=False)."

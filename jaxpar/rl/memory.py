@@ -95,7 +95,9 @@ class StackMemory:
 
     def __post_init__(self):
         """Refuses a stack that cannot act step by step without end."""
-        if not self.stack.mixer.causal:
+        if self.stack.period > 1:  # each window would count steps from a place of its own
+            raise UsageError("a memory's layers have one mixer, not several in turn; give the stack one.")
+        if not self.stack.mixers[0].causal:
             raise UsageError("a memory sees no later step, but this stack's mixer is not causal; give causal=True.")
         if rate := self.stack.dropout or (self.stack.mixer.dropout if isinstance(self.stack.mixer, Attention) else 0):
             raise UsageError(f"what acted is what is learned from, so a memory's stack has dropout=0, not {rate}.")

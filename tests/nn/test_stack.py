@@ -18,7 +18,7 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
 from jaxpar.nn.linear import Lora, quantise
 from jaxpar.nn.mixer import ActivationSizes
-from jaxpar.nn.mixers import GatedDelta, GatedLinear, Mamba2, MatrixState, MLstm, Recurrent, Rwkv6
+from jaxpar.nn.mixers import GatedDelta, GatedLinear, Hgrn, Mamba2, MatrixState, MLstm, Recurrent, Rwkv6
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
@@ -39,6 +39,7 @@ MIXERS = {
     "mamba2": MatrixState(Mamba2(2, 3, 4), 4),
     "gated_delta": MatrixState(GatedDelta(2, 2, 4), 4),
     "rwkv6": MatrixState(Rwkv6(2, 2, 4, rank=3), 4),
+    "hgrn": Hgrn(8),
 }
 # Of the mixers with a matrix state these have, together, all parts of the others.
 LONG = ("gla", "simple_gla", "retention", "mlstm_sig", "mamba2")

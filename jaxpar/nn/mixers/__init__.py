@@ -3,6 +3,7 @@
 | file | in -> out shapes | called by |
 |---|---|---|
 | `recurrent` | params, x [B, T, D], state [B, n] -> y [B, T, D], state | `stack`, `network`, `rl` |
+| `hgrn` | params, x [B, T, D], state [B, n] -> y [B, T, D], state | `stack` |
 | `linear_attention`, `delta_rule` | q, k, v [B, T, H, ...], gates -> o [B, T, H, V], S [B, H, K, V] | all below |
 | `exponential_gates` | the same with exponential input gates, stabilised | `mlstm`, users |
 | `short_conv` | x [B, T, ...], weight [W, ...] -> y [B, T, ...], the last W - 1 inputs | `ssd`, `gated_delta`, `rwkv` |
@@ -15,6 +16,7 @@ from jaxpar.nn.mixers.delta_rule import delta_rule
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.gated_delta import GatedDelta
 from jaxpar.nn.mixers.gated_linear import GatedLinear
+from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.linear_attention import linear_attention
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.mlstm import MLstm
@@ -28,6 +30,7 @@ __all__ = [
     "LAYERS",
     "GatedDelta",
     "GatedLinear",
+    "Hgrn",
     "MLstm",
     "Mamba2",
     "MatrixState",

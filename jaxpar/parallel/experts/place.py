@@ -190,6 +190,8 @@ def reorder_experts(stack: Stack, params: PyTree, placement: Int[np.ndarray, "L 
       UsageError: If the stack's mlp is another, or the placement is not of its experts.
     """
     experts = _experts_of(stack)
+    if stack.period > 1:
+        raise UsageError("experts of a hybrid are not placed; give the stack one mixer.")
     if np.shape(placement) != (stack.num_layers, experts.num_experts):
         raise UsageError(
             f"a placement {np.shape(placement)} is not of {stack.num_layers} layers of {experts.num_experts} experts."
