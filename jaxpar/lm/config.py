@@ -7,7 +7,10 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
+from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
+from jaxpar.nn.mixers.lmu import Lmu, equal_units
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
+from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
@@ -22,6 +25,8 @@ __all__ = ["LMConfig", "gpt2", "llama"]
 
 T = TypeVar("T")
 
+LMUS = ("lmu", "spiking_lmu")
+WINDOWED = ("windowed", "block_recurrent", "block_recurrent_lstm", "tcnca")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -49,9 +54,12 @@ class LMConfig:
         attention; 0 means H.
       head_dim: K; 0 means D / H.
       mlp_dim: F.
-      mixer: What mixes the tokens of a block: "attention", or a recurrent cell of `jaxpar.nn`.
+      mixer: What mixes the tokens of a block: "attention", a recurrent cell of `jaxpar.nn`, or a mixer of
+        `jaxpar.nn.mixers`: "lmu", "spiking_lmu", "windowed", "block_recurrent", "block_recurrent_lstm", "tcnca".
       mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones
         and aaren have them in `num_heads` heads.
+      mixer_window: Tokens that such a mixer holds or takes at once: theta of lmu, W of the others.
+      mixer_states: What it keeps of what came before: d numbers a head of lmu, S states of block_recurrent.
       norm: "rms" or "layer".
       norm_eps: Added to the variance.
       positions: "rope" or "learned".
@@ -103,8 +111,10 @@ class LMConfig:
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
     mlp_dim: int = field(384, AtLeast(1))
-    mixer: str = _later("attention", OneOf(("attention", *CELLS)))
+    mixer: str = _later("attention", OneOf(("attention", *CELLS, *LMUS, *WINDOWED)))
     mixer_dim: int = _later(0, AtLeast(0))
+    mixer_window: int = _later(128, AtLeast(1))
+    mixer_states: int = _later(32, AtLeast(1))
     norm: str = field("rms", OneOf(("rms", "layer")))
     norm_eps: float = field(1e-5, Positive())
     positions: str = field("rope", OneOf(("rope", "learned")))
@@ -229,18 +239,51 @@ def _recurrent(config: LMConfig) -> Recurrent:
     return Recurrent(cell_of(config.mixer, config.mixer_dim, config.num_heads), solver(config.solver))
 
 
+def _lmu(config: LMConfig) -> Lmu:
+    sizes = config.mixer_dim, config.num_heads, config.mixer_states, float(config.mixer_window)
+    return Lmu(*sizes, spiking=config.mixer == "spiking_lmu")
+
+
+def _windowed(config: LMConfig) -> BlockRecurrent:
+    states, gate = 0 if config.mixer == "windowed" else config.mixer_states, GATES[config.mixer.endswith("lstm")]
+    return BlockRecurrent(config.num_heads, config.head_dim, config.mixer_window, states, gate)
+
+
+def _tcnca(config: LMConfig) -> Tcnca:
+    rope = Rope(config.rope_theta) if config.positions == "rope" else None
+    return Tcnca(config.num_heads, config.head_dim, config.mixer_window, positions=rope)
+
+
 def _unsized(config: LMConfig) -> None:
     if config.mixer_dim:
         raise UsageError(f"model.mixer_dim={config.mixer_dim} is the size of recurrent mixers, not of attention.")
 
 
-def _sized(config: LMConfig) -> None:
+def _heads_alone(config: LMConfig) -> None:
+    _reads_in_turn(config)
+    if config.mixer_dim or config.num_kv_heads != config.num_heads:
+        raise UsageError(f"model.mixer={config.mixer} has heads alone; take model.mixer_dim=0, model.num_kv_heads=0.")
+
+
+def _sized_lmu(config: LMConfig) -> None:
+    _reads_in_turn(config)
+    if not config.mixer_dim:
+        attention = 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+        size = equal_units(config.embed_dim, config.num_heads, config.mixer_states, attention)
+        object.__setattr__(config, "mixer_dim", size)
+
+
+def _reads_in_turn(config: LMConfig) -> None:
     if config.qk_norm:
         raise UsageError(f"model.qk_norm=true is of attention, not of model.mixer={config.mixer}; take false.")
     if config.context != "auto" or config.context_order not in ("auto", "contiguous"):
         raise UsageError(
             f"model.mixer={config.mixer} reads tokens in turn; take model.context=auto, model.context_order=contiguous."
         )
+
+
+def _sized(config: LMConfig) -> None:
+    _reads_in_turn(config)
     if not config.mixer_dim:
         attention = 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
         size = equal_size(config.mixer, config.embed_dim, config.num_heads, attention)
@@ -248,7 +291,9 @@ def _sized(config: LMConfig) -> None:
 
 
 MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent)
+MIXERS |= dict.fromkeys(LMUS, _lmu) | dict.fromkeys(WINDOWED, _windowed) | {"tcnca": _tcnca}
 SIZED = {"attention": _unsized} | dict.fromkeys(CELLS, _sized)
+SIZED |= dict.fromkeys(LMUS, _sized_lmu) | dict.fromkeys(WINDOWED, _heads_alone)
 
 
 def gpt2(**changes) -> LMConfig:

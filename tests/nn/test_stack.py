@@ -18,7 +18,7 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
 from jaxpar.nn.linear import Lora, quantise
 from jaxpar.nn.mixer import ActivationSizes
-from jaxpar.nn.mixers import Recurrent
+from jaxpar.nn.mixers import BlockRecurrent, Lmu, Recurrent, Tcnca
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
@@ -31,6 +31,10 @@ MIXERS = {
     "slopes": Attention(4, 2, 2, positions=Alibi(), visible=Visible(window=3)),
     "para_gru": Recurrent(ParaGRU(8)),
     "aaren": Recurrent(Aaren(8, 2)),
+    "lmu": Lmu(8, 2, memory=3, theta=5.0),
+    "spiking_lmu": Lmu(8, 2, memory=3, theta=5.0, spiking=True),
+    "block_recurrent": BlockRecurrent(2, 4, window=3, num_states=2),
+    "tcnca": Tcnca(2, 4, chunk=3, dilations=(1, 2), taps=2, positions=Rope()),
 }
 each_mixer = pytest.mark.parametrize("name", MIXERS)
 TOLERANCE = EXACT_MATHS["float64"]
