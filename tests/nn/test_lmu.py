@@ -30,7 +30,7 @@ def drawn(*shape, seed=0):
 
 
 def test_the_system_is_the_exact_solution_over_a_step():
-    """A by squaring 2^40 small steps of Euler, B by the integral in closed form; the equation's own matrices by loops."""
+    """A by squaring 2^30 small steps, B by the integral in closed form; the equation's own matrices by loops."""
     d, theta = 5, 7.0
     a = np.array([[(2 * i + 1) * (-1.0 if i < j else (-1.0) ** (i - j + 1)) for j in range(d)] for i in range(d)])
     b = np.array([(2 * i + 1) * (-1.0) ** i for i in range(d)])
@@ -45,7 +45,7 @@ def test_the_system_is_the_exact_solution_over_a_step():
 
 
 def test_a_memory_holds_its_window():
-    """Of a slow wave the Legendre sum gives every input of the last theta steps, half a step late by the hold, to 1 % at its ends."""
+    """Of a slow wave the Legendre sum gives every input of the last theta steps, half a step late by the hold."""
     d, theta, length = 12, 64, 200
     wave = np.sin(2 * np.pi * np.arange(length) / 80)
     m = np.zeros(d)
