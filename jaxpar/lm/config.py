@@ -179,6 +179,7 @@ class LMConfig:
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
         SIZED[self.mixer](self)
+        _check_window(self)
         _check_experts(self)
         self.stack()
 
@@ -271,6 +272,13 @@ def _sized_lmu(config: LMConfig) -> None:
         attention = 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
         size = equal_units(config.embed_dim, config.num_heads, config.mixer_states, attention)
         object.__setattr__(config, "mixer_dim", size)
+
+
+def _check_window(config: LMConfig) -> None:
+    with_states = (*LMUS, "block_recurrent", "block_recurrent_lstm")
+    for name, mixers in (("mixer_window", (*LMUS, *WINDOWED)), ("mixer_states", with_states)):
+        if getattr(config, name) != getattr(LMConfig, name) and config.mixer not in mixers:
+            raise UsageError(f"model.{name}={getattr(config, name)} is of model.mixer={', '.join(mixers)} alone.")
 
 
 def _reads_in_turn(config: LMConfig) -> None:

@@ -6,7 +6,7 @@
 | `legendre` | u [B, T, H], memory [B, H, d] -> memories [B, T, H, d]: scan, transform, chunks | `lmu` |
 | `spikes` | currents [B, T, ...], potentials [B, ...] -> spikes and potentials [B, T, ...] | `lmu` |
 | `lmu` | params, x [B, T, D], memory [B, H, d] -> y [B, T, D], memory | `stack`, `lm.config` |
-| `windows` | q, k, v [B, T, H, K], two windows of them -> [B, T, H, K] | `block_recurrent`, `tcnca` |
+| `in_windows` | q, k, v [B, T, H, K], two windows of them -> [B, T, H, K] | `block_recurrent`, `tcnca` |
 | `block_recurrent` | params, x [B, T, D], two windows and states [B, S, D] -> the same | `stack`, `lm.config` |
 | `tcnca` | params, x [B, T, D], last inputs and a chunk -> the same | `stack`, `lm.config` |
 """

@@ -28,14 +28,14 @@ from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
-from jaxpar.nn.mixers.windows import attend_windows, into_windows, places_of
+from jaxpar.nn.mixers.in_windows import attend_windows, into_windows, places_of
 from jaxpar.nn.norm import wide_dtype
 from jaxpar.nn.position import Alibi
 from jaxpar.scan.varying import varying_over
 from jaxpar.types import PyTree
 from jaxpar.verify import Transfer
 
-__all__ = ["GATES", "BlockCache", "BlockRecurrent"]
+__all__ = ["GATES", "BlockRecurrentCache", "BlockRecurrent"]
 
 GATES = ("fixed", "lstm")
 INTO, OUT = ("embed", "heads", "head_dim"), (None, "heads", "head_dim", "embed")
@@ -44,7 +44,7 @@ STATE_PRODUCTS = ("swk", "swv", "swq", "swq_tokens")
 EPS = 1e-5  # of the norm of states
 
 
-class BlockCache(NamedTuple):
+class BlockRecurrentCache(NamedTuple):
     """What a layer keeps: as much however many tokens there were.
 
     Attributes:
@@ -144,13 +144,13 @@ class BlockRecurrent:
             return tokens
         states = jnp.zeros((batch, self.num_states, width), jnp.promote_types(dtype, jnp.float32))
         keys = jnp.zeros((batch, self.num_states, self.num_heads, self.head_dim), dtype)
-        return BlockCache(tokens, states, keys, keys)
+        return BlockRecurrentCache(tokens, states, keys, keys)
 
     def cache_axes(self) -> PyTree:
         """Returns the logical axes of the cache."""
         axes = (*CACHE_AXES[:2], None, None)
         tokens: Any = LinearCache(axes, axes)  # type: ignore[arg-type]
-        return BlockCache(tokens, STATES, HEADS, HEADS) if self.num_states else tokens  # type: ignore[arg-type]
+        return BlockRecurrentCache(tokens, STATES, HEADS, HEADS) if self.num_states else tokens  # type: ignore[arg-type]
 
     def apply(
         self, params: dict, x: Float[Array, "B T D"], cache: PyTree | None, context: Context
@@ -166,18 +166,18 @@ class BlockRecurrent:
         names = ("wq", "wk", "wv", "wq_states")[: self.num_inputs]
         products = [contract("btd,dhk->bthk", x, params[name], INTO, apart=apart) for name in names]
         q, k, v, *to_states = (checkpoint_name(each, "qkv") for each in products)
-        tokens = cache.tokens if isinstance(cache, BlockCache) else cache
+        tokens = cache.tokens if isinstance(cache, BlockRecurrentCache) else cache
         options: dict[str, Any] = {"window": self.window, "before": 1, "positions": Alibi()}
         out, after = attend_windows(q, k, v, tokens, context, **options)
         out = out[:, :, None]
         if self.num_states:
             other, rest = self._states(params, to_states[0], k, v, cache, context, wide_dtype(x))
             out = jnp.concatenate([out, other[:, :, None]], 2)
-            after = None if after is None or rest is None else BlockCache(after, *rest)
+            after = None if after is None or rest is None else BlockRecurrentCache(after, *rest)
         out = checkpoint_name(out, "attention")
         return contract("btahk,ahkd->btd", out, params["wo"], OUT, apart=apart), after, NOTHING
 
-    def _states(self, params: dict, q, k, v, cache: BlockCache | None, context: Context, wide):
+    def _states(self, params: dict, q, k, v, cache: BlockRecurrentCache | None, context: Context, wide):
         """Returns what tokens read of the states, and states, keys and values after the windows that are complete."""
         batch, length, width = *q.shape[:2], params["ids"].shape[-1]
         names = ("swq", "swq_tokens", "swk", "swv", "ids", "wz", "bz", "gate")
@@ -213,7 +213,7 @@ class BlockRecurrent:
         keys, values = _products(weights, states, STATE_PRODUCTS[:2], q.dtype)
         return out[:, :length], (states, keys, values)
 
-    def _windows(self, q, k, v, cache: BlockCache | None, context: Context, places, first) -> Window:
+    def _windows(self, q, k, v, cache: BlockRecurrentCache | None, context: Context, places, first) -> Window:
         """Lays tokens into windows: from a window's start on, or after what the cache holds of the same window."""
         size, start = self.window, places[:, :1] // self.window * self.window
         if cache is None:
@@ -279,7 +279,7 @@ class BlockRecurrent:
         share = jax.nn.sigmoid(weights["gate"].astype(c.dtype))[None, None]
         return share * c + (1 - share) * z[:, :, 0]
 
-    def _step(self, weights: dict, q, k, v, cache: BlockCache, context: Context, reset, first):
+    def _step(self, weights: dict, q, k, v, cache: BlockRecurrentCache, context: Context, reset, first):
         """One token a row; the states are renewed where one completes its window, and not looked at elsewhere."""
         seen: Any = context.seen
         ends = (seen + 1) % self.window == 0

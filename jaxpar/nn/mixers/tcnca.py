@@ -17,7 +17,7 @@ from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
-from jaxpar.nn.mixers.windows import attend_windows, places_of
+from jaxpar.nn.mixers.in_windows import attend_windows, places_of
 from jaxpar.nn.position import Rope
 from jaxpar.scan.varying import varying_over
 from jaxpar.types import PyTree
