@@ -4,6 +4,7 @@
     python -m experiments.rnn model.cell=gru model.method=sequential
     python -m experiments.rnn data.task=file data.path=EigenWorms_TRAIN.ts data.validation_path=EigenWorms_TEST.ts
     python -m experiments.rnn data.task=selective_copy data.length=200 model.cell=min_lstm
+    python -m experiments.rnn preset=lmu                                     # a Legendre memory, half a minute
     python -m experiments.rnn mode=eval run=runs/rnn/rnn-1a2b3c4d            # in parallel, and streamed
 
 A byte language model with the same cells is `python -m experiments.lm model.mixer=para_gru`, at attention's size.
@@ -30,8 +31,12 @@ from jaxpar.fields import AtLeast, Positive, check_fields, field
 from jaxpar.io import Checkpoints, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
+from jaxpar.nn.mixers.lmu import Lmu
+from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.solvers import solver
+from jaxpar.nn.stack import Stack
+from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.types import PyTree, UsageError
 
 
@@ -40,12 +45,17 @@ class ModelConfig:
     """The network.
 
     Attributes:
-      cell: A recurrent cell, or aaren: attention as a recurrence.
+      cell: A recurrent cell, aaren: attention as a recurrence; or lmu or spiking_lmu: layers of a stack, whose memories
+        are Legendre's.
       size: Units of a layer.
       layers: Recurrent layers.
-      heads: Blocks of dense recurrent weights (gru, lstm), and heads of aaren.
+      heads: Blocks of dense recurrent weights (gru, lstm), heads of aaren, channels of lmu.
       method: How recurrences are solved: "auto" takes a cell's closed form, and what suits its Jacobian otherwise.
       window: Steps that the method solves at once; 0 leaves that to it.
+      width: Of lmu: features between layers.
+      mlp: Of lmu: units of a layer's mlp.
+      memory: Of lmu: numbers of a channel's memory.
+      theta: Of lmu: steps that it holds.
     """
 
     cell: str = "para_gru"
@@ -54,6 +64,10 @@ class ModelConfig:
     heads: int = field(1, AtLeast(1))
     method: str = field("auto", identity=False)
     window: int = field(0, AtLeast(0), identity=False)
+    width: int = field(32, AtLeast(1), identity="changed")
+    mlp: int = field(64, AtLeast(1), identity="changed")
+    memory: int = field(32, AtLeast(1), identity="changed")
+    theta: float = field(64.0, Positive(), identity="changed")
 
     def __post_init__(self):
         """Refuses what no network can be."""
@@ -193,12 +207,19 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
 def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     model = config.model
-    network = SequenceNetwork(task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads,
-                              solver(model.method, model.window), task.classes)  # fmt: skip
     optimizer = dataclasses.replace(SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer))
-    trainer = SequenceTrainer(network, optimizer, config.train.steps)
+    trainer = SequenceTrainer(_network(model, task), optimizer, config.train.steps)
     check_layout("a recurrent network", trainer, config.data.batch_size)
     return trainer
+
+
+def _network(model: ModelConfig, task: Task) -> SequenceNetwork | StackNetwork:
+    if model.cell not in ("lmu", "spiking_lmu"):
+        return SequenceNetwork(task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads,
+                               solver(model.method, model.window), task.classes)  # fmt: skip
+    mixer = Lmu(model.size, model.heads, model.memory, model.theta, spiking=model.cell == "spiking_lmu")
+    stack = Stack(model.layers, model.width, mixer, Mlp(model.mlp, "gelu"), init_std=model.width**-0.5, dtype="float32")
+    return StackNetwork(stack, task.inputs, task.outputs, task.classes)
 
 
 def check_layout(job: str, trainer: SequenceTrainer, batch_size: int, *names: str) -> None:

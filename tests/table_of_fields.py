@@ -66,13 +66,25 @@ from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.mixers import GatedDelta, GatedLinear, Hgrn, Mamba2, MatrixState, MLstm, Rwkv6
+from jaxpar.nn.mixers import (
+    BlockRecurrent,
+    GatedDelta,
+    GatedLinear,
+    Hgrn,
+    Lmu,
+    Mamba2,
+    MatrixState,
+    MLstm,
+    Rwkv6,
+    Tcnca,
+)
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
+from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.experts import AllToAll
@@ -111,6 +123,10 @@ UNBOUNDED = (), (INF, -INF, 0.0)
 
 TABLE = {
     Attention: {"num_heads num_kv_heads head_dim": COUNT, "dropout": UNDER_1},
+    Lmu: {"units channels memory": COUNT, "theta": POSITIVE, "beta": SHARE},
+    BlockRecurrent: {"num_heads head_dim window": COUNT, "num_states": LEAST_0},
+    Tcnca: {"num_heads head_dim chunk dilations": COUNT, "taps": PAIR},
+    StackNetwork: {"inputs outputs": COUNT},
     Visible: {"window": LEAST_0},
     Mlp: {"size": COUNT},
     Experts: {
@@ -140,7 +156,7 @@ TABLE = {
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,
-        "experts_per_token mixer_chunk": COUNT,
+        "experts_per_token mixer_chunk mixer_window mixer_states": COUNT,
         "capacity": POSITIVE,
         "z_loss balance_loss router_z_loss router_bias": FRACTION_FROM_0,
     },
@@ -303,7 +319,7 @@ TABLE = {
         "eval_every eval_batches save_every": LEAST_0,
         "keep_every_s": FRACTION_FROM_0,
     },
-    rnn.ModelConfig: {"size layers heads": COUNT, "window": LEAST_0},
+    rnn.ModelConfig: {"size layers heads width mlp memory": COUNT, "window": LEAST_0, "theta": POSITIVE},
     rnn.OptimizerConfig: {
         "learning_rate clip_norm": POSITIVE,
         "warmup_steps": LEAST_0,

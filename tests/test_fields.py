@@ -35,12 +35,24 @@ from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.mixers import GatedDelta, GatedLinear, Hgrn, Mamba2, MatrixState, MLstm, Rwkv6
+from jaxpar.nn.mixers import (
+    BlockRecurrent,
+    GatedDelta,
+    GatedLinear,
+    Hgrn,
+    Lmu,
+    Mamba2,
+    MatrixState,
+    MLstm,
+    Rwkv6,
+    Tcnca,
+)
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
 from jaxpar.nn.space_time import SpaceTimeStack
 from jaxpar.nn.stack import Stack
+from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer
 from jaxpar.parallel.placement import Split
@@ -120,6 +132,10 @@ BASIS = {
     Attention: (2, 2, 4),
     Mlp: (4,),
     Hgrn: (4,),
+    Lmu: (4,),
+    BlockRecurrent: (2, 2, 4),
+    Tcnca: (2, 2, 4),
+    StackNetwork: (Stack(1, 4, Attention(1, 1, 4), Mlp(4)), 3, 2),
     Experts: (4, 2),
     MatrixState: (MLstm(1, 2, 2),),
     GatedLinear: (1, 2, 2),

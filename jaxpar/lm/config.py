@@ -4,18 +4,13 @@ import dataclasses
 from typing import Any, TypeVar
 
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
+from jaxpar.lm.mixers import MIXERS, check_mixers, mixers_of
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
-from jaxpar.nn.mixer import Mixer
-from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
-from jaxpar.nn.mixers.hgrn import Hgrn
-from jaxpar.nn.mixers.matrix_state import MatrixState
-from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
-from jaxpar.nn.position import Rope
-from jaxpar.nn.solvers import METHODS, solver
+from jaxpar.nn.solvers import METHODS
 from jaxpar.nn.stack import REMATS, RESIDUALS, WEIGHTS, Stack
 from jaxpar.parallel.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
 from jaxpar.parallel.experts import TRANSPORTS, transport_for
@@ -26,7 +21,6 @@ __all__ = ["LMConfig", "gpt2", "llama"]
 
 T = TypeVar("T")
 
-NAMES = ("attention", *CELLS, "hgrn", *LAYERS)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -54,12 +48,14 @@ class LMConfig:
         attention; 0 means H.
       head_dim: K; 0 means D / H.
       mlp_dim: F.
-      mixer: What mixes the tokens of a block: "attention", a recurrent cell of `jaxpar.nn`, or a layer with a matrix
-        state of `jaxpar.nn.mixers`.
+      mixer: What mixes the tokens of a block: "attention", a recurrent cell of `jaxpar.nn`, or another of
+        `jaxpar.nn.mixers`, a row of `jaxpar.lm.mixers.MIXERS`.
       mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones,
         aaren and those with a matrix state have them in `num_heads` heads.
       mixer_key_dim: K, rows of a head's matrix state; 0 leaves that to the mixer.
       mixer_chunk: Tokens whose pairs a mixer with a matrix state multiplies, a power of two.
+      mixer_window: Tokens that a mixer holds or takes at once: theta of lmu, W of block_recurrent, windowed and tcnca.
+      mixer_states: What it keeps of what came before: d numbers a head of lmu, S states of block_recurrent.
       norm: "rms" or "layer".
       norm_eps: Added to the variance.
       positions: "rope" or "learned".
@@ -114,10 +110,12 @@ class LMConfig:
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
     mlp_dim: int = field(384, AtLeast(1))
-    mixer: str = _later("attention", OneOf(NAMES))
+    mixer: str = _later("attention", OneOf(tuple(MIXERS)))
     mixer_dim: int = _later(0, AtLeast(0))
     mixer_key_dim: int = _later(0, AtLeast(0))
     mixer_chunk: int = _execution(64, AtLeast(1))
+    mixer_window: int = _later(128, AtLeast(1))
+    mixer_states: int = _later(32, AtLeast(1))
     norm: str = field("rms", OneOf(("rms", "layer")))
     norm_eps: float = field(1e-5, Positive())
     positions: str = field("rope", OneOf(("rope", "learned")))
@@ -155,7 +153,7 @@ class LMConfig:
     shared_experts: int = _later(0, AtLeast(0))
     qk_norm: bool = _later(False, None)
     weights: str = _later("full", OneOf(WEIGHTS))
-    mixers: tuple[str, ...] = _later((), Each(OneOf(NAMES)))
+    mixers: tuple[str, ...] = _later((), Each(OneOf(tuple(MIXERS))))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -183,21 +181,23 @@ class LMConfig:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
-        _check_mixers(self)
+        check_mixers(self)
         _check_experts(self)
         self.stack()
 
     def order(self, length: int) -> Order:
         """Returns the order in which the ambient mesh's devices hold the T tokens of a sequence."""
         mixer = self.stack().mixer
-        return _split(self).order_of(mixer, length) if isinstance(mixer, Attention) else Order("contiguous")
+        if isinstance(mixer, Attention) and isinstance(mixer.attend, SplitSequence):
+            return mixer.attend.order_of(mixer, length)
+        return Order("contiguous")
 
     def stack(self) -> Stack:
         """Returns the layers between embedding and head."""
         return Stack(
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
-            mixer=_mixers(self),
+            mixer=mixers_of(self),
             mlp=_experts(self) if self.num_experts else Mlp(self.mlp_dim, self.activation, self.bias),
             norm=Norm(self.norm, self.norm_eps, self.bias),
             dropout=self.dropout,
@@ -210,36 +210,6 @@ class LMConfig:
             ladder_from=self.ladder_from,
             weights=self.weights,
         )
-
-
-def _mixers(config: LMConfig) -> Mixer | tuple[Mixer, ...]:
-    """The mixer, or those of models with each alone, which fill in its size and leave fields of others out."""
-    if not config.mixers:
-        return MIXERS[config.mixer](config)
-    foreign = {name: {"qk_norm": False} for name in MIXERS} | {"attention": {"mixer_dim": 0}}
-    alone = (dataclasses.replace(config, mixer=name, mixers=(), **foreign[name]) for name in config.mixers)
-    return tuple(MIXERS[one.mixer](one) for one in alone)
-
-
-def _check_mixers(config: LMConfig) -> None:
-    object.__setattr__(config, "mixers", tuple(config.mixers))
-    if not config.mixers or set(config.mixers) == {"attention"}:
-        SIZED[config.mixer](config)
-    if config.mixers and config.mixer != "attention":
-        raise UsageError(f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both.")
-
-
-def _attention(config: LMConfig) -> Attention:
-    scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len
-    rope = Rope(config.rope_theta, config.rope_factor, *scaling) if config.positions == "rope" else None
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    norm = Norm(config.norm, config.norm_eps, config.bias) if config.qk_norm else None
-    bias, impl, attend = config.bias, config.attention, _split(config)
-    return Attention(*heads, bias, rope, dropout=config.dropout, impl=impl, attend=attend, qk_norm=norm)
-
-
-def _split(config: LMConfig) -> SplitSequence:
-    return SplitSequence(config.context, config.context_order)
 
 
 def _experts(config: LMConfig) -> Experts:
@@ -256,70 +226,6 @@ def _check_experts(config: LMConfig) -> None:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
     if config.num_experts and (config.bias or config.remat == "blockwise"):
         raise UsageError("experts have neither model.bias=true nor model.remat=blockwise; take false, or remat=full.")
-
-
-def _recurrent(config: LMConfig) -> Recurrent:
-    return Recurrent(cell_of(config.mixer, config.mixer_dim, config.num_heads), solver(config.solver))
-
-
-def _matrix_state(config: LMConfig) -> MatrixState:
-    layer = layer_of(config.mixer, config.mixer_dim, config.num_heads, config.mixer_key_dim)
-    return MatrixState(layer, config.mixer_chunk)
-
-
-def _hgrn(config: LMConfig) -> Hgrn:
-    return Hgrn(config.mixer_dim, config.norm_eps)
-
-
-def _unsized(config: LMConfig) -> None:
-    _only_of_matrix_states(config)
-    if config.mixer_dim:
-        raise UsageError(f"model.mixer_dim={config.mixer_dim} is the size of recurrent mixers, not of attention.")
-
-
-def _only_of_matrix_states(config: LMConfig) -> None:
-    if config.mixer_key_dim:
-        raise UsageError(f"model.mixer_key_dim={config.mixer_key_dim} is of mixers with a matrix state; take 0.")
-
-
-def _sized(config: LMConfig) -> None:
-    _only_of_matrix_states(config)
-    _in_turn(config)
-    if not config.mixer_dim:
-        size = equal_size(config.mixer, config.embed_dim, config.num_heads, _size_of_attention(config))
-        object.__setattr__(config, "mixer_dim", size)
-
-
-def _matrix_sized(config: LMConfig) -> None:
-    _in_turn(config)
-    unit = 4 * config.num_heads
-    if not config.mixer_dim:
-        sizes = config.embed_dim, config.num_heads, _size_of_attention(config), config.mixer_key_dim
-        object.__setattr__(config, "mixer_dim", layer_size(config.mixer, *sizes))
-    elif config.mixer_dim % unit:
-        nearest = max(unit, round(config.mixer_dim / unit) * unit)
-        raise UsageError(
-            f"model.mixer_dim={config.mixer_dim} is no multiple of 4 heads, {unit}, as model.mixer={config.mixer} "
-            f"needs; nearest is {nearest}."
-        )
-
-
-def _size_of_attention(config: LMConfig) -> int:
-    return 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
-
-
-def _in_turn(config: LMConfig) -> None:
-    if config.qk_norm:
-        raise UsageError(f"model.qk_norm=true is of attention, not of model.mixer={config.mixer}; take false.")
-    if config.context != "auto" or config.context_order not in ("auto", "contiguous"):
-        raise UsageError(
-            f"model.mixer={config.mixer} reads tokens in turn; take model.context=auto, model.context_order=contiguous."
-        )
-
-
-MIXERS = {"attention": _attention} | dict.fromkeys(CELLS, _recurrent) | {"hgrn": _hgrn}
-MIXERS |= dict.fromkeys(LAYERS, _matrix_state)
-SIZED = {"attention": _unsized} | dict.fromkeys((*CELLS, "hgrn"), _sized) | dict.fromkeys(LAYERS, _matrix_sized)
 
 
 def gpt2(**changes) -> LMConfig:

@@ -53,6 +53,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar.mesh import mesh_axes
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.types import PRNGKey, PyTree, UsageError
 from jaxpar.verify import Transfer
@@ -129,6 +130,14 @@ class Context(NamedTuple):
         for name in names:
             if getattr(self, name) is not None:
                 raise UsageError(f"{who} cannot honour {name}; leave it out, or take mixer=attention.")
+
+    def refuse_split(self, who: str) -> None:
+        """Raises `UsageError` where the ambient mesh splits the sequence inside layers, which `who` reads in turn."""
+        if axes := mesh_axes("seq_layer"):
+            raise UsageError(
+                f"{who} runs along the whole sequence, which the mesh splits over {'*'.join(axes)}; "
+                "give mesh.context=1, or model.mixer=attention."
+            )
 
 
 class ActivationSizes(NamedTuple):

@@ -128,6 +128,45 @@ def test_it_is_as_large_as_attention_would_be(name):
     assert flops_per_token(given, 4096) == flops_per_token(given, 16), "a recurrence costs no token more for its past"
 
 
+WITHOUT_CELLS = ("lmu", "spiking_lmu", "windowed", "block_recurrent", "block_recurrent_lstm", "tcnca")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "block_recurrent" else pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_CELLS],
+)  # 5 s each
+def test_mixers_without_cells_mix_in_a_language_model(name):
+    """Prompts of two lengths and what follows them, across windows, against the whole; its cache does not grow."""
+    config = dataclasses.replace(SMALL, mixer=name, mixer_window=3)
+    params, cache = noisy_params(config), empty_cache(config, 2, T)
+    whole, run = jit(functools.partial(apply, config=config)), jit(functools.partial(extend, config=config))
+    _, cache = run(params, tokens()[:, :4], cache, valid=np.array([4, 2]))
+    then, cache = run(params, tokens()[:, 4:6], cache)
+    lines = np.stack([tokens()[0], np.concatenate([np.delete(tokens()[1], [2, 3]), [0, 0]])])
+    want = whole(params, lines)
+    assert_close(then, np.stack([want[0, 4:6], want[1, 2:4]]), 50 * ROUNDING)
+    sizes = [jax.eval_shape(lambda n=n: empty_cache(config, 2, n)).layers for n in (8, 64)]
+    assert jax.tree.map(lambda x: x.shape, sizes[0]) == jax.tree.map(lambda x: x.shape, sizes[1])
+
+
+def test_a_legendre_memory_is_as_large_as_attention_would_be():
+    big = LMConfig(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
+    assert abs(num_params(dataclasses.replace(big, mixer="lmu")) / num_params(big) - 1) < 0.02
+
+
+@pytest.mark.slow  # 40 s each
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["lmu", "block_recurrent", "block_recurrent_lstm", "tcnca"])
+def test_mixers_without_cells_are_what_they_are_on_one_device(name, optimizer):
+    flags = (
+        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8 "
+        "model.mixer_window=3 model.num_kv_heads=0 dtypes=[float64] topology=none"
+    )
+    config = verify.compose(*flags.split(), f"model.mixer={name}", f"optimizer.name={optimizer}")
+    for row in verify.verify_lm(config, [verify.parse_layout("data2.fsdp2.tensor2")]):
+        assert not row.refused and not row.breaches, row
+
+
 def test_bfloat16_keeps_a_wide_state():
     config = dataclasses.replace(MODELS["min_gru"], dtype="bfloat16")
     params = noisy_params(config)
@@ -157,6 +196,13 @@ def test_a_hugging_face_folder_is_refused(tmp_path):
     [
         (dict(mixer="rnn"), "model.mixer='rnn' is unknown; legal are attention, para_gru"),
         (dict(mixer_dim=8), "model.mixer_dim=8 is the size of recurrent mixers, not of attention"),
+        (dict(mixer_window=8), "model.mixer_window=8 is of model.mixer=lmu, spiking_lmu, windowed"),
+        (
+            dict(mixer="tcnca", mixer_states=8),
+            "model.mixer_states=8 is of model.mixer=lmu, spiking_lmu, block_recurrent",
+        ),
+        (dict(mixer="lmu", context="ring"), "model.mixer=lmu reads tokens in turn"),
+        (dict(mixer="tcnca", mixer_dim=8), "model.mixer=tcnca has heads alone; take model.mixer_dim=0"),
         (dict(mixer="gru", mixer_dim=10), "heads=4 of cell gru do not divide size=10"),
         (dict(mixer="para_gru", mixer_dim=-1), "model.mixer_dim=-1 must be at least 0"),
         (dict(mixer="para_gru", solver="newt"), "model.solver='newt' is unknown; legal are auto, newton"),

@@ -18,7 +18,19 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
 from jaxpar.nn.linear import Lora, quantise
 from jaxpar.nn.mixer import ActivationSizes
-from jaxpar.nn.mixers import GatedDelta, GatedLinear, Hgrn, Mamba2, MatrixState, MLstm, Recurrent, Rwkv6
+from jaxpar.nn.mixers import (
+    BlockRecurrent,
+    GatedDelta,
+    GatedLinear,
+    Hgrn,
+    Lmu,
+    Mamba2,
+    MatrixState,
+    MLstm,
+    Recurrent,
+    Rwkv6,
+    Tcnca,
+)
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
@@ -40,17 +52,22 @@ MIXERS = {
     "gated_delta": MatrixState(GatedDelta(2, 2, 4), 4),
     "rwkv6": MatrixState(Rwkv6(2, 2, 4, rank=3), 4),
     "hgrn": Hgrn(8),
+    "lmu": Lmu(8, 2, memory=3, theta=5.0),
+    "spiking_lmu": Lmu(8, 2, memory=3, theta=5.0, spiking=True),
+    "block_recurrent": BlockRecurrent(2, 4, window=3, num_states=2),
+    "tcnca": Tcnca(2, 4, chunk=3, dilations=(1, 2), taps=2, positions=Rope()),
 }
-# Of the mixers with a matrix state these have, together, all parts of the others.
-LONG = ("gla", "simple_gla", "retention", "mlstm_sig", "mamba2")
+# 20 s, in the long run: what lmu has beside potentials, and what gated_delta, rwkv6 and mlstm have together.
+LATER = {"spiking_lmu", "gla", "simple_gla", "retention", "mlstm_sig", "mamba2"}
+# 30 s together: their own files have gradients and documents against plain equations in CI.
+GRADIENTS_LATER = LATER | {"lmu", "mlstm", "block_recurrent", "tcnca"}
 
 
-def sooner(name, *others):
-    """In CI, or in the long run."""
-    return pytest.param(name, *others, marks=[pytest.mark.slow] if name in LONG else [])
+def marked(names, later):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in later else name for name in names]
 
 
-each_mixer = pytest.mark.parametrize("name", [sooner(name) for name in MIXERS])
+each_mixer = pytest.mark.parametrize("name", marked(MIXERS, LATER))
 TOLERANCE = EXACT_MATHS["float64"]
 STARTS = np.array([[0, 0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]], bool)
 
@@ -103,7 +120,12 @@ def value_and_gradients(run, name, x):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [*(sooner(name, (4, 5)) for name in MIXERS), ("slopes", (1,) * T), ("para_gru", (1,) * T)]
+    ("name", "sizes"),
+    [
+        *(pytest.param(name, (4, 5), marks=[pytest.mark.slow] * (name in GRADIENTS_LATER)) for name in MIXERS),
+        ("slopes", (1,) * T),
+        ("para_gru", (1,) * T),
+    ],
 )
 def test_parts_equal_the_whole_in_value_and_gradient(name, sizes, x64):
     stack = stack_of(name)
@@ -112,7 +134,7 @@ def test_parts_equal_the_whole_in_value_and_gradient(name, sizes, x64):
     assert_close(parts, whole, TOLERANCE)
 
 
-@each_mixer
+@pytest.mark.parametrize("name", marked(MIXERS, GRADIENTS_LATER))
 def test_documents_of_a_row_see_nothing_of_each_other(name, x64):
     stack, x = stack_of(name), inputs()
     apply = jit(lambda p, x, starts: stack.apply(p, x, starts=starts)[0])

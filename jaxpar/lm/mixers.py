@@ -1,0 +1,180 @@
+"""What mixes the tokens of a language model, by its name and flags: one row a name."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxpar.nn.attention.mixer import Attention
+from jaxpar.nn.mixer import Mixer
+from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
+from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
+from jaxpar.nn.mixers.hgrn import Hgrn
+from jaxpar.nn.mixers.lmu import Lmu, equal_units
+from jaxpar.nn.mixers.matrix_state import MatrixState
+from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
+from jaxpar.nn.mixers.tcnca import Tcnca
+from jaxpar.nn.norm import Norm
+from jaxpar.nn.position import Rope
+from jaxpar.nn.solvers import solver
+from jaxpar.parallel.context import SplitSequence
+from jaxpar.types import UsageError
+
+if TYPE_CHECKING:
+    from jaxpar.lm.config import LMConfig
+
+__all__ = ["MIXERS", "check_mixers", "mixers_of"]
+
+OWN = {
+    "qk_norm": "attention",
+    "mixer_dim": "recurrent mixers and those with a matrix state",
+    "mixer_key_dim": "mixers with a matrix state",
+    "mixer_window": "lmu, block_recurrent, windowed and tcnca",
+    "mixer_states": "lmu and block_recurrent",
+}
+"""Fields that some mixers read, and whose they are in words."""
+
+
+class Row(NamedTuple):
+    """How a mixer is made.
+
+    Attributes:
+      make: From the configuration, its name and its units.
+      units: Returns as many as make it as large as attention would be; None where heads alone say its size.
+      reads: The fields of `OWN` that it reads.
+    """
+
+    make: Callable[["LMConfig", str, int], Mixer]
+    units: Callable[["LMConfig", str], int] | None = None
+    reads: tuple[str, ...] = ()
+
+
+def mixers_of(config: "LMConfig") -> Mixer | tuple[Mixer, ...]:
+    """Returns the mixer of all layers, or those that layers have in turn."""
+    made = tuple(MIXERS[name].make(config, name, _units(config, name)) for name in _names(config))
+    return made if config.mixers else made[0]
+
+
+def check_mixers(config: "LMConfig") -> None:
+    """Fills the size of a recurrent mixer in, and refuses fields of others."""
+    object.__setattr__(config, "mixers", tuple(config.mixers))
+    names = _names(config)
+    if config.mixers and config.mixer != "attention":
+        raise UsageError(f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both.")
+    for name, whose in OWN.items():
+        value, default = getattr(config, name), getattr(type(config), name)
+        if value != default and not any(name in MIXERS[mixer].reads for mixer in names):
+            value, default = (str(x).lower() if isinstance(x, bool) else x for x in (value, default))
+            asked = ", ".join(dict.fromkeys(names))
+            raise UsageError(f"model.{name}={value} is of {whose}, not of model.mixer={asked}; take {default}.")
+    for mixer in names:
+        _check_one(config, mixer)
+    if not config.mixers:
+        object.__setattr__(config, "mixer_dim", _units(config, config.mixer))
+
+
+def _check_one(config: "LMConfig", name: str) -> None:
+    if name == "attention":
+        return
+    moves = config.context != "auto" and "attention" not in _names(config)
+    if moves or config.context_order not in ("auto", "contiguous"):
+        raise UsageError(
+            f"model.mixer={name} reads tokens in turn; take model.context=auto, model.context_order=contiguous."
+        )
+    if name in WINDOWED and config.num_kv_heads != config.num_heads:
+        raise UsageError(f"model.mixer={name} has a key head for each of its heads; take model.num_kv_heads=0.")
+    unit = 4 * config.num_heads
+    if name in LAYERS and config.mixer_dim % unit:
+        nearest = max(unit, round(config.mixer_dim / unit) * unit)
+        raise UsageError(
+            f"model.mixer_dim={config.mixer_dim} is no multiple of 4 heads, {unit}, as model.mixer={name} needs; "
+            f"nearest is {nearest}."
+        )
+
+
+def _names(config: "LMConfig") -> tuple[str, ...]:
+    return tuple(config.mixers) or (config.mixer,)
+
+
+def _units(config: "LMConfig", name: str) -> int:
+    units = MIXERS[name].units
+    return 0 if units is None else config.mixer_dim or units(config, name)
+
+
+def _size_of_attention(config: "LMConfig") -> int:
+    return 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+
+
+def _attention(config: "LMConfig", name: str, units: int) -> Attention:
+    del name, units
+    scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len
+    rope = Rope(config.rope_theta, config.rope_factor, *scaling) if config.positions == "rope" else None
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    norm = Norm(config.norm, config.norm_eps, config.bias) if config.qk_norm else None
+    attend = SplitSequence(config.context, config.context_order)
+    options = {"dropout": config.dropout, "impl": config.attention, "attend": attend, "qk_norm": norm}
+    return Attention(*heads, config.bias, rope, **options)
+
+
+def _recurrent(config: "LMConfig", name: str, units: int) -> Recurrent:
+    return Recurrent(cell_of(name, units, config.num_heads), solver(config.solver))
+
+
+def _hgrn(config: "LMConfig", name: str, units: int) -> Hgrn:
+    del name
+    return Hgrn(units, config.norm_eps)
+
+
+def _matrix_state(config: "LMConfig", name: str, units: int) -> MatrixState:
+    return MatrixState(layer_of(name, units, config.num_heads, config.mixer_key_dim), config.mixer_chunk)
+
+
+def _lmu(config: "LMConfig", name: str, units: int) -> Lmu:
+    sizes = units, config.num_heads, config.mixer_states, float(config.mixer_window)
+    return Lmu(*sizes, spiking=name == "spiking_lmu")
+
+
+def _windowed(config: "LMConfig", name: str, units: int) -> BlockRecurrent:
+    del units
+    states, gate = 0 if name == "windowed" else config.mixer_states, GATES[name.endswith("lstm")]
+    return BlockRecurrent(config.num_heads, config.head_dim, config.mixer_window, states, gate)
+
+
+def _tcnca(config: "LMConfig", name: str, units: int) -> Tcnca:
+    del name, units
+    rope = Rope(config.rope_theta) if config.positions == "rope" else None
+    return Tcnca(config.num_heads, config.head_dim, config.mixer_window, positions=rope)
+
+
+def _equal_cells(config: "LMConfig", name: str) -> int:
+    return equal_size(name, config.embed_dim, config.num_heads, _size_of_attention(config))
+
+
+def _equal_hgrn(config: "LMConfig", name: str) -> int:
+    del name  # four matrices
+    return max(8, round(_size_of_attention(config) / config.embed_dim / 32) * 8)
+
+
+def _equal_layers(config: "LMConfig", name: str) -> int:
+    sizes = config.embed_dim, config.num_heads, _size_of_attention(config), config.mixer_key_dim
+    return layer_size(name, *sizes)
+
+
+def _equal_lmus(config: "LMConfig", name: str) -> int:
+    del name
+    return equal_units(config.embed_dim, config.num_heads, config.mixer_states, _size_of_attention(config))
+
+
+WINDOWED = ("windowed", "block_recurrent", "block_recurrent_lstm", "tcnca")
+
+MIXERS: dict[str, Row] = {
+    "attention": Row(_attention, None, ("qk_norm",)),
+    **dict.fromkeys(CELLS, Row(_recurrent, _equal_cells, ("mixer_dim",))),
+    "hgrn": Row(_hgrn, _equal_hgrn, ("mixer_dim",)),
+    **dict.fromkeys(LAYERS, Row(_matrix_state, _equal_layers, ("mixer_dim", "mixer_key_dim"))),
+    **dict.fromkeys(("lmu", "spiking_lmu"), Row(_lmu, _equal_lmus, ("mixer_dim", "mixer_window", "mixer_states"))),
+    **dict.fromkeys(
+        ("block_recurrent", "block_recurrent_lstm"), Row(_windowed, None, ("mixer_window", "mixer_states"))
+    ),
+    "windowed": Row(_windowed, None, ("mixer_window",)),
+    "tcnca": Row(_tcnca, None, ("mixer_window",)),
+}
+"""Name -> how it is made: what `model.mixer` and `model.mixers` may be."""
