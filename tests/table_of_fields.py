@@ -74,7 +74,7 @@ from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
-from jaxpar.parallel.experts import AllToAll
+from jaxpar.parallel.experts import AllToAll, Spill
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
@@ -119,6 +119,7 @@ TABLE = {
         "balance_loss z_loss information_gain bias noise": FRACTION_FROM_0,
     },
     AllToAll: {"room": POSITIVE},
+    Spill: {"slots min_chunk": COUNT, "alpha tolerated": ((0.999,), (1.0,)), "room": POSITIVE},
     Norm: {"eps": POSITIVE},
     Rope: {
         "theta low_freq_factor high_freq_factor": POSITIVE,

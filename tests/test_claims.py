@@ -164,6 +164,8 @@ PAGES = {
         "says so in one sentence": "lm/test_folders.py::another_number_of_experts_is_told",
         "the load of each expert of each layer": "lm/test_mixtures.py"
         "::loads_for_the_picture_are_those_of_a_loop io/test_plots.py::experts_are_drawn_with_what_is_there",
+        "Outputs and gradients are those of the dense": "parallel/test_lend.py::it_is_the_dense_mixture",
+        "dealt out first ones first": "parallel/test_lend.py::choices_are_dealt_as_a_loop_deals_them",
         "Rows sorted by block give the numbers and gradients": "experiments/test_information_gain_trellis.py"
         "::hard_routes_are_the_masked_dense_evaluation",
     },
