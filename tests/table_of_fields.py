@@ -65,7 +65,7 @@ from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
-from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts import AttentionExperts, Experts
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.norm import Norm
@@ -117,7 +117,9 @@ TABLE = {
         "capacity": POSITIVE,
         "shared": LEAST_0,
         "balance_loss z_loss information_gain bias noise": FRACTION_FROM_0,
+        "failures": SHARE,
     },
+    AttentionExperts: {"num_experts experts_per_token": COUNT, "balance_loss": FRACTION_FROM_0},
     AllToAll: {"room": POSITIVE},
     Spill: {"slots min_chunk": COUNT, "alpha tolerated": ((0.999,), (1.0,)), "room": POSITIVE},
     Norm: {"eps": POSITIVE},

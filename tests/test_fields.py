@@ -34,7 +34,7 @@ from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
-from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts import AttentionExperts, Experts
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.s5 import S5
@@ -119,6 +119,7 @@ BASIS = {
     Attention: (2, 2, 4),
     Mlp: (4,),
     Experts: (4, 2),
+    AttentionExperts: (Attention(2, 2, 4), 2),
     Stack: (1, 4, None, Mlp(4)),
     Made: (4,),
     PixelCnn: (2, 2),
