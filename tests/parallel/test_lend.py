@@ -14,6 +14,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.experts.dispatch import sort_choices
 from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.parallel.experts import Gather, Spill, bytes_sent, least_loaded, lend
+from jaxpar.parallel.experts.exchange import room_for
 from jaxpar.parallel.experts.lend import spare_slots, where_computed
 from jaxpar.types import UsageError
 
@@ -148,6 +149,10 @@ def test_bytes_that_are_sent_by_hand():
         *_, lent = list(Spill(room=None).transfers(layer, sizes))
         assert lent.bytes == 3 * (1 + 2) * 3 * (4 * 2 * 8 * layer.size * 4) and lent.arrays == 3 * 3 * 3 * 4
         assert len(list(Spill(room=1.0).transfers(layer, sizes))) == 4 + len(list(Gather().transfers(layer, sizes)))
+    # A device may compute both of a token's choices only where it has a slot.
+    assert (
+        room_for(None, CASES["softmax"], 64, 4, 1) == (128, False) and room_for(None, CASES["softmax"], 64, 4)[0] == 64
+    )
     with use_mesh(make_mesh(MESHES["expert4.data2"]), rules_from({"batch": "data"})):
         assert bytes_sent(Spill(), layer, sizes) == bytes_sent(Gather(), layer, sizes)
 
