@@ -115,7 +115,7 @@ TABLE = {
     Experts: {
         "size num_experts experts_per_token": COUNT,
         "capacity": POSITIVE,
-        "shared": LEAST_0,
+        "shared capacity_group": LEAST_0,
         "balance_loss z_loss information_gain bias noise": FRACTION_FROM_0,
         "failures": SHARE,
     },
@@ -131,7 +131,7 @@ TABLE = {
     Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE, "ladder_from": LEAST_0},
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads mlp_dim rope_original_len loss_chunk": COUNT,
-        "num_kv_heads head_dim mixer_dim ladder_from num_experts shared_experts": LEAST_0,
+        "num_kv_heads head_dim mixer_dim ladder_from num_experts shared_experts capacity_group": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,

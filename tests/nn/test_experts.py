@@ -160,6 +160,8 @@ def test_what_a_mixture_cannot_do_is_refused():
     params = params_of(PLAIN, "float32")
     with pytest.raises(UsageError, match="has no remat=blockwise"):
         PLAIN.apply(params, x, context._replace(rules=Rules(*context.rules[:2], blockwise=True)))
+    with pytest.raises(UsageError, match="capacity_group=3 does not divide rows of 4 tokens; legal are 0 and divisors"):
+        dataclasses.replace(PLAIN, capacity=1.0, capacity_group=3).apply(params, x, context)
     with pytest.raises(UsageError, match="weights of experts are arrays"):
         PLAIN.apply(params | {"w_up": quantise(params["w_up"], 2)}, x, context)
     with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="mesh.context splits"):

@@ -40,6 +40,7 @@ class Experts:
       activation: As of `jaxpar.nn.mlp.Mlp`.
       capacity: Choices that an expert takes of a row of the batch in training, as a multiple of T k / E; the others
         count nothing. None for all of them. A prompt and what follows it are never dropped.
+      capacity_group: Consecutive tokens of a row in which it is counted, T of them; 0 for the row. No mesh changes it.
       scores: "softmax" or "sigmoid", of `route`.
       normalise: Whether a token's weights sum to 1.
       balance_loss: Weight of `losses.balance_loss`.
@@ -68,6 +69,7 @@ class Experts:
     failures: float = field(0.0, Between(0, 1))
     transport: Transport = SUM
     shared: int = field(0, AtLeast(0))
+    capacity_group: int = field(0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses what is out of range, and a router that could not learn."""
@@ -119,9 +121,10 @@ class Experts:
         and with a capacity "dropped", the share of choices that were over it.
 
         Raises:
-          UsageError: If it is to go by blocks; for a capacity where rows are split over devices; for weights that are
-            no arrays.
+          UsageError: If it is to go by blocks; for a capacity where rows are split over devices, or that is counted in
+            groups that do not divide a row; for weights that are no arrays.
         """
+        whole, x = x.shape, self._in_groups(x, context)
         if any(isinstance(params[name], Weight) for name in self.leaves(x.shape[-1], 1.0, 1.0)):
             raise UsageError("weights of experts are arrays; adapters and eight bits are for other products.")
         if context.rules.blockwise:
@@ -134,7 +137,20 @@ class Experts:
         if self.shared:
             names = self._shared.leaves(1, 1.0, 1.0)
             y = y + self._shared.apply({name: params[name.replace("w_", "w_shared_")] for name in names}, x, context)[0]
-        return y, self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
+        return y.reshape(whole), self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
+
+    def _in_groups(self, x: jax.Array, context: Context) -> jax.Array:
+        """Tokens with the groups of a capacity as rows."""
+        group, (rows, length, width) = self.capacity_group, x.shape
+        if not group or self.slots(length, context) is None:
+            return x
+        if length % group:
+            raise UsageError(
+                f"capacity_group={group} does not divide rows of {length} tokens; legal are 0 and divisors of {length}."
+            )
+        if context.rules.inside[1] and mesh_axes(context.rules.inside[1]):
+            return x  # and refused, group or not
+        return constrain(x.reshape(rows * length // group, group, width), *context.rules.inside)
 
     def slots(self, length: int, context: Context) -> int | None:
         """Returns how many choices an expert takes of a row of `length` tokens; None for all."""
@@ -148,6 +164,8 @@ class Experts:
         if axes:
             why = "means over all tokens of the router's choices"
             yield Transfer("sum", axes, 8 * sizes.layers, 8 * sizes.layers * 8 * self.num_experts, why)
+        if self.capacity is not None and self.capacity_group:
+            sizes = sizes._replace(rows=sizes.tokens / self.capacity_group)
         yield from self.transport.transfers(self, sizes)
 
     def _route(self, params: dict, x: jax.Array, context: Context) -> tuple[jax.Array, Routing]:
