@@ -71,6 +71,6 @@ def test_identity_leaves_out_how_a_model_is_computed():
         "transport",
     }
     later = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") == "changed"}
-    experts = {"num_experts", "experts_per_token", "capacity", "router_scores"}
+    experts = {"num_experts", "experts_per_token", "capacity", "capacity_group", "router_scores"}
     experts |= {"balance_loss", "router_z_loss", "router_bias", "shared_experts"}
     assert later == {"mixer", "mixer_dim", "residual", "ladder_from", "z_loss", "qk_norm"} | experts
