@@ -4,6 +4,7 @@
     python bench/experts.py --cases E64 --only "dense,sorted,grouped_mm"
     python bench/experts.py --cases E8.product,E128.product --tiles 128x256x64x8x4,128x128x64x4x4
     python bench/experts.py --skew 0.9                        # nine in ten tokens choose the same experts
+    python bench/experts.py --passes fwd+bwd --jobs 2         # half of it; torch compiles while JAX does
     python bench/experts.py --tiny                            # any machine: checks that the script runs
 
 E8, E64 and E128 are N 16384 D 2048 F 8192 E 8 k 2, N 16384 D 2048 F 1024 E 64 k 8 and N 32768 D 1024 F 512 E 128 k 8,
@@ -53,7 +54,7 @@ def rows_of(name: str, args: argparse.Namespace, sides: dict) -> list[dict]:
     tiles = [f"jaxpar tile {tile}" for tile in args.tiles.split(",") if tile and case["kind"] == "product"]
     return [
         common | {"side": side, "row": row, "direction": direction, "name": f"{name} {row} {direction}"}
-        for direction in ("fwd", "fwd+bwd")
+        for direction in args.passes.split(",")
         for side, names in case["sides"].items()
         for row in [*names, *(tiles if side == "jaxpar" else [])]
         if side in sides and any(word in row for word in words)
@@ -109,9 +110,9 @@ def measure(args: argparse.Namespace) -> None:
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table({}, args.out)
     rate = started(bench, sides, args)
     for name in harness.chosen(args.cases, CASES):
-        for direction in ("fwd", "fwd+bwd"):  # apart, so that fewer arrays are held at a time
+        for direction in args.passes.split(","):  # apart, so that fewer arrays are held at a time
             asked = [row for row in rows_of(name, args, sides) if row["direction"] == direction]
-            rows = judged(in_turns(bench, asked, args.rounds), rate)
+            rows = judged(in_turns(bench, asked, args.rounds, args.jobs), rate)
             table.columns = filled(COLUMNS, rows)
             table.head(f"{name}, {direction}")
             for row in rows:
@@ -126,11 +127,14 @@ def main() -> None:
     parser = harness.arguments(__doc__, CASES, "experts.json", 1700)
     parser.set_defaults(row_s=240, spend_s=0.3)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--passes", default="fwd,fwd+bwd", help="one of the two, or both")
     parser.add_argument("--skew", type=float, default=0.0, help="the share of tokens that choose the first k experts")
     parser.add_argument("--tiles", default="", help="of `.product`: ROWSxCOLUMNSxTERMSxWARPSxSTAGES, by commas")
     parser.add_argument("--scattermoe", type=pathlib.Path, help="a folder that holds the package")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
     args = parser.parse_args()
+    if not set(args.passes.split(",")) <= {"fwd", "fwd+bwd"}:
+        parser.error(f"--passes {args.passes} is unknown; legal are fwd, fwd+bwd and both by a comma.")
     if args.tiny:
         args.rounds, args.spend_s = min(args.rounds, 2), 0.01
     measure(args)

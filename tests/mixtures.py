@@ -24,6 +24,7 @@ CASES = {
     "one, not normalised": Experts(F, E, 1, normalise=False),
     "all": Experts(F, E, E, shared=2),
     "capacity": Experts(F, E, 2, capacity=0.7),
+    "capacity in groups": Experts(F, E, 2, capacity=0.7, capacity_group=2),
     "capacity for one": Experts(F, E, 2, capacity=1e-6),
     "capacity for all": Experts(F, E, 2, capacity=float(E)),
 }
@@ -37,6 +38,8 @@ def params_of(layer, dtype="float64", skew=0.0):
     """Weights of a layer; with skew, of a router that sends all tokens to the last expert."""
     leaves = layer.leaves(D, 1.0, 1.0)
     params = {name: 0.5 * normal(*leaf.shape, seed=n, dtype=dtype) for n, (name, leaf) in enumerate(leaves.items())}
+    if "b_router" in params:  # a large one would choose the same experts for all tokens
+        params["b_router"] = 0.1 * params["b_router"]
     params["w_router"] = params["w_router"] + skew * (np.arange(E) == E - 1).astype(dtype)
     return params
 
@@ -61,9 +64,12 @@ def plain(layer, params, x):
     told = {"expert_load": loads.max(), "expert_load_min": loads.min()}
     routing = chosen
     if layer.capacity:
-        most = min(T, int(np.ceil(layer.capacity * T * k / E)))
-        shape = jax.ShapeDtypeStruct(chosen.expert.shape, bool)
-        kept = jax.pure_callback(lambda expert: dropped_by_loop(np.asarray(expert), most), shape, chosen.expert)
+        size = layer.capacity_group or T
+        most = min(size, int(np.ceil(layer.capacity * size * k / E)))
+        shape = jax.ShapeDtypeStruct((B * T // size, size, k), bool)
+        groups = chosen.expert.reshape(shape.shape)
+        kept = jax.pure_callback(lambda expert: dropped_by_loop(np.asarray(expert), most), shape, groups)
+        kept = kept.reshape(chosen.expert.shape)
         routing = chosen._replace(weight=jnp.where(kept, chosen.weight, 0))
         told["dropped"] = 1 - kept.mean()
     extra = layer.balance_loss * balance_loss(chosen.scores, chosen.expert) + layer.z_loss * router_z_loss(logits)

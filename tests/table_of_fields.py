@@ -65,7 +65,7 @@ from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
-from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts import AttentionExperts, Experts
 from jaxpar.nn.mixers import (
     BlockRecurrent,
     GatedDelta,
@@ -87,7 +87,7 @@ from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
-from jaxpar.parallel.experts import AllToAll
+from jaxpar.parallel.experts import AllToAll, Spill
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
@@ -132,9 +132,11 @@ TABLE = {
     Experts: {
         "size num_experts experts_per_token": COUNT,
         "capacity": POSITIVE,
-        "shared": LEAST_0,
+        "shared capacity_group": LEAST_0,
         "balance_loss z_loss information_gain bias noise": FRACTION_FROM_0,
+        "failures": SHARE,
     },
+    AttentionExperts: {"num_experts experts_per_token": COUNT, "balance_loss": FRACTION_FROM_0},
     AllToAll: {"room": POSITIVE},
     MatrixState: {"chunk": COUNT},
     GatedLinear: {"num_heads key_dim value_dim rank": COUNT, "temperature": POSITIVE},
@@ -142,6 +144,7 @@ TABLE = {
     Mamba2: {"num_heads key_dim value_dim num_groups": COUNT, "taps": PAIR, "eps": POSITIVE},
     GatedDelta: {"num_heads key_dim value_dim": COUNT, "taps": PAIR},
     Rwkv6: {"num_heads key_dim value_dim rank": COUNT},
+    Spill: {"slots min_chunk": COUNT, "alpha tolerated": ((0.999,), (1.0,)), "room": POSITIVE},
     Norm: {"eps": POSITIVE},
     Hgrn: {"size": COUNT, "eps": LEAST_0},
     Rope: {
@@ -152,7 +155,7 @@ TABLE = {
     Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE, "ladder_from": LEAST_0},
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads mlp_dim rope_original_len loss_chunk": COUNT,
-        "num_kv_heads head_dim mixer_dim mixer_key_dim ladder_from num_experts shared_experts": LEAST_0,
+        "num_kv_heads head_dim mixer_dim mixer_key_dim ladder_from num_experts shared_experts capacity_group": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,

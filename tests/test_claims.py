@@ -52,6 +52,9 @@ CLAIMS = {
     "nn/test_experts.py::no_mesh_changes_anything parallel/test_transports.py::it_is_the_dense_mixture",
     "by what a route says of their class": "experiments/test_information_gain_trellis.py"
     "::it_learns_to_tell_classes_apart",
+    "experts that fail or answer with old weights": "nn/test_experts.py::experts_that_fail_are_masked "
+    "experiments/test_volunteer_experts.py::training_is_that_of_a_loop_that_keeps_all_old_weights",
+    "the best of a grid of them": "experiments/test_volunteer_experts.py::a_beam_finds_the_best_of_all_sums",
     "samples that share their prompt": "decode/test_generate.py::samples_share_their_prompt_and_differ",
     "speculative decoding that gives the plain loop's tokens": "decode/test_generate.py"
     "::any_draft_gives_the_tokens_of_the_slow_oracle",
@@ -164,6 +167,9 @@ PAGES = {
         "says so in one sentence": "lm/test_folders.py::another_number_of_experts_is_told",
         "the load of each expert of each layer": "lm/test_mixtures.py"
         "::loads_for_the_picture_are_those_of_a_loop io/test_plots.py::experts_are_drawn_with_what_is_there",
+        "every expert's attention of every token under a mask": "nn/test_attention_experts.py::it_is_the_dense_mixture",
+        "Outputs and gradients are those of the dense": "parallel/test_lend.py::it_is_the_dense_mixture",
+        "dealt out first ones first": "parallel/test_lend.py::choices_are_dealt_as_a_loop_deals_them",
         "Rows sorted by block give the numbers and gradients": "experiments/test_information_gain_trellis.py"
         "::hard_routes_are_the_masked_dense_evaluation",
     },

@@ -34,7 +34,7 @@ from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.dense_depth import DenseDepth
-from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts import AttentionExperts, Experts
 from jaxpar.nn.mixers import (
     BlockRecurrent,
     GatedDelta,
@@ -143,6 +143,7 @@ BASIS = {
     Mamba2: (1, 2, 2),
     GatedDelta: (1, 2, 2),
     Rwkv6: (1, 2, 2),
+    AttentionExperts: (Attention(2, 2, 4), 2),
     Stack: (1, 4, None, Mlp(4)),
     Made: (4,),
     PixelCnn: (2, 2),

@@ -90,6 +90,7 @@ class LMConfig:
       num_experts: E, mlps of width F each of which `jaxpar.nn.experts` sends a token to a few; 0 for one mlp for all.
       experts_per_token: k; by its score's share of their sum if over 1, else by its score.
       capacity: Choices that an expert takes of a row in training, as a multiple of T k / E; None for all.
+      capacity_group: Consecutive tokens of a row in which that is counted, T of them; 0 for whole rows.
       router_scores: "softmax" or "sigmoid".
       balance_loss: Weight of the loss that evens the experts' loads.
       router_z_loss: Weight of the mean square of the router's log normaliser.
@@ -145,6 +146,7 @@ class LMConfig:
     num_experts: int = _later(0, AtLeast(0))
     experts_per_token: int = _later(2, AtLeast(1))
     capacity: float | None = _later(None, Positive())
+    capacity_group: int = _later(0, AtLeast(0))
     router_scores: str = _later("softmax", OneOf(SCORES))
     balance_loss: float = _later(0.01, AtLeast(0))
     router_z_loss: float = _later(0.0, AtLeast(0))
@@ -216,12 +218,15 @@ def _experts(config: LMConfig) -> Experts:
     k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
     sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
     bias, shared, transport = config.router_bias, config.shared_experts, transport_for(config.transport)
-    return Experts(*sizes, k > 1, *losses, bias=bias, transport=transport, shared=shared)
+    group = config.capacity_group
+    return Experts(*sizes, k > 1, *losses, bias=bias, transport=transport, shared=shared, capacity_group=group)
 
 
 def _check_experts(config: LMConfig) -> None:
-    fields = "experts_per_token capacity router_scores balance_loss router_z_loss router_bias transport shared_experts"
-    changed = [name for name in fields.split() if getattr(config, name) != getattr(LMConfig, name)]
+    fields = "experts_per_token capacity capacity_group router_scores balance_loss router_z_loss router_bias".split()
+    changed = [
+        name for name in (*fields, "transport", "shared_experts") if getattr(config, name) != getattr(LMConfig, name)
+    ]
     if changed and not config.num_experts:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
     if config.num_experts and (config.bias or config.remat == "blockwise"):

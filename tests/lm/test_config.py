@@ -66,12 +66,13 @@ def test_identity_leaves_out_how_a_model_is_computed():
         "loss_chunk",
         "solver",
         "ranges",
+        "mixer_chunk",
         "context",
         "context_order",
         "transport",
     }
     later = {field.name for field in dataclasses.fields(LMConfig) if field.metadata.get("identity") == "changed"}
-    experts = {"num_experts", "experts_per_token", "capacity", "router_scores"}
-    windows = {"mixer_window", "mixer_states"}
+    experts = {"num_experts", "experts_per_token", "capacity", "capacity_group", "router_scores"}
+    windows = {"mixer_window", "mixer_states", "mixer_key_dim", "weights", "mixers"}
     experts |= {"balance_loss", "router_z_loss", "router_bias", "shared_experts"}
     assert later == {"mixer", "mixer_dim", "residual", "ladder_from", "z_loss", "qk_norm"} | experts | windows

@@ -58,6 +58,8 @@ def test_streaming_and_drawing_equal_the_whole_sequence():
         pytest.param("fsdp2.tensor2.expert2", "model.transport=sum", marks=pytest.mark.slow),
         pytest.param("context2.expert4", "model.transport=all_to_all model.remat=full", marks=pytest.mark.slow),
         pytest.param("context2.expert4", "model.transport=annotated", marks=pytest.mark.slow),
+        pytest.param("fsdp2.tensor2.expert2", "model.transport=spill", marks=pytest.mark.slow),
+        pytest.param("context2.expert4", "model.transport=spill model.remat=full", marks=pytest.mark.slow),
         pytest.param("fsdp8", "model.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow),
         pytest.param("data2.fsdp2.tensor2", "model.capacity=1.0 model.remat=full", marks=pytest.mark.slow),
         pytest.param(

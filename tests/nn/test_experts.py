@@ -15,7 +15,7 @@ from jaxpar.nn.attention import Attention
 from jaxpar.nn.experts import Experts, Routing
 from jaxpar.nn.experts.grouped import grouped_matmul
 from jaxpar.nn.experts.layer import dense_mixture
-from jaxpar.nn.experts.route import expert_choice
+from jaxpar.nn.experts.route import expert_choice, route
 from jaxpar.nn.linear import quantise
 from jaxpar.nn.mixer import Context, Rules
 from jaxpar.nn.mlp import ACTIVATIONS
@@ -77,6 +77,33 @@ def test_noise_moves_choices_only_with_a_key():
     assert not np.array_equal(run(jax.random.key(1)), run(jax.random.key(0)))
 
 
+def test_experts_that_fail_are_masked(x64):
+    """On a mesh, the dense mixture of those that answer, value and every gradient; without a key all do."""
+    layer, key = dataclasses.replace(PLAIN, failures=0.6), jax.random.key(1)
+    answers = jax.random.uniform(jax.random.fold_in(key, 1), (B, 1, E)) >= 0.6
+    params, x = params_of(PLAIN), normal(B, T, D)
+
+    def run(form, params, x):
+        return jit(jax.value_and_grad(lambda p, x: jnp.sin(form(p, x)).sum(), (0, 1)))(params, x)
+
+    def dense(params, x):
+        chosen = route(x @ params["w_router"], 2)
+        silent = ~jnp.take_along_axis(answers, chosen.expert.reshape(B, 1, -1), -1).reshape(B, T, 2)
+        weight = jnp.where(silent, 0, chosen.weight)
+        total = weight.sum(-1, keepdims=True)
+        return dense_mixture(params, x, chosen._replace(weight=weight / jnp.where(total > 0, total, 1)))
+
+    def sparse(params, x, key=key):
+        return layer.apply(params, x, Context(jnp.zeros((B, T), jnp.int32), key=key))[0]
+
+    axes = {name: leaf.axes for name, leaf in layer.leaves(D, 1.0, 1.0).items()}
+    with use_mesh(make_mesh(MeshSpec(data=2, expert=4))):
+        got = run(sparse, shard(params, axes), shard(x, ("batch", "seq", None)))
+    assert 0.2 < answers.mean() < 0.6 and "random" in str(jax.make_jaxpr(sparse)(params, x))
+    assert_close(jax.device_get(got), jax.device_get(run(dense, params, x)), NEAR["float64"])
+    assert "random" not in str(jax.make_jaxpr(lambda *args: sparse(*args, key=None))(params, x))
+
+
 def test_experts_that_choose_are_a_dense_mixture_too(x64):
     """The same rows, products and weighted sums, of as many tokens an expert."""
     params, x, most = params_of(PLAIN), normal(B * T, D), 5
@@ -133,6 +160,8 @@ def test_what_a_mixture_cannot_do_is_refused():
     params = params_of(PLAIN, "float32")
     with pytest.raises(UsageError, match="has no remat=blockwise"):
         PLAIN.apply(params, x, context._replace(rules=Rules(*context.rules[:2], blockwise=True)))
+    with pytest.raises(UsageError, match="capacity_group=3 does not divide rows of 4 tokens; legal are 0 and divisors"):
+        dataclasses.replace(PLAIN, capacity=1.0, capacity_group=3).apply(params, x, context)
     with pytest.raises(UsageError, match="weights of experts are arrays"):
         PLAIN.apply(params | {"w_up": quantise(params["w_up"], 2)}, x, context)
     with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="mesh.context splits"):

@@ -14,7 +14,7 @@ from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.nn.experts.dispatch import capacity_of, combine, rows_of, sort_choices, within_capacity
 from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
-from jaxpar.nn.experts.route import SCORES, expert_choice, noisy, route, weights_by_expert
+from jaxpar.nn.experts.route import SCORES, expert_choice, heard, noisy, route, weights_by_expert
 from jaxpar.types import UsageError
 
 N, E, K = 7, 5, 3
@@ -120,6 +120,29 @@ def test_weights_by_expert_are_the_chosen_ones():
     for place in np.ndindex(2, N, K):
         want[(*place[:2], got.expert[place])] = got.weight[place]
     np.testing.assert_allclose(by_expert, want, rtol=1e-6)
+
+
+def test_those_that_answer_count_for_those_that_do_not(x64):
+    rng = np.random.default_rng(0)
+    expert = np.argsort(rng.random((N, E + 1)), -1)[:, :K]  # E is nobody
+    weight, answers, mix = rng.random((N, K)), rng.random((N, E)) < 0.6, rng.standard_normal((N, K))
+    answers[0], weight[1] = False, 0
+
+    def value(weight):
+        chosen, out = heard(expert, weight, answers)
+        return (out * mix).sum(), (chosen, out)
+
+    (_, (chosen, got)), grad = jit(jax.value_and_grad(value, has_aux=True))(weight)
+    for n in range(N):
+        left = [weight[n, j] if expert[n, j] < E and answers[n, expert[n, j]] else 0.0 for j in range(K)]
+        scale = weight[n].sum() / sum(left) if sum(left) else 0.0
+        np.testing.assert_allclose(got[n], np.array(left) * scale, rtol=1e-12)
+        silent = [expert[n, j] == E or not answers[n, expert[n, j]] for j in range(K)]
+        np.testing.assert_array_equal(chosen[n], np.where(silent, E, expert[n]))
+    assert np.isfinite(grad).all() and not grad[0].any()
+    same = jit(heard)(expert % E, weight, np.ones((N, E), bool))
+    np.testing.assert_array_equal(same[0], expert % E)
+    np.testing.assert_array_equal(same[1], weight)  # no bit is another
 
 
 # ---------------------------------------------------------------- dispatch

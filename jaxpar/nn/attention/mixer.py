@@ -205,10 +205,18 @@ class Attention:
             k, v = (product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim")) for name in "kv")
         if self.qk_norm is not None:
             q, k = (self.qk_norm.apply(params[name], part) for name, part in (("q_norm", q), ("k_norm", k)))
-        out, cache = self._mix(q, k, v, cache, context)
+        out, cache = self.mix(q, k, v, cache, context)
         return product("bthk,hkd->btd", checkpoint_name(out, "attention"), "o", OUT), cache, NOTHING
 
-    def _mix(self, q, k, v, cache: Cache | None, context: Context):
+    def mix(
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        v: Float[Array, "B T G K"],
+        cache: Cache | None,
+        context: Context,
+    ) -> tuple[Float[Array, "B T H K"], Cache | None]:
+        """Returns what new tokens' queries, keys and values make, not rotated yet, and the cache with these."""
         rule = PositionRule(self.visible, self.positions)
         if cache is not None and not context.fresh:
             state, cache = cache.attend(q, k, v, rule, context)

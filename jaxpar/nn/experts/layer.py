@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
+from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, local, mesh_axes
 from jaxpar.nn.auxiliary import Aux, Max, Mean, Metric, Min
 from jaxpar.nn.experts.dispatch import capacity_of, within_capacity
 from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
-from jaxpar.nn.experts.route import SCORES, Routing, noisy, route, weights_by_expert
+from jaxpar.nn.experts.route import SCORES, Routing, heard, noisy, route, weights_by_expert
 from jaxpar.nn.experts.transport import SUM, Transport
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Weight
@@ -40,6 +40,7 @@ class Experts:
       activation: As of `jaxpar.nn.mlp.Mlp`.
       capacity: Choices that an expert takes of a row of the batch in training, as a multiple of T k / E; the others
         count nothing. None for all of them. A prompt and what follows it are never dropped.
+      capacity_group: Consecutive tokens of a row in which it is counted, T of them; 0 for the row. No mesh changes it.
       scores: "softmax" or "sigmoid", of `route`.
       normalise: Whether a token's weights sum to 1.
       balance_loss: Weight of `losses.balance_loss`.
@@ -47,6 +48,8 @@ class Experts:
       information_gain: Weight of minus `losses.information_gain`.
       bias: Weight of `losses.bias_loss`; if not 0, the choice is corrected by a learned bias of each expert.
       noise: Standard deviation of what is added to the logits while training.
+      failures: Probability that an expert does not answer a row of the batch while training; the others that a token
+        chose then count for it too, by `route.heard`.
       transport: How tokens reach experts that devices share.
       shared: n; if not 0, one mlp of width n F computes all tokens and is added (arXiv:2401.06066, section 3.2).
     """
@@ -63,8 +66,10 @@ class Experts:
     information_gain: float = field(0.0, AtLeast(0))
     bias: float = field(0.0, AtLeast(0))
     noise: float = field(0.0, AtLeast(0))
+    failures: float = field(0.0, Between(0, 1))
     transport: Transport = SUM
     shared: int = field(0, AtLeast(0))
+    capacity_group: int = field(0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses what is out of range, and a router that could not learn."""
@@ -116,21 +121,36 @@ class Experts:
         and with a capacity "dropped", the share of choices that were over it.
 
         Raises:
-          UsageError: If it is to go by blocks; for a capacity where rows are split over devices; for weights that are
-            no arrays.
+          UsageError: If it is to go by blocks; for a capacity where rows are split over devices, or that is counted in
+            groups that do not divide a row; for weights that are no arrays.
         """
+        whole, x = x.shape, self._in_groups(x, context)
         if any(isinstance(params[name], Weight) for name in self.leaves(x.shape[-1], 1.0, 1.0)):
             raise UsageError("weights of experts are arrays; adapters and eight bits are for other products.")
         if context.rules.blockwise:
             raise UsageError("a mixture of experts has no remat=blockwise; legal are the others, such as full.")
         logits, routing = self._route(params, x, context)
-        kept = self._kept(routing.expert, context)
-        expert = routing.expert if kept is None else jnp.where(kept, routing.expert, self.num_experts)
-        y = self._compute(params, x, expert, routing.weight, context)
+        expert, weight = self._heard(routing, context)
+        kept = self._kept(expert, context)
+        expert = expert if kept is None else jnp.where(kept, expert, self.num_experts)
+        y = self._compute(params, x, expert, weight, context)
         if self.shared:
             names = self._shared.leaves(1, 1.0, 1.0)
             y = y + self._shared.apply({name: params[name.replace("w_", "w_shared_")] for name in names}, x, context)[0]
-        return y, self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
+        return y.reshape(whole), self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
+
+    def _in_groups(self, x: jax.Array, context: Context) -> jax.Array:
+        """Tokens with the groups of a capacity as rows."""
+        group, (rows, length, width) = self.capacity_group, x.shape
+        if not group or self.slots(length, context) is None:
+            return x
+        if length % group:
+            raise UsageError(
+                f"capacity_group={group} does not divide rows of {length} tokens; legal are 0 and divisors of {length}."
+            )
+        if context.rules.inside[1] and mesh_axes(context.rules.inside[1]):
+            return x  # and refused, group or not
+        return constrain(x.reshape(rows * length // group, group, width), *context.rules.inside)
 
     def slots(self, length: int, context: Context) -> int | None:
         """Returns how many choices an expert takes of a row of `length` tokens; None for all."""
@@ -144,6 +164,8 @@ class Experts:
         if axes:
             why = "means over all tokens of the router's choices"
             yield Transfer("sum", axes, 8 * sizes.layers, 8 * sizes.layers * 8 * self.num_experts, why)
+        if self.capacity is not None and self.capacity_group:
+            sizes = sizes._replace(rows=sizes.tokens / self.capacity_group)
         yield from self.transport.transfers(self, sizes)
 
     def _route(self, params: dict, x: jax.Array, context: Context) -> tuple[jax.Array, Routing]:
@@ -157,7 +179,7 @@ class Experts:
             given["bias"] = (params["b_router"].astype(wide), (None,))
         if self.noise and context.key is not None:
             nothing = jnp.zeros((*x.shape[:2], self.num_experts), wide)
-            given["noise"] = (constrain(noisy(context.key, nothing, self.noise), *axes), axes)
+            given["noise"] = (constrain(noisy(jax.random.fold_in(context.key, 0), nothing, self.noise), *axes), axes)
 
         def choose(*arrays):
             mine = dict(zip(given, arrays, strict=True))
@@ -171,6 +193,16 @@ class Experts:
         arrays, split = zip(*given.values(), strict=True)
         logits, *routing = local(choose, split, (axes,) * 4)(*arrays)
         return logits, Routing(*routing)
+
+    def _heard(self, routing: Routing, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Choices and weights, without those of experts that fail: whole rows of the batch ask them, as trainers do."""
+        if not self.failures or context.key is None:
+            return routing.expert, routing.weight
+        (rows, *_), axes = routing.expert.shape, context.rules.inside
+        shape = (rows, 1, self.num_experts)
+        answers = jax.random.uniform(jax.random.fold_in(context.key, 1), shape) >= self.failures
+        answers = constrain(jnp.broadcast_to(answers, routing.scores.shape), *axes)
+        return tuple(local(heard, [axes] * 3, (axes, axes))(routing.expert, routing.weight, answers))
 
     def _kept(self, expert: jax.Array, context: Context) -> jax.Array | None:
         """Tells which choices the capacity keeps; None for all."""

@@ -7,13 +7,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.fields import AtLeast, OneOf, check_value
 from jaxpar.nn.norm import wide_dtype
 from jaxpar.types import PRNGKey, UsageError
 
-__all__ = ["SCORES", "ExpertChoice", "Routing", "expert_choice", "log_scores", "noisy", "route", "weights_by_expert"]
+__all__ = [
+    "SCORES",
+    "ExpertChoice",
+    "Routing",
+    "expert_choice",
+    "heard",
+    "log_scores",
+    "noisy",
+    "route",
+    "weights_by_expert",
+]
 
 SCORES = {"softmax": jax.nn.log_softmax, "sigmoid": jax.nn.log_sigmoid}
 """The logarithms of scores from logits."""
@@ -102,6 +112,29 @@ def noisy(key: PRNGKey, logits: Float[Array, "*N E"], scale: float) -> Float[Arr
     """Returns logits + scale * normal noise, float32 at least, for `route` while training. Consumes `key`."""
     wide = wide_dtype(logits)
     return logits.astype(wide) + scale * jax.random.normal(key, logits.shape, wide)
+
+
+def heard(
+    expert: Int[Array, "*N k"], weight: Float[Array, "*N k"], answers: Bool[Array, "*N E"]
+) -> tuple[Int[Array, "*N k"], Float[Array, "*N k"]]:
+    """Leaves out the chosen experts that fail or are late; those that answer count as much together as all would have.
+
+    So zero failures change no number, and gradients flow to those that answered alone (Learning@home: Ryabinin and
+    Gusev 2020, arXiv:2002.04013, section 3.1).
+
+    Args:
+      expert: What tokens chose; E is nobody.
+      weight: What each choice counts, not negative.
+      answers: Whether an expert answers a token in time.
+
+    Returns:
+      Experts, E in the place of silent ones, and weights. All are 0 where nobody answers who counts anything.
+    """
+    num_experts = answers.shape[-1]
+    known = jnp.take_along_axis(answers, jnp.minimum(expert, num_experts - 1), -1) & (expert < num_experts)
+    left = jnp.where(known, weight, 0)
+    total, rest = weight.sum(-1, keepdims=True), left.sum(-1, keepdims=True)
+    return jnp.where(known, expert, num_experts), left * jnp.where(rest > 0, total / jnp.where(rest > 0, rest, 1), 0)
 
 
 def expert_choice(logits: Float[Array, "N E"], capacity: int, *, scores: str = "softmax") -> ExpertChoice:

@@ -6,6 +6,7 @@
 | `exchange` | the same, of tokens that go where their experts are, by slots or where there is room | `choose`, users |
 | `ragged` | the same, of as many as there are | `choose`, users |
 | `annotate` | the same, by products with masks | `choose`, users |
+| `lend` | the same, of tokens and weights that go where `spill` plans | `choose`, users |
 | `choose` | a name -> a transport; a layer, sizes -> bytes sent, and the transport that sends least | `jaxpar.lm` |
 | `spill` | tokens of each expert [E], N devices -> how many of them each device computes [E, N] | users |
 | `place` | experts that tokens chose [L, B, T, k] -> device of each [L, E]; a model's experts in that order | users |
@@ -15,6 +16,7 @@ from jaxpar.parallel.experts.annotate import Annotated
 from jaxpar.parallel.experts.choose import TRANSPORTS, LeastSent, bytes_sent, transport_for
 from jaxpar.parallel.experts.exchange import AllToAll
 from jaxpar.parallel.experts.gather import Gather
+from jaxpar.parallel.experts.lend import Spill
 from jaxpar.parallel.experts.place import (
     chosen_experts,
     count_crossings,
@@ -32,6 +34,7 @@ __all__ = [
     "Gather",
     "LeastSent",
     "Ragged",
+    "Spill",
     "bytes_sent",
     "chosen_experts",
     "count_crossings",

@@ -13,6 +13,7 @@ from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.parallel.experts.annotate import Annotated
 from jaxpar.parallel.experts.exchange import AllToAll
 from jaxpar.parallel.experts.gather import Gather, shared_axes
+from jaxpar.parallel.experts.lend import Spill
 from jaxpar.parallel.experts.ragged import Ragged
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
@@ -55,10 +56,12 @@ def bytes_sent(transport: Transport, layer: Experts, sizes: ActivationSizes) -> 
     """
     if isinstance(transport, LeastSent):
         transport = transport.of(layer, sizes._replace(layers=1, again=1))
-    moves = transport.even(layer, sizes) if isinstance(transport, AllToAll | Ragged) else None
+    moves = transport.transfers(layer, sizes)
+    if isinstance(transport, AllToAll | Ragged | Spill) and shared_axes():
+        moves = transport.even(layer, sizes)
     sums = 1 if shared_axes() and transport != SUM else 2
     total = 0.0
-    for move in transport.transfers(layer, sizes) if moves is None else moves:
+    for move in moves:
         shares = num_shares(*(axis for axis in move.axes if axis in mesh_axes("experts")))
         total += (sums if move.kind == "sum" else 1) * move.bytes * (shares - 1) / shares
     return total
@@ -71,6 +74,7 @@ BY_NAME: dict[str, Transport] = {
     "all_to_all": AllToAll(),
     "annotated": Annotated(),
     "ragged": Ragged(),
+    "spill": Spill(),
 }
 TRANSPORTS = tuple(BY_NAME)
 

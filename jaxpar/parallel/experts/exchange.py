@@ -24,7 +24,7 @@ from jaxpar.parallel.experts.gather import Gather, gathered, shared_axes
 from jaxpar.scan.varying import varying_axes
 from jaxpar.verify import Transfer
 
-__all__ = ["AllToAll", "room_for"]
+__all__ = ["AllToAll", "in_order", "room_for"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,13 @@ class AllToAll:
         room, is_bounded = room_for(self.room, layer, math.prod(x.shape[:2]), num_shares(*axes))
         plan = sort_choices(expert.reshape(-1, expert.shape[-1]), layer.num_experts)
         if not is_bounded:
-            return _in_order(layer, x, weight, weights, plan, expert, axes, room)
+            return in_order(layer, x, weight, weights, plan, expert, axes, room)
         counts = plan.sizes.reshape(num_shares(*axes), -1).sum(1)
         # Of all devices, even of those that share nothing: none waits for one that went another way.
         most = jax.lax.pmax(counts.max(), tuple(sorted(varying_axes(counts))))
         return jax.lax.cond(
             most <= room,
-            lambda x, weight, weights: _in_order(layer, x, weight, weights, plan, expert, axes, room),
+            lambda x, weight, weights: in_order(layer, x, weight, weights, plan, expert, axes, room),
             lambda x, weight, weights: gathered(layer.activation, x, expert, weight, weights, axes, kept=False),
             x,
             weight,
@@ -112,7 +112,7 @@ class AllToAll:
         return room * shares, is_bounded
 
 
-def room_for(room: float | None, layer: Experts, num_tokens: int, shares: int) -> tuple[int, bool]:
+def room_for(room: float | None, layer: Experts, num_tokens: int, shares: int, slots: int = 0) -> tuple[int, bool]:
     """Returns the rows from one device to another, and whether there may be more than that.
 
     Args:
@@ -120,8 +120,9 @@ def room_for(room: float | None, layer: Experts, num_tokens: int, shares: int) -
       layer: For its experts.
       num_tokens: Of one device.
       shares: P.
+      slots: Experts of others that a device may compute besides its own.
     """
-    most = num_tokens * min(layer.experts_per_token, layer.num_experts // shares)
+    most = num_tokens * min(layer.experts_per_token, layer.num_experts // shares + slots)
     rows = most if room is None else min(most, math.ceil(room * num_tokens * layer.experts_per_token / shares))
     return rows, rows < most
 
@@ -131,8 +132,19 @@ def _moved(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return checkpoint_name(jax.lax.all_to_all(rows, axes, 0, 0, tiled=True), "moved")
 
 
-def _in_order(layer, x, weight, weights, plan: Plan, expert, axes, room: int) -> jax.Array:
-    """Rows for each device, in the order of its experts, and how many each of these gets."""
+def in_order(layer, x, weight, weights, plan: Plan, expert, axes, room: int) -> jax.Array:
+    """Computes the mixture on each device: rows go to others in the order of their experts, with a count of each.
+
+    Args:
+      layer: For its activation.
+      x: Tokens of this device, [B, T, D].
+      weight: What each choice counts, [B, T, k].
+      weights: Of the experts that this device computes: its own, and what is lent to it.
+      plan: The choices sorted by device, and by expert on it; as many sizes a device as it computes experts.
+      expert: Number of each choice in that order; P times as many as a device computes for a choice that is dropped.
+      axes: Mesh axes of the devices.
+      room: Rows from one device to another; there must be enough.
+    """
     (*_, k), width, shares = expert.shape, x.shape[-1], num_shares(*axes)
     sizes = plan.sizes.reshape(shares, -1)
     ends = jnp.cumsum(sizes.sum(1))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxpar.fields import AtLeast, check_value
+from jaxpar.scan.varying import varying_as
 from jaxpar.types import UsageError
 
 __all__ = ["check_spill", "home_of", "least_loaded"]
@@ -47,7 +48,7 @@ def least_loaded(
     home, device = home_of(num_experts, shares), jnp.arange(shares, dtype=jnp.int32)
     counts = counts.astype(jnp.int32)
     plan = jnp.where(home[:, None] == device[None], counts[:, None], 0)
-    mean = -(-counts.sum() // shares)
+    mean = -(-counts.sum(dtype=jnp.int32) // shares)
     cap = _times(mean, alpha)
     order = jnp.argsort(-counts, stable=True)
 
@@ -63,11 +64,11 @@ def least_loaded(
         over = jnp.where((over < min_chunk) & (over < count), 0, over)
         room = jnp.where((free > 0) & (device != mine), cap - load, 0)
         moved = _fill(over, room, min_chunk)
-        change = moved - jnp.where(device == mine, moved.sum(), 0)
+        change = moved - jnp.where(device == mine, moved.sum(dtype=jnp.int32), 0)
         return step + 1, plan.at[expert].add(change), load + change, free - (moved > 0)
 
-    load = plan.sum(0)
-    free = jnp.full(shares, num_experts if slots is None else slots, jnp.int32)
+    load = plan.sum(0, dtype=jnp.int32)
+    free = varying_as(jnp.full(shares, num_experts if slots is None else slots, jnp.int32), counts)
     first = jnp.where(load.max() < _times(mean, tolerated), num_experts, 0)
     return jax.lax.while_loop(too_much, lend, (first, plan, load, free))[1]
 
@@ -80,7 +81,7 @@ def _fill(over: Array, room: Array, min_chunk: int) -> Array:
     """
     by = jnp.argsort(-room, stable=True)
     size = jnp.where(room > 0, jnp.maximum(room, min_chunk), 0)[by]
-    left = over - (jnp.cumsum(size) - size)  # before each device
+    left = over - (jnp.cumsum(size, dtype=jnp.int32) - size)  # before each device
     taken = jnp.where(left - size < min_chunk, left, size)  # a last chunk that would be too small goes with this one
     is_rest = (left < min_chunk) & (jnp.arange(len(by)) > 0)
     return jnp.zeros_like(room).at[by].set(jnp.where((size == 0) | (left <= 0) | is_rest, 0, taken))
