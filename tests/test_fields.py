@@ -78,7 +78,8 @@ def own_numbers(cls):
         parts = () if typing.get_origin(declared.type) is dict else typing.get_args(declared.type)
         types = [kind for kind in (declared.type, *parts) if kind in (int, float)]
         swept = declared.type is typing.Any and is_number(declared.default)
-        ranged = isinstance(declared.metadata.get("legal"), Between | Each)
+        legal = declared.metadata.get("legal")
+        ranged = isinstance(legal.legal if isinstance(legal, Each) else legal, Between)
         if declared.name in cls.__dict__.get("__annotations__", {}) and (types or swept or ranged):
             yield declared.name
 

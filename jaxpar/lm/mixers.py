@@ -21,8 +21,6 @@ from jaxpar.types import UsageError
 if TYPE_CHECKING:
     from jaxpar.lm.config import LMConfig
 
-__all__ = ["MIXERS", "check_mixers", "mixers_of"]
-
 OWN = {
     "qk_norm": "attention",
     "mixer_dim": "recurrent mixers and those with a matrix state",

@@ -103,6 +103,54 @@ def steps(name, dtype, documents):
         return results(name, dtype, starts=STARTS if documents else None, impl="sequential")
 
 
+def plain_exponentials(arrays, state, starts):
+    """The mLSTM's equations as they stand, which double precision can hold: no maximum, and n apart."""
+    (q, k, v, log_forget, log_input), (matrix, largest) = arrays, state
+    whole = matrix * jnp.exp(jnp.round(largest))[..., None, None]
+
+    def step(carry, now):
+        (c, n), (q, k, v, f, i, start) = carry, now
+        f = jnp.where(start[:, None], 0, jnp.exp(f))
+        c = f[..., None, None] * c + jnp.exp(i)[..., None, None] * k[..., None] * v[..., None, :]
+        n = f[..., None] * n + jnp.exp(i)[..., None] * k
+        below = jnp.maximum(jnp.abs((q * n).sum(-1)), 1)
+        return (c, n), jnp.einsum("bhk,bhkv->bhv", q, c) / below[..., None]
+
+    line = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (q, k, v, log_forget, log_input, jnp.asarray(starts)))
+    return jnp.swapaxes(jax.lax.scan(step, (whole[..., :-1], whole[..., -1]), line)[1], 0, 1)
+
+
+def test_exponential_gates_are_their_equations(x64):
+    arrays, (matrix, largest) = inputs_of("exponential")
+
+    def loss(arrays, matrix, plain):
+        if plain:
+            out = plain_exponentials(arrays, (matrix, largest), STARTS)
+        else:
+            out = run("exponential", arrays, (matrix, largest), starts=STARTS, chunk=16)[0]
+        return weigh(out, (), np.array([T, T]))
+
+    gradient = jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    assert_close(gradient(arrays, matrix, False), gradient(arrays, matrix, True), 1e-10)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "sequential"])
+def test_a_small_gate_behind_a_large_one_of_another_document(impl):
+    """In single precision neither overflows, nor does the one before spoil the one behind."""
+    (q, k, v, f, i), _ = jax.tree.map(lambda x: x.astype(jnp.float32), inputs_of("exponential", 12))
+    i = i.at[:, :6].set(80.0).at[:, 6:].set(-80.0)
+    starts = np.zeros((B, 12), bool)
+    starts[:, 6] = True
+
+    def loss(arrays):
+        return weigh(*run("exponential", arrays, None, starts=starts, chunk=16, impl=impl), np.array([12, 12]))
+
+    (_, (out, _)), grads = jit(jax.value_and_grad(loss, has_aux=True))((q, k, v, f, i))
+    alone = run("exponential", (q[:, 6:], k[:, 6:], v[:, 6:], f[:, 6:], i[:, 6:]), None, impl="sequential")[0]
+    assert_close(out[:, 6:], alone, TOLERANCE["float32"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
 @each_case
 @pytest.mark.parametrize(
     "chunk", [pytest.param(1, marks=pytest.mark.slow), 16, pytest.param(T, marks=pytest.mark.slow)]
