@@ -127,8 +127,8 @@ TABLE = {
     },
     Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE, "ladder_from": LEAST_0},
     LMConfig: {
-        "vocab_size max_seq_len num_layers embed_dim num_heads mlp_dim rope_original_len loss_chunk": COUNT,
-        "num_kv_heads head_dim mixer_dim ladder_from num_experts shared_experts": LEAST_0,
+        "vocab_size max_seq_len num_layers embed_dim num_heads rope_original_len loss_chunk mixer_chunk mixer_groups": COUNT,
+        "num_kv_heads head_dim mlp_dim mixer_dim mixer_key_dim ladder_from num_experts shared_experts": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,

@@ -149,15 +149,18 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     stream = tokens / num_shares(*inside) * config.embed_dim * narrow
     again = 2 if config.remat in ("names", "offload", "full", "blockwise") else 1  # the first half of a layer, anew
     stack = config.stack()
-    projections = stack.mixer.num_inputs + stack.mlp.num_inputs
-    add("sum", tensor, layers * (1 + again), stream, "out of the mixer and of the mlp")
+    branches, projections = stack.num_branches, stack.mixer.num_inputs
+    sums = layers  # a layer's last one is of what no gradient needs, and so is not made anew
+    if stack.mlp is not None:
+        projections, sums = projections + stack.mlp.num_inputs, layers * (1 + again)
+    add("sum", tensor, sums, stream, "out of the mixer and of the mlp")
     add("sum", tensor, layers * projections, stream, "into the projections, backward")
-    add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")
-    add("gather", apart, layers * 2, stream, "out of a branch, backward")
+    add("gather", apart, branches * times + 1, stream, "into a branch and into the loss")
+    add("gather", apart, branches, stream, "out of a branch, backward")
     add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
     add("gather", apart, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "into the embedding, backward")
     chunk = tokens / num_shares(*inside)
     parts = math.ceil(chunk / config.loss_chunk)
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
     add("sum", vocab, 1, stream, "features of the loss, backward")
-    return itertools.chain(stack.mixer.transfers(sizes), stack.mlp.transfers(sizes))
+    return itertools.chain(stack.mixer.transfers(sizes), stack.mlp.transfers(sizes) if stack.mlp else ())
