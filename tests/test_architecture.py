@@ -221,8 +221,8 @@ def test_files_and_functions_are_short():
 
 def test_the_language_model_stays_small():
     # Tokens, embedding, head, loss, data, distillation and files of others, of which Mixtral and Qwen3-MoE took a
-    # hundred lines; layers, attention and optimizers are not its own.
-    assert sum(file.num_lines for file in library() if file.part == "lm") < 3065
+    # hundred lines and Mamba-2 as many; layers, attention and optimizers are not its own.
+    assert sum(file.num_lines for file in library() if file.part == "lm") < 3215
 
 
 def shared(names):

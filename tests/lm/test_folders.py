@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import models, processors
 
 from jaxpar.decode import Generated
-from jaxpar.lm import LMConfig, Sampling, config_from_hf, from_hf, generate, to_hf
+from jaxpar.lm import LMConfig, Sampling, config_from_hf, from_hf, generate, num_params, to_hf
 from jaxpar.lm.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -208,6 +208,15 @@ def test_the_newer_spelling_is_read(folders, tmp_path):
     values["num_local_experts"] = values.pop("num_experts")
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert config_from_hf(tmp_path, dtype="float32") == CONFIGS["qwen3_moe"]
+
+
+def test_the_published_mamba2_has_its_size(tmp_path):
+    published = dict(  # state-spaces/mamba2-130m
+        architectures=["Mamba2ForCausalLM"], model_type="mamba2", vocab_size=50288, hidden_size=768, num_heads=24,
+        num_hidden_layers=24, state_size=128, n_groups=1, tie_word_embeddings=True, **MORE["mamba2"],
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert num_params(config_from_hf(tmp_path)) == 128_989_632  # as many as transformers' own module has
 
 
 def test_mamba2_is_read_as_transformers_reads_it(folders, tmp_path):
