@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.keys import (
+    ENDLESS,
     FLAG,
     IDS,
     LAYERS,
@@ -17,11 +18,13 @@ from jaxpar.lm.keys import (
     NOT_NEGATIVE,
     POSITIVE,
     RAISING,
+    RANK,
     SHARE,
     SIZE,
     TABLE,
     TEXT,
     Kind,
+    all_of,
     brief,
     check,
     literal,
@@ -39,7 +42,8 @@ class Place(NamedTuple):
 
     name: str  # of the tensor; in a layer, what follows the layer's prefix; with {} for the number of an expert
     layout: str  # the leaf's axes > the tensor's, commas between; "dhk>hk,d": Linear [out, in], out = h * K + k
-    third: int | None = None  # which third of the tensor's last axis, where three leaves are fused
+    part: int = 0  # which of the leaves that are fused in the tensor, one behind the other
+    along: int = -1  # the axis of the tensor along which they are
 
 
 class Architecture(NamedTuple):
@@ -128,7 +132,11 @@ def _needs_llama(c: LMConfig) -> dict[str, tuple]:
 
 
 def _needs_rms(c: LMConfig) -> dict[str, tuple]:
-    return PLAIN | {field: (value,) for field, value in LIKE_LLAMA.items()}
+    return _needs_attention(c) | {field: (value,) for field, value in LIKE_LLAMA.items()}
+
+
+def _needs_attention(c: LMConfig) -> dict[str, tuple]:
+    return PLAIN | {"mlp_dim": (max(1, c.mlp_dim),)}
 
 
 def _read_gpt2(values: dict) -> dict:
@@ -143,7 +151,7 @@ def _write_gpt2(c: LMConfig) -> dict:
 
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
-    kind = PLAIN | {"norm": ("layer",), "positions": ("learned",)}
+    kind = _needs_attention(c) | {"norm": ("layer",), "positions": ("learned",)}
     kind |= {"qk_norm": (False,), "bias": (True,), "activation": tuple(GELU.values())}
     return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
 
@@ -178,6 +186,29 @@ def _needs_qwen3(c: LMConfig) -> dict[str, tuple]:
 def _needs_router(c: LMConfig) -> dict[str, tuple]:
     del c
     return {"shared_experts": (0,), "router_scores": ("softmax",), "router_bias": (0.0,), "bias": (False,)}
+
+
+def _read_mamba2(values: dict) -> dict:
+    heads, size, width = values["num_heads"], values.get("head_dim", 64), values["hidden_size"]
+    if heads * size != values.get("expand", 2) * width:
+        raise UsageError(
+            f"num_heads={heads} heads of head_dim={size} are not expand={values.get('expand', 2)} times "
+            f"hidden_size={width} wide; legal is num_heads * head_dim = expand * hidden_size."
+        )
+    # That of attention, which there is none of, matters only where the default of LMConfig is no whole number.
+    unused = size if width % heads else 0
+    return {"mixer": "mamba2", "mixer_dim": heads * size, "mlp_dim": 0, "positions": "none", "head_dim": unused}
+
+
+def _write_mamba2(c: LMConfig) -> dict:
+    values = c.mixer_dim // c.num_heads
+    return {"head_dim": values, "state_size": c.mixer_key_dim or values, "expand": c.mixer_dim // c.embed_dim}
+
+
+def _needs_mamba2(c: LMConfig) -> dict[str, tuple]:
+    kind = {"mlp_dim": (0,), "residual": ("standard",), "norm": ("rms",), "positions": ("none", "rope")}
+    width = max(1, c.mixer_dim // c.embed_dim) * c.embed_dim
+    return kind | {"num_experts": (0,), "bias": (False,), "mixer_dim": (width,)}
 
 
 LLAMA = Architecture(
@@ -274,12 +305,49 @@ QWEN3_MOE = Architecture(
     read=_read_qwen3, write=_write_qwen3, needs=_needs_qwen3,
 )  # fmt: skip
 
-KINDS = LLAMA, GPT2, MIXTRAL, QWEN3_MOE
+MAMBA2 = Architecture(
+    "Mamba2ForCausalLM", "mamba2", "backbone.layers.{}.", r"^$",
+    rows={
+        "embedding": Place("backbone.embeddings.weight", "vd>v,d"), "head": Place("lm_head.weight", "vd>v,d"),
+        "final_norm.scale": Place("backbone.norm_f.weight", "d>d"),
+        "layers.attn_norm.scale": Place("norm.weight", "d>d"),
+        "layers.mixer.w_z": Place("mixer.in_proj.weight", "dhv>hv,d", 0, 0),
+        "layers.mixer.w_x": Place("mixer.in_proj.weight", "dhv>hv,d", 1, 0),
+        "layers.mixer.w_b": Place("mixer.in_proj.weight", "dgn>gn,d", 2, 0),
+        "layers.mixer.w_c": Place("mixer.in_proj.weight", "dgn>gn,d", 3, 0),
+        "layers.mixer.w_dt": Place("mixer.in_proj.weight", "dh>h,d", 4, 0),
+        "layers.mixer.conv_x": Place("mixer.conv1d.weight", "whv>hv,,w", 0, 0),
+        "layers.mixer.conv_b": Place("mixer.conv1d.weight", "wgn>gn,,w", 1, 0),
+        "layers.mixer.conv_c": Place("mixer.conv1d.weight", "wgn>gn,,w", 2, 0),
+        "layers.mixer.bias_x": Place("mixer.conv1d.bias", "hv>hv", 0),
+        "layers.mixer.bias_b": Place("mixer.conv1d.bias", "gn>gn", 1),
+        "layers.mixer.bias_c": Place("mixer.conv1d.bias", "gn>gn", 2),
+        "layers.mixer.b_dt": Place("mixer.dt_bias", "h>h"), "layers.mixer.a_log": Place("mixer.A_log", "h>h"),
+        "layers.mixer.d_skip": Place("mixer.D", "h>h"), "layers.mixer.norm_scale": Place("mixer.norm.weight", "hv>hv"),
+        "layers.mixer.w_out": Place("mixer.out_proj.weight", "hvd>d,hv"),
+    },
+    fields={
+        "vocab_size": ("vocab_size", SIZE), "num_layers": ("num_hidden_layers", LAYERS),
+        "embed_dim": ("hidden_size", SIZE), "num_heads": ("num_heads", SIZE),
+        "mixer_key_dim": ("state_size", SIZE, 128), "mixer_groups": ("n_groups", SIZE, 8),
+        "norm_eps": ("layer_norm_epsilon", NOT_NEGATIVE, 1e-5), "tied": ("tie_word_embeddings", FLAG, False),
+        "init_std": ("initializer_range", NOT_NEGATIVE, 0.1),
+    },
+    others={
+        "head_dim": SIZE, "expand": SIZE, "time_step_limit": ENDLESS, "layer_types": all_of("linear_attention"),
+        # Of how training starts, of chunks, of rounding, and one that transformers no longer reads.
+        "time_step_rank": RANK, "time_step_min": POSITIVE, "time_step_max": POSITIVE, "time_step_floor": POSITIVE,
+        "rescale_prenorm_residual": FLAG, "chunk_size": SIZE, "residual_in_fp32": FLAG, "norm_before_gate": FLAG,
+    },
+    fixed={"hidden_act": "silu", "rms_norm": True, "use_bias": False, "use_conv_bias": True, "conv_kernel": 4},
+    read=_read_mamba2, write=_write_mamba2, needs=_needs_mamba2,
+)  # fmt: skip
+
+KINDS = LLAMA, GPT2, MIXTRAL, QWEN3_MOE, MAMBA2
 SPELLINGS = {"qwen3_moe": {"num_local_experts": "num_experts"}}  # of transformers 5
-FULL = "full_attention"
 COMMON = {
     "bos_token_id": IDS, "eos_token_id": IDS, "use_sliding_window": literal(False), "pruned_heads": literal({}),
-    "layer_types": Kind(f"a list of {FULL!r}", lambda x: isinstance(x, list) and all(item == FULL for item in x)),
+    "layer_types": all_of("full_attention"),
 }  # fmt: skip
 """Keys of all architectures."""
 
@@ -310,7 +378,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     for newer, key in SPELLINGS.get(arch.model_type, {}).items():
         if newer in values and (there := values.pop(newer)) != values.setdefault(key, there):
             raise UsageError(f"{path} has {key}={brief(values[key])} and {newer}={brief(there)}; legal is one value.")
-    known = {key: kind for key, kind, *_ in arch.fields.values()} | arch.others | COMMON
+    known = COMMON | {key: kind for key, kind, *_ in arch.fields.values()} | arch.others
     refuse_unknown(path, values, known | {key: literal(value) for key, value in arch.fixed.items()})
     if absent := [key for key, _, *default in arch.fields.values() if not default and key not in values]:
         raise UsageError(f"{path} lacks {', '.join(absent)}.")
@@ -321,7 +389,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
 def architecture_of(config: LMConfig) -> Architecture:
     """Returns the architecture that expresses `config`, or says which fields stand in the way."""
     reasons = []
-    for arch in (arch for arch in KINDS if ("layers.w_router" in arch.rows) == bool(config.num_experts)):
+    for arch in (arch for arch in KINDS if _is_alike(arch, config)):
         wrong = {field: legal for field, legal in arch.needs(config).items() if getattr(config, field) not in legal}
         if not wrong:
             return arch
@@ -329,6 +397,13 @@ def architecture_of(config: LMConfig) -> Architecture:
         reasons.append((wrong, f"{arch.name} needs {' and '.join(parts)}"))
     fields = " ".join(f"{field}={getattr(config, field)}" for field in dict.fromkeys(f for w, _ in reasons for f in w))
     raise UsageError(f"no folder can hold a model with {fields}: {'; '.join(text for _, text in reasons)}.")
+
+
+def _is_alike(arch: Architecture, config: LMConfig) -> bool:
+    """Whether an architecture is worth a word on why it does not express `config`."""
+    if config.mixer == "mamba2":
+        return "layers.mixer.w_x" in arch.rows
+    return "layers.wq" in arch.rows and ("layers.w_router" in arch.rows) == bool(config.num_experts)
 
 
 def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, object]:

@@ -47,18 +47,19 @@ class LMConfig:
       num_kv_heads: G, key and value heads: H for multi-head, 1 for multi-query, between for grouped-query
         attention; 0 means H.
       head_dim: K; 0 means D / H.
-      mlp_dim: F.
+      mlp_dim: F; 0 for no mlp, and no norm before it: layers are x + mixer(norm(x)) alone, as Mamba-2's.
       mixer: What mixes the tokens of a block: "attention", a recurrent cell of `jaxpar.nn`, or another of
         `jaxpar.nn.mixers`, a row of `jaxpar.lm.mixers.MIXERS`.
       mixer_dim: Units of a recurrent layer; 0 means as many as make it as large as attention would be. The dense ones,
         aaren and those with a matrix state have them in `num_heads` heads.
       mixer_key_dim: K, rows of a head's matrix state; 0 leaves that to the mixer.
+      mixer_groups: Of heads that share keys and queries, in mamba2.
       mixer_chunk: Tokens whose pairs a mixer with a matrix state multiplies, a power of two.
       mixer_window: Tokens that a mixer holds or takes at once: theta of lmu, W of block_recurrent, windowed and tcnca.
       mixer_states: What it keeps of what came before: d numbers a head of lmu, S states of block_recurrent.
       norm: "rms" or "layer".
-      norm_eps: Added to the variance.
-      positions: "rope" or "learned".
+      norm_eps: Added to the variance, in the layers' norms and in that within mamba2.
+      positions: "rope", "learned" or "none"; mixers other than attention apply no rope, and retention one of its own.
       rope_theta: Base of the rotary wavelengths.
       rope_factor: Llama 3's scaling of long wavelengths; 1 switches it off (`jaxpar.nn.position.Rope`).
       rope_low_freq_factor: Wavelengths over `rope_original_len / this` are divided in full.
@@ -67,8 +68,8 @@ class LMConfig:
       activation: "swiglu" (gated), "gelu" (tanh form, GPT-2's) or "gelu_exact" (erf form).
       bias: Whether projections and LayerNorms have biases.
       tied: Whether the embedding is the output head too.
-      dropout: Rate on embeddings, attention weights and both residual branches, while training.
-      init_std: Standard deviation of weights at the start; residual projections use it / sqrt(2 L).
+      dropout: Rate on embeddings, attention weights and the residual branches, while training.
+      init_std: Standard deviation of weights at the start; of B branches, their last projections use it / sqrt(B).
       dtype: Of activations and of weights where they are multiplied. Master weights, norms, softmax and
         losses are float32 at least.
       remat: What the backward pass recomputes, from nothing to layers: "none", "dots", "names", "offload", "full",
@@ -110,16 +111,17 @@ class LMConfig:
     num_heads: int = field(4, AtLeast(1))
     num_kv_heads: int = field(0, AtLeast(0))
     head_dim: int = field(0, AtLeast(0))
-    mlp_dim: int = field(384, AtLeast(1))
+    mlp_dim: int = field(384, AtLeast(0))
     mixer: str = _later("attention", OneOf(tuple(MIXERS)))
     mixer_dim: int = _later(0, AtLeast(0))
     mixer_key_dim: int = _later(0, AtLeast(0))
+    mixer_groups: int = _later(1, AtLeast(1))
     mixer_chunk: int = _execution(64, AtLeast(1))
     mixer_window: int = _later(128, AtLeast(1))
     mixer_states: int = _later(32, AtLeast(1))
     norm: str = field("rms", OneOf(("rms", "layer")))
     norm_eps: float = field(1e-5, Positive())
-    positions: str = field("rope", OneOf(("rope", "learned")))
+    positions: str = field("rope", OneOf(("rope", "learned", "none")))
     rope_theta: float = field(10000.0, Positive())
     rope_factor: float = field(1.0, AtLeast(1))
     rope_low_freq_factor: float = field(1.0, Positive())
@@ -200,7 +202,7 @@ class LMConfig:
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
             mixer=mixers_of(self),
-            mlp=_experts(self) if self.num_experts else Mlp(self.mlp_dim, self.activation, self.bias),
+            mlp=_mlp(self),
             norm=Norm(self.norm, self.norm_eps, self.bias),
             dropout=self.dropout,
             init_std=self.init_std,
@@ -212,6 +214,12 @@ class LMConfig:
             ladder_from=self.ladder_from,
             weights=self.weights,
         )
+
+
+def _mlp(config: LMConfig) -> Mlp | Experts | None:
+    if config.num_experts:
+        return _experts(config)
+    return Mlp(config.mlp_dim, config.activation, config.bias) if config.mlp_dim else None
 
 
 def _experts(config: LMConfig) -> Experts:
@@ -229,6 +237,8 @@ def _check_experts(config: LMConfig) -> None:
     ]
     if changed and not config.num_experts:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
+    if config.num_experts and not config.mlp_dim:
+        raise UsageError(f"model.num_experts={config.num_experts} are mlps, but model.mlp_dim=0; give one over 0.")
     if config.num_experts and (config.bias or config.remat == "blockwise"):
         raise UsageError("experts have neither model.bias=true nor model.remat=blockwise; take false, or remat=full.")
 

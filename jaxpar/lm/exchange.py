@@ -35,7 +35,7 @@ HEAD = "lm_head.weight"
 def from_hf(
     folder: str | Path, *, dtype: str = "bfloat16", param_dtype: DTypeLike = jnp.float32
 ) -> tuple[LMConfig, PyTree]:
-    """Reads a folder of `config.json` and safetensors, whole or in shards: a Llama, GPT-2, Mixtral or Qwen3-MoE.
+    """Reads a folder of `config.json` and safetensors, whole or in shards, of one of `architectures.KINDS`.
 
     Under `jaxpar.mesh.use_mesh` every device's slice is read from the files and placed at once; a process holds at most
     its own slices of one leaf besides. Without a mesh the leaves are ordinary arrays.
@@ -55,7 +55,7 @@ def from_hf(
     folder, param_dtype = Path(folder), jnp.empty((), param_dtype).dtype
     arch, config = read_config(folder, dtype)
     with ExitStack() as stack:
-        tensors = _find_tensors(folder, arch, config, stack)
+        tensors, shifts = _find_tensors(folder, arch, config, stack), _shifts(arch, config)
 
         def load(path, leaf, sharding=None):
             blocks = {}
@@ -64,8 +64,9 @@ def from_hf(
                 bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True))
                 # Once for all devices that hold the same.
                 if bounds not in blocks:
-                    blocks[bounds] = _read(tensors, arch, _dotted(path), leaf, bounds)
-                    if config.tied and HEAD in tensors and _dotted(path) == "embedding":
+                    name = _dotted(path)
+                    blocks[bounds] = _read(tensors, arch, name, leaf, bounds, shifts[name])
+                    if config.tied and HEAD in tensors and name == "embedding":
                         _check_tied(tensors, arch, blocks[bounds], leaf.shape, bounds)
                 return blocks[bounds]
 
@@ -169,24 +170,42 @@ def _tensors(arch: Architecture, config: LMConfig) -> dict[str, tuple[tuple[int,
     """Returns the shape of every tensor of the files, and the leaves, layers and experts that it is made of."""
     tensors = {}
     for name, leaf in _flat(abstract(config)).items():
-        ours, theirs = arch.rows[name].layout.split(">")
-        rest = len(leaf.shape) - len(ours)
-        sizes = dict(zip(ours, leaf.shape[rest:], strict=True))
-        shape = [math.prod(sizes[axis] for axis in group) for group in theirs.split(",")]
-        shape[-1] *= 1 if arch.rows[name].third is None else 3
+        row = arch.rows[name]
+        rest, own = len(leaf.shape) - len(row.layout.split(">")[0]), _shape(row, leaf.shape)
         for at in itertools.product(*map(range, leaf.shape[:rest])):
-            tensors.setdefault(_name(arch, name, at), (tuple(shape), []))[1].append((name, at))
-    return tensors
+            shape, parts = tensors.setdefault(_name(arch, name, at), (list(own), []))
+            shape[row.along] += own[row.along] if parts else 0
+            parts.append((name, at))
+    return {name: (tuple(shape), parts) for name, (shape, parts) in tensors.items()}
 
 
-def _read(tensors: dict, arch: Architecture, name: str, leaf: jax.ShapeDtypeStruct, bounds: tuple) -> np.ndarray:
+def _shape(row: Place, shape: tuple[int, ...]) -> list[int]:
+    """Returns a leaf's shape in the files, of one layer and expert."""
+    ours, theirs = row.layout.split(">")
+    sizes = dict(zip(ours, shape[len(shape) - len(ours) :], strict=True))
+    return [math.prod(sizes[axis] for axis in group) for group in theirs.split(",")]
+
+
+def _shifts(arch: Architecture, config: LMConfig) -> dict[str, int]:
+    """Returns where each leaf begins in its tensor, along the axis along which leaves are fused."""
+    shifts, ends = {}, {}
+    for name, leaf in sorted(_flat(abstract(config)).items(), key=lambda item: arch.rows[item[0]].part):
+        row = arch.rows[name]
+        shifts[name] = ends.get(row.name, 0)
+        ends[row.name] = shifts[name] + _shape(row, leaf.shape)[row.along]
+    return shifts
+
+
+def _read(
+    tensors: dict, arch: Architecture, name: str, leaf: jax.ShapeDtypeStruct, bounds: tuple, shift: int
+) -> np.ndarray:
     """Reads one block of a leaf, a tensor at a time, and refuses numbers that are none."""
     row, out = arch.rows[name], np.empty([stop - start for start, stop in bounds], leaf.dtype)
     rest = len(leaf.shape) - len(row.layout.split(">")[0])
     for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
         tensor, part = _name(arch, name, at), out[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
         with np.errstate(over="ignore"):  # it is told below
-            part[...] = _cut(tensors[tensor], row, leaf.shape[rest:], bounds[rest:])
+            part[...] = _cut(tensors[tensor], row, leaf.shape[rest:], bounds[rest:], shift)
         if not np.isfinite(part).all():
             raise UsageError(f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}.")
     return out
@@ -194,7 +213,7 @@ def _read(tensors: dict, arch: Architecture, name: str, leaf: jax.ShapeDtypeStru
 
 def _check_tied(tensors: dict, arch: Architecture, block: np.ndarray, shape: tuple, bounds: tuple) -> None:
     """Refuses a head that is not the embedding, of which `block` was read, where the config ties them."""
-    head = _cut(tensors[HEAD], arch.rows["embedding"], shape, bounds)
+    head = _cut(tensors[HEAD], arch.rows["embedding"], shape, bounds, 0)
     if not np.array_equal(head.astype(block.dtype), block):
         raise UsageError(
             f"tensor {HEAD} differs from {arch.rows['embedding'].name}, to which tie_word_embeddings=true ties it; "
@@ -202,18 +221,23 @@ def _check_tied(tensors: dict, arch: Architecture, block: np.ndarray, shape: tup
         )
 
 
-def _cut(tensor: _Tensor, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Reads a leaf's `bounds` out of a tensor of the files, of one layer and expert, in its order."""
+def _cut(
+    tensor: _Tensor, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], shift: int
+) -> np.ndarray:
+    """Reads a leaf's `bounds` out of a tensor of the files, where it begins at `shift`, of one layer and expert."""
     ours, theirs = row.layout.split(">")
     sizes, ranges = dict(zip(ours, shape, strict=True)), dict(zip(ours, bounds, strict=True))
     groups = theirs.split(",")
     cuts, lengths, inner = [], [], []
-    for group in groups:
+    for number, group in enumerate(groups):
+        if not group:  # an axis of one
+            cuts.append(slice(0, 1))
+            continue
         first, rest = group[0], group[1:]
         stride = math.prod(sizes[axis] for axis in rest)
-        shift = (row.third or 0) * sizes[first] if group == groups[-1] else 0
         start, stop = ranges[first]
-        cuts.append(slice((shift + start) * stride, (shift + stop) * stride))
+        begin = shift if number == row.along % len(groups) else 0
+        cuts.append(slice(begin + start * stride, begin + stop * stride))
         lengths += [stop - start, *(sizes[axis] for axis in rest)]
         inner += [slice(None), *(slice(*ranges[axis]) for axis in rest)]
     block = tensor[tuple(cuts)].reshape(lengths)[tuple(inner)]
@@ -226,16 +250,16 @@ _pick = jax.jit(lambda leaf, at: leaf[at])
 
 def _gather(arch: Architecture, flat: dict, parts: list[tuple[str, tuple]], dtype: str) -> np.ndarray:
     """Brings the leaves of one tensor to every host, and lays them out as the file has them."""
-    blocks = []
-    for name, at in sorted(parts, key=lambda part: arch.rows[part[0]].third or 0):
+    blocks, along = [], arch.rows[parts[0][0]].along
+    for name, at in sorted(parts, key=lambda part: arch.rows[part[0]].part):
         x = _pick(flat[name], at) if at else flat[name]
         x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
         x = np.asarray(x).astype(dtype)
         ours, theirs = arch.rows[name].layout.split(">")
-        shape = [math.prod(x.shape[ours.index(axis)] for axis in group) for group in theirs.split(",")]
+        shape = _shape(arch.rows[name], x.shape)
         blocks.append(x.transpose([ours.index(axis) for axis in theirs.replace(",", "")]).reshape(shape))
     # safetensors writes the memory of a strided array in its own order, without an error.
-    return np.ascontiguousarray(np.concatenate(blocks, axis=-1))
+    return np.ascontiguousarray(np.concatenate(blocks, axis=along))
 
 
 def _files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """What the JSON files of a Hugging Face folder may hold: read, judged key by key, refused by name."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,12 @@ FLAG = Kind("true or false", lambda x: type(x) is bool)
 TEXT = Kind("a string", lambda x: isinstance(x, str))
 TABLE = Kind("an object", lambda x: isinstance(x, dict))
 NAMES = Kind("a list of strings", lambda x: isinstance(x, list) and all(isinstance(item, str) for item in x))
+ENDLESS = Kind(
+    "[0, Infinity]",
+    lambda x: isinstance(x, list) and len(x) == 2 and _finite(x[0]) and x[0] == 0 and x[1] in (math.inf, INFINITY),
+)
+INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
+RANK = Kind("a whole number of at least 1, or 'auto'", lambda x: x == "auto" or _whole(x, 1, 2**31 - 1))
 IDS = Kind(
     "a token's number or a list of them", lambda x: _id(x) or isinstance(x, list) and bool(x) and all(map(_id, x))
 )
@@ -48,6 +55,11 @@ IDS = Kind(
 def literal(*values: object) -> Kind:
     """Returns the kind that holds these values, and no others that Python takes for equal."""
     return Kind(" or ".join(map(repr, values)), lambda x: any(type(x) is type(v) and x == v for v in values))
+
+
+def all_of(value: str) -> Kind:
+    """Returns the kind that holds lists of nothing but this string."""
+    return Kind(f"a list of {value!r}", lambda x: isinstance(x, list) and all(item == value for item in x))
 
 
 # Keys that change no number that a model computes: where it comes from, how transformers runs, trains or samples it,

@@ -11,6 +11,7 @@ from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.lmu import Lmu, equal_units
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
+from jaxpar.nn.mixers.ssd import Mamba2
 from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
@@ -25,6 +26,7 @@ OWN = {
     "qk_norm": "attention",
     "mixer_dim": "recurrent mixers and those with a matrix state",
     "mixer_key_dim": "mixers with a matrix state",
+    "mixer_groups": "mamba2",
     "mixer_window": "lmu, block_recurrent, windowed and tcnca",
     "mixer_states": "lmu and block_recurrent",
 }
@@ -79,6 +81,8 @@ def _check_one(config: "LMConfig", name: str) -> None:
         )
     if name in WINDOWED and config.num_kv_heads != config.num_heads:
         raise UsageError(f"model.mixer={name} has a key head for each of its heads; take model.num_kv_heads=0.")
+    if name == "mamba2" and config.num_heads % config.mixer_groups:
+        raise UsageError(f"model.mixer_groups={config.mixer_groups} must divide model.num_heads={config.num_heads}.")
     unit = 4 * config.num_heads
     if name in LAYERS and config.mixer_dim % unit:
         nearest = max(unit, round(config.mixer_dim / unit) * unit)
@@ -125,6 +129,13 @@ def _matrix_state(config: "LMConfig", name: str, units: int) -> MatrixState:
     return MatrixState(layer_of(name, units, config.num_heads, config.mixer_key_dim), config.mixer_chunk)
 
 
+def _mamba2(config: "LMConfig", name: str, units: int) -> MatrixState:
+    del name
+    values = units // config.num_heads
+    sizes = config.num_heads, config.mixer_key_dim or values, values
+    return MatrixState(Mamba2(*sizes, config.mixer_groups, eps=config.norm_eps), config.mixer_chunk)
+
+
 def _lmu(config: "LMConfig", name: str, units: int) -> Lmu:
     sizes = units, config.num_heads, config.mixer_states, float(config.mixer_window)
     return Lmu(*sizes, spiking=name == "spiking_lmu")
@@ -168,6 +179,7 @@ MIXERS: dict[str, Row] = {
     **dict.fromkeys(CELLS, Row(_recurrent, _equal_cells, ("mixer_dim",))),
     "hgrn": Row(_hgrn, _equal_hgrn, ("mixer_dim",)),
     **dict.fromkeys(LAYERS, Row(_matrix_state, _equal_layers, ("mixer_dim", "mixer_key_dim"))),
+    "mamba2": Row(_mamba2, _equal_layers, ("mixer_dim", "mixer_key_dim", "mixer_groups")),
     **dict.fromkeys(("lmu", "spiking_lmu"), Row(_lmu, _equal_lmus, ("mixer_dim", "mixer_window", "mixer_states"))),
     **dict.fromkeys(
         ("block_recurrent", "block_recurrent_lstm"), Row(_windowed, None, ("mixer_window", "mixer_states"))

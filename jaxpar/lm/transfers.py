@@ -154,17 +154,20 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     stream = tokens / num_shares(*inside) * config.embed_dim * narrow
     again = 2 if config.remat in ("names", "offload", "full", "blockwise") else 1  # the first half of a layer, anew
     stack = config.stack()
-    turns = layers // stack.period
-    projections = turns * sum(mixer.num_inputs for mixer in stack.mixers) + layers * stack.mlp.num_inputs
+    turns, branches = layers // stack.period, stack.num_branches
+    projections = turns * sum(mixer.num_inputs for mixer in stack.mixers)
+    sums = layers  # a layer's last one is of what no gradient needs, and so is not made anew
+    if stack.mlp is not None:
+        projections, sums = projections + layers * stack.mlp.num_inputs, layers * (1 + again)
     out = stream
     if config.weights == "ternary":  # sums of integers, which only wide numbers hold
         out = stream / narrow * wide
         count = layers * 2 * (2 * (1 + times) + 1)
         add("sum", tensor, count, tokens / num_shares(*inside) * wide, "scales out of the mixer and of the mlp")
-    add("sum", tensor, layers * (1 + again), out, "out of the mixer and of the mlp")
+    add("sum", tensor, sums, out, "out of the mixer and of the mlp")
     add("sum", tensor, projections, stream, "into the projections, backward")
-    add("gather", apart, layers * 2 * times + 1, stream, "into a branch and into the loss")
-    add("gather", apart, layers * 2, stream, "out of a branch, backward")
+    add("gather", apart, branches * times + 1, stream, "into a branch and into the loss")
+    add("gather", apart, branches, stream, "out of a branch, backward")
     add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
     add("gather", apart, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "into the embedding, backward")
     chunk = tokens / num_shares(*inside)
@@ -172,4 +175,4 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
     add("sum", vocab, 1, stream, "features of the loss, backward")
     mixing = (mixer.transfers(sizes._replace(layers=turns)) for mixer in stack.mixers)
-    return itertools.chain(*mixing, stack.mlp.transfers(sizes))
+    return itertools.chain(*mixing, stack.mlp.transfers(sizes) if stack.mlp else ())

@@ -1,4 +1,4 @@
-"""One pre-norm layer: x + mixer(norm(x)), then x + mlp(norm(x)); or each branch beside the sum of the one before."""
+"""One pre-norm layer: x + mixer(norm(x)), then x + mlp(norm(x)), if any; or a branch beside the sum before it."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,7 +48,7 @@ def dropout(x: jax.Array, rate: float, key: PRNGKey | None) -> jax.Array:
 
 def block(
     mixer: Mixer,
-    mlp: FeedForward,
+    mlp: FeedForward | None,
     norm: Norm,
     layer: dict[str, PyTree],
     x: Kind,
@@ -62,7 +62,7 @@ def block(
 
     Args:
       mixer: What mixes the tokens.
-      mlp: What looks at each alone.
+      mlp: What looks at each alone; None for no second branch, and no norm before it.
       norm: Before each of the two.
       layer: This layer's parameters.
       x: Residual stream.
@@ -73,7 +73,7 @@ def block(
         array.
 
     Returns:
-      The residual stream, of the kind of `x`, the new cache (None without one), and what both branches told.
+      The residual stream, of the kind of `x`, the new cache (None without one), and what the branches told.
     """
     rules = context.rules
     keys = (None,) * 4 if context.key is None else tuple(jax.random.split(context.key, 4))
@@ -97,7 +97,8 @@ def block(
     h = enter(norm.apply(layer["attn_norm"], read(stream)))
     out, cache, aux = mixer.apply(layer, h, cache, context._replace(key=keys[0] if rate else None))
     stream = add(stream, dropout(leave(out), rate, keys[1]))
-    h = enter(norm.apply(layer["mlp_norm"], read(stream)))
-    out, told = mlp.apply(layer, h, context._replace(key=keys[3]))
-    stream = add(stream, dropout(leave(out), rate, keys[2]))
-    return checkpoint_name(stream, "residual"), cache, both(aux, told)
+    if mlp is not None:
+        h = enter(norm.apply(layer["mlp_norm"], read(stream)))
+        out, told = mlp.apply(layer, h, context._replace(key=keys[3]))
+        stream, aux = add(stream, dropout(leave(out), rate, keys[2])), both(aux, told)
+    return checkpoint_name(stream, "residual"), cache, aux

@@ -35,17 +35,17 @@ WEIGHTS = ("full", "ternary")
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Pre-norm layers of a mixer and an mlp, and a last norm; static and hashable.
+    """Pre-norm layers of a mixer and maybe an mlp, and a last norm; static and hashable.
 
     Attributes:
       num_layers: L.
       embed_dim: D, width of the residual stream.
       mixer: What mixes the tokens of a block, a `jaxpar.nn.mixer.Mixer`; or p of them, where p divides L: layer l then
         has mixer l mod p (a hybrid).
-      mlp: What looks at each token alone, a `jaxpar.nn.mixer.FeedForward`.
+      mlp: What looks at each token alone, a `jaxpar.nn.mixer.FeedForward`; None for layers of a mixer alone.
       norm: Of each branch's input, and of the result.
-      dropout: Rate on both branches, while training.
-      init_std: Standard deviation of weights at the start; those out of a branch use it / sqrt(2 L).
+      dropout: Rate on all branches, while training.
+      init_std: Standard deviation of weights at the start; of B branches, those out of one use it / sqrt(B).
       dtype: Of activations, and of weights where they are multiplied.
       remat: What the backward pass recomputes: "none" saves every matmul input, "dots" saves matmul outputs, "names"
         saves five named activations a layer, "offload" keeps those in host memory, "full" saves layer inputs, and
@@ -63,7 +63,7 @@ class Stack:
     num_layers: int = field(legal=AtLeast(1))
     embed_dim: int = field(legal=AtLeast(1))
     mixer: Mixer | tuple[Mixer, ...] = field()
-    mlp: FeedForward = field()
+    mlp: FeedForward | None = field()
     norm: Norm = Norm()
     dropout: float = field(0.0, Between(0, 1, "[)"))
     init_std: float = field(0.02, Positive())
@@ -103,13 +103,20 @@ class Stack:
         """p, after how many layers the mixers repeat."""
         return len(self.mixers)
 
+    @property
+    def num_branches(self) -> int:
+        """Of all layers: two each, or one without an mlp."""
+        return self.num_layers * (1 if self.mlp is None else 2)
+
     def _layer_leaves(self, mixer: Mixer) -> dict[str, PyTree]:
         """Declares one layer's parameters."""
-        out_std = self.init_std / math.sqrt(2 * self.num_layers)
+        out_std, mlp = self.init_std / math.sqrt(self.num_branches), {}
+        if self.mlp is not None:
+            mlp = {"mlp_norm": self.norm.leaves(self.embed_dim)}
+            mlp |= self.mlp.leaves(self.embed_dim, self.init_std, out_std)
         return {
             "attn_norm": self.norm.leaves(self.embed_dim),
-            "mlp_norm": self.norm.leaves(self.embed_dim),
-            **self.mlp.leaves(self.embed_dim, self.init_std, out_std),
+            **mlp,
             **mixer.leaves(self.embed_dim, self.init_std, out_std),
         }
 

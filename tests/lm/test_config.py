@@ -12,7 +12,7 @@ from jaxpar.types import UsageError
     ("changes", "sentence"),
     [
         (dict(norm="batch"), "model.norm='batch' is unknown; legal are rms, layer."),
-        (dict(positions="alibi"), "model.positions='alibi' is unknown; legal are rope, learned."),
+        (dict(positions="alibi"), "model.positions='alibi' is unknown; legal are rope, learned, none."),
         (dict(activation="relu"), "model.activation='relu' is unknown; legal are swiglu, gelu, gelu_exact."),
         (dict(dtype="int8"), "model.dtype='int8' is unknown; legal are bfloat16, float16, float32, float64."),
         (dict(remat="some"), "model.remat='some' is unknown; legal are none, dots, names, full, offload, blockwise."),
@@ -35,6 +35,12 @@ from jaxpar.types import UsageError
         (dict(residual="steps"), "model.residual='steps' is unknown; legal are standard, ladder."),
         (dict(ladder_from=2), "ladder_from=2 needs residual=ladder, not standard."),
         (dict(residual="ladder", ladder_from=4), "ladder_from=4 must be under num_layers=4."),
+        (dict(mlp_dim=-1), "model.mlp_dim=-1 must be at least 0."),
+        (dict(mlp_dim=0, num_experts=2), "model.num_experts=2 are mlps, but model.mlp_dim=0; give one over 0."),
+        (dict(mlp_dim=0, shared_experts=1), "model.shared_experts=1 is of experts; give model.num_experts too."),
+        (dict(mixer_groups=2), "model.mixer_groups=2 is of model.mixer=mamba2, not of attention; take 1."),
+        (dict(mixer="gla", mixer_groups=2), "model.mixer_groups=2 is of model.mixer=mamba2, not of gla; take 1."),
+        (dict(mixer="mamba2", mixer_groups=3), "model.mixer_groups=3 must divide model.num_heads=4."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -47,7 +53,7 @@ def test_refusals(changes, sentence):
 def test_derived_sizes():
     config = LMConfig(embed_dim=64, num_heads=8)
     assert (config.num_kv_heads, config.head_dim) == (8, 8)
-    assert LMConfig(positions="learned", head_dim=7).head_dim == 7
+    assert LMConfig(positions="learned", head_dim=7).head_dim == LMConfig(positions="none", head_dim=7).head_dim == 7
 
 
 def test_a_config_is_static():
@@ -75,4 +81,7 @@ def test_identity_leaves_out_how_a_model_is_computed():
     experts = {"num_experts", "experts_per_token", "capacity", "capacity_group", "router_scores"}
     windows = {"mixer_window", "mixer_states", "mixer_key_dim", "weights", "mixers"}
     experts |= {"balance_loss", "router_z_loss", "router_bias", "shared_experts"}
-    assert later == {"mixer", "mixer_dim", "residual", "ladder_from", "z_loss", "qk_norm"} | experts | windows
+    assert (
+        later
+        == {"mixer", "mixer_dim", "residual", "ladder_from", "z_loss", "qk_norm", "mixer_groups"} | experts | windows
+    )

@@ -37,6 +37,10 @@ CONFIGS = {
     "qwen3_moe": LMConfig(
         **SIZES, num_kv_heads=2, head_dim=4, num_experts=4, experts_per_token=3, qk_norm=True, tied=True,
     ),
+    "mamba2": LMConfig(
+        **SIZES | dict(max_seq_len=1024, mlp_dim=0), mixer="mamba2", mixer_dim=16, mixer_key_dim=3, mixer_groups=2,
+        positions="none", norm_eps=1e-2, init_std=0.1,
+    ),
     "qwen3_moe_one": LMConfig(**SIZES, num_experts=2, experts_per_token=1, qk_norm=True, norm_eps=1e-6),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 20))
@@ -130,8 +134,8 @@ def check_files(folder, index, limit):
 def test_on_a_mesh_each_device_reads_its_slices_only(config, folder, mesh, changes, tmp_path, monkeypatch):
     cut, read_shapes = exchange._cut, {}
 
-    def record(tensor, row, shape, bounds):
-        block = cut(tensor, row, shape, bounds)
+    def record(tensor, row, *place):
+        block = cut(tensor, row, *place)
         read_shapes.setdefault(row, []).append(block.shape)
         return block
 
@@ -295,6 +299,13 @@ INEXPRESSIBLE = [
         "GPT2LMHeadModel needs model.activation=gelu or gelu_exact.",
     ),
     (CONFIGS["llama3"], dict(embed_dim=10), "embed_dim=10", "LlamaForCausalLM needs model.embed_dim=8;"),
+    (CONFIGS["llama"], dict(mlp_dim=0), "mlp_dim=0", "LlamaForCausalLM needs model.mlp_dim=1;"),
+    (CONFIGS["llama"], dict(positions="none"), "positions=none", "LlamaForCausalLM needs model.positions=rope;"),
+    (CONFIGS["mamba2"], dict(mlp_dim=4), "mlp_dim=4", "Mamba2ForCausalLM needs model.mlp_dim=0."),
+    (CONFIGS["mamba2"], dict(norm="layer"), "norm=layer", "Mamba2ForCausalLM needs model.norm=rms."),
+    (CONFIGS["mamba2"], dict(residual="ladder"), "residual=ladder", "needs model.residual=standard."),
+    (CONFIGS["mamba2"], dict(mixer_dim=32, embed_dim=12), "mixer_dim=32", "needs model.mixer_dim=24."),
+    (CONFIGS["mamba2"], dict(positions="learned"), "positions=learned", "needs model.positions=none or rope."),
 ]
 
 

@@ -1,5 +1,6 @@
 """What a Hugging Face folder may say: honoured, harmless, or refused by name in one sentence, whatever its type."""
 
+import dataclasses
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import models, processors
 
 from jaxpar.decode import Generated
-from jaxpar.lm import LMConfig, Sampling, config_from_hf, from_hf, generate, to_hf
+from jaxpar.lm import LMConfig, Sampling, config_from_hf, from_hf, generate, num_params, to_hf
 from jaxpar.lm.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -29,6 +30,9 @@ CONFIGS = {
     "gpt2": LMConfig(**SIZES, norm="layer", positions="learned", activation="gelu", bias=True, tied=True),
     "mixtral": LMConfig(**SIZES, num_experts=2, tied=True),
     "qwen3_moe": LMConfig(**SIZES, num_experts=2, qk_norm=True, tied=True),
+    "mamba2": LMConfig(
+        **SIZES | dict(mlp_dim=0), mixer="mamba2", mixer_dim=16, mixer_key_dim=3, positions="none", tied=True
+    ),
 }  # fmt: skip
 # What published folders hold besides.
 MORE = {
@@ -44,6 +48,11 @@ MORE = {
     "mixtral": dict(sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.02, use_cache=True),
     "qwen3_moe": dict(
         sliding_window=None, use_sliding_window=False, max_window_layers=48, router_aux_loss_coef=0.001, use_cache=True,
+    ),
+    "mamba2": dict(
+        chunk_size=256, residual_in_fp32=True, norm_before_gate=True, rescale_prenorm_residual=False, time_step_rank=48,
+        time_step_min=0.001, time_step_max=0.1, time_step_floor=0.0001, time_step_limit=[0.0, math.inf],
+        pad_token_id=0, use_cache=True,
     ),
 }  # fmt: skip
 WRONG = [None, True, False, 0, 1, -1, 2, 1.5, -0.5, 1e400, -1e400, math.nan, 10**30, 10**400, "", "x", "1", [], [None],
@@ -106,7 +115,7 @@ def test_any_key_of_any_type_is_taken_or_refused_in_a_sentence(folders, tmp_path
     assert {key for key in values if key not in refused} <= {
         "torch_dtype", "pretraining_tp", "attention_dropout", "_name_or_path", "transformers_version", "use_cache",
         "is_llama_config", "n_ctx", "summary_type", "summary_proj_to_labels", "task_specific_params", "id2label",
-        "output_router_logits", "router_aux_loss_coef", "max_window_layers", "sliding_window",
+        "output_router_logits", "router_aux_loss_coef", "max_window_layers", "sliding_window", "pad_token_id",
     }  # fmt: skip
 
 
@@ -155,6 +164,21 @@ HARMFUL = [
     ("qwen3_moe", dict(num_experts=None), "config.json lacks num_experts"),
     ("qwen3_moe", dict(head_dim=3), "model.head_dim=3 must be even for rope"),
     ("qwen3_moe", dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size=8, which is not honoured"),
+    ("mamba2", dict(time_step_limit=[0.0, 0.1]), r"time_step_limit=\[0.0, 0.1\]; legal is \[0, Infinity\]"),
+    ("mamba2", dict(time_step_limit=[0.001, math.inf]), r"time_step_limit=\[0.001, inf\]; legal"),
+    ("mamba2", dict(use_bias=True), "use_bias=True; legal is False"),
+    ("mamba2", dict(use_conv_bias=False), "use_conv_bias=False; legal is True"),
+    ("mamba2", dict(rms_norm=False), "rms_norm=False; legal is True"),
+    ("mamba2", dict(conv_kernel=3), "conv_kernel=3; legal is 4"),
+    ("mamba2", dict(hidden_act="gelu"), "hidden_act='gelu'; legal is 'silu'"),
+    ("mamba2", dict(n_groups=3), "model.mixer_groups=3 must divide model.num_heads=4"),
+    ("mamba2", dict(n_groups=None), "model.mixer_groups=8 must divide model.num_heads=4"),
+    ("mamba2", dict(head_dim=None), "num_heads=4 heads of head_dim=64 are not expand=2 times hidden_size=8 wide"),
+    ("mamba2", dict(expand=3), "num_heads=4 heads of head_dim=4 are not expand=3 times hidden_size=8 wide; legal is"),
+    ("mamba2", dict(hidden_size=12, head_dim=6), "model.mixer_dim=24 is no multiple of 4 heads, 16"),
+    ("mamba2", dict(layer_types=["full_attention"] * 2), "layer_types=.*; legal is a list of 'linear_attention'"),
+    ("mamba2", dict(attention_layers_idx=[1]), r"attention_layers_idx=\[1\], which is not honoured"),
+    ("mamba2", dict(intermediate_size=16), "intermediate_size=16, which is not honoured"),
     ("gpt2", dict(layer_norm_epsilon="1e-5"), "layer_norm_epsilon='1e-5'; legal is a finite number"),
     ("gpt2", dict(resid_pdrop=1.0), "resid_pdrop=1.0; legal is a number from 0 to under 1"),
     ("gpt2", dict(pruned_heads={"0": [1]}), "pruned_heads="),
@@ -184,6 +208,35 @@ def test_the_newer_spelling_is_read(folders, tmp_path):
     values["num_local_experts"] = values.pop("num_experts")
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert config_from_hf(tmp_path, dtype="float32") == CONFIGS["qwen3_moe"]
+
+
+def test_the_published_mamba2_has_its_size(tmp_path):
+    published = dict(  # state-spaces/mamba2-130m
+        architectures=["Mamba2ForCausalLM"], model_type="mamba2", vocab_size=50288, hidden_size=768, num_heads=24,
+        num_hidden_layers=24, state_size=128, n_groups=1, tie_word_embeddings=True, **MORE["mamba2"],
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert num_params(config_from_hf(tmp_path)) == 128_989_632  # as many as transformers' own module has
+
+
+def test_mamba2_is_read_as_transformers_reads_it(folders, tmp_path):
+    values = json.loads((folders / "mamba2" / "config.json").read_text())
+    newer = dict(time_step_limit=[0.0, {"__float__": "Infinity"}], time_step_rank="auto", rms_norm=None, n_groups=None)
+    newer |= dict(
+        layer_types=["linear_attention"] * 2, state_size=None, initializer_range=None, num_heads=8, head_dim=2
+    )
+    (tmp_path / "config.json").write_text(json.dumps(values | newer))
+    want = dict(num_heads=8, num_kv_heads=8, head_dim=1, mixer_groups=8, mixer_key_dim=128, init_std=0.1)
+    with pytest.raises(UsageError, match="mixer_dim=16 is no multiple of 4 heads, 32"):
+        config_from_hf(tmp_path, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(values | newer | dict(head_dim=4, expand=4)))
+    read = config_from_hf(tmp_path, dtype="float32")
+    assert read == dataclasses.replace(CONFIGS["mamba2"], **want, max_seq_len=1024, mixer_dim=32)
+    (tmp_path / "config.json").write_text(json.dumps(values | dict(hidden_size=12, head_dim=12, expand=4)))
+    uneven = config_from_hf(tmp_path)
+    assert (uneven.embed_dim, uneven.mixer_dim, uneven.stack().mixer.layer.value_dim) == (12, 48, 12)
+    (tmp_path / "config.json").write_text(json.dumps(values | dict(hidden_size=10, head_dim=20, expand=8)))
+    assert config_from_hf(tmp_path).head_dim == 20  # 4 heads do not divide the width, which means nothing here
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\ud800", "x" * 5000, ""])
@@ -253,7 +306,7 @@ def test_weights_that_the_asked_dtype_cannot_hold_are_refused(folder):
 def test_a_tied_head_is_the_embedding_or_refused(folder, on_mesh):
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    (name,) = [name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    (name,) = [name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight", "embeddings.weight"))]
     spec = MeshSpec(data=2, fsdp=2, tensor=2) if on_mesh else MeshSpec(data=8)
     with use_mesh(make_mesh(spec)):
         save_file(tensors | {"lm_head.weight": tensors[name]}, path)

@@ -1,4 +1,4 @@
-"""Llama, GPT-2, Mixtral and Qwen3-MoE in slow NumPy, in float64, from the tensors' Hugging Face names."""
+"""Llama, GPT-2, Mixtral, Qwen3-MoE and Mamba-2 in slow NumPy, in float64, from the tensors' Hugging Face names."""
 
 import json
 import math
@@ -121,8 +121,49 @@ def gpt2_twin(cfg, w, tokens):
     return layer_norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T
 
 
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def state_space(cfg, w, at, x):
+    """One token, one head after the other, with a state [N, V] each."""
+    heads, size, states, groups = (cfg[key] for key in ("num_heads", "head_dim", "state_size", "n_groups"))
+    width, taps = heads * size, w[at + "conv1d.weight"].shape[-1]
+    z, line, dt = np.split(x @ w[at + "in_proj.weight"].T, [width, 2 * (width + groups * states)], axis=1)
+    inside = np.concatenate([np.zeros((taps - 1, line.shape[1])), line])
+    convolved = [(inside[t : t + taps].T * w[at + "conv1d.weight"][:, 0]).sum(-1) for t in range(len(x))]
+    line = silu(np.stack(convolved) + w[at + "conv1d.bias"])
+    out, matrices = np.zeros((len(x), width)), np.zeros((heads, states, size))
+    for t in range(len(x)):
+        values, keys, queries = np.split(line[t], [width, width + groups * states])
+        for h in range(heads):
+            group, mine = h * groups // heads, slice(h * size, (h + 1) * size)
+            k, q = (row[group * states : (group + 1) * states] for row in (keys, queries))
+            step = np.log1p(np.exp(dt[t, h] + w[at + "dt_bias"][h]))
+            matrices[h] = np.exp(-np.exp(w[at + "A_log"][h]) * step) * matrices[h] + step * np.outer(k, values[mine])
+            out[t, mine] = q @ matrices[h] + w[at + "D"][h] * values[mine]
+    out = (out * silu(z)).reshape(len(x), groups, -1)
+    out = out / np.sqrt((out**2).mean(-1, keepdims=True) + cfg["layer_norm_epsilon"])
+    return (out.reshape(len(x), width) * w[at + "norm.weight"]) @ w[at + "out_proj.weight"].T
+
+
+def mamba2_twin(cfg, w, tokens):
+    def rms(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg["layer_norm_epsilon"]) * w[name]
+
+    x = w["backbone.embeddings.weight"][tokens]
+    for layer in range(cfg["num_hidden_layers"]):
+        at = f"backbone.layers.{layer}."
+        x = x + state_space(cfg, w, at + "mixer.", rms(x, at + "norm.weight"))
+    head = "backbone.embeddings.weight" if cfg["tie_word_embeddings"] else "lm_head.weight"
+    return rms(x, "backbone.norm_f.weight") @ w[head].T
+
+
+TWINS = {"gpt2": gpt2_twin, "mamba2": mamba2_twin}
+
+
 def twin_logits(folder, tokens):
     cfg = json.loads((folder / "config.json").read_text())
     w = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
-    twin = gpt2_twin if cfg["model_type"] == "gpt2" else llama_twin
+    twin = TWINS.get(cfg["model_type"], llama_twin)
     return np.stack([twin(cfg, w, row) for row in tokens])

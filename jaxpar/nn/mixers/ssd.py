@@ -27,8 +27,8 @@ class Mamba2:
     """Mamba-2 (arXiv:2405.21060, sections 6 and 7): S = exp(-A dt) S + dt B x^T, y = C S + D x.
 
     x, B and C pass a convolution of `taps` tokens and swish; dt = softplus(. + b_dt) is a number a head, and so is
-    A = exp(a_log). The outputs y * swish(z) of all heads are normalised together. B and C are keys and queries, which
-    the H / G heads of a group share. A layer of `MatrixState`.
+    A = exp(a_log). B and C are keys and queries, which the H / G heads of a group share; the outputs y * swish(z) of
+    these are normalised together. A layer of `MatrixState`.
 
     Attributes:
       num_heads: H.
@@ -128,7 +128,9 @@ class Mamba2:
         )
         out = out + params["d_skip"].astype(wide)[None, None, :, None] * x.astype(wide)
         out = out * jax.nn.silu(inputs["z"].astype(wide))
-        squares = jnp.square(out).sum((-1, -2), keepdims=True)
+        grouped = out.reshape(*out.shape[:2], self.num_groups, -1, self.value_dim)
+        squares = jnp.square(grouped).sum((-1, -2), keepdims=True)
         squares = jax.lax.psum(squares, mesh_axes("heads")) if mesh_axes("heads") else squares
-        scale = params["norm_scale"].astype(wide)[None, None]
-        return out * jax.lax.rsqrt(squares / (self.num_heads * self.value_dim) + self.eps) * scale, after
+        size, scale = self.num_heads * self.value_dim // self.num_groups, params["norm_scale"].astype(wide)
+        grouped = grouped * jax.lax.rsqrt(squares / size + self.eps)
+        return grouped.reshape(out.shape) * scale[None, None], after
