@@ -69,6 +69,23 @@ class Cut(NamedTuple):
     stages: int
 
 
+HEADS = {
+    "carry": Cut(64, 64, 4, 3),
+    "outputs": Cut(64, 64, 4, 2),
+    "value_gradients": Cut(64, 64, 4, 2),
+    "key_gradients": Cut(64, 64, 4, 2),
+}
+"""Tiles for 16 bits, decays of heads or none."""
+
+ROWS = {
+    "carry": Cut(64, 64, 4, 3),
+    "outputs": Cut(32, 64, 4, 2),
+    "value_gradients": Cut(32, 64, 4, 2),
+    "key_gradients": Cut(32, 64, 8, 2),
+}
+"""Tiles for decays of rows, whose sums are held too: the largest of which ptxas spills nothing."""
+
+
 def launches(dtype: DTypeLike) -> bool:
     """Whether the kernels can be launched for this dtype; how fast is another question."""
     return jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")) and available()
@@ -80,7 +97,7 @@ def fits(depth: int, width: int) -> bool:
 
 
 def cut_for(name: str, depth: int, width: int, dtype: DTypeLike, rows: bool) -> Cut:
-    """Returns the tiles of a kernel; by what registers hold, not timed.
+    """Returns the tiles of a kernel; by what registers hold, not timed. Those of columns divide.
 
     Args:
       name: Of the kernel.
@@ -92,13 +109,8 @@ def cut_for(name: str, depth: int, width: int, dtype: DTypeLike, rows: bool) -> 
     divisor = lambda size, most: math.gcd(size, most)  # noqa: E731 (of a power of two: the largest that divides)
     if jnp.dtype(dtype) == jnp.float32:  # without tensor cores, in full precision
         return Cut(divisor(depth, 32), divisor(width, 32), 4, 1)
-    deep, wide, warps, stages = {
-        "carry": (64, 64, 4, 3),
-        "outputs": (64, 64, 4, 2),
-        "value_gradients": (64, 64, 4, 2),
-        "key_gradients": (32 if rows else 64, 64, 4, 2),
-    }[name]
-    return Cut(divisor(depth, deep), divisor(width, wide), warps, stages)
+    cut = ROWS[name] if rows else HEADS[name]
+    return cut._replace(deep=divisor(depth, cut.deep), wide=divisor(width, cut.wide))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -7,10 +7,12 @@ Decays. Of pairs of tokens with a decay a head, the log decay from j to i is the
 behind j, for each j on its own: neighbours are added, nothing is subtracted. With a decay a row the C x C pairs are cut
 as a tree cuts them: at level s, tokens i of each odd block of s tokens meet tokens j of the block before it, and the
 decay between them is a factor of i, its sum from the first token of its block on, and one of j, its sum to the last of
-its own; both are at most 1. So each level is one product of C x K by K x C matrices of which the pairs of that level are
-kept, log2(C) in all and no pair by hand; more operations than pairs need, but those of a matrix unit. From one level to
-the next the sums grow by the partner block's total, one gather. The gradient of a log decay at t collects pairs i >= t > j.
-With what is multiplied rounded in the same way on both sides, sums of i and of j cancel to float32.
+its own; both are at most 1. So each level is one product of C x K by K x C matrices of which that level's pairs are
+kept, log2(C) in all and no pair by hand: more operations than pairs need, but those of a matrix unit. From one level to
+the next the sums grow by the partner block's total, one gather.
+
+The gradient of a log decay at t is of pairs i >= t > j: a sum over i from t on of what i reads, less that over j from t
+on of what was read of j. What both are products of is rounded once, so that pairs behind t cancel to float32.
 """
 
 __all__ = ["TEXT"]
@@ -27,7 +29,9 @@ def tile(
 
 
 @triton.jit
-def place_of(batch, row, head, first, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr):
+def place_of(
+    batch, row, head, first, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr
+):
     line = (batch.to(tl.int64) * LENGTH + row) * HEADS + head
     return line[:, None] * SIZE + (first + tl.arange(0, WIDE))[None, :]
 
@@ -78,7 +82,7 @@ def documents(doc_ptr, batch, row, begin, LENGTH: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def level_of(level, CHUNK: tl.constexpr, DEEP: tl.constexpr):
-    # Of blocks of 2^level tokens: pairs that meet, tokens of odd blocks, and the last token of each one's partner block.
+    # Of blocks of 2^level tokens: pairs that meet, tokens of odd blocks, the last token of each one's partner block.
     i = tl.arange(0, CHUNK)
     block = i >> level
     odd = (block & 1) == 1
@@ -320,9 +324,46 @@ def key_gradients(
     row = begin + i
     seen = row < LENGTH
     group = head // (HEADS // GROUPS)
+    q = tile(q_ptr, batch, row, seen, group, first, LENGTH, GROUPS, DEPTH, DEEP)
+    k = tile(k_ptr, batch, row, seen, group, first, LENGTH, GROUPS, DEPTH, DEEP)
+    ds = tl.load(ds_ptr + here * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :])
+    g = decays(g_ptr, batch, row, begin, head, first, 0, LENGTH, HEADS, DEPTH, CHUNK, DEEP, KIND) if KIND > 0 else 0.0
+    if KIND < 2:
+        dq = tl.dot(ds, k, input_precision=EXACT)
+        dk = tl.dot(tl.trans(ds), q, input_precision=EXACT)
+        if KIND == 1:
+            before = tl.cumsum(g, 0)[:, None]
+            ahead = decays(g_ptr, batch, row, begin, head, first, 1, LENGTH, HEADS, DEPTH, CHUNK, DEEP, KIND)
+            after = tl.cumsum(ahead, 0, reverse=True)[:, None]
+    else:
+        before, after = g, tl.zeros_like(g)
+        weight = tl.sum(tl.where(i[:, None] == i[None, :], ds.to(tl.float32), 0.0), 1)[:, None]
+        between = tl.zeros([CHUNK, DEEP], tl.float32)
+        if EXCLUSIVE:
+            tl.store(dbonus_ptr + here * DEPTH + along, tl.sum(weight * q * k, 0))
+            weight = weight * tl.load(bonus_ptr + head * DEPTH + along)[None, :]
+            before = tl.zeros_like(g)
+            read = tl.zeros([CHUNK, DEEP], tl.float32)
+        dq, dk = weight * k, weight * q
+        for level in tl.range(0, LEVELS):
+            meet, odd, partner = level_of(level, CHUNK, DEEP)
+            met = tl.where(meet, ds, 0.0).to(ds.dtype)
+            kept, left = tl.exp(before), tl.exp(after)
+            query, key = (q * kept).to(q.dtype), (k * left).to(k.dtype)
+            to_query = tl.dot(met, key, input_precision=EXACT)
+            dq += kept * to_query
+            between += query * to_query
+            if EXCLUSIVE:
+                read += query * to_query
+            to_key = tl.dot(tl.trans(met), query, input_precision=EXACT)
+            dk += left * to_key
+            between -= key * to_key
+            total = tl.gather(before + g if EXCLUSIVE else before, partner, 0)
+            before += tl.where(odd, total, 0.0)
+            after += tl.where(odd, 0.0, total)
     # Through the state: before the chunk, and behind it.
-    dq = tl.zeros([CHUNK, DEEP], tl.float32)
-    dk = tl.zeros([CHUNK, DEEP], tl.float32)
+    by_read = tl.zeros([CHUNK, DEEP], tl.float32)
+    by_write = tl.zeros([CHUNK, DEEP], tl.float32)
     dtotal = tl.zeros([DEEP], tl.float32)
     for wide in tl.range(0, WIDTH, WIDE):
         inside = along[:, None] * WIDTH + (wide + tl.arange(0, WIDE))[None, :]
@@ -330,71 +371,40 @@ def key_gradients(
         dstate = tl.load(dstates_ptr + here * DEPTH * WIDTH + inside)
         do = tile(do_ptr, batch, row, seen, head, wide, LENGTH, HEADS, WIDTH, WIDE)
         v = tile(v_ptr, batch, row, seen, head, wide, LENGTH, HEADS, WIDTH, WIDE)
-        dq = tl.dot(do, tl.trans(state), dq, input_precision=EXACT)
-        dk = tl.dot(v, tl.trans(dstate), dk, input_precision=EXACT)
+        by_read = tl.dot(do, tl.trans(state), by_read, input_precision=EXACT)
+        by_write = tl.dot(v, tl.trans(dstate), by_write, input_precision=EXACT)
         if KIND > 0:
             dtotal += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
     if NORM:
         line, dline = tl.load(lines_ptr + here * DEPTH + along), tl.load(dlines_ptr + here * DEPTH + along)
         dnorm = tl.load(dnorm_ptr + (batch * LENGTH + row) * HEADS + head, mask=seen, other=0.0)
-        dq += dnorm[:, None] * line[None, :]
-        dk += dline[None, :]
+        by_read += dnorm[:, None] * line[None, :]
+        by_write += dline[None, :]
         dtotal += line * dline
-    q = tile(q_ptr, batch, row, seen, group, first, LENGTH, GROUPS, DEPTH, DEEP)
-    k = tile(k_ptr, batch, row, seen, group, first, LENGTH, GROUPS, DEPTH, DEEP)
     if KIND > 0:
-        dq *= kept_before(g_ptr, batch, row, begin, head, first, EXCLUSIVE, LENGTH, HEADS, DEPTH, CHUNK, DEEP, KIND)
-        dk *= kept_after(g_ptr, batch, row, begin, head, first, LENGTH, HEADS, DEPTH, CHUNK, DEEP, KIND)
-        g = decays(g_ptr, batch, row, begin, head, first, 0, LENGTH, HEADS, DEPTH, CHUNK, DEEP, KIND)
+        by_read *= tl.exp(before)
+        by_write *= tl.exp(after)
         dtotal *= tl.exp(tl.sum(g, 0))
     if DOCUMENTS:
         mine, enters, leaves = documents(doc_ptr, batch, row, begin, LENGTH, CHUNK)
-        dq = tl.where((mine == enters)[:, None], dq, 0.0)
-        dk = tl.where((mine == leaves)[:, None], dk, 0.0)
+        by_read = tl.where((mine == enters)[:, None], by_read, 0.0)
+        by_write = tl.where((mine == leaves)[:, None], by_write, 0.0)
         dtotal = tl.where(enters == leaves, dtotal, 0.0)
-    ds = tl.load(ds_ptr + here * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :])
+    dq += by_read
+    dk += by_write
     if KIND > 0:
         # A token's log decay acts on what is read from it on, on what was written before it, and on what stays.
-        reads, writes = q * dq, k * dk
+        by_read, by_write = q * by_read, k * by_write
         if KIND == 1:
-            reads, writes, dtotal = tl.sum(reads, 1), tl.sum(writes, 1), tl.sum(dtotal, 0)
-        dg = tl.cumsum(writes, 0) - writes + (dtotal[None, :] if KIND == 2 else dtotal)
-    if KIND < 2:
-        dq = tl.dot(ds, k, dq, input_precision=EXACT)
-        dk = tl.dot(tl.trans(ds), q, dk, input_precision=EXACT)
-        if KIND == 1:
-            dg += tl.cumsum(reads, 0, reverse=True)
+            by_read, by_write, dtotal = tl.sum(by_read, 1), tl.sum(by_write, 1), tl.sum(dtotal, 0)
+            dg = tl.cumsum(by_write, 0) - by_write + tl.cumsum(by_read, 0, reverse=True) + dtotal
             tl.store(dg_ptr + ((batch.to(tl.int64) * LENGTH + row) * HEADS + head) * TILES + part, dg, mask=seen)
-    else:
-        own = tl.sum(tl.where(i[:, None] == i[None, :], ds.to(tl.float32), 0.0), 1)[:, None]
-        before, after = g, tl.zeros_like(g)
-        weight = own
-        if EXCLUSIVE:
-            weight = own * tl.load(bonus_ptr + head * DEPTH + along)[None, :]
-            tl.store(dbonus_ptr + here * DEPTH + along, tl.sum(own * q * k, 0))
-            before = tl.zeros_like(g)
-        dq += weight * k
-        dk += weight * q
-        between = reads
-        for level in tl.range(0, LEVELS):
-            meet, odd, partner = level_of(level, CHUNK, DEEP)
-            kept, left = tl.exp(before), tl.exp(after)
-            query, key = (q * kept).to(q.dtype), (k * left).to(k.dtype)
-            met = tl.where(meet, ds, 0.0).to(ds.dtype)
-            to_query = tl.dot(met, key, input_precision=EXACT)
-            to_key = tl.dot(tl.trans(met), query, input_precision=EXACT)
-            dq += kept * to_query
-            dk += left * to_key
-            between += query * to_query - key * to_key
+        else:
+            dg = tl.cumsum(by_write, 0) - by_write + tl.cumsum(between + by_read, 0, reverse=True) + dtotal[None, :]
             if EXCLUSIVE:
-                reads += query * to_query
-            total = tl.gather(before + g if EXCLUSIVE else before, partner, 0)
-            before += tl.where(odd, total, 0.0)
-            after += tl.where(odd, 0.0, total)
-        dg += tl.cumsum(between, 0, reverse=True)
-        if EXCLUSIVE:
-            dg -= reads  # a token's own decay comes after it is read
-        tl.store(dg_ptr + place_of(batch, row, head, first, LENGTH, HEADS, DEPTH, DEEP), dg, mask=seen[:, None])
+                dg -= read + by_read  # a token's own decay comes after it is read
+            at = place_of(batch, row, head, first, LENGTH, HEADS, DEPTH, DEEP)
+            tl.store(dg_ptr + at, dg, mask=seen[:, None])
     at = place_of(batch, row, head, first, LENGTH, HEADS, DEPTH, DEEP)
     tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=seen[:, None])
     tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=seen[:, None])

@@ -28,6 +28,9 @@ __all__ = [
     "masked", "out_of_chunks",
 ]  # fmt: skip
 
+TRIAL = (2, 200, 2, 128)
+"""Shape of the queries, keys and values that the kernels are tried with."""
+
 IMPLS = ("auto", "kernel", "chunked", "sequential")
 
 
@@ -65,9 +68,9 @@ def linear_attention(
       valid: How many tokens of each row count, from the first on; outputs of the others are 0. By default all.
       chunk: C, rounded up to a power of two.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
-      impl: "chunked"; "sequential", which makes one step after the other; "kernel", chunks of 16 to 64 tokens in Triton,
-        where K and V are multiples of 16 up to 256, of one device's own rows and heads and all of their time; "auto":
-        one token is a step, more are the kernel where there is one (`has_kernel`), else chunks.
+      impl: "chunked"; "sequential", which makes one step after the other; "kernel", chunks of 16 to 64 tokens in
+        Triton, where K and V are multiples of 16 up to 256, of one device's own rows and heads and all of their time;
+        "auto": one token is a step, more are the kernel where there is one (`has_kernel`), else chunks.
       dtype: Of the outputs; by default that of v.
       normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns. The kernel
         makes it without a tile of its own.
@@ -159,11 +162,11 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
 
     def errors() -> list[Array]:
         keys = jax.random.split(jax.random.key(0), 8)
-        shape = (2, 200, 2, 128)
+        shape = TRIAL
         q, k, v, g = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:4])
         decay = -jnp.exp(jax.random.uniform(keys[4], shape[: max(kind, 1)], minval=-6, maxval=2)) if kind else None
-        bonus = jax.random.normal(keys[5], (2, 128)) if exclusive else None
-        state = jax.random.normal(keys[6], (2, 2, 128, 128 + normaliser))
+        bonus = jax.random.normal(keys[5], shape[2:]) if exclusive else None
+        state = jax.random.normal(keys[6], (shape[0], *shape[2:], shape[3] + normaliser))
         starts = jax.random.bernoulli(keys[7], 0.01, shape[:2])
 
         def both(impl):
