@@ -1,4 +1,4 @@
-"""Inputs of linear attention's kernels: every kind of decay, documents, rows that end early; and how they are compared."""
+"""Inputs of linear attention's kernels: every kind of decay, documents, rows that end early; and their outcome."""
 
 import jax
 import jax.numpy as jnp

@@ -114,9 +114,8 @@ def test_who_takes_the_kernel(monkeypatch):
     assert not any(has_kernel(*given(*each)) for each in no)
     with use_mesh(make_mesh(MeshSpec(data=8))):
         assert not has_kernel(*given())  # GSPMD would gather all rows
-        inside = jax.shard_map(
-            lambda v: jnp.array(has_kernel(v, v, None, None, False))[None], in_specs=jax.P("data"), out_specs=jax.P("data")
-        )  # fmt: skip
+        asks = lambda v: jnp.array([has_kernel(v, v, None, None, False)])  # noqa: E731
+        inside = jax.shard_map(asks, in_specs=jax.P("data"), out_specs=jax.P("data"))
         assert inside(jnp.zeros((8, 4, 2, 32), "bfloat16")).all()
     asked = []
     monkeypatch.setattr(module, "_is_right", lambda *kind: asked.append(kind))

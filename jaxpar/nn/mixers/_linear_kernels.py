@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
       v: 16 bits or float32.
       log_decay: [B, T, H, K], [B, T, H] or None.
       bonus: If given, decays are of rows, and a state is read before it is written.
-      state: Before the first token.
+      state: Before the first token, float32.
       line: The state's column whose value is 1 at all tokens; None where it is not asked for.
     """
 
@@ -156,9 +156,9 @@ def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
     batch, length, heads, _ = x.v.shape
     depth, rows = x.k.shape[-1], x.log_decay is not None and x.log_decay.ndim == 4
     out, norm = g.out.astype(x.v.dtype), None if g.norm is None else g.norm.astype(jnp.float32)
-    wide = lambda y: None if y is None else y.astype(jnp.float32)  # noqa: E731
+    line = None if g.line is None else g.line.astype(jnp.float32)
     states, _ = launch.carried(x.state, x.line)
-    wanted, first = launch.carried(wide(g.state), wide(g.line), out, norm)
+    wanted, first = launch.carried(g.state.astype(jnp.float32), line, out, norm)
     chunks, size = launch.chunks, launch.sizes["CHUNK"]
     given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, out, norm)
     pairs = ((batch, heads, chunks, size, size), x.v.dtype)
@@ -177,7 +177,7 @@ def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
         dq, dk, dv,
         None if x.log_decay is None else (more if rows else dg + more.sum(-1)).astype(x.log_decay.dtype),
         None if x.bonus is None else dbonus.sum((0, 2)).astype(x.bonus.dtype),
-        first[0].astype(x.state.dtype), None if x.line is None else first[1].astype(x.line.dtype),
+        *first,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ do the same (`_linear_kernels`).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +72,7 @@ def linear_attention(
         Triton, where K and V are multiples of 16 up to 256, of one device's own rows and heads and all of their time;
         "auto": one token is a step, more are the kernel where there is one (`has_kernel`), else chunks.
       dtype: Of the outputs; by default that of v.
-      normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns. The kernel
-        makes it without a tile of its own.
+      normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
 
     Returns:
       Outputs, and the state; inside `jax.shard_map` that after this device's last token.
@@ -83,14 +82,14 @@ def linear_attention(
     """
     if impl == "auto" and v.shape[1] > 1 and axis_name is None and has_kernel(k, v, log_decay, bonus, normaliser):
         impl = "kernel"
-    columns, dtype = v.shape[-1], v.dtype if dtype is None else dtype
+    columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
     if normaliser:
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
     heads = _heads(q, k, v, log_decay, bonus, state)
     check_impl(impl, chunk)
     if impl == "kernel":
         arrays = q, k, v[..., :columns], log_decay, bonus, state, starts, valid
-        return _by_kernel(*arrays, normaliser, chunk, axis_name, jnp.dtype(dtype))
+        return _by_kernel(*arrays, normaliser, chunk, axis_name, dtype)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     shape = (*v.shape[:1], heads, k.shape[-1], v.shape[-1])
     first = jnp.zeros(shape, wide) if state is None else state.astype(wide)
@@ -143,11 +142,12 @@ def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chun
     documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
     line = first[..., columns] if normaliser else None
     inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
-    got = kernels.chunked(chunk, dtype, inputs, documents)
+    results: Any = kernels.chunked(chunk, dtype, inputs, documents)  # Results: custom_vjp forgets it
+    out, norm, last, last_line = results
     if not normaliser:
-        return got.out, got.state
-    out = jnp.concatenate([got.out, got.norm[..., None].astype(dtype)], -1)
-    return out, jnp.concatenate([got.state, got.line[..., None]], -1)
+        return out, last
+    out = jnp.concatenate([out, norm[..., None].astype(dtype)], -1)
+    return out, jnp.concatenate([last, last_line[..., None]], -1)
 
 
 @functools.cache
@@ -171,8 +171,9 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
 
         def both(impl):
             def run(q, k, v, decay, bonus, state):
-                options = dict(bonus=bonus, state=state, starts=starts, impl=impl, normaliser=normaliser)
-                return linear_attention(q / 8, k / 8, v, decay, **options)
+                return linear_attention(
+                    q / 8, k / 8, v, decay, bonus=bonus, state=state, starts=starts, impl=impl, normaliser=normaliser
+                )  # fmt: skip
 
             (out, last), pull = jax.vjp(run, q, k, v, decay, bonus, state)
             return out, last, pull((jnp.pad(g, [(0, 0)] * 3 + [(0, int(normaliser))], constant_values=1), last))
