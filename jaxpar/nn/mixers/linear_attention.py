@@ -85,7 +85,7 @@ def linear_attention(
     columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
     if normaliser:
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
-    heads = _heads(q, k, v, log_decay, bonus, state)
+    heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
     check_impl(impl, chunk)
     if impl == "kernel":
         arrays = q, k, v[..., :columns], log_decay, bonus, state, starts, valid
@@ -366,7 +366,7 @@ def check_impl(impl: str, chunk: int) -> None:
         raise UsageError(f"chunk={chunk} must be at least 1.")
 
 
-def _heads(q, k, v, log_decay, bonus, state) -> int:
+def _heads(q, k, v, log_decay, bonus, state, starts, valid) -> int:
     """Returns H of arrays that fit each other."""
     heads = v.shape[2]
     wanted = {
@@ -375,6 +375,8 @@ def _heads(q, k, v, log_decay, bonus, state) -> int:
         "log_decay": (log_decay, [v.shape[:3], (*v.shape[:3], k.shape[-1])]),
         "bonus": (bonus, [(heads, k.shape[-1])]),
         "state": (state, [(v.shape[0], heads, k.shape[-1], v.shape[-1])]),
+        "starts": (starts, [v.shape[:2]]),
+        "valid": (valid, [v.shape[:1]]),
     }
     for name, (x, shapes) in wanted.items():
         if x is not None and x.shape not in shapes:
