@@ -6,15 +6,15 @@
     python bench/linear_attention.py --tiny                         # any machine: checks that the script runs
 
 G1 to G4 are (B, T, H, K, V) = (8, 4096, 4, 128, 256), (4, 2048, 16, 128, 128), (2, 16384, 16, 128, 128) and
-(1, 8192, 96, 128, 128), in bfloat16, log decays in float32. `.rows` has a decay a row of the state (GLA), `.heads` one a
-head (simple GLA, retention), `.none` no decay, and attention by cuDNN beside it; `.exponential` is the mLSTM. Peers
+(1, 8192, 96, 128, 128), in bfloat16, log decays in float32. `.rows` has a decay a row of the state (GLA), `.heads` one
+a head (simple GLA, retention), `.none` no decay, and attention by cuDNN beside it; `.exponential` is the mLSTM. Peers
 autotune when a row is made, which takes minutes: give few cases a call, or a larger `--row-s`.
 
 Rows of a case are made first, then timed in turns, a round at a time; medians, and the least in brackets. "of copy" is
 the time of reading and writing the arguments and results once, by a copy's bandwidth in this run, by the row's. "of
-peer" is how many times as fast as the best peer a row of ours is. Errors are norms of differences by norms, of the first
-row's first two heads: "error" of outputs, "worst" the largest of outputs and gradients. Ours are judged over all tokens
-by float32 in full precision, a peer's over the first `--check` tokens by its steps in float64.
+peer" is how many times as fast as the best peer a row of ours is. Errors are norms of differences by norms, of the
+first row's first two heads: "error" of outputs, "worst" the largest of outputs and gradients. Ours are judged over all
+tokens by float32 in full precision, a peer's over the first `--check` tokens by its steps in float64.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def sides_of(args: argparse.Namespace) -> dict:
 def rows_of(name: str, direction: str, args: argparse.Namespace, sides: dict) -> list[dict]:
     """Returns what is asked of the sides for a case."""
     case, words = linear_cases.CASES[name], args.only.split(",") if args.only else [""]
+    absent = ["kernel"] * args.tiny + ["mlstm_kernels"] * (args.mlstm_kernels is None)
     common = dict(
         case=name, decay=case["decay"], direction=direction, spend_s=args.spend_s, tiles=args.tiles, check=args.check,
         sizes=linear_cases.TINY if args.tiny else linear_cases.SHAPES[case["shape"]],
@@ -53,7 +54,7 @@ def rows_of(name: str, direction: str, args: argparse.Namespace, sides: dict) ->
         common | {"side": side, "row": row, "name": f"{name} {row} {direction}"}
         for side, names in linear_cases.SIDES[case["decay"]].items()
         for row in names
-        if side in sides and any(word in row for word in words) and (row != "mlstm_kernels" or args.mlstm_kernels)
+        if side in sides and any(word in row for word in words) and row not in absent
     ]
 
 

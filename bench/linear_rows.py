@@ -35,7 +35,7 @@ def function_of(request: dict) -> Callable:
 
 
 def truth(request: dict, args: tuple):
-    """Outputs of the first row's first two heads, step by step in float32, and gradients if they are asked for."""
+    """Outputs of the first row's first two heads by chunks in float32, and gradients if they are asked for."""
     import jax
     import jax.numpy as jnp
 
