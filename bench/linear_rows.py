@@ -13,7 +13,7 @@ def function_of(request: dict) -> Callable:
     import jax
     import jax.numpy as jnp
 
-    from jaxpar.nn.mixers import _linear_kernels as kernels
+    from jaxpar.nn.mixers import linear_kernels as kernels
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
 

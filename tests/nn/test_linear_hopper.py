@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 import triton_interpreter
 
-from jaxpar.nn.mixers import _linear_kernels as kernels
+from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.linear_attention import linear_attention
 
 pytestmark = triton_interpreter.NEEDED

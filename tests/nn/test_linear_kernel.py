@@ -11,10 +11,10 @@ from linear_cases import KINDS, inputs_of, outcome
 from tolerance import assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.mixers import _linear_kernels as kernels
 from jaxpar.nn.mixers import linear_attention as module
+from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
-from jaxpar.nn.mixers.linear_attention import has_kernel, linear_attention
+from jaxpar.nn.mixers.linear_attention import has_linear_kernel, linear_attention
 from jaxpar.types import UsageError
 
 B, T, G, H, K, V = 2, 37, 1, 2, 32, 32
@@ -107,21 +107,21 @@ def given(depth=32, width=48, dtype="bfloat16"):
 def test_who_takes_the_kernel(monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda: True)
     monkeypatch.setattr(module, "_is_right", lambda *_: True)
-    assert not has_kernel(*given())  # on a CPU
+    assert not has_linear_kernel(*given())  # on a CPU
     monkeypatch.setattr(module, "platform", lambda: "gpu")
-    assert has_kernel(*given()) and has_kernel(*given(256, 16, "float16"))
+    assert has_linear_kernel(*given()) and has_linear_kernel(*given(256, 16, "float16"))
     no = [(32, 48, "float32"), (32, 40), (24, 48), (272, 48), (32, 512)]
-    assert not any(has_kernel(*given(*each)) for each in no)
+    assert not any(has_linear_kernel(*given(*each)) for each in no)
     with use_mesh(make_mesh(MeshSpec(data=8))):
-        assert not has_kernel(*given())  # GSPMD would gather all rows
-        asks = lambda v: jnp.array([has_kernel(v, v, None, None, False)])  # noqa: E731
+        assert not has_linear_kernel(*given())  # GSPMD would gather all rows
+        asks = lambda v: jnp.array([has_linear_kernel(v, v, None, None, False)])  # noqa: E731
         inside = jax.shard_map(asks, in_specs=jax.P("data"), out_specs=jax.P("data"))
         assert inside(jnp.zeros((8, 4, 2, 32), "bfloat16")).all()
     asked = []
     monkeypatch.setattr(module, "_is_right", lambda *kind: asked.append(kind))
-    assert not has_kernel(*given()[:2], jnp.zeros((2, 4, 2)), None, True) and asked == [(3, False, True)]
+    assert not has_linear_kernel(*given()[:2], jnp.zeros((2, 4, 2)), None, True) and asked == [(3, False, True)]
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert not has_kernel(*given()) and len(asked) == 1
+    assert not has_linear_kernel(*given()) and len(asked) == 1
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -1,4 +1,4 @@
-"""Text of the Triton kernels of linear attention by chunks; `_linear_gradients.py` launches them and says what is what.
+"""Text of the Triton kernels of linear attention by chunks; `linear_kernels.py` launches them.
 
 A program has a chunk of C tokens of one head, or a tile of a head's state and all its chunks in turn. Sums and states
 are float32; what is multiplied is of the inputs' dtype, on a Hopper GPU by `wgmma`.
@@ -14,8 +14,6 @@ the next the sums grow by the partner block's total, one gather.
 The gradient of a log decay at t is of pairs i >= t > j: a sum over i from t on of what i reads, less that over j from t
 on of what was read of j. What both are products of is rounded once, so that pairs behind t cancel to float32.
 """
-
-__all__ = ["TEXT"]
 
 TEXT = """
 @triton.jit

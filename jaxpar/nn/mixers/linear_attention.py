@@ -4,7 +4,7 @@ Inside a chunk all pairs of tokens are multiplied, as in attention; between chun
 sequence, states follow an affine recurrence (`affine_scan(kind="row")`). Decays are logarithms, and only sums of
 neighbouring ones are exponentiated, never a difference of two long sums nor its inverse: where gates are not positive
 nothing overflows, and a sum keeps its relative precision however strong the gates before it were. On a CUDA GPU kernels
-do the same (`_linear_kernels`).
+do the same (`linear_kernels`).
 """
 
 import functools
@@ -17,15 +17,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.lower.trial import relative_error, tried
 from jaxpar.mesh import mesh_axes, platform
-from jaxpar.nn.mixers import _linear_kernels as kernels
+from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.scan import affine_scan
 from jaxpar.scan.sharded import from_earlier, is_first
 from jaxpar.scan.varying import varying_axes
 from jaxpar.types import UsageError
 
 __all__ = [
-    "IMPLS", "Gates", "check_impl", "dot", "entering", "gates_of", "has_kernel", "in_chunks", "linear_attention",
-    "masked", "out_of_chunks",
+    "IMPLS", "Gates", "check_impl", "dot", "entering", "gates_of", "in_chunks", "linear_attention", "masked",
+    "out_of_chunks",
 ]  # fmt: skip
 
 TRIAL = (2, 200, 2, 128)
@@ -68,9 +68,8 @@ def linear_attention(
       valid: How many tokens of each row count, from the first on; outputs of the others are 0. By default all.
       chunk: C, rounded up to a power of two.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
-      impl: "chunked"; "sequential", which makes one step after the other; "kernel", chunks of 16 to 64 tokens in
-        Triton, where K and V are multiples of 16 up to 256, of one device's own rows and heads and all of their time;
-        "auto": one token is a step, more are the kernel where there is one (`has_kernel`), else chunks.
+      impl: "chunked"; "sequential", step after step; "kernel", chunks of 16 to 64 tokens in Triton, K and V multiples
+        of 16 up to 256, without `axis_name`; "auto": a token is a step, more the kernel if `has_linear_kernel`, else chunks.
       dtype: Of the outputs; by default that of v.
       normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
 
@@ -80,7 +79,12 @@ def linear_attention(
     Raises:
       UsageError: For shapes that do not fit, an unknown `impl`, or a kernel where there is none.
     """
-    if impl == "auto" and v.shape[1] > 1 and axis_name is None and has_kernel(k, v, log_decay, bonus, normaliser):
+    if (
+        impl == "auto"
+        and v.shape[1] > 1
+        and axis_name is None
+        and has_linear_kernel(k, v, log_decay, bonus, normaliser)
+    ):
         impl = "kernel"
     columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
     if normaliser:
@@ -88,11 +92,10 @@ def linear_attention(
     heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
     check_impl(impl, chunk)
     if impl == "kernel":
-        arrays = q, k, v[..., :columns], log_decay, bonus, state, starts, valid
-        return _by_kernel(*arrays, normaliser, chunk, axis_name, dtype)
+        args = q, k, v[..., :columns], log_decay, bonus, state, starts, valid, normaliser, chunk, axis_name, dtype
+        return _by_kernel(*args)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    shape = (*v.shape[:1], heads, k.shape[-1], v.shape[-1])
-    first = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    first = jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide) if state is None else state.astype(wide)
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
     if bonus is not None and log_decay.ndim == 3:
         log_decay = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, k.shape[-1]))
@@ -107,7 +110,7 @@ def linear_attention(
     return out.astype(dtype), last
 
 
-def has_kernel(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> bool:
+def has_linear_kernel(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> bool:
     """Whether "auto" is the kernel for more than one token: 16 bits, sizes in tiles, a CUDA GPU with jax_triton.
 
     Before its first use for such decays in this process it has to pass a trial against chunks; if it fails, one warning
@@ -142,7 +145,7 @@ def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chun
     documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
     line = first[..., columns] if normaliser else None
     inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
-    results: Any = kernels.chunked(chunk, dtype, inputs, documents)  # Results: custom_vjp forgets it
+    results: Any = kernels.attention_by_kernels(chunk, dtype, inputs, documents)  # Results: custom_vjp forgets it
     out, norm, last, last_line = results
     if not normaliser:
         return out, last

@@ -1,4 +1,4 @@
-"""Linear attention by chunks in four Triton kernels, and its gradient: `chunked` is what `linear_attention` calls.
+"""Linear attention by chunks in four Triton kernels, and its gradient: `attention_by_kernels` is what `linear_attention` calls.
 
 One carries states from chunk to chunk, a tile of rows and columns a program, and writes the one before each chunk; a
 second makes the outputs, all chunks at once. Backwards the first runs again, then once more from the end with what is
@@ -20,7 +20,7 @@ from jaxpar.lower.triton import available, call_kernel
 from jaxpar.nn.mixers._linear_text import TEXT
 from jaxpar.scan.varying import varying_as
 
-__all__ = ["Inputs", "Results", "chunked", "fits", "launches"]
+__all__ = ["HEADS", "ROWS", "Cut"]
 
 MOST_COLUMNS = 256
 """Of keys and of values."""
@@ -114,7 +114,7 @@ def cut_for(name: str, depth: int, width: int, dtype: DTypeLike, rows: bool) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def chunked(chunk: int, dtype: DTypeLike, x: Inputs, documents: Int[Array, "B T1"] | None) -> Results:
+def attention_by_kernels(chunk: int, dtype: DTypeLike, x: Inputs, documents: Int[Array, "B T1"] | None) -> Results:
     """Returns outputs in `dtype` and the state behind the last token, by chunks of about `chunk` tokens.
 
     Args:
@@ -181,7 +181,7 @@ def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
     )  # fmt: skip
 
 
-chunked.defvjp(_forward, _backward)
+attention_by_kernels.defvjp(_forward, _backward)
 
 
 class Launch:
