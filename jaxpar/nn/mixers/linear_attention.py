@@ -55,7 +55,7 @@ def linear_attention(
     With a `bonus` u the state is read before it is written: o[t] = q[t] (S[t-1] + diag(u) k[t] v[t]^T) (RWKV-6).
 
     Cost, for chunks of C: 2 T H (C (K + V) / 2 + 2 K V) operations forward; memory of T H (C + log2(C) K) numbers and
-    of T / C states, never of a state a token. The backward pass makes all of it again.
+    of T / C states, never of a state a token; kernels have these states alone. Backward all of it is made again.
 
     Args:
       q: Queries, scaled as they shall be; G divides H, and queries and keys are shared by H / G heads.
@@ -69,7 +69,7 @@ def linear_attention(
       chunk: C, rounded up to a power of two.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
       impl: "chunked"; "sequential", step after step; "kernel", chunks of 16 to 64 tokens in Triton, K and V multiples
-        of 16 up to 256, without `axis_name`; "auto": a token is a step, more the kernel if `has_linear_kernel`, else chunks.
+        of 16 up to 256, without `axis_name`; "auto": a step of one token, of more the kernel where one is, else chunks.
       dtype: Of the outputs; by default that of v.
       normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
 
@@ -79,28 +79,24 @@ def linear_attention(
     Raises:
       UsageError: For shapes that do not fit, an unknown `impl`, or a kernel where there is none.
     """
-    if (
-        impl == "auto"
-        and v.shape[1] > 1
-        and axis_name is None
-        and has_linear_kernel(k, v, log_decay, bonus, normaliser)
-    ):
-        impl = "kernel"
+    if impl == "auto" and axis_name is None:
+        has_kernel = v.shape[1] > 1 and has_linear_kernel(k, v, log_decay, bonus, normaliser)
+        impl = "kernel" if has_kernel else "chunked" if v.shape[1] > 1 else "sequential"
     columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
     if normaliser:
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
     heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
     check_impl(impl, chunk)
     if impl == "kernel":
-        args = q, k, v[..., :columns], log_decay, bonus, state, starts, valid, normaliser, chunk, axis_name, dtype
-        return _by_kernel(*args)
+        v = v[..., :columns]
+        return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chunk, axis_name, dtype)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     first = jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide) if state is None else state.astype(wide)
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
     if bonus is not None and log_decay.ndim == 3:
         log_decay = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, k.shape[-1]))
     (q, k, v, log_decay), starts = masked((q, k, v, log_decay), starts, valid)
-    if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
+    if impl == "sequential":
         if axis_name is not None:
             raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
         out, last = _steps(q, k, v, log_decay, bonus, first, starts)

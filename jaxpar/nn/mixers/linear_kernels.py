@@ -1,4 +1,4 @@
-"""Linear attention by chunks in four Triton kernels, and its gradient: `attention_by_kernels` is what `linear_attention` calls.
+"""Linear attention by chunks in four Triton kernels, and its gradient; `linear_attention` calls it.
 
 One carries states from chunk to chunk, a tile of rows and columns a program, and writes the one before each chunk; a
 second makes the outputs, all chunks at once. Backwards the first runs again, then once more from the end with what is
