@@ -182,6 +182,7 @@ def test_empty_states_of_half_precision(name):
         (lambda q, v, a: linear_attention(q, q, v, a, impl="fast"), "impl='fast' is unknown"),
         (lambda q, v, a: linear_attention(q, q, v, a, chunk=0), "chunk=0 must be at least 1"),
         (lambda q, v, a: delta_rule(q, q, v, a), "v of shape"),
+        (lambda q, v, a: delta_rule(v, v, v, a, impl="kernel"), "impl='kernel' is unknown"),
         (lambda q, v, a: delta_rule(v, v, v, a[:, :, :1]), "beta of shape"),
     ],
 )

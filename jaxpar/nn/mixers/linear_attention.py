@@ -357,10 +357,11 @@ def entering(states: Array, first: Array, axis_name: str | None) -> Array:
     return jnp.concatenate([first[:, :, :, None], states[:, :, :, :-1]], 3)
 
 
-def check_impl(impl: str, chunk: int) -> None:
-    """Refuses unknown forms and chunks of nothing."""
-    if impl not in IMPLS:
-        raise UsageError(f"impl={impl!r} is unknown; legal are {', '.join(map(repr, IMPLS))}.")
+def check_impl(impl: str, chunk: int, kernel: bool = True) -> None:
+    """Refuses unknown forms, a kernel of what has none, and chunks of nothing."""
+    legal = [each for each in IMPLS if kernel or each != "kernel"]
+    if impl not in legal:
+        raise UsageError(f"impl={impl!r} is unknown; legal are {', '.join(map(repr, legal))}.")
     if chunk < 1:
         raise UsageError(f"chunk={chunk} must be at least 1.")
 
