@@ -7,6 +7,7 @@ other, so that what is tested is arithmetic, masks and addresses; the order of m
 import importlib.util
 import os
 import sys
+import threading
 import types
 
 import jax
@@ -19,6 +20,10 @@ from jaxpar.lower.triton import compiled
 NEEDED = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("triton", "torch")), reason="needs triton and torch"
 )
+
+
+ONE_AT_A_TIME = threading.Lock()
+"""Triton's interpreter has one program's number for the whole process; JAX may run two callbacks side by side."""
 
 
 def install(monkeypatch):
@@ -53,7 +58,8 @@ def triton_call(*args, kernel, out_shape, grid, zeroed_outputs=(), num_warps=4, 
 
     def run(*args):
         outputs = [output(place, like) for place, like in enumerate(out_shape)]
-        kernel[tuple(grid)](*[tensor(np.asarray(x)) for x in args], *outputs, **constants)
+        with ONE_AT_A_TIME:
+            kernel[tuple(grid)](*[tensor(np.asarray(x)) for x in args], *outputs, **constants)
         return tuple(
             x.float().numpy().astype(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy() for x in outputs
         )

@@ -110,15 +110,12 @@ class Stack:
 
     def _layer_leaves(self, mixer: Mixer) -> dict[str, PyTree]:
         """Declares one layer's parameters."""
-        out_std, mlp = self.init_std / math.sqrt(self.num_branches), {}
+        out_std = self.init_std / math.sqrt(self.num_branches)
+        out: dict[str, PyTree] = {"attn_norm": self.norm.leaves(self.embed_dim)}
         if self.mlp is not None:
-            mlp = {"mlp_norm": self.norm.leaves(self.embed_dim)}
-            mlp |= self.mlp.leaves(self.embed_dim, self.init_std, out_std)
-        return {
-            "attn_norm": self.norm.leaves(self.embed_dim),
-            **mlp,
-            **mixer.leaves(self.embed_dim, self.init_std, out_std),
-        }
+            out |= {"mlp_norm": self.norm.leaves(self.embed_dim)}
+            out |= self.mlp.leaves(self.embed_dim, self.init_std, out_std)
+        return out | mixer.leaves(self.embed_dim, self.init_std, out_std)
 
     def leaves(self) -> dict[str, PyTree]:
         """Declares "layers", each leaf [L, ...], and "final_norm".

@@ -238,9 +238,12 @@ def test_empty_states_of_half_precision(name):
     [
         (lambda q, v, a: linear_attention(q, q, v, a[:, :-1]), "log_decay of shape"),
         (lambda q, v, a: linear_attention(q, q, v[:, :, :3], a[:, :, :3]), "no multiple"),
+        (lambda q, v, a: linear_attention(q, q, v, a, valid=VALID[:1]), r"valid of shape \(1,\)"),
+        (lambda q, v, a: linear_attention(q, q, v, a, starts=STARTS[:1]), "starts of shape"),
         (lambda q, v, a: linear_attention(q, q, v, a, impl="fast"), "impl='fast' is unknown"),
         (lambda q, v, a: linear_attention(q, q, v, a, chunk=0), "chunk=0 must be at least 1"),
         (lambda q, v, a: delta_rule(q, q, v, a), "v of shape"),
+        (lambda q, v, a: delta_rule(v, v, v, a, impl="kernel"), "impl='kernel' is unknown"),
         (lambda q, v, a: delta_rule(v, v, v, a[:, :, :1]), "beta of shape"),
     ],
 )

@@ -61,7 +61,7 @@ def delta_rule(
       UsageError: For shapes that do not fit, or an unknown `impl`.
     """
     _check(q, k, v, beta, log_decay, state)
-    check_impl(impl, chunk)
+    check_impl(impl, chunk, kernel=False)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     shape = (*v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1])
     state = jnp.zeros(shape, wide) if state is None else state.astype(wide)

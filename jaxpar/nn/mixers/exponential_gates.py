@@ -65,11 +65,10 @@ def exponential_attention(
     if starts is not None:
         decay = jnp.where(starts[..., None], 0, decay)
     weight = jnp.exp(log_input - scale)
-    values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
     weighted = k.astype(wide) * weight[..., None]
     out, matrix = linear_attention(
-        q.astype(v.dtype), weighted.astype(v.dtype), values, decay, state=matrix, starts=starts, valid=valid,
-        chunk=chunk, axis_name=axis_name, impl=impl, dtype=wide,
+        q.astype(v.dtype), weighted.astype(v.dtype), v, decay, state=matrix, starts=starts, valid=valid,
+        chunk=chunk, axis_name=axis_name, impl=impl, dtype=wide, normaliser=True,
     )  # fmt: skip
     norm = jnp.maximum(jnp.abs(out[..., -1:]), jnp.exp(-scale)[..., None])
     last = largest[:, -1] if valid is None else jnp.where((valid > 0)[:, None], _at(largest, valid), first)

@@ -3,23 +3,32 @@
 Inside a chunk all pairs of tokens are multiplied, as in attention; between chunks, and between devices that share the
 sequence, states follow an affine recurrence (`affine_scan(kind="row")`). Decays are logarithms, and only sums of
 neighbouring ones are exponentiated, never a difference of two long sums nor its inverse: where gates are not positive
-nothing overflows, and a sum keeps its relative precision however strong the gates before it were.
+nothing overflows, and a sum keeps its relative precision however strong the gates before it were. On a CUDA GPU kernels
+do the same (`linear_kernels`).
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar.lower.trial import relative_error, tried
+from jaxpar.mesh import mesh_axes, platform
+from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.scan import affine_scan
 from jaxpar.scan.sharded import from_earlier, is_first
+from jaxpar.scan.varying import varying_axes
 from jaxpar.types import UsageError
 
 __all__ = ["linear_attention"]
 
-IMPLS = ("auto", "chunked", "sequential")
+TRIAL = (2, 200, 2, 128)
+"""Shape of the queries, keys and values that the kernels are tried with."""
+
+IMPLS = ("auto", "kernel", "chunked", "sequential")
 
 
 def linear_attention(
@@ -36,13 +45,14 @@ def linear_attention(
     axis_name: str | None = None,
     impl: str = "auto",
     dtype: DTypeLike | None = None,
+    normaliser: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Returns o[t] = q[t] S[t] with S[t] = exp(log_decay[t]) S[t-1] + k[t] v[t]^T, and the state after the last token.
 
     With a `bonus` u the state is read before it is written: o[t] = q[t] (S[t-1] + diag(u) k[t] v[t]^T) (RWKV-6).
 
     Cost, for chunks of C: 2 T H (C (K + V) / 2 + 2 K V) operations forward; memory of T H (C + log2(C) K) numbers and
-    of T / C states, never of a state a token. The backward pass makes all of it again.
+    of T / C states, never of a state a token; kernels have these states alone. Backward all of it is made again.
 
     Args:
       q: Queries, scaled as they shall be; G divides H, and queries and keys are shared by H / G heads.
@@ -55,32 +65,120 @@ def linear_attention(
       valid: How many tokens of each row count, from the first on; outputs of the others are 0. By default all.
       chunk: C, rounded up to a power of two.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
-      impl: "chunked"; "sequential", which makes one step after the other; "auto", which does so for one token.
+      impl: "chunked"; "sequential", step after step; "kernel", chunks of 16 to 64 tokens in Triton, K and V multiples
+        of 16 up to 256, without `axis_name`; "auto": a step of one token, of more the kernel where one is, else chunks.
       dtype: Of the outputs; by default that of v.
+      normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
 
     Returns:
       Outputs, and the state; inside `jax.shard_map` that after this device's last token.
 
     Raises:
-      UsageError: For shapes that do not fit, or an unknown `impl`.
+      UsageError: For shapes that do not fit, an unknown `impl`, or a kernel where there is none.
     """
-    heads = _heads(q, k, v, log_decay, bonus, state)
+    if impl == "auto" and axis_name is None:
+        has_kernel = v.shape[1] > 1 and has_linear_kernel(k, v, log_decay, bonus, normaliser)
+        impl = "kernel" if has_kernel else "chunked" if v.shape[1] > 1 else "sequential"
+    columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
+    if normaliser:
+        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
+    heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
     check_impl(impl, chunk)
+    if impl == "kernel":
+        v = v[..., :columns]
+        return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chunk, axis_name, dtype)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    shape = (*v.shape[:1], heads, k.shape[-1], v.shape[-1])
-    first = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    first = jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide) if state is None else state.astype(wide)
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
     if bonus is not None and log_decay.ndim == 3:
         log_decay = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, k.shape[-1]))
     (q, k, v, log_decay), starts = only_valid((q, k, v, log_decay), starts, valid)
-    if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
+    if impl == "sequential":
         if axis_name is not None:
             raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
         out, last = _steps(q, k, v, log_decay, bonus, first, starts)
     else:
         run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
         out, last = run(q, k, v, log_decay, bonus, first, starts, chunk, axis_name)
-    return out.astype(v.dtype if dtype is None else dtype), last
+    return out.astype(dtype), last
+
+
+def has_linear_kernel(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> bool:
+    """Whether "auto" is the kernel for more than one token: 16 bits, sizes in tiles, a CUDA GPU with jax_triton.
+
+    Before its first use for such decays in this process it has to pass a trial against chunks; if it fails, one warning
+    tells of it. Where a mesh splits rows or heads, it is taken inside `jaxpar.mesh.local` alone, as GSPMD cannot split
+    it.
+    """
+    fits = kernels.fits(k.shape[-1], v.shape[-1]) and v.dtype.itemsize == 2 and kernels.launches(v.dtype)
+    if platform() != "gpu" or not fits:
+        return False
+    split = any(mesh_axes(name) for name in ("batch", "heads", "seq")) and not varying_axes(v)
+    return not split and _is_right(0 if log_decay is None else log_decay.ndim, bonus is not None, normaliser)
+
+
+def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chunk, axis_name, dtype):
+    """Prepares what the kernels read; a state of V + 1 columns has the normaliser's as its last."""
+    wide, columns = jnp.float32, v.shape[-1]
+    if axis_name is not None or not (kernels.launches(v.dtype) and kernels.fits(k.shape[-1], columns)):
+        raise UsageError(
+            f"impl='kernel' needs a CUDA GPU with jax_triton, bfloat16, float16 or float32, keys and values of a "
+            f"multiple of 16 columns up to {kernels.MOST_COLUMNS} and no axis_name (keys have {k.shape[-1]}, values "
+            f"{columns} of {v.dtype}, axis_name is {axis_name}); legal are the others, and auto."
+        )
+    shape = (v.shape[0], v.shape[2], k.shape[-1], columns + normaliser)
+    first = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    if bonus is not None:
+        rows = (*v.shape[:3], k.shape[-1])
+        log_decay = jnp.zeros(rows[:3], wide) if log_decay is None else log_decay
+        log_decay = log_decay if log_decay.ndim == 4 else jnp.broadcast_to(log_decay[..., None], rows)
+        bonus = bonus.astype(wide)
+    given = (q.astype(v.dtype), k.astype(v.dtype), v)
+    (q, k, v, *decay), starts = only_valid(given if log_decay is None else (*given, log_decay), starts, valid)
+    documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
+    line = first[..., columns] if normaliser else None
+    inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
+    results: Any = kernels.attention_by_kernels(chunk, dtype, inputs, documents)  # Results: custom_vjp forgets it
+    out, norm, last, last_line = results
+    if not normaliser:
+        return out, last
+    out = jnp.concatenate([out, norm[..., None].astype(dtype)], -1)
+    return out, jnp.concatenate([last, last_line[..., None]], -1)
+
+
+@functools.cache
+def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
+    """Whether the kernels' values and gradients are those of chunks, over documents and a last chunk that is not full.
+
+    Args:
+      kind: Dimensions of the log decays, 0 if there are none.
+      exclusive: Whether there is a bonus.
+      normaliser: Whether values have a column of ones.
+    """
+
+    def errors() -> list[Array]:
+        keys = jax.random.split(jax.random.key(0), 8)
+        shape = TRIAL
+        q, k, v, g = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:4])
+        decay = -jnp.exp(jax.random.uniform(keys[4], shape[: max(kind, 1)], minval=-6, maxval=2)) if kind else None
+        bonus = jax.random.normal(keys[5], shape[2:]) if exclusive else None
+        state = jax.random.normal(keys[6], (shape[0], *shape[2:], shape[3] + normaliser))
+        starts = jax.random.bernoulli(keys[7], 0.01, shape[:2])
+
+        def both(impl):
+            def run(q, k, v, decay, bonus, state):
+                return linear_attention(
+                    q / 8, k / 8, v, decay, bonus=bonus, state=state, starts=starts, impl=impl, normaliser=normaliser
+                )  # fmt: skip
+
+            (out, last), pull = jax.vjp(run, q, k, v, decay, bonus, state)
+            return out, last, pull((jnp.pad(g, [(0, 0)] * 3 + [(0, int(normaliser))], constant_values=1), last))
+
+        run = jax.jit(both, static_argnums=0)
+        got, want = (jax.tree.leaves(run(impl)) for impl in ("kernel", "chunked"))
+        return [relative_error(*pair) for pair in zip(got, want, strict=True)]
+
+    return tried("Triton's linear attention", "its form by chunks in XLA", errors, "gpu")
 
 
 def _steps(q, k, v, log_decay, bonus, state: Array, starts) -> tuple[Array, Array]:
@@ -256,15 +354,16 @@ def states_before(states: Array, first: Array, axis_name: str | None) -> Array:
     return jnp.concatenate([first[:, :, :, None], states[:, :, :, :-1]], 3)
 
 
-def check_impl(impl: str, chunk: int) -> None:
-    """Refuses unknown forms and chunks of nothing."""
-    if impl not in IMPLS:
-        raise UsageError(f"impl={impl!r} is unknown; legal are {', '.join(map(repr, IMPLS))}.")
+def check_impl(impl: str, chunk: int, kernel: bool = True) -> None:
+    """Refuses unknown forms, a kernel of what has none, and chunks of nothing."""
+    legal = [each for each in IMPLS if kernel or each != "kernel"]
+    if impl not in legal:
+        raise UsageError(f"impl={impl!r} is unknown; legal are {', '.join(map(repr, legal))}.")
     if chunk < 1:
         raise UsageError(f"chunk={chunk} must be at least 1.")
 
 
-def _heads(q, k, v, log_decay, bonus, state) -> int:
+def _heads(q, k, v, log_decay, bonus, state, starts, valid) -> int:
     """Returns H of arrays that fit each other."""
     heads = v.shape[2]
     wanted = {
@@ -273,6 +372,8 @@ def _heads(q, k, v, log_decay, bonus, state) -> int:
         "log_decay": (log_decay, [v.shape[:3], (*v.shape[:3], k.shape[-1])]),
         "bonus": (bonus, [(heads, k.shape[-1])]),
         "state": (state, [(v.shape[0], heads, k.shape[-1], v.shape[-1])]),
+        "starts": (starts, [v.shape[:2]]),
+        "valid": (valid, [v.shape[:1]]),
     }
     for name, (x, shapes) in wanted.items():
         if x is not None and x.shape not in shapes:

@@ -1,0 +1,45 @@
+"""The shapes of `bench/linear_attention.py`, and the inputs that all its rows share."""
+
+import numpy as np
+
+SHAPES = {  # batch, length, heads, columns of keys and of values
+    "G1": (8, 4096, 4, 128, 256),
+    "G2": (4, 2048, 16, 128, 128),
+    "G3": (2, 16384, 16, 128, 128),
+    "G4": (1, 8192, 96, 128, 128),
+}
+TINY = (1, 70, 2, 32, 32)
+SIDES = {
+    "rows": {"jaxpar": ["kernel", "chunked"], "torch": ["fla gla"]},
+    "heads": {"jaxpar": ["kernel", "chunked"], "torch": ["fla simple_gla", "fla retention"]},
+    "none": {"jaxpar": ["kernel", "chunked", "cudnn attention"], "torch": []},
+    "exponential": {"jaxpar": ["kernel", "chunked"], "torch": ["mlstm_kernels"]},
+}
+CASES = {f"{shape}.{decay}": dict(shape=shape, decay=decay) for shape in SHAPES for decay in SIDES}
+
+
+def arrays(request: dict) -> dict[str, np.ndarray]:
+    """Returns q (scaled), k, v, the outputs' gradient, and log decays, float32; those of retention where it asks."""
+    batch, length, heads, depth, width = request["sizes"]
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    tokens = batch, length, heads
+    made = {"q": normal(*tokens, depth) * depth**-0.5, "k": normal(*tokens, depth), "v": normal(*tokens, width)}
+    made["g"] = normal(*tokens, width)
+    if request["decay"] == "rows":  # GLA's: logarithms of sigmoids, by 16
+        made["log_decay"] = -np.log1p(np.exp(-normal(*tokens, depth))) / 16
+    elif "retention" in request["row"]:
+        made["log_decay"] = np.broadcast_to(np.log1p(-(2.0 ** (-5 - np.arange(heads)))), tokens).astype(np.float32)
+    elif request["decay"] == "heads":
+        made["log_decay"] = -np.log1p(np.exp(-normal(*tokens))) / 16
+    elif request["decay"] == "exponential":
+        made |= {"log_decay": -np.log1p(np.exp(-normal(*tokens) - 3)), "log_input": normal(*tokens)}
+    return made
+
+
+def num_bytes(request: dict) -> float:
+    """Returns what must be read and written at least: inputs, outputs, and backwards these and as many gradients."""
+    batch, length, heads, depth, width = request["sizes"]
+    decays = {"rows": 4 * depth, "heads": 4, "none": 0, "exponential": 8}[request["decay"]]
+    once = batch * length * heads * (2 * (2 * depth + 2 * width) + decays)
+    return once * (3 if request["direction"] == "fwd+bwd" else 1)

@@ -1,0 +1,132 @@
+"""JAX's side of `bench/linear_attention.py`: rows that are made (compiled), timed once a round, and dropped."""
+
+import time
+from collections.abc import Callable
+
+import decode_rows
+import harness
+import linear_cases
+
+
+def function_of(request: dict) -> Callable:
+    """Returns the row's function of (q, k, v), log decays and log input gates where there are."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.nn.mixers import linear_kernels as kernels
+    from jaxpar.nn.mixers.exponential_gates import exponential_attention
+    from jaxpar.nn.mixers.linear_attention import linear_attention
+
+    for each in filter(None, request.get("tiles", "").split(",")):
+        name, tile = each.split("=")
+        kernels.ROWS[name] = kernels.HEADS[name] = kernels.Cut(*map(int, tile.split("x")))
+    impl = request["row"].split()[0]
+    if impl == "cudnn":
+        if request["sizes"][3] != request["sizes"][4]:
+            raise ValueError("attention here has values as wide as keys")
+        how = None if jax.default_backend() == "cpu" else "cudnn"
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=True, implementation=how)
+    if request["decay"] == "exponential":
+        # From log gates: keys are scaled as queries are, for both frameworks.
+        return lambda q, k, v, forget, gate: exponential_attention(q, k, v, forget, gate, impl=impl)[0].astype(
+            jnp.bfloat16 if q.dtype == jnp.bfloat16 else q.dtype
+        )
+    return lambda q, k, v, *decay: linear_attention(q, k, v, *decay, impl=impl)[0]
+
+
+def truth(request: dict, args: tuple):
+    """Outputs of the first row's first two heads by chunks in float32, and gradients if they are asked for."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.nn.mixers.exponential_gates import exponential_attention
+    from jaxpar.nn.mixers.linear_attention import linear_attention
+
+    g, *rest = (x[:1, :, :2].astype(jnp.float32) for x in args)
+
+    def run(*rest):
+        if request["decay"] == "exponential":
+            return exponential_attention(*rest, impl="chunked")[0]
+        return linear_attention(*rest, impl="chunked")[0]
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(lambda g, *rest: both_ways(run, request)(g, *rest))(g, *rest)
+
+
+def both_ways(function: Callable, request: dict) -> Callable:
+    """Returns (g, *args) -> the result, and all gradients where they are asked for."""
+    import jax
+
+    def run(g, *args):
+        if request["direction"] == "fwd":
+            return (function(*args),)
+        y, pull = jax.vjp(function, *args)
+        return y, *pull(g.astype(y.dtype))
+
+    return run
+
+
+class Call:
+    """A row that calls one program."""
+
+    def __init__(self, request: dict):
+        """Compiles, and compares with the float32 form."""
+        import jax
+        import jax.numpy as jnp
+
+        made = linear_cases.arrays(request)
+        narrow = {name: jnp.asarray(x, request["dtype"]) for name, x in made.items() if not name.startswith("log")}
+        wide = [jnp.asarray(made[name]) for name in ("log_decay", "log_input") if name in made]
+        self.args = (narrow["g"], narrow["q"], narrow["k"], narrow["v"], *wide)
+        begin, self.spend_s = time.perf_counter(), request["spend_s"]
+        self.program = jax.jit(both_ways(function_of(request), request)).lower(*self.args).compile()
+        self.made = {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
+        out = self.program(*self.args)
+        if not all(bool(jnp.isfinite(each).all()) for each in out):
+            raise ValueError("the results are not finite")
+        if "attention" not in request["row"]:
+            want = truth(request, self.args)
+            parts = [
+                jnp.linalg.norm(mine[:1, :, :2].astype(jnp.float32) - right) / jnp.linalg.norm(right)
+                for mine, right in zip(out, want, strict=True)
+            ]
+            self.made |= {"error": float(parts[0]), "worst_error": float(max(parts))}
+
+    def round(self) -> dict:
+        """Median of several queued calls."""
+        return harness.time_jax(self.program, [self.args], self.spend_s)
+
+
+def rates(request: dict) -> dict:
+    """Returns the bytes a second of a copy, read and written."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.zeros((request["size"],), jnp.float32)
+    copy = jax.jit(lambda x: x + 1).lower(x).compile()
+    ms = harness.time_jax(copy, [(x,)], request["spend_s"])["ms"]
+    return {"device": jax.devices()[0].device_kind, "version": f"jax {jax.__version__}", "bytes": 8e3 * x.size / ms}
+
+
+class Rows:
+    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
+
+    def __init__(self):
+        """Holds nothing yet."""
+        self.held: dict = {}
+
+    def __call__(self, request: dict) -> dict:
+        """Answers one request."""
+        if request["do"] == "rates":
+            return rates(request)
+        if request["do"] == "make":
+            row = self.held[request["name"]] = Call(request)
+            return row.made
+        if request["do"] == "drop":
+            self.held.clear()
+            return {}
+        return self.held[request["name"]].round()
+
+
+if __name__ == "__main__":
+    harness.serve(Rows())

@@ -1,0 +1,162 @@
+"""The torch peers of `bench/linear_attention.py`: fla-core's chunked forms and mlstm_kernels, where importable.
+
+A worker: `make` compiles (autotunes) a row, `round` times it once, `drop` frees it.
+"""
+
+import pathlib
+import statistics
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import harness  # noqa: E402
+import linear_cases  # noqa: E402
+import torch  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def wait() -> float:
+    """Returns the time at which the device has done all that it was asked."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def function_of(request: dict):
+    """Returns a function of (q, k, v, decays ...) in our layout, time before heads."""
+    name = request["row"]
+    if name == "fla gla":
+        from fla.ops.gla import chunk_gla
+
+        return lambda q, k, v, g: chunk_gla(q, k, v, g, scale=1.0)[0]
+    if name == "fla retention":  # its decays are its own, so that ours have no gradient there
+        from fla.ops.retention import chunk_retention
+
+        return lambda q, k, v, _: chunk_retention(q, k, v, scale=1.0)[0]
+    if name == "fla simple_gla":
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        return lambda q, k, v, g: chunk_simple_gla(q, k, v, g, scale=1.0)[0]
+    from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+
+    def mlstm(q, k, v, forget, gate):
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        depth = q.shape[-1]
+        # It scales queries itself, and takes forget gates before their sigmoid.
+        logit = forget - torch.log(-torch.expm1(forget))
+        out = mlstm_chunkwise__xl_chunk(
+            q * depth**0.5, k, v, gate.transpose(1, 2).contiguous(), logit.transpose(1, 2).contiguous(),
+            chunk_size_inter=128, chunk_size_intra=64,
+        )  # fmt: skip
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return mlstm
+
+
+def truth(q, k, v, decay, g):
+    """Step by step in float64: outputs of the first row's first two heads, and gradients."""
+    args = [x[:1, :, :2].detach().double().requires_grad_() for x in (q, k, v, decay)]
+    q, k, v, decay = args
+    kept = decay.exp() if decay.dim() == 4 else decay.exp()[..., None]
+    state, outs = 0.0, []
+    for t in range(q.shape[1]):
+        state = kept[:, t, :, :, None] * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    out = torch.stack(outs, 1)
+    out.backward(g[:1, :, :2].double())
+    return [out.detach(), *(x.grad for x in args)]
+
+
+class Call:
+    """A row that calls one function."""
+
+    def __init__(self, request: dict):
+        """Calls it until it is compiled; compares on a prefix of `check` tokens."""
+        self.both = request["direction"] == "fwd+bwd"
+        made = linear_cases.arrays(request)
+        here = {name: torch.from_numpy(x.copy()).to(DEVICE) for name, x in made.items()}
+        dtype = FLOATS[request["dtype"]]
+        order = [name for name in ("q", "k", "v", "log_decay", "log_input") if name in here]
+        self.args = [here[name] if name.startswith("log") else here[name].to(dtype) for name in order]
+        self.args = [x.detach().requires_grad_() for x in self.args]
+        self.g, self.function, begin = here["g"].to(dtype), function_of(request), wait()
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            self.call()
+            start = wait()
+            out = self.call()
+            once = wait() - start
+        self.plan = harness.plan_timing(once, request["spend_s"])
+        self.made = {"compile_s": wait() - begin}
+        if CUDA:
+            self.made["peak_bytes"] = torch.cuda.max_memory_allocated()
+        if len(self.args) == 4 and request["row"] != "fla retention":
+            self.made |= self.errors(out, min(request["check"], out.shape[1]))
+
+    def errors(self, out, length: int) -> dict:
+        """Relative errors of a prefix: its outputs; its gradients from a call on it alone."""
+        prefix = [x[:, :length].detach().clone().requires_grad_() for x in self.args]
+        want = truth(*prefix, self.g[:, :length])
+        short = self.function(*prefix)
+        short.backward(self.g[:, :length].contiguous())
+        got = [out[:, :length], *(x.grad for x in prefix)]
+        parts = [
+            ((mine[:1, :, :2].detach().double() - right).norm() / right.norm()).item()
+            for mine, right in zip(got, want, strict=True)
+        ]
+        return {"error": parts[0]} | ({"worst_error": max(parts)} if self.both else {})
+
+    def call(self):
+        """Computes the result, and all gradients."""
+        if not self.both:
+            with torch.no_grad():
+                return self.function(*self.args)
+        for each in self.args:
+            each.grad = None
+        y = self.function(*self.args)
+        y.backward(self.g)
+        return y
+
+    def round(self) -> dict:
+        """Median of several queued calls."""
+        calls, timings = self.plan
+        self.call()
+        taken = []
+        for _ in range(timings):
+            begin = wait()
+            for _ in range(calls):
+                self.call()
+            taken.append((wait() - begin) / calls)
+        return {"ms": 1e3 * statistics.median(taken)}
+
+
+class Rows:
+    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
+
+    def __init__(self):
+        """Holds nothing yet."""
+        self.held: dict = {}
+
+    def __call__(self, request: dict) -> dict:
+        """Answers one request."""
+        if request["do"] == "rates":
+            return {"device": torch.cuda.get_device_name() if CUDA else "cpu", "version": f"torch {torch.__version__}"}
+        if request["do"] == "make":
+            row = self.held[request["name"]] = Call(request)
+            return row.made
+        if request["do"] == "drop":
+            self.held.clear()
+            if CUDA:
+                torch.cuda.empty_cache()
+            return {}
+        return self.held[request["name"]].round()
+
+
+if __name__ == "__main__":
+    harness.serve(Rows())

@@ -1,0 +1,241 @@
+"""Linear attention by chunks in four Triton kernels, and its gradient; `linear_attention` calls it.
+
+One carries states from chunk to chunk, a tile of rows and columns a program, and writes the one before each chunk; a
+second makes the outputs, all chunks at once. Backwards the first runs again, then once more from the end with what is
+wanted of the states; the last two make gradients, all chunks at once. Kept for it are the inputs alone. States are
+written in the inputs' dtype, in which they are multiplied anyway; what is carried is float32.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpar.lower.triton import available, call_kernel
+from jaxpar.nn.mixers._linear_text import TEXT
+from jaxpar.scan.varying import varying_as
+
+__all__ = ["HEADS", "ROWS", "Cut"]
+
+MOST_COLUMNS = 256
+"""Of keys and of values."""
+
+CHUNKS = (16, 64)
+"""Tokens of a chunk, at least and at most: a matrix unit multiplies 16 rows, and registers hold the pairs of 64."""
+
+
+class Inputs(NamedTuple):
+    """What is read, and has a gradient.
+
+    Attributes:
+      q: Of the dtype of v, and so are
+      k: and
+      v: 16 bits or float32.
+      log_decay: [B, T, H, K], [B, T, H] or None.
+      bonus: If given, decays are of rows, and a state is read before it is written.
+      state: Before the first token, float32.
+      line: The state's column whose value is 1 at all tokens; None where it is not asked for.
+    """
+
+    q: Float[Array, "B T G K"]
+    k: Float[Array, "B T G K"]
+    v: Float[Array, "B T H V"]
+    log_decay: Array | None
+    bonus: Float[Array, "H K"] | None
+    state: Float[Array, "B H K V"]
+    line: Float[Array, "B H K"] | None
+
+
+class Results(NamedTuple):
+    """Outputs, the column of ones read by queries, and both states behind the last token."""
+
+    out: Float[Array, "B T H V"]
+    norm: Float[Array, "B T H"] | None
+    state: Float[Array, "B H K V"]
+    line: Float[Array, "B H K"] | None
+
+
+class Cut(NamedTuple):
+    """Columns of keys and of values a step, warps, and steps under way."""
+
+    deep: int
+    wide: int
+    warps: int
+    stages: int
+
+
+HEADS = {
+    "carry": Cut(64, 64, 4, 3),
+    "outputs": Cut(64, 64, 4, 2),
+    "value_gradients": Cut(64, 64, 4, 2),
+    "key_gradients": Cut(64, 64, 4, 2),
+}
+"""Tiles for 16 bits, decays of heads or none."""
+
+ROWS = {
+    "carry": Cut(64, 64, 4, 3),
+    "outputs": Cut(32, 64, 4, 2),
+    "value_gradients": Cut(32, 64, 4, 2),
+    "key_gradients": Cut(32, 64, 8, 2),
+}
+"""Tiles for decays of rows, whose sums are held too: the largest of which ptxas spills nothing."""
+
+
+def launches(dtype: DTypeLike) -> bool:
+    """Whether the kernels can be launched for this dtype; how fast is another question."""
+    return jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")) and available()
+
+
+def fits(depth: int, width: int) -> bool:
+    """Whether there are tiles for keys and values of so many columns."""
+    return all(size % 16 == 0 and 16 <= size <= MOST_COLUMNS for size in (depth, width))
+
+
+def cut_for(name: str, depth: int, width: int, dtype: DTypeLike, rows: bool) -> Cut:
+    """Returns the tiles of a kernel; by what registers hold, not timed. Those of columns divide.
+
+    Args:
+      name: Of the kernel.
+      depth: Columns of keys.
+      width: Columns of values.
+      dtype: In which is multiplied.
+      rows: Whether each row of the state has its own decay.
+    """
+    divisor = lambda size, most: math.gcd(size, most)  # noqa: E731 (of a power of two: the largest that divides)
+    if jnp.dtype(dtype) == jnp.float32:  # without tensor cores, in full precision
+        return Cut(divisor(depth, 32), divisor(width, 32), 4, 1)
+    cut = ROWS[name] if rows else HEADS[name]
+    return cut._replace(deep=divisor(depth, cut.deep), wide=divisor(width, cut.wide))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attention_by_kernels(chunk: int, dtype: DTypeLike, x: Inputs, documents: Int[Array, "B T1"] | None) -> Results:
+    """Returns outputs in `dtype` and the state behind the last token, by chunks of about `chunk` tokens.
+
+    Args:
+      chunk: Rounded up to a power of two within `CHUNKS`.
+      dtype: Of the outputs.
+      x: What is read.
+      documents: Number of the document before the first token, and of each token's, if there are several.
+    """
+    return _forward(chunk, dtype, x, documents)[0]
+
+
+def _forward(chunk: int, dtype: DTypeLike, x: Inputs, documents):
+    @sequential_vmap
+    def run(x, documents):
+        launch = Launch(chunk, x, documents)
+        states, last = launch.carried(x.state, x.line)
+        batch, length, heads, width = x.v.shape
+        norm = [] if x.line is None else [(batch, length, heads)]
+        shapes = [((batch, length, heads, width), dtype), *((shape, jnp.float32) for shape in norm)]
+        given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, *states)
+        out, norm = launch("outputs", given, shapes, 2, launch.chunks * heads * batch)
+        return Results(out, norm if x.line is not None else None, *last)
+
+    return varying_as(run(x, documents), (x, documents)), (x, documents)
+
+
+def _backward(chunk: int, dtype: DTypeLike, kept, g: Results):
+    del dtype
+
+    @sequential_vmap
+    def run(x, documents, g):
+        return _gradients(Launch(chunk, x, documents), x, documents, g)
+
+    return varying_as(run(*kept, g), (*kept, g)), None
+
+
+def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
+    """Returns the gradients of what is read."""
+    batch, length, heads, _ = x.v.shape
+    depth, rows = x.k.shape[-1], x.log_decay is not None and x.log_decay.ndim == 4
+    out, norm = g.out.astype(x.v.dtype), None if g.norm is None else g.norm.astype(jnp.float32)
+    line = None if g.line is None else g.line.astype(jnp.float32)
+    states, _ = launch.carried(x.state, x.line)
+    wanted, first = launch.carried(g.state.astype(jnp.float32), line, out, norm)
+    chunks, size = launch.chunks, launch.sizes["CHUNK"]
+    given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, out, norm)
+    pairs = ((batch, heads, chunks, size, size), x.v.dtype)
+    between = ((batch, length, heads) if x.log_decay is not None and not rows else (1,), jnp.float32)
+    shapes = [(x.v.shape, x.v.dtype), pairs, between]
+    dv, scores, dg = launch("value_gradients", (*given, wanted[0]), shapes, 3, batch * heads * chunks)
+    tiles = depth // launch.cut("key_gradients").deep
+    one = (batch, length, heads, depth), x.q.dtype if x.q.shape[2] == heads else jnp.float32
+    parts = one[0] if rows else (batch, length, heads, tiles) if x.log_decay is not None else (1,)
+    shapes = [one, one, (parts, jnp.float32), ((1,) if x.bonus is None else (batch, heads, chunks, depth), jnp.float32)]
+    given = (*given, *states, *wanted, scores)
+    dq, dk, more, dbonus = launch("key_gradients", given, shapes, 4, batch * heads * chunks * tiles)
+    groups = x.q.shape[2]
+    dq, dk = (y.reshape(batch, length, groups, -1, depth).sum(3).astype(x.q.dtype) for y in (dq, dk))
+    return Inputs(
+        dq, dk, dv,
+        None if x.log_decay is None else (more if rows else dg + more.sum(-1)).astype(x.log_decay.dtype),
+        None if x.bonus is None else dbonus.sum((0, 2)).astype(x.bonus.dtype),
+        *first,
+    )  # fmt: skip
+
+
+attention_by_kernels.defvjp(_forward, _backward)
+
+
+class Launch:
+    """Kernels for arrays of these shapes: the constants that all of them have."""
+
+    def __init__(self, chunk: int, x: Inputs, documents: Array | None):
+        """Reads shapes alone."""
+        self.x, self.documents = x, documents
+        (batch, length, heads, width), depth = x.v.shape, x.k.shape[-1]
+        least, most = CHUNKS
+        size = min(most, max(least, 1 << (min(chunk, length) - 1).bit_length()))
+        self.programs, self.chunks = batch * heads, -(-length // size)
+        self.rows = x.log_decay is not None and x.log_decay.ndim == 4
+        self.sizes: dict[str, Any] = dict(
+            LENGTH=length, CHUNKS=self.chunks, GROUPS=x.q.shape[2], HEADS=heads, DEPTH=depth, WIDTH=width, CHUNK=size,
+            LEVELS=size.bit_length() - 1, KIND=0 if x.log_decay is None else 2 if self.rows else 1,
+            DOCUMENTS=documents is not None, EXCLUSIVE=x.bonus is not None, NORM=x.line is not None,
+            EXACT="ieee" if x.v.dtype == jnp.float32 else "tf32",
+        )  # fmt: skip
+
+    def cut(self, name: str) -> Cut:
+        """Returns a kernel's tiles."""
+        return cut_for(name, self.sizes["DEPTH"], self.sizes["WIDTH"], self.x.v.dtype, self.rows)
+
+    def __call__(self, name: str, arrays, out, count: int, programs: int, **more) -> list[Array]:
+        """Runs a kernel; it is told of what is not given by its constants. Outputs too few are of one number."""
+        cut = self.cut(name)
+        none = jnp.zeros((1,), jnp.int32)
+        out = [*out, *[((1,), jnp.float32)] * (count - len(out))]
+        return call_kernel(
+            *(none if x is None else x for x in arrays),
+            text=TEXT,
+            name=name,
+            out=[jax.ShapeDtypeStruct(*each) for each in out],
+            grid=(programs,),
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+            **self.sizes, DEEP=cut.deep, WIDE=cut.wide, **more,
+        )  # fmt: skip
+
+    def carried(self, state: Array, line: Array | None, out: Array | None = None, norm: Array | None = None):
+        """Returns the state before each chunk and the last; with gradients of outputs, that behind each and the first.
+
+        States are pairs of a matrix and of the column of ones, or None.
+        """
+        x, sizes, cut = self.x, self.sizes, self.cut("carry")
+        reverse = out is not None
+        given = (x.q, out, norm) if reverse else (x.k, x.v, None)
+        shape = (*state.shape[:2], self.chunks, *state.shape[2:])
+        lines = [] if line is None else [(shape[:-1], jnp.float32)]
+        none = ((1,), jnp.float32)
+        shapes = [(shape, x.v.dtype), *(lines or [none]), (state.shape, jnp.float32)]
+        shapes += [none if line is None else (line.shape, jnp.float32)]
+        tiles = sizes["DEPTH"] // cut.deep * (sizes["WIDTH"] // cut.wide)
+        given = (*given, x.log_decay, self.documents, state, line)
+        states, lines, last, last_line = self("carry", given, shapes, 4, self.programs * tiles, REVERSE=reverse)
+        return ((states, None), (last, None)) if line is None else ((states, lines), (last, last_line))

@@ -1,0 +1,47 @@
+"""Inputs of linear attention's kernels: every kind of decay, documents, rows that end early; and their outcome."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.nn.mixers.linear_attention import linear_attention
+
+KINDS = ("none", "heads", "rows", "bonus", "heads, normaliser", "rows, normaliser")
+
+
+def gates(rng, *shape):
+    """Log decays of all strengths: next to 0, none, and 50."""
+    weak, strong = -np.exp(rng.uniform(-8, 0, shape)), np.where(rng.random(shape) < 0.3, -50.0, 0.0)
+    return np.where(rng.random(shape) < 0.5, weak, strong)
+
+
+def inputs_of(kind, batch, length, groups, heads, depth, width, dtype="float32"):
+    """Arrays (q, k, v, log_decay, bonus, state), and what the gradient of outputs and state is."""
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), "float32")  # noqa: E731
+    groups = groups if kind in ("none", "heads", "heads, normaliser") else heads
+    q, k = (normal(batch, length, groups, depth) / depth**0.25 for _ in range(2))
+    v, columns = normal(batch, length, heads, width), width + kind.endswith("normaliser")
+    decay = None if kind == "none" else gates(rng, batch, length, heads, *(() if "heads" in kind else (depth,)))
+    bonus = normal(heads, depth) if kind == "bonus" else None
+    state, g = normal(batch, heads, depth, columns), normal(batch, length, heads, columns)
+    narrow = [x.astype(dtype) for x in (q, k, v)]
+    decay = None if decay is None else jnp.asarray(decay, "float32")
+    return (*narrow, decay, bonus, state), (g, normal(*state.shape))
+
+
+def outcome(impl, kind, starts, valid, **options):
+    """Outputs of tokens that count, the last state, and all gradients."""
+
+    def run(arrays, cotangents):
+        def call(q, k, v, decay, bonus, state):
+            fixed = dict(starts=starts, valid=valid, impl=impl, normaliser=kind.endswith("normaliser"))
+            return linear_attention(q, k, v, decay, bonus=bonus, state=state, dtype="float32", **fixed, **options)
+
+        (out, last), pull = jax.vjp(call, *arrays)
+        counts = 1.0
+        if valid is not None:
+            counts = (jnp.arange(out.shape[1])[None] < valid[:, None])[..., None, None].astype(out.dtype)
+        return out * counts, last, pull((cotangents[0] * counts, cotangents[1]))
+
+    return run

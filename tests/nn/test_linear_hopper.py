@@ -1,0 +1,73 @@
+"""Linear attention's kernels in machine code of sm_90, compiled without a GPU: wgmma, and nothing spilled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import triton_interpreter
+
+from jaxpar.nn.mixers import linear_kernels as kernels
+from jaxpar.nn.mixers.linear_attention import linear_attention
+
+pytestmark = triton_interpreter.NEEDED
+HERE = Path(__file__).parent
+SHAPES = {"B4": (4, 2048, 16, 128, 128), "B8": (8, 4096, 4, 128, 256), "B1": (1, 8192, 96, 128, 128)}
+
+
+def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
+    """The distinct kernels of outputs and gradients."""
+    made = []
+
+    def record(*arrays, out, grid, text, name, num_warps, num_stages, **constants):
+        call = dict(text=text, name=name, num_warps=num_warps, num_stages=num_stages, constants=constants)
+        call["dtypes"] = [str(x.dtype) for x in (*arrays, *out)]
+        if call not in made:
+            made.append(call)
+        return [jnp.zeros(x.shape, x.dtype) for x in out]
+
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    monkeypatch.setattr(kernels, "call_kernel", record)
+    given = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    q, v = given(batch, length, heads, depth), given(batch, length, heads, width)
+    decays = {"none": None, "heads": (batch, length, heads), "rows": q.shape, "bonus": q.shape}[kind.split(",")[0]]
+    decay = None if decays is None else given(*decays, dtype="float32")
+    bonus = given(heads, depth, dtype="float32") if kind == "bonus" else None
+    starts = given(batch, length, dtype="bool") if kind in ("bonus", "heads, normaliser") else None
+
+    def run(q, k, v, decay, bonus, starts):
+        fixed = dict(starts=starts, impl="kernel", normaliser=kind.endswith("normaliser"))
+        call = lambda q, k, v, decay, bonus: linear_attention(q, k, v, decay, bonus=bonus, **fixed)  # noqa: E731
+        out, pull = jax.vjp(call, q, k, v, decay, bonus)
+        return pull(out)
+
+    jax.eval_shape(run, q, q, v, decay, bonus, starts)
+    return made
+
+
+@pytest.mark.slow  # 30 to 120 s for each on one core: Triton's compiler, and ptxas
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(shape, kind) for shape in SHAPES for kind in ("heads", "rows")]
+    + [("B8", kind) for kind in ("none", "bonus", "heads, normaliser", "rows, normaliser")],
+)
+def test_the_machine_code_multiplies_by_wgmma_and_spills_nothing(shape, kind, monkeypatch):
+    calls = calls_of(*SHAPES[shape], kind, monkeypatch)
+    assert [call["name"] for call in calls] == ["carry", "outputs", "carry", "value_gradients", "key_gradients"]
+    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": paths}
+    script = [sys.executable, HERE / "compile_for_hopper.py"]
+    done = subprocess.run(script, input=json.dumps(calls), capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for call, fact in zip(calls, json.loads(done.stdout), strict=True):
+        print(fact)
+        assert all(".f32.bf16.bf16" in each for each in fact["wgmma"]) and fact["hgmma"] > 0 == fact["hmma"]
+        assert fact["spilled"] == 0 and fact["registers"] <= 255
+        assert max(fact["copies"]) == 16  # bytes a thread
+        programs = 8 // call["num_warps"]  # side by side on a multiprocessor: eight warps at least
+        assert programs * (fact["shared"] + 1024) <= 228 * 1024
+        assert programs * 32 * call["num_warps"] * fact["registers"] <= 65536
