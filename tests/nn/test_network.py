@@ -14,7 +14,7 @@ from jaxpar.types import UsageError
 @pytest.mark.parametrize("name", ["retention", "gated_delta"])
 def test_a_matrix_state_streams(name, x64):
     """Retention rotates by positions, which go on from call to call; gated_delta has convolutions."""
-    network = SequenceNetwork(3, 2, name, size=8, layers=2, heads=2)
+    network = SequenceNetwork(3, 2, name, size=8, layers=1, heads=2)
     params = network.init(jax.random.key(0), jnp.float64)
     x = jax.random.normal(jax.random.key(1), (2, 6, 3), jnp.float64)
     run = jit(lambda params, x, states: network.apply(params, x, states)[:2])
