@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments import _memory
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import UsageError
 
@@ -25,12 +26,14 @@ class SeriesConfig:
     """What is learned, and from what.
 
     Attributes:
-      task: "digits", "file", or a synthetic one: "copy", "selective_copy", "adding".
+      task: "digits", "file", or a synthetic one: "copy", "selective_copy", "adding", and what tells mixers apart:
+        "recall", "mqar", "delayed_copy", "s5".
       path: Of the file task: a .ts (aeon), .arff, .csv, .tsv or .npz file.
       validation_path: Its validation series; by default a share of those in `path`.
       validation: That share; of the digits too.
-      length: Of the synthetic tasks: T of adding; of the copy tasks the silent steps.
-      symbols: Of the copy tasks: how many are to be remembered.
+      length: Of the synthetic tasks: T of adding and s5; of copying and recall the silent steps, of delayed_copy the
+        delay, of mqar the places among which each key is asked for.
+      symbols: Of the copy tasks: how many are to be remembered; of recall and mqar the pairs of a key and a value.
       batch_size: B.
     """
 
@@ -151,6 +154,44 @@ def _recall(shown: np.ndarray, symbols: np.ndarray) -> Batch:
     return {"inputs": inputs, "targets": targets, "weights": weights}
 
 
+def _recalling(name: str, draw: Callable, length: Callable[[SeriesConfig], int]) -> Callable[[SeriesConfig, int], Task]:
+    """Returns a task of `_memory` of keys and values."""
+
+    def open_(config: SeriesConfig, seed: int) -> Task:
+        if name == "mqar" and config.symbols > min(_memory.KEYS, config.length):
+            raise UsageError(
+                f"data.symbols={config.symbols} of data.task=mqar is over the {_memory.KEYS} keys or over data.length="
+                f"{config.length}, the places where they are asked for; take {min(_memory.KEYS, config.length)}."
+            )
+
+        def make(rng: np.random.Generator, c: SeriesConfig) -> Batch:
+            return _one_hot(_memory.BLANK + 1, *draw(rng, c.batch_size, c.symbols, c.length))
+
+        text = f"{name}: {config.symbols} symbols, length {config.length}; guessing is 1/{_memory.KEYS} right"
+        return Task(_memory.BLANK + 1, _memory.KEYS, True, length(config), *_drawn(make, config, seed), text)
+
+    return open_
+
+
+def _s5(config: SeriesConfig, seed: int) -> Task:
+    """The word problem of the symmetric group of five: which permutation all up to here make together."""
+    count = len(_memory.permutations(5))
+
+    def make(rng: np.random.Generator, c: SeriesConfig) -> Batch:
+        return _one_hot(count, *_memory.compose_permutations(rng, c.batch_size, c.length, 5))
+
+    text = f"s5: {config.length} permutations of five things, composed; guessing is 1/{count} right"
+    return Task(count, count, True, config.length, *_drawn(make, config, seed), text)
+
+
+def _one_hot(count: int, shown: np.ndarray, right: np.ndarray, judged: np.ndarray) -> Batch:
+    return {
+        "inputs": np.eye(count, dtype=np.float32)[shown],
+        "targets": right.astype(np.int32),
+        "weights": judged.astype(np.float32),
+    }
+
+
 def _digits(config: SeriesConfig, seed: int) -> Task:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, read pixel by pixel."""
     images, labels = handwritten("data.task=digits")
@@ -238,7 +279,17 @@ def _at_end(inputs: np.ndarray, targets: np.ndarray) -> Batch:
     return {"inputs": inputs.astype(np.float32), "targets": targets, "weights": weights}
 
 
-TASKS = {"digits": _digits, "file": _file, "copy": _copy, "selective_copy": _selective_copy, "adding": _adding}
+TASKS = {
+    "digits": _digits,
+    "file": _file,
+    "copy": _copy,
+    "selective_copy": _selective_copy,
+    "adding": _adding,
+    "recall": _recalling("recall", _memory.associative_recall, lambda c: 2 * c.symbols + c.length + 1),
+    "mqar": _recalling("mqar", _memory.mqar, lambda c: 2 * c.symbols + c.length),
+    "delayed_copy": _recalling("delayed_copy", _memory.delayed_copy, lambda c: c.symbols + c.length),
+    "s5": _s5,
+}
 
 
 def read_series(path: str) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@
     python -m experiments.rnn data.task=file data.path=EigenWorms_TRAIN.ts data.validation_path=EigenWorms_TEST.ts
     python -m experiments.rnn data.task=selective_copy data.length=200 model.cell=min_lstm
     python -m experiments.rnn preset=lmu                                     # a Legendre memory, half a minute
+    python -m experiments.rnn data.task=mqar model.cell=gated_delta data.length=40 data.symbols=8
     python -m experiments.rnn mode=eval run=runs/rnn/rnn-1a2b3c4d            # in parallel, and streamed
 
 A byte language model with the same cells is `python -m experiments.lm model.mixer=para_gru`, at attention's size.
@@ -45,11 +46,12 @@ class ModelConfig:
     """The network.
 
     Attributes:
-      cell: A recurrent cell, aaren: attention as a recurrence; or lmu or spiking_lmu: layers of a stack, whose memories
-        are Legendre's.
+      cell: A recurrent cell; aaren, which is attention as a recurrence; a layer with a matrix state, such as gla; or
+        lmu or spiking_lmu: layers of a stack, whose memories are Legendre's.
       size: Units of a layer.
       layers: Recurrent layers.
-      heads: Blocks of dense recurrent weights (gru, lstm), heads of aaren, channels of lmu.
+      heads: Blocks of dense recurrent weights (gru, lstm), heads of aaren and of layers with a matrix state, channels
+        of lmu.
       method: How recurrences are solved: "auto" takes a cell's closed form, and what suits its Jacobian otherwise.
       window: Steps that the method solves at once; 0 leaves that to it.
       width: Of lmu: features between layers.

@@ -50,6 +50,11 @@ CLAIMS = {
     "::what_does_not_converge_is_run_sequentially_or_nan_or_an_error solve/test_robustness.py::no_error_is_silent",
     "mixtures of experts equal to the dense mixture on any mesh": "nn/test_experts.py::it_is_the_dense_mixture "
     "nn/test_experts.py::no_mesh_changes_anything parallel/test_transports.py::it_is_the_dense_mixture",
+    "chunks of tokens equal steps": "nn/test_linear_attention.py::chunks_equal_steps_in_value_and_gradient "
+    "nn/test_linear_attention.py::over_eight_devices_it_is_what_it_is_on_one",
+    "mixers trained for equal seconds": "experiments/test_compare.py"
+    "::rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once "
+    "experiments/test_compare.py::a_speed_is_the_median_of_rounds_in_which_all_take_turns",
     "by what a route says of their class": "experiments/test_information_gain_trellis.py"
     "::it_learns_to_tell_classes_apart",
     "experts that fail or answer with old weights": "nn/test_experts.py::experts_that_fail_are_masked "

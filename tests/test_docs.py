@@ -12,6 +12,7 @@ import pytest
 import jaxpar
 from experiments import (
     _run,
+    compare,
     digits,
     env,
     estimate,
@@ -34,7 +35,7 @@ from jaxpar.parallel.placement import MATMUL_PLACEMENTS, Broadcast, Partial, Spl
 ROOT = Path(__file__).parents[1]
 OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}
 OTHERS |= {"generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
-OTHERS |= {"step_speculation": steps, "moving_digits": moving_digits}
+OTHERS |= {"compare": compare, "step_speculation": steps, "moving_digits": moving_digits}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml"))]

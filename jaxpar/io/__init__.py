@@ -21,6 +21,7 @@ from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
 from jaxpar.io.plots import (
     plot_experts,
+    plot_fits,
     plot_frames,
     plot_histograms,
     plot_layouts,
@@ -40,6 +41,7 @@ __all__ = [
     "open_progress",
     "open_writers",
     "plot_experts",
+    "plot_fits",
     "plot_frames",
     "plot_graph",
     "plot_histograms",

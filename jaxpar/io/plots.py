@@ -15,7 +15,10 @@ from jaxpar.types import UsageError
 if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
 
-__all__ = ["plot_experts", "plot_frames", "plot_histograms", "plot_layouts", "plot_loss", "plot_memory", "plot_metrics"]
+__all__ = [
+    "plot_experts", "plot_fits", "plot_frames", "plot_histograms", "plot_layouts", "plot_loss", "plot_memory",
+    "plot_metrics",
+]  # fmt: skip
 
 
 def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -> None:
@@ -133,6 +136,42 @@ def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.margins(x=0.01)
+    save(figure, out)
+
+
+def plot_fits(
+    runs: Mapping[str, Sequence[tuple[ArrayLike, float, float]]], out: Path, *, along: str, value: str
+) -> None:
+    """Draws points of several runs into the PNG `out`, x logarithmic, and of each a line: thin, its kind's mean thick.
+
+    Args:
+      runs: Label -> of each run points [N, 2], slope over log2(x), and the line's value at the last x.
+      out: A path.
+      along: What x is.
+      value: What y is.
+
+    Raises:
+      UsageError: matplotlib is missing.
+    """
+    figure = empty_figure(8, 5)
+    panel = figure.subplots()
+    styles = [(color, mark) for mark in "o^sD" for color in COLORS]
+    for (label, each), (color, mark) in zip(runs.items(), styles, strict=False):
+        ends, lines = [], []
+        for points, slope, end in each:
+            x, y = np.asarray(points).T
+            panel.plot(x, y, mark, color=color, markersize=3, alpha=0.5)
+            x = np.array([x[0], x[-1]])
+            ends.append(x)
+            lines.append(end + slope * np.log2(x / x[-1]))
+            panel.plot(x, lines[-1], color=color, linewidth=0.6, alpha=0.5)
+        panel.plot(np.mean(ends, 0), np.mean(lines, 0), color=color, linewidth=1.8, marker=mark, label=label)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.set(xlabel=along, ylabel=value)
+    panel.legend(frameon=False, fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.25, linewidth=0.6)
     save(figure, out)
 
 

@@ -16,10 +16,13 @@ from jaxpar.mesh import axes_like, constrain
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.leaf import Leaf, init_leaves
+from jaxpar.nn.mixer import DECODING, Context
+from jaxpar.nn.mixers.by_name import LAYERS, layer_of
+from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.recurrent import CELLS, cell_of, mixer_leaves, sharded_recurrence
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.solve.problem import Chooser, Method
-from jaxpar.types import Info, PRNGKey, PyTree
+from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer", "weighted_cross_entropy"]
 
@@ -35,17 +38,17 @@ class SequenceNetwork:
     Attributes:
       inputs: Features of an input.
       outputs: Features of an output: classes, or 1 for a number.
-      cell: One of `jaxpar.nn.mixers.CELLS`.
+      cell: One of `jaxpar.nn.mixers.CELLS`, or of `jaxpar.nn.mixers.LAYERS`, whose state is a matrix a head.
       size: n, units of a layer, and features between layers.
       layers: Recurrent layers.
-      heads: Blocks of the dense cells' recurrent weights, and heads of aaren.
+      heads: Blocks of the dense cells' recurrent weights, and heads of aaren and of layers with a matrix state.
       method: How the recurrences are solved, for a cell without a closed form.
       classes: Whether targets are classes (cross entropy) or numbers (squared error).
     """
 
     inputs: int = field(legal=AtLeast(1))
     outputs: int = field(legal=AtLeast(1))
-    cell: str = field("para_gru", OneOf(CELLS))
+    cell: str = field("para_gru", OneOf((*CELLS, *LAYERS)))
     size: int = field(64, AtLeast(1))
     layers: int = field(2, AtLeast(1))
     heads: int = field(1, AtLeast(1))
@@ -55,17 +58,26 @@ class SequenceNetwork:
     def __post_init__(self):
         """Refuses what no network can be."""
         check_fields(self)
+        if self.cell in LAYERS and self.size % (unit := 4 * self.heads):
+            raise UsageError(f"size={self.size} must be a multiple of 4 heads, {unit}, for cell={self.cell}.")
+        if self.cell in LAYERS and self.method is not None:
+            raise UsageError(f"cell={self.cell} has a closed form, which no method solves; take method=auto.")
         self.unit()
 
-    def unit(self) -> Cell | Aaren:
-        """Returns the cell of a layer."""
+    def unit(self) -> Cell | Aaren | MatrixState:
+        """Returns the cell of a layer, or the mixer of one with a matrix state."""
+        if self.cell in LAYERS:
+            return MatrixState(layer_of(self.cell, self.size, self.heads))
         return cell_of(self.cell, self.size, self.heads)
 
     def leaves(self) -> dict:
         """Declares every parameter."""
-        n, out_std = self.size, 1 / math.sqrt(self.size * self.layers)
+        n, out_std, unit = self.size, 1 / math.sqrt(self.size * self.layers), self.unit()
         scale = Leaf((n,), (None,), "ones")
-        layer = mixer_leaves(self.unit(), n, out_std) | {"norm": scale}
+        if isinstance(unit, MatrixState):
+            layer = unit.leaves(n, 1 / math.sqrt(n), out_std)["mixer"] | {"norm": scale}
+        else:
+            layer = mixer_leaves(unit, n, out_std) | {"norm": scale}
         return {
             "w_in": Leaf((self.inputs, n), (None, "embed"), 1 / math.sqrt(self.inputs)),
             "b_in": Leaf((n,), (None,), "zeros"),
@@ -94,18 +106,34 @@ class SequenceNetwork:
         """
         x = jnp.swapaxes(xs, 0, 1)
         x = x @ params["w_in"] + params["b_in"][None, None]
-        cell, last, infos = self.unit(), {}, []
+        last, infos = {}, []
         for name, layer in params["layers"].items():
-            projections = cell.input_projections(layer, _norm(x, layer["norm"]))
-            ys, last[name], info = sharded_recurrence(
-                cell, layer, projections, states and states[name], method=self.method, with_info=True
-            )
-            x = constrain(x + ys @ layer["w_out"], None, "batch", None)
+            ys, last[name], info = self._mix(layer, _norm(x, layer["norm"]), states and states[name])
+            x = constrain(x + ys, None, "batch", None)
             infos.append(info)
         out = _norm(x, params["norm"]) @ params["head"] + params["b_head"][None, None]
         worst = {name: jnp.stack([info[name] for info in infos]) for name in infos[0]}
         info = {name: jnp.min(x) if name == "converged" else jnp.max(x) for name, x in worst.items()}
         return jnp.swapaxes(out, 0, 1), last, info
+
+    def _mix(
+        self, layer: PyTree, x: Float[Array, "T B n"], state: PyTree
+    ) -> tuple[Float[Array, "T B n"], PyTree, Info]:
+        """Runs one layer from its state, or from the first one."""
+        unit = self.unit()
+        if not isinstance(unit, MatrixState):
+            projections = unit.input_projections(layer, x)
+            ys, last, info = sharded_recurrence(unit, layer, projections, state, method=self.method, with_info=True)
+            return ys @ layer["w_out"], last, info
+        length, rows, width = x.shape
+        if state is None:
+            state = {"seen": jnp.zeros((rows,), jnp.int32), "cache": unit.init_cache(rows, 0, width, x.dtype)}
+        places = state["seen"][:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        # Time is whole on each device here, in training too.
+        context = Context(places, seen=state["seen"], rules=DECODING)
+        ys, cache, _ = unit.apply({"mixer": layer}, jnp.swapaxes(x, 0, 1), state["cache"], context)
+        closed = {"iterations": jnp.zeros(()), "residual": jnp.zeros(()), "converged": jnp.ones(())}
+        return jnp.swapaxes(ys, 0, 1), {"seen": state["seen"] + length, "cache": cache}, closed
 
     def loss(self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None) -> tuple[jax.Array, Info]:
         """Computes the loss of a batch, and with it accuracy (of classes), iterations, residual and converged.

@@ -1,0 +1,192 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent,ipynb
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Mixers with a matrix state
+#
+# **The question.** A head can keep a matrix in place of all earlier tokens: each token lets it decay, writes a key and
+# a value, and reads it with a query. Step by step that is a recurrence; in chunks it is a few products of matrices. Are
+# the two really the same, for each of the eight layers that papers have made of it, and with gates that forget all at
+# once? And does it matter, where a layer must recall, what it writes and how it forgets?
+#
+# We run every layer both ways, look at what exponents do under strong gates, and train two layers on multi-query
+# associative recall. The last cell asserts the answers.
+#
+# Two minutes on two quiet CPU cores, most of them for compiling.
+
+# %% [markdown]
+# ## Set-up
+#
+# In a checkout this cell only finds it. In Colab, first set `REPOSITORY` to the git address that this notebook was
+# opened from: the cell clones and installs it. A JAX that is there stays if its version fits, and with it the
+# accelerator; if it does not fit, write `[notebooks,cuda]` or `[notebooks,tpu]` where there is an accelerator.
+
+# %%
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = ""
+
+here = Path.cwd()
+places = [here, *here.parents, here / "jaxpar", *map(Path, sys.path)]
+root = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
+if root is None:
+    assert REPOSITORY, "this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again."
+    root = here / "jaxpar"
+    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
+    assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
+sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
+
+# %%
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments._series import SeriesConfig, open_task
+from jaxpar.loop import run
+from jaxpar.nn import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.leaf import init_leaves
+from jaxpar.nn.mixer import DECODING, Context
+from jaxpar.nn.mixers import LAYERS, MatrixState, layer_of
+from jaxpar.nn.mixers.linear_attention import gates_of
+
+jax.config.update("jax_platforms", "cpu")
+FAST = bool(os.environ.get("FAST"))
+B, T, D, H = 2, 21, 16, 2  # rows, tokens, width, heads
+STEPS = 300 if FAST else 600
+TOLERANCE = 1e-4  # float32: sums are taken in another order, and those of mlstm are divided by one that may be small
+print(", ".join(LAYERS))
+
+# %% [markdown]
+# ## Chunk = step, for every layer
+#
+# Whole rows in chunks of 8 tokens, which 21 is no multiple of, beside the same layer given one token at a time with the
+# state that it returned.
+
+
+# %%
+def both_ways(name):
+    """The largest difference of an output between chunks and steps, over the largest output; and the state's size."""
+    mixer = MatrixState(layer_of(name, D, H), chunk=8)
+    params = init_leaves(jax.random.key(0), mixer.leaves(D, D**-0.5, D**-0.5))
+    x = jax.random.normal(jax.random.key(1), (B, T, D))
+
+    def apply(x, places, state):
+        context = Context(jnp.broadcast_to(places[None], x.shape[:2]), rules=DECODING)
+        y, state, _ = mixer.apply(params, x, state, context)
+        return y, state
+
+    def step(state, now):
+        x, place = now
+        y, state = apply(x[:, None], place[None], state)
+        return state, y[:, 0]
+
+    empty = mixer.init_cache(B, 0, D, jnp.float32)
+    whole, last = jax.jit(apply)(x, jnp.arange(T), empty)
+    state, steps = jax.jit(lambda x: jax.lax.scan(step, empty, (jnp.swapaxes(x, 0, 1), jnp.arange(T))))(x)
+    apart = jnp.abs(jnp.swapaxes(steps, 0, 1) - whole).max() / jnp.abs(whole).max()
+    ends = max(
+        float(jnp.abs(a - b).max() / (jnp.abs(a).max() + 1e-6))
+        for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(state), strict=True)
+    )
+    return max(float(apart), ends), sum(leaf.size for leaf in jax.tree.leaves(last)) // B
+
+
+apart = {}
+for name in LAYERS:
+    apart[name], size = both_ways(name)
+    print(f"{name:12} apart by {apart[name]:.1e}; a row's state has {size} numbers, whatever T is")
+
+# %% [markdown]
+# ## Sums of neighbours
+#
+# Between token j and a later one i of a chunk the state decays by the product of the gates between them. As a quotient
+# of two running products it is wrong as soon as one gate forgets everything: after that token all is divided by 0.
+# `gates_of` adds up logarithms of neighbours only, by merging blocks of 1, 2, 4, ... tokens.
+
+# %%
+log_decay = -0.05 * jnp.ones(32)
+log_decay = log_decay.at[12].set(-120.0)  # one gate that forgets
+exact = np.array(
+    [[np.exp(np.float64(log_decay)[j + 1 : i + 1].sum()) if j <= i else 0 for j in range(32)] for i in range(32)]
+)
+merged = np.asarray(jnp.exp(gates_of(log_decay)[1]))
+product = np.exp(np.cumsum(np.asarray(log_decay), dtype=np.float32))
+with np.errstate(all="ignore"):
+    quotient = np.tril(product[:, None] / product[None])
+    wrong = {name: np.abs(got - exact).max() for name, got in (("merged", merged), ("quotient", quotient))}
+
+figure, panels = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+for panel, (title, values) in zip(
+    panels, (("exact, in float64", exact), ("merged blocks", merged), ("quotient of products", quotient)), strict=True
+):
+    image = panel.imshow(np.where(np.isfinite(values), values, np.nan), vmin=0, vmax=1, cmap="viridis")
+    panel.set(title=title, xlabel="token j", ylabel="token i")
+figure.colorbar(image, ax=panels, label="what is left of token j at token i")
+plt.show()
+for name, error in wrong.items():
+    print(f"{name:10} largest error {error:.1e}")
+
+# %% [markdown]
+# ## Recall: overwrite, or add up
+#
+# Multi-query associative recall: four keys and their values, and then each key again, at which its value is asked for.
+# `gated_delta` has a convolution over four tokens, by which a value meets its key, and replaces what a key had stored;
+# `retention` has neither: it adds up, and forgets by a rate that no token can change. Both are two layers of 32 units.
+
+# %%
+task = open_task(SeriesConfig(task="mqar", length=16, symbols=4, batch_size=64), seed=0)
+batches = jax.tree.map(lambda *rows: jnp.asarray(np.stack(rows)), *(task.train(step) for step in range(STEPS)))
+print(task.text)
+
+
+def learn(name):
+    """Returns the share of right answers at every step, each on questions that were not seen before."""
+    network = SequenceNetwork(task.inputs, task.outputs, name, size=32, layers=2, heads=2)
+    optimizer = dataclasses.replace(SequenceTrainer.optimizer, learning_rate=1e-2, warmup_steps=20)
+    trainer = SequenceTrainer(network, optimizer, STEPS)
+    state = jax.jit(lambda: trainer.init(jax.random.key(0)))()
+    _, info = jax.jit(lambda state: run(trainer, jax.random.key(1), state, batches, STEPS))(state)
+    return np.asarray(info["accuracy"])
+
+
+right = {name: learn(name) for name in ("gated_delta", "retention")}
+
+figure, panel = plt.subplots(figsize=(7, 3.4), layout="constrained")
+for name, values in right.items():
+    smooth = np.convolve(values, np.full(15, 1 / 15), "valid")
+    panel.plot(np.arange(len(smooth)) + 15, smooth, label=name)
+panel.axhline(1 / task.outputs, color="black", lw=0.8, ls="--", label="guessing")
+panel.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1.02))
+panel.legend(frameon=False)
+plt.show()
+final = {name: float(values[-30:].mean()) for name, values in right.items()}
+for name, value in final.items():
+    print(f"{name:12} {value:.3f} right at the end")
+
+# %% [markdown]
+# This is one size, one seed and few steps: a task that tells layers apart, not a verdict on them. More of the kind:
+# `python -m experiments.rnn data.task=recall model.cell=gla`, where keys come again with other values;
+# `data.task=s5`, where a state must be tracked; `python -m experiments.compare`, which trains mixers for equal seconds.
+
+# %%
+assert max(apart.values()) < TOLERANCE and set(apart) == set(LAYERS)
+assert wrong["merged"] < 1e-6 and not wrong["quotient"] < 1e-2  # it is not even a number
+assert final["gated_delta"] > 0.6 and final["gated_delta"] > final["retention"] + 0.2
+print("chunks are steps for every layer; gated_delta recalls what retention, with its fixed decays, does not")
