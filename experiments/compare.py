@@ -1,6 +1,6 @@
 """Trains the same byte model with one mixer after the other, all for as many seconds of the device.
 
-    python -m experiments.compare                                       # two CPU cores, 7 mixers, 3 seeds, 10 minutes
+    python -m experiments.compare                                       # two CPU cores, 7 mixers, 3 seeds, 15 minutes
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
     python -m experiments.compare mixers=[attention,mamba2] model.embed_dim=512 model.num_layers=8 data.seq_len=1024
 
