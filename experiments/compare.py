@@ -1,6 +1,6 @@
 """Trains the same byte model with one mixer after the other, all for as many seconds of the device.
 
-    python -m experiments.compare                                       # two CPU cores, 7 mixers, 3 seeds, 10 minutes
+    python -m experiments.compare                                       # two CPU cores, 7 mixers, 3 seeds, 15 minutes
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
     python -m experiments.compare mixers=[attention,mamba2] model.embed_dim=512 model.num_layers=8 data.seq_len=1024
 
@@ -56,7 +56,7 @@ class Config(_run.RunConfig):
       data: Corpus, window and batch.
       optimizer: By default of a constant rate after the warm-up, so that a loss on the way is that of a shorter budget.
       evaluations: Of each row, at equal distances: the points of its line.
-      eval_batches: Of each, random windows that are the same for all rows of a seed.
+      eval_batches: Of each, random windows that are the same for all rows: the spread of seeds is that of training.
       timed_s: Seconds for which each mixer is timed.
     """
 
@@ -205,7 +205,7 @@ def learn(config: Config, mixer: str, seed: int, speed: float, folder: pathlib.P
             lambda start: say(f"\n{described}: {num_params(row.model):,} parameters, {row.train.steps} steps"),
             checkpoints=dict(keep=1),
             metadata={"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity},
-            evaluate=lm.make_evaluate(row, corpus),
+            evaluate=lm.make_evaluate(dataclasses.replace(row, seed=config.seed), corpus),
             check=check,
         ),
     )

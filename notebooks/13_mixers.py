@@ -19,8 +19,8 @@
 # the two really the same, for each of the eight layers that papers have made of it, and with gates that forget all at
 # once? And does it matter, where a layer must recall, what it writes and how it forgets?
 #
-# We run every layer both ways, look at what exponents do under strong gates, and train two layers on multi-query
-# associative recall. The last cell asserts the answers.
+# We run every layer both ways, look at what exponents do under strong gates, store pairs by hand, and train two layers
+# on multi-query associative recall. The last cell asserts the answers.
 #
 # Two minutes on two quiet CPU cores, most of them for compiling.
 
@@ -58,18 +58,19 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments._memory import BLANK, KEYS
 from experiments._series import SeriesConfig, open_task
 from jaxpar.loop import run
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.leaf import init_leaves
 from jaxpar.nn.mixer import DECODING, Context
-from jaxpar.nn.mixers import LAYERS, MatrixState, layer_of
+from jaxpar.nn.mixers import LAYERS, MatrixState, delta_rule, layer_of, linear_attention
 from jaxpar.nn.mixers.linear_attention import gates_of
 
 jax.config.update("jax_platforms", "cpu")
 FAST = bool(os.environ.get("FAST"))
 B, T, D, H = 2, 21, 16, 2  # rows, tokens, width, heads
-STEPS = 300 if FAST else 600
+STEPS = 30 if FAST else 300
 TOLERANCE = 1e-4  # float32: sums are taken in another order, and those of mlstm are divided by one that may be small
 print(", ".join(LAYERS))
 
@@ -146,9 +147,38 @@ for name, error in wrong.items():
 # %% [markdown]
 # ## Recall: overwrite, or add up
 #
+# Associative recall where a key may come again with a new value, and the newest one is right. No training: keys and
+# values are unit vectors, written where the value stands. The delta rule replaces what a key had stored and reads
+# exactly what is right; sums hold all values of a key, and a fixed decay weighs them by age, the same for all keys.
+
+# %%
+task = open_task(SeriesConfig(task="recall", length=1, symbols=12, batch_size=256), seed=0)
+batch = task.train(0)
+symbols = batch["inputs"].argmax(-1)
+unit = jnp.eye(2 * KEYS + 1)
+is_value = (symbols >= KEYS) & (symbols < BLANK)
+key_before = np.concatenate([symbols[:, :1], symbols[:, :-1]], 1)
+q, k, v = (x[:, :, None] for x in (unit[symbols], unit[key_before] * is_value[..., None], unit[symbols]))
+decay = jnp.full(symbols.shape, np.log1p(-(2.0**-5)))[..., None]
+reads = {
+    "delta rule": delta_rule(q, k, v, jnp.ones_like(decay))[0],
+    "sums": linear_attention(q, k, v)[0],
+    "fixed decay": linear_attention(q, k, v, decay)[0],
+}
+wanted = np.eye(KEYS)[batch["targets"][:, -1]]
+off = {name: float(np.abs(np.asarray(out)[:, -1, 0, KEYS:BLANK] - wanted).max(1).mean()) for name, out in reads.items()}
+for name, error in off.items():
+    print(f"{name:12} mean error of what is read {error:.1e}")
+
+# %% [markdown]
+# ## And learned
+#
 # Multi-query associative recall: four keys and their values, and then each key again, at which its value is asked for.
 # `gated_delta` has a convolution over four tokens, by which a value meets its key, and replaces what a key had stored;
-# `retention` has neither: it adds up, and forgets by a rate that no token can change. Both are two layers of 32 units.
+# `retention` has neither. Both are two layers of 32 units. A layer that only knows which four values were shown is
+# right in a quarter of the cases. Such tasks are learned in a jump, whose moment depends on much: with the flags below
+# `gated_delta` came to 0.90 and `retention` to 0.36, without weight decay to 0.32 and 0.36, and with 8 places in place
+# of 16 and 800 steps to 0.45 and 0.76. So nothing is asserted of this picture, and one run of a task is no verdict.
 
 # %%
 task = open_task(SeriesConfig(task="mqar", length=16, symbols=4, batch_size=64), seed=0)
@@ -159,9 +189,9 @@ print(task.text)
 def learn(name):
     """Returns the share of right answers at every step, each on questions that were not seen before."""
     network = SequenceNetwork(task.inputs, task.outputs, name, size=32, layers=2, heads=2)
-    optimizer = dataclasses.replace(SequenceTrainer.optimizer, learning_rate=1e-2, warmup_steps=20)
-    trainer = SequenceTrainer(network, optimizer, STEPS)
-    state = jax.jit(lambda: trainer.init(jax.random.key(0)))()
+    options = dict(learning_rate=1e-2, warmup_steps=20, weight_decay=0.01)
+    trainer = SequenceTrainer(network, dataclasses.replace(SequenceTrainer.optimizer, **options), STEPS)
+    state = jax.jit(trainer.init)(jax.random.key(0))
     _, info = jax.jit(lambda state: run(trainer, jax.random.key(1), state, batches, STEPS))(state)
     return np.asarray(info["accuracy"])
 
@@ -176,17 +206,16 @@ panel.axhline(1 / task.outputs, color="black", lw=0.8, ls="--", label="guessing"
 panel.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1.02))
 panel.legend(frameon=False)
 plt.show()
-final = {name: float(values[-30:].mean()) for name, values in right.items()}
-for name, value in final.items():
-    print(f"{name:12} {value:.3f} right at the end")
+for name, values in right.items():
+    print(f"{name:12} {values[-15:].mean():.3f} right at the end")
 
 # %% [markdown]
-# This is one size, one seed and few steps: a task that tells layers apart, not a verdict on them. More of the kind:
+# One size, one seed and few steps: no verdict on either layer. More of the kind:
 # `python -m experiments.rnn data.task=recall model.cell=gla`, where keys come again with other values;
 # `data.task=s5`, where a state must be tracked; `python -m experiments.compare`, which trains mixers for equal seconds.
 
 # %%
 assert max(apart.values()) < TOLERANCE and set(apart) == set(LAYERS)
 assert wrong["merged"] < 1e-6 and not wrong["quotient"] < 1e-2  # it is not even a number
-assert final["gated_delta"] > 0.6 and final["gated_delta"] > final["retention"] + 0.2
-print("chunks are steps for every layer; gated_delta recalls what retention, with its fixed decays, does not")
+assert off["delta rule"] < 1e-5 and min(off["sums"], off["fixed decay"]) > 0.1
+print("chunks are steps for every layer; the delta rule recalls exactly what sums and fixed decays mix up")

@@ -19,7 +19,13 @@ SPEEDS = {"attention": 640.0, "min_gru": 1280.0}  # tokens a second, of steps of
 
 
 def test_rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once(main, text, tmp_path, monkeypatch):
-    asked = []
+    asked, judged, make_evaluate = [], [], compare.lm.make_evaluate
+
+    def recorded(config, corpus):
+        judged.append(config.seed)
+        return make_evaluate(config, corpus)
+
+    monkeypatch.setattr(compare.lm, "make_evaluate", recorded)
 
     def measure(config, mixers, corpus):
         asked.append(list(mixers))
@@ -32,6 +38,7 @@ def test_rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once(main
     said = main(*usual, "mixers=[attention,min_gru]", "num_seeds=2", of="compare", compiles=True)
     assert said.code == 0, said
     assert asked == [["min_gru"], ["attention"]]
+    assert judged == [0] * 4, "all seeds are judged by the same windows"
     assert (tmp_path / "run" / "min_gru" / "seed-0" / "metrics.jsonl").read_bytes() == first
     assert re.findall(r"^(\w+), seed (\d): ", said.out, re.M) == [
         ("attention", "0"),
