@@ -29,7 +29,9 @@ def check_schedule(schedule: Schedule, cap: int | None = None) -> list[str]:
     found += _wrong_sides(schedule)
     if not found and cap is not None:
         held = simulate_schedule(schedule).held
-        found += [f"device {d} keeps {n} microbatches of a chunk, over a cap of {cap}" for d, n in enumerate(held) if n > cap]
+        found += [
+            f"device {d} keeps {n} microbatches of a chunk, over a cap of {cap}" for d, n in enumerate(held) if n > cap
+        ]
     return found
 
 

@@ -10,7 +10,18 @@ from collections.abc import Iterable, Sequence
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Task, loop, require, vee
 from jaxpar.types import UsageError
 
-__all__ = ["blockwise", "breadth_first", "gpipe", "interleaved", "one_f_one_b", "pipedream", "zb_h1", "zb_h2", "zb_v", "zero_bubble"]
+__all__ = [
+    "blockwise",
+    "breadth_first",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "pipedream",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "zero_bubble",
+]
 
 
 def _schedule(
@@ -100,9 +111,7 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     """
     require(devices, microbatches, chunks)
     groups = -(-microbatches // devices)
-    turns = [
-        (turn, group * devices + j) for group in range(groups) for turn in range(chunks) for j in range(devices)
-    ]
+    turns = [(turn, group * devices + j) for group in range(groups) for turn in range(chunks) for j in range(devices)]
     rows = []
     for device in range(devices):
         forward = [Task(Op.F, turn * devices + device, j) for turn, j in turns]

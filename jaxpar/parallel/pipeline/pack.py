@@ -221,7 +221,9 @@ class _Walk:
     def read(self, tick: int, device: int, kind: str, slot: int, wanted: object) -> None:
         if self.slots[device].get((kind, slot)) != wanted:
             held = self.slots[device].get((kind, slot), "nothing")
-            self.found.append(f"tick {tick}, device {device}: {kind} slot {slot} holds {_say(held)}, not {_say(wanted)}")
+            self.found.append(
+                f"tick {tick}, device {device}: {kind} slot {slot} holds {_say(held)}, not {_say(wanted)}"
+            )
 
     def do(self, tick: int, device: int, cell: dict[str, int]) -> None:
         schedule, op, j = self.schedule, Op(cell["op"]), cell["microbatch"]

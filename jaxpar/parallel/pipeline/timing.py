@@ -280,9 +280,7 @@ def _without_sides(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, sides=())
 
 
-def _timing(
-    schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[Timed], ticks: int
-) -> Timing:
+def _timing(schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[Timed], ticks: int) -> Timing:
     tasks = [entry for entry in times if isinstance(entry.what, Task)]
     rows = [[entry for entry in tasks if entry.device == device] for device in range(schedule.devices)]
     kinds = Counter((entry.device, entry.what.kind) for entry in times if isinstance(entry.what, Side))
@@ -300,9 +298,7 @@ def _timing(
 
     each = range(schedule.devices)
     sent = sum(
-        schedule.device_of(need) != schedule.device_of(task)
-        for task in schedule.tasks
-        for need in schedule.needs(task)
+        schedule.device_of(need) != schedule.device_of(task) for task in schedule.tasks for need in schedule.needs(task)
     )
     return Timing(
         makespan=max((entry.end for entry in times), default=0.0),
