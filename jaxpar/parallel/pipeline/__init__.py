@@ -3,9 +3,9 @@
 | file | in -> out | called by |
 |---|---|---|
 | `ops` | tasks, where chunks lie -> `Schedule`, and what each task waits for | all |
-| `orders`, `greedy`, `search` | devices, microbatches, chunks; costs, memory -> schedules: closed forms, rules, the best found | users |
-| `sides`, `partition` | a schedule -> gathers, reductions, offload, a split head in it; layers' costs -> stages | users |
-| `check`, `timing`, `draw` | a schedule -> what is wrong with it; when, how long idle, what is in memory; text and picture | users |
+| `orders`, `greedy`, `search` | devices, microbatches, chunks; costs, a cap -> schedules | users |
+| `sides`, `partition` | a schedule -> one with gathers, offload, a split head; layers' costs -> stages | users |
+| `check`, `timing`, `draw` | a schedule -> what is wrong with it; time, idle time, memory; text, picture | users |
 | `pack` | a schedule -> integers [ticks, P, columns] with slots and routes; a table -> what is wrong with it | users |
 """
 

@@ -1,10 +1,11 @@
 """What is wrong with a schedule, in sentences; nothing where it can run."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
 from jaxpar.parallel.pipeline.ops import SIDES, Op, Schedule, Side, Task
-from jaxpar.parallel.pipeline.timing import TaskCosts, simulate_schedule, try_run
+from jaxpar.parallel.pipeline.timing import UNITS, simulate_schedule, try_run
 
 __all__ = ["check_schedule"]
 
@@ -24,7 +25,7 @@ def check_schedule(schedule: Schedule, cap: int | None = None) -> list[str]:
     found = [*_wrong_tasks(schedule)]
     if found:
         return found  # what follows asks of tasks that are there
-    _, stuck, _ = try_run(schedule, TaskCosts(), 0.0)
+    _, stuck, _ = try_run(dataclasses.replace(schedule, sides=()), UNITS, 0.0)
     found += stuck
     found += _wrong_sides(schedule)
     if not found and cap is not None:
@@ -84,7 +85,7 @@ def _wrong_sides(schedule: Schedule) -> Iterator[str]:
             elif kind == "offload" and sides[0].place <= row.index(Task(Op.F, chunk, j)):
                 yield f"{name} is offloaded before it is there"
             elif not other:
-                yield f"{name} has a {kind} and nothing that undoes it"
+                yield f"{name} has {kind} and nothing that undoes it"
             elif kind == "fetch":
                 if (sides[0].place, schedule.sides.index(sides[0])) < (other[0].place, schedule.sides.index(other[0])):
                     yield f"{name} comes back before it is offloaded"

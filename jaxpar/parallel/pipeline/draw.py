@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
-from jaxpar.parallel.pipeline.timing import TaskCosts, Timing, simulate_schedule, tick_of_each
+from jaxpar.parallel.pipeline.timing import UNITS, TaskCosts, Timing, simulate_schedule, tick_of_each
 from jaxpar.types import UsageError
 
 __all__ = ["draw_schedule", "schedule_text"]
@@ -38,7 +38,7 @@ def schedule_text(schedule: Schedule, numbered: bool = False) -> str:
 def draw_schedule(
     schedule: Schedule,
     out: Path,
-    costs: TaskCosts = TaskCosts(),
+    costs: TaskCosts = UNITS,
     *,
     latency: float = 0.0,
     lockstep: bool = False,

@@ -1,4 +1,4 @@
-"""Schedules of a rule by which each device picks what it does next: waves, two directions, and candidates of a search."""
+"""Schedules in which each device picks what it does next by a rule: waves, two directions, candidates of a search."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Task, mirrored, require, wave
-from jaxpar.parallel.pipeline.timing import TaskCosts, simulate_schedule
+from jaxpar.parallel.pipeline.timing import UNITS, TaskCosts, simulate_schedule
 from jaxpar.types import UsageError
 
 __all__ = ["Rule", "bitpipe", "hanayo", "list_schedule"]
@@ -37,7 +37,7 @@ def list_schedule(
     placement: tuple[int, ...],
     microbatches: int,
     rule: Rule,
-    costs: TaskCosts = TaskCosts(),
+    costs: TaskCosts = UNITS,
     latency: float = 0.0,
     copies: int = 1,
 ) -> Schedule | None:
@@ -140,7 +140,7 @@ def best_of(candidates: Iterable[Schedule | None], costs: TaskCosts, latency: fl
     return min((candidate for candidate in candidates if candidate is not None), key=key)
 
 
-def hanayo(devices: int, microbatches: int, waves: int = 1, costs: TaskCosts = TaskCosts()) -> Schedule:
+def hanayo(devices: int, microbatches: int, waves: int = 1, costs: TaskCosts = UNITS) -> Schedule:
     """Returns 1F1B over waves: 2w chunks a device, there and back, in the memory of 1F1B's first device.
 
     Args:
@@ -160,7 +160,7 @@ def hanayo(devices: int, microbatches: int, waves: int = 1, costs: TaskCosts = T
     return best_of((list_schedule("hanayo", placement, microbatches, rule, costs) for rule in rules), costs)
 
 
-def bitpipe(devices: int, microbatches: int, costs: TaskCosts = TaskCosts()) -> Schedule:
+def bitpipe(devices: int, microbatches: int, costs: TaskCosts = UNITS) -> Schedule:
     """Returns two pipelines in opposite directions, each there and back: two copies of the weights, half of m each.
 
     The copies' gradients of a chunk are summed between devices d and P-1-d, as `with_reductions` notes. At most P

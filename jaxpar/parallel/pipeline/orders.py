@@ -170,7 +170,7 @@ def blockwise(devices: int, microbatches: int, chunks: int, unit: int) -> Schedu
     """Returns interleaved units of U microbatches with weights' gradients put off: a chunk's weights serve U in turn.
 
     Between 1F1B and breadth-first: a device gathers weights 2 v ceil(m/U) times (see `with_gathers`) and keeps
-    2 (P-1) + (v-1) U + 1 microbatches of a chunk at most.
+    (v-1) U + P microbatches of a chunk at most.
 
     Args:
       devices: P.
@@ -188,12 +188,12 @@ def blockwise(devices: int, microbatches: int, chunks: int, unit: int) -> Schedu
         raise UsageError(f"a unit of {unit} microbatches leaves {devices} devices waiting; take at least {devices}.")
     units = range(-(-microbatches // unit))
     turns = [(turn, u * unit + j) for u in units for turn in range(chunks) for j in range(unit)]
-    limit = 2 * (devices - 1) + (chunks - 1) * unit + 1
+    limit = (chunks - 1) * unit + devices
     rows = []
     for device in range(devices):
         forward = [Task(Op.F, turn * devices + device, j) for turn, j in turns if j < microbatches]
         back = [((chunks - 1 - turn) * devices + device, j) for turn, j in turns if j < microbatches]
-        warm_up = min(limit - 2 * device, len(forward))
+        warm_up = min(limit - device, len(forward))
         delay = limit - warm_up
         row = forward[: warm_up - 1]
         for i, which in enumerate(back):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxpar.parallel.pipeline import orders
 from jaxpar.parallel.pipeline.greedy import Rule, best_of, list_schedule
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Task, loop, require, vee
-from jaxpar.parallel.pipeline.timing import TaskCosts, try_run
+from jaxpar.parallel.pipeline.timing import UNITS, TaskCosts, try_run
 from jaxpar.types import UsageError
 
 __all__ = ["closed_forms", "search_schedule"]
@@ -37,7 +37,7 @@ def closed_forms(placement: tuple[int, ...], microbatches: int) -> list[Schedule
 def search_schedule(
     placement: tuple[int, ...],
     microbatches: int,
-    costs: TaskCosts = TaskCosts(),
+    costs: TaskCosts = UNITS,
     cap: int | None = None,
     *,
     latency: float = 0.0,
@@ -46,9 +46,9 @@ def search_schedule(
 ) -> Schedule:
     """Returns the schedule found that ends first and on no device keeps more than a cap.
 
-    Candidates are all with a closed form of this placement (`closed_forms`) and those of `list_schedule` by eight rules,
-    as many microbatches in flight as may help (the idea of arXiv:2401.10241, section 4.1); the best one's tasks are
-    then moved within their rows as long as it ends earlier. So it is never worse than the closed forms at its cap.
+    Candidates are all with a closed form of this placement (`closed_forms`) and those of `list_schedule` by eight
+    rules, with as many microbatches in flight as may help (the idea of arXiv:2401.10241, section 4.1); the best one's
+    tasks are then moved within their rows while it ends no later. It is never worse than the closed forms at its cap.
     Cost: `swaps` simulations, about a millisecond each at 100 tasks.
 
     Args:

@@ -6,7 +6,7 @@ Each function takes a schedule and returns one with more in it.
 import dataclasses
 
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
-from jaxpar.parallel.pipeline.timing import SlotSizes, TaskCosts, simulate_schedule
+from jaxpar.parallel.pipeline.timing import SLOTS, UNITS, SlotSizes, TaskCosts, simulate_schedule
 from jaxpar.types import UsageError
 
 __all__ = ["with_gathers", "with_offload", "with_reductions", "with_vocabulary"]
@@ -48,10 +48,10 @@ def with_reductions(schedule: Schedule) -> Schedule:
 
 def with_offload(
     schedule: Schedule,
-    costs: TaskCosts = TaskCosts(),
+    costs: TaskCosts = UNITS,
     *,
     latency: float = 0.0,
-    sizes: SlotSizes = SlotSizes(),
+    sizes: SlotSizes = SLOTS,
 ) -> Schedule:
     """Returns the schedule with activations on the host while that costs no time, those kept longest first.
 
@@ -95,8 +95,8 @@ def _when(side: Side) -> tuple[int, int, bool]:
     return side.device, side.place, side.kind == "fetch"  # room is made before it is taken
 
 
-def with_vocabulary(schedule: Schedule, costs: TaskCosts = TaskCosts(), latency: float = 0.0) -> Schedule:
-    """Returns the schedule with the head's rows split over all devices: S when the last chunk is done, T some time later.
+def with_vocabulary(schedule: Schedule, costs: TaskCosts = UNITS, latency: float = 0.0) -> Schedule:
+    """Returns the schedule with the head's rows split over all devices: S after the last chunk, T after that.
 
     Between the last chunk's F and its backward task all devices do S, so one more microbatch is under way than
     before. One barrier merges the shares: with Y_i = X W_i^T on device i, m_i its maximum and s_i = sum exp(Y_i - m_i),
@@ -117,7 +117,7 @@ def with_vocabulary(schedule: Schedule, costs: TaskCosts = TaskCosts(), latency:
     last = schedule.path(0)[-1]
     rows = []
     for device, row in enumerate(schedule.rows):
-        # Keys of one order of all tasks of all devices in which each comes after what it needs: so nobody waits for ever.
+        # Keys of one order of all devices' tasks, each after what it needs: so nobody waits for ever.
         keyed = [((at[task].start, 2), task) for task in row]
         for j in range(schedule.microbatches):
             known = at[Task(Op.F, last, j)].end

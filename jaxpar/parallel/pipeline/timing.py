@@ -78,6 +78,9 @@ class SlotSizes(NamedTuple):
     head: float = 0.0
 
 
+UNITS, SLOTS = TaskCosts(), SlotSizes()
+
+
 class Timed(NamedTuple):
     """A task, or what runs beside, and when."""
 
@@ -138,11 +141,11 @@ class Timing:
 
 def simulate_schedule(
     schedule: Schedule,
-    costs: TaskCosts = TaskCosts(),
+    costs: TaskCosts = UNITS,
     *,
     latency: float = 0.0,
     lockstep: bool = False,
-    sizes: SlotSizes = SlotSizes(),
+    sizes: SlotSizes = SLOTS,
 ) -> Timing:
     """Returns when each task runs, how long devices wait, and what they hold.
 
