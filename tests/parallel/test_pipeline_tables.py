@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline_orders import MADE
 
+from jaxpar.parallel import pipeline
 from jaxpar.parallel.pipeline import (
     COLUMNS,
     Op,
@@ -283,3 +286,24 @@ def test_limits_between_h1_and_h2():
     ends = [simulate_schedule(zero_bubble(4, 9, limit)).span[3] for limit in range(4, 8)]
     assert ends == sorted(ends, reverse=True)
     assert zero_bubble(4, 9, 7).rows == zb_h2(4, 9).rows
+
+
+# ---------------------------------------------------------------- the page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+
+
+def test_the_snippet_of_the_page_prints_what_it_shows(capsys):
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {})
+    assert capsys.readouterr().out == re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+def test_figures_of_the_page_are_those_of_the_simulator():
+    made = {"interleaved": interleaved(4, 8, 2), "breadth_first": breadth_first(4, 8, 2)}
+    made |= {"blockwise": blockwise(4, 8, 2, 4)}
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) % \| (\d+) \| (\d+) \|", PAGE, re.MULTILINE)
+    assert len(rows) == 10
+    for name, idle, kept, chunks in rows:
+        timing = simulate_schedule(made[name] if name in made else getattr(pipeline, name)(4, 8))
+        shown = f"{100 * timing.idle_fraction:.1f}", max(timing.held), max(timing.weights)
+        assert shown == (idle, int(kept), int(chunks)), name

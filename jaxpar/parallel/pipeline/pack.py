@@ -12,7 +12,7 @@ from jaxpar.types import UsageError
 
 __all__ = ["COLUMNS", "TickTable", "check_table", "pack_schedule"]
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "op",  # `Op`
     "chunk",  # the number of the chunk among those of its device
     "microbatch",
@@ -160,7 +160,7 @@ class _Packing:
 
     def color(self) -> dict[str, int]:
         """Gives each interval a slot that no other has meanwhile; one may begin in the tick in which another ends."""
-        slots = dict.fromkeys(("inbox", "stash", "factors", "head"), 0)
+        slots: dict[str, int] = {"inbox": 0, "stash": 0, "factors": 0, "head": 0}
         groups: dict[tuple[str, int], list] = {}
         for kind, device, *rest in self.intervals:
             groups.setdefault((kind, device), []).append(rest)

@@ -58,6 +58,7 @@ def partition_layers(
 
     @functools.cache
     def best(j: int, n: int) -> tuple[float, tuple[Stage, ...]]:
+        found: list[tuple[float, tuple[Stage, ...]]]
         found = [(alone(0, j, n), (Stage(0, j, n),))] if is_replicated or n == 1 else []
         for i in range(1, j):
             for last in range(1, n) if is_replicated else ((1,) if n > 1 else ()):
