@@ -16,7 +16,7 @@ from jaxpar.parallel import pipeline
 from jaxpar.parallel.pipeline import (
     COLUMNS,
     Op,
-    Rule,
+    Preference,
     Schedule,
     Task,
     TaskCosts,
@@ -197,7 +197,7 @@ def test_searches_over_other_placements():
 
 def test_rules_may_get_stuck():
     # Each device fills its only place with its first chunk, whose backward pass waits for the second.
-    assert list_schedule("stuck", vee(2), 2, Rule(2, 1)) is None
+    assert list_schedule("stuck", vee(2), 2, Preference(2, 1)) is None
 
 
 # ---------------------------------------------------------------- stages

@@ -11,7 +11,7 @@
 
 from jaxpar.parallel.pipeline.check import check_schedule
 from jaxpar.parallel.pipeline.draw import draw_schedule, schedule_text
-from jaxpar.parallel.pipeline.greedy import Rule, bitpipe, hanayo, list_schedule
+from jaxpar.parallel.pipeline.greedy import Preference, bitpipe, hanayo, list_schedule
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task, loop, mirrored, vee, wave
 from jaxpar.parallel.pipeline.orders import (
     blockwise,
@@ -34,7 +34,7 @@ from jaxpar.parallel.pipeline.timing import SlotSizes, TaskCosts, Timed, Timing,
 __all__ = [
     "COLUMNS",
     "Op",
-    "Rule",
+    "Preference",
     "Schedule",
     "Side",
     "SlotSizes",

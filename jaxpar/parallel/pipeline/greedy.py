@@ -9,10 +9,10 @@ from jaxpar.parallel.pipeline.ops import Op, Schedule, Task, mirrored, require, 
 from jaxpar.parallel.pipeline.timing import UNITS, TaskCosts, simulate_schedule
 from jaxpar.types import UsageError
 
-__all__ = ["Rule", "bitpipe", "hanayo", "list_schedule"]
+__all__ = ["Preference", "bitpipe", "hanayo", "list_schedule"]
 
 
-class Rule(NamedTuple):
+class Preference(NamedTuple):
     """What a device prefers among the tasks that it could begin.
 
     Attributes:
@@ -36,7 +36,7 @@ def list_schedule(
     name: str,
     placement: tuple[int, ...],
     microbatches: int,
-    rule: Rule,
+    rule: Preference,
     costs: TaskCosts = UNITS,
     latency: float = 0.0,
     copies: int = 1,
@@ -68,7 +68,7 @@ def list_schedule(
 class _State:
     """Where a run of the rule stands."""
 
-    def __init__(self, schedule: Schedule, rule: Rule, costs: TaskCosts, latency: float):
+    def __init__(self, schedule: Schedule, rule: Preference, costs: TaskCosts, latency: float):
         self.schedule, self.rule, self.costs, self.latency = schedule, rule, costs, latency
         devices, m = schedule.devices, schedule.microbatches
         self.rows: list[list[Task]] = [[] for _ in range(devices)]
@@ -153,7 +153,7 @@ def hanayo(devices: int, microbatches: int, waves: int = 1, costs: TaskCosts = U
     """
     require(devices, microbatches, waves)
     rules = [
-        Rule(in_flight, 2 * waves * devices, False, first, deep)
+        Preference(in_flight, 2 * waves * devices, False, first, deep)
         for in_flight, first, deep in itertools.product((devices, microbatches), (True, False), (True, False))
     ]
     placement = wave(devices, waves)
@@ -182,7 +182,7 @@ def bitpipe(devices: int, microbatches: int, costs: TaskCosts = UNITS) -> Schedu
             raise UsageError(f"two directions share {name} evenly; {name}={value} is odd, take {value + 1}.")
     counts = sorted({max(1, devices // 2), devices * 3 // 4, devices})
     rules = [
-        Rule(in_flight, None, False, first, deep)
+        Preference(in_flight, None, False, first, deep)
         for in_flight, first, deep in itertools.product(counts, (True, False), (True, False))
     ]
     placement = mirrored(devices)

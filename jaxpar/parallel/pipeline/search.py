@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from jaxpar.parallel.pipeline import orders
-from jaxpar.parallel.pipeline.greedy import Rule, best_of, list_schedule
+from jaxpar.parallel.pipeline.greedy import Preference, best_of, list_schedule
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Task, loop, require, vee
 from jaxpar.parallel.pipeline.timing import UNITS, TaskCosts, try_run
 from jaxpar.types import UsageError
@@ -96,7 +96,7 @@ def _by_rules(
     counts = sorted({safe, min(m, devices), min(m, 2 * devices - 1), m if cap is None else min(m, cap)})
     switches = itertools.product((True, False), repeat=3)
     for (first, deep, waits), count in itertools.product(switches, counts):
-        made = list_schedule("rule", placement, m, Rule(count, cap, True, first, deep, waits), costs, latency)
+        made = list_schedule("rule", placement, m, Preference(count, cap, True, first, deep, waits), costs, latency)
         if made is not None:
             yield made
 
