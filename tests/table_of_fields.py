@@ -75,6 +75,7 @@ from jaxpar.nn.stack import Stack
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.experts import AllToAll
+from jaxpar.parallel.pipeline import TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
@@ -119,6 +120,7 @@ TABLE = {
         "balance_loss z_loss information_gain bias noise": FRACTION_FROM_0,
     },
     AllToAll: {"room": POSITIVE},
+    TaskCosts: {"F B W S T offload fetch gather reduce scale": FRACTION_FROM_0},
     Norm: {"eps": POSITIVE},
     Rope: {
         "theta low_freq_factor high_freq_factor": POSITIVE,
@@ -374,6 +376,7 @@ RESULTS = {
     "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",
     "env.spaces.MultiDiscrete", "fields.Between",
     "io.layers.LeafSource", "lower.lookback.KernelSource", "lower.lookback.Tile",
+    "parallel.pipeline.ops.Schedule", "parallel.pipeline.pack.TickTable", "parallel.pipeline.timing.Timing",
     "parallel.placement.chain.ChainPlacement", "parallel.placement.placements.ConversionStep",
     "pomdp.exact.Exact", "pomdp.outline.Branch", "pomdp.particle_search.ParticleTreeSearch",
     "pomdp.tree_search.TreeSearch", "solve.carries.Division",

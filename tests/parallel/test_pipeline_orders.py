@@ -220,7 +220,7 @@ def test_bytes_and_messages():
 
 def test_vocabulary_split_over_devices_shortens_a_heavy_head():
     # Head as heavy as three chunks, alone on the last device or a quarter on each; S has forward and the input's part.
-    alone = TaskCosts(*((1.0, 1.0, 1.0, 4.0),) * 3)
+    alone = TaskCosts(scale=(1.0, 1.0, 1.0, 4.0))
     split = TaskCosts(S=2 * 3 / 4, T=3 / 4)
     for make in (one_f_one_b, zb_h1):
         before, after = (make(4, 16), alone), (with_vocabulary(make(4, 16), split), split)
@@ -340,7 +340,7 @@ def test_gathers_cost_time_unless_they_begin_early():
         (lambda: bitpipe(3, 4), "devices=3 is odd"),
         (lambda: bitpipe(4, 3), "microbatches=3 is odd"),
         (lambda: with_vocabulary(bitpipe(2, 2)), "two"),
-        (lambda: TaskCosts(F=-1.0), "costs.F"),
+        (lambda: simulate_schedule(gpipe(2, 1), TaskCosts(scale=(1.0,))), "1 entries for 2 chunks"),
         (lambda: simulate_schedule(gpipe(1, 1), latency=float("nan")), "latency"),
     ],
 )

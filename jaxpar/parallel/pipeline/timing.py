@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
-from jaxpar.fields import AtLeast, check_value
+from jaxpar.fields import AtLeast, Each, check_fields, check_value, field
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
 from jaxpar.types import UsageError
 
@@ -16,7 +16,7 @@ class TaskCosts:
     """Time of each task, in any unit; BW takes B and W together.
 
     Attributes:
-      F: Forward pass of a chunk; a number, or one for each chunk, as of B and W.
+      F: Forward pass of a chunk.
       B: Gradient of its input.
       W: Gradient of its weights.
       S: Softmax of a device's rows of the vocabulary.
@@ -25,39 +25,33 @@ class TaskCosts:
       fetch: Of the same, back.
       gather: Of a chunk's weights from the devices that hold shares.
       reduce: Of their gradient.
+      scale: By which F, B and W of each chunk are longer; empty where all are alike.
     """
 
-    F: float | tuple[float, ...] = 1.0
-    B: float | tuple[float, ...] = 1.0
-    W: float | tuple[float, ...] = 1.0
-    S: float = 1.0
-    T: float = 1.0
-    offload: float = 0.0
-    fetch: float = 0.0
-    gather: float = 0.0
-    reduce: float = 0.0
+    F: float = field(1.0, AtLeast(0))
+    B: float = field(1.0, AtLeast(0))
+    W: float = field(1.0, AtLeast(0))
+    S: float = field(1.0, AtLeast(0))
+    T: float = field(1.0, AtLeast(0))
+    offload: float = field(0.0, AtLeast(0))
+    fetch: float = field(0.0, AtLeast(0))
+    gather: float = field(0.0, AtLeast(0))
+    reduce: float = field(0.0, AtLeast(0))
+    scale: tuple[float, ...] = field((), Each(AtLeast(0)))
 
-    def __post_init__(self):
-        """Refuses times that are no times."""
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            for each in value if isinstance(value, tuple) else (value,):
-                check_value(f"costs.{entry.name}", each, AtLeast(0))
+    __post_init__ = check_fields
 
     def of(self, task: Task) -> float:
         """Returns the time of a task."""
-        if task.op == Op.BW:
-            return self._entry(self.B, task.chunk) + self._entry(self.W, task.chunk)
-        entry = {Op.F: self.F, Op.B: self.B, Op.W: self.W, Op.S: self.S, Op.T: self.T}[task.op]
-        return self._entry(entry, task.chunk)
+        op, chunk, _ = task
+        if op in (Op.S, Op.T):
+            return self.S if op == Op.S else self.T
+        scale = self.scale[chunk] if self.scale else 1.0
+        return scale * {Op.F: self.F, Op.B: self.B, Op.W: self.W, Op.BW: self.B + self.W}[op]
 
     def of_side(self, side: Side) -> float:
         """Returns the time of what runs beside the tasks."""
         return {"offload": self.offload, "fetch": self.fetch, "gather": self.gather, "reduce": self.reduce}[side.kind]
-
-    @staticmethod
-    def _entry(value: float | tuple[float, ...], chunk: int) -> float:
-        return value[chunk] if isinstance(value, tuple) else value
 
 
 class SlotSizes(NamedTuple):
@@ -162,9 +156,12 @@ def simulate_schedule(
       sizes: Bytes of what is kept.
 
     Raises:
-      UsageError: If devices wait for each other for ever, naming the first that does; or of a latency under 0.
+      UsageError: If devices wait for each other for ever, naming the first that does; of a latency under 0; or if
+        costs have a scale for another number of chunks.
     """
     check_value("latency", latency, AtLeast(0))
+    if costs.scale and len(costs.scale) != len(schedule.placement):
+        raise UsageError(f"costs.scale has {len(costs.scale)} entries for {len(schedule.placement)} chunks.")
     done, sides, ticks = (_in_step if lockstep else _run)(schedule, costs, latency)
     times = [Timed(task, schedule.device_of(task), *when) for task, when in done.items()]
     times += [Timed(side, side.device, *when) for side, when in sides.items()]
