@@ -170,7 +170,7 @@ def plain(schedule, costs, latency):
                 wanted = [(Op.F, chunk), *(shares if chunk == path[-1] else ahead)]
             if all(
                 (w, c, j) in done
-                and done[w, c, j][1] + latency * ((c if w == Op.S else schedule.placement[c]) != device) <= now
+                and done[w, c, j][1] + latency * (Op.S in (w, op) or schedule.placement[c] != device) <= now
                 for w, c in wanted
             ):
                 each = {name: getattr(costs, name) for name in "FBWST"}

@@ -173,6 +173,10 @@ class Schedule:
             return [Task(Op.F, chunk, j), self.backward(chunk + 1, j)]
         return [Task(Op.F, chunk, j), *(shares if self.has_vocabulary else [])]
 
+    def travels(self, need: Task, task: Task) -> bool:
+        """Whether what a task needs comes by a message: from another device, or by the collectives around S."""
+        return Op.S in (need.op, task.op) or self.device_of(need) != self.device_of(task)
+
     def weight_versions(self) -> tuple[dict[tuple[int, int], int], ...]:
         """Returns for each device which version of its weights a chunk's microbatch uses: (chunk, j) -> updates before.
 

@@ -191,7 +191,7 @@ def try_run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict,
                 if not all(other in done for other in needed):
                     break
                 sides.start(device, place[device], free[device])
-                late = [done[n][1] + latency * (schedule.device_of(n) != device) for n in needed]
+                late = [done[n][1] + latency * schedule.travels(n, task) for n in needed]
                 begin = max([free[device], sides.ready(task), *late])
                 done[task] = begin, begin + costs.of(task)
                 place[device], free[device], moved = place[device] + 1, done[task][1], True
