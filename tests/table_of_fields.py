@@ -88,6 +88,7 @@ from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.experts import AllToAll, Spill
+from jaxpar.parallel.pipeline import TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
@@ -145,6 +146,7 @@ TABLE = {
     GatedDelta: {"num_heads key_dim value_dim": COUNT, "taps": PAIR},
     Rwkv6: {"num_heads key_dim value_dim rank": COUNT},
     Spill: {"slots min_chunk": COUNT, "alpha tolerated": ((0.999,), (1.0,)), "room": POSITIVE},
+    TaskCosts: {"F B W S T offload fetch gather reduce scale": FRACTION_FROM_0},
     Norm: {"eps": POSITIVE},
     Hgrn: {"size": COUNT, "eps": LEAST_0},
     Rope: {
@@ -402,6 +404,7 @@ RESULTS = {
     "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",
     "env.spaces.MultiDiscrete", "fields.Between",
     "io.layers.LeafSource", "lower.lookback.KernelSource", "lower.lookback.Tile",
+    "parallel.pipeline.ops.Schedule", "parallel.pipeline.pack.TickTable", "parallel.pipeline.timing.Timing",
     "parallel.placement.chain.ChainPlacement", "parallel.placement.placements.ConversionStep",
     "pomdp.exact.Exact", "pomdp.outline.Branch", "pomdp.particle_search.ParticleTreeSearch",
     "pomdp.tree_search.TreeSearch", "solve.carries.Division",

@@ -38,6 +38,7 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 SHARED_NAMES = {
     "Tree": "nodes and their parents: what a planner searches, and what one pass of decoding verifies",
     "Problem": "a task to evolve networks for, and a recurrence to solve for: the word of either field",
+    "Schedule": "what comes when: a number over the steps of training, and the tasks of a pipeline's devices",
     "generate": "the continuation of prompts: with any model, and with a language model of this library",
     "apply": "flax's word for a model's outputs from its parameters",
     "init": "what makes parameters or a state from a key",

@@ -41,8 +41,8 @@ def delta_rule(
     u = u0 - w S, where u0 and w solve triangular systems of the keys' products (Yang et al. 2024, arXiv:2412.06464,
     equations 8 to 10); between chunks S follows an affine recurrence with matrices [K, K].
 
-    Cost, for chunks of C: 2 T H (C (C / 3 + K + V) + 3 K V + K^2) operations forward, and K^3 H T / C where the recurrence is
-    computed as a tree; memory of T H (C + K + V) numbers, and T / C states and matrices.
+    Cost, for chunks of C: 2 T H (C (C / 3 + K + V) + 3 K V + K^2) operations forward, and K^3 H T / C where the
+    recurrence is computed as a tree; memory of T H (C + K + V) numbers, and T / C states and matrices.
 
     Args:
       q: Queries, scaled as they shall be.
@@ -128,8 +128,8 @@ def _chunks(q, k, v, beta, log_decay, state, starts, chunk, axis_name):
 def _inverse(below: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     """Inverts I + `below`, which is 0 on the diagonal and above, by merging blocks of 1, 2, 4, ... rows.
 
-    [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']]: products alone, all blocks of all chunks at once. Solvers
-    of triangular systems go row by row, and take 100 times as long for many small ones on CPUs.
+    [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']]: products alone, all blocks of all chunks at once.
+    Solvers of triangular systems go row by row, and take 100 times as long for many small ones on CPUs.
     """
     size = below.shape[-1]
     inverse, wide = jnp.ones((*below.shape[:-2], size, 1, 1), below.dtype), below.dtype

@@ -1,0 +1,77 @@
+"""Pipelines: what each device does when, as tables that are made, checked, timed, drawn and packed for one program.
+
+| file | in -> out | called by |
+|---|---|---|
+| `ops` | tasks, where chunks lie -> `Schedule`, and what each task waits for | all |
+| `orders`, `greedy`, `search` | devices, microbatches, chunks; costs, a cap -> schedules | users |
+| `sides`, `partition` | a schedule -> one with gathers, offload, a split head; layers' costs -> stages | users |
+| `check`, `timing`, `draw` | a schedule -> what is wrong with it; time, idle time, memory; text, picture | users |
+| `pack` | a schedule -> integers [ticks, P, columns] with slots and routes; a table -> what is wrong with it | users |
+"""
+
+from jaxpar.parallel.pipeline.check import check_schedule
+from jaxpar.parallel.pipeline.draw import draw_schedule, schedule_text
+from jaxpar.parallel.pipeline.greedy import Preference, bitpipe, hanayo, list_schedule
+from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task, loop, mirrored, vee, wave
+from jaxpar.parallel.pipeline.orders import (
+    blockwise,
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    zb_h1,
+    zb_h2,
+    zb_v,
+    zero_bubble,
+)
+from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable, check_table, pack_schedule
+from jaxpar.parallel.pipeline.partition import Stage, partition_layers
+from jaxpar.parallel.pipeline.search import closed_forms, search_schedule
+from jaxpar.parallel.pipeline.sides import with_gathers, with_offload, with_reductions, with_vocabulary
+from jaxpar.parallel.pipeline.timing import SlotSizes, TaskCosts, Timed, Timing, simulate_schedule
+
+__all__ = [
+    "COLUMNS",
+    "Op",
+    "Preference",
+    "Schedule",
+    "Side",
+    "SlotSizes",
+    "Stage",
+    "Task",
+    "TaskCosts",
+    "TickTable",
+    "Timed",
+    "Timing",
+    "bitpipe",
+    "blockwise",
+    "breadth_first",
+    "check_schedule",
+    "check_table",
+    "closed_forms",
+    "draw_schedule",
+    "gpipe",
+    "hanayo",
+    "interleaved",
+    "list_schedule",
+    "loop",
+    "mirrored",
+    "one_f_one_b",
+    "pack_schedule",
+    "partition_layers",
+    "pipedream",
+    "schedule_text",
+    "search_schedule",
+    "simulate_schedule",
+    "vee",
+    "wave",
+    "with_gathers",
+    "with_offload",
+    "with_reductions",
+    "with_vocabulary",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "zero_bubble",
+]
