@@ -19,6 +19,7 @@ from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
 from experiments import (
+    compare,
     digits,
     env,
     generate,
@@ -334,6 +335,12 @@ TABLE = {
     rnn.TrainConfig: {"steps keep": COUNT, "eval_every save_every": LEAST_0},
     digits.ModelConfig: {"patch layers width heads mlp": COUNT, "dropout": UNDER_1},
     digits.DataConfig: {"batch_size": COUNT, "held_out": OPEN, "shift": ((-1, 8), (0, 7))},
+    compare.Config: {
+        "seconds timed_s": POSITIVE,
+        "num_seeds": ((0, 1001), (1, 1000)),
+        "evaluations": PAIR,
+        "eval_batches": COUNT,
+    },
     moving_digits.ModelConfig: {"patch pairs width heads mlp": COUNT},
     moving_digits.DataConfig: {"batch_size frames digits": COUNT, "size": ((5,), (6,))},
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},

@@ -13,7 +13,7 @@ from jaxpar.types import UsageError
 
 TINY = (
     "model.num_layers=1 model.embed_dim=8 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=8 data.seq_len=16 "
-    "data.batch_size=8 evaluations=4 eval_batches=1 optimizer.warmup_steps=2 hydra.run.dir=run"
+    "data.batch_size=8 evaluations=4 eval_batches=1 optimizer.warmup_steps=2 hydra.run.dir=run cpu_devices=8"
 ).split()
 SPEEDS = {"attention": 640.0, "min_gru": 1280.0}  # tokens a second, of steps of 128
 

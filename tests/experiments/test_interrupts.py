@@ -20,7 +20,7 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["digits", "env", "estimate", "generate", "launch", "lm", "moving_digits", "neat"]
+COMMANDS = ["compare", "digits", "env", "estimate", "generate", "launch", "lm", "moving_digits", "neat"]
 COMMANDS += ["pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
 
 
@@ -158,6 +158,7 @@ def test_outside_the_main_thread_ctrl_c_is_left_alone():
 
 
 TINY = {
+    "compare": "mixers=[min_gru]",
     "digits": "",
     "env": "env=CartPole-v1 num_envs=8 num_steps=8 gif=false",
     "lm": "",
@@ -178,6 +179,7 @@ FIRST = {  # what a command does first that takes long
     "neat": "jaxpar.loop._first_state",
     "rl": "jaxpar.loop._first_state",
     "rnn": "jaxpar.loop._first_state",
+    "compare": "experiments.compare.measure",
     "env": "experiments.env.PolicyRun.compiled",
     "estimate": "jaxpar.aot.estimate",
     "pipelined_speculation": "experiments.pipelined_speculation.run",

@@ -1,5 +1,6 @@
 """Linear attention's kernels on a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/nn/test_linear_attention_gpu.py`."""
 
+import importlib
 import warnings
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from linear_cases import KINDS, inputs_of, outcome
 
-from jaxpar.nn.mixers import linear_attention as module
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import linear_attention
+
+# The package has a function of this name.
+module = importlib.import_module("jaxpar.nn.mixers.linear_attention")
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

@@ -1,5 +1,7 @@
 """The kernels of linear attention equal its steps: in Triton's interpreter, and as their sequential twin."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import linear_kernel_twin
@@ -11,11 +13,13 @@ from linear_cases import KINDS, inputs_of, outcome
 from tolerance import assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.mixers import linear_attention as module
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import has_linear_kernel, linear_attention
 from jaxpar.types import UsageError
+
+# The package has a function of this name.
+module = importlib.import_module("jaxpar.nn.mixers.linear_attention")
 
 B, T, G, H, K, V = 2, 37, 1, 2, 32, 32
 STARTS = np.random.default_rng(5).random((B, T)) < 0.1

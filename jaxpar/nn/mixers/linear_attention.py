@@ -23,7 +23,7 @@ from jaxpar.scan.sharded import from_earlier, is_first
 from jaxpar.scan.varying import varying_axes
 from jaxpar.types import UsageError
 
-__all__ = ["linear_attention"]
+__all__ = ["gates_of", "linear_attention"]
 
 TRIAL = (2, 200, 2, 128)
 """Shape of the queries, keys and values that the kernels are tried with."""
