@@ -266,3 +266,13 @@ def test_long_chunks_keep_single_precision(name, chunk, x64):
         return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays, state)
 
     assert_close(gradient("float32", chunk=chunk), gradient("float64", impl="sequential"), 1e-4)
+
+
+@some("heads", "exponential")
+def test_what_lies_behind_the_tokens_that_count_changes_no_state(name, x64):
+    """A document that begins there neither: the state is that of the row without them."""
+    arrays, state = inputs_of(name)
+    got = run(name, arrays, state, starts=STARTS, valid=VALID, impl="sequential")[1]
+    short = tuple(x[:, : VALID[1]] for x in arrays)
+    want = run(name, short, state, starts=STARTS[:, : VALID[1]], impl="sequential")[1]
+    assert_close(jax.tree.map(lambda x: x[1], got), jax.tree.map(lambda x: x[1], want), TOLERANCE["float64"])
