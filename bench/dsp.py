@@ -44,7 +44,7 @@ def forms(case: dict, move: str):
     class Fixed(Attention):
         """Attention to tokens that stay split."""
 
-        def _mix(self, q, k, v, cache, context):
+        def mix(self, q, k, v, cache, context):
             visible, places = self.visible, context.positions
             return context_attention(q, k, v, places, visible=visible, move=move, order="contiguous"), cache
 

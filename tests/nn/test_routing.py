@@ -31,7 +31,7 @@ def slow_route(logits, k, scores, normalise, bias):
         score = (
             np.exp(row - row.max()) / np.exp(row - row.max()).sum() if scores == "softmax" else 1 / (1 + np.exp(-row))
         )
-        rank = row if bias is None else score + bias
+        rank = row if bias is None else (score + bias).astype(np.float32)  # scores that vanish beside it are equal
         expert = sorted(range(len(row)), key=lambda e: (-rank[e], e))[:k]
         total = sum(score[e] for e in expert) if normalise else 1.0
         rows.append((expert, [score[e] / total for e in expert], score))

@@ -1,11 +1,13 @@
 """Attention within the documents of packed rows by cuDNN, which computes no pair of tokens of different ones.
 
 cuDNN takes the lengths of up to M documents a row and keeps the log-sum-exp of each at the length of a row, B M H T
-numbers: so M is the least of `MOST` that serves a batch, chosen by what it holds. A batch with more documents in a row,
+numbers; for the gradient it holds as many rows of queries' gradients, so that heads are taken a part at a time where M
+is large. So M is the least of `MOST` that serves a batch, chosen by what it holds. A batch with more documents in a row,
 or whose documents are no runs of rising numbers, is computed by blocks (`jaxpar.nn.attention.blockwise`).
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ __all__ = ["attention_of_documents", "packing_is_right"]
 
 MOST = (8, 32)
 """Documents of a row for which there is a program each; memory is set aside for the largest."""
+
+AT_ONCE = 8
+"""Documents of a row whose gradients of queries are held for all heads; of more, for a part of the heads at a time."""
 
 
 def attention_of_documents(
@@ -41,7 +46,7 @@ def attention_of_documents(
       causal: Whether later tokens are unseen.
 
     Cost: 4 H K operations a pair of tokens of one document, half of it if causal. Memory: O(B T H K), and while it is
-    computed 4 M B H T bytes. Reverse mode only.
+    computed 4 M B H T bytes; its gradient 32 B H T K where heads can be taken apart. Reverse mode only.
     """
     if jax.__version_info__ < (0, 11, 2):  # jax 0.10 finds packed keys by the number of queries' heads
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
@@ -67,7 +72,12 @@ def _forward(causal: bool, q: Array, k: Array, v: Array, segments: Array):
 
 def _backward(causal: bool, kept: tuple, g: Array):
     def by_cudnn(most, q, k, v, segments, out, log_sum, g):
-        return _cudnn.backward(q, k, v, out, log_sum, g, causal, _cudnn.documents(segments, most))
+        packed = _cudnn.documents(segments, most)
+        # cuDNN holds a row's gradients of queries once for each document.
+        pieces = math.gcd(k.shape[2], -(-most // AT_ONCE))
+        arrays = [_in_pieces(x, pieces) for x in (q, k, v, out, log_sum, g)]
+        grads = jax.lax.map(lambda x: _cudnn.backward(*x, causal, packed), arrays)
+        return tuple(jnp.moveaxis(x, 0, 2).reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
 
     def by_blocks(q, k, v, segments, out, log_sum, g):
         del out, log_sum
@@ -78,6 +88,11 @@ def _backward(causal: bool, kept: tuple, g: Array):
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _in_pieces(x: Array, pieces: int) -> Array:
+    """Splits the heads of [B, T, H, ...]: [pieces, B, T, H / pieces, ...]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], pieces, -1, *x.shape[3:]), 2, 0)
 
 
 def _by_number(by_cudnn, by_blocks, segments: Array, *args):
