@@ -1,4 +1,4 @@
-"""Linear attention's kernels in machine code of sm_90, compiled without a GPU: wgmma, and nothing spilled."""
+"""Linear attention's kernels in machine code of sm_90, compiled without a GPU: wgmma, and hardly anything spilled."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
     [(shape, kind) for shape in SHAPES for kind in ("heads", "rows")]
     + [("B8", kind) for kind in ("none", "bonus", "heads, normaliser", "rows, normaliser")],
 )
-def test_the_machine_code_multiplies_by_wgmma_and_spills_nothing(shape, kind, monkeypatch):
+def test_the_machine_code_multiplies_by_wgmma_and_hardly_spills(shape, kind, monkeypatch):
     calls = calls_of(*SHAPES[shape], kind, monkeypatch)
     assert [call["name"] for call in calls] == ["carry", "outputs", "carry", "value_gradients", "key_gradients"]
     paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -66,7 +66,9 @@ def test_the_machine_code_multiplies_by_wgmma_and_spills_nothing(shape, kind, mo
     for call, fact in zip(calls, json.loads(done.stdout), strict=True):
         print(fact)
         assert all(".f32.bf16.bf16" in each for each in fact["wgmma"]) and fact["hgmma"] > 0 == fact["hmma"]
-        assert fact["spilled"] == 0 and fact["registers"] <= 255
+        # With decays of rows four warps that spill a little were faster on an H200 than eight that spill nothing.
+        few = call["name"] == "key_gradients" and (kind == "bonus" or kind.startswith("rows"))
+        assert fact["spilled"] <= (256 if few else 0) and fact["registers"] <= 255
         assert max(fact["copies"]) == 16  # bytes a thread
         programs = 8 // call["num_warps"]  # side by side on a multiprocessor: eight warps at least
         assert programs * (fact["shared"] + 1024) <= 228 * 1024

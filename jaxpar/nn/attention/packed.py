@@ -2,8 +2,8 @@
 
 cuDNN takes the lengths of up to M documents a row and keeps the log-sum-exp of each at the length of a row, B M H T
 numbers; for the gradient it holds as many rows of queries' gradients, so that heads are taken a part at a time where M
-is large. So M is the least of `MOST` that serves a batch, chosen by what it holds. A batch with more documents in a row,
-or whose documents are no runs of rising numbers, is computed by blocks (`jaxpar.nn.attention.blockwise`).
+is large. So M is the least of `MOST` that serves a batch, chosen by what it holds. A batch with more documents in a
+row, or whose documents are no runs of rising numbers, is computed by blocks (`jaxpar.nn.attention.blockwise`).
 """
 
 import functools
