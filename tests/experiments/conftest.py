@@ -1,6 +1,7 @@
 """`python -m experiments.lm` as a user runs it: in this process where that is enough, else in one of its own."""
 
 import dataclasses
+import functools
 import importlib
 import os
 import pathlib
@@ -11,6 +12,7 @@ import sys
 
 import jax
 import pytest
+from hydra._internal.hydra import Hydra
 from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -126,8 +128,16 @@ def copied(finished, tmp_path):
     return pathlib.Path(shutil.copytree(finished[1], tmp_path / "run"))
 
 
+@pytest.fixture(scope="session")
+def schema_node():
+    """Makes the tree of an experiment's flags, of which Hydra takes copies, once a process."""
+    from experiments import _run
+
+    return functools.cache(_run._schema_node)
+
+
 @pytest.fixture
-def main(monkeypatch, capfd, tmp_path, cache, text):
+def main(monkeypatch, capfd, tmp_path, cache, text, schema_node):
     """`main(*flags)` is the command in this process, in `tmp_path`.
 
     It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another experiment, which
@@ -140,6 +150,9 @@ def main(monkeypatch, capfd, tmp_path, cache, text):
         raise AssertionError("a training step is compiled")
 
     monkeypatch.setattr(_run, "_quieten", lambda: None)  # it silences loggers for good
+    monkeypatch.setattr(_run, "_schema_node", schema_node)
+    # Hydra reads all flags twice, the first time for hydra.mode alone, which nothing here sets.
+    monkeypatch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
     monkeypatch.setattr(_interrupt, "_end", sys.exit)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")

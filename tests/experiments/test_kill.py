@@ -12,6 +12,12 @@ import pytest
 from killed_at import MOMENTS
 
 
+@pytest.fixture(scope="session")
+def cache(compiled):
+    """The folder of compiled programs of the processes: what goes on in this one compiles next to nothing."""
+    return compiled
+
+
 def rows(folder):
     """Returns the lines of metrics.jsonl without the clock's numbers; all others are the text that is there."""
     lines = [json.loads(line, parse_float=str) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -65,7 +71,7 @@ def newest_whole(folder):
     return max((int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()), default=0)
 
 
-def kill_and_compare(command, finished, num_kills, seed, phases=PHASES):
+def kill_and_compare(command, main, finished, num_kills, seed, phases=PHASES):
     """Kills runs until each of so many was alive when it was, and lets each come to its end.
 
     Every start goes on from the newest checkpoint that was finished, and refuses none.
@@ -84,7 +90,7 @@ def kill_and_compare(command, finished, num_kills, seed, phases=PHASES):
             resumed = re.search(r"\(resuming at step (\d+)\)", dying.out)
             assert "\nrun " not in dying.out or (int(resumed[1]) if resumed else 0) == expected
             assert newest_whole(folder) >= expected and not list((folder / "checkpoints").glob("*.refused*"))
-        last = command(f"hydra.run.dir={folder}")
+        last = main(f"hydra.run.dir={folder}", compiles=True)
         assert last.code == 0 and "refused" not in last.out + last.err, last
         assert rows(folder) == rows(reference)
         for line in ("validation loss", "corpus"):
@@ -110,20 +116,20 @@ def test_the_uninterrupted_run_leaves_its_files(finished):
     assert losses(folder)[-1] < 0.7 * losses(folder)[0]
 
 
-def test_two_kills_change_no_bit(command, finished):
-    kill_and_compare(command, finished, 2, seed=0, phases=["save", "deletion"])
+def test_two_kills_change_no_bit(command, main, finished):
+    kill_and_compare(command, main, finished, 2, seed=0, phases=["save", "deletion"])
 
 
 @pytest.mark.slow
-def test_fifty_kills_in_all_phases_change_no_bit(command, finished):
-    assert kill_and_compare(command, finished, 50, seed=1) >= 4
+def test_fifty_kills_in_all_phases_change_no_bit(command, main, finished):
+    assert kill_and_compare(command, main, finished, 50, seed=1) >= 4
 
 
-def test_the_newest_being_damaged_the_run_goes_on_from_the_one_before(command, copied, finished):
+def test_the_newest_being_damaged_the_run_goes_on_from_the_one_before(main, copied, finished):
     for path in (copied / "checkpoints" / "40").rglob("*"):
         if path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:-100])
-    said = command()
+    said = main("hydra.run.dir=run", compiles=True)
     assert said.code == 0 and "(resuming at step 36)" in said.out, said
     assert re.search(r"^the checkpoint \S+/40 .*; it was set aside as 40\.refused$", said.out, re.MULTILINE)
     assert rows(copied) == rows(finished[1])
@@ -152,7 +158,7 @@ def test_preemption_in_a_save_and_again_in_the_last_save_loses_nothing(command, 
     assert rows(tmp_path / "run") == rows(finished[1])
 
 
-def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, finished, tmp_path):
+def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, main, finished, tmp_path):
     profile = "train.profile=2:4"
     process = command.start(profile)
     wait_for_first_step(process)
@@ -168,11 +174,11 @@ def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, finished, tmp_path)
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
     shutil.copytree(tmp_path / "run", tmp_path / "moved")
-    again = command(profile)
+    again = main("hydra.run.dir=run", profile, compiles=True)
     assert again.code == 0 and f"(resuming at step {step})" in again.out, again
     assert rows(tmp_path / "run") == rows(finished[1])
 
-    moved = command("hydra.run.dir=moved", "mesh.data=4", "mesh.fsdp=2")
+    moved = main("hydra.run.dir=moved", "mesh.data=4", "mesh.fsdp=2", compiles=True)
     assert moved.code == 0 and "data=4 fsdp=2 on 8 cpu devices" in moved.out, moved
     assert f"(resuming at step {step})" in moved.out
     got, want = losses(tmp_path / "moved"), losses(finished[1])

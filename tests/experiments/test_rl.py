@@ -21,10 +21,25 @@ TINY = (
 ).split()
 
 
-def test_it_learns_and_goes_on_where_it_was(main, tmp_path):
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder for what one test makes and others only copy."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture
+def first(main, kept, tmp_path):
+    """A run of four updates in tmp_path / "run", made once."""
+    if not (kept / "run").exists():
+        said = main(*TINY, "anneal=false", "train.steps=128", "gif=true", "frames=3", of="rl", compiles=True)
+        assert said.code == 0 and "return     " in said.out, said
+        shutil.copytree(tmp_path / "run", kept / "run")
+    else:
+        shutil.copytree(kept / "run", tmp_path / "run")
+
+
+def test_it_learns_and_goes_on_where_it_was(main, first, tmp_path):
     flags = [*TINY, "anneal=false"]
-    first = main(*flags, "train.steps=128", "gif=true", "frames=3", of="rl", compiles=True)
-    assert first.code == 0 and "return     " in first.out, first
     second = main(*flags, "train.steps=256", of="rl", compiles=True)
     assert second.code == 0 and "resuming at update 4" in second.out, second
     whole = main(*flags[:-2], "anneal=false", "hydra.run.dir=whole", "train.steps=256", of="rl", compiles=True)
@@ -175,10 +190,8 @@ def test_a_run_goes_on_in_the_folder_that_it_had_before_flags_were_renamed(flags
     assert _run.folder_name(rl.compose(*flags.split())) == folder
 
 
-def test_a_run_whose_state_has_older_names_goes_on(main, tmp_path):
+def test_a_run_whose_state_has_older_names_goes_on(main, first, tmp_path):
     flags, folder = [*TINY, "anneal=false"], tmp_path / "run" / "checkpoints"
-    first = main(*flags, "train.steps=128", of="rl", compiles=True)
-    assert first.code == 0, first
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         state, metadata = flatten(checkpoints.numpy(4)), checkpoints.metadata(4)
     shutil.rmtree(folder)
