@@ -66,9 +66,9 @@ def test_the_machine_code_multiplies_by_wgmma_and_hardly_spills(shape, kind, mon
     for call, fact in zip(calls, json.loads(done.stdout), strict=True):
         print(fact)
         assert all(".f32.bf16.bf16" in each for each in fact["wgmma"]) and fact["hgmma"] > 0 == fact["hmma"]
-        # With decays of rows four warps that spill a little were faster on an H200 than eight that spill nothing.
-        few = call["name"] == "key_gradients" and (kind == "bonus" or kind.startswith("rows"))
-        assert fact["spilled"] <= (256 if few else 0) and fact["registers"] <= 255
+        # Four warps that spill a little were faster on an H200 than eight that do not, without a bonus.
+        most = {"bonus": 384, "rows": 128, "rows, normaliser": 128} if call["name"] == "key_gradients" else {}
+        assert fact["spilled"] <= most.get(kind, 0) and fact["registers"] <= 255
         assert max(fact["copies"]) == 16  # bytes a thread
         programs = 8 // call["num_warps"]  # side by side on a multiprocessor: eight warps at least
         assert programs * (fact["shared"] + 1024) <= 228 * 1024
