@@ -51,7 +51,7 @@ def function_of(request: dict):
         logit = forget - torch.log(-torch.expm1(forget))
         out = mlstm_chunkwise__xl_chunk(
             q * depth**0.5, k, v, gate.transpose(1, 2).contiguous(), logit.transpose(1, 2).contiguous(),
-            chunk_size_inter=128, chunk_size_intra=64,
+            chunk_size=128, autocast_kernel_dtype=q.dtype,
         )  # fmt: skip
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
