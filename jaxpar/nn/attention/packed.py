@@ -75,8 +75,13 @@ def _backward(causal: bool, kept: tuple, g: Array):
         packed = _cudnn.documents(segments, most)
         # cuDNN holds a row's gradients of queries once for each document.
         pieces = math.gcd(k.shape[2], -(-most // AT_ONCE))
-        arrays = [_in_pieces(x, pieces) for x in (q, k, v, out, log_sum, g)]
-        grads = jax.lax.map(lambda x: _cudnn.backward(*x, causal, packed), arrays)
+        arrays = tuple(_in_pieces(x, pieces) for x in (q, k, v, out, log_sum, g))
+
+        def some_heads(arrays):
+            q, k, v, out, log_sum, g = arrays
+            return _cudnn.backward(q, k, v, out, log_sum, g, causal, packed)
+
+        grads = jax.lax.map(some_heads, arrays)
         return tuple(jnp.moveaxis(x, 0, 2).reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
 
     def by_blocks(q, k, v, segments, out, log_sum, g):
