@@ -98,6 +98,24 @@ def test_devices_of_a_mesh_choose_for_themselves(cudnn, monkeypatch):
     assert_close(got, want, TOLERANCE)
 
 
+def test_heads_are_taken_in_parts_where_a_row_has_many_documents(cudnn, monkeypatch):
+    """cuDNN holds gradients of queries for each document of a row: AT_ONCE of them for all heads, or one key head's."""
+    assert [packed._pieces(groups, most) for groups, most in ((4, 8), (4, 9), (4, 32), (12, 32), (3, 16), (2, 32))] == (
+        [1, 2, 4, 4, 3, 2]
+    )
+    right, heads = packed._cudnn.backward, []
+
+    def backward(q, k, *args):
+        heads.append((q.shape[2], k.shape[2]))
+        return right(q, k, *args)
+
+    monkeypatch.setattr(packed._cudnn, "backward", backward)
+    monkeypatch.setattr(packed, "MOST", (8, 16))
+    arrays = drawn(2)
+    jax.eval_shape(lambda *x: with_gradients(functools.partial(attention, segments=CASES["a few"]), *x), *arrays)
+    assert heads == [(4, 2), (2, 1)]
+
+
 def test_no_array_has_all_pairs_of_tokens(cudnn):
     shapes = [jax.ShapeDtypeStruct((1, 1024, heads, 8), jnp.bfloat16) for heads in (4, 2, 2, 4)]
     segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)

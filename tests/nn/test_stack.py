@@ -105,15 +105,16 @@ def alone(name, line):
 def in_parts(stack, params, x, sizes, starts=None, slots=T):
     """Outputs of one part after the other, each from the cache of those before; equal parts in a loop."""
     cache, out, place = stack.init_cache(x.shape[0], slots), [], 0
-    if len(set(sizes)) == 1 < len(sizes):
+    if len(sizes) > 1 and len(set(sizes)) == 1:
 
         def step(cache, part):
             y, cache, _ = stack.apply(params, part[0], starts=part[1], cache=cache)
             return cache, y
 
-        parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), len(sizes), sizes[0], *x.shape[2:]), 1, 0),
-                             (x, starts))  # fmt: skip
-        cache, out = jax.lax.scan(step, cache, parts)
+        def split(x):
+            return jnp.moveaxis(x.reshape(len(x), len(sizes), sizes[0], *x.shape[2:]), 1, 0)
+
+        cache, out = jax.lax.scan(step, cache, jax.tree.map(split, (x, starts)))
         return jnp.moveaxis(out, 0, 1).reshape(x.shape), cache
     for size in sizes:
         here = None if starts is None else starts[:, place : place + size]

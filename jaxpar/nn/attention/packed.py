@@ -7,7 +7,6 @@ row, or whose documents are no runs of rising numbers, is computed by blocks (`j
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ def attention_of_documents(
       causal: Whether later tokens are unseen.
 
     Cost: 4 H K operations a pair of tokens of one document, half of it if causal. Memory: O(B T H K), and while it is
-    computed 4 M B H T bytes; its gradient 32 B H T K where heads can be taken apart. Reverse mode only.
+    computed 4 M B H T bytes; its gradient as much as 4 max(8, M / G) B H T K. Reverse mode only.
     """
     if jax.__version_info__ < (0, 11, 2):  # jax 0.10 finds packed keys by the number of queries' heads
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
@@ -73,8 +72,7 @@ def _forward(causal: bool, q: Array, k: Array, v: Array, segments: Array):
 def _backward(causal: bool, kept: tuple, g: Array):
     def by_cudnn(most, q, k, v, segments, out, log_sum, g):
         packed = _cudnn.documents(segments, most)
-        # cuDNN holds a row's gradients of queries once for each document.
-        pieces = math.gcd(k.shape[2], -(-most // AT_ONCE))
+        pieces = _pieces(k.shape[2], most)
         arrays = tuple(_in_pieces(x, pieces) for x in (q, k, v, out, log_sum, g))
 
         def some_heads(arrays):
@@ -93,6 +91,11 @@ def _backward(causal: bool, kept: tuple, g: Array):
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _pieces(groups: int, most: int) -> int:
+    """In how many parts the key heads are taken: as few as hold `AT_ONCE` documents for all heads, or each alone."""
+    return next(n for n in range(1, groups + 1) if groups % n == 0 and (n == groups or n * AT_ONCE >= most))
 
 
 def _in_pieces(x: Array, pieces: int) -> Array:
