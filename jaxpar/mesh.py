@@ -27,6 +27,7 @@ __all__ = [
     "RULES",
     "MeshSpec",
     "axes_like",
+    "by_stage",
     "constrain",
     "gather",
     "in_role",
@@ -72,7 +73,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "slots": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "layers": (),
+    "layers": ("stage",),
     "stage": ("stage",),
     "experts": ("expert",),
     # populations of independent things
@@ -383,9 +384,20 @@ def local(fn: Callable, in_axes: Sequence[Axes], out_axes: PyTree, *, check: boo
             partition(axes, x.shape, f"argument {i}") for i, (axes, x) in enumerate(zip(in_axes, args, strict=True))
         )
         out_specs = jax.tree.map(partition, out_axes, is_leaf=is_axes)
-        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=check)(*args)
+        mesh = _ambient()
+        rest = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))  # less those of `by_stage`
+        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=rest, check_vma=check)(*args)
 
     return wrapped
+
+
+def by_stage(fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
+    """Runs `fn` on each pipeline stage's own block, by `jax.shard_map` over the axis `stage` alone.
+
+    Inside, GSPMD splits over all other axes as it does outside, and everything of this module says how; collectives
+    over `stage` are `fn`'s own. Nothing is differentiated through. Specs name `stage` or nothing.
+    """
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={"stage"}, check_vma=False)
 
 
 def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:

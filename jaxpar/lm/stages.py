@@ -1,5 +1,7 @@
 """The language model as first, layer and last: what schedules of accumulation and pipelines are made of."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -7,7 +9,9 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last, losses
 from jaxpar.lm.model import embed_for_training, head
 from jaxpar.mesh import gather
+from jaxpar.nn.auxiliary import over_all
 from jaxpar.nn.block import Stream
+from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.schedule import Stages
 from jaxpar.types import PRNGKey, PyTree
 
@@ -29,9 +33,13 @@ def stages(config: LMConfig) -> Stages:
         x = embed_for_training(params, data["tokens"], _positions(data), config, _dropped(key, config))
         return stack.begin(x)
 
-    def layer(params: PyTree, index: int, x: Stream, data: dict, key: PRNGKey | None):
-        x, _, aux = stack.layer(params, index, x, context(x, data, key))
-        return x, aux
+    def layer(params: PyTree, index: int | jax.Array, x: Stream, data: dict, key: PRNGKey | None):
+        told = []
+        for place, mixer in enumerate(stack.mixers):
+            one, number = (params, index) if stack.period == 1 else (params[str(place)], index * stack.period + place)
+            x, _, aux = stack.layer(one, number, x, context(x, data, key), mixer=mixer)
+            told.append(aux)
+        return x, over_all(told)
 
     def end(params: PyTree, stream: Stream, data: dict, total: jax.Array):
         x = stack.end(stream)
@@ -42,8 +50,18 @@ def stages(config: LMConfig) -> Stages:
     def whole(params: PyTree, data: dict, key: PRNGKey | None, total: jax.Array, share: float):
         return losses(params, data, config, normaliser=total, share=share, dropout_key=_dropped(key, config))
 
-    hold = stack.hold if stack.period == 1 else stack.unstacked
-    return Stages(_total, hold, first, layer, end, whole, config.num_layers)
+    def release(params: PyTree, gradient: PyTree):
+        wide = dataclasses.replace(stack, dtype=str(jnp.promote_types(config.dtype, jnp.float32)))
+        return jax.vjp(wide.hold, params)[1](gradient)[0]
+
+    def products():
+        def is_product(leaf: Leaf) -> bool:
+            return "embed" in leaf.axes and "experts" not in leaf.axes and not isinstance(leaf.init, str)
+
+        return jax.tree.map(is_product, stack.leaves()["layers"], is_leaf=lambda leaf: isinstance(leaf, Leaf))
+
+    turns = config.num_layers // stack.period
+    return Stages(_total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns)
 
 
 def _positions(data: dict) -> jax.Array:

@@ -360,10 +360,12 @@ def _deferring_backward(how: tuple, kept: tuple, g: Array) -> tuple:
 _deferring.defvjp(_deferring_forward, _deferring_backward)
 
 
-def deferred_gradient(equation: str, slot: tuple[Array, Array], weight: Array, axes: Axes) -> Array:
+def deferred_gradient(
+    equation: str, slot: tuple[Array, Array], weight: Array, axes: Axes, precision: PrecisionLike = None
+) -> Array:
     """Returns the gradient of a `Deferred` weight from the gradient of its slot, in the dtype of the weight."""
     x, g = slot
-    return _weight_gradient((equation, axes, None, False), weight.astype(x.dtype), x, g).astype(weight.dtype)
+    return _weight_gradient((equation, axes, precision, False), weight.astype(x.dtype), x, g).astype(weight.dtype)
 
 
 def on_weight(fn: Callable[[Array], Array], w: PyTree) -> PyTree:

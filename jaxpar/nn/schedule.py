@@ -46,23 +46,31 @@ class Stages(NamedTuple):
     So only the residual stream goes from piece to piece, and positions, documents and targets are read where they are
     needed, by the number of the microbatch.
 
+    Layers go by turns: a turn is one layer, or of a hybrid one layer of each of its mixers.
+
     Attributes:
       total: batch -> what the sums over its tokens are divided by, of the whole batch.
-      hold: params -> params as a step holds them; made once.
+      hold: params -> params as a step holds them, those of N turns stacked under "layers", [N, ...]; made once.
+      release: (params, gradient of what `hold` returned) -> gradient of params; in float32 at least if that is.
       first: (params, data, key) -> x, what enters the first layer: one or more arrays [B, T, D].
-      layer: (layer's params, its number, x, data, key) -> (x, what it told).
+      layer: (a turn's params, its number, x, data, key) -> (x, what it told).
       last: (params, x, data, total) -> (loss, what was told).
       whole: (params, data, key, total, share) -> (loss, what was told): all of them, as fast as one device can.
-      num_layers: L; the held parameters have the layers' under "layers", stacked, or of a hybrid a tuple of each one's.
+      remat: function of a turn -> the same, which keeps for its backward pass what the model says.
+      products: () -> of a turn's params, which arrays `jaxpar.nn.linear.contract` multiplies and nothing else reads.
+      num_turns: N.
     """
 
     total: Callable[[PyTree], Array]
     hold: Callable[[PyTree], PyTree]
+    release: Callable[[PyTree, PyTree], PyTree]
     first: Callable[..., PyTree]
     layer: Callable[..., tuple[PyTree, Aux]]
     last: Callable[..., tuple[Array, Aux]]
     whole: Callable[..., tuple[Array, Aux]]
-    num_layers: int
+    remat: Callable[[Callable], Callable]
+    products: Callable[[], PyTree]
+    num_turns: int
 
 
 class Schedule(Protocol):
@@ -129,10 +137,8 @@ def layer_by_layer(stages: Stages) -> Callable[..., tuple[Array, Aux]]:
     def loss(params: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float = 1.0):
         params = stages.hold(params)
         x, told = stages.first(params, data, key), []
-        for index in range(stages.num_layers):
-            layer = params["layers"]
-            is_apart = isinstance(layer, tuple)
-            layer = layer[index] if is_apart else jax.tree.map(lambda leaf, index=index: leaf[index], layer)
+        for index in range(stages.num_turns):
+            layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
             x, aux = stages.layer(layer, index, x, data, key)
             told.append(aux)
         aux = over_all(told)

@@ -372,7 +372,7 @@ class Stack:
 
         def one(number: int, **given):
             mixer = self.mixers[number % self.period]
-            return self._remat(functools.partial(body, ahead=number >= self.ladder_from, mixer=mixer, **given))
+            return self.remat_of(functools.partial(body, ahead=number >= self.ladder_from, mixer=mixer, **given))
 
         olds = (None,) * self.num_layers if cache is None else cache.layers
         can_scan = pseudo is None and not isinstance(layers, tuple) and (cache is None or context.fresh)
@@ -417,8 +417,8 @@ class Stack:
         caches, told = zip(*out, strict=True)
         return x, self._each(caches), functools.reduce(both, map(over_layers, told))
 
-    def _remat(self, body):
-        """Wraps a layer by what its backward pass may keep."""
+    def remat_of(self, body):
+        """Returns a layer, or several as one, that keeps for its backward pass what `remat` says."""
         policies = jax.checkpoint_policies
         policy = {
             "dots": policies.save_only_these_names("product"),

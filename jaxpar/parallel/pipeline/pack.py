@@ -16,7 +16,7 @@ COLUMNS: tuple[str, ...] = (
     "op",  # `Op`
     "chunk",  # the number of the chunk among those of its device
     "microbatch",
-    "input",  # slot of the inbox that F, BW, B or S reads; -1: data, or the loss
+    "input",  # slot of the inbox that F, BW, B or S reads; -1: data. B of the last chunk reads its output, for the loss
     "stash",  # slot that F writes and BW or B reads
     "factors",  # slot that B writes and W reads
     "head",  # slot that S writes and T reads
@@ -129,7 +129,9 @@ class _Packing:
             self.put(tick, device, send=ALL)
             for other in range(schedule.devices):
                 self.arrive(other, tick, "from_all", Task(Op.S, other, j))
-        elif op == Op.F and chunk < path[-1]:
+        elif op == Op.F and chunk == path[-1]:  # whose backward task begins with the loss, of its output
+            self.send(device, tick, schedule.backward(chunk, j))
+        elif op == Op.F:
             self.send(device, tick, Task(Op.F, chunk + 1, j))
         elif op in (Op.B, Op.BW) and chunk > path[0]:
             self.send(device, tick, schedule.backward(chunk - 1, j))
@@ -236,7 +238,7 @@ class _Walk:
         }
         if op in (Op.B, Op.BW):
             is_last = chunk == path[-1]
-            merged = ("merged", j) if schedule.has_vocabulary else None
+            merged = ("merged", j) if schedule.has_vocabulary else Task(Op.F, chunk, j)
             before[op] = merged if is_last else schedule.backward(chunk + 1, j)
         if before.get(op) is not None:
             self.read(tick, device, "inbox", cell["input"], before[op])

@@ -1,0 +1,158 @@
+"""One turn of layers as a pipeline runs it: forward, what is kept, and both stages of its backward pass."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.nn.auxiliary import Aux
+from jaxpar.nn.schedule import Stages
+from jaxpar.nn.two_stage import Product, find_products, put_off
+from jaxpar.types import Array, PRNGKey, PyTree
+
+__all__ = ["Turn", "Where", "turn_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """What a turn reads beside its parameters and the residual stream: its number, its microbatch and its key."""
+
+    index: Array
+    data: PyTree
+    key: PRNGKey | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """How a turn is run; of shapes alone, so that all branches of a program agree on what is kept.
+
+    Attributes:
+      stages: The model.
+      products: Of each array of a turn's parameters.
+      pull: The structure of the backward pass.
+      known: Of each array that the backward pass reads, its place among parameters, data, key and number; or -1.
+      places: Of each array that it reads, its place among those kept; or -1. Arrays read twice are kept once.
+      kept: Shapes of what is kept of a turn's forward pass.
+      told: Shapes of what a turn tells.
+    """
+
+    stages: Stages
+    products: tuple[Product | None, ...]
+    pull: Any
+    known: tuple[int, ...]
+    places: tuple[int, ...]
+    kept: tuple[jax.ShapeDtypeStruct, ...]
+    told: Aux
+
+    def forward(self, params: PyTree, x: PyTree, where: Where) -> tuple[PyTree, list[Array], Aux]:
+        """Returns the residual stream, what is kept for the backward pass, and what was told."""
+        (x, _), pull, told = _differentiated(self.stages, self.products, params, x, where)
+        leaves = jax.tree.leaves(pull)
+        kept: list[Any] = [None] * len(self.kept)
+        for leaf, place in zip(leaves, self.places, strict=True):
+            if place >= 0:
+                kept[place] = _bits(leaf)
+        return x, kept, told
+
+    def backward(
+        self, params: PyTree, kept: list[Array], where: Where, g: PyTree, share: float
+    ) -> tuple[PyTree, list, list[Array]]:
+        """Returns the gradient of the stream before, the factors of those put off, and all other gradients.
+
+        `share` is how much the losses of the turn itself count.
+        """
+        known = _known(params, where)
+        leaves = []
+        for place, here in zip(self.places, self.known, strict=True):
+            leaves.append(known[here] if place < 0 else _keys(kept[place], self.kept[place]))
+        pull = jax.tree.unflatten(self.pull, leaves)
+        extra = jnp.asarray(share, self.told_dtype)
+        pairs, rest, g = pull((g, extra))
+        return g, pairs, rest
+
+    @property
+    def told_dtype(self) -> Any:
+        """Dtype of the sum of a turn's losses."""
+        return jnp.result_type(jnp.float32, *(loss.dtype for loss in self.told.losses.values()))
+
+    def gradients(self, params: PyTree, pairs: list) -> list[Array]:
+        """Returns the gradients that were put off, in turn."""
+        weights = [leaf for leaf, product in zip(jax.tree.leaves(params), self.products, strict=True) if product]
+        products = [product for product in self.products if product]
+        return [
+            product.gradient(weight, pair) for product, weight, pair in zip(products, weights, pairs, strict=True)
+        ]
+
+    def together(self, late: list, rest: list) -> list:
+        """Returns one list for all arrays of the parameters, from those put off and the others."""
+        late_ones, others = iter(late), iter(rest)
+        return [next(late_ones) if product else next(others) for product in self.products]
+
+
+def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where) -> Turn:
+    """Returns how to run a turn, from one turn's parameters, its input and what else it reads; or from their shapes."""
+
+    def layer(params, x, index, data, key):
+        return stages.layer(params, index, x, data, key)
+
+    rest = where.index, where.data, where.key
+    products = tuple(find_products(layer, params, x, *rest, products=stages.products()))
+    found: dict[str, Any] = {}
+
+    def probe(params, x, index, data, key):
+        here = Where(index, data, key)
+        _, pull, told = _differentiated(stages, products, params, x, here)
+        leaves, found["pull"] = jax.tree.flatten(pull)
+        numbers = {id(leaf): number for number, leaf in enumerate(_known(params, here))}
+        found["known"] = tuple(numbers.get(id(leaf), -1) for leaf in leaves)
+        kept: dict[int, Array] = {}
+        for leaf, number in zip(leaves, found["known"], strict=True):
+            if number < 0:
+                kept.setdefault(id(leaf), leaf)
+        order = {name: place for place, name in enumerate(kept)}
+        found["places"] = tuple(order.get(id(leaf), -1) for leaf in leaves)
+        return list(kept.values()), told
+
+    kept, told = jax.eval_shape(probe, params, x, *rest)
+    return Turn(stages, products, found["pull"], found["known"], found["places"], tuple(kept), told)
+
+
+def _known(params: PyTree, where: Where) -> list[Array]:
+    return jax.tree.leaves((params, where.data, where.key, where.index))
+
+
+def _differentiated(
+    stages: Stages, products: tuple[Product | None, ...], params: PyTree, x: PyTree, where: Where
+) -> tuple[tuple[PyTree, Array], Callable, Aux]:
+    """The turn's ((output, its losses), backward pass, what it told), by slots, other parameters and its input."""
+    leaves, tree = jax.tree.flatten(params)
+
+    def run(slots, rest, x, weights, index, data, key):
+        late, others = iter(weights), iter(rest)
+        mixed = [next(late) if product else next(others) for product in products]
+        x, told = stages.layer(put_off(tree.unflatten(mixed), products, slots), index, x, data, key)
+        return (x, sum(told.losses.values(), start=jnp.zeros((), jnp.float32))), told
+
+    slots = [product.slot() for product in products if product]
+    weights, rest = ([leaf for leaf, p in zip(leaves, products, strict=True) if bool(p) == late] for late in (True, False))
+    body = stages.remat(run)
+    return jax.vjp(
+        lambda slots, rest, x: body(slots, rest, x, weights, where.index, where.data, where.key),
+        slots, rest, x, has_aux=True,
+    )  # fmt: skip
+
+
+def _bits(x: Array) -> Array:
+    """Keys as integers, which can be written into a slot."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _keys(x: Array, like: jax.ShapeDtypeStruct) -> Array:
+    return jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
+
+
+def raw_shape(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of what is written into a slot."""
+    return jax.eval_shape(_bits, like)
