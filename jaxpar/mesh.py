@@ -27,7 +27,6 @@ __all__ = [
     "RULES",
     "MeshSpec",
     "axes_like",
-    "by_stage",
     "constrain",
     "gather",
     "in_role",
@@ -384,20 +383,10 @@ def local(fn: Callable, in_axes: Sequence[Axes], out_axes: PyTree, *, check: boo
             partition(axes, x.shape, f"argument {i}") for i, (axes, x) in enumerate(zip(in_axes, args, strict=True))
         )
         out_specs = jax.tree.map(partition, out_axes, is_leaf=is_axes)
-        mesh = _ambient()
-        rest = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))  # less those of `by_stage`
+        rest = set(_ambient().axis_names) - set(getattr(_ambient(), "manual_axes", ()))  # in a stage, all others
         return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=rest, check_vma=check)(*args)
 
     return wrapped
-
-
-def by_stage(fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
-    """Runs `fn` on each pipeline stage's own block, by `jax.shard_map` over the axis `stage` alone.
-
-    Inside, GSPMD splits over all other axes as it does outside, and everything of this module says how; collectives
-    over `stage` are `fn`'s own. Nothing is differentiated through. Specs name `stage` or nothing.
-    """
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={"stage"}, check_vma=False)
 
 
 def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ PILLARS = {"lm", "pomdp", "neat", "rl"}
 ORDER = [
     {"types"},
     {"fields"},
-    {"mesh", "processes"},
+    {"mesh", "processes", "stage"},
     {"lower"},
     {"io", "aot"},
     {"verify"},

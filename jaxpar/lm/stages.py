@@ -55,10 +55,8 @@ def stages(config: LMConfig) -> Stages:
         return jax.vjp(wide.hold, params)[1](gradient)[0]
 
     def products():
-        def is_product(leaf: Leaf) -> bool:
-            return "embed" in leaf.axes and "experts" not in leaf.axes and not isinstance(leaf.init, str)
-
-        return jax.tree.map(is_product, stack.leaves()["layers"], is_leaf=lambda leaf: isinstance(leaf, Leaf))
+        leaves = stack.leaves()["layers"]
+        return jax.tree.map(lambda leaf: leaf.is_product, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
 
     turns = config.num_layers // stack.period
     return Stages(_total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns)

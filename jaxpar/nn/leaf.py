@@ -27,11 +27,18 @@ class Leaf(NamedTuple):
         2 to 100 steps, evenly in their logarithm (chrono initialisation, arXiv:1804.11188, without its randomness). Of
       rates along the last axis: "rate", whose softplus goes from 0.001 to 0.1, and "log_rate", whose exponential goes
       from 0.002 to 1, evenly in their logarithms; "log_count", whose exponential goes from 1 to 16 (arXiv:2405.21060).
+      raw: Whether anything but `jaxpar.nn.linear.contract` reads it, so that no `Weight` can stand in its place.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str | float
+    raw: bool = False
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a weight between the residual stream and a branch, which `contract` alone reads."""
+        return "embed" in self.axes and not isinstance(self.init, str) and not self.raw
 
 
 def init_leaves(key: PRNGKey, leaves: PyTree, dtype=jnp.float32) -> PyTree:

@@ -103,7 +103,7 @@ class SpaceTimeStack:
 
     def _repeated(self, pair: Callable, x: Array, layers: PyTree) -> tuple[Array, Aux]:
         """All pairs, scanned or unrolled, as the stack's layers would be."""
-        pair, num = self.stack._remat(pair), self.stack.num_layers
+        pair, num = self.stack.remat_of(pair), self.stack.num_layers
         if self.stack.scan_layers:
             x, told = jax.lax.scan(lambda x, each: pair(x, *each), x, (layers, jnp.arange(num)))
             return x, over_layers(told)

@@ -124,7 +124,8 @@ class Stack:
         """
 
         def stacked(leaf: Leaf) -> Leaf:
-            return Leaf((self.num_layers // self.period, *leaf.shape), ("layers", *leaf.axes), leaf.init)
+            shape, axes = (self.num_layers // self.period, *leaf.shape), ("layers", *leaf.axes)
+            return leaf._replace(shape=shape, axes=axes)
 
         layers = [jax.tree.map(stacked, self._layer_leaves(mixer), is_leaf=_is_leaf) for mixer in self.mixers]
         return {"layers": self._together(layers), "final_norm": self.norm.leaves(self.embed_dim)}
@@ -175,7 +176,7 @@ class Stack:
 
     def _is_ternary(self, leaf: Leaf) -> bool:
         """Whether a weight, or the stack of those of all layers, is rounded: if it reads or writes the stream."""
-        return self.weights == "ternary" and not isinstance(leaf.init, str) and "embed" in leaf.axes
+        return self.weights == "ternary" and leaf.is_product
 
     def unstacked(self, params: PyTree) -> PyTree:
         """Returns held parameters with each layer's apart, for decoding: a step then copies no weight.

@@ -39,7 +39,7 @@ from jax.lax import PrecisionLike
 from jaxpar.nn.linear import Deferred, contract, deferred_gradient
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Factors", "Product", "TwoStage", "find_products", "two_stage"]
+__all__ = ["Factors", "Product", "TwoStage", "find_products", "put_off", "two_stage"]
 
 
 class Product(NamedTuple):
@@ -142,8 +142,8 @@ class _Recorder:
         seen, state, weight = self.note
         is_outside = self.weight is weight and get_opaque_trace_state(convention="flax") == state
         seen.count += 1 if is_outside else 2
-        x, y_like = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, y))
-        seen.product = Product(equation, axes, precision, x, y_like)
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (x, y)]
+        seen.product = Product(equation, axes, precision, *shapes)
         return y
 
 
@@ -152,7 +152,10 @@ def put_off(params: PyTree, products: Sequence[Product | None], slots: Sequence[
     leaves, tree = jax.tree.flatten(params)
     left = iter(slots)
     return tree.unflatten(
-        [leaf if product is None else Deferred(leaf, next(left)) for leaf, product in zip(leaves, products, strict=True)]
+        [
+            leaf if product is None else Deferred(leaf, next(left))
+            for leaf, product in zip(leaves, products, strict=True)
+        ]
     )
 
 

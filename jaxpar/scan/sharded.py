@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.scan._rings import take, together
+from jaxpar.stage import refuse_in_stage
 
 __all__ = ["from_earlier", "is_first"]
 
@@ -16,6 +17,7 @@ def is_first(axis_name: str, reverse: bool):
 
 def from_earlier(tree, axis_name: str, reverse: bool):
     """Returns `tree` of the device whose piece comes just before this one's; zeros where there is none."""
+    refuse_in_stage("a recurrence over a split sequence", "take mesh.context=1")
     size = lax.axis_size(axis_name)
     # No pair for the piece at the end: `ppermute` gives zeros to who is sent nothing.
     hops = [(i, i - 1) if reverse else (i, i + 1) for i in range(size)]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpar.solve.structure import Jac, Jacobian, Leaves, Structure
+from jaxpar.stage import refuse_in_stage
 from jaxpar.types import Array, PyTree
 
 __all__ = ["Chooser", "IterativeMethod", "Method", "Outcome", "Problem", "UnrolledMethod", "WindowedMethod"]
@@ -71,6 +72,7 @@ class Problem:
         """Returns the state before this device's part, given the last state of each; one permute of one state."""
         if self.axis_name is None:
             return self.start
+        refuse_in_stage("a solver over a split sequence", "take mesh.context=1")
         hops = [(place, place + 1) for place in range(self.parts - 1)]
         hops = [(b, a) for a, b in hops] if self.reverse else hops
         earlier = (jax.lax.ppermute(leaf, self.axis_name, hops) for leaf in last)

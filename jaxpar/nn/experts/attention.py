@@ -93,9 +93,9 @@ class AttentionExperts:
         """Declares w_heads [D, E], wq [E, D, h K], wo [E, h K, D] and wk, wv [D, G, K]."""
         shared, size = self.heads.leaves(embed_dim, std, out_std), self.heads.score_size
         return {
-            "w_heads": Leaf((embed_dim, self.num_experts), ("embed", None), std),
-            "wq": Leaf((self.num_experts, embed_dim, size), (None, "embed", None), std),
-            "wo": Leaf((self.num_experts, size, embed_dim), (None, None, "embed"), out_std),
+            "w_heads": Leaf((embed_dim, self.num_experts), ("embed", None), std, raw=True),
+            "wq": Leaf((self.num_experts, embed_dim, size), (None, "embed", None), std, raw=True),
+            "wo": Leaf((self.num_experts, size, embed_dim), (None, None, "embed"), out_std, raw=True),
             "wk": shared["wk"],
             "wv": shared["wv"],
         }

@@ -104,9 +104,9 @@ class Experts:
 
         Where there are shared experts, also w_shared_up, w_shared_gate [D, n F] and w_shared_down [n F, D].
         """
-        out = {"w_router": Leaf((embed_dim, self.num_experts), ("embed", None), std)}
+        out = {"w_router": Leaf((embed_dim, self.num_experts), ("embed", None), std, raw=True)}
         for name, leaf in Mlp(self.size, self.activation).leaves(embed_dim, std, out_std).items():
-            out[name] = Leaf((self.num_experts, *leaf.shape), ("experts", *leaf.axes), leaf.init)
+            out[name] = Leaf((self.num_experts, *leaf.shape), ("experts", *leaf.axes), leaf.init, raw=True)
         if self.bias:
             out["b_router"] = Leaf((self.num_experts,), (None,), "zeros")
         if self.shared:

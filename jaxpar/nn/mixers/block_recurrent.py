@@ -124,13 +124,13 @@ class BlockRecurrent:
         ids [S, D], wz [2, H, K, G, D] and bz [G, D] of z and the gates, and gate [D] of the fixed one.
         """
         heads = (self.num_heads, self.head_dim)
-        names = ["wq", "wk", "wv"] + ["wq_states", "swq", "swq_tokens", "swk", "swv"] * bool(self.num_states)
-        leaves = {name: Leaf((embed_dim, *heads), INTO, std) for name in names}
+        names = ["wq", "wk", "wv"] + ["wq_states", *STATE_PRODUCTS] * bool(self.num_states)
+        leaves = {name: Leaf((embed_dim, *heads), INTO, std, raw=name in STATE_PRODUCTS) for name in names}
         leaves["wo"] = Leaf((1 + bool(self.num_states), *heads, embed_dim), OUT, out_std)
         if self.num_states:
             gates = 3 if self.gate == "lstm" else 1
             leaves["ids"] = Leaf((self.num_states, embed_dim), (None, None), 1.0)  # as loud as what a state says
-            leaves["wz"] = Leaf((2, *heads, gates, embed_dim), (*OUT[:3], None, "embed"), embed_dim**-0.5)
+            leaves["wz"] = Leaf((2, *heads, gates, embed_dim), (*OUT[:3], None, "embed"), embed_dim**-0.5, raw=True)
             leaves["bz"] = Leaf((gates, embed_dim), (None, None), "zeros")
             if self.gate == "fixed":
                 leaves["gate"] = Leaf((embed_dim,), (None,), "ones")
@@ -180,7 +180,7 @@ class BlockRecurrent:
     def _states(self, params: dict, q, k, v, cache: BlockRecurrentCache | None, context: Context, wide):
         """Returns what tokens read of the states, and states, keys and values after the windows that are complete."""
         batch, length, width = *q.shape[:2], params["ids"].shape[-1]
-        names = ("swq", "swq_tokens", "swk", "swv", "ids", "wz", "bz", "gate")
+        names = (*STATE_PRODUCTS, "ids", "wz", "bz", "gate")
         weights = {name: params[name] for name in names if name in params}
         declared = self.leaves(width, 1.0, 1.0)["mixer"]
         places, first = places_of(context)

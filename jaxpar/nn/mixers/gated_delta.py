@@ -69,7 +69,7 @@ class GatedDelta:
     ) -> tuple[dict[str, tuple[Array, Names]], dict[str, Array]]:
         """Returns the products of queries, keys, values, the output's gate, and the logits of both gates."""
         del state
-        q, k, v, r, a, b = project(params, x, context, "w_q", "w_k", "w_v", "w_r", "w_a", "w_b")
+        q, k, v, r, a, b = project(params, x, context, "w_q", "w_k", "w_v", "w_r", numbers=("w_a", "w_b"))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         a = a.astype(wide) + params["b_a"].astype(wide)[None, None]
         out = {"q": q, "k": k, "v": v, "r": r, "a": a, "b": b.astype(wide)}

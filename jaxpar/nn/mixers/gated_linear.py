@@ -92,7 +92,7 @@ class GatedLinear:
             rates = jnp.log1p(-(2.0 ** (-5 - jnp.arange(self.num_heads, dtype=wide))))
             return jnp.broadcast_to(rates[None, None], (*x.shape[:2], self.num_heads))
         if self.gate == "heads":
-            (logits,) = project(params, x, context, "w_gate")
+            (logits,) = project(params, x, context, numbers=("w_gate",))
         else:
             apart = context.rules.apart
             inner = contract("btd,dr->btr", x, params["w_gate_in"], ("embed", None), apart=apart)

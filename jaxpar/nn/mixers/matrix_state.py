@@ -220,11 +220,11 @@ def _sequence_axis(context: Context) -> str | None:
     return axes[0] if axes else None
 
 
-def project(params: dict, x: Array, context: Context, *names: str) -> list[Array]:
-    """Returns the products of x with the weights [D, H] or [D, H, K] of these names."""
+def project(params: dict, x: Array, context: Context, *names: str, numbers: tuple[str, ...] = ()) -> list[Array]:
+    """Returns the products of x with weights [D, H, K] of these names, then of `numbers`, weights [D, H]."""
     products = []
-    for name in names:
-        letters, axes = ("bth", HEADS[:2]) if params[name].ndim == 2 else ("bthk", HEADS)
+    for name in (*names, *numbers):
+        letters, axes = ("bth", HEADS[:2]) if name in numbers else ("bthk", HEADS)
         equation = f"btd,d{letters[2:]}->{letters}"
         products.append(contract(equation, x, params[name], axes, apart=context.rules.apart))
     return products

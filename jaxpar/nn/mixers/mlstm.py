@@ -68,8 +68,7 @@ class MLstm:
     ) -> tuple[dict[str, tuple[Array, Names]], dict[str, Array]]:
         """Returns queries, keys, values, the output's gate, and both gates' logits."""
         del state
-        names = ("w_q", "w_k", "w_v", "w_r", "w_i", "w_f")
-        q, k, v, r, i, f = project(params, x, context, *names)
+        q, k, v, r, i, f = project(params, x, context, "w_q", "w_k", "w_v", "w_r", numbers=("w_i", "w_f"))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         i, f = (lane.astype(wide) + params[bias].astype(wide)[None, None] for lane, bias in ((i, "b_i"), (f, "b_f")))
         out = {"q": q * self.key_dim**-0.5, "k": k, "v": v, "r": r, "i": i, "f": f}

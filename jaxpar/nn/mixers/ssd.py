@@ -103,7 +103,7 @@ class Mamba2:
             raise UsageError(
                 f"num_groups={self.num_groups} keys with heads over devices; take num_groups=1, or tensor=1."
             )
-        v, z, dt = project(params, x, context, "w_x", "w_z", "w_dt")
+        v, z, dt = project(params, x, context, "w_x", "w_z", numbers=("w_dt",))
         apart = context.rules.apart
         b, c = (contract("btd,dgn->btgn", x, params[name], GROUPED, apart=apart) for name in ("w_b", "w_c"))
         wide = jnp.promote_types(x.dtype, jnp.float32)

@@ -14,6 +14,7 @@ from jaxpar.nn.position import Alibi
 from jaxpar.parallel.context.moves import MOVES, Move, Send, Sizes, move_for
 from jaxpar.parallel.context.orders import ORDERS, Order
 from jaxpar.parallel.context.walk import context_attention
+from jaxpar.stage import in_stage
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
 
@@ -39,7 +40,7 @@ def choose_move(sizes: Sizes, shares: int) -> Move:
 
     A device has a link up and one down, which share evenly what it sends in collectives of all. "gather" is not among
     them, since it alone holds all keys; "swap" is where the key heads of a device divide over the devices. Of equal
-    ones the first in `MOVES` is taken.
+    ones the first in `MOVES` is taken. In a stage of a pipeline, where rings are not safe, it is "swap", else "gather".
 
     Args:
       sizes: Of a device's share.
@@ -52,6 +53,8 @@ def choose_move(sizes: Sizes, shares: int) -> Move:
         return max(up, down) + every / 2
 
     legal = [name for name in MOVES if name != "gather" and (name != "swap" or sizes.groups % shares == 0)]
+    if in_stage():
+        legal = ["swap"] if "swap" in legal else ["gather"]
     return min((_move(name, sizes, shares) for name in legal), key=busiest)
 
 

@@ -23,6 +23,7 @@ from jaxpar.parallel.context._partial import ByPlaces, ByTable, Done, Where
 from jaxpar.parallel.context.moves import Move, Send, Step, move_for
 from jaxpar.parallel.context.orders import Order
 from jaxpar.scan.monoid import LogSumExp
+from jaxpar.stage import refuse_in_stage
 from jaxpar.types import UsageError
 
 __all__ = ["context_attention"]
@@ -98,6 +99,7 @@ class _How(NamedTuple):
     def send(self, tree, shift: int | None):
         """Returns what the device `shift` places before this one held."""
         assert shift is not None  # of a collective of all
+        refuse_in_stage(f"context={self.move.name}", "take context=gather, or swap where the key heads divide")
         size = self.move.shares
         return lax.ppermute(tree, self.axis, [(i, (i + shift) % size) for i in range(size)])
 

@@ -1,4 +1,4 @@
-"""Pipelines: what each device does when, as tables that are made, checked, timed, drawn and packed for one program.
+"""Pipelines: what each device does when, as tables that are made, checked, timed, drawn, and run by one program.
 
 | file | in -> out | called by |
 |---|---|---|
@@ -6,7 +6,9 @@
 | `orders`, `greedy`, `search` | devices, microbatches, chunks; costs, a cap -> schedules | users |
 | `sides`, `partition` | a schedule -> one with gathers, offload, a split head; layers' costs -> stages | users |
 | `check`, `timing`, `draw` | a schedule -> what is wrong with it; time, idle time, memory; text, picture | users |
-| `pack` | a schedule -> integers [ticks, P, columns] with slots and routes; a table -> what is wrong with it | users |
+| `pack` | a schedule -> integers [ticks, P, columns] with slots and routes; a table -> what is wrong with it | `run` |
+| `run` | a model as stages, a batch -> its loss and gradient, by any table on a mesh with `stage` | `Trainer`, users |
+| `_turn`, `_chunks` | a layer's passes apart; layers at rest -> where the schedule has them | `run` |
 """
 
 from jaxpar.parallel.pipeline.check import check_schedule
@@ -27,6 +29,7 @@ from jaxpar.parallel.pipeline.orders import (
 )
 from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable, check_table, pack_schedule
 from jaxpar.parallel.pipeline.partition import Stage, partition_layers
+from jaxpar.parallel.pipeline.run import Pipelined
 from jaxpar.parallel.pipeline.search import closed_forms, search_schedule
 from jaxpar.parallel.pipeline.sides import with_gathers, with_offload, with_reductions, with_vocabulary
 from jaxpar.parallel.pipeline.timing import SlotSizes, TaskCosts, Timed, Timing, simulate_schedule
@@ -34,6 +37,7 @@ from jaxpar.parallel.pipeline.timing import SlotSizes, TaskCosts, Timed, Timing,
 __all__ = [
     "COLUMNS",
     "Op",
+    "Pipelined",
     "Preference",
     "Schedule",
     "Side",

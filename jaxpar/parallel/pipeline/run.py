@@ -23,26 +23,29 @@ Example:
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jaxpar.mesh import by_stage, constrain, num_shares
+from jaxpar.mesh import constrain, num_shares
 from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts
 from jaxpar.nn.mixer import TRAINING
 from jaxpar.nn.schedule import Stages, parts_of
-from jaxpar.parallel.pipeline.chunks import AXIS, collect_chunks, spread_chunks
+from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, spread_chunks
+from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
 from jaxpar.parallel.pipeline.ops import Op, Schedule
 from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable, pack_schedule
-from jaxpar.parallel.pipeline.turn import Where, raw_shape, turn_of
+from jaxpar.stage import by_stage
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Pipelined"]
 
 AT, ALL = P(AXIS), P()
+Index = int | Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Pipelined:
         return (loss + own, told), stages.release(params, {**outside, "layers": layers})
 
     def _in_order(self, told: PyTree) -> PyTree:
-        """What turns told, [m, N, ...], of [P v, m, turns of a chunk, ...]: of each microbatch by the chunks it passed."""
+        """What turns told, [m, N, ...], of [P v, m, turns of a chunk, ...]: by the chunks a microbatch passed."""
         schedule = self.schedule
         own = [schedule.chunks_of(device) for device in range(schedule.devices)]
         at = {chunk: device * len(own[0]) + place for device, row in enumerate(own) for place, chunk in enumerate(row)}
@@ -172,10 +175,9 @@ class _Program:
         layers = spread_chunks(layers, schedule, self.chunk_size)
         numbers = np.array([schedule.chunks_of(device) for device in range(schedule.devices)])
         own = jnp.asarray(numbers)[jax.lax.axis_index(AXIS)]
-        work = _Work(self, layers, ends, parts, key, total, own)
+        work = _Work(self, (layers, ends, parts, key, total), own)
         (_, _, sums, loss, told, last), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
-        leaves, tree = jax.tree.flatten(layers)
-        del leaves
+        tree = jax.tree.structure(layers)
         loss, last, outside = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), (loss, last, sums.ends))
         return loss, told, last, collect_chunks(tree.unflatten(sums.layers), schedule), outside
 
@@ -183,21 +185,21 @@ class _Program:
 class _Work:
     """The tasks of one device, and a tick of all."""
 
-    def __init__(self, program: _Program, layers: PyTree, ends: PyTree, parts: PyTree, key: Any, total: Array, own):
+    def __init__(self, program: _Program, given: tuple, own: Array):
         self.table, self.stages, self.size = program.table, program.stages, program.chunk_size
-        self.schedule = self.table.schedule
-        self.layers, self.ends, self.parts, self.key, self.total, self.own = layers, ends, parts, key, total, own
+        self.schedule, self.own = self.table.schedule, own
+        self.layers, self.ends, self.parts, self.key, self.total = given
         self.share = 1 / self.schedule.microbatches
         where = self.where(0, 0, 0)
-        self.x = jax.eval_shape(self.stages.first, ends, where.data, where.key)
+        self.x = jax.eval_shape(self.stages.first, self.ends, where.data, where.key)
         self.turn = turn_of(self.stages, self.params_of(0, 0), self.x, where)
-        self.loss, self.last = jax.eval_shape(self.stages.last, ends, self.x, where.data, total)
+        self.loss, self.last = jax.eval_shape(self.stages.last, self.ends, self.x, where.data, self.total)
         self.kept = [raw_shape(like) for like in self.turn.kept]
         self.ops = sorted({Op.IDLE, *(task.op for task in self.schedule.tasks)})
         is_apart = Op.B in self.ops  # otherwise no task leaves factors to another
         self.pairs = [(product.x, product.y) for product in self.turn.products if product and is_apart]
 
-    def where(self, chunk: Any, turn: Any, j: Any) -> Where:
+    def where(self, chunk: Index, turn: Index, j: Index) -> Where:
         """What a turn of a device's chunk reads of microbatch j."""
         key = self.key
         if key is not None and self.schedule.microbatches > 1:
@@ -205,7 +207,7 @@ class _Work:
         index = self.own[chunk] % self.schedule.depth * self.size + turn
         return Where(index, jax.tree.map(lambda x: _at(x, j), self.parts), key)
 
-    def params_of(self, chunk: Any, turn: Any) -> PyTree:
+    def params_of(self, chunk: Index, turn: Index) -> PyTree:
         return jax.tree.map(lambda x: _at(x, chunk, turn), self.layers)
 
     def start(self) -> tuple:
@@ -335,7 +337,7 @@ class _Work:
         return out
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> DTypeLike:
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -343,7 +345,7 @@ def _zeros(like: PyTree, *leading: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), like)
 
 
-def _at(x: Array, *places: Any) -> Array:
+def _at(x: Array, *places: Index) -> Array:
     """Element `places` of the first axes."""
     for place in places:
         x = jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
@@ -364,7 +366,7 @@ def _put(buffers: PyTree, values: PyTree, slot: Array, column: Array | None = No
     return jax.tree.map(one, buffers, values)
 
 
-def _with(x: Array, value: Array, *places: Any) -> Array:
+def _with(x: Array, value: Array, *places: Index) -> Array:
     """The array with another element at `places` of the first axes."""
     start = (*places, *(np.int32(0),) * (x.ndim - len(places)))
     return jax.lax.dynamic_update_slice(x, value.reshape((1,) * len(places) + value.shape), start)

@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.schedule import Stages
 from jaxpar.nn.two_stage import Product, find_products, put_off
 from jaxpar.types import Array, PRNGKey, PyTree
-
-__all__ = ["Turn", "Where", "turn_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Turn:
         return g, pairs, rest
 
     @property
-    def told_dtype(self) -> Any:
+    def told_dtype(self) -> DTypeLike:
         """Dtype of the sum of a turn's losses."""
         return jnp.result_type(jnp.float32, *(loss.dtype for loss in self.told.losses.values()))
 
@@ -81,9 +80,7 @@ class Turn:
         """Returns the gradients that were put off, in turn."""
         weights = [leaf for leaf, product in zip(jax.tree.leaves(params), self.products, strict=True) if product]
         products = [product for product in self.products if product]
-        return [
-            product.gradient(weight, pair) for product, weight, pair in zip(products, weights, pairs, strict=True)
-        ]
+        return [product.gradient(weight, pair) for product, weight, pair in zip(products, weights, pairs, strict=True)]
 
     def together(self, late: list, rest: list) -> list:
         """Returns one list for all arrays of the parameters, from those put off and the others."""
@@ -136,7 +133,8 @@ def _differentiated(
         return (x, sum(told.losses.values(), start=jnp.zeros((), jnp.float32))), told
 
     slots = [product.slot() for product in products if product]
-    weights, rest = ([leaf for leaf, p in zip(leaves, products, strict=True) if bool(p) == late] for late in (True, False))
+    pairs = list(zip(leaves, products, strict=True))
+    weights, rest = ([leaf for leaf, product in pairs if bool(product) == is_late] for is_late in (True, False))
     body = stages.remat(run)
     return jax.vjp(
         lambda slots, rest, x: body(slots, rest, x, weights, where.index, where.data, where.key),

@@ -10,8 +10,6 @@ import numpy as np
 from jaxpar.parallel.pipeline.ops import Schedule
 from jaxpar.types import Array, PyTree
 
-__all__ = ["Round", "collect_chunks", "rounds_of", "spread_chunks"]
-
 AXIS = "stage"
 
 
