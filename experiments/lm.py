@@ -28,7 +28,7 @@ from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._run import say
 from experiments._texts import decode, draw, encode
 from experiments._train import Run
-from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss, write_arrays
 from jaxpar.lm import (
     LMConfig,
@@ -43,10 +43,13 @@ from jaxpar.lm import (
     to_hf,
 )
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
+from jaxpar.lm.stages import stages
 from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
+from jaxpar.nn.schedule import InTurn, Schedule
 from jaxpar.parallel.context import in_order
+from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule
 from jaxpar.types import PyTree, UsageError
 
 
@@ -91,6 +94,9 @@ class Config(_run.RunConfig):
       optimizer: Update rule and schedule.
       train: Length and events.
       sampling: How the sample is drawn.
+      pipeline: Schedule over the stages of mesh.stage, of `jaxpar.parallel.pipeline.PIPELINES`; "none" without stages.
+      microbatches: Parts of a batch that pass through a pipeline; 0 for two a stage.
+      chunks: Groups of layers on each stage, where the schedule leaves it open.
       mode: "train", "sample", "eval" or "export".
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
@@ -105,6 +111,9 @@ class Config(_run.RunConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
+    pipeline: str = field("none", OneOf(("none", *PIPELINES)))
+    microbatches: int = field(0, AtLeast(0))
+    chunks: int = field(2, AtLeast(1))
     mode: str = "train"
     run: str = ""
     checkpoint: str = "best"
@@ -222,18 +231,32 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 def make_trainer(config: Config) -> Trainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
-    trainer = Trainer(
-        config.model, config.optimizer, config.train.steps, config.train.accumulate, config.train.max_skipped
-    )
+    schedule, parts, flag = make_schedule(config)
+    trainer = Trainer(config.model, config.optimizer, config.train.steps, parts, config.train.max_skipped, schedule)
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
-    rows, parts = config.data.batch_size, config.train.accumulate
+    rows = config.data.batch_size
     if rows % parts:
-        raise UsageError(f"train.accumulate={parts} does not divide data.batch_size={rows}.")
-    check_split("data.batch_size", rows, "batch", "train.accumulate", parts)
+        raise UsageError(f"{flag}={parts} does not divide data.batch_size={rows}.")
+    check_split("data.batch_size", rows, "batch", flag, parts)
     check_length(config)
     partition(("batch", "seq"), (rows // parts, config.data.seq_len), "the batch")  # two rules may clash
     return trainer
+
+
+def make_schedule(config: Config) -> tuple[Schedule, int, str]:
+    """Returns how the gradient of a batch is made of its parts, how many there are, and the flag that says so."""
+    accumulate, num_stages = config.train.accumulate, shares("stage")
+    if config.pipeline == "none":
+        if num_stages > 1 and config.mode == "train":
+            raise UsageError(f"mesh.stage={num_stages} needs a pipeline; legal are {', '.join(PIPELINES)}.")
+        return InTurn(), accumulate, "train.accumulate"
+    if accumulate > 1:
+        raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
+    parts = config.microbatches or 2 * num_stages
+    pipeline = Pipelined(named_schedule(config.pipeline, num_stages, parts, config.chunks))
+    pipeline.check(stages(config.model), parts)
+    return pipeline, parts, "microbatches"
 
 
 def check_length(config: Config) -> None:

@@ -3,7 +3,7 @@
 | file | in -> out | called by |
 |---|---|---|
 | `ops` | tasks, where chunks lie -> `Schedule`, and what each task waits for | all |
-| `orders`, `greedy`, `search` | devices, microbatches, chunks; costs, a cap -> schedules | users |
+| `orders`, `greedy`, `search`, `named` | devices, microbatches, chunks; costs, a cap -> schedules | users |
 | `sides`, `partition` | a schedule -> one with gathers, offload, a split head; layers' costs -> stages | users |
 | `check`, `timing`, `draw` | a schedule -> what is wrong with it; time, idle time, memory; text, picture | users |
 | `pack` | a schedule -> integers [ticks, P, columns] with slots and routes; a table -> what is wrong with it | `run` |
@@ -14,6 +14,7 @@
 from jaxpar.parallel.pipeline.check import check_schedule
 from jaxpar.parallel.pipeline.draw import draw_schedule, schedule_text
 from jaxpar.parallel.pipeline.greedy import Preference, bitpipe, hanayo, list_schedule
+from jaxpar.parallel.pipeline.named import PIPELINES, named_schedule
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task, loop, mirrored, vee, wave
 from jaxpar.parallel.pipeline.orders import (
     blockwise,
@@ -36,6 +37,7 @@ from jaxpar.parallel.pipeline.timing import SlotSizes, TaskCosts, Timed, Timing,
 
 __all__ = [
     "COLUMNS",
+    "PIPELINES",
     "Op",
     "Pipelined",
     "Preference",
@@ -61,6 +63,7 @@ __all__ = [
     "list_schedule",
     "loop",
     "mirrored",
+    "named_schedule",
     "one_f_one_b",
     "pack_schedule",
     "partition_layers",

@@ -1,10 +1,12 @@
 """One turn of layers as a pipeline runs it: forward, what is kept, and both stages of its backward pass."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -31,9 +33,12 @@ class Turn:
       stages: The model.
       products: Of each array of a turn's parameters.
       pull: The structure of the backward pass.
-      known: Of each array that the backward pass reads, its place among parameters, data, key and number; or -1.
+      known: Of each array that the backward pass reads, its place among parameters, number, data and key; or -1.
       places: Of each array that it reads, its place among those kept; or -1. Arrays read twice are kept once.
+      fresh: The same among what `again` makes.
       kept: Shapes of what is kept of a turn's forward pass.
+      again: (parameters, number, data, key as one list) -> what the backward pass reads that does not depend on the
+        input, as a gathered weight or a mask: it is made again.
       told: Shapes of what a turn tells.
     """
 
@@ -42,7 +47,9 @@ class Turn:
     pull: Any
     known: tuple[int, ...]
     places: tuple[int, ...]
+    fresh: tuple[int, ...]
     kept: tuple[jax.ShapeDtypeStruct, ...]
+    again: Callable[..., list[Array]]
     told: Aux
 
     def forward(self, params: PyTree, x: PyTree, where: Where) -> tuple[PyTree, list[Array], Aux]:
@@ -63,9 +70,10 @@ class Turn:
         `share` is how much the losses of the turn itself count.
         """
         known = _known(params, where)
-        leaves = []
-        for place, here in zip(self.places, self.known, strict=True):
-            leaves.append(known[here] if place < 0 else _keys(kept[place], self.kept[place]))
+        again, leaves = self.again(*known), []
+        for place, here, made in zip(self.places, self.known, self.fresh, strict=True):
+            leaf = known[here] if here >= 0 else again[made] if made >= 0 else _keys(kept[place], self.kept[place])
+            leaves.append(leaf)
         pull = jax.tree.unflatten(self.pull, leaves)
         extra = jnp.asarray(share, self.told_dtype)
         pairs, rest, g = pull((g, extra))
@@ -98,7 +106,7 @@ def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where) -> Turn:
     products = tuple(find_products(layer, params, x, *rest, products=stages.products()))
     found: dict[str, Any] = {}
 
-    def probe(params, x, index, data, key):
+    def probe(params, index, data, key, x):
         here = Where(index, data, key)
         _, pull, told = _differentiated(stages, products, params, x, here)
         leaves, found["pull"] = jax.tree.flatten(pull)
@@ -112,12 +120,43 @@ def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where) -> Turn:
         found["places"] = tuple(order.get(id(leaf), -1) for leaf in leaves)
         return list(kept.values()), told
 
-    kept, told = jax.eval_shape(probe, params, x, *rest)
-    return Turn(stages, products, found["pull"], found["known"], found["places"], tuple(kept), told)
+    given = params, *rest, x
+    program, (kept, told) = jax.make_jaxpr(probe, return_shape=True)(*given)
+    depends, again = _without(program, len(jax.tree.leaves(x)), len(kept))
+    numbers = [list(itertools.accumulate((one == is_kept for one in depends), initial=0)) for is_kept in (True, False)]
+    places, fresh = (
+        tuple(number[place] if place >= 0 and depends[place] == is_kept else -1 for place in found["places"])
+        for number, is_kept in zip(numbers, (True, False), strict=True)
+    )
+    kept = tuple(like for like, is_kept in zip(kept, depends, strict=True) if is_kept)
+    return Turn(stages, products, found["pull"], found["known"], places, fresh, kept, again, told)
+
+
+def _without(program: jex.ClosedJaxpr, last: int, results: int) -> tuple[list[bool], Callable[..., list[Array]]]:
+    """Returns which of the first results depend on the last inputs, and a program of the other inputs for the others.
+
+    Of an inner program all results depend on an input of it, or none.
+    """
+    jaxpr, count = program.jaxpr, len(program.jaxpr.invars) - last
+    some = set(jaxpr.invars[count:])
+    for step in jaxpr.eqns:
+        if any(var in some for var in step.invars if not isinstance(var, jex.Literal)):
+            some.update(step.outvars)
+    outs = jaxpr.outvars[:results]
+    depends = [not isinstance(var, jex.Literal) and var in some for var in outs]
+    wanted = [var for var, is_one in zip(outs, depends, strict=True) if not is_one]
+    needed, steps = {var for var in wanted if not isinstance(var, jex.Literal)}, []
+    for step in reversed(jaxpr.eqns):
+        if any(var in needed for var in step.outvars):
+            needed.update(var for var in step.invars if not isinstance(var, jex.Literal))
+            steps.append(step)
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    less = jaxpr.replace(invars=jaxpr.invars[:count], outvars=wanted, eqns=steps[::-1], debug_info=info)
+    return depends, jex.jaxpr_as_fun(jex.ClosedJaxpr(less, program.consts))
 
 
 def _known(params: PyTree, where: Where) -> list[Array]:
-    return jax.tree.leaves((params, where.data, where.key, where.index))
+    return jax.tree.leaves((params, where.index, where.data, where.key))
 
 
 def _differentiated(

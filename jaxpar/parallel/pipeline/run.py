@@ -73,7 +73,7 @@ class Pipelined:
         Raises:
           UsageError: If schedule, mesh, microbatches and layers do not fit each other.
         """
-        self._refuse(stages, count)
+        self.check(stages, count)
         table = _packed(self.schedule, self.latency)
         held = stages.hold(params)
         ends = {name: part for name, part in held.items() if name != "layers"}
@@ -96,7 +96,12 @@ class Pipelined:
         columns = np.arange(schedule.microbatches)[:, None]
         return jax.tree.map(lambda x: x[rows, columns].reshape(len(rows), -1, *x.shape[3:]), told)
 
-    def _refuse(self, stages: Stages, count: int) -> None:
+    def check(self, stages: Stages, count: int) -> None:
+        """Refuses what this schedule cannot run on the ambient mesh; `__call__` says it too.
+
+        Raises:
+          UsageError: If schedule, mesh, microbatches and layers do not fit each other.
+        """
         schedule, here = self.schedule, num_shares(AXIS)
         if schedule.devices != here:
             raise UsageError(f"the schedule {schedule} needs mesh.stage={schedule.devices}, and this mesh has {here}.")

@@ -1,0 +1,105 @@
+"""Language models by pipelines: equal to the same model without, with all that a layer may be and tell."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit, noisy_params
+from tolerance import assert_close
+
+from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes
+from jaxpar.lm.stages import stages
+from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
+from jaxpar.nn.schedule import InTurn
+from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, zb_h1, zb_v
+from jaxpar.types import UsageError
+
+TOLERANCE = 1e-12  # float64; sums in another order
+SMALL = dict(
+    vocab_size=16, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, init_std=0.3, dtype="float64"
+)
+SHORT = {**SMALL, "num_layers": 2, "dtype": "float32"}
+
+
+def batch_of(microbatches):
+    """Rows of several documents, of which not every token counts."""
+    rng, shape = np.random.default_rng(0), (2 * microbatches, 6)
+    batch = {name: rng.integers(0, 16, shape) for name in ("tokens", "targets")}
+    batch |= {"segments": np.tile([0, 0, 1, 1, 1, 2], (len(batch["tokens"]), 1)), "weights": rng.uniform(size=shape)}
+    return jax.tree.map(jnp.asarray, batch | {"positions": np.tile([0, 1, 0, 1, 2, 0], (shape[0], 1))})
+
+
+def mesh_of(sizes):
+    return make_mesh(MeshSpec(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+MODELS = {
+    "all of a transformer": (
+        LMConfig(**SMALL, norm="layer", positions="learned", bias=True, dropout=0.3, max_seq_len=6, tied=True,
+                 remat="names", z_loss=0.1, ranges=True),
+        zb_v(2, 3),
+        dict(stage=2, data=2, tensor=2),
+    ),
+    "experts": (
+        LMConfig(**{**SMALL, "num_layers": 2}, num_experts=4, experts_per_token=2, balance_loss=0.1),
+        zb_h1(2, 2),
+        dict(stage=2, expert=2, data=1),
+    ),
+    "a hybrid in a ladder": (
+        LMConfig(**{**SMALL, "num_kv_heads": 4}, mixers=("gla", "attention"), residual="ladder", ladder_from=1),
+        one_f_one_b(2, 2),
+        dict(stage=2, fsdp=2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
+    config, schedule, sizes = MODELS[name]
+    params, batch, m = noisy_params(config, np.float64), batch_of(schedule.microbatches), schedule.microbatches
+    key = jax.random.key(3) if config.dropout else None
+    want = jit(lambda *args: InTurn()(stages(config), *args, m))(params, batch, key)
+    with use_mesh(mesh_of(sizes)):
+        run = jit(lambda *args: Pipelined(schedule)(stages(config), *args, m))
+        got = run(shard(params, axes(config)), batch, key)
+    assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
+    if name == "experts":
+        assert want[0][1].losses  # which count
+
+
+def test_three_steps_of_training_with_a_sequence_that_is_split():
+    config = LMConfig(**SHORT, context="gather", context_order="contiguous")
+    batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
+    schedule = zb_h1(2, 2)
+
+    def trained(trainer):
+        state = trainer.init(jax.random.key(0))
+        state = shard(state, trainer.axes()) if jax.sharding.get_abstract_mesh().shape else state
+        step = jit(trainer.step)
+        for _ in range(3):
+            state, info = step(jax.random.key(1), state, batch)
+        return jax.device_get((state, info))
+
+    alone = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=2)
+    want = trained(alone)
+    with use_mesh(mesh_of(dict(stage=2, context=2, tensor=2))):
+        got = trained(dataclasses.replace(alone, schedule=Pipelined(schedule)))
+    assert_close(got, want, 1e-5)
+
+
+def test_a_ring_within_a_stage_is_refused():
+    config = LMConfig(**SHORT, context="ring")
+    params = noisy_params(config, np.float32)
+    batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
+    with use_mesh(mesh_of(dict(stage=2, context=2))), pytest.raises(UsageError, match="take context=gather"):
+        jax.eval_shape(lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch)
+
+
+def test_a_recurrence_over_a_split_sequence_is_refused():
+    config = LMConfig(**SHORT, mixer="gla")
+    params = noisy_params(config, np.float32)
+    batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
+    with use_mesh(mesh_of(dict(stage=2, context=2))), pytest.raises(UsageError, match=r"take mesh\.context=1"):
+        jax.eval_shape(lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch)

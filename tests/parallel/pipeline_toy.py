@@ -1,0 +1,96 @@
+"""A model of a few products, whose layers tell something, and what a schedule's gradient of it should be."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fast import jit
+from tolerance import EXACT_MATHS, assert_close
+
+from jaxpar.mesh import MeshSpec, constrain, make_mesh, use_mesh
+from jaxpar.nn.auxiliary import NOTHING, Aux, Max, Mean
+from jaxpar.nn.linear import contract
+from jaxpar.nn.schedule import InTurn, Stages, layer_by_layer
+from jaxpar.parallel.pipeline import Pipelined
+
+WIDTH, HIDDEN, TOKENS, LENGTH, ROWS = 16, 8, 6, 3, 4  # rows of a microbatch
+
+
+def first(params, data, key):
+    del key
+    return constrain(params["table"][data["tokens"]], "batch", None, None)
+
+
+def layer(params, index, x, data, key):
+    """Two products, a scale, something of the data and of the layer's number, and something told."""
+    del key
+    h = contract("btd,df->btf", x + 0.1 * data["tokens"][..., None], params["up"], ("embed", "mlp"))
+    y = contract("btf,fd->btd", jnp.tanh(h) * (1 + index), params["down"], ("mlp", "embed"))
+    told = Aux({"small": 0.1 * jnp.square(y).mean()}, {"largest": Max(jnp.abs(y).max()), "mean": Mean.of(y)})
+    return params["scale"][None, None] * x + y, told
+
+
+def last(params, x, data, total):
+    error = jnp.square(x @ params["head"] - data["targets"][..., None]).sum() / total
+    return error, Aux({}, {"worst": Max(error)})
+
+
+def stages(num_turns, keep=lambda body: body):
+    """The model; `keep` is its remat."""
+    pieces = Stages(
+        total=lambda batch: jnp.asarray(batch["tokens"].size, batch["targets"].dtype),
+        hold=lambda params: params,
+        release=lambda params, gradient: gradient,
+        first=first,
+        layer=layer,
+        last=last,
+        whole=lambda *args: NOTHING,  # pyright: ignore[reportArgumentType]
+        remat=keep,
+        products=lambda: {"up": True, "down": True, "scale": False},
+        num_turns=num_turns,
+    )
+    return pieces._replace(whole=layer_by_layer(pieces))
+
+
+def params_of(num_turns, dtype):
+    rng = np.random.default_rng(1)
+    shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "scale": (WIDTH,)}
+    layers = {name: 0.3 * rng.normal(size=(num_turns, *shape)) for name, shape in shapes.items()}
+    ends = {"table": rng.normal(size=(TOKENS, WIDTH)), "head": rng.normal(size=(WIDTH, 2))}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), {"layers": layers, **ends})
+
+
+def batch_of(microbatches, dtype):
+    rng, shape = np.random.default_rng(2), (ROWS * microbatches, LENGTH)
+    return {
+        "tokens": jnp.asarray(rng.integers(0, TOKENS, shape)),
+        "targets": jnp.asarray(rng.normal(size=shape), dtype),
+    }
+
+
+@functools.cache
+def in_turn(num_turns, microbatches, dtype):
+    """((loss, what was told), gradient) of the microbatches one after the other, without a mesh."""
+    run = jit(InTurn(), static_argnums=(0, 4))
+    args = params_of(num_turns, dtype), batch_of(microbatches, dtype)
+    return jax.device_get(run(stages(num_turns), *args, None, microbatches))
+
+
+def program(schedule, num_turns, dtype, sizes, *, latency=1, keep=lambda body: body):
+    """The compiled program of a schedule on a mesh, and its arguments."""
+    m, mesh = schedule.microbatches, MeshSpec(**{"stage": schedule.devices, **sizes})
+    count = schedule.devices * math.prod(size for axis, size in sizes.items() if axis != "inner")
+    args = params_of(num_turns, dtype), batch_of(m, dtype)
+    with use_mesh(make_mesh(mesh, jax.devices()[:count])):
+        run = jit(lambda params, batch: Pipelined(schedule, latency)(stages(num_turns, keep), params, batch, None, m))
+        return run.lower(*args).compile(), args
+
+
+def assert_equals_in_turn(schedule, num_turns, dtype, tolerance=None, sizes=None, **options):
+    """Loss, what was told and every gradient."""
+    run, args = program(schedule, num_turns, dtype, sizes or {}, **options)
+    want = in_turn(num_turns, schedule.microbatches, dtype)
+    assert_close(jax.device_get(run(*args)), want, tolerance or EXACT_MATHS[dtype])
+    return run

@@ -1,0 +1,219 @@
+"""Every schedule as one program: gradients of the plain model, exchanges and memory as its table says."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pipeline_toy import (
+    HIDDEN,
+    LENGTH,
+    ROWS,
+    WIDTH,
+    assert_equals_in_turn,
+    batch_of,
+    in_turn,
+    params_of,
+    program,
+    stages,
+)
+
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.parallel.pipeline import (
+    PIPELINES,
+    Pipelined,
+    TaskCosts,
+    gpipe,
+    mirrored,
+    named_schedule,
+    one_f_one_b,
+    pack_schedule,
+    pipedream,
+    search_schedule,
+    simulate_schedule,
+    vee,
+    with_vocabulary,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from jaxpar.parallel.pipeline._chunks import rounds_of
+from jaxpar.types import UsageError
+
+TOLERANCE = 1e-12  # float64; gradients pass eight layers, summed in another order
+LAYERS = 8
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_gradients_are_those_of_the_plain_model(name, x64):
+    turns = 16 if name == "bitpipe" else LAYERS
+    assert_equals_in_turn(named_schedule(name, 4, 4), turns, "float64", TOLERANCE, {"tensor": 2})
+
+
+def test_in_float32_too():
+    assert_equals_in_turn(zb_v(4, 6), LAYERS, "float32", 1e-5, {"data": 2})
+
+
+@pytest.mark.parametrize(
+    "schedule, turns, sizes, options",
+    [
+        (zb_h1(8, 3), 8, {}, {}),  # fewer microbatches than stages
+        (zb_h2(2, 5), 6, {"data": 2, "tensor": 2}, {}),
+        (zb_h1(2, 4), 2, {"fsdp": 4}, {"latency": 2}),
+        (gpipe(1, 3), 3, {"data": 2}, {}),
+        (one_f_one_b(2, 4, split=True), 4, {"fsdp": 4, "inner": 2}, {"keep": jax.checkpoint}),
+    ],
+    ids=["eight stages", "data and tensor", "messages of two ticks", "one stage", "recomputed"],
+)
+def test_on_other_meshes(schedule, turns, sizes, options, x64):
+    assert_equals_in_turn(schedule, turns, "float64", TOLERANCE, sizes, **options)
+
+
+def test_a_schedule_that_was_searched(x64):
+    schedule = search_schedule(vee(2), 5, TaskCosts(F=1, B=1.3, W=0.7), cap=4)
+    assert_equals_in_turn(schedule, 4, "float64", TOLERANCE)
+
+
+def body_of(text):
+    """The computation of a compiled module that sends to the next stage and to the one before."""
+    blocks = re.split(r"\n(?=%|ENTRY)", text)
+    (body,) = [b for b in blocks if "collective-permute" in b and not b.startswith("ENTRY")]
+    return body
+
+
+def instructions(text):
+    return [re.sub(r"[\d.]+", "", line.split("=")[1].split("(")[0]) for line in text.splitlines() if " = " in line]
+
+
+def test_two_exchanges_a_tick_whatever_the_number_of_microbatches(x64):
+    texts = [program(zb_h2(4, m), 4, "float64", {"tensor": 2})[0].as_text() for m in (8, 32)]
+    for text in texts:
+        body = body_of(text)
+        assert len(re.findall(r" collective-permute(?:-start)?\(", body)) == 2
+        slots = pack_schedule(zb_h2(4, 8)).slots["stash"]
+        assert slots == 7 and not re.search(rf"= \w+\[{slots},[\d,]+\]\S* copy\(", body)
+    few, many = (sorted(instructions(text)) for text in texts)
+    assert few == many
+
+
+def carried(schedule, num_turns):
+    """Shapes that the loop over ticks carries."""
+    table, m = pack_schedule(schedule), schedule.microbatches
+    args = params_of(num_turns, "float64"), batch_of(m, "float64")
+    with use_mesh(make_mesh(MeshSpec(stage=schedule.devices), jax.devices()[: schedule.devices])):
+        run = lambda params, batch: Pipelined(schedule)(stages(num_turns), params, batch, None, m)  # noqa: E731
+        jaxpr = jax.make_jaxpr(run)(*args)
+    (inner,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    (loop,) = [eqn for eqn in inner.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == len(table.rows)]
+    return [x.aval for x in loop.outvars], loop.params["jaxpr"].jaxpr
+
+
+@pytest.mark.parametrize("schedule", [zb_h2(4, 8), one_f_one_b(4, 8), zb_v(4, 8)], ids=str)
+def test_the_stash_has_as_many_slots_as_the_simulated_peak(schedule, x64):
+    table, turns = pack_schedule(schedule), 2
+    shapes = [x.shape for x in carried(schedule, schedule.depth * turns)[0] if x.shape[1:2] == (turns,) and x.ndim == 5]
+    peak = max(simulate_schedule(schedule, lockstep=True).held)
+    # The input, for the scale, and moved, for the product up; the tanh, for its slope, and times the number, for the
+    # product down; and what is added, for its loss.
+    kept = [(peak, turns, ROWS, LENGTH, width) for width in (WIDTH, WIDTH, HIDDEN, HIDDEN, WIDTH)]
+    is_split = table.slots["factors"] > 0
+    factors = [(table.slots["factors"], turns, ROWS, LENGTH, width) for width in (WIDTH, HIDDEN) * 2 * is_split]
+    assert sorted(shapes) == sorted(kept + factors)
+
+
+def multiplications(jaxpr):
+    """Multiplications of all products, loops counted as often as they run; of branches a list."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            total += int(np.prod(eqn.outvars[0].aval.shape)) * int(
+                np.prod([eqn.invars[0].aval.shape[dim] for dim in contracted])
+            )
+        for value in eqn.params.values():
+            if eqn.primitive.name != "cond" and hasattr(value, "jaxpr"):
+                total += eqn.params.get("length", 1) * multiplications(value.jaxpr)
+    return total
+
+
+def tasks_of(schedule, num_turns):
+    """Multiplications of each branch of the switch, in the turns of a chunk."""
+    _, body = carried(schedule, num_turns)
+    switch = max(
+        (eqn for eqn in body.eqns if eqn.primitive.name == "cond"), key=lambda eqn: len(eqn.params["branches"])
+    )
+    return [multiplications(branch.jaxpr) for branch in switch.params["branches"]]
+
+
+def test_nothing_is_computed_twice(x64):
+    idle, forward, fused = tasks_of(one_f_one_b(2, 4), 4)
+    _, split_forward, inputs, weights = tasks_of(zb_h1(2, 4), 4)
+    products = 2 * 2 * ROWS * LENGTH * WIDTH * HIDDEN  # of two turns
+    assert (idle, forward) == (0, products)
+    assert (split_forward, inputs, weights) == (products, products, products)
+    assert fused == inputs + weights
+
+
+def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
+    m, dtype = 4, "float32"
+    run, (params, batch) = program(zb_h1(4, m), 4, dtype, {})
+    (_, _), want = in_turn(4, m, dtype)
+    batch = {**batch, "tokens": batch["tokens"] % 3}  # so that no other microbatch reads the last row
+    batch["tokens"] = batch["tokens"].at[2::m].set(5)  # all of microbatch 2
+    params = {**params, "table": params["table"].at[5].set(jnp.nan)}
+    (value, aux), grads = run(params, batch)
+    assert np.isnan(value) and np.isnan(aux.metrics["largest"].value)
+    assert np.isfinite(grads["table"][:3]).all() and np.isnan(grads["table"][5]).all()
+    assert np.isfinite(jax.tree.leaves(want)[0]).all()
+
+
+@pytest.mark.parametrize(
+    "schedule, turns, stage, count, sentence",
+    [
+        (gpipe(4, 4), 4, 2, 4, "needs mesh.stage=4, and this mesh has 2"),
+        (gpipe(4, 4), 4, 4, 2, "has 4 microbatches, not 2"),
+        (
+            zb_v(4, 4),
+            12,
+            4,
+            4,
+            "12 layers do not divide over the 8 chunks of zb_v; the nearest legal numbers are 8 or",
+        ),
+        (gpipe(4, 4), 2, 4, 4, "2 layers do not divide over the 4 chunks of gpipe; the nearest legal numbers are 4"),
+        (pipedream(4, 4), 4, 4, 4, "pipedream has what no program here runs"),
+        (with_vocabulary(gpipe(4, 4)), 4, 4, 4, "has what no program here runs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(schedule, turns, stage, count, sentence):
+    with (
+        use_mesh(make_mesh(MeshSpec(stage=stage), jax.devices()[:stage])),
+        pytest.raises(UsageError, match=re.escape(sentence)),
+    ):
+        Pipelined(schedule).check(stages(turns), count)
+
+
+@pytest.mark.parametrize("schedule", [gpipe(4, 4), named_schedule("interleaved", 4, 4, 3), zb_v(4, 4)], ids=str)
+def test_every_chunk_comes_to_its_device_in_as_few_rounds_as_there_are_chunks(schedule):
+    rounds = rounds_of(schedule)
+    assert len(rounds) == len(schedule.placement) // schedule.devices
+    at_rest = schedule.depth // schedule.devices
+    got = {}
+    for pairs, read, put in rounds:
+        assert sorted(goal for _, goal in pairs) == sorted(source for source, _ in pairs) == list(range(4))
+        for source, goal in pairs:
+            got[goal, int(put[goal])] = source * at_rest + int(read[source])
+    assert got == {(d, i): c for d in range(4) for i, c in enumerate(schedule.chunks_of(d))}
+
+
+def test_two_copies_of_the_model_get_each_chunk_twice():
+    schedule = dataclasses.replace(named_schedule("bitpipe", 4, 4))
+    assert schedule.placement == mirrored(4) and len(rounds_of(schedule)) == 4
+
+
+def test_names_of_schedules():
+    for name in PIPELINES:
+        assert named_schedule(name, 4, 8).microbatches == 8
+    with pytest.raises(UsageError, match="pipeline='2f2b' is unknown; legal are gpipe, 1f1b"):
+        named_schedule("2f2b", 4, 8)
