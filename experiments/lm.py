@@ -48,8 +48,8 @@ from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
 from jaxpar.nn.schedule import InTurn, Schedule
+from jaxpar.parallel import pipeline as pipelines
 from jaxpar.parallel.context import in_order
-from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule
 from jaxpar.types import PyTree, UsageError
 
 
@@ -97,6 +97,7 @@ class Config(_run.RunConfig):
       pipeline: Schedule over the stages of mesh.stage, of `jaxpar.parallel.pipeline.PIPELINES`; "none" without stages.
       microbatches: Parts of a batch that pass through a pipeline; 0 for two a stage.
       chunks: Groups of layers on each stage, where the schedule leaves it open.
+      split_head: Whether all stages share the product with the head; rules.vocab=stage+tensor has them hold it so.
       mode: "train", "sample", "eval" or "export".
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
@@ -111,9 +112,10 @@ class Config(_run.RunConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
-    pipeline: str = field("none", OneOf(("none", *PIPELINES)))
+    pipeline: str = field("none", OneOf(("none", *pipelines.PIPELINES)))
     microbatches: int = field(0, AtLeast(0))
     chunks: int = field(2, AtLeast(1))
+    split_head: bool = False
     mode: str = "train"
     run: str = ""
     checkpoint: str = "best"
@@ -249,14 +251,15 @@ def make_schedule(config: Config) -> tuple[Schedule, int, str]:
     accumulate, num_stages = config.train.accumulate, shares("stage")
     if config.pipeline == "none":
         if num_stages > 1 and config.mode == "train":
-            raise UsageError(f"mesh.stage={num_stages} needs a pipeline; legal are {', '.join(PIPELINES)}.")
+            raise UsageError(f"mesh.stage={num_stages} needs a pipeline; legal are {', '.join(pipelines.PIPELINES)}.")
         return InTurn(), accumulate, "train.accumulate"
     if accumulate > 1:
         raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
     parts = config.microbatches or 2 * num_stages
-    pipeline = Pipelined(named_schedule(config.pipeline, num_stages, parts, config.chunks))
-    pipeline.check(stages(config.model), parts)
-    return pipeline, parts, "microbatches"
+    schedule = pipelines.named_schedule(config.pipeline, num_stages, parts, config.chunks)
+    schedule = pipelines.Pipelined(pipelines.with_vocabulary(schedule) if config.split_head else schedule)
+    schedule.check(stages(config.model), parts)
+    return schedule, parts, "microbatches"
 
 
 def check_length(config: Config) -> None:

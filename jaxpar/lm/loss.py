@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpar.lm.config import LMConfig
@@ -78,15 +79,24 @@ def last(
     normaliser: jax.Array | None = None,
 ) -> tuple[Float[Array, ""], Aux]:
     """Computes the loss of the last residual stream, after its norm; the arguments are those of `losses`."""
-    weights = batch.get("weights")
-    if weights is None:
-        weights = jnp.ones(batch["targets"].shape, jnp.promote_types(x.dtype, jnp.float32))
+    weights = weights_of(batch, jnp.promote_types(x.dtype, jnp.float32))
     if normaliser is None:
         normaliser = weights.sum()
     options = (config.loss_chunk, config.low_logits, config.z_loss)
     parts: Any = cross_entropy_and_z(x, head, batch["targets"], weights / normaliser, *options)
     value, z = parts
-    return value, Aux({}, {"z_loss": Sum(z)}) if config.z_loss else NOTHING
+    return value, told_of(z, config)
+
+
+def weights_of(batch: dict[str, jax.Array], dtype: DTypeLike) -> Float[Array, "B T"]:
+    """Returns what each token counts, by default 1."""
+    weights = batch.get("weights")
+    return jnp.ones(batch["targets"].shape, dtype) if weights is None else weights
+
+
+def told_of(z: Float[Array, ""], config: LMConfig) -> Aux:
+    """Returns what is told of the square of the log normaliser."""
+    return Aux({}, {"z_loss": Sum(z)}) if config.z_loss else NOTHING
 
 
 def cross_entropy(

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.loss import last, losses
+from jaxpar.lm.loss import last, losses, told_of, weights_of
 from jaxpar.lm.model import embed_for_training, head
 from jaxpar.mesh import gather
 from jaxpar.nn.auxiliary import over_all
 from jaxpar.nn.block import Stream
 from jaxpar.nn.leaf import Leaf
-from jaxpar.nn.schedule import Stages
+from jaxpar.nn.schedule import Head, Stages
 from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["stages"]
@@ -41,11 +41,16 @@ def stages(config: LMConfig) -> Stages:
             told.append(aux)
         return x, over_all(told)
 
-    def end(params: PyTree, stream: Stream, data: dict, total: jax.Array):
+    def ready(params: PyTree, stream: Stream):
         x = stack.end(stream)
         rules = stack.context(x).rules
-        x = gather(stack.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
-        return last(x, head(params), data, config, total)
+        return gather(stack.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
+
+    def end(params: PyTree, stream: Stream, data: dict, total: jax.Array):
+        return last(ready(params, stream), head(params), data, config, total)
+
+    def targets(data: dict, total: jax.Array):
+        return data["targets"], weights_of(data, jnp.promote_types(config.dtype, jnp.float32)) / total
 
     def whole(params: PyTree, data: dict, key: PRNGKey | None, total: jax.Array, share: float):
         return losses(params, data, config, normaliser=total, share=share, dropout_key=_dropped(key, config))
@@ -59,7 +64,15 @@ def stages(config: LMConfig) -> Stages:
         return jax.tree.map(lambda leaf: leaf.is_product, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
 
     turns = config.num_layers // stack.period
-    return Stages(_total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns)
+    split_head = Head(
+        "embedding" if config.tied else "head",
+        ("final_norm",),
+        ready,
+        targets,
+        lambda z: told_of(z, config),
+        config.z_loss,
+    )
+    return Stages(_total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns, split_head)
 
 
 def _positions(data: dict) -> jax.Array:

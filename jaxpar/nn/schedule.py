@@ -37,7 +37,7 @@ from jaxpar.mesh import constrain
 from jaxpar.nn.auxiliary import Aux, both, over_all, over_parts
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["InTurn", "Schedule", "Stages", "layer_by_layer", "parts_of"]
+__all__ = ["Head", "InTurn", "Schedule", "Stages", "layer_by_layer", "parts_of"]
 
 
 class Stages(NamedTuple):
@@ -59,6 +59,7 @@ class Stages(NamedTuple):
       remat: function of a turn -> the same, which keeps for its backward pass what the model says.
       products: () -> of a turn's params, which arrays `jaxpar.nn.linear.contract` multiplies and nothing else reads.
       num_turns: N.
+      head: The last product and its loss in pieces, where the rows of the vocabulary may be split over stages; or None.
     """
 
     total: Callable[[PyTree], Array]
@@ -71,6 +72,27 @@ class Stages(NamedTuple):
     remat: Callable[[Callable], Callable]
     products: Callable[[], PyTree]
     num_turns: int
+    head: "Head | None" = None
+
+
+class Head(NamedTuple):
+    """A head X W^T and the cross entropy of its softmax, as a schedule that splits the rows of W needs them.
+
+    Attributes:
+      rows: The name of W among the parameters, [V, D].
+      reads: Names of the parameters that `ready` reads.
+      ready: (params, x) -> X, of what leaves the last layer, [B, T, D].
+      targets: (data, total) -> targets int [B, T] and what each token weighs [B, T].
+      told: Of z -> what is told of it.
+      z_loss: z is this times the weighted sum of squares of the log normaliser.
+    """
+
+    rows: str
+    reads: tuple[str, ...]
+    ready: Callable[[PyTree, PyTree], Array]
+    targets: Callable[[PyTree, Array], tuple[Array, Array]]
+    told: Callable[[Array], Aux]
+    z_loss: float
 
 
 class Schedule(Protocol):

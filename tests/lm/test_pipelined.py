@@ -11,9 +11,9 @@ from tolerance import assert_close
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes
 from jaxpar.lm.stages import stages
-from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
+from jaxpar.mesh import RULES, MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn.schedule import InTurn
-from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, zb_h1, zb_v
+from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, with_vocabulary, zb_h1, zb_v
 from jaxpar.types import UsageError
 
 TOLERANCE = 1e-12  # float64; sums in another order
@@ -42,6 +42,11 @@ MODELS = {
         zb_v(2, 3),
         dict(stage=2, data=2, tensor=2),
     ),
+    "a head over all stages": (
+        LMConfig(**{**SMALL, "vocab_size": 18}, tied=True, z_loss=0.1, dropout=0.3),
+        with_vocabulary(zb_v(2, 2)),
+        dict(stage=2, tensor=2),
+    ),
     "experts": (
         LMConfig(**{**SMALL, "num_layers": 2}, num_experts=4, experts_per_token=2, balance_loss=0.1),
         zb_h1(2, 2),
@@ -65,8 +70,23 @@ def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
         run = jit(lambda *args: Pipelined(schedule)(stages(config), *args, m))
         got = run(shard(params, axes(config)), batch, key)
     assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
+    if name == "all of a transformer":
+        assert set(want[0][1].metrics) == {"z_loss", "residual_max"}
     if name == "experts":
         assert want[0][1].losses  # which count
+
+
+def test_rows_of_the_vocabulary_lie_on_all_stages(x64):
+    config, m = LMConfig(**{**SMALL, "num_layers": 2}), 2
+    params, batch = noisy_params(config, np.float64), batch_of(m)
+    want = jit(lambda *args: InTurn()(stages(config), *args, None, m))(params, batch)
+    schedule = with_vocabulary(one_f_one_b(2, m))
+    with use_mesh(mesh_of(dict(stage=2, tensor=2)), RULES | {"vocab": ("stage", "tensor")}):
+        params = shard(params, axes(config))
+        assert {x.data.shape[0] for x in params["head"].addressable_shards} == {4}  # 16 rows on 4 devices
+        assert {x.data.shape[0] for x in params["embedding"].addressable_shards} == {4}
+        got = jit(lambda *args: Pipelined(schedule)(stages(config), *args, None, m))(params, batch)
+    assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
 
 
 def test_three_steps_of_training_with_a_sequence_that_is_split():

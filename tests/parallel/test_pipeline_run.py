@@ -172,7 +172,7 @@ def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
 @pytest.mark.parametrize(
     "schedule, turns, stage, count, sentence",
     [
-        (gpipe(4, 4), 4, 2, 4, "needs mesh.stage=4, and this mesh has 2"),
+        (gpipe(4, 4), 4, 2, 4, "needs mesh.stage=4, not the 2 that are here"),
         (gpipe(4, 4), 4, 4, 2, "has 4 microbatches, not 2"),
         (
             zb_v(4, 4),
@@ -183,7 +183,7 @@ def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
         ),
         (gpipe(4, 4), 2, 4, 4, "2 layers do not divide over the 4 chunks of gpipe; the nearest legal numbers are 4"),
         (pipedream(4, 4), 4, 4, 4, "pipedream has what no program here runs"),
-        (with_vocabulary(gpipe(4, 4)), 4, 4, 4, "has what no program here runs"),
+        (with_vocabulary(gpipe(4, 4)), 4, 4, 4, "gpipe+vocabulary needs a model with a head of rows"),
     ],
 )
 def test_what_does_not_fit_is_refused(schedule, turns, stage, count, sentence):
