@@ -59,6 +59,6 @@ def test_traffic_is_labelled_by_its_marked_events():
     assert 0.3 < (labels > 0).mean() < 0.7
 
 
-@pytest.mark.slow  # 20 s
+@pytest.mark.slow  # 30 s
 def test_a_machine_learns_what_is_an_attack():
     assert gru_svm.learn("svm", 0, 300) > 0.9
