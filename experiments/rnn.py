@@ -5,6 +5,7 @@
     python -m experiments.rnn data.task=file data.path=EigenWorms_TRAIN.ts data.validation_path=EigenWorms_TEST.ts
     python -m experiments.rnn data.task=selective_copy data.length=200 model.cell=min_lstm
     python -m experiments.rnn preset=lmu                                     # a Legendre memory, half a minute
+    python -m experiments.rnn preset=lmuformer                               # and convolutions before it
     python -m experiments.rnn data.task=mqar model.cell=gated_delta data.length=40 data.symbols=8
     python -m experiments.rnn mode=eval run=runs/rnn/rnn-1a2b3c4d            # in parallel, and streamed
 
@@ -32,7 +33,9 @@ from jaxpar.fields import AtLeast, Positive, check_fields, field
 from jaxpar.io import Checkpoints, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
+from jaxpar.nn.conv_embedding import ConvEmbedding
 from jaxpar.nn.mixers.lmu import Lmu
+from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.solvers import solver
@@ -47,17 +50,18 @@ class ModelConfig:
 
     Attributes:
       cell: A recurrent cell; aaren, which is attention as a recurrence; a layer with a matrix state, such as gla; or
-        lmu or spiking_lmu: layers of a stack, whose memories are Legendre's.
+        lmu or spiking_lmu: layers of a stack, whose memories are Legendre's; lmuformer or spiking_lmuformer: the same
+        after convolutions, and in the latter the mlps spike as well.
       size: Units of a layer.
       layers: Recurrent layers.
       heads: Blocks of dense recurrent weights (gru, lstm), heads of aaren and of layers with a matrix state, channels
         of lmu.
       method: How recurrences are solved: "auto" takes a cell's closed form, and what suits its Jacobian otherwise.
       window: Steps that the method solves at once; 0 leaves that to it.
-      width: Of lmu: features between layers.
-      mlp: Of lmu: units of a layer's mlp.
-      memory: Of lmu: numbers of a channel's memory.
-      theta: Of lmu: steps that it holds.
+      width: Of lmu and its kin: features between layers.
+      mlp: Of these: units of a layer's mlp.
+      memory: Of these: numbers of a channel's memory.
+      theta: Of these: steps that it holds.
     """
 
     cell: str = "para_gru"
@@ -216,12 +220,18 @@ def make_trainer(config: Config, task: Task) -> SequenceTrainer:
 
 
 def _network(model: ModelConfig, task: Task) -> SequenceNetwork | StackNetwork:
-    if model.cell not in ("lmu", "spiking_lmu"):
+    if model.cell not in ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer"):
         return SequenceNetwork(task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads,
                                solver(model.method, model.window), task.classes)  # fmt: skip
-    mixer = Lmu(model.size, model.heads, model.memory, model.theta, spiking=model.cell == "spiking_lmu")
-    stack = Stack(model.layers, model.width, mixer, Mlp(model.mlp, "gelu"), init_std=model.width**-0.5, dtype="float32")
-    return StackNetwork(stack, task.inputs, task.outputs, task.classes)
+    spiking, former = model.cell.startswith("spiking"), model.cell.endswith("lmuformer")
+    layers, mixers, mlp = model.layers, Lmu(model.size, model.heads, model.memory, model.theta, spiking=spiking), None
+    if spiking and former:  # an mlp that spikes has a state, and is a mixer
+        layers, mixers = 2 * layers, (mixers, SpikingMlp(model.mlp))
+    else:
+        mlp = Mlp(model.mlp, "gelu")
+    stack = Stack(layers, model.width, mixers, mlp, init_std=model.width**-0.5, dtype="float32")
+    embedding = ConvEmbedding(model.width, spiking=spiking) if former else None
+    return StackNetwork(stack, task.inputs, task.outputs, task.classes, embedding)
 
 
 def check_layout(job: str, trainer: SequenceTrainer, batch_size: int, *names: str) -> None:

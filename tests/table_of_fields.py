@@ -65,6 +65,7 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
+from jaxpar.nn.conv_embedding import ConvEmbedding
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import AttentionExperts, Experts
 from jaxpar.nn.mixers import (
@@ -77,6 +78,7 @@ from jaxpar.nn.mixers import (
     MatrixState,
     MLstm,
     Rwkv6,
+    SpikingMlp,
     Tcnca,
 )
 from jaxpar.nn.mlp import Mlp
@@ -125,6 +127,8 @@ UNBOUNDED = (), (INF, -INF, 0.0)
 
 TABLE = {
     Attention: {"num_heads num_kv_heads head_dim": COUNT, "dropout": UNDER_1},
+    ConvEmbedding: {"size num_convs": COUNT, "taps": PAIR, "beta": SHARE},
+    SpikingMlp: {"size": COUNT, "beta": SHARE},
     Lmu: {"units channels memory": COUNT, "theta": POSITIVE, "beta": SHARE},
     BlockRecurrent: {"num_heads head_dim window": COUNT, "num_states": LEAST_0},
     Tcnca: {"num_heads head_dim chunk dilations": COUNT, "taps": PAIR},

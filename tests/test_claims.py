@@ -212,6 +212,18 @@ PAGES = {
         "it is written in place": "nn/test_stack.py::a_step_writes_the_cache_in_place_and_copies_none_of_it "
         "nn/test_stack.py::slots_can_be_split_over_devices",
     },
+    "docs/matrix_state.md": {
+        "plain loops in NumPy, to 1e-9 in float64": "nn/test_mixer_papers.py"
+        "::a_layer_is_its_papers_equations_in_value_and_gradient",
+    },
+    "docs/mixers.md": {
+        "Streamed outputs equal whole ones to 1e-10 in float64, and gradients too": "nn/test_lmuformer.py"
+        "::a_network_streams_with_the_values_and_gradients_of_the_whole",
+        "however tokens fall (counted in the program)": "experiments/test_scattered_attention.py"
+        "::its_cost_is_that_of_its_tokens_alone",
+        "values and gradients are equal": "experiments/test_scattered_attention.py"
+        "::it_is_its_sums_over_pairs_in_value_and_gradient",
+    },
     "docs/benchmarks.md": {
         "torch's GRU and LSTM to 1e-13": "nn/test_cells.py::gru_equals_torch nn/test_cells.py::lstm_equals_torch "
         "nn/test_cells.py::a_cell_is_its_papers_equations",

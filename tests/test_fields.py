@@ -33,6 +33,7 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
+from jaxpar.nn.conv_embedding import ConvEmbedding
 from jaxpar.nn.dense_depth import DenseDepth
 from jaxpar.nn.experts import AttentionExperts, Experts
 from jaxpar.nn.mixers import (
@@ -45,6 +46,7 @@ from jaxpar.nn.mixers import (
     MatrixState,
     MLstm,
     Rwkv6,
+    SpikingMlp,
     Tcnca,
 )
 from jaxpar.nn.mlp import Mlp
@@ -133,6 +135,8 @@ BASIS = {
     Attention: (2, 2, 4),
     Mlp: (4,),
     Hgrn: (4,),
+    ConvEmbedding: (4,),
+    SpikingMlp: (4,),
     Lmu: (4,),
     BlockRecurrent: (2, 2, 4),
     Tcnca: (2, 2, 4),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,46 +12,66 @@ from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn.auxiliary import scalars
+from jaxpar.nn.conv_embedding import ConvEmbedding, ConvState
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import contract
 from jaxpar.nn.network import weighted_cross_entropy
 from jaxpar.nn.stack import Stack, StackCache
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["StackNetwork"]
+__all__ = ["NetworkCache", "StackNetwork"]
+
+
+class NetworkCache(NamedTuple):
+    """What a network keeps of the steps that it has seen.
+
+    Attributes:
+      stack: Of its layers.
+      lines: Of its convolutions; None without them.
+    """
+
+    stack: StackCache
+    lines: ConvState | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class StackNetwork:
     """Maps sequences [B, T, inputs] to outputs [B, T, outputs], each of which has seen its past alone.
 
-    A linear map to D features, a stack, and a linear map. Static, hashable; `jaxpar.nn.network.SequenceTrainer` trains
-    it.
+    A linear map to D features, or convolutions, a stack, and a linear map. Static, hashable;
+    `jaxpar.nn.network.SequenceTrainer` trains it.
 
     Attributes:
       stack: Layers, whose mixer is causal.
       inputs: Features of an input.
       outputs: Features of an output: classes, or 1 for a number.
       classes: Whether targets are classes (cross entropy) or numbers (squared error).
+      embedding: Convolutions in place of the first linear map (LMUFormer: of a stack of `Lmu` and `Mlp`).
     """
 
     stack: Stack
     inputs: int = field(legal=AtLeast(1))
     outputs: int = field(legal=AtLeast(1))
     classes: bool = True
+    embedding: ConvEmbedding | None = None
 
     def __post_init__(self):
-        """Refuses a mixer that sees what is still to come."""
+        """Refuses a mixer that sees what is still to come, and convolutions to another width than the stack's."""
         check_fields(self)
+        if self.embedding is not None and self.embedding.size != self.stack.embed_dim:
+            raise UsageError(f"embedding.size={self.embedding.size} must be the stack's {self.stack.embed_dim}.")
         if not all(mixer.causal for mixer in self.stack.mixers):
             raise UsageError("a network over sequences sees the past alone; give its stack a mixer that is causal.")
 
     def leaves(self) -> dict[str, PyTree]:
-        """Declares the stack's parameters, w_in [inputs, D], head [D, outputs] and two biases."""
+        """Declares the stack's parameters, w_in [inputs, D] or "embedding", head [D, outputs] and biases."""
         width = self.stack.embed_dim
-        return {
+        enter = {
             "w_in": Leaf((self.inputs, width), (None, "embed"), 1 / math.sqrt(self.inputs)),
             "b_in": Leaf((width,), (None,), 1.0),  # so that a single number's place on the line survives the norm
+        }
+        return {
+            **(enter if self.embedding is None else {"embedding": self.embedding.leaves(self.inputs)}),
             **self.stack.leaves(),
             "head": Leaf((width, self.outputs), ("embed", None), 1 / math.sqrt(width)),
             "b_head": Leaf((self.outputs,), (None,), "zeros"),
@@ -65,8 +86,8 @@ class StackNetwork:
         return jax.tree.map(lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
 
     def apply(
-        self, params: PyTree, xs: Float[Array, "B T D"], cache: StackCache | None = None
-    ) -> tuple[Float[Array, "B T C"], StackCache, Info]:
+        self, params: PyTree, xs: Float[Array, "B T D"], cache: NetworkCache | None = None
+    ) -> tuple[Float[Array, "B T C"], NetworkCache, Info]:
         """Computes the outputs; with the cache of an earlier call, of what follows there.
 
         Returns:
@@ -74,14 +95,19 @@ class StackNetwork:
           that has room for these steps alone, where its size depends on them.
         """
         fresh = cache is None
-        cache = self.stack.init_cache(*xs.shape[:2]) if cache is None else cache
-        x, cache, aux = self.stack.apply(params, self._enter(params, xs), cache=cache, fresh=fresh)
-        assert cache is not None
-        return self._leave(params, x), cache, scalars(aux)
+        before, lines = NetworkCache(self.stack.init_cache(*xs.shape[:2])) if cache is None else cache
+        x, lines = self._enter(params, xs, lines)
+        x, after, aux = self.stack.apply(params, x, cache=before, fresh=fresh)
+        assert after is not None
+        return self._leave(params, x), NetworkCache(after, lines), scalars(aux)
 
-    def _enter(self, params: PyTree, xs: jax.Array) -> jax.Array:
+    def _enter(
+        self, params: PyTree, xs: jax.Array, state: ConvState | None = None
+    ) -> tuple[jax.Array, ConvState | None]:
         xs = xs.astype(self.stack.dtype)
-        return contract("bti,id->btd", xs, params["w_in"], (None, "embed"), bias=params["b_in"])
+        if self.embedding is not None:
+            return self.embedding.apply(params["embedding"], xs, state)
+        return contract("bti,id->btd", xs, params["w_in"], (None, "embed"), bias=params["b_in"]), None
 
     def _leave(self, params: PyTree, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -95,7 +121,7 @@ class StackNetwork:
           batch: "inputs" [B, T, D], "targets" [B, T] (int classes, or numbers) and "weights" [B, T], what each counts.
           key: Switches dropout on; consumed.
         """
-        x, _, aux = self.stack.apply(params, self._enter(params, batch["inputs"]), key=key)
+        x, _, aux = self.stack.apply(params, self._enter(params, batch["inputs"])[0], key=key)
         out, own, info = self._leave(params, x), sum(aux.losses.values()), scalars(aux)
         if self.classes:
             loss, accuracy = weighted_cross_entropy(out, batch["targets"], batch["weights"])

@@ -19,9 +19,12 @@ from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.conv_embedding import ConvEmbedding
+from jaxpar.nn.mixers import Lmu
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi
 from jaxpar.nn.stack import Stack
+from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn
 
 
@@ -73,6 +76,7 @@ MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_
 FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
 VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
 STACK = Stack(1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window=3)), Mlp(4), init_std=0.5)
+LAYERS = Stack(1, 4, Lmu(4, memory=3, theta=5.0), Mlp(4, "gelu"), init_std=0.5, dtype="float32")
 BOTH_WAYS = Stack(1, 4, Attention(2, 2, 2, visible=Visible(causal=False)), Mlp(4), dropout=0.1)
 TINY = {"num_envs": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
 ROWS = {
@@ -82,6 +86,7 @@ ROWS = {
     ),
     "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
     "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
+    "lm-gla": Row(Trainer(dataclasses.replace(MODEL, mixer="gla")), tokens),
     "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),
     "neat-canonical": Row(
         Neat(NeatConfig(3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)), Table()),
@@ -99,6 +104,7 @@ ROWS = {
         A2c(CART, Network((8,), (8,), memory=STACK), num_envs=2, num_steps=6), short_episodes, SHAPES_ALONE
     ),  # fmt: skip
     "images": Row(SequenceTrainer(ImageClassifier(BOTH_WAYS, 2, (4, 4, 1), 3)), images),
+    "sequence-lmuformer": Row(SequenceTrainer(StackNetwork(LAYERS, 2, 3, embedding=ConvEmbedding(4, 1))), series),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
     "pqn": Row(Pqn(CART, VALUES, **TINY), short_episodes, SHAPES_ALONE),
     "pqn-min-gru": Row(
@@ -116,6 +122,7 @@ ROWS = {
     ),  # fmt: skip
 }
 SLOW = (
+    "lm-gla",
     "lm-draft",
     "lm-muon-dropout-accumulate",
     "a2c-para-gru",

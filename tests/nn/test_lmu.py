@@ -1,4 +1,4 @@
-"""The Legendre memory: what it holds, its three forms, the unit around it, and units that spike."""
+"""The Legendre memory: what it holds, its four forms, the unit around it, and units that spike."""
 
 import functools
 import math
@@ -71,9 +71,12 @@ def test_forms_agree_in_value_and_gradient(x64):
 
     want = run("scan", 0, u, before, STARTS)
     assert_close(run("chunks", 4, u, before, STARTS), want, EXACT)
+    assert_close(run("affine", 0, u, before, STARTS), want, EXACT)
     alone = run("scan", 0, u, None, None)
     assert_close(run("fft", 0, u, None, None), alone, EXACT)
     assert_close(run("chunks", 4, u, None, None), alone, EXACT)
+    assert_close(run("affine", 0, u, None, None), alone, EXACT)
+    assert_close(run("affine", 0, u, before, None), run("scan", 0, u, before, None), EXACT)
     m, a = np.array(before), legendre(d, theta)  # and all of them a loop in NumPy
     for t in range(T):
         m = np.where(STARTS[:, t, None, None], 0, m) @ a[0].T + u[:, t, :, None] * a[1]
@@ -190,7 +193,7 @@ def test_what_cannot_be_is_refused():
     x, params = jnp.ones((B, 8, D)), {"mixer": {}}
     with pytest.raises(UsageError, match="units=7 must be a multiple of channels=2"):
         unit(units=7)
-    with pytest.raises(UsageError, match="form='dct' is unknown; legal are auto, chunks, fft, scan"):
+    with pytest.raises(UsageError, match="form='dct' is unknown; legal are auto, affine, chunks, fft, scan"):
         memory(x, size=2, theta=4.0, form="dct")
     with pytest.raises(UsageError, match="form=fft begins with an empty memory"):
         memory(x, starts=jnp.zeros((B, 8), bool), size=2, theta=4.0, form="fft")

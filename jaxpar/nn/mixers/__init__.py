@@ -9,9 +9,10 @@
 | `short_conv` | x [B, T, ...], weight [W, ...] -> y [B, T, ...], the last W - 1 inputs | `ssd`, `gated_delta`, `rwkv` |
 | `gated_linear`, `mlstm`, `ssd`, `gated_delta`, `rwkv` | params, x -> inputs; inputs, S -> o, S | `matrix_state` |
 | `matrix_state`, `by_name` | params, x [B, T, D], state -> y [B, T, D], state; a layer by its name | `stack`, `lm` |
-| `legendre` | u [B, T, H], memory [B, H, d] -> memories [B, T, H, d]: scan, transform, chunks | `lmu` |
-| `spikes` | currents [B, T, ...], potentials [B, ...] -> spikes and potentials [B, T, ...] | `lmu` |
+| `legendre` | u [B, T, H], memory [B, H, d] -> memories [B, T, H, d]: scan, tree, transform, chunks | `lmu` |
+| `spikes` | currents [B, T, ...], potentials [B, ...] -> spikes and potentials [B, T, ...] | the next two |
 | `lmu` | params, x [B, T, D], memory [B, H, d] -> y [B, T, D], memory | `stack`, `lm.config` |
+| `spiking_mlp` | params, x [B, T, D], potentials [B, F] -> y [B, T, D], potentials | `stack` |
 | `in_windows` | q, k, v [B, T, H, K], two windows of them -> [B, T, H, K] | `block_recurrent`, `tcnca` |
 | `block_recurrent` | params, x [B, T, D], two windows and states [B, S, D] -> the same | `stack`, `lm.config` |
 | `tcnca` | params, x [B, T, D], last inputs and a chunk -> the same | `stack`, `lm.config` |
@@ -31,6 +32,7 @@ from jaxpar.nn.mixers.mlstm import MLstm
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of
 from jaxpar.nn.mixers.rwkv import Rwkv6
 from jaxpar.nn.mixers.short_conv import short_conv
+from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
 from jaxpar.nn.mixers.ssd import Mamba2
 from jaxpar.nn.mixers.tcnca import Tcnca
 
@@ -47,6 +49,7 @@ __all__ = [
     "MatrixState",
     "Recurrent",
     "Rwkv6",
+    "SpikingMlp",
     "Tcnca",
     "cell_of",
     "delta_rule",

@@ -1,4 +1,4 @@
-"""The Legendre memory: d numbers that hold the last theta inputs of a channel, in three forms that agree.
+"""The Legendre memory: d numbers that hold the last theta inputs of a channel, in four forms that agree.
 
 m[t] = A m[t-1] + B u[t], with A and B constant: a step costs d^2 a channel, and since the system never changes its
 impulse response K[j] = A^j B is known beforehand. Coefficient i is that of the Legendre polynomial P_i over the window:
@@ -13,11 +13,12 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Bool, Float
 
+from jaxpar.scan import affine_scan
 from jaxpar.types import UsageError
 
 __all__ = ["FORMS", "chunk_for", "impulse_response", "legendre", "memory"]
 
-FORMS = ("auto", "chunks", "fft", "scan")
+FORMS = ("auto", "affine", "chunks", "fft", "scan")
 LARGEST = 2**20  # numbers of the constant [C, d, d]: four megabytes in float32
 
 
@@ -84,11 +85,12 @@ def memory(
       size: d.
       theta: Steps that are remembered.
       form: "scan" is step by step; "chunks" takes C steps at once and carries A^C from chunk to chunk; "fft" convolves
-        with the impulse response by transforms of 2 T, which neither a memory from before nor starts allow. "auto"
-        takes chunks.
+        with the impulse response by transforms of 2 T, which neither a memory from before nor starts allow; "affine"
+        is `affine_scan(kind="matrix")`, whose tree multiplies matrices. "auto" takes chunks.
       chunk: C; 0 takes `chunk_for`.
 
-    Cost, a channel: T d^2 in T steps; T d (C + d) in T / C; T d log T.
+    Cost, a channel: T d^2 in T steps; T d (C + d) in T / C; T d log T; in a tree T d^2, and once T d^3, or once a row
+    where documents begin.
 
     Raises:
       UsageError: For an unknown form, or one that cannot honour what it is given.
@@ -99,6 +101,8 @@ def memory(
         if before is not None or starts is not None:
             raise UsageError("form=fft begins with an empty memory and one document a row; take form=chunks.")
         return _by_transform(u, size, theta)
+    if form == "affine":
+        return _by_tree(u, before, starts, size, theta)
     chunk = chunk or chunk_for(size, u.shape[1])
     if before is None and (form == "scan" or chunk < u.shape[1]):
         before = jnp.zeros((u.shape[0], u.shape[2], size), u.dtype)
@@ -156,6 +160,21 @@ def _by_chunks(u, before, starts, size, theta, chunk):
     passed = _einsum("nbhd,ted->bnthe", entering, powers)
     passed = passed if carries is None else passed * carries[..., None, None]
     return (inside + passed).reshape(batch, -1, channels, size)[:, :length]
+
+
+def _by_tree(u, before, starts, size, theta):
+    """Channels are columns of one state [d, H], and so are rows where all have the same transitions."""
+    a, b = (jnp.asarray(x, u.dtype) for x in legendre(size, theta))
+    batch, length, channels = u.shape
+    drive = u[:, :, None] * b[None, None, :, None]
+    before = None if before is None else jnp.swapaxes(before, 1, 2)
+    if starts is not None:
+        kept = jnp.where(starts[..., None, None], 0, a[None, None])
+        return jnp.swapaxes(affine_scan(kept, drive, before, kind="matrix", axis=1), 2, 3)
+    columns = lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], batch * channels)  # noqa: E731
+    before = None if before is None else columns(before)
+    m = affine_scan(jnp.broadcast_to(a[None], (length, size, size)), columns(drive), before, kind="matrix")
+    return jnp.transpose(m.reshape(length, size, batch, channels), (2, 0, 3, 1))
 
 
 def _by_transform(u, size, theta):
