@@ -23,6 +23,7 @@ from experiments import _estimate_report as report
 from experiments import _run
 from experiments._estimate_moves import moves
 from experiments._mesh import check_split, parse_layout, refuse_idle, shares
+from experiments._pipeline import PipelineConfig
 from experiments._run import say
 from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
@@ -39,7 +40,7 @@ REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(PipelineConfig):
     """What is estimated, and how.
 
     Attributes:

@@ -25,10 +25,11 @@ import numpy as np
 from experiments import _experts, _run, _train
 from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
+from experiments._pipeline import PipelineConfig, make_schedule
 from experiments._run import say
 from experiments._texts import decode, draw, encode
 from experiments._train import Run
-from jaxpar.fields import AtLeast, OneOf, check_fields, field
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss, write_arrays
 from jaxpar.lm import (
     LMConfig,
@@ -43,12 +44,9 @@ from jaxpar.lm import (
     to_hf,
 )
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
-from jaxpar.lm.stages import stages
 from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
-from jaxpar.nn.schedule import InTurn, Schedule
-from jaxpar.parallel import pipeline as pipelines
 from jaxpar.parallel.context import in_order
 from jaxpar.types import PyTree, UsageError
 
@@ -85,7 +83,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(PipelineConfig):
     """The language-model experiment.
 
     Attributes:
@@ -94,10 +92,6 @@ class Config(_run.RunConfig):
       optimizer: Update rule and schedule.
       train: Length and events.
       sampling: How the sample is drawn.
-      pipeline: Schedule over the stages of mesh.stage, of `jaxpar.parallel.pipeline.PIPELINES`; "none" without stages.
-      microbatches: Parts of a batch that pass through a pipeline; 0 for two a stage.
-      chunks: Groups of layers on each stage, where the schedule leaves it open.
-      split_head: Whether all stages share the product with the head; rules.vocab=stage+tensor has them hold it so.
       mode: "train", "sample", "eval" or "export".
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
@@ -112,10 +106,6 @@ class Config(_run.RunConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
-    pipeline: str = field("none", OneOf(("none", *pipelines.PIPELINES)))
-    microbatches: int = field(0, AtLeast(0))
-    chunks: int = field(2, AtLeast(1))
-    split_head: bool = False
     mode: str = "train"
     run: str = ""
     checkpoint: str = "best"
@@ -233,7 +223,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 def make_trainer(config: Config) -> Trainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
-    schedule, parts, flag = make_schedule(config)
+    schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
     trainer = Trainer(config.model, config.optimizer, config.train.steps, parts, config.train.max_skipped, schedule)
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
@@ -244,22 +234,6 @@ def make_trainer(config: Config) -> Trainer:
     check_length(config)
     partition(("batch", "seq"), (rows // parts, config.data.seq_len), "the batch")  # two rules may clash
     return trainer
-
-
-def make_schedule(config: Config) -> tuple[Schedule, int, str]:
-    """Returns how the gradient of a batch is made of its parts, how many there are, and the flag that says so."""
-    accumulate, num_stages = config.train.accumulate, shares("stage")
-    if config.pipeline == "none":
-        if num_stages > 1 and config.mode == "train":
-            raise UsageError(f"mesh.stage={num_stages} needs a pipeline; legal are {', '.join(pipelines.PIPELINES)}.")
-        return InTurn(), accumulate, "train.accumulate"
-    if accumulate > 1:
-        raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
-    parts = config.microbatches or 2 * num_stages
-    schedule = pipelines.named_schedule(config.pipeline, num_stages, parts, config.chunks)
-    schedule = pipelines.Pipelined(pipelines.with_vocabulary(schedule) if config.split_head else schedule)
-    schedule.check(stages(config.model), parts)
-    return schedule, parts, "microbatches"
 
 
 def check_length(config: Config) -> None:

@@ -1,0 +1,55 @@
+"""Flags of a pipeline over the stages of the mesh, and the schedule that they ask for."""
+
+import dataclasses
+from typing import Any
+
+from experiments import _run
+from experiments._mesh import shares
+from jaxpar.fields import AtLeast, OneOf, field
+from jaxpar.lm import LMConfig
+from jaxpar.lm.stages import stages
+from jaxpar.nn.schedule import InTurn, Schedule
+from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule, with_vocabulary
+from jaxpar.types import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig(_run.RunConfig):
+    """How microbatches pass through stages.
+
+    Attributes:
+      pipeline: Schedule over the stages of mesh.stage, of `jaxpar.parallel.pipeline.PIPELINES`; "none" without stages.
+      microbatches: Parts of a batch that pass through a pipeline; 0 for two a stage.
+      chunks: Groups of layers on each stage, where the schedule leaves it open.
+      split_head: Whether all stages share the product with the head; rules.vocab=stage+tensor has them hold it so.
+    """
+
+    pipeline: str = field("none", OneOf(("none", *PIPELINES)))
+    microbatches: int = field(0, AtLeast(0))
+    chunks: int = field(2, AtLeast(1))
+    split_head: bool = False
+
+
+def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Schedule, int, str]:
+    """Returns how the gradient of a batch is made of its parts, how many there are, and the flag that says so.
+
+    Args:
+      config: A `PipelineConfig`.
+      model: The transformer.
+      accumulate: Parts without a pipeline.
+
+    Raises:
+      UsageError: If flags, mesh and model do not fit each other.
+    """
+    num_stages = shares("stage")
+    if config.pipeline == "none":
+        if num_stages > 1:
+            raise UsageError(f"mesh.stage={num_stages} needs pipeline=; legal are {', '.join(PIPELINES)}.")
+        return InTurn(), accumulate, "train.accumulate"
+    if accumulate > 1:
+        raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
+    parts = config.microbatches or 2 * num_stages
+    schedule = named_schedule(config.pipeline, num_stages, parts, config.chunks)
+    made = Pipelined(with_vocabulary(schedule) if config.split_head else schedule)
+    made.check(stages(model), parts)
+    return made, parts, "microbatches"
