@@ -80,6 +80,10 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     with _run.open_devices(config):
         layouts = chosen_layouts(config.layouts, jax.device_count())
     for layout in layouts:
+        if layout.mesh.stage > 1:
+            raise UsageError(
+                f"layout {layout} has stages, whose pipelines are not verified here; legal are layouts without."
+            )
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
             with use_mesh(mesh, rules_from(config.rules, layout.name)):

@@ -253,8 +253,7 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     if unknown := [part for part in (*parts, *less) if part not in table]:
         raise UsageError(f"unknown logical axis {unknown[0]!r}; the rule table knows {', '.join(table)}.")
     held, apart = (sum((table[part] for part in side), ()) for side in (parts, less))
-    if "stage" in getattr(mesh, "manual_axes", ()):  # inside of a stage nothing is split over stages
-        apart = (*apart, "stage")
+    apart = (*apart, *("stage" for axis in getattr(mesh, "manual_axes", ()) if axis == "stage"))  # inside of a stage
     return () if mesh.empty else tuple(axis for axis in held if axis not in apart and mesh.shape[axis] > 1)
 
 

@@ -32,6 +32,7 @@ from experiments import (
     rnn,
     step_speculation,
 )
+from experiments._pipeline import PipelineConfig
 from experiments._run import Processes, RunConfig
 from experiments._series import SeriesConfig
 from experiments._train import TrainConfig
@@ -91,7 +92,7 @@ from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.parallel.experts import AllToAll, Spill
-from jaxpar.parallel.pipeline import TaskCosts
+from jaxpar.parallel.pipeline import Pipelined, TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
@@ -324,6 +325,8 @@ TABLE = {
     structure.Dense: {"batch_dims": LEAST_0},
     RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
     Processes: {"num_processes": LEAST_0, "process_id": LEAST_MINUS_1},
+    PipelineConfig: {"microbatches": LEAST_0, "chunks": COUNT},
+    Pipelined: {"latency": COUNT},
     TrainConfig: {"steps chunk": COUNT, "save_every": LEAST_0},
     lm.TrainConfig: {
         "steps accumulate keep max_skipped": COUNT,

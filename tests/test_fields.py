@@ -57,6 +57,7 @@ from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer
+from jaxpar.parallel.pipeline import Pipelined, gpipe
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
@@ -124,6 +125,7 @@ BASIS = {
     HiddenTransfer: (0,),
     DraftTrainer: (LMConfig(), PromptTokens()),
     Trainer: (LMConfig(),),
+    Pipelined: (gpipe(1, 1),),
     Fit: (8,),
     NeatConfig: (2, 1),
     Episodes: (CART, 10.0),

@@ -36,7 +36,7 @@ FIXED = [
     ),
     (
         "mesh.data=1 mesh.stage=8",
-        "mesh.stage=8 leaves 8 devices with the same work: .* splits stage alone; legal",
+        "mesh.stage=8 needs pipeline=; legal are gpipe, 1f1b",
     ),
     ("mesh.data=4 mesh.expert=2", "mesh.expert=2 leaves 2 devices .* a language model has nothing along expert"),
     ("rules.batch=none rules.embed=none", "mesh.data=2 .* has nothing along data, which splits population"),
@@ -132,14 +132,14 @@ OTHERS = [
     ),
     ("estimate", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
     ("estimate", "hf=/nonexistent", "/nonexistent"),
-    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 leaves 8 devices with the same work"),
+    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 needs pipeline="),
     (
         "estimate",
         "topology=h100:8 decode=true mesh.context=8",
         "mesh.context=8 .* sampling has nothing along context",
     ),
     ("estimate", "topology=h100:8 decode=true data.batch_size=6", "data.batch_size=6 does not divide over mesh.fsdp=8"),
-    ("verify", "layouts=[data8,stage8] topology=none", "mesh.stage=8 leaves 8 devices with the same work"),
+    ("verify", "layouts=[data8,stage8] topology=none", "layout stage8 .* has stages, .* legal are layouts without"),
     (
         "rl",
         "mesh.data=4 mesh.tensor=2 cpu_devices=8",

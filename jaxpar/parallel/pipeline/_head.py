@@ -61,7 +61,7 @@ def share_of(rows: Array, x: Array, targets: Array, size: int) -> Share:
     return Share(soft, top, norm, chosen, pulled, row, jnp.zeros_like(top))
 
 
-def merged(share: Share, weights: Array, z_loss: float) -> tuple[Array, Array, Array, Array]:
+def merge_shares(share: Share, weights: Array, z_loss: float) -> tuple[Array, Array, Array, Array]:
     """Returns loss, z, gradient of x and `factor`, from all stages' shares; every stage calls it at once.
 
     Loss and z are the same on all. Messages: three numbers a token from each stage to all, and one sum of [B, T, D].

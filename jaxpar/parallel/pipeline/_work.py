@@ -12,7 +12,7 @@ from jaxpar.mesh import constrain
 from jaxpar.nn.mixer import TRAINING
 from jaxpar.nn.schedule import Head, Stages
 from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, spread_chunks
-from jaxpar.parallel.pipeline._head import Share, merged, rows_gradient, share_of
+from jaxpar.parallel.pipeline._head import Share, merge_shares, rows_gradient, share_of
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
 from jaxpar.parallel.pipeline.ops import Op
 from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable
@@ -380,7 +380,7 @@ class HeadWork(Work):
             x, share, j = _at_all(slots.head, cell["merge"])
             head = self.head
             _, weights = head.targets(self.where(0, 0, j).data, self.total)
-            value, z, g, factor = merged(share, weights, head.z_loss)
+            value, z, g, factor = merge_shares(share, weights, head.z_loss)
             _, pull = jax.vjp(head.ready, self.ends, x)
             of_ends, g = pull(g)
             once = (me == 0).astype(value.dtype)  # all stages have the same

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts
 from jaxpar.nn.schedule import Stages, parts_of
@@ -59,7 +60,9 @@ class Pipelined:
     """
 
     schedule: Schedule
-    latency: int = 1
+    latency: int = field(1, AtLeast(1))
+
+    __post_init__ = check_fields
 
     def __call__(
         self, stages: Stages, params: PyTree, batch: PyTree, key: PRNGKey | None, count: int
