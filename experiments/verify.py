@@ -81,9 +81,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         layouts = chosen_layouts(config.layouts, jax.device_count())
     for layout in layouts:
         if layout.mesh.stage > 1:
-            raise UsageError(
-                f"layout {layout} has stages, whose pipelines are not verified here; legal are layouts without."
-            )
+            raise UsageError(f"layout {layout} has stages, which are not verified here; legal are layouts without.")
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
             with use_mesh(mesh, rules_from(config.rules, layout.name)):

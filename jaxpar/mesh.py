@@ -253,7 +253,7 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     if unknown := [part for part in (*parts, *less) if part not in table]:
         raise UsageError(f"unknown logical axis {unknown[0]!r}; the rule table knows {', '.join(table)}.")
     held, apart = (sum((table[part] for part in side), ()) for side in (parts, less))
-    apart = (*apart, *("stage" for axis in getattr(mesh, "manual_axes", ()) if axis == "stage"))  # inside of a stage
+    apart += ("stage",) if "stage" in getattr(mesh, "manual_axes", ()) else ()  # nothing is split within one
     return () if mesh.empty else tuple(axis for axis in held if axis not in apart and mesh.shape[axis] > 1)
 
 
@@ -372,9 +372,8 @@ def scatter(x: jax.Array, whole: Axes, split: Axes, name: str = "activation") ->
 def local(fn: Callable, in_axes: Sequence[Axes], out_axes: PyTree, *, check: bool = True) -> Callable:
     """Runs `fn` on each device's own block, by `jax.shard_map`; plain `fn` without a mesh.
 
-    For what GSPMD cannot split or would split badly. `fn` must not need data of another block, or must
-    ask for it by collectives over `mesh_axes(...)`. `check=False` takes the specs on trust, for
-    kernels, which carry no replication types, and where nothing is differentiated through.
+    For what GSPMD cannot split or would split badly. `fn` needs no data of another block, or asks for it by collectives
+    over `mesh_axes(...)`. `check=False` trusts the specs: for kernels, and where nothing is differentiated through.
     """
     if _ambient().empty:
         return fn
