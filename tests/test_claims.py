@@ -80,9 +80,9 @@ CLAIMS = {
     "attention over split sequences": "parallel/test_context.py"
     "::every_move_equals_dense_attention_in_value_and_gradient "
     "lm/test_split_sequence.py::loss_and_gradients_equal_one_device",
-    "the cheapest collectives between any two placements": "parallel/test_placement.py::every_pair_over_one_axis "
+    "the cheapest collectives between two placements": "parallel/test_placement.py::every_pair_over_one_axis "
     "parallel/test_placement.py::a_way_round_is_never_cheaper",
-    "dispatches a graph of functions to several meshes": "parallel/test_dataflow.py"
+    "one controller of several meshes": "parallel/test_dataflow.py"
     "::random_graphs_equal_numpy_and_never_deadlock",
     "gymnax's, JaxMARL's and others' in": "env/test_adapt.py::gymnax_steps_as_gymnax_does "
     "env/test_adapt.py::gymnax_keeps_the_last_observation_and_both_ends "
