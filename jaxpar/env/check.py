@@ -179,8 +179,7 @@ def _check_states(env: Environment, params: PyTree, keys: PRNGKey) -> None:
 
 def check_parts(env: Environment | Adapter, params: PyTree) -> None:
     """The optional parts that it has return the shapes and dtypes of the protocol."""
-    _, state = jax.eval_shape(lambda key: reset(key, env, params), jax.random.key(0))
-    obs, _ = jax.eval_shape(lambda key: reset(key, env, params), jax.random.key(0))
+    obs, state = jax.eval_shape(lambda key: reset(key, env, params), jax.random.key(0))
     can = capabilities(env)
     if can.render is not None:
         image = jax.eval_shape(can.render, state, params)
@@ -204,15 +203,18 @@ def walk(key: PRNGKey, env: Environment | Adapter, params: PyTree, num_envs: int
     """Random legal steps of several environments, each with its own keys; consumes `key`."""
     observations, actions = env.observation_space(params), env.action_space(params)
 
-    def one(state, key):
-        action_key, step_key, reset_key = jax.random.split(key, 3)
+    def begun(key):
+        return reset(key, env, params)[1]
+
+    def anew(over, key, before):
+        return jax.tree.map(lambda new, old: jnp.where(over, new, old), begun(key), before)
+
+    def act(state, action_key, step_key):
         mask = _mask(env, state, params)
         action = legal_sample(action_key, actions, mask)
         made = step(step_key, env, state, action, params)
-        over = jnp.all(made.terminated | made.truncated)
-        following = jax.lax.cond(over, lambda: reset(reset_key, env, params)[1], lambda: made.state)
         legal = jnp.ones((), bool) if mask is None else jnp.all(jnp.any(mask, axis=-1))
-        return following, Walk(
+        return Walk(
             state,
             action,
             made.state,
@@ -224,12 +226,18 @@ def walk(key: PRNGKey, env: Environment | Adapter, params: PyTree, num_envs: int
             legal=legal,
         )
 
-    def one_env(key):
-        reset_key, steps_key = jax.random.split(key)
-        _, state = reset(reset_key, env, params)
-        return jax.lax.scan(one, state, jax.random.split(steps_key, num_steps))[1]
+    def one(carry, keys):
+        before, over = carry
+        state = jax.lax.cond(over.any(), lambda: jax.vmap(anew)(over, keys[0], before), lambda: before)
+        made = jax.vmap(act)(state, keys[1], keys[2])
+        ended = (made.terminated | made.truncated).reshape(num_envs, -1).all(-1)
+        return (made.next_state, ended), made
 
-    return jax.vmap(one_env, out_axes=1)(jax.random.split(key, num_envs))
+    # The first episode begins as all others do, after an end: the program has one reset, which is most of it.
+    keys = jax.random.split(key, (num_steps, 3, num_envs))
+    kinds = jax.eval_shape(lambda keys: jax.vmap(begun)(keys[0, 0]), keys)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kinds)
+    return jax.lax.scan(one, (nothing, jnp.ones((num_envs,), bool)), keys)[1]
 
 
 def check_walk(env: Environment | Adapter, steps: Walk) -> None:

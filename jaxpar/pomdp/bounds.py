@@ -21,7 +21,7 @@ def qmdp(model: TabularPomdp, *, tol: float = 1e-6) -> Array:
     until it is at most `tol` of the largest value too high, or rounding ends it. Cost A S^2 a sweep. Littman, Cassandra
     and Kaelbling (1995), "Learning policies for partially observable environments".
     """
-    _discounted(model)
+    check_discounted(model)
     reward = model.expected_reward
 
     def sweep(q):
@@ -52,7 +52,7 @@ def fib(model: TabularPomdp, *, tol: float = 1e-6) -> Array:
 
 def blind(model: TabularPomdp) -> Array:
     """`alpha[a, s]`, the value of repeating action a for ever: `max_a b·alpha[a]` is a lower bound of V(b)."""
-    _discounted(model)
+    check_discounted(model)
     eye = jnp.eye(model.start.shape[0], dtype=model.start.dtype)
     systems = eye[None] - model.discount * model.transition
     return jnp.linalg.solve(systems, model.expected_reward[..., None])[..., 0]
@@ -73,6 +73,7 @@ def _settled(sweep: Callable[[Array], Array], first: Array, discount: Array, tol
     return jax.lax.while_loop(going, once, (0, first, jnp.asarray(jnp.inf, first.dtype)))[1]
 
 
-def _discounted(model: TabularPomdp) -> None:
+def check_discounted(model: TabularPomdp) -> None:
+    """Refuses a known discount of one or more, for which no value for ever is finite."""
     if not isinstance(model.discount, Tracer) and float(model.discount) >= 1:
         raise UsageError("an infinite horizon needs a discount below one; give a horizon, or a smaller discount")

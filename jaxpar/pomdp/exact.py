@@ -13,7 +13,7 @@ from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, check_value
 from jaxpar.pomdp import _alpha, _points
 from jaxpar.pomdp.belief import Belief
-from jaxpar.pomdp.bounds import blind, fib
+from jaxpar.pomdp.bounds import blind, check_discounted, fib
 from jaxpar.pomdp.exact_belief import chances_of
 from jaxpar.pomdp.model import num_actions
 from jaxpar.pomdp.planner import PlanInfo
@@ -177,7 +177,8 @@ def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vector
 def _by_trials(key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: int, num_paths: int, depth: int) -> Exact:
     most = max(num_paths * depth, SETTLED)
     capacity = 2 ** math.ceil(math.log2(2 * most + len(model.actions)))
-    bounds, ends, done, number = _points.first_bounds(model, capacity), (-np.inf, np.inf), False, 0
+    check_discounted(model)  # in a program its value is not known
+    bounds, ends, done, number = _first(model, capacity), (-np.inf, np.inf), False, 0
     seen: dict[bytes, np.ndarray] = {}
     while not done and number < max_iterations:
         before = int(bounds.num_points)
@@ -225,6 +226,7 @@ def _latest(seen: dict[bytes, np.ndarray], model: TabularPomdp) -> np.ndarray:
     return np.stack([*rows, *[rows[-1]] * (size - len(rows))])
 
 
+_first = jax.jit(_points.first_bounds, static_argnames="capacity")
 _trial = jax.jit(_points.trial, static_argnames=("num_paths", "depth"))
 _settle = jax.jit(_points.consistent_bounds)
 _pruned = jax.jit(_points.pruned)

@@ -138,14 +138,19 @@ each_row = pytest.mark.parametrize(
 
 @functools.cache
 def compiled(name):
-    """The row's jitted step, its number of traces so far, and a first state."""
+    """The row's jitted init and step, and how often the step was traced."""
     algorithm, traces = ROWS[name].algorithm, []
 
     def step(key, state, inputs):
         traces.append(1)
         return algorithm.step(key, state, inputs)
 
-    return jit(step), traces, jit(algorithm.init)(jax.random.key(0), ROWS[name].inputs())
+    return jit(algorithm.init), jit(step), traces
+
+
+@functools.cache
+def first_state(name):
+    return compiled(name)[0](jax.random.key(0), ROWS[name].inputs())
 
 
 def types(tree):
@@ -174,13 +179,13 @@ def test_the_object_is_a_static_argument(name):
 
 @each_row
 def test_types_of_the_state_never_change(name):
-    row = ROWS[name]
-    first = jax.eval_shape(row.algorithm.init, jax.random.key(0), row.inputs())
-    second, info = jax.eval_shape(row.algorithm.step, jax.random.key(0), first, row.inputs())
+    row, (init, step, _) = ROWS[name], compiled(name)
+    first = jax.eval_shape(init, jax.random.key(0), row.inputs())
+    second, info = jax.eval_shape(step, jax.random.key(0), first, row.inputs())
     assert types(second) == types(first)
     assert not any(x.weak_type for x in jax.tree.leaves((first, info)))
     assert isinstance(info, dict) and all(x.shape == () for x in info.values())
-    step, _, state = compiled(name)
+    state = first_state(name)
     assert types(state) == types(first)
     stepped, stepped_info = step(jax.random.key(1), state, row.inputs())
     assert types(stepped) == types(first) and types(stepped_info) == types(info)
@@ -191,7 +196,7 @@ def test_types_of_the_state_never_change(name):
 
 @each_row
 def test_eager_equals_jit(name):
-    step, _, state = compiled(name)
+    (_, step, _), state = compiled(name), first_state(name)
     eager = ROWS[name].algorithm.step(jax.random.key(1), state, ROWS[name].inputs())
     # Fusion reorders sums, and an optimizer divides by the root of small squares.
     assert_close(eager, step(jax.random.key(1), state, ROWS[name].inputs()), 10 * EXACT_MATHS["float32"], ("bk",))
@@ -199,11 +204,16 @@ def test_eager_equals_jit(name):
 
 @each_row
 def test_vmap_over_keys_equals_loop(name):
-    row, inputs = ROWS[name], ROWS[name].inputs()
+    algorithm, inputs = ROWS[name].algorithm, ROWS[name].inputs()
     keys, more_keys = jax.random.split(jax.random.key(2), (2, 3))
-    states = jit(jax.vmap(row.algorithm.init, (0, None)))(keys, inputs)
-    many = jit(jax.vmap(row.algorithm.step, (0, 0, None)))(more_keys, states, inputs)
-    init, (step, _, _) = jit(row.algorithm.init), compiled(name)
+    init, step, _ = compiled(name)
+
+    @jit
+    def both(keys, more_keys, inputs):
+        states = jax.vmap(algorithm.init, (0, None))(keys, inputs)
+        return jax.vmap(algorithm.step, (0, 0, None))(more_keys, states, inputs)
+
+    many = jax.device_get(both(keys, more_keys, inputs))
     for i, (key, next_key) in enumerate(zip(keys, more_keys, strict=True)):
         one = step(next_key, init(key, inputs), inputs)
         assert_close(jax.tree.map(lambda x, i=i: x[i], many), one, 10 * EXACT_MATHS["float32"], ("bk",))
@@ -211,7 +221,7 @@ def test_vmap_over_keys_equals_loop(name):
 
 @each_row
 def test_same_key_same_bits_in_one_trace(name):
-    step, traces, state = compiled(name)
+    (_, step, traces), state = compiled(name), first_state(name)
     runs = []
     for _ in range(2):
         now = state
@@ -232,10 +242,10 @@ def test_no_key_is_used_twice(name):
         first, second = jax.random.split(key)
         return row.algorithm.step(second, row.algorithm.init(first, row.inputs()), row.inputs())
 
-    with jax.debug_key_reuse(True):
-        jit(once)(jax.random.key(4))
+    with jax.debug_key_reuse(True):  # which looks at traces
+        jit(once).trace(jax.random.key(4))
 
 
 def test_the_checker_of_key_reuse_sees_a_reuse():
     with jax.debug_key_reuse(True), pytest.raises(jax.errors.KeyReuseError):
-        jit(lambda key: jax.random.normal(key) + jax.random.uniform(key))(jax.random.key(0))
+        jit(lambda key: jax.random.normal(key) + jax.random.uniform(key)).trace(jax.random.key(0))

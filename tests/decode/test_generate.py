@@ -1,5 +1,6 @@
 """Every way to generate gives the tokens of asking the whole model for one token after the other."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -53,6 +54,13 @@ DRAFTS = {
 }
 PROMPT, LENGTHS = np.random.default_rng(3).integers(0, VOCAB, (4, 5)), np.array([5, 1, 3, 4])
 KEY = jax.random.key(7)
+# What changes nothing, for tests of each of these to share a program.
+NOTHING = {
+    "seeds": np.zeros(4, int),
+    "bias": np.zeros(VOCAB),
+    "stop_tokens": (-1,),
+    "sequences": stop_sequences([[VOCAB] * 3] * 4),
+}
 drawn = jit(generate, static_argnums=(3, 4), static_argnames=("draft", "num_samples", "rule", "block", "chunk"))
 
 
@@ -66,32 +74,40 @@ def whole(config):
     return jit(lambda params, tokens: apply(params, tokens, config))
 
 
+def noise(*place):
+    return gumbel(KEY, *place, VOCAB)
+
+
+@functools.partial(jit, static_argnums=1)
+def chosen(logits, sampling, *place):
+    scores = process(logits, sampling)
+    return (scores + noise(*place) if sampling.temperature else scores).argmax()
+
+
+@functools.cache
+def plain_row(config, sampling, row, seed, sample):
+    text = list(PROMPT[row, : LENGTHS[row]])
+    for _ in range(sampling.max_new_tokens):
+        padded = np.pad(text, (0, PROMPT.shape[1] + NEW - len(text)))[None]
+        logits = np.asarray(whole(config)(params_of(config), padded))[0, len(text) - 1]
+        text.append(int(chosen(logits, sampling, *np.array([seed, len(text), sample], np.int32))))
+    return tuple(text)
+
+
 def plain(config, sampling, seed=0, sample=0, rows=range(4)):
     """The slow oracle: no cache, no batch, each token from a pass over all before it, and the documented noise."""
-    texts = []
-    for row in rows:
-        text = list(PROMPT[row, : LENGTHS[row]])
-        for _ in range(sampling.max_new_tokens):
-            padded = np.pad(text, (0, PROMPT.shape[1] + NEW - len(text)))[None]
-            scores = process(whole(config)(params_of(config), padded)[0, len(text) - 1], sampling)
-            if sampling.temperature:
-                place = (jnp.int32(x) for x in (seed, len(text), sample))
-                scores = scores + gumbel(KEY, *place, VOCAB)
-            text.append(int(scores.argmax()))
-        texts.append(text)
-    return texts
+    return [list(plain_row(config, sampling, row, seed, sample)) for row in rows]
 
 
-def run(config, sampling, **options):
-    draft = options.get("draft")
+def run(config, sampling, prompt=PROMPT, draft=NoDraft(), **options):
     params = params_of(SMALLER) if isinstance(draft, ModelDraft) else None
     if isinstance(draft, PromptTokens | HiddenTransfer | Heads):
         rng = np.random.default_rng(1)
         params = {
             name: rng.standard_normal(leaf.shape) / 2 for name, leaf in draft.leaves(config.embed_dim, 0.3).items()
         }
-    given = {"prompt_lengths": LENGTHS, "block": BLOCK, "draft_params": params} | options
-    return drawn(KEY, params_of(config), PROMPT, Decoder(config), sampling, **given)
+    given = {"prompt_lengths": LENGTHS, "block": BLOCK, "draft": draft, "draft_params": params} | options
+    return drawn(KEY, params_of(config), prompt, Decoder(config), sampling, **given)
 
 
 def texts_of(out):
@@ -163,38 +179,36 @@ def test_samples_share_their_prompt_and_differ(name, x64):
 
 
 def test_a_row_has_its_own_seed_and_no_place(x64):
-    sampling, seeds, order = Sampling(NEW, 1.0), np.array([3, 3, 5, 0]), np.array([2, 0, 3, 1])
-    out = run(MODELS["rope"], sampling, seeds=seeds)
+    sampling, seeds, order = Sampling(NEW, 0.7, top_k=5), np.array([3, 3, 5, 0]), np.array([2, 0, 3, 1])
+    out = run(MODELS["rope"], sampling, **NOTHING | {"seeds": seeds})
     want = [plain(MODELS["rope"], sampling, seed=seed, rows=[row])[0] for row, seed in enumerate(seeds)]
     assert texts_of(out) == want
-    params = params_of(MODELS["rope"])
-    moved = drawn(
-        KEY, params, PROMPT[order], Decoder(MODELS["rope"]), sampling, prompt_lengths=LENGTHS[order],
-        seeds=seeds[order], block=BLOCK,
-    )  # fmt: skip
+    others = {"seeds": seeds[order], "prompt_lengths": LENGTHS[order]}
+    moved = run(MODELS["rope"], sampling, PROMPT[order], **NOTHING | others)
     assert texts_of(moved) == [want[row] for row in order]
 
 
 @pytest.mark.parametrize("draft", ["none", "jacobi"])
 def test_a_stop_token_ends_a_row_also_within_a_window(draft, x64):
-    sampling = Sampling(NEW, 0.7)
+    sampling = Sampling(NEW, 0.7, top_k=5)
     free = plain(MODELS["rope"], sampling)
     stop = free[3][8]
-    out = run(MODELS["rope"], Sampling(NEW, 0.7, stop_token=stop), draft=DRAFTS[draft])
+    out = run(MODELS["rope"], sampling, draft=DRAFTS[draft], **NOTHING | {"stop_tokens": (stop,)})
     want = []
     for text, length in zip(free, LENGTHS, strict=True):
         ends = [place for place in range(length, len(text)) if text[place] == stop]
         want.append(text[: ends[0] + 1] if ends else text)
     assert texts_of(out) == want and len({len(text) - length for text, length in zip(want, LENGTHS, strict=True)}) > 1
     if draft == "jacobi":  # a look at the ends every third pass changes nothing
-        late = run(MODELS["rope"], Sampling(NEW, 0.7, stop_token=stop), draft=DRAFTS[draft], chunk=3)
+        ended = dataclasses.replace(sampling, stop_token=stop)
+        late = run(MODELS["rope"], ended, draft=DRAFTS[draft], chunk=3)
         jax.tree.map(np.testing.assert_array_equal, late, out)
     assert (np.asarray(out.tokens)[np.arange(5 + NEW) >= np.asarray(out.lengths)[:, None]] == 0).all()
 
 
 @pytest.mark.parametrize("draft", ["none", "jacobi"])
 def test_log_probabilities_are_the_models_own(draft, x64):
-    out = run(MODELS["rope"], Sampling(NEW, 0.7, top_k=5), draft=DRAFTS[draft])
+    out = run(MODELS["rope"], Sampling(NEW, 0.7, top_k=5), draft=DRAFTS[draft], **NOTHING)
     for row, (text, length) in enumerate(zip(texts_of(out), LENGTHS, strict=True)):
         padded = np.pad(text, (0, 5 + NEW - len(text)))[None]
         law = jax.nn.log_softmax(whole(MODELS["rope"])(params_of(MODELS["rope"]), padded)[0])
@@ -214,17 +228,16 @@ def test_penalties_count_what_is_in_the_window_too(draft, x64):
                 logits[token] = logits[token] / 1.5 if logits[token] > 0 else logits[token] * 1.5
             for token in text[length:place]:
                 logits[token] -= 0.3
-            noise = gumbel(KEY, jnp.int32(0), jnp.int32(place), jnp.int32(0), VOCAB)
-            assert text[place] == int(np.argmax(logits / 0.7 + np.asarray(noise))), (row, place)
+            assert text[place] == np.argmax(logits / 0.7 + jit(noise)(*np.array([0, place, 0], np.int32))), (row, place)
 
 
 @pytest.mark.parametrize("draft", ["none", "copy"])
 def test_sequences_end_a_row_also_within_a_window_and_none_begins_in_the_prompt(draft, x64):
-    sampling = Sampling(NEW, 0.7)
+    sampling = Sampling(NEW, 0.7, top_k=5)
     free = plain(MODELS["rope"], sampling)
     begun = free[0][4:6]  # its first token is the prompt's last
     sequences = [free[3][7:9], free[1][3:6], begun, free[2][11:]]
-    out = run(MODELS["rope"], sampling, draft=DRAFTS[draft], sequences=stop_sequences(sequences))
+    out = run(MODELS["rope"], sampling, draft=DRAFTS[draft], **NOTHING | {"sequences": stop_sequences(sequences)})
     want = []
     for text, length in zip(free, LENGTHS, strict=True):
         new = [
@@ -257,9 +270,9 @@ def test_an_automaton_says_what_may_come_after_what(x64):
 
 
 def test_a_bias_of_minus_infinity_forbids_a_token(x64):
-    sampling = Sampling(NEW, 0.7)
+    sampling = Sampling(NEW, 0.7, top_k=5)
     often = max(range(VOCAB), key=lambda token: sum(text[5:].count(token) for text in plain(MODELS["rope"], sampling)))
-    out = run(MODELS["rope"], sampling, bias=jnp.zeros(VOCAB).at[often].set(-jnp.inf))
+    out = run(MODELS["rope"], sampling, **NOTHING | {"bias": np.where(np.arange(VOCAB) == often, -np.inf, 0)})
     assert all(often not in text[length:] for text, length in zip(texts_of(out), LENGTHS, strict=True))
 
 

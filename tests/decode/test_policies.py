@@ -32,8 +32,14 @@ def params_of():
     return noisy_params(CONFIG, np.float64)
 
 
+rotate = jit(RULE.rotate)
+
+
 def turned(x, positions):
-    return np.asarray(RULE.rotate(jnp.asarray(x)[None], jnp.asarray(positions)[None])[0])
+    """Rotated in a program of one length: more places than any row has."""
+    count = len(x)
+    x, positions = np.resize(x, (BLOCKS * SIZE, *x.shape[1:])), np.resize(positions, BLOCKS * SIZE)
+    return np.asarray(rotate(x[None], positions[None])[0])[:count]
 
 
 class Layer:
@@ -43,22 +49,27 @@ class Layer:
         self.rng, self.policy, self.readers = np.random.default_rng(0), policy, readers
         length = 2 * SIZE if forked else PROMPT  # whole blocks, so that they are the same places either way
         self.k, self.v = self.draw(B, length, G, K), self.draw(B, length, G, K)
-        forest, root = tables.spawn(tables.empty(B, 1 + forked, BLOCKS, SIZE))
-        forest, _ = tables.reserve(forest, root, jnp.full((B, 1), length if forked else BLOCKS * SIZE, jnp.int32))
-        view = tables.lineage_view(forest, root)
-        self.forest, self.view, slots = tables.write(forest, view, jnp.full((B, 1), length), length)
-        positions = jnp.broadcast_to(jnp.arange(length), (B, length))
-        cache = BlockCache.empty(B, G, BLOCKS, SIZE, K, "float64").with_policy(policy, readers)
-        new = RULE.rotate(jnp.asarray(self.k), positions), jnp.asarray(self.v)
-        self.cache = cache.fill(*new, Context(positions)).store(slots)
-        if forked:
-            forest, child = tables.fork(self.forest, root[:, 0], 1)
-            self.forest, _ = tables.reserve(forest, child, jnp.full((B, 1), BLOCKS * SIZE - length, jnp.int32))
-            self.view = tables.lineage_view(self.forest, child)
+        self.cache, self.forest, self.view = jit(self._begun, static_argnums=2)(self.k, self.v, forked)
         self.step = jit(self._step)
 
     def draw(self, *shape):
         return self.rng.standard_normal(shape)
+
+    def _begun(self, k, v, forked):
+        length = k.shape[1]
+        forest, root = tables.spawn(tables.empty(B, 1 + forked, BLOCKS, SIZE))
+        forest, _ = tables.reserve(forest, root, jnp.full((B, 1), length if forked else BLOCKS * SIZE, jnp.int32))
+        forest, view, slots = tables.write(
+            forest, tables.lineage_view(forest, root), jnp.full((B, 1), length), length
+        )  # fmt: skip
+        positions = jnp.broadcast_to(jnp.arange(length), (B, length))
+        cache = BlockCache.empty(B, G, BLOCKS, SIZE, K, "float64").with_policy(self.policy, self.readers)
+        cache = cache.fill(RULE.rotate(k, positions), v, Context(positions)).store(slots)
+        if forked:
+            forest, child = tables.fork(forest, root[:, 0], 1)
+            forest, _ = tables.reserve(forest, child, jnp.full((B, 1), BLOCKS * SIZE - length, jnp.int32))
+            view = tables.lineage_view(forest, child)
+        return cache, forest, view
 
     def _step(self, cache, forest, view, q, k, v):
         state, cache = cache.for_pass(forest, view).attend(q, k, v, RULE, Context(view.position.reshape(-1, 1)))

@@ -88,7 +88,7 @@ def params_of(name):
 
 
 def inputs():
-    return jnp.asarray(np.random.default_rng(1).standard_normal((B, T, D)))
+    return np.random.default_rng(1).standard_normal((B, T, D))
 
 
 @functools.cache
@@ -99,7 +99,8 @@ def program_of(name):
 def alone(name, line):
     """Outputs of one row without a cache, padded so that one program serves all lengths: what comes later is unseen."""
     length = line.shape[1]
-    return program_of(name)(params_of(name), jnp.pad(line, ((0, 0), (0, 2 * T - length), (0, 0))))[:, :length]
+    padded = np.pad(line, ((0, 0), (0, 2 * T - length), (0, 0)))
+    return np.asarray(program_of(name)(params_of(name), padded))[:, :length]
 
 
 def in_parts(stack, params, x, sizes, starts=None, slots=T):
@@ -156,8 +157,8 @@ def test_parts_equal_the_whole_in_value_and_gradient(name, sizes, x64):
 def test_documents_of_a_row_see_nothing_of_each_other(name, x64):
     stack, x = stack_of(name), inputs()
     got = jit(lambda p, x: stack.apply(p, x, starts=STARTS)[0])(params_of(name), x)
-    lines = jnp.concatenate([alone(name, x[1:2, a:b]) for a, b in ((0, 6), (6, 7), (7, 9))], 1)
-    assert_close(got[1:2], lines, TOLERANCE)
+    lines = np.concatenate([alone(name, x[1:2, a:b]) for a, b in ((0, 6), (6, 7), (7, 9))], 1)
+    assert_close(np.asarray(got)[1:2], lines, TOLERANCE)
     segments = np.cumsum(STARTS, 1)
     by_number = jit(lambda p, x: stack.apply(p, x, segments=segments)[0])(params_of(name), x)
     np.testing.assert_array_equal(by_number, got)
@@ -180,14 +181,14 @@ def test_only_what_is_valid_enters_the_cache(name, fresh, x64):
     got, cache = jit(run)(params, x)
     np.testing.assert_array_equal(cache.seen, before + valid)
     for row, count in enumerate(valid):
-        line = jnp.concatenate([x[row : row + 1, : before + count], x[row : row + 1, 6:]], 1)
-        assert_close(got[row : row + 1], alone(name, line)[:, before + count :], TOLERANCE)
+        line = np.concatenate([x[row : row + 1, : before + count], x[row : row + 1, 6:]], 1)
+        assert_close(np.asarray(got)[row : row + 1], alone(name, line)[:, before + count :], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["window", "slopes"])
 def test_a_window_needs_no_more_slots_than_it_sees(name, x64):
     """A row three times as long as its slots, in parts longer and shorter than the window."""
-    stack, x = stack_of(name), jnp.concatenate([inputs()] * 2, 1)
+    stack, x = stack_of(name), np.concatenate([inputs()] * 2, 1)
     cache = stack.init_cache(B, 100)
     assert cache.layers[0].room == MIXERS[name].visible.window
     got = jit(lambda p, x: in_parts(stack, p, x, (1, 1, 7, 2, 1, 1, 5), slots=100)[0])(params_of(name), x)
@@ -209,13 +210,19 @@ def test_a_loop_can_carry_the_cache(name, x64):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), second) == jax.tree.map(lambda x: (x.shape, x.dtype), first)
 
 
+@functools.cache
+def after_six():
+    """Attention's cache of 16 slots after six tokens of each row."""
+    program = jit(lambda p, x: in_parts(stack_of("attention"), p, x, (6,), slots=16)[1])
+    return program(params_of("attention"), inputs())
+
+
 def test_tokens_can_be_taken_back(x64):
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
-    _, cache = jit(lambda p, x: in_parts(stack, p, x, (6,)))(params, x)
-    cache = cache.replace(seen=jnp.array([6, 2, 4], jnp.int32))
-    got = jit(lambda p, x, cache: stack.apply(p, x, cache=cache)[0])(params, x[:, 6:], cache)
+    cache = after_six().replace(seen=jnp.array([6, 2, 4], jnp.int32))
+    got = np.asarray(jit(lambda p, x, cache: stack.apply(p, x, cache=cache)[0])(params, x[:, 6:], cache))
     for row, kept in enumerate((6, 2, 4)):
-        line = jnp.concatenate([x[row : row + 1, :kept], x[row : row + 1, 6:]], 1)
+        line = np.concatenate([x[row : row + 1, :kept], x[row : row + 1, 6:]], 1)
         assert_close(got[row : row + 1], alone("attention", line)[:, kept:], TOLERANCE)
 
 
@@ -237,7 +244,7 @@ def test_tokens_may_see_some_of_each_other(cached, x64):
         positions = np.concatenate([np.array([[0, 1]] * B), places], 1)
         got = jit(lambda p, x: stack.apply(p, x, positions=positions, visible=visible)[0])(params, x)[:, 2:]
     one, two = (alone("attention", x[:, [0, 1, 2, last]]) for last in (3, 4))
-    assert_close(got, jnp.stack([one[:, 2], one[:, 3], two[:, 3]], 1), TOLERANCE)
+    assert_close(got, np.stack([one[:, 2], one[:, 3], two[:, 3]], 1), TOLERANCE)
 
 
 def test_scanned_and_unrolled_layers_tell_the_same(x64):
@@ -276,12 +283,16 @@ def step_of(stack):
     return lambda params, x, cache: stack.apply(params, x, cache=cache)[:2]
 
 
+@functools.cache
+def on_one_device():
+    return jit(step_of(stack_of("attention")))(params_of("attention"), inputs()[:, 6:7], after_six())
+
+
 @pytest.mark.parametrize("rules", ["context", "data+context"])
 def test_slots_can_be_split_over_devices(rules, x64):
     """Softmax over slots that lie on several devices: two small sums of a step, and no gather of the cache."""
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
-    _, cache = jit(lambda p, x: in_parts(stack, p, x, (6,), slots=16))(params, x)
-    want = jit(step_of(stack))(params, x[:, 6:7], cache)
+    cache, want = after_six(), on_one_device()
     changes = {"slots": rules, "batch": "none"}
     with use_mesh(make_mesh(MeshSpec(data=2, context=4)), rules_from(changes)):
         args = shard((params, cache), (jax.tree.map(lambda x: (None,) * x.ndim, params), stack.cache_axes()))

@@ -57,6 +57,19 @@ def types(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
+def inputs(*shape):
+    return np.random.default_rng(1).standard_normal(shape).astype(jax.dtypes.canonicalize_dtype(float))
+
+
+def params_of(memory, width=5):
+    """Parameters drawn by NumPy: nothing to compile."""
+    rng = np.random.default_rng(0)
+    leaves = jax.eval_shape(lambda: memory.init(jax.random.key(0), width))
+    return jax.tree.map(
+        lambda leaf: (0.5 * rng.standard_normal(leaf.shape)).astype(jax.dtypes.canonicalize_dtype(float)), leaves
+    )
+
+
 def one_after_another(memory, params, xs, carry, starts):
     """Backpropagation through time: the carry is emptied by hand, and each call sees one step."""
     nothing = memory.initial(NUM_ENVS)
@@ -79,11 +92,14 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
     """And what it remembers then serves the next rollout as well."""
     method = Newton() if name in ("gru", "para_gru") else None
     memory, stepwise = memory_in_float64(name, method), memory_in_float64(name)
-    params = wide(memory.init(jax.random.key(0), 5))
-    xs = jax.random.normal(jax.random.key(1), (STEPS + 2, NUM_ENVS, 5), jnp.float64)
-    # What environments remember from before; the third uses it to the end.
-    carry = wide(memory.initial(NUM_ENVS))
-    _, carry, _ = stepwise.apply(params, xs[:1] * 0.5, np.zeros((1, NUM_ENVS), bool), carry)
+    params, xs = params_of(memory), inputs(STEPS + 2, NUM_ENVS, 5)
+
+    @jit
+    def begun(params, xs):
+        """What environments remember from before; the third uses it to the end."""
+        return stepwise.apply(params, xs * 0.5, np.zeros((1, NUM_ENVS), bool), wide(memory.initial(NUM_ENVS)))[1]
+
+    carry = begun(params, xs[:1])
     leaves, tree = jax.tree.flatten(carry)
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
     later = np.zeros((2, NUM_ENVS), bool)
@@ -112,17 +128,18 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
 @pytest.mark.parametrize("name", ["a stack with slopes", "a rotary stack"])
 def test_counters_stay_small_in_an_endless_episode(name, x64):
     memory, steps = memory_in_float64(name), 40
-    params = wide(memory.init(jax.random.key(0), 5))
-    xs = jax.random.normal(jax.random.key(1), (steps, 1, 5), jnp.float64)
+    params, xs = params_of(memory), inputs(steps, 1, 5)
     never, apply = np.zeros((steps, 1), bool), jit(memory.apply)
-    want, last, _ = apply(params, xs, never, memory.initial(1))
+    first = jit(memory.initial, static_argnums=0)(1)
+    want, last, _ = apply(params, xs, never, first)
     assert 3 <= last.seen[0] < 6 and last.first[0] == 0
-    got, carry = [], memory.initial(1)
+    got, carry = [], first
     for part in np.split(xs, 20):
         y, carry, _ = apply(params, part, never[:2], carry)
-        assert carry.seen[0] < 6 and 0 <= carry.first[0] <= carry.seen[0]
+        seen, start = np.asarray(carry.seen)[0], np.asarray(carry.first)[0]
+        assert seen < 6 and 0 <= start <= seen
         got.append(y)
-    assert_close(jnp.concatenate(got), want, 1e-6 if "rotary" in name else EXACT_MATHS["float64"])
+    assert_close(np.concatenate(got), want, 1e-6 if "rotary" in name else EXACT_MATHS["float64"])
 
 
 # ---------------------------------------------------------------- the formula of attention in a window
@@ -146,64 +163,81 @@ def attention_by_hand(params, x, episode, window):
     return np.stack(out)
 
 
+EPISODES = np.array([[0, 0, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]], bool)
+WEIGHTS = np.cos(np.arange(2 * 7 * 3)).reshape(2, 7, 3)
+
+
+@functools.cache
+def formula(heads, groups):
+    """The mixer, what it is given, and the value and gradient of its formula."""
+    rng, window = np.random.default_rng(0), 3
+    mixer = Attention(heads, groups, 2, positions=Alibi(), visible=Visible(window=window))
+    given = {name: rng.standard_normal(leaf.shape) for name, leaf in mixer.leaves(3, 1.0, 1.0).items()}
+    given["x"] = rng.standard_normal((2, 7, 3))
+
+    def by_hand(given):
+        ys = [attention_by_hand(given, x, np.cumsum(new), window) for x, new in zip(given["x"], EPISODES, strict=True)]
+        return (np.stack(ys) * WEIGHTS).sum()
+
+    return mixer, given, {"value": by_hand(given)} | slopes(by_hand, given)
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("parts", [(7,), (3, 4), (1,) * 7], ids=str)
 def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x64):
-    rng, window, num_envs = np.random.default_rng(0), 3, 2
-    mixer = Attention(heads, groups, 2, positions=Alibi(), visible=Visible(window=window))
+    mixer, given, want = formula(heads, groups)
     stack = Stack(1, 3, mixer, Mlp(6), dtype="float64")
-    given = {name: rng.standard_normal(leaf.shape) for name, leaf in mixer.leaves(3, 1.0, 1.0).items()}
-    given["x"] = rng.standard_normal((num_envs, 7, 3))
-    starts = np.array([[0, 0, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]], bool)
-    weights = np.cos(np.arange(num_envs * 7 * 3)).reshape(num_envs, 7, 3)
-
-    def by_hand(given):
-        ys = [attention_by_hand(given, x, np.cumsum(new), window) for x, new in zip(given["x"], starts, strict=True)]
-        return (np.stack(ys) * weights).sum()
 
     def ours(given):
-        cache, out = stack.init_cache(num_envs, 7), []
-        for begin, end in itertools.pairwise(np.cumsum([0, *parts])):
-            x = given["x"][:, begin:end]
-            context = stack.context(x, starts=starts[:, begin:end], cache=cache)
+        def part(cache, x, starts):
+            context = stack.context(x, starts=starts, cache=cache)
             y, layer, _ = mixer.apply(given, x, cache.layers[0], context)
-            cache = cache.replace(layers=(layer,), seen=cache.seen + x.shape[1], first=context.first[:, -1])
+            return cache.replace(layers=(layer,), seen=cache.seen + x.shape[1], first=context.first[:, -1]), y
+
+        cache, out = stack.init_cache(2, 7), []
+        if set(parts) == {1}:  # steps, in a loop
+            steps = (jnp.moveaxis(x, 1, 0)[:, :, None] for x in (given["x"], EPISODES))
+            _, ys = jax.lax.scan(lambda cache, step: part(cache, *step), cache, tuple(steps))
+            return (jnp.moveaxis(ys[:, :, 0], 0, 1) * WEIGHTS).sum()
+        for begin, end in itertools.pairwise(np.cumsum([0, *parts])):
+            cache, y = part(cache, given["x"][:, begin:end], EPISODES[:, begin:end])
             out.append(y)
-        return (jnp.concatenate(out, 1) * weights).sum()
+        return (jnp.concatenate(out, 1) * WEIGHTS).sum()
 
     value, gradient = jit(jax.value_and_grad(ours))(given)
-    assert_close({"value": value} | gradient, {"value": by_hand(given)} | slopes(by_hand, given), 1e-12)
+    assert_close({"value": value} | gradient, want, 1e-12)
 
 
 def test_the_past_before_a_start_is_forgotten():
     memory = memory_of("min_gru", WIDTH)
-    params, xs = memory.init(jax.random.key(0), 5), jax.random.normal(jax.random.key(1), (STEPS, NUM_ENVS, 5))
-    slope = jax.grad(lambda xs: memory.apply(params, xs, STARTS, memory.initial(NUM_ENVS))[0][3, 1].sum())(xs)
+    params, xs = params_of(memory), inputs(STEPS, NUM_ENVS, 5)
+    slope = jit(jax.grad(lambda xs: memory.apply(params, xs, STARTS, memory.initial(NUM_ENVS))[0][3, 1].sum()))(xs)
+    slope = np.asarray(slope)
     assert np.abs(slope[3, 1]).max() > 0 and np.abs(slope[:3]).max() == 0
 
 
 def test_attention_sees_its_window_and_nothing_before():
     memory = StackMemory(stack_of(NEAR, 1))
-    params, xs = memory.init(jax.random.key(0), 5), jax.random.normal(jax.random.key(1), (6, 1, 5))
-    starts = jnp.zeros((6, 1), bool)
-    slope = jax.grad(lambda xs: memory.apply(params, xs, starts, memory.initial(1))[0][4, 0].sum())(xs)
-    np.testing.assert_array_equal(np.abs(slope[:, 0]).max(1) > 0, [False, False, True, True, True, False])
+    params, starts = params_of(memory), np.zeros((6, 1), bool)
+    slope = jit(jax.grad(lambda xs: memory.apply(params, xs, starts, memory.initial(1))[0][4, 0].sum()))
+    seen = np.abs(slope(inputs(6, 1, 5))[:, 0]).max(1) > 0
+    np.testing.assert_array_equal(seen, [False, False, True, True, True, False])
 
 
 def test_a_solver_that_did_not_converge_is_told():
-    xs, starts = jax.random.normal(jax.random.key(1), (STEPS, 2, 5)), np.zeros((STEPS, 2), bool)
-    told = []
-    for method in (Newton(max_iters=1), Newton()):
-        memory = StackMemory(stack_of(Recurrent(GRU(4), method)))
-        told.append(memory.apply(memory.init(jax.random.key(0), 5), xs, starts, memory.initial(2))[2])
-    assert not told[0] and told[1]
+    xs, starts = inputs(STEPS, 2, 5), np.zeros((STEPS, 2), bool)
+    few, enough = (StackMemory(stack_of(Recurrent(GRU(4), method))) for method in (Newton(max_iters=1), Newton()))
+
+    def told(memory):
+        return jit(lambda params: memory.apply(params, xs, starts, memory.initial(2))[2])(params_of(enough))
+
+    assert not told(few) and told(enough)
 
 
 def test_environments_on_eight_devices_are_those_of_one(x64):
     """Learned from by GSPMD, and walked by each device alone; no width here divides over the devices."""
     memory = StackMemory(stack_of(NEAR, 1, 5, dtype="float64"))
-    params = wide(memory.init(jax.random.key(0), 3))
-    xs = jax.random.normal(jax.random.key(1), (STEPS, 8, 3), jnp.float64)
+    params, xs = params_of(memory, 3), inputs(STEPS, 8, 3)
     starts = np.random.default_rng(0).random((STEPS, 8)) < 0.3
 
     def learned(params, xs, starts):
@@ -242,16 +276,21 @@ def test_a_stack_that_cannot_act_for_ever_is_refused():
 
 def test_a_network_starts_orthogonal():
     network = Network(hidden=(16, 8), conv=(4,))
-    params = network.init(jax.random.key(0), (5, 5, 2), {"value": (1, 1.0)})
+    params = jit(lambda key: network.init(key, (5, 5, 2), {"value": (1, 1.0)}))(jax.random.key(0))
     layers = params["heads"]["value"]["params"]
     for kernel, gain in ((layers["Dense_1"]["kernel"], np.sqrt(2)), (layers["out"]["kernel"], 1.0)):
-        gram = np.asarray(kernel.T @ kernel)
+        gram = np.asarray(kernel).T @ np.asarray(kernel)
         np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5)
     assert params["encoder"]["params"]["Conv_0"]["kernel"].shape == (3, 3, 2, 4)
 
 
 def test_a_memory_of_any_width_feeds_the_heads():
     network = Network((), (8,), memory=stack_of(NEAR, 1, 12), memory_size=64)
-    params = network.init(jax.random.key(0), (5,), {"q": (2, 1.0)})
-    out = network.apply(params, jnp.ones((4, 3, 5)), jnp.zeros((4, 3), bool), network.initial(3))
+
+    @jit
+    def run(key):
+        params = network.init(key, (5,), {"q": (2, 1.0)})
+        return network.apply(params, np.ones((4, 3, 5)), np.zeros((4, 3), bool), network.initial(3))
+
+    out = run(jax.random.key(0))
     assert out.heads["q"].shape == (4, 3, 2)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 D = 4
@@ -67,13 +68,14 @@ def start(cell):
 
 
 def largest(tree):
-    return max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
+    return max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
 
 
 def distance(got, want):
     """The largest difference of any leaf relative to its largest entry; infinite if one is not finite."""
     errors = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        error = jnp.abs(a - b).max() / jnp.maximum(jnp.abs(b).max(), 1e-30)
-        errors.append(float(error) if bool(jnp.isfinite(a).all()) else float("inf"))
+        a, b = np.asarray(a), np.asarray(b)  # nothing to compile
+        error = np.abs(a - b).max() / np.maximum(np.abs(b).max(), 1e-30)
+        errors.append(float(error) if np.isfinite(a).all() else float("inf"))
     return max(errors)

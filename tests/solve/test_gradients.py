@@ -37,11 +37,19 @@ def arguments(cell, length=40):
     return weights(), start(cell), inputs(length)
 
 
+def gradients(cell, scan, argnums=(0, 1, 2)):
+    return jit(jax.grad(functools.partial(loss, cell, scan), argnums))
+
+
+@functools.cache
+def gradients_of_the_loop(cell):
+    return gradients(cell, jax.lax.scan)(*arguments(cell))
+
+
 @once_each(METHODS)
 def test_gradients_to_everything_are_those_of_the_loop(name, cell, x64):
     scan = functools.partial(parallel_scan, method=METHODS[name])
-    got = jit(jax.grad(functools.partial(loss, cell, scan), (0, 1, 2)))(*arguments(cell))
-    want = jit(jax.grad(functools.partial(loss, cell, jax.lax.scan), (0, 1, 2)))(*arguments(cell))
+    got, want = gradients(cell, scan)(*arguments(cell)), gradients_of_the_loop(cell)
     assert distance(got[0]["a" if cell == "lstm" else "w"], want[0]["a" if cell == "lstm" else "w"]) < 1e-10
     assert distance(got[1:], want[1:]) < 1e-10
 
@@ -49,16 +57,21 @@ def test_gradients_to_everything_are_those_of_the_loop(name, cell, x64):
 TWICE = {"windows": Newton(window=16), "backward": ParallelBackward(), "shot": GaussSeidel(block=7, shot_above=0)}
 
 
+def twice(scan):
+    params, h, xs = arguments("rnn")
+    value = lambda w: loss("rnn", scan, {"w": w}, h, xs)  # noqa: E731
+    both = jit(lambda w, v: (jax.jvp(value, (w,), (v,)), jax.jvp(jax.grad(value), (w,), (v,))))
+    return both(params["w"], jnp.cos(params["w"]))
+
+
+@functools.cache
+def twice_by_the_loop():
+    return twice(jax.lax.scan)
+
+
 @pytest.mark.parametrize("method", TWICE.values(), ids=TWICE)
 def test_forward_and_second_derivatives(method, x64):
-    params, h, xs = arguments("rnn")
-
-    def twice(scan):
-        value = lambda w: loss("rnn", scan, {"w": w}, h, xs)  # noqa: E731
-        return jit(lambda w, v: (jax.jvp(value, (w,), (v,)), jax.jvp(jax.grad(value), (w,), (v,))))
-
-    args = params["w"], jnp.cos(params["w"])
-    assert distance(twice(functools.partial(parallel_scan, method=method))(*args), twice(jax.lax.scan)(*args)) < 1e-10
+    assert distance(twice(functools.partial(parallel_scan, method=method)), twice_by_the_loop()) < 1e-10
 
 
 def test_second_derivatives_inside_a_loop_and_under_vmap(x64):
@@ -89,18 +102,27 @@ def test_only_what_has_a_tangent_is_differentiated(x64):
         return scan(f, h, xs)[1].sum()
 
     for argnums in (0, 1):
-        got = jit(jax.grad(functools.partial(value, parallel_scan), argnums))(jnp.ones(2), table)
-        assert distance(got, jax.grad(functools.partial(value, jax.lax.scan), argnums)(jnp.ones(2), table)) < 1e-12
+        got, want = (
+            jit(jax.grad(functools.partial(value, scan), argnums))(jnp.ones(2), table)
+            for scan in (parallel_scan, jax.lax.scan)
+        )
+        assert distance(got, want) < 1e-12
+
+
+@functools.cache
+def exact_gradients(cell, length):
+    """Of float32 arguments, by the loop in float64."""
+    args = arguments(cell, length)
+    with jax.enable_x64(True):
+        return gradients(cell, jax.lax.scan, (0, 2))(*jax.tree.map(lambda leaf: leaf.astype(jnp.float64), args))
 
 
 @pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi", "shot"])
 def test_single_precision(name):
-    cell = "rnn"
-    scan, args = functools.partial(parallel_scan, method=METHODS[name]), arguments(cell, 200)
-    got = jit(jax.grad(functools.partial(loss, cell, scan), (0, 2)))(*args)
+    cell, length = "rnn", 200
+    scan = functools.partial(parallel_scan, method=METHODS[name])
+    got, want = gradients(cell, scan, (0, 2))(*arguments(cell, length)), exact_gradients(cell, length)
     with jax.enable_x64(True):
-        exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), args)
-        want = jit(jax.grad(functools.partial(loss, cell, jax.lax.scan), (0, 2)))(*exact)
         assert distance(got[0]["w"], want[0]["w"]) < 1e-5 and distance(got[1], want[1]) < 1e-5
 
 
