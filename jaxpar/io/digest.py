@@ -1,5 +1,6 @@
 """Exact digests of arrays that do not depend on how the arrays are laid out."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -65,7 +66,14 @@ def numpy_digest(x: np.ndarray) -> str:
 def _digest(path: str, x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    words, split = _words(path, x), _split(x.shape)
+    if x.dtype != np.bool_ and not jnp.iscomplexobj(x) and _bits(x) < 8:
+        raise UsageError(f"{path} is of dtype {x.dtype}, which no checkpoint holds; legal are elements of whole bytes.")
+    return _lanes(x, _split(x.shape))
+
+
+@functools.partial(jax.jit, static_argnums=1)  # so that leaves of one shape are traced once
+def _lanes(x: jax.Array, split: int) -> jax.Array:
+    words = _words(x)
     parts = [_position(x.shape, range(split, x.ndim))]
     if split:
         parts.append(_position(x.shape, range(split)))
@@ -73,15 +81,17 @@ def _digest(path: str, x: jax.Array) -> jax.Array:
     return jnp.stack(lanes)
 
 
-def _words(path: str, x: jax.Array) -> list[jax.Array]:
+def _bits(x: jax.Array) -> int:
+    return (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
+
+
+def _words(x: jax.Array) -> list[jax.Array]:
     """Returns the bits of each element as uint32 arrays, the low word first."""
     if jnp.iscomplexobj(x):
-        return _words(path, x.real) + _words(path, x.imag)
+        return _words(x.real) + _words(x.imag)
     if x.dtype == np.bool_:
         x = x.astype(np.uint8)
-    bits = (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
-    if bits < 8:
-        raise UsageError(f"{path} is of dtype {x.dtype}, which no checkpoint holds; legal are elements of whole bytes.")
+    bits = _bits(x)
     x = jax.lax.bitcast_convert_type(x, np.dtype(f"u{min(bits // 8, 4)}")).astype(np.uint32)
     return [x[..., 0], x[..., 1]] if bits == 64 else [x]
 
