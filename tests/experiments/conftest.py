@@ -136,8 +136,34 @@ def schema_node():
     return functools.cache(_run._schema_node)
 
 
+@pytest.fixture(scope="session")
+def compile_once():
+    """Is `compile_step`, which compiles a step once in a process, however many runs make it."""
+    from jaxpar import loop, mesh
+
+    plain, programs = loop.compile_step, {}
+
+    def compile_step(algorithm, state, inputs, *, length=1, axes=None):
+        leaves, structure = jax.tree.flatten((state, inputs))
+        kinds = [(jax.typeof(x), getattr(x, "sharding", None)) for x in leaves]
+        ambient = jax.sharding.get_mesh(), mesh._table.value
+        key = algorithm, structure, tuple(kinds), length, str(axes), ambient, jax.config.jax_compilation_cache_dir
+        if key not in programs:
+            programs[key] = plain(algorithm, state, inputs, length=length, axes=axes)
+        return programs[key]
+
+    return compile_step
+
+
+def plain_figure(width, height):
+    """A picture that costs half as much to draw; tests/io has those of users."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=30)
+
+
 @pytest.fixture
-def main(monkeypatch, capfd, tmp_path, cache, text, schema_node):
+def main(monkeypatch, capfd, tmp_path, cache, text, schema_node, compile_once):
     """`main(*flags)` is the command in this process, in `tmp_path`.
 
     It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another experiment, which
@@ -145,6 +171,7 @@ def main(monkeypatch, capfd, tmp_path, cache, text, schema_node):
     """
     from experiments import _interrupt, _run
     from jaxpar import loop
+    from jaxpar.io import graphs, plots
 
     def refuse(*args, **kwargs):
         raise AssertionError("a training step is compiled")
@@ -157,13 +184,15 @@ def main(monkeypatch, capfd, tmp_path, cache, text, schema_node):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
-    before, compile_ = jax.config.jax_compilation_cache_dir, loop.compile_step
+    monkeypatch.setattr(plots, "empty_figure", plain_figure)
+    monkeypatch.setattr(graphs, "empty_figure", plain_figure)
+    before = jax.config.jax_compilation_cache_dir
 
     base = [*TINY, f"data.path={text}"]
 
     def call(*flags, of="lm", compiles=False):
         experiment = importlib.import_module(f"experiments.{of}")
-        monkeypatch.setattr(loop, "compile_step", compile_ if compiles else refuse)
+        monkeypatch.setattr(loop, "compile_step", compile_once if compiles else refuse)
         monkeypatch.setattr(sys, "argv", [of, *(base if of == "lm" else ()), *flags])
         capfd.readouterr()
         try:
