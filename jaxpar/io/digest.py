@@ -29,7 +29,7 @@ def device_digests(leaves: Mapping[str, jax.Array]) -> jax.Array:
     bytes. For a fixed index h is a bijection of a 32-bit element, so one changed element always shows; swapped,
     missing or otherwise changed elements escape with probability 2^-64. NaNs are told apart by their bits.
 
-    Cost: one read of the leaves, about forty integer operations an element.
+    Cost: a read of the leaves for each lane, about forty integer operations an element.
 
     Args:
       leaves: Arrays of booleans, integers, floats of 8 to 64 bits, complex numbers, or typed keys.
@@ -77,8 +77,10 @@ def _lanes(x: jax.Array, split: int) -> jax.Array:
     parts = [_position(x.shape, range(split, x.ndim))]
     if split:
         parts.append(_position(x.shape, range(split)))
-    lanes = [jnp.sum(_hash([*parts, *words], np.uint32(seed)), dtype=np.uint32) for seed in _SEEDS]
-    return jnp.stack(lanes)
+    # Both lanes by one reduction, which XLA compiles in half the time of two.
+    seeds = np.array(_SEEDS, np.uint32).reshape(-1, *[1] * x.ndim)
+    h = _hash([word[None] for word in [*parts, *words]], seeds)
+    return jnp.sum(h, tuple(range(1, h.ndim)), np.uint32)
 
 
 def _bits(x: jax.Array) -> int:
@@ -113,7 +115,7 @@ def _position(shape: tuple[int, ...], dimensions: range) -> jax.Array:
     return index
 
 
-def _hash(words: Sequence[Words], seed: np.uint32) -> Words:
+def _hash(words: Sequence[Words], seed: np.uint32 | np.ndarray) -> Words:
     h: Any = seed
     for word in words:
         h = _mix(h ^ word)

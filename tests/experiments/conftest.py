@@ -87,7 +87,10 @@ class Command:
 
     def finish(self, process):
         out, err = process.communicate(timeout=240)
-        return Finished(process.returncode, out, err)
+        return self.said(process.returncode, out, err)
+
+    def said(self, code, out, err):
+        return Finished(code, out, err)
 
     def __call__(self, *flags, **options):
         return self.finish(self.start(*flags, **options))
