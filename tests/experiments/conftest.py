@@ -1,10 +1,12 @@
 """`python -m experiments.lm` as a user runs it: in this process where that is enough, else in one of its own."""
 
 import dataclasses
+import fcntl
 import functools
 import importlib
 import os
 import pathlib
+import pickle
 import random
 import shutil
 import subprocess
@@ -39,12 +41,21 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A folder that all workers of this run of the tests share."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(shared):
     """A folder of compiled programs that all processes share, so that a restart compiles nothing.
 
     It is not kept for the next run of the tests: some of those who write to it are killed.
     """
-    return tmp_path_factory.mktemp("compiled")
+    return shared / "compiled"
 
 
 @pytest.fixture(scope="session")
@@ -117,12 +128,16 @@ def command(tmp_path, command_in):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory, command_in):
-    """What an uninterrupted run said, and its folder; tests change only copies of it."""
-    command = command_in(tmp_path_factory.mktemp("finished"))
-    said = command()
-    assert said.code == 0, said
-    return said, command.cwd / "run"
+def finished(shared, command_in):
+    """What an uninterrupted run said, and its folder; tests change only copies of it. Made once for all workers."""
+    kept = shared / "said.pickle"
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            said = command_in(shared)()
+            assert said.code == 0, said
+            kept.write_bytes(pickle.dumps(dataclasses.astuple(said)))
+    return Finished(*pickle.loads(kept.read_bytes())), shared / "run"
 
 
 @pytest.fixture
