@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -17,7 +17,7 @@ from experiments._folder import saving
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import open_progress, open_writers
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
-from jaxpar.types import Algorithm, BatchFn, PyTree
+from jaxpar.types import Algorithm, BatchFn, PyTree, SupportsAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,12 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
     config, folder, identity = run.config, run.folder, _run.identity(run.config)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(saving(folder, config.resume, **run.checkpoints))
-        hooks = Hooks(checkpoints=checkpoints, metadata=identity | dict(run.metadata), renamed=run.renamed)
+        hooks = Hooks(
+            axes=cast(SupportsAxes, algorithm).axes(),  # once a run: most trace `init` for it
+            checkpoints=checkpoints,
+            metadata=identity | dict(run.metadata),
+            renamed=run.renamed,
+        )
         start, state = resume(algorithm, hooks) or (0, None)  # before a file of another run is touched
         run.tell_start(start)
         writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name, config=identity)

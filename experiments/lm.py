@@ -244,14 +244,16 @@ def check_length(config: Config) -> None:
         config.model.order(length).places(length, count)
 
 
+@functools.partial(jax.jit, static_argnames="model")
+def _sums(params: PyTree, batch: dict[str, jax.Array], model: LMConfig) -> jax.Array:
+    """Returns the loss summed over a batch, and the sum of its weights."""
+    weights = batch.get("weights", jnp.ones(batch["targets"].shape))
+    return jnp.stack([loss(params, batch, model, normaliser=jnp.float32(1)), weights.sum()])
+
+
 def make_evaluate(config: Config, corpus: Corpus):
     """Returns a function `state or params -> {"validation/loss": nats a token}`."""
     data = config.data
-
-    @jax.jit
-    def sums(params, batch):
-        weights = batch.get("weights", jnp.ones(batch["targets"].shape))
-        return jnp.stack([loss(params, batch, config.model, normaliser=jnp.float32(1)), weights.sum()])
 
     def batches():
         if not config.train.eval_batches:
@@ -263,7 +265,7 @@ def make_evaluate(config: Config, corpus: Corpus):
 
     def evaluate(state) -> Mapping[str, float]:
         params = getattr(state, "params", state)
-        total = np.sum([np.asarray(sums(params, batch), np.float64) for batch in batches()], axis=0)
+        total = np.sum([np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()], axis=0)
         return {"validation/loss": float(total[0] / total[1])}
 
     return evaluate

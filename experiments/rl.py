@@ -293,14 +293,7 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
 
 def evaluation_returns(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
     """Returns the mean return of each seed's agent, `[S]`, over whole episodes of likeliest actions."""
-    params = jax.device_get(params)
-
-    def play(key, agent, weights):
-        played = evaluate(key, learner.env, params, agent, weights, config.eval_episodes, config.eval_steps,
-                          carry=agent.first_carry())  # fmt: skip
-        return jnp.mean(played.returns), jnp.mean(played.finished)
-
-    returns, finished = _of_each_seed(config, learner, state, play)
+    returns, finished = _of_each_seed(_whole_episodes, config, learner, params, state)
     if (cut := 1 - float(finished.mean())) > 0:
         say(f"note       {cut:.1%} of the episodes went on after eval_steps={config.eval_steps}, and count as far as "
             "they came")  # fmt: skip
@@ -314,14 +307,7 @@ def evaluation_by_trial(config: Config, learner: Any, params: PyTree, state: PyT
     """
     if not config.last_action_reward or capabilities(learner.env).trial is None:
         return None
-    params = jax.device_get(params)
-
-    def play(key, agent, weights):
-        env_state = init(key, learner.env, params, config.eval_episodes, agent.first_carry())
-        return rollout(key, env_state, learner.env, params, agent, weights, config.eval_steps, reset=NoReset(),
-                      keep=lambda row: (row.reward, jnp.where(row.valid, row.info["trial"], 0)))[1]  # fmt: skip
-
-    rewards, trials = _of_each_seed(config, learner, state, play)
+    rewards, trials = _of_each_seed(_rows_of_trials, config, learner, params, state)
     of_one = functools.partial(returns_by_trial, num_trials=trials.max() + 1)
     return np.asarray(jnp.mean(jax.vmap(of_one)(rewards, trials), -1))
 
@@ -366,13 +352,28 @@ def comparison_lines(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarr
     return lines
 
 
-def _of_each_seed(config: Config, learner: Any, state: PyTree, play: Callable) -> PyTree:
-    """`play(key, agent, weights)` by the likeliest actions of each seed's agent, stacked; on one device."""
-    agent, seed = learner.agent(greedy=True), config.seed
+def _whole_episodes(key, env, params, agent, weights, episodes, steps):
+    played = evaluate(key, env, params, agent, weights, episodes, steps, carry=agent.first_carry())
+    return jnp.mean(played.returns), jnp.mean(played.finished)
+
+
+def _rows_of_trials(key, env, params, agent, weights, episodes, steps):
+    env_state = init(key, env, params, episodes, agent.first_carry())
+    return rollout(key, env_state, env, params, agent, weights, steps, reset=NoReset(),
+                   keep=lambda row: (row.reward, jnp.where(row.valid, row.info["trial"], 0)))[1]  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("play", "env", "agent", "episodes", "steps"))
+def _played(play: Callable, key, env, params, agent, weights, episodes: int, steps: int) -> PyTree:
+    return jax.lax.map(lambda one: play(key, env, params, agent, one, episodes, steps), weights)
+
+
+def _of_each_seed(play: Callable, config: Config, learner: Any, params: PyTree, state: PyTree) -> PyTree:
+    """What `play` gives by the likeliest actions of each seed's agent, stacked; on one device."""
     with on_one_device():
-        key = jax.random.fold_in(jax.random.key(seed), 2**32 - 3)
-        play_all = jax.jit(lambda weights: jax.lax.map(lambda one: play(key, agent, one), weights))
-        return jax.device_get(play_all(jax.device_get(state.weights)))
+        key, agent = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3), learner.agent(greedy=True)
+        args = key, learner.env, jax.device_get(params), agent, jax.device_get(state.weights)
+        return jax.device_get(_played(play, *args, config.eval_episodes, config.eval_steps))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ hand makes the same steps.
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -307,14 +308,33 @@ def _first_state(algorithm: Algorithm, key: PRNGKey, state: PyTree | None, hooks
         return resumed
     shardings = None if hooks.axes is None else named_shardings(_shapes(algorithm, state), hooks.axes)
     if state is None:
-        init = jax.jit(lambda key: algorithm.init(key, None), out_shardings=shardings)
+        init = jax.jit(_init_of(_Same(algorithm)), out_shardings=shardings)
         return 0, init(jax.random.fold_in(key, 2**32 - 1))
     return 0, state if shardings is None else jax.device_put(state, shardings)
 
 
+class _Same:
+    """An algorithm that equals itself alone: those that compare equal may differ in what `init` reads."""
+
+    def __init__(self, algorithm: Algorithm):
+        self.algorithm = algorithm
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.algorithm is other.algorithm
+
+    def __hash__(self) -> int:
+        return id(self.algorithm)
+
+
+@functools.lru_cache(maxsize=1)
+def _init_of(same: _Same) -> Callable[[PRNGKey], PyTree]:
+    """Returns one function for all calls with the last algorithm, so that JAX traces it once for a run."""
+    return lambda key: same.algorithm.init(key, None)
+
+
 def _shapes(algorithm: Algorithm, state: PyTree | None) -> PyTree:
     if state is None:
-        return jax.eval_shape(lambda key: algorithm.init(key, None), jax.random.key(0))
+        return jax.eval_shape(_init_of(_Same(algorithm)), jax.random.key(0))
     return jax.eval_shape(lambda state: state, state)
 
 

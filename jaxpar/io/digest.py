@@ -1,5 +1,6 @@
 """Exact digests of arrays that do not depend on how the arrays are laid out."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ def device_digests(leaves: Mapping[str, jax.Array]) -> jax.Array:
     bytes. For a fixed index h is a bijection of a 32-bit element, so one changed element always shows; swapped,
     missing or otherwise changed elements escape with probability 2^-64. NaNs are told apart by their bits.
 
-    Cost: one read of the leaves, about forty integer operations an element.
+    Cost: a read of the leaves for each lane, about forty integer operations an element.
 
     Args:
       leaves: Arrays of booleans, integers, floats of 8 to 64 bits, complex numbers, or typed keys.
@@ -65,23 +66,34 @@ def numpy_digest(x: np.ndarray) -> str:
 def _digest(path: str, x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    words, split = _words(path, x), _split(x.shape)
+    if x.dtype != np.bool_ and not jnp.iscomplexobj(x) and _bits(x) < 8:
+        raise UsageError(f"{path} is of dtype {x.dtype}, which no checkpoint holds; legal are elements of whole bytes.")
+    return _lanes(x, _split(x.shape))
+
+
+@functools.partial(jax.jit, static_argnums=1)  # so that leaves of one shape are traced once
+def _lanes(x: jax.Array, split: int) -> jax.Array:
+    words = _words(x)
     parts = [_position(x.shape, range(split, x.ndim))]
     if split:
         parts.append(_position(x.shape, range(split)))
-    lanes = [jnp.sum(_hash([*parts, *words], np.uint32(seed)), dtype=np.uint32) for seed in _SEEDS]
-    return jnp.stack(lanes)
+    # Both lanes by one reduction, which XLA compiles in half the time of two.
+    seeds = np.array(_SEEDS, np.uint32).reshape(-1, *[1] * x.ndim)
+    h = _hash([word[None] for word in [*parts, *words]], seeds)
+    return jnp.sum(h, tuple(range(1, h.ndim)), np.uint32)
 
 
-def _words(path: str, x: jax.Array) -> list[jax.Array]:
+def _bits(x: jax.Array) -> int:
+    return (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
+
+
+def _words(x: jax.Array) -> list[jax.Array]:
     """Returns the bits of each element as uint32 arrays, the low word first."""
     if jnp.iscomplexobj(x):
-        return _words(path, x.real) + _words(path, x.imag)
+        return _words(x.real) + _words(x.imag)
     if x.dtype == np.bool_:
         x = x.astype(np.uint8)
-    bits = (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
-    if bits < 8:
-        raise UsageError(f"{path} is of dtype {x.dtype}, which no checkpoint holds; legal are elements of whole bytes.")
+    bits = _bits(x)
     x = jax.lax.bitcast_convert_type(x, np.dtype(f"u{min(bits // 8, 4)}")).astype(np.uint32)
     return [x[..., 0], x[..., 1]] if bits == 64 else [x]
 
@@ -103,7 +115,7 @@ def _position(shape: tuple[int, ...], dimensions: range) -> jax.Array:
     return index
 
 
-def _hash(words: Sequence[Words], seed: np.uint32) -> Words:
+def _hash(words: Sequence[Words], seed: np.uint32 | np.ndarray) -> Words:
     h: Any = seed
     for word in words:
         h = _mix(h ^ word)

@@ -7,7 +7,7 @@ about the rest. Sets can grow doubly exponentially: this is for small models.
 """
 
 import numpy as np
-from scipy.optimize import linprog
+import scipy  # its parts are loaded when they are first used
 
 from jaxpar.types import UsageError
 
@@ -125,7 +125,7 @@ def _by_witness(alphas: np.ndarray, gain: float) -> np.ndarray:
 def _witness(alpha: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, float]:
     """The belief where `alpha` is farthest above all of `others`, and by how much."""
     num_states = len(alpha)
-    found = linprog(
+    found = scipy.optimize.linprog(
         np.r_[np.zeros(num_states), -1.0],
         A_ub=np.c_[others - alpha, np.ones(len(others))],
         b_ub=np.zeros(len(others)),

@@ -1,10 +1,12 @@
 """`python -m experiments.lm` as a user runs it: in this process where that is enough, else in one of its own."""
 
 import dataclasses
+import fcntl
 import functools
 import importlib
 import os
 import pathlib
+import pickle
 import random
 import shutil
 import subprocess
@@ -39,12 +41,21 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A folder that all workers of this run of the tests share."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(shared):
     """A folder of compiled programs that all processes share, so that a restart compiles nothing.
 
     It is not kept for the next run of the tests: some of those who write to it are killed.
     """
-    return tmp_path_factory.mktemp("compiled")
+    return shared / "compiled"
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +98,10 @@ class Command:
 
     def finish(self, process):
         out, err = process.communicate(timeout=240)
-        return Finished(process.returncode, out, err)
+        return self.said(process.returncode, out, err)
+
+    def said(self, code, out, err):
+        return Finished(code, out, err)
 
     def __call__(self, *flags, **options):
         return self.finish(self.start(*flags, **options))
@@ -114,12 +128,16 @@ def command(tmp_path, command_in):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory, command_in):
-    """What an uninterrupted run said, and its folder; tests change only copies of it."""
-    command = command_in(tmp_path_factory.mktemp("finished"))
-    said = command()
-    assert said.code == 0, said
-    return said, command.cwd / "run"
+def finished(shared, command_in):
+    """What an uninterrupted run said, and its folder; tests change only copies of it. Made once for all workers."""
+    kept = shared / "said.pickle"
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            said = command_in(shared)()
+            assert said.code == 0, said
+            kept.write_bytes(pickle.dumps(dataclasses.astuple(said)))
+    return Finished(*pickle.loads(kept.read_bytes())), shared / "run"
 
 
 @pytest.fixture
@@ -136,8 +154,34 @@ def schema_node():
     return functools.cache(_run._schema_node)
 
 
+@pytest.fixture(scope="session")
+def compile_once():
+    """Is `compile_step`, which compiles a step once in a process, however many runs make it."""
+    from jaxpar import loop, mesh
+
+    plain, programs = loop.compile_step, {}
+
+    def compile_step(algorithm, state, inputs, *, length=1, axes=None):
+        leaves, structure = jax.tree.flatten((state, inputs))
+        kinds = [(jax.typeof(x), getattr(x, "sharding", None)) for x in leaves]
+        ambient = jax.sharding.get_mesh(), mesh._table.value
+        key = algorithm, structure, tuple(kinds), length, str(axes), ambient, jax.config.jax_compilation_cache_dir
+        if key not in programs:
+            programs[key] = plain(algorithm, state, inputs, length=length, axes=axes)
+        return programs[key]
+
+    return compile_step
+
+
+def plain_figure(width, height):
+    """A picture that costs half as much to draw; tests/io has those of users."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=30)
+
+
 @pytest.fixture
-def main(monkeypatch, capfd, tmp_path, cache, text, schema_node):
+def main(monkeypatch, capfd, tmp_path, cache, text, schema_node, compile_once):
     """`main(*flags)` is the command in this process, in `tmp_path`.
 
     It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another experiment, which
@@ -145,6 +189,7 @@ def main(monkeypatch, capfd, tmp_path, cache, text, schema_node):
     """
     from experiments import _interrupt, _run
     from jaxpar import loop
+    from jaxpar.io import graphs, plots
 
     def refuse(*args, **kwargs):
         raise AssertionError("a training step is compiled")
@@ -157,13 +202,15 @@ def main(monkeypatch, capfd, tmp_path, cache, text, schema_node):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
-    before, compile_ = jax.config.jax_compilation_cache_dir, loop.compile_step
+    monkeypatch.setattr(plots, "empty_figure", plain_figure)
+    monkeypatch.setattr(graphs, "empty_figure", plain_figure)
+    before = jax.config.jax_compilation_cache_dir
 
     base = [*TINY, f"data.path={text}"]
 
     def call(*flags, of="lm", compiles=False):
         experiment = importlib.import_module(f"experiments.{of}")
-        monkeypatch.setattr(loop, "compile_step", compile_ if compiles else refuse)
+        monkeypatch.setattr(loop, "compile_step", compile_once if compiles else refuse)
         monkeypatch.setattr(sys, "argv", [of, *(base if of == "lm" else ()), *flags])
         capfd.readouterr()
         try:

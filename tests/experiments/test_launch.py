@@ -28,12 +28,31 @@ needs_children = pytest.mark.skipif(
 )
 
 
+def arguments(command, processes, devices, *flags):
+    sizes = ["--processes", str(processes), "--devices-per-process", str(devices)]
+    return [*sizes, "lm", *command.flags, *SAME, *flags]
+
+
+@pytest.fixture
+def launched(command, monkeypatch, capfd):
+    """`launched(processes, devices, *flags)` is a `Launched` that ended by itself, without the launcher's own start."""
+    for name, value in command.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(command.cwd)
+
+    def call(*asked):
+        capfd.readouterr()
+        code = launch.main(arguments(command, *asked))
+        return command.said(code, *capfd.readouterr())
+
+    return call
+
+
 class Launched:
     """`python -m experiments.launch` of as many processes as `devices` has entries, in a folder of its own."""
 
     def __init__(self, command, processes, devices, *flags):
-        line = [sys.executable, "-m", "experiments.launch", "--processes", str(processes)]
-        line += ["--devices-per-process", str(devices), "lm", *command.flags, *SAME, *flags]
+        line = [sys.executable, "-m", "experiments.launch", *arguments(command, processes, devices, *flags)]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(line, cwd=command.cwd, env=command.env, **pipes)
         self.pid, self.count, self._command = self.process.pid, processes, command
@@ -132,7 +151,7 @@ def test_two_hundred_steps_that_move_keep_their_losses(command):
 
 
 @needs_children
-def test_ctrl_c_saves_a_kill_ends_all_and_both_resume(command):
+def test_ctrl_c_saves_a_kill_ends_all_and_both_resume(command, launched):
     run = Launched(command, 2, 1, "train.steps=400", "optimizer.decay_steps=400")
     run.wait_for_step(5)
     run.process.send_signal(signal.SIGINT)
@@ -156,7 +175,7 @@ def test_ctrl_c_saves_a_kill_ends_all_and_both_resume(command):
     shutil.rmtree(logs)
 
     reached = losses(command.cwd / "run")
-    again = Launched(command, 2, 1, f"train.steps={step + 12}", "optimizer.decay_steps=400").finish()
+    again = launched(2, 1, f"train.steps={step + 12}", "optimizer.decay_steps=400")
     whole = int(re.search(r"\(resuming at step (\d+)\)", again.out)[1])
     assert again.code == 0 and step < whole <= len(reached) and whole >= len(reached) - 8, again
     assert losses(command.cwd / "run")[: len(reached)] == reached[: step + 12]
@@ -306,8 +325,8 @@ def test_help_has_examples(capsys):
     assert end.value.code == 0 and "--processes 4 --devices-per-process 2 lm train.steps=50" in capsys.readouterr().out
 
 
-def test_a_mistake_in_the_flags_is_said_once(command):
-    said = Launched(command, 2, 1, "mesh.data=3").finish()
+def test_a_mistake_in_the_flags_is_said_once(launched):
+    said = launched(2, 1, "mesh.data=3")
     assert said.sentence() == "error: mesh data=3 needs 3 devices but 2 are here; the nearest legal choice is data=2."
-    said = Launched(command, 2, 1, "train.stepz=3").finish()
+    said = launched(2, 1, "train.stepz=3")
     assert said.sentence() == "error: unknown flag 'train.stepz'; did you mean train.steps?"

@@ -76,23 +76,25 @@ def test_laws_and_gradient_of_training_are_those_of_a_plain_loop(name, x64):
         laws = guesses(params, own, tokens, jnp.array(anchors), config, draft)
         return (distillation(*laws) * jnp.array([1, 0.5])).mean(), laws
 
-    def plain(own):
-        total, laws = 0.0, []
-        for row in tokens:
-            for anchor in anchors:
-                guessed = plain_logits(params, own, row[None, : anchor + 1], config, name)[0, -2:]
-                whole = plain_logits(params, own, row[None], config, name)[0]
-                for place in range(2):
-                    law = jax.nn.softmax(whole[anchor + 1 + place])
-                    apart = (law * (jnp.log(law) - jax.nn.log_softmax(guessed[place]))).sum()
-                    total += 0.5**place * apart / (2 * 2 * 2)
-                    laws.append((whole[anchor + 1 + place], guessed[place]))
+    def plain_row(own, row):
+        whole, total, laws = plain_logits(params, own, row[None], config, name)[0], 0.0, []
+        for anchor in anchors:
+            guessed = plain_logits(params, own, row[None, : anchor + 1], config, name)[0, -2:]
+            for place in range(2):
+                law = jax.nn.softmax(whole[anchor + 1 + place])
+                apart = (law * (jnp.log(law) - jax.nn.log_softmax(guessed[place]))).sum()
+                total += 0.5**place * apart / (2 * 2 * 2)
+                laws.append((whole[anchor + 1 + place], guessed[place]))
         return total, laws
+
+    def plain(own):
+        totals, laws = jax.lax.map(lambda row: plain_row(own, row), tokens)  # one row after the other, compiled once
+        return totals.sum(), laws
 
     (value, laws), gradient = jit(jax.value_and_grad(trained, has_aux=True))(own)
     (want, plain_laws), plain_gradient = jit(jax.value_and_grad(plain, has_aux=True))(own)
     for which in range(2):
-        want_laws = jnp.stack([pair[which] for pair in plain_laws]).reshape(laws[which].shape)
+        want_laws = jnp.stack([pair[which] for pair in plain_laws], 1).reshape(laws[which].shape)
         np.testing.assert_allclose(laws[which], want_laws, rtol=1e-6, atol=1e-6)  # float32 at the head's end
     assert abs(value - want) < 1e-7 * abs(want)
     assert_close(gradient, plain_gradient, EXACT_MATHS["float64"])
@@ -100,6 +102,15 @@ def test_laws_and_gradient_of_training_are_those_of_a_plain_loop(name, x64):
 
 
 laws_of = jit(guesses, static_argnums=(4, 5))
+
+
+@functools.partial(jit, static_argnums=2)
+def deciding(laws, places, sampling):
+    """The numbers whose largest is drawn at each of these places."""
+    scores = process(laws, sampling)
+    if not sampling.temperature:
+        return scores
+    return scores + jax.vmap(lambda place: gumbel(KEY, jnp.int32(0), place, jnp.int32(0), VOCAB))(places)
 
 
 def plain_passes(text, start, laws, sampling):
@@ -115,10 +126,8 @@ def plain_passes(text, start, laws, sampling):
             if parent in reached and end + depth <= len(text) and guessed[depth - 1][rank] == text[end + depth - 1]:
                 reached.append(node)
         kept = end + max(int(BUSHY.depth[node]) for node in reached)
-        scores = process(laws[kept - 1], sampling)
-        if sampling.temperature:
-            scores += jnp.stack([gumbel(KEY, *(jnp.int32(x) for x in (0, kept + 1 + i, 0)), VOCAB) for i in range(2)])
-        guessed = jnp.argsort(-scores)[:, :3].tolist()
+        scores = deciding(laws[kept - 1], np.arange(kept + 1, kept + 3, dtype=np.int32), sampling)
+        guessed = np.argsort(-np.asarray(scores), kind="stable")[:, :3].tolist()
         end = kept + 1
     return passes
 
@@ -133,13 +142,12 @@ def test_a_window_guesses_what_training_saw(name, temperature, x64):
         KEY, params, prompt, Decoder(config), sampling, prompt_lengths=lengths, block=4, draft=draft, draft_params=own
     )
     texts = np.pad(out.tokens, ((0, 0), (0, 3)))  # room for what is guessed behind the last token
-    known, laws = laws_of(params, own, texts, jnp.arange(3 + NEW), config, draft)
+    known, laws = jax.device_get(laws_of(params, own, texts, jnp.arange(3 + NEW), config, draft))
     for row in range(2):
         text = np.asarray(out.tokens)[row, : int(out.lengths[row])].tolist()
+        scores = deciding(known[row, :, 0], np.arange(2, 2 + len(known[row]), dtype=np.int32), sampling)
         for place in range(lengths[row], len(text)):
-            scores = process(known[row, place - 2, 0], sampling)
-            noise = gumbel(KEY, *(jnp.int32(x) for x in (0, place, 0)), VOCAB) if temperature else 0
-            assert text[place] == (scores + noise).argmax()
+            assert text[place] == np.asarray(scores)[place - 2].argmax()
         assert out.passes[row] == plain_passes(text, lengths[row], laws[row], sampling)
     assert out.passes.sum() < 2 * (NEW - 1), "no guess was ever right"
 

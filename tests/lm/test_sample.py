@@ -19,14 +19,14 @@ from jaxpar.types import UsageError
 VOCAB, PROMPT, NEW = 32, 5, 7
 SMALL = dict(vocab_size=VOCAB, num_layers=2, embed_dim=32, mlp_dim=48, init_std=0.3, dtype="float32")
 MODELS = {
-    "llama": LMConfig(**SMALL, num_heads=8, num_kv_heads=2),
+    "llama": LMConfig(**SMALL, num_heads=8, num_kv_heads=4),
     "gpt2": LMConfig(
         **SMALL, num_heads=4, norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.3,
         max_seq_len=PROMPT + NEW,
     ),
 }  # fmt: skip
 each_model = pytest.mark.parametrize("name", MODELS)
-sampled = jit(generate, static_argnums=(3, 4))
+sampled = jit(generate, static_argnums=(3, 4), static_argnames="num_samples")
 
 
 @functools.cache
@@ -37,6 +37,11 @@ def params_of(name):
 @functools.cache
 def whole_forward(name):
     return jit(lambda params, tokens: apply(params, tokens, MODELS[name]))
+
+
+@functools.cache
+def extension(config):
+    return jit(functools.partial(extend, config=config))
 
 
 def slow_filter(logits, sampling):
@@ -139,12 +144,11 @@ def test_stop_token_ends_a_row_and_no_other(name):
 
 
 def test_a_row_draws_the_same_whatever_the_others_are():
-    prompt, sampling = prompts(), Sampling(NEW)
-    whole, *_ = sampled(jax.random.key(7), params_of("llama"), prompt, MODELS["llama"], sampling)
+    prompt, args = prompts(), (MODELS["llama"], Sampling(NEW, temperature=0.7))
+    key, params = jax.random.key(7), params_of("llama")
+    whole, *_ = sampled(key, params, prompt, *args)
     prompt[1:] = 0
-    other, *_ = sampled(
-        jax.random.key(7), params_of("llama"), prompt, MODELS["llama"], sampling, prompt_lengths=np.array([5, 2, 2, 2])
-    )
+    other, *_ = sampled(key, params, prompt, *args, prompt_lengths=np.array([5, 2, 2, 2]))
     np.testing.assert_array_equal(whole[0], other[0])
 
 
@@ -153,7 +157,7 @@ def test_a_row_draws_the_same_whatever_the_others_are():
 def test_cache_equals_the_whole_forward(name, chunks):
     config, params = MODELS[name], params_of(name)
     tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
-    run = jit(functools.partial(extend, config=config))
+    run = extension(config)
     cache, parts, start = empty_cache(config, 2, 12), [], 0
     for size in chunks:
         logits, cache = run(params, tokens[:, start : start + size], cache)
@@ -166,7 +170,7 @@ def test_cache_rows_may_stand_at_different_places():
     """What a row is told to forget is overwritten before it is seen."""
     config, params = MODELS["llama"], params_of("llama")
     tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
-    run = jit(functools.partial(extend, config=config))
+    run = extension(config)
     _, cache = run(params, tokens[:, :6], empty_cache(config, 2, 12))
     rest = np.stack([tokens[0, 6:9], tokens[1, 3:6][::-1]])  # row 1 goes back to place 3 and on with other tokens
     logits, _ = run(params, rest, cache.replace(seen=jnp.array([6, 3], jnp.int32)))
@@ -202,18 +206,14 @@ def test_frequencies_are_the_probabilities(sampling):
 
 @pytest.mark.parametrize(("sizes", "num_samples"), [((2, 2, 2), 1), ((2, 1, 4), 2)], ids=["weights split", "samples"])
 def test_sharded_generate_equals_one_device(sizes, num_samples):
-    config = LMConfig(**SMALL, num_heads=8, num_kv_heads=4)
-    params, prompt = noisy_params(config), prompts()
-    options = {"prompt_lengths": np.array([5, 1, 3, 4]), "num_samples": num_samples}
-    sampled = jit(
-        functools.partial(generate, config=config, sampling=Sampling(NEW, top_k=5)), static_argnames="num_samples"
-    )
-    want = sampled(jax.random.key(7), params, prompt, **options)
+    config, params, prompt = MODELS["llama"], params_of("llama"), prompts()
+    static, lengths = (config, Sampling(NEW, temperature=1.5, top_k=3)), {"prompt_lengths": np.array([5, 1, 3, 4])}
+    samples = {"num_samples": num_samples} if num_samples > 1 else {}
+    want = sampled(jax.random.key(7), params, prompt, *static, **lengths, **samples)
     with use_mesh(make_mesh(MeshSpec(*sizes), jax.devices())):
         args = jax.random.key(7), shard(params, axes(config)), place_rows(lambda rows: prompt[rows], len(prompt))
-        program = sampled.lower(*args, **options).compile()
-        del options["num_samples"]
-        got = program(*args, **options)
+        program = sampled.lower(*args, *static, **lengths, **samples).compile()
+        got = program(*args, **lengths)
     jax.tree.map(np.testing.assert_array_equal, got[:2], want[:2])
     assert_close(got.log_probs, want.log_probs, EXACT_MATHS["float32"])
     if sizes[1] == 1:  # no weight is split; keys and values, new ones and the cache's, have four axes and more

@@ -25,6 +25,8 @@ MODELS = {
     "aaren": LMConfig(**SMALL, mixer="aaren", scan_layers=False),
 }
 TOLERANCE = EXACT_MATHS["float64"]
+loss_of, in_turn = jit(loss, static_argnums=2), jit(InTurn(), static_argnums=(0, 4))
+staged = functools.cache(stages)  # two of one model are not equal, and would be compiled twice
 
 
 def batch(packed=False):
@@ -45,16 +47,16 @@ def test_stages_one_after_the_other_are_the_model(name, packed, x64):
     got, want = (jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (layer_by_layer(model), model.whole))
     assert_close(got, want, TOLERANCE)
     if not config.dropout:
-        assert_close(want[0][0], loss(params, data, config), TOLERANCE)
+        assert_close(want[0][0], loss_of(params, data, config), TOLERANCE)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_turn_equals_the_whole_batch(count, packed, x64):
     config, data = MODELS["llama"], batch(packed)
-    params, run = noisy_params(config, np.float64), jit(InTurn(), static_argnums=(0, 4))
-    (value, aux), grads = run(stages(config), params, data, None, 1)
-    (parts, told), sums = run(stages(config), params, data, None, count)
+    params = noisy_params(config, np.float64)
+    (value, aux), grads = in_turn(staged(config), params, data, None, 1)
+    (parts, told), sums = in_turn(staged(config), params, data, None, count)
     assert_close((parts, sums, scalars(told)), (value, grads, scalars(aux)), TOLERANCE)
 
 
@@ -74,10 +76,9 @@ def test_a_schedule_of_ones_own_trains():
 
     config = dataclasses.replace(MODELS["llama"], dtype="float32")
     options = OptimizerConfig(), 10, 2
-    states = []
+    state, states = jit(Trainer(config, *options).init)(jax.random.key(0)), []
     for schedule in (InTurn(), Counting()):
         trainer = Trainer(config, *options, schedule=schedule)
-        state = trainer.init(jax.random.key(0))
         states.append(jit(trainer.step)(jax.random.key(1), state, batch()))
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert called == [2]

