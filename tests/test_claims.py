@@ -82,8 +82,7 @@ CLAIMS = {
     "lm/test_split_sequence.py::loss_and_gradients_equal_one_device",
     "the cheapest collectives between two placements": "parallel/test_placement.py::every_pair_over_one_axis "
     "parallel/test_placement.py::a_way_round_is_never_cheaper",
-    "one controller of several meshes": "parallel/test_dataflow.py"
-    "::random_graphs_equal_numpy_and_never_deadlock",
+    "one controller of several meshes": "parallel/test_dataflow.py::random_graphs_equal_numpy_and_never_deadlock",
     "gymnax's, JaxMARL's and others' in": "env/test_adapt.py::gymnax_steps_as_gymnax_does "
     "env/test_adapt.py::gymnax_keeps_the_last_observation_and_both_ends "
     "env/test_adapt.py::dictionaries_are_stacked_padded_and_masked",
