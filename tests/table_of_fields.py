@@ -26,6 +26,7 @@ from experiments import (
     lm,
     moving_digits,
     neat,
+    pipeline,
     pipelined_speculation,
     pomdp,
     rl,
@@ -366,6 +367,10 @@ TABLE = {
         "num_samples": ((0, 1025), (1, 1024)),
         "batch_size": ((0, 4097), (1, 4096)),
         "draft_length": ((-1, 65), (0, 64)),
+    },
+    pipeline.Config: {
+        "devices microbatches chunks": COUNT,
+        "forward backward weights softmax rows latency cap": LEAST_0,
     },
     pipelined_speculation.Config: {
         "stages draft_ticks": ((0, 1025), (1, 1024)),

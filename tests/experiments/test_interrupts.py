@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
 COMMANDS = ["compare", "digits", "env", "estimate", "generate", "launch", "lm", "moving_digits", "neat"]
-COMMANDS += ["pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
+COMMANDS += ["pipeline", "pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
 
 
 def interrupt():
@@ -165,6 +165,7 @@ TINY = {
     "moving_digits": "",
     "neat": "population=16",
     "estimate": "",
+    "pipeline": "schedules=[gpipe]",
     "pipelined_speculation": "tokens=9",
     "pomdp": "env=Tiger episodes=2 max_steps=2 gif=false",
     "rl": "num_seeds=1 num_envs=8 num_steps=8 train.steps=64 train.chunk=1 gif=false",
@@ -182,6 +183,7 @@ FIRST = {  # what a command does first that takes long
     "compare": "experiments.compare.measure",
     "env": "experiments.env.PolicyRun.compiled",
     "estimate": "jaxpar.aot.estimate",
+    "pipeline": "experiments.pipeline.run",
     "pipelined_speculation": "experiments.pipelined_speculation.run",
     "pomdp": "experiments.pomdp.batched",
     "step_speculation": "jaxpar.loop._first_state",
