@@ -29,6 +29,12 @@ class PipelineConfig(_run.RunConfig):
     chunks: int = field(2, AtLeast(1))
     split_head: bool = False
 
+    def __post_init__(self):
+        """Has each stage of a pipeline hold its own layers."""
+        super().__post_init__()
+        if self.pipeline != "none" and "stages" not in self.layout.split("+"):
+            object.__setattr__(self, "layout", f"{self.layout}+stages")
+
 
 def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Schedule, int, str]:
     """Returns how the gradient of a batch is made of its parts, how many there are, and the flag that says so.

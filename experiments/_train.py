@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -88,7 +88,7 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(saving(folder, config.resume, **run.checkpoints))
         hooks = Hooks(
-            axes=cast(SupportsAxes, algorithm).axes(),  # once a run: most trace `init` for it
+            axes=algorithm.axes() if isinstance(algorithm, SupportsAxes) else None,  # once: most trace `init` for it
             checkpoints=checkpoints,
             metadata=identity | dict(run.metadata),
             renamed=run.renamed,

@@ -72,7 +72,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "slots": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "layers": ("stage",),
+    "layers": (),
     "stage": ("stage",),
     "experts": ("expert",),
     # populations of independent things
@@ -83,8 +83,7 @@ RULES: dict[str, tuple[str, ...]] = {
 """Logical axis name -> mesh axes, for all pillars; `()` leaves an axis whole."""
 
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
-    # Weights gathered layer by layer, and again in the backward pass (ZeRO-3, FSDP).
-    "zero3": {},
+    "zero3": {},  # weights gathered layer by layer, and again in the backward pass (ZeRO-3, FSDP)
     # Weights gathered once a step and held; gradients summed into shares (ZeRO-2).
     "zero2": {"embed_weight": ()},
     # The same with gradients summed whole: only the optimizer and its state are split (ZeRO-1).
@@ -94,6 +93,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     # Three levels: weights over the inner axis, gradients over fsdp, the optimizer over data as well; the backward pass
     # gathers from the inner, secondary partition (arXiv:2501.04266).
     "nested": {"embed": ("inner", "fsdp", "data"), "embed_weight": ("inner",)},
+    "stages": {"layers": ("stage",)},  # of a pipeline, which holds its own at rest
     # Beside tensor parallelism: the residual stream split over the sequence (arXiv:2205.05198).
     "sequence": {"seq": ("context", "tensor")},
 }

@@ -138,6 +138,7 @@ def test_layouts_are_changes_of_the_table():
         "zero1": (whole, nowhere, nowhere),
         "hybrid": (inner, inner, inner),
         "nested": ((*whole, "data"), inner, whole),
+        "stages": (whole, whole, whole),
         "sequence": (whole, whole, whole),
     }
     assert held.keys() == LAYOUTS.keys()

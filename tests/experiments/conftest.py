@@ -1,12 +1,10 @@
 """`python -m experiments.lm` as a user runs it: in this process where that is enough, else in one of its own."""
 
 import dataclasses
-import fcntl
 import functools
 import importlib
 import os
 import pathlib
-import pickle
 import random
 import shutil
 import subprocess
@@ -128,16 +126,12 @@ def command(tmp_path, command_in):
 
 
 @pytest.fixture(scope="session")
-def finished(shared, command_in):
-    """What an uninterrupted run said, and its folder; tests change only copies of it. Made once for all workers."""
-    kept = shared / "said.pickle"
-    with (shared / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            said = command_in(shared)()
-            assert said.code == 0, said
-            kept.write_bytes(pickle.dumps(dataclasses.astuple(said)))
-    return Finished(*pickle.loads(kept.read_bytes())), shared / "run"
+def finished(tmp_path_factory, command_in):
+    """What an uninterrupted run said, and its folder; tests change only copies of it."""
+    folder = tmp_path_factory.mktemp("finished")
+    said = command_in(folder)()
+    assert said.code == 0, said
+    return said, folder / "run"
 
 
 @pytest.fixture

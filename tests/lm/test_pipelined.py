@@ -11,7 +11,7 @@ from tolerance import assert_close
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes
 from jaxpar.lm.stages import stages
-from jaxpar.mesh import RULES, MeshSpec, make_mesh, shard, use_mesh
+from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.schedule import InTurn
 from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, with_vocabulary, zb_h1, zb_v
 from jaxpar.types import UsageError
@@ -20,6 +20,7 @@ TOLERANCE = 1e-12  # float64; sums in another order
 SMALL = dict(
     vocab_size=16, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, init_std=0.3, dtype="float64"
 )
+AT_REST = rules_from(layout="stages")
 SHORT = {**SMALL, "num_layers": 2, "dtype": "float32"}
 
 
@@ -66,7 +67,7 @@ def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
     params, batch, m = noisy_params(config, np.float64), batch_of(schedule.microbatches), schedule.microbatches
     key = jax.random.key(3) if config.dropout else None
     want = jit(lambda *args: InTurn()(stages(config), *args, m))(params, batch, key)
-    with use_mesh(mesh_of(sizes)):
+    with use_mesh(mesh_of(sizes), AT_REST):
         run = jit(lambda *args: Pipelined(schedule)(stages(config), *args, m))
         got = run(shard(params, axes(config)), batch, key)
     assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
@@ -81,9 +82,10 @@ def test_rows_of_the_vocabulary_lie_on_all_stages(x64):
     params, batch = noisy_params(config, np.float64), batch_of(m)
     want = jit(lambda *args: InTurn()(stages(config), *args, None, m))(params, batch)
     schedule = with_vocabulary(one_f_one_b(2, m))
-    with use_mesh(mesh_of(dict(stage=2, tensor=2)), RULES | {"vocab": ("stage", "tensor")}):
+    with use_mesh(mesh_of(dict(stage=2, tensor=2)), AT_REST | {"vocab": ("stage", "tensor")}):
         params = shard(params, axes(config))
         assert {x.data.shape[0] for x in params["head"].addressable_shards} == {4}  # 16 rows on 4 devices
+        assert {x.data.shape[0] for x in params["layers"]["wq"].addressable_shards} == {1}  # of 2 layers
         assert {x.data.shape[0] for x in params["embedding"].addressable_shards} == {4}
         got = jit(lambda *args: Pipelined(schedule)(stages(config), *args, None, m))(params, batch)
     assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
@@ -104,7 +106,7 @@ def test_three_steps_of_training_with_a_sequence_that_is_split():
 
     alone = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=2)
     want = trained(alone)
-    with use_mesh(mesh_of(dict(stage=2, context=2, tensor=2))):
+    with use_mesh(mesh_of(dict(stage=2, context=2, tensor=2)), AT_REST):
         got = trained(dataclasses.replace(alone, schedule=Pipelined(schedule)))
     assert_close(got, want, 1e-5)
 
