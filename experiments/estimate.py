@@ -86,6 +86,10 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     """Estimates, prints the report and writes it into the run folder."""
     if config.search and (config.mesh != MeshSpec(data=-1) or config.show or config.source):
         raise UsageError("search=true tries every mesh; leave mesh, show and source out, or search.")
+    if config.pipeline != "none":
+        raise UsageError(
+            f"pipeline={config.pipeline} is not estimated; experiments.pipeline counts its time and memory."
+        )
     config = with_model(config)
     config, devices, chip = find_devices(config)
     if config.search:

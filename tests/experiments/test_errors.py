@@ -132,6 +132,7 @@ OTHERS = [
     ),
     ("estimate", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
     ("estimate", "hf=/nonexistent", "/nonexistent"),
+    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8 pipeline=zb_v", "pipeline=zb_v is not estimated"),
     ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 needs pipeline="),
     (
         "estimate",
