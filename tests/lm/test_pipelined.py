@@ -26,7 +26,7 @@ SHORT = {**SMALL, "num_layers": 2, "dtype": "float32"}
 
 def batch_of(microbatches):
     """Rows of several documents, of which not every token counts."""
-    rng, shape = np.random.default_rng(0), (2 * microbatches, 6)
+    rng, shape = np.random.default_rng(0), (4 * microbatches, 6)
     batch = {name: rng.integers(0, 16, shape) for name in ("tokens", "targets")}
     batch |= {"segments": np.tile([0, 0, 1, 1, 1, 2], (len(batch["tokens"]), 1)), "weights": rng.uniform(size=shape)}
     return jax.tree.map(jnp.asarray, batch | {"positions": np.tile([0, 1, 0, 1, 2, 0], (shape[0], 1))})
@@ -46,12 +46,12 @@ MODELS = {
     "a head over all stages": (
         LMConfig(**{**SMALL, "vocab_size": 18}, tied=True, z_loss=0.1, dropout=0.3),
         with_vocabulary(zb_v(2, 2)),
-        dict(stage=2, tensor=2),
+        dict(stage=2, data=2, tensor=2),
     ),
     "experts": (
         LMConfig(**{**SMALL, "num_layers": 2}, num_experts=4, experts_per_token=2, balance_loss=0.1),
         zb_h1(2, 2),
-        dict(stage=2, expert=2, data=1),
+        dict(stage=2, expert=2, data=2),
     ),
     "a hybrid in a ladder": (
         LMConfig(**{**SMALL, "num_kv_heads": 4}, mixers=("gla", "attention"), residual="ladder", ladder_from=1),
@@ -109,6 +109,15 @@ def test_three_steps_of_training_with_a_sequence_that_is_split():
     with use_mesh(mesh_of(dict(stage=2, context=2, tensor=2)), AT_REST):
         got = trained(dataclasses.replace(alone, schedule=Pipelined(schedule)))
     assert_close(got, want, 1e-5)
+
+
+def test_gradients_of_16_bits_are_added_in_32():
+    config = LMConfig(**{**SHORT, "dtype": "bfloat16"})
+    params = noisy_params(config, np.float32)
+    with use_mesh(mesh_of(dict(stage=2)), AT_REST):
+        run = lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2)  # noqa: E731
+        (_, _), grads = jax.eval_shape(run, params, batch_of(2))
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
 
 
 def test_a_ring_within_a_stage_is_refused():

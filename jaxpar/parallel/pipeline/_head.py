@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.mesh import constrain
+from jaxpar.mesh import constrain, local, mesh_axes
 from jaxpar.parallel.pipeline._chunks import AXIS
 from jaxpar.types import Array
 
@@ -54,10 +54,9 @@ def share_of(rows: Array, x: Array, targets: Array, size: int) -> Share:
     soft = jnp.exp(logits - top[..., None])
     norm = soft.sum(-1)
     soft = (soft / norm[..., None]).astype(x.dtype)
-    here, is_here = _place(targets, first, rows.shape[0])
-    chosen = jnp.where(is_here, jnp.take_along_axis(logits, here[..., None], -1)[..., 0], 0)
     pulled = jnp.einsum("btn,nd->btd", soft, rows)
-    row = jnp.where(is_here[..., None], rows[here], 0)
+    row = _looked_up(rows, targets - first)
+    chosen = (x.astype(wide) * row.astype(wide)).sum(-1)
     return Share(soft, top, norm, chosen, pulled, row, jnp.zeros_like(top))
 
 
@@ -83,16 +82,24 @@ def merge_shares(share: Share, weights: Array, z_loss: float) -> tuple[Array, Ar
 def rows_gradient(share: Share, x: Array, targets: Array, weights: Array) -> Array:
     """Returns the gradient of a stage's rows, after the barrier, [n, D], float32 at least."""
     count = share.soft.shape[-1]
-    here, is_here = _place(targets, jax.lax.axis_index(AXIS) * count, count)
-    hit = (jnp.arange(count)[None, None] == here[..., None]) & is_here[..., None]
+    hit = jnp.arange(count)[None, None] == (targets - jax.lax.axis_index(AXIS) * count)[..., None]
     wide = share.factor.dtype
     dlogits = share.factor[..., None] * share.soft - jnp.where(hit, weights.astype(wide)[..., None], 0)
     gradient = jnp.einsum("btn,btd->nd", dlogits.astype(x.dtype), x, preferred_element_type=wide)
     return constrain(gradient, "vocab", "embed_grad")
 
 
-def _place(targets: Array, first: Array, count: int) -> tuple[Array, Array]:
-    """The row of each target on this stage, and whether it has one."""
-    place = targets - first
-    is_here = (place >= 0) & (place < count)
-    return jnp.where(is_here, place, 0), is_here
+def _looked_up(rows: Array, places: Array) -> Array:
+    """The rows at these places, and 0 where there is none: on each device by itself, and then a sum over its stage.
+
+    GSPMD's own way to look up rows that it splits ends the process, inside of a program that is manual over an axis.
+    """
+    parts, tokens = mesh_axes("vocab"), ("batch", "seq_layer")
+
+    def lookup(rows, places):
+        places = places - (jax.lax.axis_index(parts) * rows.shape[0] if parts else 0)
+        is_here = (places >= 0) & (places < rows.shape[0])
+        found = jnp.where(is_here[..., None], rows[jnp.where(is_here, places, 0)], 0)
+        return jax.lax.psum(found, parts) if parts else found
+
+    return local(lookup, [("vocab", None), tokens], (*tokens, None))(rows, places)
