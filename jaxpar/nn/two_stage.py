@@ -86,7 +86,7 @@ def find_products(fn: Callable, params: PyTree, *args: PyTree, products: PyTree)
     It can where `jaxpar.nn.linear.contract` reads it once, and not inside a loop, in which the factors would be summed.
 
     Args:
-      fn: (params, *args) -> anything; traced without computing anything, once or twice.
+      fn: (params, args...) -> anything; traced without computing anything, once or twice.
       params: Parameters, or their shapes.
       *args: Of `fn`.
       products: Like `params`, or like its upper part: which arrays `contract` alone reads.
@@ -164,7 +164,7 @@ class TwoStage:
     """A function of parameters whose backward pass comes in two stages; see `two_stage`.
 
     Attributes:
-      fn: (params, *args) -> y.
+      fn: (params, args...) -> y.
       products: Of each array of the parameters.
     """
 
@@ -209,7 +209,7 @@ def two_stage(fn: Callable, params: PyTree, *args: PyTree, products: PyTree) -> 
     """Returns `fn` with the backward pass in two stages.
 
     Args:
-      fn: (params, *args) -> y. Its products with weights go through `jaxpar.nn.linear.contract`.
+      fn: (params, args...) -> y. Its products with weights go through `jaxpar.nn.linear.contract`.
       params: Parameters, or their shapes.
       *args: Floating arrays, or their shapes: all are differentiated.
       products: Like `params`: which arrays `contract` alone reads. Those that it reads in a loop, or more than once,

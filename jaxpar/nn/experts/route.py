@@ -38,9 +38,9 @@ class Routing(NamedTuple):
       scores: Of all experts.
     """
 
-    expert: Int[Array, "*N k"]
-    weight: Float[Array, "*N k"]
-    scores: Float[Array, "*N E"]
+    expert: Int[Array, "... k"]
+    weight: Float[Array, "... k"]
+    scores: Float[Array, "... E"]
 
 
 class ExpertChoice(NamedTuple):

@@ -28,7 +28,7 @@ def exponential_attention(
     """Returns the mLSTM's h[t] and its state after the last token (Beck et al. 2024, arXiv:2405.04517, section 2.3).
 
         C[t] = f[t] C[t-1] + i[t] k[t] v[t]^T,   n[t] = f[t] n[t-1] + i[t] k[t],
-        h[t] = q[t] C[t] / max(|q[t] n[t]|, 1),   f = exp(log_forget), i = exp(log_input)
+        h[t] = q[t] C[t] / max(abs(q[t] n[t]), 1),   f = exp(log_forget), i = exp(log_input)
 
     n is a column of C whose value is always 1, so that both are one `linear_attention`. Input gates of any size are
     taken: the state is kept divided by exp(m), m being the largest log of a weight in it, rounded to a whole number, so
