@@ -37,7 +37,7 @@ from jaxpar.mesh import constrain
 from jaxpar.nn.auxiliary import Aux, both, over_all, over_parts
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Head", "InTurn", "Schedule", "Stages", "layer_by_layer", "parts_of"]
+__all__ = ["Head", "InTurn", "Schedule", "Stages", "key_of_part", "layer_by_layer", "parts_of"]
 
 
 class Stages(NamedTuple):
@@ -127,6 +127,11 @@ def parts_of(batch: PyTree, count: int) -> PyTree:
     return jax.tree.map(cut, batch)
 
 
+def key_of_part(key: PRNGKey | None, index: int | Array, count: int) -> PRNGKey | None:
+    """Returns the key of microbatch `index` of `count`: the batch's own where there is one alone, and None of None."""
+    return key if key is None or count == 1 else jax.random.fold_in(key, index)
+
+
 @dataclasses.dataclass(frozen=True)
 class InTurn:
     """One microbatch after the other, each of its gradients added to the sum: equal to the whole batch at once."""
@@ -143,8 +148,7 @@ class InTurn:
 
         def add(sums, index_and_part):
             index, part = index_and_part
-            part_key = None if key is None else jax.random.fold_in(key, index)
-            (value, aux), grads = gradient(params, part, part_key, total, 1 / count)
+            (value, aux), grads = gradient(params, part, key_of_part(key, index, count), total, 1 / count)
             return jax.tree.map(jnp.add, sums, (value, grads)), aux
 
         first = jax.tree.leaves(params)[0]

@@ -39,7 +39,7 @@ from jax.lax import PrecisionLike
 from jaxpar.nn.linear import Deferred, contract, deferred_gradient
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Factors", "Product", "TwoStage", "find_products", "put_off", "two_stage"]
+__all__ = ["Factors", "Product", "TwoStage", "find_products", "put_together", "take_apart", "two_stage"]
 
 
 class Product(NamedTuple):
@@ -147,16 +147,16 @@ class _Recorder:
         return y
 
 
-def put_off(params: PyTree, products: Sequence[Product | None], slots: Sequence[tuple[Array, Array]]) -> PyTree:
-    """Returns parameters whose arrays of `products` are `Deferred`, with these slots in turn."""
-    leaves, tree = jax.tree.flatten(params)
-    left = iter(slots)
-    return tree.unflatten(
-        [
-            leaf if product is None else Deferred(leaf, next(left))
-            for leaf, product in zip(leaves, products, strict=True)
-        ]
-    )
+def take_apart(products: Sequence[Product | None], leaves: Sequence) -> tuple[list, list]:
+    """Returns what belongs to arrays whose gradients are put off, and what to the others, each in order."""
+    pairs = list(zip(leaves, products, strict=True))
+    return [leaf for leaf, product in pairs if product], [leaf for leaf, product in pairs if not product]
+
+
+def put_together(products: Sequence[Product | None], late: Sequence, rest: Sequence) -> list:
+    """Returns one list for all arrays, of what `take_apart` parted."""
+    late_ones, others = iter(late), iter(rest)
+    return [next(late_ones) if product else next(others) for product in products]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,16 +173,13 @@ class TwoStage:
 
     def forward(self, params: PyTree, *args: PyTree) -> tuple[PyTree, Callable]:
         """Returns y and what the backward pass reads: a pytree, as `jax.vjp` makes it."""
-        slots = [product.slot() for product in self.products if product is not None]
         leaves, tree = jax.tree.flatten(params)
-        rest = [leaf for leaf, product in zip(leaves, self.products, strict=True) if product is None]
+        weights, rest = take_apart(self.products, leaves)
+        slots = [product.slot() for product in self.products if product]
 
         def run(slots, rest, args):
-            others = iter(rest)
-            mixed = [
-                next(others) if product is None else leaf for leaf, product in zip(leaves, self.products, strict=True)
-            ]
-            return self.fn(put_off(tree.unflatten(mixed), self.products, slots), *args)
+            late = [Deferred(*pair) for pair in zip(weights, slots, strict=True)]
+            return self.fn(tree.unflatten(put_together(self.products, late, rest)), *args)
 
         return jax.vjp(run, slots, rest, args)
 
@@ -195,14 +192,12 @@ class TwoStage:
         """Returns the gradient of the parameters: of one microbatch, or the sum of several in one product a weight."""
         several = [factors] if isinstance(factors, Factors) else list(factors)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(f.pairs for f in several))
-        late, others = iter(joined), iter(jax.tree.map(lambda *parts: sum(parts), *(f.rest for f in several)))
+        rest = jax.tree.map(lambda *parts: sum(parts), *(f.rest for f in several))
         leaves, tree = jax.tree.flatten(params)
-        return tree.unflatten(
-            [
-                next(others) if product is None else product.gradient(leaf, next(late))  # type: ignore[arg-type]
-                for leaf, product in zip(leaves, self.products, strict=True)
-            ]
-        )
+        weights, products = take_apart(self.products, leaves)[0], [each for each in self.products if each]
+        triples = zip(products, weights, joined, strict=True)
+        late = [product.gradient(weight, pair) for product, weight, pair in triples]
+        return tree.unflatten(put_together(self.products, late, rest))
 
 
 def two_stage(fn: Callable, params: PyTree, *args: PyTree, products: PyTree) -> TwoStage:

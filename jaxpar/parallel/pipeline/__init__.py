@@ -8,7 +8,7 @@
 | `check`, `timing`, `draw` | a schedule -> what is wrong with it; time, idle time, memory; text, picture | users |
 | `pack` | a schedule -> integers [ticks, P, columns] with slots and routes; a table -> what is wrong with it | `run` |
 | `run` | a model as stages, a batch -> its loss and gradient, by any table on a mesh with `stage` | `Trainer`, users |
-| `_turn`, `_chunks` | a layer's passes apart; layers at rest -> where the schedule has them | `run` |
+| `_work`, `_turn`, `_head`, `_chunks` | a tick, a turn of layers, a split head; where layers run | `run` |
 """
 
 from jaxpar.parallel.pipeline.check import check_schedule

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpar.nn.auxiliary import Aux
+from jaxpar.nn.linear import Deferred
 from jaxpar.nn.schedule import Stages
-from jaxpar.nn.two_stage import Product, find_products, put_off
+from jaxpar.nn.two_stage import Product, find_products, put_together, take_apart
 from jaxpar.types import Array, PRNGKey, PyTree
 
 
@@ -86,14 +87,9 @@ class Turn:
 
     def gradients(self, params: PyTree, pairs: list) -> list[Array]:
         """Returns the gradients that were put off, in turn."""
-        weights = [leaf for leaf, product in zip(jax.tree.leaves(params), self.products, strict=True) if product]
+        weights, _ = take_apart(self.products, jax.tree.leaves(params))
         products = [product for product in self.products if product]
         return [product.gradient(weight, pair) for product, weight, pair in zip(products, weights, pairs, strict=True)]
-
-    def together(self, late: list, rest: list) -> list:
-        """Returns one list for all arrays of the parameters, from those put off and the others."""
-        late_ones, others = iter(late), iter(rest)
-        return [next(late_ones) if product else next(others) for product in self.products]
 
 
 def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where) -> Turn:
@@ -166,14 +162,12 @@ def _differentiated(
     leaves, tree = jax.tree.flatten(params)
 
     def run(slots, rest, x, weights, index, data, key):
-        late, others = iter(weights), iter(rest)
-        mixed = [next(late) if product else next(others) for product in products]
-        x, told = stages.layer(put_off(tree.unflatten(mixed), products, slots), index, x, data, key)
+        late = [Deferred(*pair) for pair in zip(weights, slots, strict=True)]
+        x, told = stages.layer(tree.unflatten(put_together(products, late, rest)), index, x, data, key)
         return (x, sum(told.losses.values(), start=jnp.zeros((), jnp.float32))), told
 
     slots = [product.slot() for product in products if product]
-    pairs = list(zip(leaves, products, strict=True))
-    weights, rest = ([leaf for leaf, product in pairs if bool(product) == is_late] for is_late in (True, False))
+    weights, rest = take_apart(products, leaves)
     body = stages.remat(run)
     return jax.vjp(
         lambda slots, rest, x: body(slots, rest, x, weights, where.index, where.data, where.key),

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from jaxpar.mesh import constrain
 from jaxpar.nn.mixer import TRAINING
-from jaxpar.nn.schedule import Head, Stages
+from jaxpar.nn.schedule import Head, Stages, key_of_part
+from jaxpar.nn.two_stage import put_together, take_apart
 from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, spread_chunks
 from jaxpar.parallel.pipeline._head import Share, merge_shares, rows_gradient, share_of
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
@@ -143,9 +144,7 @@ class Work:
 
     def where(self, chunk: Index, turn: Index, j: Index) -> Where:
         """What a turn of a device's chunk reads of microbatch j."""
-        key = self.key
-        if key is not None and self.schedule.microbatches > 1:
-            key = jax.random.fold_in(key, j)
+        key = key_of_part(self.key, j, self.schedule.microbatches)
         index = self.own[chunk] % self.schedule.depth * self.size + turn
         return Where(index, jax.tree.map(lambda x: _at(x, j), self.parts), key)
 
@@ -264,7 +263,7 @@ class Work:
         """Adds the gradient of what `enter` reads."""
         del j
         _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), self.ends)
-        return sums._replace(ends=_added(sums.ends, pull(g)[0]))
+        return sums._replace(ends=added(sums.ends, pull(g)[0]))
 
     def lose(self, x: PyTree, where: Where) -> tuple[Array, PyTree]:
         """The loss of what leaves the last layer, and what is told of it."""
@@ -280,7 +279,7 @@ class Work:
 
             loss, pull, told = jax.vjp(last, self.ends, arrived, has_aux=True)
             ends, g = pull(jnp.ones_like(loss))
-            return loss, told, sums._replace(ends=_added(sums.ends, ends)), _split(g)
+            return loss, told, sums._replace(ends=added(sums.ends, ends)), _split(g)
 
         return jax.lax.cond(self.is_last(chunk), of_loss, lambda: (done.loss, done.last, sums, _split(arrived)))
 
@@ -297,14 +296,13 @@ class Work:
 
     def add(self, sums: list[Array], chunk: Array, rest: list | None = None, late: list | None = None) -> list[Array]:
         """Adds gradients [turns of a chunk, ...] to those of the chunk: of the products, of the others, or of both."""
-        late_ones, others, out = iter(late or []), iter(rest or []), []
-        for total, product in zip(sums, self.turn.products, strict=True):
-            given = late if product else rest
-            if given is not None:
-                more = next(late_ones if product else others).astype(total.dtype)
-                total = _with(total, _at(total, chunk) + more, chunk)
-            out.append(total)
-        return out
+        products, new = self.turn.products, []
+        for totals, more in zip(take_apart(products, sums), (late, rest), strict=True):
+            if more is not None:
+                pairs = zip(totals, more, strict=True)
+                totals = [_with(total, _at(total, chunk) + x.astype(total.dtype), chunk) for total, x in pairs]
+            new.append(totals)
+        return put_together(products, *new)
 
 
 class HeadWork(Work):
@@ -327,7 +325,7 @@ class HeadWork(Work):
         return sums._replace(entered=_put(sums.entered, g, j))
 
     def lose(self, x: PyTree, where: Where) -> tuple[Array, PyTree]:
-        value = self.shared(x, where).norm.sum()
+        value = self.shared(x, where).norm.sum()  # read for its shape alone
         return value, self.head.told(value)
 
     def returned(self, chunk: Index, arrived: PyTree, where: Where, done: Done) -> tuple:
@@ -384,7 +382,7 @@ class HeadWork(Work):
             _, pull = jax.vjp(head.ready, self.ends, x)
             of_ends, g = pull(g)
             once = (me == 0).astype(value.dtype)  # all stages have the same
-            ends = _added(ends, jax.tree.map(lambda x: x * once.astype(x.dtype), of_ends))
+            ends = added(ends, jax.tree.map(lambda x: x * once.astype(x.dtype), of_ends))
             told = jax.tree.map(lambda x: x * once.astype(x.dtype), head.told(z))
             kept = _put(slots.head, (x, share._replace(factor=factor), j), cell["merge"])
             slots = slots._replace(head=kept, inbox=_put(slots.inbox, _split(g), cell["merged"]))
@@ -433,7 +431,8 @@ def _with(x: Array, value: Array, *places: Index) -> Array:
     return jax.lax.dynamic_update_slice(x, value.reshape((1,) * len(places) + value.shape), start)
 
 
-def _added(sums: PyTree, gradient: PyTree) -> PyTree:
+def added(sums: PyTree, gradient: PyTree) -> PyTree:
+    """Returns the sums with a gradient added, in their own dtypes."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, gradient)
 
 

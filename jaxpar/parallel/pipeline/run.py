@@ -35,9 +35,9 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts
-from jaxpar.nn.schedule import Stages, parts_of
+from jaxpar.nn.schedule import Stages, key_of_part, parts_of
 from jaxpar.parallel.pipeline._chunks import AXIS
-from jaxpar.parallel.pipeline._work import Given, Program, Sums
+from jaxpar.parallel.pipeline._work import Given, Program, Sums, added
 from jaxpar.parallel.pipeline.ops import Schedule
 from jaxpar.parallel.pipeline.pack import TickTable, pack_schedule
 from jaxpar.stage import by_stage
@@ -106,8 +106,7 @@ class Pipelined:
         def all_of(ends):
             def one(j_and_data):
                 j, data = j_and_data
-                key = jax.random.fold_in(given.key, j) if given.key is not None and len(numbers) > 1 else given.key
-                return stages.first(ends, data, key)
+                return stages.first(ends, data, key_of_part(given.key, j, len(numbers)))
 
             return jax.lax.map(one, (numbers, given.parts))
 
@@ -120,7 +119,7 @@ class Pipelined:
         m = self.schedule.microbatches
         (outside,) = pull(jax.tree.map(lambda x: x[first * m : (first + 1) * m], sums.entered))
         more = {**sums.ends, rows: sums.rows[:size]}
-        return outside | {name: jax.tree.map(_plus, outside[name], part) for name, part in more.items()}
+        return outside | {name: added(outside[name], part) for name, part in more.items()}
 
     def _in_order(self, told: PyTree) -> PyTree:
         """What turns told, [m, N, ...], of [P v, m, turns of a chunk, ...]: by the chunks a microbatch passed."""
@@ -155,10 +154,6 @@ class Pipelined:
                 f"{stages.num_turns} layers do not divide over the {schedule.depth} chunks of {schedule.name}; the "
                 f"nearest legal numbers are {legal}."
             )
-
-
-def _plus(a: Array, b: Array) -> Array:
-    return a + b.astype(a.dtype)
 
 
 def _filled(rows: Array, devices: int) -> Array:
