@@ -15,7 +15,7 @@ from jaxpar.lm import stages as module
 from jaxpar.lm.loss import losses
 from jaxpar.lm.stages import stages
 from jaxpar.nn.auxiliary import Aux, Max, Mean, Min, Sum, both, over_layers, over_parts, scalars
-from jaxpar.nn.schedule import InTurn, layer_by_layer, parts_of
+from jaxpar.nn.schedule import InTurn, key_of_part, layer_by_layer, parts_of
 from jaxpar.types import UsageError
 
 SMALL = dict(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float64")
@@ -63,6 +63,15 @@ def test_in_turn_equals_the_whole_batch(count, packed, x64):
 def test_parts_that_do_not_divide_are_refused():
     with pytest.raises(UsageError, match="train.accumulate=3 does not divide the batch of 4 rows; nearest is 2"):
         parts_of(batch(), 3)
+
+
+def test_parts_draw_apart_and_a_single_part_as_the_batch():
+    key = jax.random.key(5)
+    assert key_of_part(None, 1, 3) is None
+    data = [jax.random.key_data(key_of_part(key, index, count)) for index, count in ((0, 1), (0, 3), (1, 3), (2, 3))]
+    np.testing.assert_array_equal(data[0], jax.random.key_data(key))
+    assert len({tuple(each.tolist()) for each in data}) == 4
+    np.testing.assert_array_equal(data[2], jax.random.key_data(jax.random.fold_in(key, 1)))
 
 
 def test_a_schedule_of_ones_own_trains():
