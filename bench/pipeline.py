@@ -1,21 +1,23 @@
 """What does a pipeline cost: beside its simulation, beside torch.distributed.pipelining, beside FSDP on the same cards?
 
-    python bench/pipeline.py                                          # two GPUs: all parts
-    python bench/pipeline.py --what torch,fsdp,run --seconds 1200     # the step alone; torch first, so that ours has a peer
-    python bench/pipeline.py --what tables,vocabulary,compile,aot     # CPU: tables, a large head, the compiler
-    python bench/pipeline.py --tiny --peer-python PYTHON              # any machine, two simulated devices: does it run?
+    python bench/pipeline.py                                        # two GPUs: all parts
+    python bench/pipeline.py --what torch,fsdp,run --seconds 1200   # the step alone, ours after its peers
+    python bench/pipeline.py --what tables,vocabulary,compile,aot   # CPU: tables, a large head, the compiler
+    python bench/pipeline.py --tiny --peer-python PYTHON            # any machine, two simulated devices: does it run?
 
 A row is loss and gradient of a batch of m microbatches, without the optimizer's update, which is the same for all. The
 model is Llama's shape with 1.1B weights in 16 layers, bfloat16 where it multiplies; ours holds weights and sums of
 gradients in float32 and casts once a step, torch's are all bfloat16. Each row of ours is a process of its own, so its
 peak is its own; torch's processes reset their counters. Medians of five steps at least, each waited for.
 
-"of lock-step" is our time by that of `simulate_schedule(..., lockstep=True)` fed with F, B, W, B and W at once, and the
-ends' times, measured in the same process on one device: a tick takes as long as its longest task, so 1 is what the
-table allows. It counts neither messages nor what is outside of the ticks (casting weights, layers sent to their chunks).
-"of torch" is how many times as fast as torch's form of the same schedule, "best" as its fastest. `run` and `fsdp` print the
-loss and the norm of the gradient: they are the same model, and must agree. GiB are the device's own count of its peak;
-"planned" is the compiler's. For asynchronous sends on GPUs, --xla=--xla_gpu_enable_latency_hiding_scheduler=true.
+"of lock-step" is our time by that of `simulate_schedule(..., lockstep=True)` fed with the times of F, B, W, BW and both
+ends of the model, measured in the same process on one device: a tick takes as long as its longest task, so 1 is what the
+table allows. It counts neither messages nor what is outside of the ticks: casting weights, layers sent to their chunks.
+"of torch" is how many times as fast as torch's form of the same schedule ours is, "of best" as torch's fastest. `run` and
+`fsdp` print the loss and the norm of the gradient: they are the same model, and must agree. GiB are the device's own
+count of its peak; "planned" is the compiler's. `offload` compares a schedule with and without what
+`jaxpar.parallel.pipeline.with_offload` puts on the host. For asynchronous sends on GPUs,
+--xla=--xla_gpu_enable_latency_hiding_scheduler=true.
 """
 
 import argparse
@@ -72,8 +74,7 @@ def rows_of(what: str, args: argparse.Namespace) -> list[dict]:
         if what == "torch":
             rows += [each | {"side": "torch", "row": f"torch {name}", "schedule": name} for name in THEIRS]
         if what == "run":
-            more = [each | {"side": "jaxpar", "row": name, "schedule": name, "kind": "run"} for name in OURS]
-            rows += more
+            rows += [each | {"side": "jaxpar", "row": name, "schedule": name, "kind": "run"} for name in OURS]
         if what == "fsdp":
             kinds = {"fsdp, in turn": "turn", "fsdp, all at once": "whole"}
             rows += [each | {"side": "jaxpar", "row": name, "kind": kind} for name, kind in kinds.items()]

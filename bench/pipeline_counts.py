@@ -196,8 +196,8 @@ def program_of(config, schedule, mesh, rules, rows: int, length: int):
         (loss, _), gradient = Pipelined(schedule)(stages(config), params, batch, None, schedule.microbatches)
         return loss, gradient
 
+    shape = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     with use_mesh(mesh, rules):
-        shape = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
         layout = named_shardings(shape, axes(config))
         ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         batch = {"tokens": ids, "targets": ids}

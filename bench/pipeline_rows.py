@@ -17,7 +17,7 @@ TIMINGS = 5, 20  # at least and at most
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCosts(TaskCosts):
-    """Seconds of tasks where both stages of a backward pass at once have a time of their own, and ends of the model too.
+    """Times of tasks where BW is not B and W, and where the ends of the model take some too.
 
     Attributes:
       BW: Of a chunk, both stages at once.
