@@ -11,11 +11,11 @@ gradients in float32 and casts once a step, torch's are all bfloat16. Each row o
 peak is its own; torch's processes reset their counters. Medians of five steps at least, each waited for.
 
 "of lock-step" is our time by that of `simulate_schedule(..., lockstep=True)` fed with the times of F, B, W, BW and both
-ends of the model, measured in the same process on one device: a tick takes as long as its longest task, so 1 is what the
-table allows. It counts neither messages nor what is outside of the ticks: casting weights, layers sent to their chunks.
-"of torch" is how many times as fast as torch's form of the same schedule ours is, "of best" as torch's fastest. `run` and
-`fsdp` print the loss and the norm of the gradient: they are the same model, and must agree. GiB are the device's own
-count of its peak; "planned" is the compiler's. `offload` compares a schedule with and without what
+ends of the model, measured in the same process on one device: a tick takes as long as its longest task, so 1 is what
+the table allows. It counts neither messages nor what is outside of the ticks: casting weights, layers sent to their
+chunks. "of torch" is how many times as fast as torch's form of the same schedule ours is, "of best" as torch's fastest.
+`run` and `fsdp` print the loss and the norm of the gradient: they are the same model, and must agree. GiB are the
+device's own count of its peak; "planned" is the compiler's. `offload` compares a schedule with and without what
 `jaxpar.parallel.pipeline.with_offload` puts on the host. For asynchronous sends on GPUs,
 --xla=--xla_gpu_enable_latency_hiding_scheduler=true.
 """

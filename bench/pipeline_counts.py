@@ -301,7 +301,7 @@ AOT = {
 
 def aot_requests(tiny: bool) -> list[dict]:
     """Slices of 64 and of 1,024 chips."""
-    small = dict(vocab_size=256, num_layers=16, embed_dim=128, num_heads=8, num_kv_heads=8, mlp_dim=256)
+    small = dict(vocab_size=1024, num_layers=16, embed_dim=1024, num_heads=8, num_kv_heads=8, mlp_dim=1024)
     model = small if tiny else LLAMA_8B
     length = 256 if tiny else 4096
     common = {"model": model, "length": length, "remat": "full", "microbatches": 32}
@@ -344,7 +344,7 @@ PARTS = {
         COMPILE,
         fresh=True,
     ),
-    "aot": Part("aot: Llama 3 8B's shape for slices of TPU v5p, by libtpu", aot_requests, ahead, AOT, fresh=True),
+    "aot": Part("aot: a language model for slices of TPU v5p, by libtpu", aot_requests, ahead, AOT, fresh=True),
 }
 
 

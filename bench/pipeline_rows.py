@@ -10,7 +10,7 @@ from collections.abc import Callable
 import decode_rows
 import harness
 
-from jaxpar.parallel.pipeline import Op, TaskCosts
+from jaxpar.parallel.pipeline import Op, SlotSizes, TaskCosts
 
 TIMINGS = 5, 20  # at least and at most
 
@@ -245,7 +245,8 @@ def measured_costs(request: dict, depth: int) -> tuple[ChunkCosts, dict]:
     times |= {"offload": 0.0, "fetch": 0.0}
     if request["what"] == "offload":
         times |= host_times(stash, spend)
-    return ChunkCosts(**times, last=depth - 1), {"stash_bytes": stash}
+    pairs = sum(leaf.nbytes for leaf in jax.tree.leaves([each.pairs for each in factors]))
+    return ChunkCosts(**times, last=depth - 1), {"stash_bytes": stash, "factor_bytes": pairs}
 
 
 def host_times(size: int, spend_s: float) -> dict:
@@ -279,7 +280,7 @@ def answer(request: dict) -> dict:
         # Costs come first here, since the schedule is made by them; a peak counts from the step on all the same, whose
         # arrays are larger than those of one chunk's tasks.
         costs, more = measured_costs(request, schedule.depth)
-        schedule = with_offload(schedule, costs)
+        schedule = with_offload(schedule, costs, sizes=SlotSizes(more["stash_bytes"], more["factor_bytes"]))
         said |= more | {"sides": len(schedule.sides)}
         if not schedule.sides:
             raise ValueError(
