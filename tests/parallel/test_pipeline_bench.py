@@ -100,7 +100,7 @@ def test_every_row_runs_and_all_make_one_gradient(tmp_path):
     assert all(row["lockstep_ms"] >= row["events_ms"] > 0 for row in rows if row["what"] == "run")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 36 s on two quiet cores
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_programs_for_pods_compile_on_a_cpu(tmp_path):
     """A language model of 16 layers by 1F1B and ZB-V for 64 and 1,024 chips of v5p."""
