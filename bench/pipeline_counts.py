@@ -111,7 +111,7 @@ TABLES = {
 
 def vocabulary(request: dict) -> list[dict]:
     """Time with a head on the last stage and with its rows split over all, by operations at a rate."""
-    from pipeline_rows import ChunkCosts
+    from pipeline_costs import ChunkCosts
 
     from jaxpar.parallel.pipeline import named_schedule, simulate_schedule, with_vocabulary
 

@@ -12,7 +12,7 @@ import pytest
 from jaxpar.parallel.pipeline import TaskCosts, named_schedule, simulate_schedule
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("pipeline", "pipeline_rows", "pipeline_counts")
+NAMES = ("pipeline", "pipeline_costs", "pipeline_rows", "pipeline_counts")
 OTHERS = ("harness", "decode_rows", "layouts")
 
 
@@ -29,13 +29,13 @@ def bench(monkeypatch):
 
 def test_costs_add_the_ends_where_the_executor_has_them(bench):
     """Two devices, one microbatch: F0 F1 BW1 BW0 one after the other, with the ends of the model in first and last."""
-    costs = bench["pipeline_rows"].ChunkCosts(F=1, B=7, W=7, BW=2, enter=0.1, head=0.03, leave=0.004, last=1)
+    costs = bench["pipeline_costs"].ChunkCosts(F=1, B=7, W=7, BW=2, enter=0.1, head=0.03, leave=0.004, last=1)
     for lockstep in (False, True):
         made = simulate_schedule(named_schedule("gpipe", 2, 1), costs, lockstep=lockstep).makespan
         assert made == pytest.approx(1 + 1 + 2 + 2 + 0.1 + 0.03 + 0.004)
-    apart = bench["pipeline_rows"].ChunkCosts(F=1, B=2, W=3, BW=50, head=0.5, leave=0.25, last=0)
+    apart = bench["pipeline_costs"].ChunkCosts(F=1, B=2, W=3, BW=50, head=0.5, leave=0.25, last=0)
     assert simulate_schedule(named_schedule("zb_h1", 1, 1), apart).makespan == 1 + 2 + 3 + 0.5 + 0.25
-    plain = bench["pipeline_rows"].ChunkCosts(F=1, B=2, W=3, BW=5, last=3)
+    plain = bench["pipeline_costs"].ChunkCosts(F=1, B=2, W=3, BW=5, last=3)
     for name in ("interleaved", "zb_v"):  # without ends, and BW as long as both, they are the library's own
         schedule = named_schedule(name, 2, 4)
         assert simulate_schedule(schedule, plain).times == simulate_schedule(schedule, TaskCosts(1, 2, 3)).times
