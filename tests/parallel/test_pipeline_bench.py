@@ -91,12 +91,13 @@ def run(tmp_path, *flags):
     return json.loads(out.read_text()), done.stdout
 
 
-@pytest.mark.slow  # two minutes on two quiet cores
-def test_every_row_runs_and_all_make_one_gradient(tmp_path):
-    rows, said = run(tmp_path, "--what", "run,fsdp,compile", "--microbatches", "4")
-    assert len(rows) == 11 and not [row for row in rows if "failed" in row or row.get("note")], said
-    told = [(row["loss"], row["norm"]) for row in rows if row["what"] != "compile"]
-    assert len(told) == 9 and all(one == pytest.approx(told[0], rel=1e-5) for one in told), said
+@pytest.mark.slow  # a minute on two quiet cores
+def test_rows_run_and_make_one_gradient(tmp_path):
+    only = "1f1b,zb_v,fsdp,one device"
+    rows, said = run(tmp_path, "--what", "run,fsdp", "--microbatches", "4", "--only", only)
+    assert len(rows) == 5 and not [row for row in rows if "failed" in row or row.get("note")], said
+    told = [(row["loss"], row["norm"]) for row in rows]
+    assert all(one == pytest.approx(told[0], rel=1e-5) for one in told), said
     assert all(row["lockstep_ms"] >= row["events_ms"] > 0 for row in rows if row["what"] == "run")
 
 
