@@ -62,7 +62,8 @@ CASES = {
         sides={"jaxpar": PARTS, "ranks": ALONE},
     ),
     "C2.moves": dict(
-        about="few key heads, N devices", kind="moves", directions=BOTH, rounds=2, full=GQA, tiny=SMALL | dict(groups=2),
+        about="few key heads, N devices", kind="moves", directions=BOTH, rounds=2, full=GQA,
+        tiny=SMALL | dict(groups=2),
         sides={"jaxpar": ["jax one", *MOVES], "ranks": [*ALONE, *ROTATING]},
     ),
     "C2.parts": dict(
