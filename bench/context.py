@@ -2,7 +2,7 @@
 
     python bench/context.py                                       # all GPUs of this host
     python bench/context.py --devices 1                           # one GPU: parts, decoding and training on one
-    python bench/context.py --cases C1,C2 --only "zigzag,torch"
+    python bench/context.py --cases C1,C2 --only "zigzag,torch" --passes fwd+bwd --jobs 8
     python bench/context.py --tiny                                # any machine, two simulated devices: does it run?
 
 C1 is causal attention to T 65,536 with 32 heads of 128 in bfloat16, C2 the same with 8 key heads and T 262,144:
@@ -22,6 +22,7 @@ fails its row, and says why. For asynchronous sends on GPUs, XLA_FLAGS=--xla_gpu
 """
 
 import argparse
+import concurrent.futures
 import math
 import pathlib
 import sys
@@ -61,7 +62,8 @@ CASES = {
         sides={"jaxpar": PARTS, "ranks": ALONE},
     ),
     "C2.moves": dict(
-        about="few key heads, N devices", kind="moves", directions=BOTH, full=GQA, tiny=SMALL | dict(groups=2),
+        about="few key heads, N devices", kind="moves", directions=BOTH, rounds=2, full=GQA,
+        tiny=SMALL | dict(groups=2),
         sides={"jaxpar": ["jax one", *MOVES], "ranks": [*ALONE, *ROTATING]},
     ),
     "C2.parts": dict(
@@ -105,17 +107,26 @@ def devices_of(row: str, devices: int) -> int:
 def rows_of(name: str, args: argparse.Namespace, sides: dict) -> list[dict]:
     """Returns what is asked of the sides for a case; what needs several devices is left out where there is one."""
     case, words = CASES[name], args.only.split(",") if args.only else [""]
-    common = {"kind": case["kind"], "spend_s": args.spend_s} | case["tiny" if args.tiny else "full"]
+    common = {"kind": case["kind"], "spend_s": args.spend_s, "row_s": args.row_s}
+    common |= case["tiny" if args.tiny else "full"]
+    if case["kind"] == "step" and args.layers:
+        common["model"] = common["model"] | {"num_layers": args.layers}
     return [
         common
         | {"case": name, "side": side, "row": row, "direction": direction, "devices": devices_of(row, args.devices)}
         | {"mesh": args.devices, "name": f"{name} {row} {direction}"}
-        for direction in case["directions"]
+        for direction in passes_of(name, args)
         for side, names in case["sides"].items()
         for row in names
         if side in sides and any(word in row for word in words)
         if args.devices > 1 or devices_of(row, 2) == 1
     ]
+
+
+def passes_of(name: str, args: argparse.Namespace) -> list[str]:
+    """Returns the passes of a case, or numbers of rows, that are wanted."""
+    wanted = args.passes.split(",") if args.passes else CASES[name]["directions"]
+    return [direction for direction in CASES[name]["directions"] if direction in wanted]
 
 
 def work_of(row: dict) -> tuple[float, float]:
@@ -171,7 +182,9 @@ COLUMNS = {
 
 
 def started(bench: harness.Bench, sides: dict, args: argparse.Namespace) -> dict:
-    """Tells what machine this is; returns the rates of its fastest product and copy."""
+    """Starts all sides, tells what machine this is; returns the rates of its fastest product and copy."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # frameworks take seconds to be loaded
+        list(pool.map(lambda side: bench.ask(side, {"do": "drop"}), sides))
     request = {"do": "rates", "size": 256 if args.tiny else 8192, "bytes": 2**20 if args.tiny else 2**31}
     request |= {"spend_s": args.spend_s, "mesh": args.devices, "dtype": "float32" if args.tiny else "bfloat16"}
     said = {side: bench.ask(side, request) for side in sides if side != "torch"}
@@ -187,17 +200,17 @@ def measure(args: argparse.Namespace) -> None:
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table({}, args.out)
     rates = started(bench, sides, args)
     for name in harness.chosen(args.cases, CASES):
+        if CASES[name]["kind"] == "train" and not args.tiny:
+            bench.close()  # it wants all memory there is, of which pools of frameworks give nothing back
         asked = rows_of(name, args, sides)
-        rows = []
-        for direction in CASES[name]["directions"]:
-            some = [row for row in asked if row["direction"] == direction]
-            rows += judged(in_turns(bench, some, min(args.rounds, CASES[name].get("rounds", args.rounds))), rates)
+        rows, rounds = [], min(args.rounds, CASES[name].get("rounds", args.rounds))
+        for direction in passes_of(name, args):
+            if some := [row for row in asked if row["direction"] == direction]:
+                rows += judged(in_turns(bench, some, rounds, args.jobs), rates)
         table.columns = filled(COLUMNS, rows)
         table.head(f"{name}: {CASES[name]['about']}")
         for row in rows:
             table.add(row)
-        if not args.tiny:
-            bench.close()  # the pools of two frameworks with such arrays fill a card
     bench.close()
 
 
@@ -207,6 +220,8 @@ def main() -> None:
     parser.set_defaults(row_s=600)
     parser.add_argument("--devices", type=int, default=0, help="N; by default all, of --tiny two")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--passes", help="only these, as fwd,fwd+bwd,1 row,16 rows; by default all of a case")
+    parser.add_argument("--layers", type=int, help="layers of C5, for fewer seconds of compiling; by default 32")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
     args = parser.parse_args()
     if args.tiny:

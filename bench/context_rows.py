@@ -1,13 +1,19 @@
 """Our side of `bench/context.py`: rows that are made (compiled), timed once a round, and dropped."""
 
+import concurrent.futures
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import decode_rows
 import harness
+
+LOCK = threading.Lock()
+"""Held by whoever asks devices for something while rows are compiled side by side: collectives of two programs that
+devices begin in different orders wait for each other forever."""
 
 
 class Program(NamedTuple):
@@ -157,21 +163,30 @@ class Call:
     """A row that calls one program; results are compared with those of JAX's attention on one device."""
 
     def __init__(self, request: dict, expected: dict):
-        """Compiles and compares."""
+        """Compiles."""
         import jax
-        import jax.numpy as jnp
 
         from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
-        self.spend_s = request["spend_s"]
-        mesh = make_mesh(MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]])
-        with use_mesh(mesh):
+        self.request, self.expected = request, expected
+        self.mesh = make_mesh(MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]])
+        with LOCK, use_mesh(self.mesh):
             program = PROGRAMS[request["kind"]](request)
-            self.args, begin = program.args, time.perf_counter()
-            self.program = jax.jit(program.function).lower(*self.args).compile()
-            self.made = program.said | {"compile_s": time.perf_counter() - begin}
-            out = [jax.device_put(program.join(x), jax.devices()[0]) for x in self.program(*self.args)]
-        self.made |= decode_rows.memory_of(self.program)
+            self.args, self.join, begin = program.args, program.join, time.perf_counter()
+            lowered = jax.jit(program.function).lower(*self.args)
+        self.program = lowered.compile()
+        self.made = program.said | {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
+
+    def warm(self) -> dict:
+        """Calls it and compares; returns what is known of the row."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxpar.mesh import use_mesh
+
+        request, mesh, expected = self.request, self.mesh, self.expected
+        with use_mesh(mesh):
+            out = [jax.device_put(self.join(x), jax.devices()[0]) for x in self.program(*self.args)]
         if request["devices"] > 1:
             grouped = "swap_ring" in request["row"]
             members = math.gcd(request["groups"], mesh.size) if grouped else mesh.size
@@ -179,7 +194,7 @@ class Call:
         key = request["case"], request["direction"]
         if request["row"] == "jax one":
             expected[key] = out
-            return
+            return self.made
 
         @jax.jit
         def error(got, want):
@@ -189,10 +204,11 @@ class Call:
         if key in expected:
             worst = [float(error(*pair)) for pair in zip(out, expected[key], strict=True)]
             self.made["error"] = max(worst, key=lambda x: math.inf if math.isnan(x) else x)
+        return self.made
 
     def round(self) -> dict:
         """Median of several queued calls."""
-        return harness.time_jax(self.program, [self.args], self.spend_s)
+        return harness.time_jax(self.program, [self.args], self.request["spend_s"])
 
 
 class Step:
@@ -222,7 +238,7 @@ class Step:
 
             return jax.lax.fori_loop(0, self.TOKENS, one, (x, cache))[0]
 
-        with use_mesh(self.mesh):
+        with LOCK, use_mesh(self.mesh):
             init = functools.partial(stack.init, dtype=request["dtype"])
             axes = jax.tree.map(lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
             params = jax.jit(init, out_shardings=named_shardings(jax.eval_shape(init, key), axes))(key)
@@ -232,11 +248,17 @@ class Step:
             cache = cache.replace(seen=jnp.full_like(cache.seen, slots // 2 - self.TOKENS))
             x = jax.random.normal(key, (rows, 1, stack.embed_dim), request["dtype"])
             self.args, begin = (params, cache, x), time.perf_counter()
-            self.program = jax.jit(run).lower(*self.args).compile()
-            self.made = {"compile_s": time.perf_counter() - begin, "bytes": size}
-            if not bool(jnp.isfinite(self.program(*self.args)).all()):
-                raise ValueError("the outputs are not finite")
-        self.made |= decode_rows.memory_of(self.program)
+            lowered = jax.jit(run).lower(*self.args)
+        self.program = lowered.compile()
+        self.made = {"compile_s": time.perf_counter() - begin, "bytes": size} | decode_rows.memory_of(self.program)
+
+    def warm(self) -> dict:
+        """Calls it; returns what is known of the row."""
+        import jax.numpy as jnp
+
+        if not bool(jnp.isfinite(self.program(*self.args)).all()):
+            raise ValueError("the outputs are not finite")
+        return self.made
 
     def round(self) -> dict:
         """Median of several queued calls, by the tokens of one."""
@@ -265,11 +287,12 @@ def begin_with(count: int) -> None:
 
 
 class Rows:
-    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
+    """The rows that are held; what is asked is `do`: rates, prepare, make, round or drop."""
 
     def __init__(self):
         """Holds nothing yet."""
         self.held: dict = {}
+        self.ready: dict = {}
         self.expected: dict = {}
 
     def __call__(self, request: dict) -> dict:
@@ -277,12 +300,19 @@ class Rows:
         if request["do"] == "rates":
             begin_with(request["mesh"])
             return rates(request)
+        if request["do"] == "prepare":  # what fails will fail its row
+            begin_with(request["rows"][0]["mesh"])
+            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
+                self.ready = {row["name"]: pool.submit(self.made, row) for row in request["rows"]}
+            return {}
         if request["do"] == "make":
             begin_with(request["mesh"])
-            row = self.held[request["name"]] = self.made(request)
-            return row.made
+            ready = self.ready.pop(request["name"], None)
+            row = self.held[request["name"]] = ready.result() if ready else self.made(request)
+            return row.warm()
         if request["do"] == "drop":
             self.held.clear()
+            self.ready.clear()
             self.expected.clear()
             return {}
         return self.held[request["name"]].round()

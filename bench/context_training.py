@@ -1,6 +1,5 @@
 """For `bench/context.py`: the longest sequence on which a model is trained on one device, by what is recomputed."""
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -9,6 +8,8 @@ import harness
 
 MOST_OF_MEMORY = 0.95
 IMPLS = {"dense": "xla", "loop": "xla", "kernel": "auto"}
+RATES = {"dense": 1e14, "loop": 4e13, "kernel": 4e14}
+"""Operations a second that are expected of attention's forms: whether the longest step ends in a row's time."""
 
 
 def longest(size: Callable[[int], float], room: float, first: int, most: int) -> int:
@@ -41,21 +42,32 @@ class Train:
     """
 
     def __init__(self, request: dict):
-        """Searches by compiled programs, then runs."""
+        """Searches by compiled programs; nothing runs."""
         import jax
 
         from jaxpar.lm import LMConfig, Trainer
 
-        _, remat, impl = request["row"].split()
+        _, remat, self.impl = request["row"].split()
         self.request, shape = request, request["model"] | {"dtype": request["dtype"]}
-        self.config = LMConfig(**shape, remat=remat, attention=IMPLS[impl], tied=True, loss_chunk=8192)
+        self.config = LMConfig(**shape, remat=remat, attention=IMPLS[self.impl], tied=True, loss_chunk=8192)
         self.trainer = Trainer(self.config, num_steps=10_000)
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit", request.get("memory", math.inf))
-        self.room, self.compile_s = MOST_OF_MEMORY * memory, 0.0
+        self.room, self.compile_s, self.programs = MOST_OF_MEMORY * memory, 0.0, {}
         planned = longest(self.size, self.room, request["first"], request["most"])
         self.made: dict = {"longest": planned, "note": f"of {memory / 2**30:.3g} GiB"}
-        while self.made["longest"] and "memory" not in request:
+        if planned >= request["at"]:
+            self.program(request["at"])
+
+    def warm(self) -> dict:
+        """Runs the longest step, unless that takes longer than a third of a row has, and times the one of equal T."""
+        import jax
+
+        request, planned = self.request, self.made["longest"]
+        ends = self.flops(planned) / RATES[self.impl] < request["row_s"] / 3
+        if planned and not ends:
+            self.made["note"] += "; planned, too long to be run"
+        while self.made["longest"] and ends and "memory" not in request:
             try:
                 self.times(self.made["longest"], calls=1)
                 break
@@ -65,22 +77,28 @@ class Train:
             self.made["note"] += f"; {planned:,} were planned"
         if self.made["longest"] >= request["at"]:
             self.made |= self.times(request["at"])
-        self.made["compile_s"] = self.compile_s
+        return self.made | {"compile_s": self.compile_s}
 
-    @functools.lru_cache(8)  # noqa: B019  # rows live as long as their process has use for them
+    def flops(self, length: int) -> float:
+        """Returns the operations of a step on so many tokens."""
+        from jaxpar.lm import flops_per_token
+
+        return flops_per_token(self.config, length, causal=True) * length if length else 0.0
+
     def program(self, length: int):
         """Returns the compiled step, which takes the state's place."""
         import jax
         import jax.numpy as jnp
 
-        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        key = jax.random.key(0)
-        state = jax.eval_shape(self.trainer.init, key)
-        begin = time.perf_counter()
-        step = jax.jit(self.trainer.step, donate_argnums=1)
-        out = step.lower(key, state, {"tokens": tokens, "targets": tokens}).compile()
-        self.compile_s += time.perf_counter() - begin
-        return out
+        if length not in self.programs:
+            tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+            key = jax.random.key(0)
+            state = jax.eval_shape(self.trainer.init, key)
+            begin = time.perf_counter()
+            step = jax.jit(self.trainer.step, donate_argnums=1)
+            self.programs[length] = step.lower(key, state, {"tokens": tokens, "targets": tokens}).compile()
+            self.compile_s += time.perf_counter() - begin
+        return self.programs[length]
 
     def bytes_of(self, program) -> int:
         """Returns what a program needs: arguments, temporary arrays, and results that take no argument's place."""
@@ -103,8 +121,6 @@ class Train:
         """Returns the median and the least time of steps on so many tokens, and the operations of one."""
         import jax
 
-        from jaxpar.lm import flops_per_token
-
         program, key = self.program(length), jax.random.key(0)
         state = jax.jit(self.trainer.init)(key)
         rows = jax.random.randint(key, (1, length + 1), 0, self.config.vocab_size, "int32")
@@ -125,5 +141,4 @@ class Train:
             seconds(calls)
             return {}
         said = harness.medians(seconds, self.request["spend_s"])
-        flops = flops_per_token(self.config, length, causal=True) * length
-        return said | {"least_ms": 1e3 * min(taken), "flops": flops, "peak_bytes": self.bytes_of(program)}
+        return said | {"least_ms": 1e3 * min(taken), "flops": self.flops(length), "peak_bytes": self.bytes_of(program)}

@@ -12,10 +12,16 @@ of tokens, counted in the compiled program.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import json
 import math
 import pathlib
 import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -96,23 +102,30 @@ def sent(text: str, mesh, tokens: int) -> float:
     return total
 
 
+class Made(NamedTuple):
+    """A compiled row."""
+
+    mesh: Any  # jax's, which is not loaded yet
+    program: Callable
+    args: tuple
+    compile_s: float
+
+
 class Rows:
-    """Answers rows: compiles, compares and times one."""
+    """Answers rows: compiles, compares and times one; or compiles all, side by side."""
 
     def __init__(self):
         """Knows no result to compare with yet."""
-        self.expected = None
+        self.expected, self.ready, self.lock = None, {}, threading.Lock()
 
-    def __call__(self, request: dict) -> dict:
-        """Returns the figures of a row."""
-        from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
-
-        simulate_devices(request["devices"])  # of the CPU only
+    def made(self, request: dict) -> Made:
+        """Draws and compiles; what devices are asked for is asked by one row at a time, in the same order of all."""
         import jax
-        import jax.numpy as jnp
+
+        from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
         mesh = make_mesh(MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]])
-        with use_mesh(mesh):
+        with self.lock, use_mesh(mesh):
             model, forward = forms(request, request["row"])
             params, x, g = drawn(request, model, request["row"])
 
@@ -122,7 +135,27 @@ class Rows:
 
             is_both = request["direction"] == "fwd+bwd"
             program, args = (both, (params, x, g)) if is_both else (forward, (params, x))
-            compiled, args, compile_s = harness.Programs(lambda row: (program, args)).compile(request)
+            begin = time.perf_counter()
+            lowered = jax.jit(program).lower(*args)
+        return Made(mesh, lowered.compile(), args, time.perf_counter() - begin)
+
+    def __call__(self, request: dict) -> dict:
+        """Returns the figures of a row."""
+        from jaxpar.mesh import simulate_devices, use_mesh
+
+        if request["row"] == "prepare":  # what fails will fail its row
+            simulate_devices(request["rows"][0]["devices"])
+            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
+                self.ready = {json.dumps(row): pool.submit(self.made, row) for row in request["rows"]}
+            return {}
+        simulate_devices(request["devices"])  # of the CPU only
+        import jax
+        import jax.numpy as jnp
+
+        ready = self.ready.pop(json.dumps(request), None)
+        mesh, compiled, args, compile_s = ready.result() if ready else self.made(request)
+        x = args[1]
+        with use_mesh(mesh):
             out = jax.device_put(jax.tree.leaves(compiled(*args))[0], x.sharding)
             self.expected = out if request["row"] == ANEW else self.expected
 
@@ -172,8 +205,8 @@ def measure(args: argparse.Namespace) -> None:
     for name in harness.chosen(args.cases, CASES):
         case = {**(TINY if args.tiny else CASES[name]), "devices": args.devices}
         table.head(f"{name}: T {case['frames']}, S {case['places']}, D {case['width']}, {case['heads']} heads")
-        anew = {}
-        for _, request, answer in bench.answers(harness.plan([("jax", row) for row in ROWS], case, ["jax"], args), 1):
+        anew, asked = {}, harness.plan([("jax", row) for row in ROWS], case, ["jax"], args)
+        for _, request, answer in bench.answers(asked, args.jobs):
             if request["row"] == ANEW:
                 anew[request["direction"]] = {"anew_ms": answer["ms"]} if "ms" in answer else {}
             table.add({"case": name} | request | answer | anew.get(request["direction"], {}))

@@ -30,8 +30,9 @@ def bench(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def asked(bench, name, devices, only=None):
-    args = SimpleNamespace(only=only, spend_s=0.0, tiny=True, devices=devices)
+def asked(bench, name, devices, only=None, **flags):
+    args = {"only": only, "spend_s": 0.0, "tiny": True, "devices": devices, "row_s": 1.0, "passes": None}
+    args = SimpleNamespace(**args | {"layers": None} | flags)
     return bench["context"].rows_of(name, args, {"jaxpar": 0, "ranks": 0, "torch": 0})
 
 
@@ -48,6 +49,9 @@ def test_one_device_is_asked_what_one_can_do(bench):
     assert {row["name"] for row in asked(bench, "C5", 2, "ladder")} == {
         f"C5 jaxpar ladder {rows}" for rows in ("1 row", "4 rows", "16 rows")
     }
+    (row,) = asked(bench, "C5", 2, "ladder", passes="fwd,16 rows", layers=3)
+    assert row["name"] == "C5 jaxpar ladder 16 rows" and row["model"]["num_layers"] == 3
+    assert not asked(bench, "C4", 2, passes="fwd")
 
 
 def test_the_limit_is_half_of_the_pairs_or_the_cache_once(bench):
