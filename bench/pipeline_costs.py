@@ -33,10 +33,9 @@ class ChunkCosts(TaskCosts):
         op, chunk, _ = task
         is_back = op in (Op.B, Op.BW)
         time = self.BW if op == Op.BW else super().of(task)
-        time += self.enter if op == Op.F and chunk == 0 else 0.0
-        return (
-            time + (self.head if is_back and chunk == self.last else 0) + (self.leave if is_back and not chunk else 0)
-        )
+        if chunk == 0:
+            time += self.enter if op == Op.F else self.leave if is_back else 0.0
+        return time + (self.head if is_back and chunk == self.last else 0.0)
 
 
 def config_of(request: dict, **changes):

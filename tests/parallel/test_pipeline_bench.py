@@ -91,7 +91,7 @@ def run(tmp_path, *flags):
     return json.loads(out.read_text()), done.stdout
 
 
-@pytest.mark.slow  # a minute on two quiet cores
+@pytest.mark.slow  # 110 s on two busy cores
 def test_rows_run_and_make_one_gradient(tmp_path):
     only = "1f1b,zb_v,fsdp,one device"
     rows, said = run(tmp_path, "--what", "run,fsdp", "--microbatches", "4", "--only", only)
