@@ -41,12 +41,12 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import constrain
+from jaxpar.mesh import axes_like, constrain, is_axes
 from jaxpar.nn.schedule import Stages, key_of_part
 from jaxpar.nn.two_stage import put_together
 from jaxpar.parallel.pipeline._chunks import AXIS
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
-from jaxpar.parallel.pipeline._work import Index, _at, _at_all, _from, _put, _split, _wide, _zeros
+from jaxpar.parallel.pipeline._work import Index, _at, _at_all, _from, _put, _split, _wide, _zeros, added
 from jaxpar.parallel.pipeline.ops import Op
 from jaxpar.parallel.pipeline.orders import pipedream
 from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable, pack_schedule
@@ -78,12 +78,13 @@ class PipeDream:
 
     rule: optax.GradientTransformation
 
-    def init(self, stages: Stages, params: PyTree) -> PyTree:
+    def init(self, stages: Stages, params: PyTree, axes: PyTree | None = None) -> PyTree:
         """Returns the rule's first state on each stage: every array has an axis of stages in front, [P, ...].
 
         Args:
           stages: The model.
           params: Its parameters; those of "layers" are stacked, [N, ...].
+          axes: Their logical axes, by which copies of them in the state are split within a stage too; or None.
 
         Raises:
           UsageError: If the layers do not divide over the stages of the ambient mesh.
@@ -91,7 +92,9 @@ class PipeDream:
         _num_stages(stages, params)
 
         def first_state(own):
-            return jax.tree.map(lambda x: jnp.asarray(x)[None], self.rule.init(own))
+            state = self.rule.init(own)
+            names = axes_like(state, own, axes) if axes else jax.tree.map(lambda x: (None,) * x.ndim, state)
+            return jax.tree.map(lambda names, x: constrain(x, *names)[None], names, state, is_leaf=is_axes)
 
         return jax.jit(by_stage(first_state, (_own(params),), AT))(params)  # which without jit refuses constants
 
@@ -250,7 +253,9 @@ class _Work:
     def backward(self, cell: dict, carry: _Carry, idle: _Done) -> _Done:
         """The backward pass with the weights of the forward pass, and an update of the newest."""
         where, slot = self.where(cell["microbatch"]), cell["read"]
-        loss, g, of_last = self.returned(_at_all(carry.inbox, cell["input"]), where, carry.ring, slot)
+        ends = {name: part for name, part in self.held(carry.ring, slot, 0).items() if name != "layers"}
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), ends)
+        loss, g, sums = self.returned(_at_all(carry.inbox, cell["input"]), where, ends, sums)
 
         def one(g, turn):
             here = dataclasses.replace(where, index=where.index + turn)
@@ -260,40 +265,35 @@ class _Work:
             return g, put_together(self.turn.products, self.turn.gradients(params, pairs), rest)
 
         g, layers = jax.lax.scan(one, g, self.turns, reverse=True)
-        of_first = self.entered(g, where, carry.ring, slot)
-        gradient = {"layers": jax.tree.unflatten(self.layers, layers), **of_first, **of_last}
-        gradient = jax.tree.map(lambda x: x.astype(_wide(x.dtype)), gradient)
+        layers = jax.tree.unflatten(self.layers, [x.astype(_wide(x.dtype)) for x in layers])
+        gradient = {"layers": layers, **self.entered(g, where, ends, sums)}
         gradient = self.stages.release(self.version(carry.ring, slot), gradient)
         newest = self.version(carry.ring, cell["newest"])
         updates, state = self.rule.update(gradient, carry.state, newest)
         return idle._replace(message=_split(g), loss=loss, own=optax.apply_updates(newest, updates), state=state)
 
-    def returned(self, arrived: PyTree, where: Where, ring: PyTree, slot: Index) -> tuple[Array, PyTree, PyTree]:
-        """Loss, gradient of the stage's output, and of what the last stage alone reads: of the loss, or what has come."""
-        held = self.held(ring, slot, 0)
-        ends = {name: held[name] for name in held.keys() - {"layers"} - self.first}
+    def returned(self, arrived: PyTree, where: Where, ends: PyTree, sums: PyTree) -> tuple[Array, PyTree, PyTree]:
+        """Loss, the gradient of the stage's output, what has come or of the loss, and gradients of `ends` so far."""
 
         def of_loss():
             def last(ends, x):
-                return self.stages.last({**held, **ends}, x, where.data, self.stages.total(where.data))[0]
+                return self.stages.last(ends, x, where.data, self.stages.total(where.data))[0]
 
             loss, pull = jax.vjp(last, ends, arrived)
             of_ends, g = pull(jnp.ones_like(loss))
-            return loss, _split(g), of_ends
+            return loss, _split(g), added(sums, of_ends)
 
         is_last = self.me == self.devices - 1
-        return jax.lax.cond(is_last, of_loss, lambda: (_zeros(self.loss), _split(arrived), _zeros(ends)))
+        return jax.lax.cond(is_last, of_loss, lambda: (_zeros(self.loss), _split(arrived), sums))
 
-    def entered(self, g: PyTree, where: Where, ring: PyTree, slot: Index) -> PyTree:
-        """The gradient of what the first stage alone reads, from that of what entered its layers; zero on all others."""
-        held = self.held(ring, slot, 0)
-        ends = {name: held[name] for name in self.first}
+    def entered(self, g: PyTree, where: Where, ends: PyTree, sums: PyTree) -> PyTree:
+        """The same gradients with those of what entered the first stage's layers."""
 
         def of_data():
-            _, pull = jax.vjp(lambda ends: self.stages.first({**held, **ends}, where.data, where.key), ends)
-            return pull(g)[0]
+            _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), ends)
+            return added(sums, pull(g)[0])
 
-        return jax.lax.cond(self.me == 0, of_data, lambda: _zeros(ends))
+        return jax.lax.cond(self.me == 0, of_data, lambda: sums)
 
     def where(self, j: Index) -> Where:
         """What the stage's first turn reads of microbatch j."""
@@ -341,7 +341,11 @@ def _num_stages(stages: Stages, params: PyTree) -> int:
     if turns != {(stages.num_turns,)}:
         raise UsageError(f'parameters of "layers" must be stacked, [{stages.num_turns}, ...]; here are {turns}.')
     if stages.num_turns % devices:
-        raise UsageError(f"{stages.num_turns} layers do not divide over {devices} stages.")
+        below = stages.num_turns // devices * devices
+        legal = f"{below} or {below + devices}" if below else f"{devices}"
+        raise UsageError(
+            f"{stages.num_turns} layers do not divide over {devices} stages; the nearest legal numbers are {legal}."
+        )
     return devices
 
 
