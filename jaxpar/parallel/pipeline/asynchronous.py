@@ -122,12 +122,17 @@ class PipeDream:
             and after them, as a tied embedding is.
         """
         devices = _num_stages(stages, params)
-        (m,) = {leaf.shape[0] for leaf in jax.tree.leaves(microbatches)}
+        m, known = (sorted({leaf.shape[0] for leaf in jax.tree.leaves(tree)}) for tree in (microbatches, state))
+        if len(m) != 1 or known not in ([], [devices]):
+            raise UsageError(
+                f"microbatches are stacked, all [m, ...], and the state is [{devices}, ...] of as many stages; here m "
+                f"is {m}, and the state is of {known}."
+            )
         microbatches = jax.tree.map(
             lambda x: constrain(x, None, "batch", *(None,) * (x.ndim - 2), name="microbatches"), microbatches
         )
         first = _read_first(stages, params, microbatches, key)
-        table, slots = _packed(devices, m)
+        table, slots = _packed(devices, *m)
         rows = jnp.asarray(np.concatenate([table.rows, slots], -1))
 
         def train(own, state, microbatches, key, rows):
@@ -211,16 +216,18 @@ class _Work:
         def of(owner: int, x: Array) -> Array:
             return jax.lax.psum(jnp.where(self.me == owner, x, jnp.zeros_like(x)), AXIS)
 
-        for name in own.keys() - {"layers"}:
-            owner = 0 if name in self.first else self.devices - 1
-            own[name] = jax.tree.map(functools.partial(of, owner), own[name])
+        for name, part in own.items():
+            if name != "layers":
+                owner = 0 if name in self.first else self.devices - 1
+                own[name] = jax.tree.map(functools.partial(of, owner), part)
         return own, jax.tree.map(lambda x: x[None], end.state), jax.lax.psum(end.losses, AXIS)
 
     def tick(self, carry: _Carry, row: Array) -> tuple[_Carry, None]:
         """Does a task, writes what it gives into its slots, and exchanges messages with both neighbours."""
         cell = dict(zip((*COLUMNS, *VERSIONS), row, strict=True))
         op, j = cell["op"], cell["microbatch"]
-        idle = _Done(_split(_zeros(self.x)), _zeros(self.kept, self.size), _zeros(self.loss), _zeros(self.own), carry.state)
+        message, kept = _split(_zeros(self.x)), _zeros(self.kept, self.size)
+        idle = _Done(message, kept, _zeros(self.loss), _zeros(self.own), carry.state)
         is_forward, is_backward = op == Op.F, op == Op.BW
         tasks = [lambda: idle, lambda: self.forward(cell, carry, idle), lambda: self.backward(cell, carry, idle)]
         done: _Done = jax.lax.switch(is_forward + 2 * is_backward, tasks)
@@ -357,8 +364,8 @@ def _read_first(stages: Stages, params: PyTree, microbatches: PyTree, key: PRNGK
     before, after = _names_read(stages.first, ends, data, key), _names_read(stages.last, ends, x, data, total)
     if both := before & after:
         raise UsageError(
-            f"{', '.join(sorted(both))} is read before the layers and after them, by stages that update apart; PipeDream "
-            "needs a model with parameters of its own for each, such as an untied head."
+            f"{', '.join(sorted(both))} is read before the layers and after them, by stages that update apart; "
+            "PipeDream needs a model with parameters of its own for each, such as an untied head."
         )
     return before
 
