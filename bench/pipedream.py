@@ -5,7 +5,8 @@
 
 A language model of as many layers as stages over bytes of the default corpus. All see the same microbatches in the same
 order: PipeDream over the stages, the same of one stage, whose updates have no delay, and Adam on the gradient of eight
-microbatches at once, as any pipeline with a flush has it (what fills no flush of a call is left out). Nothing is timed: the devices are simulated.
+microbatches at once, as any pipeline with a flush has it; what fills no flush of a call is left out. Nothing is timed:
+the devices are simulated.
 """
 
 import argparse
