@@ -6,10 +6,10 @@
 | `orders`, `greedy`, `search`, `named` | devices, microbatches, chunks; costs, a cap -> schedules | users |
 | `sides`, `partition` | a schedule -> one with gathers, offload, a split head; layers' costs -> stages | users |
 | `check`, `timing`, `draw` | a schedule -> what is wrong with it; time, idle time, memory; text, picture | users |
-| `pack` | a schedule -> integers [ticks, P, columns]; a table -> what is wrong with it | `run`, `asynchronous` |
+| `pack` | a schedule -> integers [ticks, P, columns] with slots, routes; a table -> what is wrong with it | runs |
 | `run` | a model as stages, a batch -> its loss and gradient, by any table on a mesh with `stage` | `Trainer`, users |
 | `asynchronous` | a model as stages, a rule, microbatches -> parameters updated after each, as PipeDream does | users |
-| `_work`, `_turn`, `_head`, `_chunks` | a tick, a turn of layers, a split head; where layers run | the same two |
+| `_work`, `_turn`, `_head`, `_chunks` | a tick, a turn of layers, a split head; where layers run | runs |
 """
 
 from jaxpar.parallel.pipeline.asynchronous import PipeDream
