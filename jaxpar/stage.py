@@ -15,8 +15,8 @@ def by_stage(fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
     """Runs `fn` on each pipeline stage's own block, by `jax.shard_map` over the axis `stage` alone.
 
     Inside, GSPMD splits over all other axes as it does outside, and everything of this module says how; collectives
-    over `stage` are `fn`'s own. Nothing is differentiated through. Specs name `stage` or nothing; in branches of `fn`
-    that not all stages take see `refuse_in_stage`.
+    over `stage` are `fn`'s own. Nothing is differentiated through. Specs name `stage` or nothing; in loops of `fn`
+    that not all stages enter see `refuse_in_stage`.
     """
 
     def apart(*args):

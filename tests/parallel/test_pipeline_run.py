@@ -127,8 +127,20 @@ def test_the_stash_has_as_many_slots_as_the_simulated_peak(schedule, x64):
     assert over.total() <= 1 and set(over) <= set(kept)
 
 
+def test_a_tick_does_its_task_alone():
+    """What a task computes stays within its loop, though all turns of it would compute the same."""
+    text = program(zb_h2(4, 8), 4, "float32", {"tensor": 2})[0].as_text()
+    body = body_of(text)
+    loops = [line for line in body.splitlines() if " while(" in line]
+    assert len(loops) == 3  # F, B and W
+    assert not any("known_trip_count" in line for line in loops)  # as turns of a chunk have that were moved out
+    called = {name for line in body.splitlines() if " while(" not in line for name in re.findall(r"=(%[\w.-]+)", line)}
+    blocks = dict(re.findall(r"\n(%[\w.-]+) (.*?\n)(?=\n)", text, re.DOTALL))
+    assert called and not any(" dot(" in block for block in [body, *(blocks[name] for name in called)])
+
+
 def multiplications(jaxpr):
-    """Multiplications of all products, loops counted as often as they run; of branches a list."""
+    """Multiplications of all products, loops over turns counted as often as they run, tasks within a task not."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -137,25 +149,23 @@ def multiplications(jaxpr):
                 np.prod([eqn.invars[0].aval.shape[dim] for dim in contracted])
             )
         for value in eqn.params.values():
-            if eqn.primitive.name != "cond" and hasattr(value, "jaxpr"):
+            if eqn.primitive.name != "while" and hasattr(value, "jaxpr"):
                 total += eqn.params.get("length", 1) * multiplications(value.jaxpr)
     return total
 
 
 def tasks_of(schedule, num_turns):
-    """Multiplications of each branch of the switch, in the turns of a chunk."""
+    """Multiplications of each task, in the turns of a chunk; and of what a tick does beside them."""
     _, body = carried(schedule, num_turns)
-    switch = max(
-        (eqn for eqn in body.eqns if eqn.primitive.name == "cond"), key=lambda eqn: len(eqn.params["branches"])
-    )
-    return [multiplications(branch.jaxpr) for branch in switch.params["branches"]]
+    tasks = [eqn.params["body_jaxpr"].jaxpr for eqn in body.eqns if eqn.primitive.name == "while"]
+    return *(multiplications(task) for task in tasks), multiplications(body)
 
 
 def test_nothing_is_computed_twice(x64):
-    idle, forward, fused = tasks_of(one_f_one_b(2, 4), 4)
-    _, split_forward, inputs, weights = tasks_of(zb_h1(2, 4), 4)
+    forward, fused, beside = tasks_of(one_f_one_b(2, 4), 4)
+    split_forward, inputs, weights, _ = tasks_of(zb_h1(2, 4), 4)
     products = 2 * 2 * ROWS * LENGTH * WIDTH * HIDDEN  # of two turns
-    assert (idle, forward) == (0, products)
+    assert (beside, forward) == (0, products)
     assert (split_forward, inputs, weights) == (products, products, products)
     assert fused == inputs + weights
 

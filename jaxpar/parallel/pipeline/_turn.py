@@ -28,7 +28,7 @@ class Where:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """How a turn is run; of shapes alone, so that all branches of a program agree on what is kept.
+    """How a turn is run; of shapes alone, so that all tasks of a program agree on what is kept.
 
     Attributes:
       stages: The model.

@@ -1,7 +1,8 @@
 """What a stage does in a tick: a task, then the same exchanges as all others; and a loop over ticks."""
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,90 +15,16 @@ from jaxpar.nn.schedule import Head, Stages, key_of_part
 from jaxpar.nn.two_stage import put_together, take_apart
 from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, spread_chunks
 from jaxpar.parallel.pipeline._head import Share, merge_shares, rows_gradient, share_of
+from jaxpar.parallel.pipeline._state import Given, Slots, State, Sums
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
 from jaxpar.parallel.pipeline.ops import Op
 from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PyTree
 
 Index = int | Array
 
 
-class Slots(NamedTuple):
-    """What a device holds between ticks; the first axis is that of slots.
-
-    Attributes:
-      inbox: Residual streams and their gradients that have come.
-      stash: What forward passes keep, [slots, turns of a chunk, ...].
-      factors: Of weights whose gradients are put off, the same.
-      head: Of a head that is split over stages, what S leaves to T.
-    """
-
-    inbox: PyTree
-    stash: list[Array]
-    factors: list[tuple[Array, Array]]
-    head: PyTree = ()
-
-
-class Sums(NamedTuple):
-    """Gradients so far.
-
-    Attributes:
-      layers: Of each array of the layers, [v, turns of a chunk, ...].
-      ends: Of what lies outside of them.
-      rows: Of a stage's rows of the head, where it is split; and then:
-      entered: Of each microbatch's residual stream before the first layer, [m, ...].
-    """
-
-    layers: list[Array]
-    ends: PyTree
-    rows: PyTree = ()
-    entered: PyTree = ()
-
-
-class Done(NamedTuple):
-    """What a task gives.
-
-    Attributes:
-      message: A residual stream or its gradient.
-      kept: For a slot of the stash.
-      pairs: For a slot of factors.
-      told: By each turn, of F.
-      loss: Of B and BW of the last chunk, and of the microbatch alone.
-      last: What it told.
-      sums: With what the task adds.
-      left: Of S, for a slot of the head.
-    """
-
-    message: PyTree
-    kept: list[Array]
-    pairs: list[tuple[Array, Array]]
-    told: PyTree
-    loss: Array
-    last: PyTree
-    sums: Sums
-    left: PyTree = ()
-
-
-class Given(NamedTuple):
-    """What a stage is given.
-
-    Attributes:
-      layers: Its turns at rest.
-      ends: Parameters outside of the layers that it reads.
-      parts: The microbatches, [m, ...].
-      key: Of dropout, or None.
-      total: What sums over tokens are divided by.
-      rows: Its rows of a head that is split, [n, D].
-      entered: Then also each microbatch's residual stream before the first layer, [m, ...].
-    """
-
-    layers: PyTree
-    ends: PyTree
-    parts: PyTree
-    key: PRNGKey | None
-    total: Array
-    rows: PyTree = ()
-    entered: PyTree = ()
+Task = Callable[[dict, State], State]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +43,7 @@ class Program:
         numbers = np.array([schedule.chunks_of(device) for device in range(schedule.devices)])
         kind = HeadWork if schedule.has_vocabulary else Work
         work = kind(self, given._replace(layers=layers), jnp.asarray(numbers)[me])
-        (_, _, sums, loss, told, last), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
+        ((_, _, sums, loss, told, last), _), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
         loss, last, outside = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), (loss, last, sums.ends))
         gradients = collect_chunks(jax.tree.unflatten(jax.tree.structure(layers), sums.layers), schedule)
         return loss, told, last, sums._replace(layers=gradients, ends=outside)
@@ -131,14 +58,14 @@ class Work:
         self.table, self.stages, self.size = program.table, program.stages, program.chunk_size
         self.schedule, self.own, self.given = self.table.schedule, own, given
         self.layers, self.ends, self.parts, self.key, self.total, *_ = given
-        self.share = 1 / self.schedule.microbatches
+        self.share, self.turns = 1 / self.schedule.microbatches, np.arange(self.size, dtype=np.int32)
         where = self.where(0, 0, 0)
         self.vocabulary = program.vocabulary
         self.x = jax.eval_shape(lambda: self.enter(where, 0))
         self.turn = turn_of(self.stages, self.params_of(0, 0), self.x, where)
         self.loss, self.last = jax.eval_shape(lambda x: self.lose(x, where), self.x)
         self.kept = [raw_shape(like) for like in self.turn.kept]
-        self.ops = sorted({Op.IDLE, *(task.op for task in self.schedule.tasks)})
+        self.ops = {task.op for task in self.schedule.tasks}
         is_apart = Op.B in self.ops  # otherwise no task leaves factors to another
         self.pairs = [(product.x, product.y) for product in self.turn.products if product and is_apart]
 
@@ -151,8 +78,8 @@ class Work:
     def params_of(self, chunk: Index, turn: Index) -> PyTree:
         return jax.tree.map(lambda x: _at(x, chunk, turn), self.layers)
 
-    def start(self) -> tuple:
-        """What is carried from tick to tick, empty."""
+    def start(self) -> tuple[State, tuple]:
+        """What is carried from tick to tick, empty: the state, and messages under way."""
         slots, turn, m = self.table.slots, self.turn, self.schedule.microbatches
         num_chunks = self.own.shape[0]
         streams = _zeros(self.x, slots["inbox"])
@@ -162,48 +89,37 @@ class Work:
         ends = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), self.ends)
         told = _zeros(turn.told, num_chunks, m, self.size)
         flying = tuple(_zeros(self.x) for _ in range(self.table.latency - 1))
-        return Slots(streams, stash, factors), flying, Sums(wide, ends), _zeros(self.loss), told, _zeros(self.last, m)
+        held = Slots(streams, stash, factors)
+        return State(_zeros(self.x), held, Sums(wide, ends), _zeros(self.loss), told, _zeros(self.last, m)), flying
 
-    def tick(self, carry: tuple, row: Array) -> tuple[tuple, None]:
-        """Does a task, writes what it gives into its slots, and exchanges messages with both neighbours."""
-        slots, flying, sums, loss, told, last = carry
+    def tick(self, carry: tuple[State, tuple], row: Array) -> tuple[tuple[State, tuple], None]:
+        """Does a task, and exchanges messages with both neighbours."""
+        state, flying = carry
         cell = dict(zip(COLUMNS, row, strict=True))
-        op, chunk, j = cell["op"], cell["chunk"], cell["microbatch"]
-        branches = {
-            Op.IDLE: lambda: self.nothing(sums),
-            Op.F: lambda: self.forward(cell, slots, sums),
-            Op.B: lambda: self.backward(cell, slots, sums, fused=False),
-            Op.W: lambda: self.weights(cell, slots, sums),
-            Op.BW: lambda: self.backward(cell, slots, sums, fused=True),
-        }
-        branches |= self.more_tasks(cell, slots, sums)
-        which = np.full(max(Op) + 1, 0, np.int32)
-        which[self.ops] = np.arange(len(self.ops))
-        done: Done = jax.lax.switch(jnp.asarray(which)[op], [branches[one] for one in self.ops])
-
-        is_forward, is_back = op == Op.F, (op == Op.B) | (op == Op.BW)
-        stash = _put(slots.stash, done.kept, jnp.where(is_forward, cell["stash"], -1))
-        factors = _put(slots.factors, done.pairs, jnp.where(op == Op.B, cell["factors"], -1))
-        told = _put(told, done.told, jnp.where(is_forward, chunk, -1), j)
-        last = _put(last, done.last, jnp.where(is_back & self.is_last(chunk) & self.loses, j, -1))
-
-        inbox = _put(slots.inbox, done.message, cell["keep"])
-        flying = (*flying, done.message)
+        state = state._replace(message=_split(_zeros(self.x)))
+        for op, task in self.tasks().items():
+            if op in self.ops:
+                state = at_most_once(cell["op"] == op, task, cell, state)
+        inbox = _put(state.slots.inbox, state.message, cell["keep"])
+        flying = (*flying, state.message)
         for step, column in ((1, "from_before"), (-1, "from_after")):
             inbox = _put(inbox, _from(flying[0], step, self.schedule.devices), cell[column])
-        slots = Slots(inbox, stash, factors, _put(slots.head, done.left, jnp.where(op == Op.S, cell["head"], -1)))
-        slots, sums, loss, last = self.meet(cell, slots, flying[0], done.sums, loss + done.loss, last)
-        return (slots, flying[1:], sums, loss, told, last), None
+        state = self.meet(cell, state._replace(slots=state.slots._replace(inbox=inbox)), flying[0])
+        return (state, flying[1:]), None
 
-    def more_tasks(self, cell: dict, slots: Slots, sums: Sums) -> dict:
-        """Tasks that only some schedules have."""
-        del cell, slots, sums
-        return {}
+    def tasks(self) -> dict[Op, Task]:
+        """What is done for each operation of the table; for none nothing is."""
+        return {
+            Op.F: self.forward,
+            Op.B: functools.partial(self.backward, fused=False),
+            Op.W: self.weights,
+            Op.BW: functools.partial(self.backward, fused=True),
+        }
 
-    def meet(self, cell: dict, slots: Slots, message: PyTree, sums: Sums, loss: Array, last: PyTree) -> tuple:
+    def meet(self, cell: dict, state: State, message: PyTree) -> State:
         """Exchanges of all stages at once, which only some schedules have."""
         del cell, message
-        return slots, sums, loss, last
+        return state
 
     def is_first(self, chunk: Index) -> Array:
         return self.own[chunk] % self.schedule.depth == 0
@@ -211,96 +127,105 @@ class Work:
     def is_last(self, chunk: Index) -> Array:
         return self.own[chunk] % self.schedule.depth == self.schedule.depth - 1
 
-    def nothing(self, sums: Sums) -> Done:
-        kept, pairs, told = (_zeros(like, self.size) for like in (self.kept, self.pairs, self.turn.told))
-        return Done(_split(_zeros(self.x)), kept, pairs, told, _zeros(self.loss), _zeros(self.last), sums)
-
-    def forward(self, cell: dict, slots: Slots, sums: Sums) -> Done:
+    def forward(self, cell: dict, state: State) -> State:
         """The forward pass of a chunk, from the data or from what has come."""
-        chunk, j = cell["chunk"], cell["microbatch"]
-        where = self.where(chunk, 0, j)
-        x = jax.lax.cond(
-            self.is_first(chunk),
-            lambda: _split(self.enter(where, j)),
-            lambda: _split(_at_all(slots.inbox, cell["input"])),
-        )
+        chunk, j, slot = cell["chunk"], cell["microbatch"], cell["stash"]
+        where, slots = self.where(chunk, 0, j), state.slots
 
-        def one(x, turn):
+        def enter(cell, x):
+            del x
+            j = cell["microbatch"]
+            return _split(self.enter(self.where(cell["chunk"], 0, j), j))
+
+        x = at_most_once(self.is_first(chunk), enter, cell, _split(_at_all(slots.inbox, cell["input"])))
+
+        def one(carry, turn):
+            x, stash, all_told = carry
             here = dataclasses.replace(where, index=where.index + turn)
             x, kept, told = self.turn.forward(self.params_of(chunk, turn), x, here)
-            return x, (kept, told)
+            stash = [_with(slots, each, slot, turn) for slots, each in zip(stash, kept, strict=True)]
+            return (x, stash, jax.tree.map(lambda x, new: _with(x, new, chunk, j, turn), all_told, told)), None
 
-        x, (kept, told) = jax.lax.scan(one, x, jnp.arange(self.size))
-        return self.nothing(sums)._replace(message=_split(x), kept=kept, told=told)
+        (x, stash, told), _ = jax.lax.scan(one, (x, slots.stash, state.told), self.turns)
+        return state._replace(message=_split(x), slots=slots._replace(stash=stash), told=told)
 
-    def backward(self, cell: dict, slots: Slots, sums: Sums, fused: bool) -> Done:
+    def backward(self, cell: dict, state: State, fused: bool) -> State:
         """The gradient of a chunk's input, from what has come or from the loss; and of its weights, if fused."""
-        chunk, j = cell["chunk"], cell["microbatch"]
-        where, arrived = self.where(chunk, 0, j), _at_all(slots.inbox, cell["input"])
-        done = self.nothing(sums)
+        chunk, slots = cell["chunk"], state.slots
+        where = self.where(chunk, 0, cell["microbatch"])
+        state = state._replace(message=_split(_at_all(slots.inbox, cell["input"])))
+        if self.loses:
+            state = at_most_once(self.is_last(chunk), self.returned, cell, state)
 
-        loss, last, sums, g = self.returned(chunk, arrived, where, done)
-
-        def one(g, turn):
+        def one(carry, turn):
+            g, factors, layers = carry
             here = dataclasses.replace(where, index=where.index + turn)
             params, kept = self.params_of(chunk, turn), [_at(leaf, cell["stash"], turn) for leaf in slots.stash]
             g, pairs, rest = self.turn.backward(params, kept, here, g, self.share)
-            return g, (rest, self.turn.gradients(params, pairs) if fused else pairs)
+            late = None
+            if fused:
+                late = self.turn.gradients(params, pairs)
+            else:
+                factors = jax.tree.map(lambda x, new: _with(x, new, cell["factors"], turn), factors, pairs)
+            return (g, factors, self.add(layers, chunk, turn, rest=rest, late=late)), None
 
-        g, (rest, late) = jax.lax.scan(one, g, jnp.arange(self.size), reverse=True)
-
-        sums = jax.lax.cond(self.is_first(chunk), lambda: self.leave(sums, where, j, g), lambda: sums)
-        sums = sums._replace(layers=self.add(sums.layers, chunk, rest=rest, late=late if fused else None))
-        pairs = done.pairs if fused else late
-        return done._replace(message=_split(g), pairs=pairs, loss=loss, last=last, sums=sums)
+        start = state.message, slots.factors, state.sums.layers
+        (g, factors, layers), _ = jax.lax.scan(one, start, self.turns, reverse=True)
+        sums, slots = state.sums._replace(layers=layers), slots._replace(factors=factors)
+        state = state._replace(message=_split(g), slots=slots, sums=sums)
+        return at_most_once(self.is_first(chunk), self.leave, cell, state)
 
     def enter(self, where: Where, j: Index) -> PyTree:
         """The residual stream before the first layer."""
         del j
         return self.stages.first(self.ends, where.data, where.key)
 
-    def leave(self, sums: Sums, where: Where, j: Index, g: PyTree) -> Sums:
+    def leave(self, cell: dict, state: State) -> State:
         """Adds the gradient of what `enter` reads."""
-        del j
+        where = self.where(cell["chunk"], 0, cell["microbatch"])
         _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), self.ends)
-        return sums._replace(ends=added(sums.ends, pull(g)[0]))
+        sums = state.sums
+        return state._replace(sums=sums._replace(ends=added(sums.ends, pull(state.message)[0])))
 
     def lose(self, x: PyTree, where: Where) -> tuple[Array, PyTree]:
         """The loss of what leaves the last layer, and what is told of it."""
         return self.stages.last(self.ends, x, where.data, self.total)
 
-    def returned(self, chunk: Index, arrived: PyTree, where: Where, done: Done) -> tuple:
-        """Loss, what it told, sums, and the gradient of a chunk's output: what has come, or of the loss of it."""
-        sums = done.sums
+    def returned(self, cell: dict, state: State) -> State:
+        """Counts the loss of what the last chunk has given; the message is then its gradient."""
+        j = cell["microbatch"]
+        where = self.where(cell["chunk"], 0, j)
 
-        def of_loss():
-            def last(ends, x):
-                return self.stages.last(ends, x, where.data, self.total)
+        def last(ends, x):
+            return self.stages.last(ends, x, where.data, self.total)
 
-            loss, pull, told = jax.vjp(last, self.ends, arrived, has_aux=True)
-            ends, g = pull(jnp.ones_like(loss))
-            return loss, told, sums._replace(ends=added(sums.ends, ends)), _split(g)
+        loss, pull, told = jax.vjp(last, self.ends, _at_all(state.slots.inbox, cell["input"]), has_aux=True)
+        ends, g = pull(jnp.ones_like(loss))
+        sums = state.sums._replace(ends=added(state.sums.ends, ends))
+        last_told = jax.tree.map(lambda x, new: _with(x, new, j), state.last, told)
+        return state._replace(message=_split(g), sums=sums, loss=state.loss + loss, last=last_told)
 
-        return jax.lax.cond(self.is_last(chunk), of_loss, lambda: (done.loss, done.last, sums, _split(arrived)))
-
-    def weights(self, cell: dict, slots: Slots, sums: Sums) -> Done:
+    def weights(self, cell: dict, state: State) -> State:
         """The gradients of a chunk's weights, from the factors that B left."""
-        chunk = cell["chunk"]
+        chunk, factors = cell["chunk"], state.slots.factors
 
-        def one(_, turn):
-            pairs = jax.tree.map(lambda x: _at(x, cell["factors"], turn), slots.factors)
-            return None, self.turn.gradients(self.params_of(chunk, turn), pairs)
+        def one(layers, turn):
+            pairs = jax.tree.map(lambda x: _at(x, cell["factors"], turn), factors)
+            late = self.turn.gradients(self.params_of(chunk, turn), pairs)
+            return self.add(layers, chunk, turn, late=late), None
 
-        _, late = jax.lax.scan(one, None, jnp.arange(self.size))
-        return self.nothing(sums)._replace(sums=sums._replace(layers=self.add(sums.layers, chunk, late=late)))
+        layers, _ = jax.lax.scan(one, state.sums.layers, self.turns)
+        return state._replace(sums=state.sums._replace(layers=layers))
 
-    def add(self, sums: list[Array], chunk: Array, rest: list | None = None, late: list | None = None) -> list[Array]:
-        """Adds gradients [turns of a chunk, ...] to those of the chunk: of the products, of the others, or of both."""
+    def add(
+        self, sums: list[Array], chunk: Array, turn: Array, rest: list | None = None, late: list | None = None
+    ) -> list[Array]:
+        """Adds a turn's gradients to those of its chunk: of the products, of the others, or of both."""
         products, new = self.turn.products, []
         for totals, more in zip(take_apart(products, sums), (late, rest), strict=True):
             if more is not None:
                 pairs = zip(totals, more, strict=True)
-                totals = [_with(total, _at(total, chunk) + x.astype(total.dtype), chunk) for total, x in pairs]
+                totals = [_with(x, _at(x, chunk, turn) + y.astype(x.dtype), chunk, turn) for x, y in pairs]
             new.append(totals)
         return put_together(products, *new)
 
@@ -320,17 +245,13 @@ class HeadWork(Work):
         del where
         return _at_all(self.given.entered, j)
 
-    def leave(self, sums: Sums, where: Where, j: Index, g: PyTree) -> Sums:
-        del where
-        return sums._replace(entered=_put(sums.entered, g, j))
+    def leave(self, cell: dict, state: State) -> State:
+        entered = _put(state.sums.entered, state.message, cell["microbatch"])
+        return state._replace(sums=state.sums._replace(entered=entered))
 
     def lose(self, x: PyTree, where: Where) -> tuple[Array, PyTree]:
         value = self.shared(x, where).norm.sum()  # read for its shape alone
         return value, self.head.told(value)
-
-    def returned(self, chunk: Index, arrived: PyTree, where: Where, done: Done) -> tuple:
-        del chunk, where  # `meet` counts the loss, and sends its gradient
-        return done.loss, done.last, done.sums, _split(arrived)
 
     def shared(self, x: PyTree, where: Where) -> Share:
         """What this stage says of the last layer's output."""
@@ -338,14 +259,12 @@ class HeadWork(Work):
         targets, _ = head.targets(where.data, self.total)
         return share_of(self.given.rows, head.ready(self.ends, x), targets, self.vocabulary)
 
-    def start(self) -> tuple:
-        slots, flying, sums, *rest = super().start()
+    def start(self) -> tuple[State, tuple]:
+        state, flying = super().start()
         rows = jnp.zeros(self.given.rows.shape, _wide(self.given.rows.dtype))
-        sums = sums._replace(rows=rows, entered=_zeros(self.given.entered))
-        return slots._replace(head=_zeros(self.left(), self.table.slots["head"])), flying, sums, *rest
-
-    def nothing(self, sums: Sums) -> Done:
-        return super().nothing(sums)._replace(left=_zeros(self.left()))
+        sums = state.sums._replace(rows=rows, entered=_zeros(self.given.entered))
+        slots = state.slots._replace(head=_zeros(self.left(), self.table.slots["head"]))
+        return state._replace(slots=slots, sums=sums), flying
 
     def left(self) -> PyTree:
         """Shapes of what S leaves: the last layer's output, this stage's share, and the microbatch's number."""
@@ -353,28 +272,33 @@ class HeadWork(Work):
         share = jax.eval_shape(lambda x: self.shared(x, where), self.x)
         return self.x, share, jax.ShapeDtypeStruct((), jnp.int32)
 
-    def more_tasks(self, cell: dict, slots: Slots, sums: Sums) -> dict:
-        def share():
-            x, j = _at_all(slots.inbox, cell["input"]), cell["microbatch"]
-            return self.nothing(sums)._replace(left=(x, self.shared(x, self.where(0, 0, j)), j))
+    def tasks(self) -> dict[Op, Task]:
+        return {**super().tasks(), Op.S: self.share_of_loss, Op.T: self.rows_of_head}
 
-        def rows():
-            x, share, j = _at_all(slots.head, cell["head"])
-            targets, weights = self.head.targets(self.where(0, 0, j).data, self.total)
-            more = rows_gradient(share, self.head.ready(self.ends, x), targets, weights)
-            return self.nothing(sums._replace(rows=sums.rows + more.astype(sums.rows.dtype)))
+    def share_of_loss(self, cell: dict, state: State) -> State:
+        """What this stage's rows say of a microbatch that left the last layer, for a slot of the head."""
+        slots, j = state.slots, cell["microbatch"]
+        x = _at_all(slots.inbox, cell["input"])
+        head = _put(slots.head, (x, self.shared(x, self.where(0, 0, j)), j), cell["head"])
+        return state._replace(slots=slots._replace(head=head))
 
-        return {Op.S: share, Op.T: rows}
+    def rows_of_head(self, cell: dict, state: State) -> State:
+        """Adds the gradient of this stage's rows."""
+        x, share, j = _at_all(state.slots.head, cell["head"])
+        targets, weights = self.head.targets(self.where(0, 0, j).data, self.total)
+        more, rows = rows_gradient(share, self.head.ready(self.ends, x), targets, weights), state.sums.rows
+        return state._replace(sums=state.sums._replace(rows=rows + more.astype(rows.dtype)))
 
-    def meet(self, cell: dict, slots: Slots, message: PyTree, sums: Sums, loss: Array, last: PyTree) -> tuple:
+    def meet(self, cell: dict, state: State, message: PyTree) -> State:
         """Sends the last chunk's output to all, and merges shares: in ticks that are the same for all stages."""
         me, owner = jax.lax.axis_index(AXIS), self.schedule.placement[-1]
 
-        def sent(inbox):
+        def sent(cell, inbox):
             every = jax.tree.map(lambda x: jax.lax.psum(jnp.where(me == owner, x, 0), AXIS), message)
             return _put(inbox, every, cell["from_all"])
 
-        def barrier(slots, ends, loss, last):
+        def barrier(cell, state):
+            slots, sums = state.slots, state.sums
             x, share, j = _at_all(slots.head, cell["merge"])
             head = self.head
             _, weights = head.targets(self.where(0, 0, j).data, self.total)
@@ -382,18 +306,32 @@ class HeadWork(Work):
             _, pull = jax.vjp(head.ready, self.ends, x)
             of_ends, g = pull(g)
             once = (me == 0).astype(value.dtype)  # all stages have the same
-            ends = added(ends, jax.tree.map(lambda x: x * once.astype(x.dtype), of_ends))
+            ends = added(sums.ends, jax.tree.map(lambda x: x * once.astype(x.dtype), of_ends))
             told = jax.tree.map(lambda x: x * once.astype(x.dtype), head.told(z))
             kept = _put(slots.head, (x, share._replace(factor=factor), j), cell["merge"])
             slots = slots._replace(head=kept, inbox=_put(slots.inbox, _split(g), cell["merged"]))
-            return slots, ends, loss + once * value, _put(last, told, j)
+            last = _put(state.last, told, j)
+            return state._replace(slots=slots, sums=sums._replace(ends=ends), loss=state.loss + once * value, last=last)
 
-        inbox = jax.lax.cond(cell["from_all"] >= 0, sent, lambda inbox: inbox, slots.inbox)
-        slots = slots._replace(inbox=inbox)
-        slots, ends, loss, last = jax.lax.cond(
-            cell["merge"] >= 0, barrier, lambda *same: same, slots, sums.ends, loss, last
-        )
-        return slots, sums._replace(ends=ends), loss, last
+        inbox = at_most_once(cell["from_all"] >= 0, sent, cell, state.slots.inbox)
+        state = state._replace(slots=state.slots._replace(inbox=inbox))
+        return at_most_once(cell["merge"] >= 0, barrier, cell, state)
+
+
+def at_most_once(is_due: Array, task: Callable, cell: dict, state: PyTree) -> PyTree:
+    """Returns `task(cell, state)`, or `state`.
+
+    A loop of one turn or none: XLA changes in place what a loop carries, and copies what passes a condition. The cell's
+    numbers are given with the number of the turn added, which is 0: of what depends on none of them XLA sees that all
+    turns compute the same, and it would do so before the loop, due or not.
+    """
+
+    def once(carry):
+        turn, state = carry
+        return turn + 1, task({name: value + turn for name, value in cell.items()}, state)
+
+    turns = is_due.astype(jnp.int32)
+    return jax.lax.while_loop(lambda carry: carry[0] < turns, once, (jnp.zeros_like(turns), state))[1]
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:
@@ -437,7 +375,7 @@ def added(sums: PyTree, gradient: PyTree) -> PyTree:
 
 
 def _split(x: PyTree) -> PyTree:
-    """Residual streams, split as they are between layers: every branch must end alike."""
+    """Residual streams, split as they are between layers: every task must end alike."""
     return jax.tree.map(lambda leaf: constrain(leaf, *TRAINING.outside), x)
 
 

@@ -33,7 +33,7 @@ NOTHING, NEXT, BEFORE, ITSELF, ALL = range(5)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TickTable:
-    """What one program runs: a loop over ticks, a switch over tasks, and the same exchanges in every tick.
+    """What one program runs: a loop over ticks, in each a task, and the same exchanges.
 
     In a tick a device reads its slots, does its task, writes its slots, and then puts what has arrived.
 

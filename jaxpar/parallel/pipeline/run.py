@@ -1,7 +1,7 @@
-"""One program that runs any table: a loop over ticks, a switch over tasks, and the same exchanges in every tick.
+"""One program that runs any table: a loop over ticks, in each a task of its own, and the same exchanges.
 
 The program is manual over the mesh axis `stage` alone; inside a task GSPMD splits batch, weights, heads and experts as
-it does without a pipeline, and all its collectives stay within a stage, whose devices all take the same branch. What
+it does without a pipeline, and all its collectives stay within a stage, whose devices all do the same task. What
 crosses stages, a message to either side, is sent in every tick by all.
 
 Example:
@@ -37,7 +37,8 @@ from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts
 from jaxpar.nn.schedule import Stages, key_of_part, parts_of
 from jaxpar.parallel.pipeline._chunks import AXIS
-from jaxpar.parallel.pipeline._work import Given, Program, Sums, added
+from jaxpar.parallel.pipeline._state import Given, Sums
+from jaxpar.parallel.pipeline._work import Program, added
 from jaxpar.parallel.pipeline.ops import Schedule
 from jaxpar.parallel.pipeline.pack import TickTable, pack_schedule
 from jaxpar.stage import by_stage
