@@ -15,7 +15,7 @@ from jaxpar.nn.schedule import Head, Stages, key_of_part
 from jaxpar.nn.two_stage import put_together, take_apart
 from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, spread_chunks
 from jaxpar.parallel.pipeline._head import Share, merge_shares, rows_gradient, share_of
-from jaxpar.parallel.pipeline._state import Given, Slots, State, Sums
+from jaxpar.parallel.pipeline._held import Given, Slots, State, Sums
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
 from jaxpar.parallel.pipeline.ops import Op
 from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable

@@ -46,7 +46,19 @@ from jaxpar.nn.schedule import Stages, key_of_part
 from jaxpar.nn.two_stage import put_together
 from jaxpar.parallel.pipeline._chunks import AXIS
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
-from jaxpar.parallel.pipeline._work import Index, _at, _at_all, _from, _put, _split, _wide, _zeros, added
+from jaxpar.parallel.pipeline._work import (
+    Index,
+    _at,
+    _at_all,
+    _from,
+    _put,
+    _split,
+    _wide,
+    _with,
+    _zeros,
+    added,
+    at_most_once,
+)
 from jaxpar.parallel.pipeline.ops import Op
 from jaxpar.parallel.pipeline.orders import pipedream
 from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable, pack_schedule
@@ -144,9 +156,10 @@ class PipeDream:
 
 
 class _Carry(NamedTuple):
-    """What a stage holds between ticks.
+    """What a stage holds from tick to tick.
 
     Attributes:
+      message: A residual stream or its gradient, of this tick's task.
       inbox: Residual streams and their gradients that have come, [slots, ...].
       stash: What forward passes keep, [slots, turns of a stage, ...].
       ring: Versions of the stage's own parameters, [slots, ...]; of those that the last stage alone reads, one.
@@ -154,29 +167,12 @@ class _Carry(NamedTuple):
       losses: Of each microbatch, as far as this stage counts it, [m].
     """
 
+    message: PyTree
     inbox: PyTree
     stash: list[Array]
     ring: PyTree
     state: PyTree
     losses: Array
-
-
-class _Done(NamedTuple):
-    """What a task gives.
-
-    Attributes:
-      message: A residual stream or its gradient.
-      kept: Of F, for a slot of the stash.
-      loss: Of F those of the layers, of the last stage's BW that of the microbatch.
-      own: Of BW, the stage's newest parameters.
-      state: Of the rule.
-    """
-
-    message: PyTree
-    kept: list[Array]
-    loss: Array
-    own: PyTree
-    state: PyTree
 
 
 class _Work:
@@ -196,7 +192,7 @@ class _Work:
         self.microbatches, self.key = microbatches, key
         self.devices, self.m = table.schedule.devices, table.schedule.microbatches
         self.size, self.me = stages.num_turns // self.devices, jax.lax.axis_index(AXIS)
-        self.turns = jnp.arange(self.size, dtype=self.me.dtype)
+        self.turns = np.arange(self.size, dtype=np.int32)
         self.own, self.ring = own, self.filled(own)
         where, held = self.where(0), self.held(self.ring, 0, 0)
         self.layers = jax.tree.structure(held["layers"])
@@ -209,7 +205,7 @@ class _Work:
         """Returns what `PipeDream` does: a stage's layers and state, and what lies outside of the layers on all."""
         slots = self.table.slots
         stash, losses = _zeros(self.kept, slots["stash"], self.size), _zeros(self.loss, self.m)
-        start = _Carry(_zeros(self.x, slots["inbox"]), stash, self.ring, state, losses)
+        start = _Carry(_zeros(self.x), _zeros(self.x, slots["inbox"]), stash, self.ring, state, losses)
         end, _ = jax.lax.scan(self.tick, start, rows)
         own = self.version(end.ring, self.m % (self.devices - self.me))
 
@@ -223,46 +219,46 @@ class _Work:
         return own, jax.tree.map(lambda x: x[None], end.state), jax.lax.psum(end.losses, AXIS)
 
     def tick(self, carry: _Carry, row: Array) -> tuple[_Carry, None]:
-        """Does a task, writes what it gives into its slots, and exchanges messages with both neighbours."""
+        """Does a task, and exchanges messages with both neighbours."""
         cell = dict(zip((*COLUMNS, *VERSIONS), row, strict=True))
-        op, j = cell["op"], cell["microbatch"]
-        message, kept = _split(_zeros(self.x)), _zeros(self.kept, self.size)
-        idle = _Done(message, kept, _zeros(self.loss), _zeros(self.own), carry.state)
-        is_forward, is_backward = op == Op.F, op == Op.BW
-        tasks = [lambda: idle, lambda: self.forward(cell, carry, idle), lambda: self.backward(cell, carry, idle)]
-        done: _Done = jax.lax.switch(is_forward + 2 * is_backward, tasks)
-
-        stash = _put(carry.stash, done.kept, jnp.where(is_forward, cell["stash"], -1))
-        inbox = _put(carry.inbox, done.message, cell["keep"])
+        carry = carry._replace(message=_split(_zeros(self.x)))
+        for op, task in ((Op.F, self.forward), (Op.BW, self.backward)):
+            carry = at_most_once(cell["op"] == op, task, cell, carry)
+        inbox = _put(carry.inbox, carry.message, cell["keep"])
         for step, column in ((1, "from_before"), (-1, "from_after")):
-            inbox = _put(inbox, _from(done.message, step, self.devices), cell[column])
-        ring = jax.tree.map(lambda x, new: _put(x, new, _within(x, cell["write"])), carry.ring, done.own)
-        losses = carry.losses.at[jnp.maximum(j, 0)].add(done.loss)
-        return _Carry(inbox, stash, ring, done.state, losses), None
+            inbox = _put(inbox, _from(carry.message, step, self.devices), cell[column])
+        return carry._replace(inbox=inbox), None
 
-    def forward(self, cell: dict, carry: _Carry, idle: _Done) -> _Done:
+    def forward(self, cell: dict, carry: _Carry) -> _Carry:
         """The forward pass of the stage's layers with its newest weights, from the data or from what has come."""
-        where, slot = self.where(cell["microbatch"]), cell["read"]
-        x = jax.lax.cond(
-            self.me == 0,
-            lambda: _split(self.stages.first(self.held(carry.ring, slot, 0), where.data, where.key)),
-            lambda: _split(_at_all(carry.inbox, cell["input"])),
-        )
+        j, slot = cell["microbatch"], cell["read"]
+        where = self.where(j)
 
-        def one(x, turn):
+        def enter(cell, x):
+            del x
+            where = self.where(cell["microbatch"])
+            return _split(self.stages.first(self.held(carry.ring, cell["read"], 0), where.data, where.key))
+
+        x = at_most_once(self.me == 0, enter, cell, _split(_at_all(carry.inbox, cell["input"])))
+
+        def one(x_and_stash, turn):
+            x, stash = x_and_stash
             here = dataclasses.replace(where, index=where.index + turn)
             x, kept, told = self.turn.forward(_layer(self.held(carry.ring, slot, turn)), x, here)
-            return x, (kept, sum(told.losses.values(), jnp.zeros((), self.loss.dtype)))
+            stash = [_with(slots, each, cell["stash"], turn) for slots, each in zip(stash, kept, strict=True)]
+            return (x, stash), sum(told.losses.values(), jnp.zeros((), self.loss.dtype))
 
-        x, (kept, losses) = jax.lax.scan(one, x, self.turns)
-        return idle._replace(message=_split(x), kept=kept, loss=losses.sum().astype(self.loss.dtype))
+        (x, stash), losses = jax.lax.scan(one, (x, carry.stash), self.turns)
+        losses = carry.losses.at[j].add(losses.sum().astype(self.loss.dtype))
+        return carry._replace(message=_split(x), stash=stash, losses=losses)
 
-    def backward(self, cell: dict, carry: _Carry, idle: _Done) -> _Done:
+    def backward(self, cell: dict, carry: _Carry) -> _Carry:
         """The backward pass with the weights of the forward pass, and an update of the newest."""
-        where, slot = self.where(cell["microbatch"]), cell["read"]
-        ends = {name: part for name, part in self.held(carry.ring, slot, 0).items() if name != "layers"}
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), ends)
-        loss, g, sums = self.returned(_at_all(carry.inbox, cell["input"]), where, ends, sums)
+        slot = cell["read"]
+        where = self.where(cell["microbatch"])
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), self.ends(cell, carry))
+        carry = carry._replace(message=_split(_at_all(carry.inbox, cell["input"])))
+        carry, sums = at_most_once(self.me == self.devices - 1, self.returned, cell, (carry, sums))
 
         def one(g, turn):
             here = dataclasses.replace(where, index=where.index + turn)
@@ -271,36 +267,40 @@ class _Work:
             g, pairs, rest = self.turn.backward(params, kept, here, g, 1.0)
             return g, put_together(self.turn.products, self.turn.gradients(params, pairs), rest)
 
-        g, layers = jax.lax.scan(one, g, self.turns, reverse=True)
+        g, layers = jax.lax.scan(one, carry.message, self.turns, reverse=True)
+        carry = carry._replace(message=_split(g))
+        carry, sums = at_most_once(self.me == 0, self.entered, cell, (carry, sums))
         layers = jax.tree.unflatten(self.layers, [x.astype(_wide(x.dtype)) for x in layers])
-        gradient = {"layers": layers, **self.entered(g, where, ends, sums)}
-        gradient = self.stages.release(self.version(carry.ring, slot), gradient)
+        gradient = self.stages.release(self.version(carry.ring, slot), {"layers": layers, **sums})
         newest = self.version(carry.ring, cell["newest"])
         updates, state = self.rule.update(gradient, carry.state, newest)
-        return idle._replace(message=_split(g), loss=loss, own=optax.apply_updates(newest, updates), state=state)
+        new = optax.apply_updates(newest, updates)
+        ring = jax.tree.map(lambda x, new: _with(x, new, _within(x, cell["write"])), carry.ring, new)
+        return carry._replace(ring=ring, state=state)
 
-    def returned(self, arrived: PyTree, where: Where, ends: PyTree, sums: PyTree) -> tuple[Array, PyTree, PyTree]:
-        """Loss, the gradient of the stage's output, what has come or of the loss, and gradients of `ends` so far."""
+    def returned(self, cell: dict, carry_and_sums: tuple[_Carry, PyTree]) -> tuple[_Carry, PyTree]:
+        """Counts the loss of what the last stage has given; the message is then its gradient."""
+        carry, sums = carry_and_sums
+        j = cell["microbatch"]
+        where = self.where(j)
 
-        def of_loss():
-            def last(ends, x):
-                return self.stages.last(ends, x, where.data, self.stages.total(where.data))[0]
+        def last(ends, x):
+            return self.stages.last(ends, x, where.data, self.stages.total(where.data))[0]
 
-            loss, pull = jax.vjp(last, ends, arrived)
-            of_ends, g = pull(jnp.ones_like(loss))
-            return loss, _split(g), added(sums, of_ends)
+        loss, pull = jax.vjp(last, self.ends(cell, carry), carry.message)
+        of_ends, g = pull(jnp.ones_like(loss))
+        return carry._replace(message=_split(g), losses=carry.losses.at[j].add(loss)), added(sums, of_ends)
 
-        is_last = self.me == self.devices - 1
-        return jax.lax.cond(is_last, of_loss, lambda: (_zeros(self.loss), _split(arrived), sums))
+    def entered(self, cell: dict, carry_and_sums: tuple[_Carry, PyTree]) -> tuple[_Carry, PyTree]:
+        """Adds the gradient of what entered the first stage's layers."""
+        carry, sums = carry_and_sums
+        where = self.where(cell["microbatch"])
+        _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), self.ends(cell, carry))
+        return carry, added(sums, pull(carry.message)[0])
 
-    def entered(self, g: PyTree, where: Where, ends: PyTree, sums: PyTree) -> PyTree:
-        """The same gradients with those of what entered the first stage's layers."""
-
-        def of_data():
-            _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), ends)
-            return added(sums, pull(g)[0])
-
-        return jax.lax.cond(self.me == 0, of_data, lambda: sums)
+    def ends(self, cell: dict, carry: _Carry) -> PyTree:
+        """What lies outside of the layers, of the version that a task reads, as a step holds it."""
+        return {name: part for name, part in self.held(carry.ring, cell["read"], 0).items() if name != "layers"}
 
     def where(self, j: Index) -> Where:
         """What the stage's first turn reads of microbatch j."""

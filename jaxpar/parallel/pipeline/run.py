@@ -37,7 +37,7 @@ from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.auxiliary import Aux, both, over_layers, over_parts
 from jaxpar.nn.schedule import Stages, key_of_part, parts_of
 from jaxpar.parallel.pipeline._chunks import AXIS
-from jaxpar.parallel.pipeline._state import Given, Sums
+from jaxpar.parallel.pipeline._held import Given, Sums
 from jaxpar.parallel.pipeline._work import Program, added
 from jaxpar.parallel.pipeline.ops import Schedule
 from jaxpar.parallel.pipeline.pack import TickTable, pack_schedule
