@@ -78,15 +78,27 @@ def product(request: dict) -> tuple[Callable, tuple, dict]:
 
 
 def by_loop(request: dict, x, w):
-    """The grouped product of a row's arguments, expert by expert."""
+    """The grouped product of a row's arguments, expert by expert: one program, whatever their sizes."""
+    import jax
     import jax.numpy as jnp
 
     order, sizes = choices(request)
     if request["row"] == "jax dense":
         return x @ w
     x = x[order // request["k"]] if "read" in request["row"] else x
-    ends = sizes.cumsum()
-    y = jnp.concatenate([x[end - size : end] @ w[e] for e, (end, size) in enumerate(zip(ends, sizes, strict=True))])
+    most = int(sizes.max())
+
+    def one(y, expert):
+        start, size, w = expert
+        rows = jax.lax.dynamic_slice_in_dim(padded, start, most)
+        old = jax.lax.dynamic_slice_in_dim(y, start, most)
+        new = jnp.where(jnp.arange(most)[:, None] < size, rows @ w, old)
+        return jax.lax.dynamic_update_slice_in_dim(y, new, start, 0), None
+
+    padded = jnp.pad(x, [(0, most), (0, 0)])
+    start = jnp.zeros((len(padded), w.shape[-1]), x.dtype)
+    y, _ = jax.lax.scan(one, start, (jnp.asarray(sizes.cumsum() - sizes), jnp.asarray(sizes), w))
+    y = y[: len(x)]
     if "write" in request["row"]:
         y = jnp.zeros_like(y).at[order].set(y).reshape(-1, request["k"], y.shape[1]).sum(1)
     return y
