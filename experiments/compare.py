@@ -2,6 +2,7 @@
 
     python -m experiments.compare                                       # two CPU cores, 7 mixers, 3 seeds, 15 minutes
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
+    python -m experiments.compare mixers=[windowed,block_recurrent] model.mixer=windowed model.mixer_window=64
     python -m experiments.compare mixers=[attention,mamba2] model.embed_dim=512 model.num_layers=8 data.seq_len=1024
 
 The protocol of Languini (Stanic et al. 2023, arXiv:2309.11197): a mixer gets as many tokens as its measured speed makes
@@ -34,6 +35,7 @@ from jaxpar.fields import AtLeast, Between, Positive, field
 from jaxpar.io import plot_fits, read_jsonl
 from jaxpar.lm import LMConfig, OptimizerConfig, num_params
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus
+from jaxpar.lm.mixers import with_mixer
 from jaxpar.loop import Fit, FitResult, compile_step
 from jaxpar.mesh import MeshSpec, named_shardings, place_rows
 from jaxpar.types import UsageError
@@ -52,7 +54,8 @@ class Config(_run.RunConfig):
       mixers: Names that `model.mixer=` takes; each at attention's size.
       seconds: Budget of a row, of steady training.
       num_seeds: Rows of a mixer, of seeds seed, seed + 1, ...
-      model: What is the same for all.
+      model: What is the same for all. With `model.mixer=` one of them, fields of its own may be given, as
+        `model.mixer_window`; all that read them take them.
       data: Corpus, window and batch.
       optimizer: By default of a constant rate after the warm-up, so that a loss on the way is that of a shorter budget.
       evaluations: Of each row, at equal distances: the points of its line.
@@ -74,8 +77,8 @@ class Config(_run.RunConfig):
     def __post_init__(self):
         """Refuses mixers that no model has, and none at all."""
         super().__post_init__()
-        if self.model.mixer != "attention":
-            raise UsageError(f"model.mixer={self.model.mixer} is one mixer; name those to compare by mixers=[...].")
+        if self.model.mixer not in ("attention", *self.mixers):
+            raise UsageError(f"model.mixer={self.model.mixer} is not among mixers=[{','.join(self.mixers)}]; add it.")
         if not self.mixers or len(set(self.mixers)) < len(self.mixers):
             raise UsageError(f"mixers={self.mixers} must name one at least, and each once.")
         for mixer in self.mixers:
@@ -86,7 +89,7 @@ class Config(_run.RunConfig):
         every = -(-steps // self.evaluations)
         return lm.Config(
             name=f"{self.name}-{mixer}", seed=self.seed + seed, metrics=self.metrics, resume=self.resume,
-            model=dataclasses.replace(self.model, mixer=mixer), data=self.data, optimizer=self.optimizer,
+            model=with_mixer(self.model, mixer), data=self.data, optimizer=self.optimizer,
             train=lm.TrainConfig(steps, eval_every=every, eval_batches=self.eval_batches, save_every=every, keep=1),
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What mixes the tokens of a language model, by its name and flags: one row a name."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,8 @@ from jaxpar.nn.position import Rope
 from jaxpar.nn.solvers import solver
 from jaxpar.parallel.context import SplitSequence
 from jaxpar.types import UsageError
+
+__all__ = ["with_mixer"]
 
 if TYPE_CHECKING:
     from jaxpar.lm.config import LMConfig
@@ -51,6 +54,13 @@ def mixers_of(config: "LMConfig") -> Mixer | tuple[Mixer, ...]:
     """Returns the mixer of all layers, or those that layers have in turn."""
     made = tuple(MIXERS[name].make(config, name, _units(config, name)) for name in _names(config))
     return made if config.mixers else made[0]
+
+
+def with_mixer(config: "LMConfig", mixer: str) -> "LMConfig":
+    """Returns the configuration with another mixer, at attention's size; fields that it does not read are the usual."""
+    reads = MIXERS[mixer].reads if mixer in MIXERS else ()
+    usual = {name: getattr(type(config), name) for name in OWN if name not in reads or name == "mixer_dim"}
+    return dataclasses.replace(config, mixer=mixer, **usual)
 
 
 def check_mixers(config: "LMConfig") -> None:

@@ -93,7 +93,7 @@ def test_a_line_of_least_squares_in_log_time():
         ("mixers=[]", r"mixers=\[\] must name one at least, and each once"),
         ("mixers=[gla,gla]", "must name one at least, and each once"),
         ("mixers=[gla,lstn]", "model.mixer='lstn' is unknown; legal are attention"),
-        ("model.mixer=gla", r"model.mixer=gla is one mixer; name those to compare by mixers=\[...\]"),
+        ("mixers=[gla] model.mixer=lmu", r"model.mixer=lmu is not among mixers=\[gla\]; add it"),
         ("seconds=0", "seconds=0.0 must be over 0"),
         ("num_seeds=0", "num_seeds=0 must be"),
         ("evaluations=1", "evaluations=1 must be at least 2"),
@@ -102,6 +102,16 @@ def test_a_line_of_least_squares_in_log_time():
 def test_mistakes_end_in_a_sentence(flags, sentence):
     with pytest.raises(UsageError, match=sentence):
         compare.compose(*flags.split())
+
+
+def test_fields_of_one_mixer_are_given_to_all_that_read_them():
+    config = compare.compose("mixers=[attention,lmu,windowed,gla]", "model.mixer=lmu", "model.mixer_window=32")
+    models = {mixer: config.row(mixer, 0, 4).model for mixer in config.mixers}
+    assert {mixer: model.mixer_window for mixer, model in models.items()} == {
+        "attention": 128, "lmu": 32, "windowed": 32, "gla": 128,
+    }  # fmt: skip
+    usual = compare.compose().row("gla", 0, 4).model
+    assert models["gla"] == usual  # not of the size that lmu has
 
 
 def test_more_mixers_and_seeds_are_the_same_run():
