@@ -23,6 +23,7 @@ from jaxpar.nn.layer import cell_states, first_state
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve import Stats
 from jaxpar.solve.problem import Chooser, Method
 from jaxpar.types import Info, PyTree, UsageError
@@ -201,6 +202,7 @@ def sharded_recurrence(
 
     def block(*flat):
         projections, params, h0, resets, valid = tree.unflatten(flat)
+        params = varying_as(params, projections)  # so that gradients are summed over devices once, not in each step
         hs, stats = cell_states(here, params, projections, h0, method=method, resets=resets)
         last = jax.tree.map(lambda h, h0: _after(h, h0, valid), hs, h0)
         out = here.output(params, hs).astype(lane.dtype), last
