@@ -16,7 +16,8 @@ the table allows. It counts neither messages nor what is outside of the ticks: c
 chunks. "of torch" is how many times as fast as torch's form of the same schedule ours is, "of best" as torch's fastest.
 `run` and `fsdp` print the loss and the norm of the gradient: they are the same model, and must agree. GiB are the
 device's own count of its peak; "planned" is the compiler's. `offload` compares a schedule with and without what
-`jaxpar.parallel.pipeline.with_offload` puts on the host. For asynchronous sends on GPUs,
+`experiments.lm offload=true` puts on the host; a slot must travel within a task, so take --remat full, or expect the
+time that "lock-step ms" tells. For asynchronous sends on GPUs,
 --xla=--xla_gpu_enable_latency_hiding_scheduler=true.
 """
 
@@ -43,7 +44,7 @@ FULL = dict(model=MODEL, length=2048, dtype="bfloat16")
 SMALL = dict(model=TINY, length=16, dtype="float32")
 OURS = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "blockwise")
 THEIRS = ("gpipe", "1f1b", "interleaved", "zb_v", "blockwise")
-OFFLOADED = ("interleaved", "zb_v", "1f1b")
+OFFLOADED = ("gpipe", "interleaved", "zb_v")  # two stages keep two microbatches by 1f1b, and one slot more is under way
 
 
 def sides_of(args: argparse.Namespace) -> dict:

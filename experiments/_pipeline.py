@@ -9,7 +9,7 @@ from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.lm import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.nn.schedule import InTurn, Schedule
-from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule, with_vocabulary
+from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule, with_offload, with_vocabulary
 from jaxpar.types import UsageError
 
 
@@ -22,12 +22,14 @@ class PipelineConfig(_run.RunConfig):
       microbatches: Parts of a batch that pass through a pipeline; 0 for two a stage.
       chunks: Groups of layers on each stage, where the schedule leaves it open.
       split_head: Whether all stages share the product with the head; rules.vocab=stage+tensor has them hold it so.
+      offload: Whether what forward passes keep waits on the host, wherever there is a tick in between.
     """
 
     pipeline: str = field("none", OneOf(("none", *PIPELINES)))
     microbatches: int = field(0, AtLeast(0))
     chunks: int = field(2, AtLeast(1))
     split_head: bool = False
+    offload: bool = False
 
     def __post_init__(self):
         """Has each stage of a pipeline hold its own layers; refuses what makes no gradient of a batch, by its name."""
@@ -56,11 +58,22 @@ def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Schedu
     if config.pipeline == "none":
         if num_stages > 1:
             raise UsageError(f"mesh.stage={num_stages} needs pipeline=; legal are {', '.join(PIPELINES)}.")
+        if config.offload:
+            legal = ", ".join(PIPELINES)
+            raise UsageError(f"offload=true needs pipeline=, legal are {legal}; or take model.remat=offload.")
         return InTurn(), accumulate, "train.accumulate"
     if accumulate > 1:
         raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
     parts = config.microbatches or 2 * num_stages
     schedule = named_schedule(config.pipeline, num_stages, parts, config.chunks)
-    made = Pipelined(with_vocabulary(schedule) if config.split_head else schedule)
+    schedule = with_vocabulary(schedule) if config.split_head else schedule
+    if config.offload:
+        schedule = with_offload(schedule, lockstep=True)
+        if not schedule.sides:
+            raise UsageError(
+                f"offload=true finds nothing in {schedule}, whose backward tasks come in the tick after their F; take "
+                "another schedule, or model.remat=offload."
+            )
+    made = Pipelined(schedule)
     made.check(stages(model), parts)
     return made, parts, "microbatches"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxpar.mesh import MeshSpec, constrain, make_mesh, use_mesh
 from jaxpar.nn.auxiliary import NOTHING, Aux, Max, Mean
 from jaxpar.nn.linear import contract
 from jaxpar.nn.schedule import InTurn, Stages, layer_by_layer
-from jaxpar.parallel.pipeline import Pipelined
+from jaxpar.parallel.pipeline import Pipelined, pack_schedule
 
 WIDTH, HIDDEN, TOKENS, LENGTH, ROWS = 16, 8, 6, 3, 4  # rows of a microbatch
 
@@ -86,6 +87,25 @@ def program(schedule, num_turns, dtype, sizes, *, latency=1, keep=lambda body: b
     with use_mesh(make_mesh(mesh, jax.devices()[:count])):
         run = jit(lambda params, batch: Pipelined(schedule, latency)(stages(num_turns, keep), params, batch, None, m))
         return run.lower(*args).compile(), args
+
+
+def body_of(text):
+    """The computation of a compiled module that sends to the next stage and to the one before."""
+    blocks = re.split(r"\n(?=%|ENTRY)", text)
+    (body,) = [b for b in blocks if "collective-permute" in b and not b.startswith("ENTRY")]
+    return body
+
+
+def carried(schedule, num_turns):
+    """Shapes that the loop over ticks carries."""
+    table, m = pack_schedule(schedule), schedule.microbatches
+    args = params_of(num_turns, "float64"), batch_of(m, "float64")
+    with use_mesh(make_mesh(MeshSpec(stage=schedule.devices), jax.devices()[: schedule.devices])):
+        run = lambda params, batch: Pipelined(schedule)(stages(num_turns), params, batch, None, m)  # noqa: E731
+        jaxpr = jax.make_jaxpr(run)(*args)
+    (inner,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    (loop,) = [eqn for eqn in inner.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == len(table.rows)]
+    return [x.aval for x in loop.outvars], loop.params["jaxpr"].jaxpr
 
 
 def assert_equals_in_turn(schedule, num_turns, dtype, tolerance=None, sizes=None, **options):

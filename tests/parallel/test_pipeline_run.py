@@ -14,9 +14,9 @@ from pipeline_toy import (
     ROWS,
     WIDTH,
     assert_equals_in_turn,
-    batch_of,
+    body_of,
+    carried,
     in_turn,
-    params_of,
     program,
     stages,
 )
@@ -78,13 +78,6 @@ def test_a_schedule_that_was_searched(x64):
     assert_equals_in_turn(schedule, 4, "float64", TOLERANCE)
 
 
-def body_of(text):
-    """The computation of a compiled module that sends to the next stage and to the one before."""
-    blocks = re.split(r"\n(?=%|ENTRY)", text)
-    (body,) = [b for b in blocks if "collective-permute" in b and not b.startswith("ENTRY")]
-    return body
-
-
 def instructions(text):
     return [re.sub(r"[\d.]+", "", line.split("=")[1].split("(")[0]) for line in text.splitlines() if " = " in line]
 
@@ -98,18 +91,6 @@ def test_two_exchanges_a_tick_whatever_the_number_of_microbatches(x64):
         assert slots == 7 and not re.search(rf"= \w+\[{slots},[\d,]+\]\S* copy\(", body)
     few, many = (sorted(instructions(text)) for text in texts)
     assert few == many
-
-
-def carried(schedule, num_turns):
-    """Shapes that the loop over ticks carries."""
-    table, m = pack_schedule(schedule), schedule.microbatches
-    args = params_of(num_turns, "float64"), batch_of(m, "float64")
-    with use_mesh(make_mesh(MeshSpec(stage=schedule.devices), jax.devices()[: schedule.devices])):
-        run = lambda params, batch: Pipelined(schedule)(stages(num_turns), params, batch, None, m)  # noqa: E731
-        jaxpr = jax.make_jaxpr(run)(*args)
-    (inner,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    (loop,) = [eqn for eqn in inner.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == len(table.rows)]
-    return [x.aval for x in loop.outvars], loop.params["jaxpr"].jaxpr
 
 
 @pytest.mark.parametrize("schedule", [zb_h2(4, 8), one_f_one_b(4, 8), zb_v(4, 8)], ids=str)

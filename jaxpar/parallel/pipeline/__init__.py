@@ -10,6 +10,8 @@
 | `run` | a model as stages, a batch -> its loss and gradient, by any table on a mesh with `stage` | `Trainer`, users |
 | `asynchronous` | a model as stages, a rule, microbatches -> parameters updated after each, as PipeDream does | users |
 | `_work`, `_turn`, `_head`, `_chunks` | a tick, a turn of layers, a split head; where layers run | runs |
+| `_held`, `_once` | what a stage holds from tick to tick; what is done in a tick or not | runs |
+| `_host`, `_trips` | slots in the host's memory; when they travel | `_work`, `timing`, `pack` |
 """
 
 from jaxpar.parallel.pipeline.asynchronous import PipeDream

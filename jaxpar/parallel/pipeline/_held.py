@@ -1,5 +1,6 @@
 """What a stage is given, and what it holds from tick to tick."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpar.types import Array, PRNGKey, PyTree
@@ -13,12 +14,14 @@ class Slots(NamedTuple):
       stash: What forward passes keep, [slots, turns of a chunk, ...].
       factors: Of weights whose gradients are put off, the same.
       head: Of a head that is split over stages, what S leaves to T.
+      host: As the stash, in the host's memory.
     """
 
     inbox: PyTree
     stash: list[Array]
     factors: list[tuple[Array, Array]]
     head: PyTree = ()
+    host: Sequence[Array] = ()
 
 
 class Sums(NamedTuple):

@@ -16,9 +16,11 @@ from jaxpar.nn.two_stage import put_together, take_apart
 from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, spread_chunks
 from jaxpar.parallel.pipeline._head import Share, merge_shares, rows_gradient, share_of
 from jaxpar.parallel.pipeline._held import Given, Slots, State, Sums
+from jaxpar.parallel.pipeline._host import empty_on_host, exchanged
+from jaxpar.parallel.pipeline._once import at_most_once
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
 from jaxpar.parallel.pipeline.ops import Op
-from jaxpar.parallel.pipeline.pack import COLUMNS, TickTable
+from jaxpar.parallel.pipeline.pack import TickTable
 from jaxpar.types import Array, PyTree
 
 Index = int | Array
@@ -89,14 +91,18 @@ class Work:
         ends = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), self.ends)
         told = _zeros(turn.told, num_chunks, m, self.size)
         flying = tuple(_zeros(self.x) for _ in range(self.table.latency - 1))
-        held = Slots(streams, stash, factors)
+        host = empty_on_host(self.kept, slots["host"] + 1, self.size) if "host" in slots else []
+        held = Slots(streams, stash, factors, host=host)
         return State(_zeros(self.x), held, Sums(wide, ends), _zeros(self.loss), told, _zeros(self.last, m)), flying
 
     def tick(self, carry: tuple[State, tuple], row: Array) -> tuple[tuple[State, tuple], None]:
-        """Does a task, and exchanges messages with both neighbours."""
+        """Does a task, and exchanges messages with both neighbours; before it, slots with the host."""
         state, flying = carry
-        cell = dict(zip(COLUMNS, row, strict=True))
+        cell = dict(zip(self.table.columns, row, strict=True))
         state = state._replace(message=_split(_zeros(self.x)))
+        if state.slots.host:
+            stash, host = exchanged(state.slots.stash, state.slots.host, cell)
+            state = state._replace(slots=state.slots._replace(stash=stash, host=host))
         for op, task in self.tasks().items():
             if op in self.ops:
                 state = at_most_once(cell["op"] == op, task, cell, state)
@@ -316,22 +322,6 @@ class HeadWork(Work):
         inbox = at_most_once(cell["from_all"] >= 0, sent, cell, state.slots.inbox)
         state = state._replace(slots=state.slots._replace(inbox=inbox))
         return at_most_once(cell["merge"] >= 0, barrier, cell, state)
-
-
-def at_most_once(is_due: Array, task: Callable, cell: dict, state: PyTree) -> PyTree:
-    """Returns `task(cell, state)`, or `state`.
-
-    A loop of one turn or none: XLA changes in place what a loop carries, and copies what passes a condition. The cell's
-    numbers are given with the number of the turn added, which is 0: of what depends on none of them XLA sees that all
-    turns compute the same, and it would do so before the loop, due or not.
-    """
-
-    def once(carry):
-        turn, state = carry
-        return turn + 1, task({name: value + turn for name, value in cell.items()}, state)
-
-    turns = is_due.astype(jnp.int32)
-    return jax.lax.while_loop(lambda carry: carry[0] < turns, once, (jnp.zeros_like(turns), state))[1]
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:

@@ -45,6 +45,7 @@ from jaxpar.mesh import axes_like, constrain, is_axes
 from jaxpar.nn.schedule import Stages, key_of_part
 from jaxpar.nn.two_stage import put_together
 from jaxpar.parallel.pipeline._chunks import AXIS
+from jaxpar.parallel.pipeline._once import at_most_once
 from jaxpar.parallel.pipeline._turn import Where, raw_shape, turn_of
 from jaxpar.parallel.pipeline._work import (
     Index,
@@ -57,7 +58,6 @@ from jaxpar.parallel.pipeline._work import (
     _with,
     _zeros,
     added,
-    at_most_once,
 )
 from jaxpar.parallel.pipeline.ops import Op
 from jaxpar.parallel.pipeline.orders import pipedream

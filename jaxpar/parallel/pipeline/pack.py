@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jaxpar.parallel.pipeline._trips import tick_of_side, ticks_of_transfers
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
 from jaxpar.parallel.pipeline.timing import tick_of_each
 from jaxpar.types import UsageError
@@ -28,6 +29,12 @@ COLUMNS: tuple[str, ...] = (
     "merge",  # slot of the head whose shares all devices merge at the end of the tick
     "merged",  # slot of the inbox for the gradient that the merged shares give
 )
+HOST_COLUMNS: tuple[str, ...] = (  # of tables of schedules that offload, after the others
+    "offload",  # slot of the stash that goes to the host, of what is in it as the tick begins
+    "offload_to",  # slot of the host for it
+    "fetch",  # slot of the host that comes back before the tick's task, of what is in it as the tick begins
+    "fetch_to",  # slot of the stash for it
+)
 NOTHING, NEXT, BEFORE, ITSELF, ALL = range(5)
 
 
@@ -35,11 +42,13 @@ NOTHING, NEXT, BEFORE, ITSELF, ALL = range(5)
 class TickTable:
     """What one program runs: a loop over ticks, in each a task, and the same exchanges.
 
-    In a tick a device reads its slots, does its task, writes its slots, and then puts what has arrived.
+    In a tick a device moves a slot to the host and one back, where its table has columns for that. Then it reads its
+    slots, does its task, writes its slots, and puts what has arrived.
 
     Attributes:
-      rows: int32 [ticks, P, columns], see `COLUMNS`; -1 where a column says nothing.
-      slots: How many of "inbox", "stash", "factors" and "head" each device needs: what the fullest one does.
+      rows: int32 [ticks, P, columns], -1 where a column says nothing.
+      slots: How many of "inbox", "stash", "factors" and "head" each device needs: what the fullest one does. Of a
+        schedule that offloads also of "host", in the host's memory.
       latency: Ticks from a task to the one on another device that reads its message.
       sides: What begins beside the tasks, with its tick.
       schedule: Whose table it is.
@@ -51,33 +60,43 @@ class TickTable:
     sides: tuple[tuple[int, Side], ...]
     schedule: Schedule
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """`COLUMNS`, and after them "offload", "offload_to", "fetch" and "fetch_to" where something is offloaded."""
+        return (*COLUMNS, *HOST_COLUMNS)[: self.rows.shape[-1]]
+
     def column(self, name: str) -> np.ndarray:
         """Returns a column, int32 [ticks, P]."""
-        return self.rows[..., COLUMNS.index(name)]
+        return self.rows[..., self.columns.index(name)]
 
 
 def pack_schedule(schedule: Schedule, latency: int = 1) -> TickTable:
     """Returns the table of a schedule in which each task takes a tick and begins as early as order and messages allow.
 
     Slots are given by colouring intervals in order of their start, which takes as many as are ever full at once; those
-    of "stash" and "factors" are the activations and factors that `simulate_schedule` counts in lock-step.
+    of "stash" and "factors" are the activations and factors that `simulate_schedule` counts in lock-step, and those of
+    "host" what it counts as hosted. What is offloaded has a slot of the stash until it goes, and perhaps another one
+    from when it is back.
 
     Args:
       schedule: That `check_schedule` finds nothing wrong with.
       latency: Ticks until a message to another device can be read, at least 1.
 
     Raises:
-      UsageError: If devices wait for ever, a message goes further than one device on, or the latency is under 1.
+      UsageError: If devices wait for ever, a message goes further than one device on, the latency is under 1, or what
+        is offloaded has no time for both ways.
     """
     if latency < 1:
         raise UsageError(f"a message cannot be read in the tick that sends it; latency={latency} must be at least 1.")
     if schedule.has_vocabulary and schedule.copies > 1:
         raise UsageError("the head of two copies has two broadcasts in a tick; take a schedule of one copy.")
     ticks = tick_of_each(schedule, latency)
-    rows = np.full((max(ticks.values()) + 1, schedule.devices, len(COLUMNS)), -1, np.int32)
+    moves = ticks_of_transfers(schedule, ticks)
+    columns = (*COLUMNS, *HOST_COLUMNS) if moves else COLUMNS
+    rows = np.full((max(ticks.values()) + 1, schedule.devices, len(columns)), -1, np.int32)
     rows[..., COLUMNS.index("op")] = Op.IDLE
     rows[..., COLUMNS.index("send")] = NOTHING
-    packing = _Packing(schedule, ticks, latency, rows)
+    packing = _Packing(schedule, ticks, moves, latency, rows)
     for task, tick in ticks.items():
         device = schedule.device_of(task)
         own = schedule.chunks_of(device)
@@ -86,24 +105,23 @@ def pack_schedule(schedule: Schedule, latency: int = 1) -> TickTable:
         packing.keep(task)
         packing.route(task)
     slots = packing.color()
-    begun = [(_tick_of_side(schedule, ticks, side), side) for side in schedule.sides]
+    begun = [(moves[side] if side in moves else tick_of_side(schedule, ticks, side), side) for side in schedule.sides]
     return TickTable(rows, slots, latency, tuple(begun), schedule)
-
-
-def _tick_of_side(schedule: Schedule, ticks: dict[Task, int], side: Side) -> int:
-    return ticks[schedule.rows[side.device][side.place - 1]] + 1 if side.place else 0
 
 
 class _Packing:
     """Collects intervals (kind, device, from, to, cells that get the slot's number), then gives slots."""
 
-    def __init__(self, schedule: Schedule, ticks: dict[Task, int], latency: int, rows: np.ndarray):
+    def __init__(
+        self, schedule: Schedule, ticks: dict[Task, int], moves: dict[Side, int], latency: int, rows: np.ndarray
+    ):
         self.schedule, self.ticks, self.latency, self.rows = schedule, ticks, latency, rows
-        self.intervals: list[tuple[str, int, int, int, list[tuple[int, str]]]] = []
+        self.moves = {(side.kind, side.chunk, side.microbatch): tick for side, tick in moves.items()}
+        self.intervals: list[tuple[str, int, float, float, list[tuple[int, str]]]] = []
 
     def put(self, tick: int, device: int, **cells: int) -> None:
         for name, value in cells.items():
-            self.rows[tick, device, COLUMNS.index(name)] = value
+            self.rows[tick, device, (*COLUMNS, *HOST_COLUMNS).index(name)] = value
 
     def keep(self, task: Task) -> None:
         """What a task leaves on its own device."""
@@ -116,10 +134,25 @@ class _Packing:
         if op in pairs:
             kind, reader = pairs[op]
             start, end = self.ticks[task], self.ticks[reader]
+            if op == Op.F and ("offload", chunk, j) in self.moves:
+                self.keep_away(self.schedule.device_of(task), start, end, chunk, j)
+                return
             cells = [(start, kind), (end, kind)]
             if op == Op.S:
                 cells.append((max(self.ticks[Task(Op.S, d, j)] for d in range(self.schedule.devices)), "merge"))
             self.intervals.append((kind, self.schedule.device_of(task), start, end, cells))
+
+    def keep_away(self, device: int, start: int, end: int, chunk: int, j: int) -> None:
+        """What F leaves where it is offloaded: in the stash, on the host, and in the stash again.
+
+        In a tick what goes is read before what comes is written, and both before the task, which writes at the end.
+        """
+        out, back = self.moves["offload", chunk, j], self.moves["fetch", chunk, j]
+        self.intervals += [
+            ("stash", device, start, out - 0.5, [(start, "stash"), (out, "offload")]),
+            ("host", device, out, back, [(out, "offload_to"), (back, "fetch")]),
+            ("stash", device, back - 0.25, end, [(back, "fetch_to"), (end, "stash")]),
+        ]
 
     def route(self, task: Task) -> None:
         """Where a task's message goes, and in which slot it waits."""
@@ -163,12 +196,14 @@ class _Packing:
     def color(self) -> dict[str, int]:
         """Gives each interval a slot that no other has meanwhile; one may begin in the tick in which another ends."""
         slots: dict[str, int] = {"inbox": 0, "stash": 0, "factors": 0, "head": 0}
+        if self.moves:
+            slots["host"] = 0
         groups: dict[tuple[str, int], list] = {}
         for kind, device, *rest in self.intervals:
             groups.setdefault((kind, device), []).append(rest)
         for (kind, device), intervals in groups.items():
             free: list[int] = []
-            busy: list[tuple[int, int]] = []
+            busy: list[tuple[float, int]] = []
             count = 0
             for start, end, cells in sorted(intervals, key=lambda entry: entry[:2]):
                 while busy and busy[0][0] <= start:
@@ -206,8 +241,9 @@ class _Walk:
         self.way: dict[int, list[tuple[int, str, object]]] = {}  # when it arrives -> goal, column, what
 
     def tick(self, tick: int) -> None:
-        cells = [dict(zip(COLUMNS, map(int, row), strict=True)) for row in self.table.rows[tick]]
+        cells = [dict(zip(self.table.columns, map(int, row), strict=True)) for row in self.table.rows[tick]]
         for device, cell in enumerate(cells):
+            self.move(tick, device, cell)
             if cell["op"] != Op.IDLE:
                 self.do(tick, device, cell)
         self.merge(tick, cells)
@@ -219,6 +255,19 @@ class _Walk:
                     self.slots[device]["inbox", cell[column]] = what
                 elif what is not None:
                     self.found.append(f"tick {tick}, device {device}: what comes by {column} is put nowhere")
+
+    def move(self, tick: int, device: int, cell: dict[str, int]) -> None:
+        """Between stash and host: both are read before either is written."""
+        slots, written = self.slots[device], {}
+        for way, kind, other in (("offload", "stash", "host"), ("fetch", "host", "stash")):
+            source, goal = cell.get(way, -1), cell.get(f"{way}_to", -1)
+            if (source < 0) != (goal < 0):
+                self.found.append(f"tick {tick}, device {device}: {way} has a slot to read or to write, not both")
+            elif source >= 0:
+                written[other, goal] = slots.get((kind, source))
+                if written[other, goal] is None:
+                    self.found.append(f"tick {tick}, device {device}: {kind} slot {source} holds nothing to {way}")
+        slots.update(written)
 
     def read(self, tick: int, device: int, kind: str, slot: int, wanted: object) -> None:
         if self.slots[device].get((kind, slot)) != wanted:

@@ -56,7 +56,8 @@ class Pipelined:
     Equal to `jaxpar.nn.schedule.InTurn` with as many microbatches, up to the order of sums.
 
     Attributes:
-      schedule: Tasks of each stage, as from `one_f_one_b` or `zb_v`.
+      schedule: Tasks of each stage, as from `one_f_one_b` or `zb_v`; those of `with_offload` keep on the host what they
+        say, on TPUs and GPUs.
       latency: Ticks until a message is read; with 2, messages travel while the next tick is computed.
     """
 
@@ -146,8 +147,16 @@ class Pipelined:
             raise UsageError(f"the schedule {schedule} has {schedule.microbatches} microbatches, not {count}.")
         if schedule.asynchronous:
             raise UsageError(f"{schedule.name} changes weights in between and has no one gradient; PipeDream runs it.")
-        if schedule.sides:
-            raise UsageError(f"{schedule.name} has what no program here runs: sides.")
+        if others := sorted({side.kind for side in schedule.sides} - {"offload", "fetch"}):
+            raise UsageError(
+                f"{schedule.name} has what no program here runs: sides of kind {' and '.join(others)}, which GSPMD "
+                "places by itself; legal are offload and fetch."
+            )
+        if schedule.sides and "pinned_host" not in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
+            raise UsageError(
+                f"{schedule.name} keeps activations in the memory pinned_host, which devices of the kind "
+                f"{jax.devices()[0].device_kind} do not have; take it without offload, or model.remat=full."
+            )
         if schedule.has_vocabulary and (stages.head is None or self.latency > 1):
             raise UsageError(f"{schedule.name} needs a model with a head of rows, and latency=1, not {self.latency}.")
         if stages.num_turns % schedule.depth:
@@ -157,6 +166,7 @@ class Pipelined:
                 f"{stages.num_turns} layers do not divide over the {schedule.depth} chunks of {schedule.name}; the "
                 f"nearest legal numbers are {legal}."
             )
+        _packed(schedule, self.latency)  # which has its own refusals
 
 
 def _filled(rows: Array, devices: int) -> Array:

@@ -4,9 +4,10 @@ Each function takes a schedule and returns one with more in it.
 """
 
 import dataclasses
+import functools
 
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
-from jaxpar.parallel.pipeline.timing import SLOTS, UNITS, SlotSizes, TaskCosts, simulate_schedule
+from jaxpar.parallel.pipeline.timing import SLOTS, UNITS, SlotSizes, TaskCosts, Timed, simulate_schedule, tick_of_each
 from jaxpar.types import UsageError
 
 __all__ = ["with_gathers", "with_offload", "with_reductions", "with_vocabulary"]
@@ -52,43 +53,70 @@ def with_offload(
     *,
     latency: float = 0.0,
     sizes: SlotSizes = SLOTS,
+    lockstep: bool = False,
 ) -> Schedule:
     """Returns the schedule with activations on the host while that costs no time, those kept longest first.
 
     What lies idle for at least as long as both ways take is a candidate. A fetch begins after the last task that ends
-    early enough before the backward task; a candidate is taken if the schedule still ends when it did, and no device's
-    peak grows. Cost: a simulation for each F. Reference: PipeOffload, arXiv:2503.01328.
+    early enough before the backward task; candidates are taken if the schedule still ends when it did, and no device's
+    peak grows. In lock-step they are offloaded in the tick after their F and fetched in that of their backward task, or
+    beside the task before if that alone costs no time; there are two ticks between both tasks at least. Cost: two
+    simulations where all candidates may be taken, else one for each F. Reference: PipeOffload, arXiv:2503.01328.
 
     Args:
       schedule: Without offload.
       costs: With `offload` and `fetch`, of one chunk's microbatch.
       latency: Of a message.
       sizes: Bytes of what is kept.
+      lockstep: Whether devices keep step, as the program does that runs it.
     """
-    before = simulate_schedule(schedule, costs, latency=latency, sizes=sizes)
+    timed = functools.partial(simulate_schedule, costs=costs, latency=latency, lockstep=lockstep, sizes=sizes)
+    before = timed(schedule)
     at = {entry.what: entry for entry in before.times if isinstance(entry.what, Task)}
+    ticks = tick_of_each(schedule) if lockstep else {}
     gaps = {}
     for task in sorted(schedule.tasks):
         if task.op == Op.F:
             back = schedule.backward(task.chunk, task.microbatch)
-            gaps[task] = at[back].start - at[task].end
-    peak = before.bytes
-    for task in sorted(gaps, key=lambda task: (-gaps[task], task)):
-        if gaps[task] < costs.offload + costs.fetch:
-            break
-        device = schedule.device_of(task)
-        row = schedule.rows[device]
-        back = schedule.backward(task.chunk, task.microbatch)
-        out, place = row.index(task) + 1, row.index(back)
-        while place > out and at[row[place - 1]].end > at[back].start - costs.fetch:
-            place -= 1
-        pair = [Side(kind, device, where, *task[1:]) for kind, where in (("offload", out), ("fetch", place))]
-        tried = dataclasses.replace(schedule, sides=tuple(sorted((*schedule.sides, *pair), key=_when)))
-        after = simulate_schedule(tried, costs, latency=latency, sizes=sizes)
+            gap = at[back].start - at[task].end
+            if gap >= costs.offload + costs.fetch and not (lockstep and ticks[back] < ticks[task] + 2):
+                gaps[task] = gap
+
+    def tried(schedule: Schedule, peak: tuple[float, ...], places: dict[Task, int]) -> tuple[Schedule, tuple] | None:
+        """The schedule with these offloaded too, fetched before the tasks at these places, if that costs nothing."""
+        pairs = []
+        for task, place in places.items():
+            device = schedule.device_of(task)
+            out = schedule.rows[device].index(task) + 1
+            pairs += [Side(kind, device, where, *task[1:]) for kind, where in (("offload", out), ("fetch", place))]
+        more = dataclasses.replace(schedule, sides=tuple(sorted((*schedule.sides, *pairs), key=_when)))
+        try:
+            after = timed(more)
+        except UsageError:  # in lock-step, transfers are in each other's way
+            return None
         is_smaller = all(new <= old for new, old in zip(after.bytes, peak, strict=True))
-        if after.makespan <= before.makespan and is_smaller:
-            schedule, peak = tried, after.bytes
-    return schedule
+        return (more, after.bytes) if after.makespan <= before.makespan and is_smaller else None
+
+    def places_of(task: Task) -> tuple[int, ...]:
+        row = schedule.rows[schedule.device_of(task)]
+        first, last = row.index(task) + 1, row.index(schedule.backward(task.chunk, task.microbatch))
+        return (last, last - 1) if lockstep else (_place_of_fetch(row, at, first, last, costs.fetch),)
+
+    if all_at_once := tried(schedule, before.bytes, {task: places_of(task)[0] for task in gaps}):
+        return all_at_once[0]
+    best = schedule, before.bytes
+    for task in sorted(gaps, key=lambda task: (-gaps[task], task)):
+        found = (tried(*best, {task: place}) for place in places_of(task))
+        best = next((one for one in found if one), best)
+    return best[0]
+
+
+def _place_of_fetch(row: tuple[Task, ...], at: dict[Task, Timed], first: int, last: int, time: float) -> int:
+    """After the last task that ends early enough before the one at place `last`."""
+    begin = at[row[last]].start - time
+    while last > first and at[row[last - 1]].end > begin:
+        last -= 1
+    return last
 
 
 def _when(side: Side) -> tuple[int, int, bool]:

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from jaxpar.fields import AtLeast, Each, check_fields, check_value, field
+from jaxpar.parallel.pipeline._trips import ticks_of_transfers
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
 from jaxpar.types import UsageError
 
@@ -98,6 +99,7 @@ class Timing:
       heads: Most between S and T.
       weights: Chunks of weights kept, each in as many versions as are in use.
       gathered: Most chunks gathered at once.
+      hosted: Most microbatches of a chunk on the host at once.
       bytes: Most bytes at once, of all of these together.
       gathers: Gathers of a chunk's weights.
       messages: Between devices, of all.
@@ -115,6 +117,7 @@ class Timing:
     heads: tuple[int, ...]
     weights: tuple[int, ...]
     gathered: tuple[int, ...]
+    hosted: tuple[int, ...]
     bytes: tuple[float, ...]
     gathers: tuple[int, ...]
     messages: int
@@ -146,7 +149,8 @@ def simulate_schedule(
     By events a task starts when its device has done the one before, and what it needs has arrived: `latency` after it
     was done where that was on another device. In lock-step all devices do a task a tick, a tick takes as long as its
     longest task and `latency` for the messages, and what was sent in a tick is there in the next: so runs one program
-    with its exchange outside of the tasks. Cost is that of the tasks, some microseconds each.
+    with its exchange outside of the tasks. There a fetch comes before the task of its tick, and where anything is
+    offloaded no tick is shorter than an offload. Cost is that of the tasks, some microseconds each.
 
     Args:
       schedule: P rows of tasks.
@@ -156,24 +160,24 @@ def simulate_schedule(
       sizes: Bytes of what is kept.
 
     Raises:
-      UsageError: If devices wait for each other for ever, naming the first that does; of a latency under 0; or if
-        costs have a scale for another number of chunks.
+      UsageError: If devices wait for each other for ever, naming the first that does; of a latency under 0; if costs
+        have a scale for another number of chunks; or if what is offloaded has no time for both ways in lock-step.
     """
     check_value("latency", latency, AtLeast(0))
     if costs.scale and len(costs.scale) != len(schedule.placement):
         raise UsageError(f"costs.scale has {len(costs.scale)} entries for {len(schedule.placement)} chunks.")
-    done, sides, ticks = (_in_step if lockstep else _run)(schedule, costs, latency)
+    done, sides, at, ticks = (_in_step if lockstep else _run)(schedule, costs, latency)
     times = [Timed(task, schedule.device_of(task), *when) for task, when in done.items()]
     times += [Timed(side, side.device, *when) for side, when in sides.items()]
-    return _timing(schedule, costs, sizes, times, ticks)
+    return _timing(schedule, costs, sizes, times, at, ticks)
 
 
-def _run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, dict, int]:
-    """Start and end of each task and side, by events."""
+def _run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, dict, dict, int]:
+    """Start and end of each task, of each side, and when either takes and gives room, by events."""
     done, stuck, sides = try_run(schedule, costs, latency)
     if stuck:
         raise UsageError(f"{schedule.name} never ends: {stuck[0]}.")
-    return done, sides, 0
+    return done, sides, {**done, **sides}, 0
 
 
 def try_run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, list[str], dict]:
@@ -241,24 +245,44 @@ class _Sides:
         return max(fetched, self._gathered.get(task.chunk, 0.0))
 
 
-def _in_step(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, dict, int]:
-    """The same where every tick waits for its longest task."""
+def _in_step(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, dict, dict, int]:
+    """The same where every tick waits for its longest task.
+
+    Room is then counted by place in the order of ticks. In tick k what is offloaded has left its slot at k - 1/4; then,
+    at k, what is fetched takes one, and a task takes its own; and at k + 1/2 a task has given back what it read.
+    """
     ticks_of = tick_of_each(schedule)
     ticks = max(ticks_of.values(), default=-1) + 1
-    length = [0.0] * ticks
+    moves = ticks_of_transfers(schedule, ticks_of)
+    fetches = {(side.device, tick) for side, tick in moves.items() if side.kind == "fetch"}
+    first = {task: costs.fetch * ((schedule.device_of(task), tick) in fetches) for task, tick in ticks_of.items()}
+    length = [costs.offload if moves else 0.0] * ticks
     for task, tick in ticks_of.items():
-        length[tick] = max(length[tick], costs.of(task))
+        length[tick] = max(length[tick], first[task] + costs.of(task))
+    for _, tick in fetches:
+        length[tick] = max(length[tick], costs.fetch)
     starts, now = [], 0.0
     for each in length:
         starts.append(now)
         now += each + latency
-    done = {task: (starts[tick], starts[tick] + costs.of(task)) for task, tick in ticks_of.items()}
+    done = {}
+    for task, tick in ticks_of.items():
+        begin = starts[tick] + first[task]
+        done[task] = begin, begin + costs.of(task)
+    at: dict[Task | Side, tuple[float, float]] = {task: (tick, tick + 0.5) for task, tick in ticks_of.items()}
     sides = {}
     for side in schedule.sides:
-        row = schedule.rows[side.device]
-        begin = done[row[side.place - 1]][1] if side.place else 0.0
+        if side in moves:
+            k, is_fetch = moves[side], side.kind == "fetch"
+            sides[side] = starts[k], starts[k] + costs.of_side(side)
+            at[side] = (k, k) if is_fetch else (k, k - 0.25)
+            continue
+        before = schedule.rows[side.device][side.place - 1] if side.place else None
+        begin = done[before][1] if before else 0.0
         sides[side] = begin, begin + costs.of_side(side)
-    return done, sides, ticks
+        taken = at[before][1] if before else 0
+        at[side] = taken, taken
+    return done, sides, at, ticks
 
 
 def tick_of_each(schedule: Schedule, latency: int = 1) -> dict[Task, int]:
@@ -280,11 +304,11 @@ def _without_sides(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, sides=())
 
 
-def _timing(schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[Timed], ticks: int) -> Timing:
+def _timing(schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[Timed], at: dict, ticks: int) -> Timing:
     tasks = [entry for entry in times if isinstance(entry.what, Task)]
     rows = [[entry for entry in tasks if entry.device == device] for device in range(schedule.devices)]
     kinds = Counter((entry.device, entry.what.kind) for entry in times if isinstance(entry.what, Side))
-    kept = _intervals(schedule, times)
+    kept = _intervals(schedule, at)
     weights = tuple(_versions(schedule, device) for device in range(schedule.devices))
 
     def most(device: int, *names: str) -> int:
@@ -310,6 +334,7 @@ def _timing(schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[
         heads=tuple(most(device, "heads") for device in each),
         weights=weights,
         gathered=tuple(most(device, "gathered") for device in each),
+        hosted=tuple(most(device, "hosted") for device in each),
         bytes=tuple(largest(device) for device in each),
         gathers=tuple(kinds[device, "gather"] for device in each),
         messages=sent,
@@ -337,14 +362,10 @@ def _versions(schedule: Schedule, device: int) -> int:
     return sum(most.values())
 
 
-def _intervals(schedule: Schedule, times: list[Timed]) -> list[dict[str, list[tuple[float, float]]]]:
+def _intervals(schedule: Schedule, at: dict) -> list[dict[str, list[tuple[float, float]]]]:
     """From when to when something is kept, by device and kind."""
-    at = {entry.what: (entry.start, entry.end) for entry in times}
-    away = {}
-    for entry in times:
-        if isinstance(entry.what, Side) and entry.what.kind in ("offload", "fetch"):
-            away[entry.what.kind, entry.what.chunk, entry.what.microbatch] = entry
-    names = ("activations", "factors", "held", "heads", "gathered")
+    away = {(side.kind, *side[3:]): at[side] for side in schedule.sides if side.kind in ("offload", "fetch")}
+    names = ("activations", "factors", "held", "heads", "gathered", "hosted")
     kept: list[dict[str, list]] = [{name: [] for name in names} for _ in range(schedule.devices)]
     for task in schedule.tasks:
         mine, (op, chunk, j) = kept[schedule.device_of(task)], task
@@ -352,7 +373,8 @@ def _intervals(schedule: Schedule, times: list[Timed]) -> list[dict[str, list[tu
             end = at[schedule.backward(chunk, j)][1]
             out, back = (away.get((kind, chunk, j)) for kind in ("offload", "fetch"))
             if out and back:
-                mine["activations"] += [(at[task][0], out.end), (back.start, end)]
+                mine["activations"] += [(at[task][0], out[1]), (back[0], end)]
+                mine["hosted"].append((out[0], back[1]))
             else:
                 mine["activations"].append((at[task][0], end))
             mine["held"].append((at[task][0], at.get(Task(Op.W, chunk, j), (0.0, end))[1]))
