@@ -1,16 +1,20 @@
 """A split sequence on GPUs; run there with `JAX_PLATFORMS=cuda python -m pytest tests/parallel/test_context_gpu.py`."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import attention
-from jaxpar.parallel.context import MOVES, Order, context_attention
+from jaxpar.nn.attention import attend, attention, finish
+from jaxpar.parallel.context import MOVES, Order, attend_split_cache, context_attention
+from jaxpar.parallel.context import _shares_kernel as kernel
 from jaxpar.parallel.context._partial import ByTable, Done, Where
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+TWO = jax.device_count() < 2
 
 
 def relative(got, want):
@@ -63,7 +67,7 @@ def test_the_walk_of_four_devices_on_one_gpu(order):
         assert relative(order.join(jnp.concatenate(got, 1), shares), want) < 1e-2  # as in test_attention_gpu.py
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(TWO, reason="needs two GPUs")
 @pytest.mark.parametrize("order", [None, "zigzag", "contiguous"])
 @pytest.mark.parametrize("move", MOVES)
 def test_every_move_on_the_gpus_there_are(move, order):
@@ -85,3 +89,25 @@ def test_every_move_on_the_gpus_there_are(move, order):
     for ours, theirs in zip(got, want, strict=True):
         assert relative(lies.join(ours, shares), theirs) < 1e-2
     assert not order or any(name in program.as_text().lower() for name in ("fmha", "sdpa"))
+
+
+def test_the_first_trial_of_a_split_caches_kernel_passes():
+    kernel._is_right.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(kernel._is_right(dtype) for dtype in ("bfloat16", "float16", "float32"))
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.skipif(TWO, reason="needs two GPUs"))])
+def test_a_split_cache_by_its_kernel(devices):
+    q, keys, values, _ = drawn(4096, 32, 8, 128)
+    filled = np.array([[1000, 2048], [0, 77]], np.int32)
+    seen = (np.arange(2048) < filled[..., None]).reshape(2, -1)
+    with jax.default_matmul_precision("highest"):
+        wide = (x.astype(jnp.float32) for x in (q[:, :1], keys, values))
+        want = finish(attend(*wide, jnp.asarray(seen)[:, None]))
+    clean = [jnp.where(seen[..., None, None], x, jnp.nan) for x in (keys, values)]
+    with use_mesh(make_mesh(MeshSpec(context=devices), jax.devices()[:devices])):
+        program = jax.jit(attend_split_cache).lower(q[:, :1], *clean, jnp.asarray(filled)).compile()
+        assert "triton" in program.as_text()
+        assert relative(program(q[:, :1], *clean, jnp.asarray(filled)), want) < 1e-2

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_interpreter
 from compiled import needs_libtpu, on_a_tpu
 from fast import jit
 from hypothesis import given, settings
@@ -17,7 +18,8 @@ from tolerance import assert_close
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import merge_parts
+from jaxpar.nn.attention import attend, finish, merge_parts
+from jaxpar.parallel.context import _shares_kernel as kernel
 from jaxpar.parallel.context import attend_split_cache, spread_blocks
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
@@ -88,6 +90,73 @@ def for_a_tpu():
         each = hlo.collectives(program.as_text(), mesh)
         found[str(slots)] = sorted([one.kind, one.bytes] for one in each)
     return found
+
+
+def stand_in(*arrays, out, grid, text, name, num_warps, num_stages, **sizes):
+    """Has the signature of `jaxpar.lower.triton.call_kernel`: what each program makes, query by query, in NumPy."""
+
+    def run(q, keys, values, lengths):
+        top, total, mean = (np.full(x.shape, np.nan, np.float32) for x in out)
+        groups, repeat, tiles, tile = (sizes[name] for name in ("GROUPS", "REPEAT", "TILES", "TILE"))
+        for first, split in np.ndindex(*grid):
+            row, group, part = np.unravel_index(first, (sizes["ROWS"], groups, tiles))
+            share, number = divmod(split, sizes["CUTS"])
+            size = -(-lengths[row, share] // (sizes["CUTS"] * sizes["STEP"])) * sizes["STEP"]
+            slots = np.arange(number * size, min((number + 1) * size, lengths[row, share])) + share * sizes["ROOM"]
+            for line in range(part * tile, min((part + 1) * tile, sizes["LENGTH"] * repeat)):
+                at = row, line // repeat, group * repeat + line % repeat
+                scores = keys[row, slots, group] @ q[at] / math.sqrt(sizes["WIDTH"])
+                top[split, *at] = scores.max(initial=-np.inf)
+                weights = np.exp(scores - top[split, *at])
+                total[split, *at], mean[split, *at] = weights.sum(), weights @ values[row, slots, group]
+        return top, total, mean
+
+    def wide(*arrays):
+        return run(*(np.asarray(x, np.float32) for x in arrays[:3]), np.asarray(arrays[3]))
+
+    return list(jax.pure_callback(wide, tuple(out), *arrays))
+
+
+@pytest.mark.parametrize("how", ["twin", pytest.param("interpreter", marks=triton_interpreter.NEEDED)])
+@pytest.mark.parametrize("tokens, devices, dtype", [(1, 1, "float32"), (9, 1, "float32"), (2, 2, "float16")])
+def test_the_kernel_reads_what_is_filled_and_is_attention(how, tokens, devices, dtype, monkeypatch):
+    """Of three shares a device, one empty, one cut within a step; NaN where nothing is filled."""
+    room, width, shares = 96, 16, 3 * devices
+    lengths = np.random.default_rng(3).integers(1, room, (B, shares)).astype(np.int32)
+    lengths[0, 1], lengths[1, 0], lengths[1, 2] = 0, room, 7
+    rng = np.random.default_rng(4)
+    q, *both = (jnp.asarray(rng.normal(size=(B, *n, width)), dtype) for n in ((tokens, 8), *2 * ((shares * room, G),)))
+    filled = (np.arange(room) < lengths[..., None]).reshape(B, -1)
+    want = finish(attend(*(x.astype(jnp.float32) for x in (q, *both)), jnp.asarray(filled)[:, None]))
+    poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in both]
+    monkeypatch.setattr(kernel, "platform", lambda: "gpu")
+    monkeypatch.setattr(kernel, "_is_right", lambda dtype: True)
+    monkeypatch.setattr(kernel, "available", lambda: True)
+    monkeypatch.setattr(kernel.attend_shares, "__defaults__", (kernel.Cut(step=16, programs=40),))
+    if how == "interpreter":
+        triton_interpreter.install(monkeypatch)
+    else:
+        monkeypatch.setattr(kernel, "call_kernel", stand_in)
+    with use_mesh(make_mesh(MeshSpec(context=devices), jax.devices()[:devices])):
+        got = jax.jit(lambda *x: attend_split_cache(*x))(q, *poisoned, jnp.asarray(lengths))
+    assert got.dtype == q.dtype
+    assert_close(got, want, {"float32": 2e-6, "float16": 2e-3}[dtype])  # sums in another order; weights rounded
+
+
+def test_the_kernel_is_cut_for_the_whole_card(monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernel, "call_kernel", lambda *x, **call: calls.append(call) or call["out"])
+    for rows, tokens, shares, width, dtype in (
+        (1, 1, 1, 128, "bfloat16"),
+        (1, 1, 2, 256, "float32"),
+        (64, 20, 1, 128, "bfloat16"),
+    ):
+        given = [jax.ShapeDtypeStruct((rows, *n, width), dtype) for n in ((tokens, 32), (2**14, 8), (2**14, 8))]
+        jax.eval_shape(kernel.attend_shares, *given, jax.ShapeDtypeStruct((rows, shares), "int32"))
+    one, two, many = calls
+    assert one["grid"] == (8, 66) and one["TILE"] == 16 and one["STEP"] == 64  # of 4 queries a key head
+    assert two["grid"] == (8, 66) and two["CUTS"] == 33 and two["STEP"] == 32 and two["EXACT"] == "ieee"
+    assert many["grid"] == (64 * 8 * 2, 1) and many["TILE"] == 64 and many["TILES"] == 2  # of 80
 
 
 @needs_libtpu

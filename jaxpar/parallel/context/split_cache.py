@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import local, mesh_axes
 from jaxpar.nn.attention import attend, finish, merge_parts
+from jaxpar.parallel.context._shares_kernel import attend_shares, has_kernel
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
@@ -36,7 +37,8 @@ def attend_split_cache(
     Returns:
       Outputs; 0 where nothing is filled.
 
-    Cost: each device reads its share; two all-reduces of B T H (K + 2) numbers.
+    Cost: two all-reduces of B T H (K + 2) numbers. Each device reads its share; a GPU with Triton what of it is filled,
+    by a kernel that has no gradient and takes heads of 2^n numbers. The plain form copies the values.
 
     Raises:
       UsageError: If S does not divide into the shares that lengths tell of, or these over the devices.
@@ -50,12 +52,14 @@ def attend_split_cache(
         raise UsageError(f"{keys.shape[1]} slots do not divide over the {shares} shares that lengths tell of.")
 
     def block(q, keys, values, lengths):
+        if q.dtype == keys.dtype == values.dtype and has_kernel(q):
+            return finish(merge_parts(attend_shares(q, keys, values, lengths), shared or None)).astype(q.dtype)
         place = jnp.tile(jnp.arange(room, dtype=jnp.int32), lengths.shape[1])
         seen = place[None] < jnp.repeat(lengths, room, axis=1)
         clean = jnp.where(seen[..., None, None], values, 0)  # what is not filled may hold NaN
         state = attend(q, keys, clean, jnp.broadcast_to(seen[:, None], (len(q), q.shape[1], seen.shape[1])))
         if shared:
-            state = merge_parts(jax.tree.map(lambda x: x[None], state), shared[0])
+            state = merge_parts(jax.tree.map(lambda x: x[None], state), shared)
         return finish(state).astype(q.dtype)
 
     whole, split = ("batch", None, "heads", "head_dim"), ("batch", "seq_layer", "kv_heads", "head_dim")
