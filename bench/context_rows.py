@@ -148,11 +148,11 @@ def in_parts(form: list[str], q, keys, values, lengths):
     """A token's attention to a full cache by parts: "cut", with the kernel's own numbers, or "pairs" of cuDNN."""
     from jaxpar.nn.attention import finish, merge_parts
     from jaxpar.nn.attention.pairs import attend_pair
-    from jaxpar.parallel.context._shares_kernel import Cut, attend_shares
+    from jaxpar.parallel.context.shares_kernel import ShareCut, attend_shares
 
     kind, *numbers = form[0], *map(int, form[1:])
     if kind == "cut":
-        return finish(merge_parts(attend_shares(q, keys, values, lengths, Cut(*numbers)))).astype(q.dtype)
+        return finish(merge_parts(attend_shares(q, keys, values, lengths, ShareCut(*numbers)))).astype(q.dtype)
     import jax
 
     # Parts are rows, and the queries that share a key head tokens of one head, so that a part is read once.

@@ -115,8 +115,8 @@ class Attend:
         import jax
         import jax.numpy as jnp
 
-        from jaxpar.decode import _split_k
         from jaxpar.decode import forest as tables
+        from jaxpar.decode import split_k
         from jaxpar.decode.blocks import BlockCache
         from jaxpar.nn.attention import PositionRule, finish
         from jaxpar.nn.mixer import DECODING, Context
@@ -147,10 +147,10 @@ class Attend:
         self.args = past, forest, view, q, k, v, context.positions
         begin = time.perf_counter()
         with LOCK:
-            usual = _split_k.STAGES, _split_k.MOST_SPLITS
-            _split_k.STAGES, _split_k.MOST_SPLITS = *kernel, *usual[len(kernel) :]
+            usual = split_k.STAGES, split_k.MOST_SPLITS
+            split_k.STAGES, split_k.MOST_SPLITS = *kernel, *usual[len(kernel) :]
             lowered = jax.jit(attend).lower(*self.args)
-            _split_k.STAGES, _split_k.MOST_SPLITS = usual
+            split_k.STAGES, split_k.MOST_SPLITS = usual
         self.program = lowered.compile()
         self.made = {"compile_s": time.perf_counter() - begin} | memory_of(self.program)
 

@@ -10,7 +10,7 @@ import pytest
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import attend, attention, finish
 from jaxpar.parallel.context import MOVES, Order, attend_split_cache, context_attention
-from jaxpar.parallel.context import _shares_kernel as kernel
+from jaxpar.parallel.context import shares_kernel as kernel
 from jaxpar.parallel.context._partial import ByTable, Done, Where
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -19,8 +19,8 @@ from tolerance import assert_close
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import attend, finish, merge_parts
-from jaxpar.parallel.context import _shares_kernel as kernel
 from jaxpar.parallel.context import attend_split_cache, spread_blocks
+from jaxpar.parallel.context import shares_kernel as kernel
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
@@ -132,7 +132,7 @@ def test_the_kernel_reads_what_is_filled_and_is_attention(how, tokens, devices, 
     monkeypatch.setattr(kernel, "platform", lambda: "gpu")
     monkeypatch.setattr(kernel, "_is_right", lambda dtype: True)
     monkeypatch.setattr(kernel, "available", lambda: True)
-    monkeypatch.setattr(kernel.attend_shares, "__defaults__", (kernel.Cut(step=16, programs=40),))
+    monkeypatch.setattr(kernel.attend_shares, "__defaults__", (kernel.ShareCut(step=16, programs=40),))
     if how == "interpreter":
         triton_interpreter.install(monkeypatch)
     else:

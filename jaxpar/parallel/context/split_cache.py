@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import local, mesh_axes
 from jaxpar.nn.attention import attend, finish, merge_parts
-from jaxpar.parallel.context._shares_kernel import attend_shares, has_kernel
+from jaxpar.parallel.context.shares_kernel import attend_shares, reads_shares
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
@@ -52,7 +52,7 @@ def attend_split_cache(
         raise UsageError(f"{keys.shape[1]} slots do not divide over the {shares} shares that lengths tell of.")
 
     def block(q, keys, values, lengths):
-        if q.dtype == keys.dtype == values.dtype and has_kernel(q):
+        if q.dtype == keys.dtype == values.dtype and reads_shares(q):
             return finish(merge_parts(attend_shares(q, keys, values, lengths), shared or None)).astype(q.dtype)
         place = jnp.tile(jnp.arange(room, dtype=jnp.int32), lengths.shape[1])
         seen = place[None] < jnp.repeat(lengths, room, axis=1)

@@ -21,13 +21,13 @@ from jaxpar.mesh import platform
 from jaxpar.nn.attention import attend, finish, merge_parts
 from jaxpar.scan.monoid import LogSumExp
 
-__all__ = ["Cut", "attend_shares", "has_kernel"]
+__all__ = ["ShareCut", "attend_shares"]
 
 TILE_BYTES = 32768
 """Of the keys of a step at most; a multiprocessor has 228 KiB for keys and values of all steps under way."""
 
 
-class Cut(NamedTuple):
+class ShareCut(NamedTuple):
     """How the work is cut; `bench/context.py --cases C3.sweep` times others.
 
     Attributes:
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
     programs: int = 528
 
 
-def has_kernel(q: Array) -> bool:
+def reads_shares(q: Array) -> bool:
     """Whether there is a kernel for these queries here, and it is right: a GPU with Triton, heads of 2^n numbers."""
     width = q.shape[3]
     known = q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -57,7 +57,7 @@ def attend_shares(
     keys: Float[Array, "B S G K"],
     values: Float[Array, "B S G K"],
     lengths: Int[Array, "B N"],
-    cut: Cut = Cut(),  # noqa: B008  # cannot be changed
+    cut: ShareCut = ShareCut(),  # noqa: B008  # cannot be changed
 ) -> LogSumExp:
     """Computes the partial states of queries over parts of N shares, of which the first lengths[b, n] slots are filled.
 
@@ -75,7 +75,7 @@ def attend_shares(
     cuts = -(-cut.programs // (rows * groups * tiles * shares))
     cuts = max(1, min(cuts, slots // shares // step))
     sizes, wide = (shares * cuts, rows, length, heads), jnp.float32
-    return LogSumExp(*call_kernel(
+    top, total, weighted = call_kernel(
         q, keys, values, lengths.astype(jnp.int32),
         text=TEXT,
         name="attend_shares",
@@ -86,7 +86,8 @@ def attend_shares(
         ROWS=rows, LENGTH=length, HEADS=heads, GROUPS=groups, REPEAT=heads // groups, WIDTH=width, SLOTS=slots,
         ROOM=slots // shares, SHARES=shares, CUTS=cuts, TILE=tile, TILES=tiles, STEP=step,
         SCALE=1 / (math.sqrt(width) * math.log(2)), LOG2=math.log(2), EXACT="ieee" if q.dtype == wide else "tf32",
-    ))  # fmt: skip
+    )  # fmt: skip
+    return LogSumExp(top, total, weighted)
 
 
 @functools.cache
@@ -100,9 +101,9 @@ def _errors(dtype: str) -> list[Array]:
     draw = np.random.default_rng(0).standard_normal
     lengths = np.array([[512, 0, 100], [1, 300, 0]], np.int32)
     filled = (np.arange(512) < lengths[..., None]).reshape(2, -1)
-    q, *both = (jnp.asarray(draw(shape), dtype) for shape in ((2, 1, 8, 128), *2 * ((2, 1536, 2, 128),)))
-    keys, values = (jnp.where(filled[..., None, None], x, jnp.nan) for x in both)
-    want = finish(attend(q, *both, jnp.asarray(filled)[:, None]))
+    q, k, v = (jnp.asarray(draw(shape), dtype) for shape in ((2, 1, 8, 128), *2 * ((2, 1536, 2, 128),)))
+    keys, values = (jnp.where(filled[..., None, None], x, jnp.nan) for x in (k, v))
+    want = finish(attend(q, k, v, jnp.asarray(filled)[:, None]))
     return [relative_error(finish(merge_parts(attend_shares(q, keys, values, jnp.asarray(lengths)))), want)]
 
 
