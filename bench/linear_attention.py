@@ -5,10 +5,12 @@
     python bench/linear_attention.py --cases G1.rows --only kernel --tiles outputs=64x64x4x2,key_gradients=32x64x4x2
     python bench/linear_attention.py --tiny                         # any machine: checks that the script runs
 
-G1 to G4 are (B, T, H, K, V) = (8, 4096, 4, 128, 256), (4, 2048, 16, 128, 128), (2, 16384, 16, 128, 128) and
-(1, 8192, 96, 128, 128), in bfloat16, log decays in float32. `.rows` has a decay a row of the state (GLA), `.heads` one
-a head (simple GLA, retention), `.none` no decay, and attention by cuDNN beside it; `.exponential` is the mLSTM. Peers
-autotune when a row is made, which takes minutes: give few cases a call, or a larger `--row-s`.
+G1 to G4 are (B, T, H, K, V) = (8, 4096, 4, 128, 256), (4, 2048, 16, 128, 128), (2, 16384, 16, 128, 128) and (1, 8192,
+96, 128, 128), in bfloat16, log decays in float32; M1 to M4 have 65,536 tokens of 8 heads of 256 and 512 columns, in
+rows of 1,024, 8,192 and 32,768, or of 64 and 128; D1 and D2 are one token of decoding, whose float32 state is read and
+written. `.rows` has a decay a row of the state (GLA), `.heads` one a head (simple GLA, retention), `.none` no decay,
+and attention by cuDNN beside it; `.exponential` is the mLSTM. Peers have their own layout, and autotune when a row is
+made, which takes minutes: give few cases a call, or a larger `--row-s`.
 
 Rows of a case are made first, then timed in turns, a round at a time; medians, and the least in brackets. "of copy" is
 the time of reading and writing the arguments and results once, by a copy's bandwidth in this run, by the row's. "of
@@ -36,7 +38,7 @@ def sides_of(args: argparse.Namespace) -> dict:
     env = ENV | (NOWHERE if args.tiny else {})
     sides: dict[str, tuple] = {"jaxpar": ([str(HERE / "linear_rows.py")], env | {"PYTHONPATH": str(HERE.parent)})}
     if not args.no_peer:
-        path = {"PYTHONPATH": str(args.mlstm_kernels.resolve())} if args.mlstm_kernels else {}
+        path = {"PYTHONPATH": str(args.mlstm_kernels.resolve())} if args.mlstm_kernels else {}  # or it is installed
         sides["torch"] = ([str(HERE / "peers" / "torch_linear_attention.py")], env | path, args.peer_python)
     return sides
 
@@ -44,7 +46,7 @@ def sides_of(args: argparse.Namespace) -> dict:
 def rows_of(name: str, direction: str, args: argparse.Namespace, sides: dict) -> list[dict]:
     """Returns what is asked of the sides for a case."""
     case, words = linear_cases.CASES[name], args.only.split(",") if args.only else [""]
-    absent = ["kernel"] * args.tiny + ["mlstm_kernels"] * (args.mlstm_kernels is None)
+    absent = ["kernel"] * args.tiny
     common = dict(
         case=name, decay=case["decay"], direction=direction, spend_s=args.spend_s, tiles=args.tiles, check=args.check,
         sizes=linear_cases.TINY if args.tiny else linear_cases.SHAPES[case["shape"]],
@@ -52,7 +54,7 @@ def rows_of(name: str, direction: str, args: argparse.Namespace, sides: dict) ->
     )  # fmt: skip
     return [
         common | {"side": side, "row": row, "name": f"{name} {row} {direction}"}
-        for side, names in linear_cases.SIDES[case["decay"]].items()
+        for side, names in linear_cases.rows_of(case).items()
         for row in names
         if side in sides and any(word in row for word in words) and row not in absent
     ]
@@ -94,7 +96,7 @@ def measure(args: argparse.Namespace) -> None:
     rate = said["jaxpar"].get("bytes", math.nan)
     print(f"copy: {rate:.3g} bytes/s", flush=True)
     for name in harness.chosen(args.cases, linear_cases.CASES):
-        for direction in ("fwd", "fwd+bwd"):  # apart, so that fewer arrays are held at a time
+        for direction in linear_cases.directions_of(name):  # apart, so that fewer arrays are held at a time
             rows = judged(in_turns(bench, rows_of(name, direction, args, sides), args.rounds), rate)
             table.columns = filled(COLUMNS, rows)
             table.head(f"{name}, {direction}")

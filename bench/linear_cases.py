@@ -7,15 +7,39 @@ SHAPES = {  # batch, length, heads, columns of keys and of values
     "G2": (4, 2048, 16, 128, 128),
     "G3": (2, 16384, 16, 128, 128),
     "G4": (1, 8192, 96, 128, 128),
+    "M1": (64, 1024, 8, 256, 512),
+    "M2": (8, 8192, 8, 256, 512),
+    "M3": (2, 32768, 8, 256, 512),
+    "M4": (8, 8192, 8, 64, 128),
+    "D1": (64, 1, 32, 128, 128),
+    "D2": (64, 1, 16, 128, 256),
 }
 TINY = (1, 70, 2, 32, 32)
 SIDES = {
     "rows": {"jaxpar": ["kernel", "chunked"], "torch": ["fla gla"]},
     "heads": {"jaxpar": ["kernel", "chunked"], "torch": ["fla simple_gla", "fla retention"]},
     "none": {"jaxpar": ["kernel", "chunked", "cudnn attention"], "torch": []},
-    "exponential": {"jaxpar": ["kernel", "chunked"], "torch": ["mlstm_kernels"]},
+    "exponential": {"jaxpar": ["kernel", "chunked"], "torch": ["mlstm_kernels limit", "mlstm_kernels xl"]},
 }
-CASES = {f"{shape}.{decay}": dict(shape=shape, decay=decay) for shape in SHAPES for decay in SIDES}
+CASES = {
+    f"{shape}.{decay}": dict(shape=shape, decay=decay)
+    for shape in SHAPES
+    for decay in {"G": list(SIDES), "M": ["exponential"], "D": ["rows", "heads", "exponential"]}[shape[0]]
+}
+STEP = {"jaxpar": ["sequential"], "torch": ["fla step"]}
+"""Rows of D1 and D2: one token and a state, in float32, that is read and written."""
+
+
+def rows_of(case: dict) -> dict:
+    """Returns the names of a case's rows, by side."""
+    if case["shape"][0] != "D":
+        return SIDES[case["decay"]]
+    return STEP if case["decay"] != "exponential" else STEP | {"torch": []}
+
+
+def directions_of(name: str) -> tuple[str, ...]:
+    """Returns the passes in which a case is timed."""
+    return ("step",) if name[0] == "D" else ("fwd", "fwd+bwd")
 
 
 def arrays(request: dict) -> dict[str, np.ndarray]:
@@ -34,12 +58,17 @@ def arrays(request: dict) -> dict[str, np.ndarray]:
         made["log_decay"] = -np.log1p(np.exp(-normal(*tokens))) / 16
     elif request["decay"] == "exponential":
         made |= {"log_decay": -np.log1p(np.exp(-normal(*tokens) - 3)), "log_input": normal(*tokens)}
+    if request["direction"] == "step":
+        width += request["decay"] == "exponential"
+        made["log_state"] = normal(batch, heads, depth, width)
     return made
 
 
 def num_bytes(request: dict) -> float:
     """Returns what must be read and written at least: inputs, outputs, and backwards these and as many gradients."""
     batch, length, heads, depth, width = request["sizes"]
+    if request["direction"] == "step":
+        return 8.0 * batch * heads * depth * width
     decays = {"rows": 4 * depth, "heads": 4, "none": 0, "exponential": 8}[request["decay"]]
     once = batch * length * heads * (2 * (2 * depth + 2 * width) + decays)
     return once * (3 if request["direction"] == "fwd+bwd" else 1)

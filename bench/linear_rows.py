@@ -21,6 +21,8 @@ def function_of(request: dict) -> Callable:
         name, tile = each.split("=")
         kernels.ROWS[name] = kernels.HEADS[name] = kernels.Cut(*map(int, tile.split("x")))
     impl = request["row"].split()[0]
+    if request["direction"] == "step":
+        return step_of(request, impl)
     if impl == "cudnn":
         if request["sizes"][3] != request["sizes"][4]:
             raise ValueError("attention here has values as wide as keys")
@@ -32,6 +34,20 @@ def function_of(request: dict) -> Callable:
             jnp.bfloat16 if q.dtype == jnp.bfloat16 else q.dtype
         )
     return lambda q, k, v, *decay: linear_attention(q, k, v, *decay, impl=impl)[0]
+
+
+def step_of(request: dict, impl: str) -> Callable:
+    """Returns the row's function of one token, log gates and a state, which it returns."""
+    from jaxpar.nn.mixers.exponential_gates import exponential_attention
+    from jaxpar.nn.mixers.linear_attention import linear_attention
+
+    if request["decay"] == "exponential":
+
+        def step(q, k, v, forget, gate, state):
+            return exponential_attention(q, k, v, forget, gate, state=(state, state[:, :, 0, 0]), impl=impl)
+
+        return step
+    return lambda q, k, v, decay, state: linear_attention(q, k, v, decay, state=state, impl=impl)
 
 
 def truth(request: dict, args: tuple):
@@ -58,7 +74,7 @@ def both_ways(function: Callable, request: dict) -> Callable:
     import jax
 
     def run(g, *args):
-        if request["direction"] == "fwd":
+        if request["direction"] != "fwd+bwd":
             return (function(*args),)
         y, pull = jax.vjp(function, *args)
         return y, *pull(g.astype(y.dtype))
@@ -76,15 +92,15 @@ class Call:
 
         made = linear_cases.arrays(request)
         narrow = {name: jnp.asarray(x, request["dtype"]) for name, x in made.items() if not name.startswith("log")}
-        wide = [jnp.asarray(made[name]) for name in ("log_decay", "log_input") if name in made]
+        wide = [jnp.asarray(made[name]) for name in ("log_decay", "log_input", "log_state") if name in made]
         self.args = (narrow["g"], narrow["q"], narrow["k"], narrow["v"], *wide)
         begin, self.spend_s = time.perf_counter(), request["spend_s"]
         self.program = jax.jit(both_ways(function_of(request), request)).lower(*self.args).compile()
         self.made = {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
         out = self.program(*self.args)
-        if not all(bool(jnp.isfinite(each).all()) for each in out):
+        if not all(bool(jnp.isfinite(each).all()) for each in jax.tree.leaves(out)):
             raise ValueError("the results are not finite")
-        if "attention" not in request["row"]:
+        if "attention" not in request["row"] and request["direction"] != "step":
             want = truth(request, self.args)
             parts = [
                 jnp.linalg.norm(mine[:1, :, :2].astype(jnp.float32) - right) / jnp.linalg.norm(right)

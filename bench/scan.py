@@ -7,10 +7,11 @@
 
 Rows are medians of 20 timings (fewer of slow ones) after warm-up, compile time apart. JAX is timed by the clock over
 several queued calls, torch by CUDA events over as many, and replayed from a CUDA graph where that is faster. Each side
-gets its own memory layout. Rates are of the least bytes, whatever a method really moves: forward reads a and b and
-writes h; forward + backward also reads a, h and the cotangent and writes da and db. The limit is a copy measured by
-the same process. Errors are of a few lanes against a float64 loop, relative to the largest entry. Every working set is
-larger than the cache. Peers that are not installed fail their rows. Prints as it goes, writes JSON.
+gets its own memory layout; "transposed" has ours, (B, T, C), and is turned to its own and back. Rates are of the least
+bytes, whatever a method really moves: forward reads a and b and writes h; forward + backward also reads a, h and the
+cotangent and writes da and db. The limit is a copy measured by the same process. Errors are of a few lanes against a
+float64 loop, relative to the largest entry. Every working set is larger than the cache. Peers that are not installed
+fail their rows. Prints as it goes, writes JSON.
 """
 
 import argparse
@@ -46,6 +47,7 @@ def rows_of(name: str, case: dict) -> list[tuple[str, str]]:
         rows += [("torch", "pararnn scan_block2")]
     else:
         rows += [("torch", "fla hgrn chunk"), ("torch", "accelerated-scan triton")]
+        rows += [("torch", "accelerated-scan transposed triton")]
         rows += [("torch", "fla hgrn recurrent")] if length <= 16384 else []
         rows += [("torch", "accelerated-scan warp")] if name in ("A1", "A2", "A3") else []
     rows += [("jax", "lax.associative_scan")]

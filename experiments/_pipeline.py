@@ -30,7 +30,12 @@ class PipelineConfig(_run.RunConfig):
     split_head: bool = False
 
     def __post_init__(self):
-        """Has each stage of a pipeline hold its own layers."""
+        """Has each stage of a pipeline hold its own layers; refuses what makes no gradient of a batch, by its name."""
+        if self.pipeline == "pipedream":
+            raise UsageError(
+                "pipeline=pipedream changes weights after each microbatch and has no one gradient of a batch; "
+                "jaxpar.parallel.pipeline.PipeDream runs it."
+            )
         super().__post_init__()
         if self.pipeline != "none" and "stages" not in self.layout.split("+"):
             object.__setattr__(self, "layout", f"{self.layout}+stages")

@@ -4,7 +4,8 @@
     python -m experiments.pipeline devices=8 microbatches=16 backward=1.3 weights=0.7 latency=0.1
     python -m experiments.pipeline 'schedules=[1f1b,zb_v,searched]' cap=8 softmax=2 rows=1 lockstep=true
 
-Nothing is trained: schedules are tables, and time is counted. `experiments.lm pipeline=` runs them.
+Nothing is trained: schedules are tables, and time is counted. `experiments.lm pipeline=` runs them. PipeDream has the
+table of 1f1b, once for many steps; `jaxpar.parallel.pipeline.PipeDream` runs that.
 """
 
 import dataclasses

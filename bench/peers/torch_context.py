@@ -208,22 +208,22 @@ def rates(request: dict, device: torch.device) -> dict:
     return said | {"flops": flops, "bytes": 2 * source.nbytes / ms(lambda: target.copy_(source)) * 1e3}
 
 
-def follow(rank: int, world: int, port: int) -> None:
+def follow(rank: int, world: int, port: int, kind: type[Member]) -> None:
     """Does what the first process does, until that ends."""
-    member = Member(rank, world, port)
+    member = kind(rank, world, port)
     while True:
         member.answer(member.told())
 
 
-def main(world: int) -> None:
+def main(world: int, kind: type[Member] = Member) -> None:
     """Starts the others and serves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     for rank in range(1, world):
-        context.Process(target=follow, args=(rank, world, port), daemon=True).start()
-    member = Member(0, world, port)
+        context.Process(target=follow, args=(rank, world, port, kind), daemon=True).start()
+    member = kind(0, world, port)
     harness.serve(lambda request: member.answer(member.told(request)))
 
 

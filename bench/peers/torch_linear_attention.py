@@ -30,6 +30,15 @@ def wait() -> float:
 def function_of(request: dict):
     """Returns a function of (q, k, v, decays ...) in our layout, time before heads."""
     name = request["row"]
+    if request["direction"] == "step":
+        from fla.ops.gla import fused_recurrent_gla
+        from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+        run = fused_recurrent_gla if request["decay"] == "rows" else fused_recurrent_simple_gla
+        gate = "gk" if request["decay"] == "rows" else "g"
+        return lambda q, k, v, g, state: run(
+            q, k, v, **{gate: g}, scale=1.0, initial_state=state, output_final_state=True
+        )
     if name == "fla gla":
         from fla.ops.gla import chunk_gla
 
@@ -42,20 +51,28 @@ def function_of(request: dict):
         from fla.ops.simple_gla import chunk_simple_gla
 
         return lambda q, k, v, g: chunk_simple_gla(q, k, v, g, scale=1.0)[0]
-    from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+    if name.endswith("limit"):
+        from mlstm_kernels.torch.chunkwise.triton_limit_chunk import mlstm_chunkwise__limit_chunk as mlstm
 
-    def mlstm(q, k, v, forget, gate):
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        depth = q.shape[-1]
-        # It scales queries itself, and takes forget gates before their sigmoid.
-        logit = forget - torch.log(-torch.expm1(forget))
-        out = mlstm_chunkwise__xl_chunk(
-            q * depth**0.5, k, v, gate.transpose(1, 2).contiguous(), logit.transpose(1, 2).contiguous(),
-            chunk_size=128, autocast_kernel_dtype=q.dtype,
-        )  # fmt: skip
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+        size = 64
+    else:
+        from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk as mlstm
 
-    return mlstm
+        size = 128
+    return lambda q, k, v, forget, gate: mlstm(q, k, v, gate, forget, chunk_size=size, autocast_kernel_dtype=q.dtype)
+
+
+def arranged(name: str, given: list) -> list:
+    """Returns the arrays as a row wants them: mlstm_kernels has heads before time, and scales queries itself.
+
+    It takes forget gates before their sigmoid.
+    """
+    if "mlstm" not in name:
+        return given
+    q, k, v, *gates = (x.transpose(1, 2).contiguous() for x in given)
+    if gates:
+        gates[0] = gates[0] - torch.log(-torch.expm1(gates[0]))
+    return [q * q.shape[-1] ** 0.5, k, v, *gates]
 
 
 def truth(q, k, v, decay, g):
@@ -81,10 +98,12 @@ class Call:
         made = linear_cases.arrays(request)
         here = {name: torch.from_numpy(x.copy()).to(DEVICE) for name, x in made.items()}
         dtype = FLOATS[request["dtype"]]
-        order = [name for name in ("q", "k", "v", "log_decay", "log_input") if name in here]
+        order = [name for name in ("q", "k", "v", "log_decay", "log_input", "log_state") if name in here]
         self.args = [here[name] if name.startswith("log") else here[name].to(dtype) for name in order]
-        self.args = [x.detach().requires_grad_() for x in self.args]
-        self.g, self.function, begin = here["g"].to(dtype), function_of(request), wait()
+        self.args = [x.detach().requires_grad_() for x in arranged(request["row"], self.args)]
+        g = here["g"].to(dtype)
+        self.g = g.transpose(1, 2).contiguous() if "mlstm" in request["row"] else g
+        self.function, begin = function_of(request), wait()
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(3):
@@ -96,7 +115,7 @@ class Call:
         self.made = {"compile_s": wait() - begin}
         if CUDA:
             self.made["peak_bytes"] = torch.cuda.max_memory_allocated()
-        if len(self.args) == 4 and request["row"] != "fla retention":
+        if len(self.args) == 4 and not request["direction"] == "step" and request["row"] != "fla retention":
             self.made |= self.errors(out, min(request["check"], out.shape[1]))
 
     def errors(self, out, length: int) -> dict:

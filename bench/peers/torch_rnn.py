@@ -103,6 +103,12 @@ def accelerated_scan(kind: str):
     return scan, lambda a, b, g: (x.transpose(1, 2).contiguous() for x in (a, b, g)), lambda x: x.transpose(1, 2)
 
 
+def transposed_scan(kind: str):
+    """The same from arrays (B, T, C), and back to them: what its layout costs a model that has this one."""
+    scan, arrange, restore = accelerated_scan(kind)
+    return (lambda a, b: restore(scan(*list(arrange(a, b, b))[:2])).contiguous()), lambda *x: x, lambda x: x
+
+
 def hgrn(kind: str):
     """`fla.ops.hgrn`: arrays (B, T, D), decays as their logarithm (its gradient is by the logarithm)."""
     import fla.ops.hgrn as ops
@@ -121,7 +127,12 @@ def block_scan(_: str):
     return functools.partial(scan_block2, backend="triton" if CUDA else "eager"), arrange, lambda x: x.transpose(2, 3)
 
 
-SCANS = {"accelerated-scan": accelerated_scan, "fla hgrn": hgrn, "pararnn": block_scan}
+SCANS = {
+    "accelerated-scan": accelerated_scan,
+    "accelerated-scan transposed": transposed_scan,
+    "fla hgrn": hgrn,
+    "pararnn": block_scan,
+}
 
 
 @functools.lru_cache(1)

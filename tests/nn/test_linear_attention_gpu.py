@@ -38,7 +38,13 @@ def test_the_first_trial_passes(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "depth", "width", "chunk"),
-    [("bfloat16", 128, 256, 64), ("float16", 48, 80, 64), ("bfloat16", 64, 64, 16), ("float32", 32, 64, 32)],
+    [
+        ("bfloat16", 128, 256, 64),
+        ("float16", 48, 80, 64),
+        ("bfloat16", 64, 64, 16),
+        ("float32", 32, 64, 32),
+        ("bfloat16", 256, 512, 64),
+    ],
 )
 def test_values_and_gradients_are_those_of_the_steps(kind, dtype, depth, width, chunk):
     length = 333

@@ -114,7 +114,7 @@ def test_who_takes_the_kernel(monkeypatch):
     assert not has_linear_kernel(*given())  # on a CPU
     monkeypatch.setattr(module, "platform", lambda: "gpu")
     assert has_linear_kernel(*given()) and has_linear_kernel(*given(256, 16, "float16"))
-    no = [(32, 48, "float32"), (32, 40), (24, 48), (272, 48), (32, 512)]
+    no = [(32, 48, "float32"), (32, 40), (24, 48), (528, 48), (32, 1024)]
     assert not any(has_linear_kernel(*given(*each)) for each in no)
     with use_mesh(make_mesh(MeshSpec(data=8))):
         assert not has_linear_kernel(*given())  # GSPMD would gather all rows

@@ -35,6 +35,7 @@ from jaxpar.parallel.pipeline import (
     search_schedule,
     simulate_schedule,
     vee,
+    with_gathers,
     with_vocabulary,
     zb_h1,
     zb_h2,
@@ -185,7 +186,8 @@ def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
             "12 layers do not divide over the 8 chunks of zb_v; the nearest legal numbers are 8 or",
         ),
         (gpipe(4, 4), 2, 4, 4, "2 layers do not divide over the 4 chunks of gpipe; the nearest legal numbers are 4"),
-        (pipedream(4, 4), 4, 4, 4, "pipedream has what no program here runs"),
+        (pipedream(4, 4), 4, 4, 4, "pipedream changes weights in between and has no one gradient; PipeDream runs it"),
+        (with_gathers(gpipe(4, 4)), 4, 4, 4, "gpipe has what no program here runs: sides"),
         (with_vocabulary(gpipe(4, 4)), 4, 4, 4, "gpipe+vocabulary needs a model with a head of rows"),
     ],
 )

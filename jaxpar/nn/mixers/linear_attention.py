@@ -66,7 +66,7 @@ def linear_attention(
       chunk: C, rounded up to a power of two.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
       impl: "chunked"; "sequential", step after step; "kernel", chunks of 16 to 64 tokens in Triton, K and V multiples
-        of 16 up to 256, without `axis_name`; "auto": a step of one token, of more the kernel where one is, else chunks.
+        of 16 up to 512, without `axis_name`; "auto": a step of one token, of more the kernel where one is, else chunks.
       dtype: Of the outputs; by default that of v.
       normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
 

@@ -22,7 +22,7 @@ from jaxpar.scan.varying import varying_as
 
 __all__ = ["HEADS", "ROWS", "Cut"]
 
-MOST_COLUMNS = 256
+MOST_COLUMNS = 512
 """Of keys and of values."""
 
 CHUNKS = (16, 64)

@@ -6,11 +6,13 @@
 | `orders`, `greedy`, `search`, `named` | devices, microbatches, chunks; costs, a cap -> schedules | users |
 | `sides`, `partition` | a schedule -> one with gathers, offload, a split head; layers' costs -> stages | users |
 | `check`, `timing`, `draw` | a schedule -> what is wrong with it; time, idle time, memory; text, picture | users |
-| `pack` | a schedule -> integers [ticks, P, columns] with slots and routes; a table -> what is wrong with it | `run` |
+| `pack` | a schedule -> integers [ticks, P, columns] with slots, routes; a table -> what is wrong with it | runs |
 | `run` | a model as stages, a batch -> its loss and gradient, by any table on a mesh with `stage` | `Trainer`, users |
-| `_work`, `_turn`, `_head`, `_chunks` | a tick, a turn of layers, a split head; where layers run | `run` |
+| `asynchronous` | a model as stages, a rule, microbatches -> parameters updated after each, as PipeDream does | users |
+| `_work`, `_turn`, `_head`, `_chunks` | a tick, a turn of layers, a split head; where layers run | runs |
 """
 
+from jaxpar.parallel.pipeline.asynchronous import PipeDream
 from jaxpar.parallel.pipeline.check import check_schedule
 from jaxpar.parallel.pipeline.draw import draw_schedule, schedule_text
 from jaxpar.parallel.pipeline.greedy import Preference, bitpipe, hanayo, list_schedule
@@ -39,6 +41,7 @@ __all__ = [
     "COLUMNS",
     "PIPELINES",
     "Op",
+    "PipeDream",
     "Pipelined",
     "Preference",
     "Schedule",

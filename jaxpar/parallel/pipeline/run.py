@@ -143,8 +143,10 @@ class Pipelined:
             )
         if count != schedule.microbatches:
             raise UsageError(f"the schedule {schedule} has {schedule.microbatches} microbatches, not {count}.")
-        if schedule.asynchronous or schedule.sides:
-            raise UsageError(f"{schedule.name} has what no program here runs: versions of weights, or sides.")
+        if schedule.asynchronous:
+            raise UsageError(f"{schedule.name} changes weights in between and has no one gradient; PipeDream runs it.")
+        if schedule.sides:
+            raise UsageError(f"{schedule.name} has what no program here runs: sides.")
         if schedule.has_vocabulary and (stages.head is None or self.latency > 1):
             raise UsageError(f"{schedule.name} needs a model with a head of rows, and latency=1, not {self.latency}.")
         if stages.num_turns % schedule.depth:
