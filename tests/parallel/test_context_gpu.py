@@ -100,14 +100,23 @@ def test_the_first_trial_of_a_split_caches_kernel_passes():
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.skipif(TWO, reason="needs two GPUs"))])
 def test_a_split_cache_by_its_kernel(devices):
-    q, keys, values, _ = drawn(4096, 32, 8, 128)
-    filled = np.array([[1000, 2048], [0, 77]], np.int32)
+    """In bfloat16, NaN where nothing is filled, of one share nothing is; gradients are those of the dense form."""
+    q, keys, values, g = drawn(4096, 32, 8, 128)
+    q, g, filled = q[:, :1], g[:, :1], np.array([[1000, 2048], [0, 77]], np.int32)
     seen = (np.arange(2048) < filled[..., None]).reshape(2, -1)
     with jax.default_matmul_precision("highest"):
-        wide = (x.astype(jnp.float32) for x in (q[:, :1], keys, values))
-        want = finish(attend(*wide, jnp.asarray(seen)[:, None]))
-    clean = [jnp.where(seen[..., None, None], x, jnp.nan) for x in (keys, values)]
+        wide = (x.astype(jnp.float32) for x in (q, keys, values))
+        out, pull = jax.vjp(lambda *x: finish(attend(*x, jnp.asarray(seen)[:, None])), *wide)
+        want = out, *pull(g.astype(jnp.float32))
+    poisoned = [jnp.where(seen[..., None, None], x, jnp.nan) for x in (keys, values)]
+
+    def run(q, keys, values, filled, g):
+        out, pull = jax.vjp(lambda *x: attend_split_cache(*x, filled), q, keys, values)
+        return out, *pull(g)
+
     with use_mesh(make_mesh(MeshSpec(context=devices), jax.devices()[:devices])):
-        program = jax.jit(attend_split_cache).lower(q[:, :1], *clean, jnp.asarray(filled)).compile()
+        arrays = q, *poisoned, jnp.asarray(filled), g
+        program = jax.jit(run).lower(*arrays).compile()
         assert "triton" in program.as_text()
-        assert relative(program(q[:, :1], *clean, jnp.asarray(filled)), want) < 1e-2
+        for got, exact in zip(program(*arrays), want, strict=True):
+            assert got.dtype == jnp.bfloat16 and relative(got, exact) < 1e-2

@@ -19,7 +19,7 @@ from tolerance import assert_close
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import attend, finish, merge_parts
+from jaxpar.nn.attention import merge_parts
 from jaxpar.parallel.context import attend_split_cache, spread_blocks
 from jaxpar.parallel.context import shares_kernel as kernel
 from jaxpar.scan.monoid import LogSumExp

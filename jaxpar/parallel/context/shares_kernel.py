@@ -64,7 +64,7 @@ def attend_shares(
     Returns:
       (maximum [parts, B, T, H], sum, weighted values [parts, B, T, H, K]), float32.
 
-    Cost: reads what is filled once; 4 B H T S K operations. No gradient.
+    Cost: reads what is filled once; 4 B H T S K operations. No gradient: `attend_split_cache` has one.
     """
     rows, length, heads, width = q.shape
     slots, groups = keys.shape[1:3]
