@@ -73,7 +73,7 @@ def _backward(shared: tuple[str, ...], kept: tuple[Array, ...], g: Array):
     q, keys, values, lengths = kept
     filled = _filled(keys, lengths)
     clean = jnp.where(filled[..., None, None], keys, 0)  # a gradient of 0 times what is not filled
-    _, pull = jax.vjp(lambda *x: _plain(shared, *x, filled), q, clean, values)
+    _, pull = jax.vjp(lambda q, k, v: _plain(shared, q, k, v, filled), q, clean, values)
     return *pull(g), None
 
 
