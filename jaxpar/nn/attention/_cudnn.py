@@ -84,7 +84,7 @@ def backward(
     """Returns what these keys add to the gradients by q, k and v; `out` and `log_sum` are those over all keys."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    none = jnp.zeros(0, q.dtype)
+    kind, none = _kind(fused, causal, packed is not None or lengths is not None), jnp.zeros(0, q.dtype)
     where = none, none, none, none
     log_sums = jnp.swapaxes(log_sum, 1, 2)
     if lengths is not None:
@@ -96,7 +96,7 @@ def backward(
     grads = fused._dot_product_attention_bwd_p_wrapper.bind(
         *(q, k, v, none, *where, none, none, log_sums, out, g.astype(q.dtype)),  # no bias and no pages
         scale=1 / math.sqrt(q.shape[-1]), seed=42, dropout_rate=0.0, variadic_args=(False, False),
-        mask_type=_kind(fused, causal, (packed or lengths) is not None), layout=fused.AttentionLayout.BTNH.value, sliding_window_length=None,
+        mask_type=kind, layout=fused.AttentionLayout.BTNH.value, sliding_window_length=None,
     )  # fmt: skip
     dq, dk, dv = grads
     return dq, dk, dv

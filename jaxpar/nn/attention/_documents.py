@@ -96,8 +96,8 @@ def _common(own: Array, other: Array) -> tuple[Array, Bool[Array, "B T"], tuple[
     is_common = own[:, 0] == other[:, -1]
     seen = is_common[:, None] & (own == own[:, :1])
     read = is_common[:, None] & (other == other[:, -1:])
-    lengths = (jnp.maximum(x.sum(1, dtype=jnp.int32), 1) for x in (seen, read))
-    return jnp.where(rises, is_common.any(), 2), seen, (*lengths,)
+    queries, keys = (jnp.maximum(x.sum(1, dtype=jnp.int32), 1) for x in (seen, read))
+    return jnp.where(rises, is_common.any(), 2), seen, (queries, keys)
 
 
 def _copied(q: Array, x: Array) -> Array:
@@ -136,7 +136,5 @@ def _errors() -> list[Array]:
         found += backward(*arrays, *known, causal, both)
         delta = (known[0].astype(jnp.float32) * known[2].astype(jnp.float32)).sum(-1)
         places = _places(arrays[0]), _places(arrays[1])
-        wanted += attend_gradient(
-            *arrays, *places, known[1], delta, known[2], segments=both, visible=Visible(causal)
-        )
+        wanted += attend_gradient(*arrays, *places, known[1], delta, known[2], segments=both, visible=Visible(causal))
     return [relative_error(got, want) for got, want in zip(found, wanted, strict=True)]

@@ -129,9 +129,9 @@ def context_attention(
       visible: The rule.
       move: What travels: one of `jaxpar.parallel.context.MOVES`.
       order: The order in which the tokens lie, one of `ORDERS`, where the caller promises it and that none is padding.
-        A table then says who sees whom, under a causal rule without a window or documents in "contiguous" and "zigzag"
-        order, and under no rule in any: no pair is masked, none of which nothing is seen is computed in "zigzag" order,
-        and kernels are taken. Positions that contradict it are refused, or where they are traced make outputs NaN.
+        A table then says who sees whom, under a causal rule without a window in "contiguous" and "zigzag" order, and
+        without a rule and documents in any; kernels are taken, cuDNN's of documents too, whose numbers must rise for
+        that. Positions that contradict it are refused, or where they are traced make outputs NaN.
         None: positions decide.
 
     Returns:
@@ -191,9 +191,14 @@ def _how_to(
     return _How(table, axis, rule, folds)
 
 
+def is_by_table(visible: Visible, order: str | None, has_documents: bool) -> bool:
+    """Whether the order says who sees whom, but for documents."""
+    return not (order is None or visible.window or (order == "striped" if visible.causal else has_documents))
+
+
 def _rule(visible: Visible, order: str | None, has_documents: bool, ring: int) -> ByPlaces | ByTable:
     """A table where the order is known and its pairs of parts are full, causal or empty."""
-    if order is None or visible.window or (order == "striped" if visible.causal else has_documents):
+    if order is None or not is_by_table(visible, order, has_documents):
         return ByPlaces(visible)
     return ByTable(order if ring > 1 else "contiguous", ring, visible.causal)  # one group has it all, in order
 
