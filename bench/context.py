@@ -11,7 +11,8 @@ pieces as devices would make of it, which is what their kernels cost before anyt
 attention to a cache of a million tokens that N devices share, beside one that has it all. C4 asks for the longest
 sequence of which a model of 1B weights takes a training step on one device, by what is recomputed, and for the time of
 equal lengths. C5 is a token through 32 layers of Llama 3 8B's shape with tensor=N, whose branches wait for the sum
-before them or do not.
+before them or do not. C3.sweep tries kernels: "cut" names a step's slots, warps, stages and programs, "forest" the size
+of a block, stages and most splits, "pairs" the parts that cuDNN takes as rows.
 
 Programs of a case are compiled first, then timed in turns, a round at a time; medians, and the least in brackets. The
 limit is the arithmetic, or what must be read, at the rate of the fastest product or copy that a process of this run
@@ -47,6 +48,9 @@ ROTATING = [f"torch {how} {kernel}" for how in ("allgather", "alltoall") for ker
 ALONE = ["torch one cudnn", "torch one flash"]
 PARTS = ["jax one", *(f"jaxpar parts {count}" for count in (1, 2, 4))]
 SHARES = ["jax one", "jaxpar shares even", "jaxpar shares uneven", "jaxpar one", "jaxpar forest 64"]
+CUTS = ["64 4 3 528", "64 4 3 264", "64 4 3 1056", "64 4 2 528", "64 4 4 528", "128 4 2 264", "128 8 3 264"]
+FORESTS = ["64", "64 5", "64 5 66", "64 3 66", "64 6 132"]
+SWEEP = [f"jaxpar {name}" for name in [*(f"cut {x}" for x in CUTS), *(f"forest {x}" for x in FORESTS), "pairs 64"]]
 LAYERS = dict(num_layers=16, embed_dim=2048, num_heads=16, num_kv_heads=16, mlp_dim=8192, vocab_size=32768)
 FEW = dict(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, mlp_dim=64, vocab_size=64)
 EIGHT = dict(num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, vocab_size=256)
@@ -75,6 +79,10 @@ CASES = {
         full=dict(shape=(1, 32, 8, 2**20, 128), dtype="bfloat16"), tiny=dict(shape=(1, 4, 2, 256, 32), dtype="float32"),
         sides={"jaxpar": SHARES, "torch": ["torch sdpa", "torch groups", "torch flex"]},
     ),
+    "C3.sweep": dict(
+        about="the same on one GPU, its kernels cut in other ways", kind="attend", directions=("fwd",),
+        full=dict(shape=(1, 32, 8, 2**20, 128), dtype="bfloat16"), sides={"jaxpar": ["jax one", *SWEEP]},
+    ),
     "C4": dict(
         about="the longest sequence that trains on one device", kind="train", directions=("fwd+bwd",), rounds=0,
         full=dict(model=LAYERS, first=2048, most=2**21, at=16384, dtype="bfloat16"),
@@ -100,7 +108,7 @@ def sides_of(args: argparse.Namespace) -> dict:
 
 def devices_of(row: str, devices: int) -> int:
     """Returns how many devices a row has, by its name."""
-    alone = ("one", "parts", "forest", "own none", "own full", "blockwise")
+    alone = ("one", "parts", "forest", "cut", "pairs", "own none", "own full", "blockwise")
     return 1 if any(word in row for word in alone) or row in CASES["C3"]["sides"]["torch"] else devices
 
 
@@ -199,7 +207,7 @@ def measure(args: argparse.Namespace) -> None:
     sides = sides_of(args)
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table({}, args.out)
     rates = started(bench, sides, args)
-    for name in harness.chosen(args.cases, CASES):
+    for name in harness.chosen(args.cases, [name for name in CASES if not args.tiny or "tiny" in CASES[name]]):
         if CASES[name]["kind"] == "train" and not args.tiny:
             bench.close()  # it wants all memory there is, of which pools of frameworks give nothing back
         asked = rows_of(name, args, sides)

@@ -3,17 +3,12 @@
 import concurrent.futures
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import decode_rows
 import harness
-
-LOCK = threading.Lock()
-"""Held by whoever asks devices for something while rows are compiled side by side: collectives of two programs that
-devices begin in different orders wait for each other forever."""
 
 
 class Program(NamedTuple):
@@ -142,9 +137,35 @@ def attend(request: dict) -> Program:
         arrays[1:] = [jnp.concatenate(each, 1) for each in pad]
         note = {"note": f"{max(lengths) / sum(lengths):.0%} on the first"}
     args = [*arrays, jnp.asarray([lengths], jnp.int32).repeat(batch, 0)]
+    if "cut" in request["row"] or "pairs" in request["row"]:
+        return Program(lambda *x: (in_parts(request["row"].split()[1:], *x),), tuple(args), note)
     split = ("batch", "seq_layer", None, None)
     args = jax.device_put(args, named_shardings(args, [("batch", None, None, None), split, split, ("batch", None)]))
     return Program(lambda *x: (attend_split_cache(*x),), tuple(args), note)
+
+
+def in_parts(form: list[str], q, keys, values, lengths):
+    """A token's attention to a full cache by parts: "cut", with the kernel's own numbers, or "pairs" of cuDNN."""
+    from jaxpar.nn.attention import finish, merge_parts
+    from jaxpar.nn.attention.pairs import attend_pair
+    from jaxpar.parallel.context.shares_kernel import ShareCut, attend_shares
+
+    kind, *numbers = form[0], *map(int, form[1:])
+    if kind == "cut":
+        return finish(merge_parts(attend_shares(q, keys, values, lengths, ShareCut(*numbers)))).astype(q.dtype)
+    import jax
+
+    # Parts are rows, and the queries that share a key head tokens of one head, so that a part is read once.
+    batch, _, heads, width = q.shape
+    groups, (parts,) = keys.shape[2], numbers
+    rows = q.reshape(batch, 1, groups, -1, width).swapaxes(2, 3).repeat(parts, 1)
+    rows = rows.reshape(batch * parts, -1, groups, width)
+    keys, values = (x.reshape(batch * parts, -1, groups, width) for x in (keys, values))
+    state = jax.tree.map(
+        lambda x: x.reshape(batch, parts, *x.shape[1:]).swapaxes(0, 1), attend_pair(rows, keys, values, False)
+    )
+    out = finish(merge_parts(state)).astype(q.dtype)  # [B, heads of a group, G, K]
+    return out.swapaxes(1, 2).reshape(batch, 1, heads, width)
 
 
 PROGRAMS = {"moves": moves, "parts": parts, "attend": attend}
@@ -170,7 +191,7 @@ class Call:
 
         self.request, self.expected = request, expected
         self.mesh = make_mesh(MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]])
-        with LOCK, use_mesh(self.mesh):
+        with decode_rows.LOCK, use_mesh(self.mesh):
             program = PROGRAMS[request["kind"]](request)
             self.args, self.join, begin = program.args, program.join, time.perf_counter()
             lowered = jax.jit(program.function).lower(*self.args)
@@ -238,7 +259,7 @@ class Step:
 
             return jax.lax.fori_loop(0, self.TOKENS, one, (x, cache))[0]
 
-        with LOCK, use_mesh(self.mesh):
+        with decode_rows.LOCK, use_mesh(self.mesh):
             init = functools.partial(stack.init, dtype=request["dtype"])
             axes = jax.tree.map(lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
             params = jax.jit(init, out_shardings=named_shardings(jax.eval_shape(init, key), axes))(key)

@@ -7,9 +7,14 @@ another checkout answers for it.
 import concurrent.futures
 import functools
 import pathlib
+import threading
 import time
 
 import harness
+
+LOCK = threading.Lock()
+"""Held by whoever asks several devices for something, or sets a module's constants, while rows are compiled side by
+side: collectives of two programs that devices begin in different orders wait for each other forever."""
 
 
 def config_of(model: dict):
@@ -106,17 +111,19 @@ class Attend:
     """Attention of one token to the S tokens of a cache of blocks, by itself."""
 
     def __init__(self, request: dict):
-        """Fills a forest of one segment."""
+        """Fills a forest of one segment; a row tells a block's size, and may the kernel's stages and most splits."""
         import jax
         import jax.numpy as jnp
 
         from jaxpar.decode import forest as tables
+        from jaxpar.decode import split_k
         from jaxpar.decode.blocks import BlockCache
         from jaxpar.nn.attention import PositionRule, finish
         from jaxpar.nn.mixer import DECODING, Context
 
         batch, heads, groups, slots, size = request["shape"]
-        block, self.spend_s = int(request["row"].split()[-1]), request["spend_s"]
+        block, *kernel = map(int, request["row"].split()[2:])
+        self.spend_s = request["spend_s"]
         keys = jax.random.split(jax.random.key(0), 5)
         full = jnp.full((batch, 1), slots, jnp.int32)
         forest, root = tables.spawn(tables.empty(batch, 1, -(-slots // block), block))
@@ -139,7 +146,12 @@ class Attend:
 
         self.args = past, forest, view, q, k, v, context.positions
         begin = time.perf_counter()
-        self.program = jax.jit(attend).lower(*self.args).compile()
+        with LOCK:
+            usual = split_k.STAGES, split_k.MOST_SPLITS
+            split_k.STAGES, split_k.MOST_SPLITS = *kernel, *usual[len(kernel) :]
+            lowered = jax.jit(attend).lower(*self.args)
+            split_k.STAGES, split_k.MOST_SPLITS = usual
+        self.program = lowered.compile()
         self.made = {"compile_s": time.perf_counter() - begin} | memory_of(self.program)
 
     def warm(self) -> dict:

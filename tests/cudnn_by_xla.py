@@ -28,7 +28,7 @@ def install(monkeypatch):
         statistics, out, g = args[10:]
         assert statistics.dtype == jnp.float32 and out.dtype == g.dtype == args[0].dtype
         out, g = (x.astype(jnp.float32).reshape(q.shape) for x in (out, g))
-        weights = jnp.exp(scores - at(statistics, back=True)[..., None])
+        weights = jnp.where(scores > -jnp.inf, jnp.exp(scores - at(statistics, back=True)[..., None]), 0)
         more = weights * (jnp.einsum("tnk,snk->nts", g, v) - jnp.einsum("tnk,tnk->nt", g, out)[..., None]) * scale
         dq, dk = jnp.einsum("nts,snk->tnk", more, k), jnp.einsum("nts,tnk->snk", more, q)
         dv = jnp.einsum("nts,tnk->snk", weights, g)
@@ -61,9 +61,10 @@ def scored(fused, args, options):
         )
         q_lengths, k_lengths = q_lengths.reshape(-1), k_lengths.reshape(-1)
     else:
-        assert kind in (fused.MaskType.CAUSAL, fused.MaskType.NO_MASK)
         q_starts, k_starts = jnp.arange(rows) * length, jnp.arange(rows) * keys
-        q_lengths, k_lengths = jnp.full(rows, length), jnp.full(rows, keys)
+        if kind in (fused.MaskType.CAUSAL, fused.MaskType.NO_MASK):
+            q_lengths, k_lengths = jnp.full(rows, length), jnp.full(rows, keys)
+        assert q_lengths.shape == k_lengths.shape == (rows,)
 
     def owner(starts, lengths, size):  # of each token its document, and its place there
         token = jnp.arange(size)[:, None]
@@ -80,7 +81,8 @@ def scored(fused, args, options):
     def at(x, back=False):  # statistics lie by document, [rows * documents, N, T]
         if back:
             return x[mine, :, place].T
-        return jnp.full((rows * documents, heads, length), jnp.nan).at[mine, :, place].set(x.T.astype(jnp.float32))
+        known = jnp.where(mine < 0, rows * documents, mine)  # of tokens of no document nothing is written
+        return jnp.full((rows * documents, heads, length), jnp.nan).at[known, :, place].set(x.T.astype(jnp.float32))
 
     q, k, v = (x.astype(jnp.float32).reshape(-1, x.shape[2], width) for x in (q, k, v))
     k, v = (jnp.repeat(x, heads // groups, 1) for x in (k, v))

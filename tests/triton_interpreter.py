@@ -29,6 +29,7 @@ ONE_AT_A_TIME = threading.Lock()
 def install(monkeypatch):
     """Puts the stand-in in the place of `jax_triton`, and plain division in that of CUDA's fast one."""
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    from triton import language as tl
     from triton.language.extra.cuda import libdevice
     from triton.runtime import interpreter
 
@@ -39,6 +40,14 @@ def install(monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", counted)
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def by_value(self, a, b, *args):  # the interpreter keeps bfloat16 as its bits, and multiplies those
+        wide = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return multiply(self, *wide, *args)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", by_value)
 
     divide = "@triton.jit\ndef divide(x, y):\n    return x / y\n"
     monkeypatch.setattr(libdevice, "fast_dividef", compiled(divide, "divide"))

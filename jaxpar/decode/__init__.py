@@ -12,7 +12,7 @@
 | `accept` | scores [B, T, V], tokens [B, T], tree -> new tokens [B, T], count [B], path [B, T] | `generate` |
 | `forest` | N blocks of b slots [B, N, b], M segments [B, M], what R readers see [B, R, M] | `blocks`, `reader` |
 | `policies` | queries, places [B, R, N, b] -> what is read, and what is remembered | `blocks` |
-| `_split_k` | the same on a GPU by one kernel -> parts (max, sum, values) [parts, B R, T, H, K] | `blocks` |
+| `split_k` | the same on a GPU by one kernel -> parts (max, sum, values) [parts, B R, T, H, K] | `blocks` |
 | `blocks` | q, k, v of T tokens of B R readers, [B, G, N, b, K] -> (max, sum, values), blocks | `reader` |
 | `reader` | prompts [B, T] -> a reading; tokens [B R, T], a reading -> logits, a reading | `draft`, `generate` |
 | `draft` | text [B, S] -> guesses [B, T-1] | `generate` |

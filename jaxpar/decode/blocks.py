@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.decode import _split_k
+from jaxpar.decode import split_k
 from jaxpar.decode.forest import Forest, View
 from jaxpar.decode.policies import CachePolicy, Selection
 from jaxpar.mesh import constrain
@@ -129,8 +129,8 @@ class BlockCache:
         view, positions = self.view, context.positions
         own = jnp.take_along_axis(view.offset, jnp.maximum(view.write, 0)[..., None], 2).reshape(-1, 1)
         k = rule.rotate(k, positions - own)
-        if self.policy is None and _split_k.has_kernel(rule, self.keys.dtype, self.keys.shape[3], self.keys.shape[4]):
-            parts = _split_k.attend_forest(
+        if self.policy is None and split_k.has_kernel(rule, self.keys.dtype, self.keys.shape[3], self.keys.shape[4]):
+            parts = split_k.attend_forest(
                 q, self.keys, self.values, k, v, rule, self.forest, view, positions, context.visible
             )
             return self._added(parts), dataclasses.replace(self, new=(k, v))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from fast import jit
 
-from jaxpar.decode import _split_k, chain
+from jaxpar.decode import chain, split_k
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.trees import Tree
@@ -94,10 +94,10 @@ def both(name, slots, monkeypatch):
         with jax.default_matmul_precision("highest"):
             return jit(functools.partial(attend, rule, tree))(cache, forest, view, q, k, v)
 
-    monkeypatch.setattr(_split_k, "platform", lambda: "cpu")
+    monkeypatch.setattr(split_k, "platform", lambda: "cpu")
     yield run(jnp.nan_to_num(values))  # the kernel needs no clean values, the plain form does
-    monkeypatch.setattr(_split_k, "platform", lambda: "gpu")
-    monkeypatch.setattr(_split_k, "PROGRAMS", 12)
+    monkeypatch.setattr(split_k, "platform", lambda: "gpu")
+    monkeypatch.setattr(split_k, "PROGRAMS", 12)
     yield run(values)
 
 

@@ -7,7 +7,7 @@ import triton_interpreter
 from split_cases import CASES, both
 from tolerance import assert_close
 
-from jaxpar.decode import _split_k
+from jaxpar.decode import split_k
 
 pytestmark = triton_interpreter.NEEDED
 
@@ -22,9 +22,9 @@ def test_the_kernel_equals_the_plain_form(name, slots, monkeypatch):
         pytest.skip("Triton's interpreter does not multiply bfloat16")
     if not ON_GPU:
         triton_interpreter.install(monkeypatch)
-        monkeypatch.setattr(_split_k, "available", lambda: True)
+        monkeypatch.setattr(split_k, "available", lambda: True)
         if slots:  # a step is half a block
-            monkeypatch.setattr(_split_k, "SLOTS_A_STEP", 8)
+            monkeypatch.setattr(split_k, "SLOTS_A_STEP", 8)
     (want, want_new), (got, new) = both(name, slots, monkeypatch)
     # float32: sums in another order; 16 bits: weights are rounded beside another maximum.
     assert_close(got, want, {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}[dtype])

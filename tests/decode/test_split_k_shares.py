@@ -10,7 +10,7 @@ from fast import jit
 from split_cases import BLOCK, CASES, GROUPS, HEADS, ROWS, both, made, stand_in
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.decode import SinksAndWindow, _split_k
+from jaxpar.decode import SinksAndWindow, split_k
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import PositionRule, Visible, merge_parts
@@ -19,15 +19,15 @@ from jaxpar.scan.monoid import LogSumExp
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(_split_k, "platform", lambda: "gpu")
-    monkeypatch.setattr(_split_k, "available", lambda: True)
+    monkeypatch.setattr(split_k, "platform", lambda: "gpu")
+    monkeypatch.setattr(split_k, "available", lambda: True)
 
 
 @pytest.mark.parametrize(
     "name", ["three readers, a tree", "more queries than a tile", "window within a pass", "slopes"]
 )
 def test_the_sequential_twin_equals_the_plain_form(name, on_a_gpu, monkeypatch):
-    monkeypatch.setattr(_split_k, "call_kernel", stand_in)
+    monkeypatch.setattr(split_k, "call_kernel", stand_in)
     (want, want_new), (got, new) = both(name, name != "more queries than a tile", monkeypatch)
     assert_close(got, want, EXACT_MATHS["float32"])
     np.testing.assert_array_equal(new[0], want_new[0])
@@ -36,34 +36,34 @@ def test_the_sequential_twin_equals_the_plain_form(name, on_a_gpu, monkeypatch):
 def test_what_the_kernel_takes(on_a_gpu, monkeypatch):
     rule = PositionRule()
     assert all(
-        _split_k.has_kernel(rule, dtype, block, width)
+        split_k.has_kernel(rule, dtype, block, width)
         for dtype in ("bfloat16", jnp.float16, np.float32)
         for block in (16, 64, 128)
         for width in (32, 128)
     )
-    assert _split_k.has_kernel(PositionRule(Visible(window=3)), "float32", 16, 32)
+    assert split_k.has_kernel(PositionRule(Visible(window=3)), "float32", 16, 32)
     no = [("float64", 64, 64), ("int8", 64, 64), ("float32", 8, 64), ("float32", 48, 64), ("float32", 64, 16)]
-    assert not any(_split_k.has_kernel(rule, *each) for each in [*no, ("float32", 64, 96)])
-    assert not _split_k.has_kernel(PositionRule(Visible(causal=False)), "float32", 64, 64)
-    monkeypatch.setattr(_split_k, "available", lambda: False)
-    assert not _split_k.has_kernel(rule, "float32", 64, 64)
-    monkeypatch.setattr(_split_k, "available", lambda: True)
-    monkeypatch.setattr(_split_k, "platform", lambda: "cpu")
-    assert not _split_k.has_kernel(rule, "float32", 64, 64)
+    assert not any(split_k.has_kernel(rule, *each) for each in [*no, ("float32", 64, 96)])
+    assert not split_k.has_kernel(PositionRule(Visible(causal=False)), "float32", 64, 64)
+    monkeypatch.setattr(split_k, "available", lambda: False)
+    assert not split_k.has_kernel(rule, "float32", 64, 64)
+    monkeypatch.setattr(split_k, "available", lambda: True)
+    monkeypatch.setattr(split_k, "platform", lambda: "cpu")
+    assert not split_k.has_kernel(rule, "float32", 64, 64)
 
 
 @pytest.mark.parametrize("name", ["batch", "kv_heads", "slots", "heads"])
 def test_one_device_alone_takes_the_kernel(name, on_a_gpu):
     rules = {axis: () for axis in ("batch", "kv_heads", "slots", "heads")}
     with use_mesh(make_mesh(MeshSpec(data=8)), rules):
-        assert _split_k.has_kernel(PositionRule(), "float32", 64, 64)
+        assert split_k.has_kernel(PositionRule(), "float32", 64, 64)
     with use_mesh(make_mesh(MeshSpec(data=8)), rules | {name: ("data",)}):
-        assert not _split_k.has_kernel(PositionRule(), "float32", 64, 64)
+        assert not split_k.has_kernel(PositionRule(), "float32", 64, 64)
 
 
 def test_a_policy_keeps_the_plain_form(on_a_gpu, monkeypatch):
     """Which is told apart from the kernel by that nothing is in the kernel's place."""
-    monkeypatch.setattr(_split_k, "attend_forest", lambda *_: pytest.fail("the kernel knows no policy"))
+    monkeypatch.setattr(split_k, "attend_forest", lambda *_: pytest.fail("the kernel knows no policy"))
     forest, view, keys, values = made(1, "float32", False)
     cache = BlockCache(keys, jnp.nan_to_num(values)).with_policy(SinksAndWindow(), 1).for_pass(forest, view)
     q, k, v = (jnp.ones((ROWS, 1, heads, keys.shape[-1])) for heads in (HEADS, GROUPS, GROUPS))
@@ -74,16 +74,16 @@ def test_a_policy_keeps_the_plain_form(on_a_gpu, monkeypatch):
 def test_shapes_of_the_work():
     """Tiles hold all queries, as few as they need; splits fill the card, but for what there is to split."""
     for queries in (1, 2, 16, 17, 33, 64, 65, 200):
-        tile, tiles, _ = _split_k.shape_for(1, 1, queries, 99)
+        tile, tiles, _ = split_k.shape_for(1, 1, queries, 99)
         assert tile in (16, 32, 64) and (tiles - 1) * tile < queries <= tiles * tile
         assert tile == 16 or queries > tile // 2  # a smaller tile would not have held them
         assert tiles == 1 or tile == 64
     for rows, groups, queries in ((1, 8, 1), (3, 5, 70), (4, 16, 1)):
         tiles = -(-queries // 64)
-        splits = _split_k.shape_for(rows, groups, queries, 10**6).splits
-        assert splits == min(_split_k.MOST_SPLITS, -(-_split_k.PROGRAMS // (rows * groups * tiles)))
-        assert _split_k.shape_for(rows, groups, queries, 5).splits == min(splits, 5)
-    assert _split_k.shape_for(999, 8, 1, 5).splits == 1
+        splits = split_k.shape_for(rows, groups, queries, 10**6).splits
+        assert splits == min(split_k.MOST_SPLITS, -(-split_k.PROGRAMS // (rows * groups * tiles)))
+        assert split_k.shape_for(rows, groups, queries, 5).splits == min(splits, 5)
+    assert split_k.shape_for(999, 8, 1, 5).splits == 1
 
 
 @pytest.mark.parametrize("slots", [False, True])
@@ -92,9 +92,9 @@ def test_a_tile_reads_the_blocks_that_its_readers_see_and_no_others(name, slots)
     _, tree, readers, dtype = CASES[name]
     forest, view, *_ = made(readers, dtype, slots)
     repeat, queries = HEADS // GROUPS, readers * tree.size
-    shape = _split_k.shape_for(ROWS, GROUPS, queries * repeat, 9)
+    shape = split_k.shape_for(ROWS, GROUPS, queries * repeat, 9)
     order, count = jax.device_get(
-        jit(_split_k._needed, static_argnums=(2, 3, 4))(forest, view, tree.size, repeat, shape)
+        jit(split_k._needed, static_argnums=(2, 3, 4))(forest, view, tree.size, repeat, shape)
     )
     assert order.shape == (ROWS, shape.tiles, forest.num_blocks) and order.dtype == count.dtype == np.int32
     for row, tile in np.ndindex(ROWS, shape.tiles):

@@ -41,12 +41,12 @@ CASES = [
 ]
 # The same where the order is promised: of what a table decides, with parts of odd sizes, and of what positions decide.
 PROMISED = [
-    ("gather", "zigzag", 1, 4, 2, 4, 40, False, Visible()),
+    ("gather", "zigzag", 1, 4, 2, 4, 40, True, Visible()),
     ("ring", "contiguous", 2, 4, 1, 1, 20, False, Visible()),
     ("ring", "striped", 2, 4, 1, 2, 24, False, Visible(causal=False)),
-    ("two_way", "zigzag", 2, 4, 1, 2, 40, False, Visible()),
-    ("token_ring", "contiguous", 1, 8, 1, 2, 40, False, Visible()),
-    ("swap", "zigzag", 2, 4, 1, 4, 40, False, Visible()),
+    ("two_way", "zigzag", 2, 4, 1, 2, 40, True, Visible()),
+    ("token_ring", "contiguous", 1, 8, 1, 2, 40, True, Visible()),
+    ("swap", "zigzag", 2, 4, 1, 4, 40, True, Visible()),
     ("swap_ring", "zigzag", 1, 4, 2, 4, 24, False, Visible()),
     ("ring", "zigzag", 2, 2, 2, 2, 24, True, Visible()),
 ]
@@ -68,6 +68,9 @@ MORE_PROMISED = [
     ("swap_ring", "contiguous", 1, 8, 1, 4, 40, False, Visible()),
     ("swap_ring", "zigzag", 2, 4, 1, 2, 24, False, Visible(window=5)),
     ("two_way", "striped", 4, 2, 1, 4, 12, False, Visible()),
+    ("swap_ring", "zigzag", 2, 4, 1, 2, 24, True, Visible()),
+    ("swap", "contiguous", 1, 4, 2, 4, 24, True, Visible()),
+    ("ring", "contiguous", 1, 8, 1, 2, 48, True, Visible()),
 ]
 
 
@@ -160,25 +163,40 @@ def test_every_move_equals_dense_attention_in_value_and_gradient(case, promised,
         np.testing.assert_array_equal(ours[:, used:], 0)
 
 
-def test_kernels_are_taken_for_the_pairs_of_a_table(monkeypatch):
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_kernels_are_taken_for_the_pairs_of_a_table(has_documents, monkeypatch):
     calls = cudnn_by_xla.install(monkeypatch)
     monkeypatch.setattr(pairs, "platform", lambda: "gpu")
     monkeypatch.setattr(pairs, "_is_right", lambda name: True)
+    monkeypatch.setattr(pairs, "packing_is_right", lambda: True)
+    monkeypatch.setattr(pairs._documents, "is_right", lambda: True)
     length, context, width = 48, 4, 8
     draw = np.random.default_rng(0).standard_normal
     q, k, v, g = (jnp.asarray(draw((2, length, n, width)), jnp.bfloat16) for n in (H, 2, 2, H))
-    positions = jnp.asarray(in_turn(2, length))
-    want = wanted(*(x.astype(jnp.float32) for x in (q, k, v, g)), positions)
-    order = Order("zigzag")
-    with use_mesh(make_mesh(MeshSpec(context=context, data=2))):
-        run = functools.partial(context_attention, order="zigzag")
-        got = with_gradients(run, *(order.split(x, context) for x in (q, k, v, g, positions)), None)
-    for ours, theirs in zip(got, want, strict=True):
-        # Operands and partial outputs in bfloat16, 2^-8 a number, averaged over the sums.
-        assert_close(order.join(ours, context).astype(jnp.float32), theirs, 1e-2)
+    positions, order = jnp.asarray(in_turn(2, length)), Order("zigzag")
+
+    @jit
+    def run(q, k, v, g, positions, segments):
+        attend = functools.partial(context_attention, order="zigzag")
+        out, pull = jax.vjp(lambda *x: attend(*x, positions, segments), q, k, v)
+        return out, *pull(g)
+
+    # Over borders of parts, of 6 tokens; within them; in numbers that come again, of which none is left out.
+    lengths = [5, 20, 2, 2, 19], [6, 1, 5, 24, 12], [6] * 8, [48], [1] * 6 + [42]
+    rows = [np.repeat(np.arange(len(row)), row) for row in lengths] + [np.repeat([1, 2, 1], 16)]
+    for both in ((rows[0], rows[1]), (rows[2], rows[3]), (rows[4], rows[5])) if has_documents else (None,):
+        segments = None if both is None else jnp.asarray(np.stack(both), jnp.int32)
+        want = wanted(*(x.astype(jnp.float32) for x in (q, k, v, g)), positions, segments)
+        with use_mesh(make_mesh(MeshSpec(context=context, data=2))):
+            split = (x if x is None else order.split(x, context) for x in (q, k, v, g, positions, segments))
+            got = run(*split)
+        for ours, theirs in zip(got, want, strict=True):
+            # Operands and partial outputs in bfloat16, 2^-8 a number, averaged over the sums.
+            assert_close(order.join(ours, context).astype(jnp.float32), theirs, 1e-2)
     # Of itself causal and full pairs, of any other device full ones, in both passes.
     asked = {(call["mask_type"].name, "is_training" in call) for call in calls}
-    assert asked == {(kind, is_forward) for kind in ("CAUSAL", "NO_MASK") for is_forward in (True, False)}
+    kinds = ("PADDING_CAUSAL", "PADDING") if has_documents else ("CAUSAL", "NO_MASK")
+    assert asked == {(kind, is_forward) for kind in kinds for is_forward in (True, False)}
 
 
 def test_key_heads_that_are_not_split_serve_queries_that_are(x64):

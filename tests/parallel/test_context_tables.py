@@ -113,7 +113,12 @@ def test_known_positions_that_break_a_promise_are_told(put):
     assert promised(put(turn[:, ::-1]), "striped", visible=Visible(causal=False)) == shape  # nobody is before another
     # Where positions decide, nothing depends on the promise.
     assert promised(put(padded), "zigzag", visible=Visible(window=5)) == shape
-    assert promised(put(turn % 8), "zigzag", segments=jnp.asarray(turn // 8)) == shape
+    segments = jnp.asarray(turn // 8)
+    assert promised(put(turn % 8), "zigzag", segments=segments, visible=Visible(causal=False)) == shape
+    # Under a causal rule the order decides within documents too: places are those in the row.
+    assert promised(put(zigzag), "zigzag", segments=segments) == shape
+    with pytest.raises(UsageError, match="has 14 where row 0 has position 2, at index 2"):
+        promised(put(turn % 8), "zigzag", segments=segments)
 
 
 def test_padding_among_tokens_that_see_all_makes_outputs_nan():

@@ -1,5 +1,6 @@
 """Attention to a cache in shares of any sizes equals dense attention, at a price that its length does not change."""
 
+import functools
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_interpreter
 from compiled import needs_libtpu, on_a_tpu
 from fast import jit
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import merge_parts
 from jaxpar.parallel.context import attend_split_cache, spread_blocks
+from jaxpar.parallel.context import shares_kernel as kernel
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
@@ -27,8 +30,8 @@ B, T, H, G, K, N, ROOM = 2, 1, 4, 2, 4, 8, 6
 
 def dense(q, keys, values, filled):
     """Softmax over the slots that are filled."""
-    keys, values = (jnp.repeat(x, H // G, axis=2) for x in (keys, values))
-    scores = jnp.einsum("bthk,bshk->bhts", q, keys) / math.sqrt(K)
+    keys, values = (jnp.repeat(x, q.shape[2] // G, axis=2) for x in (keys, values))
+    scores = jnp.einsum("bthk,bshk->bhts", q, keys) / math.sqrt(q.shape[3])
     weights = jax.nn.softmax(scores, axis=-1, where=filled[:, None, None])
     return jnp.einsum("bhts,bshk->bthk", jnp.where(filled[:, None, None], weights, 0), values)
 
@@ -53,6 +56,25 @@ def test_any_split_is_exact_and_what_is_not_filled_may_hold_anything(x64):
             poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in (keys, values)]
             got = run(q, *poisoned, jnp.asarray(lengths, jnp.int32))
             assert_close(got, dense(q, keys, values, filled), 1e-12)
+
+
+def with_gradients(run, q, keys, values, rest, g):
+    out, pull = jax.vjp(lambda *x: run(*x, rest), q, keys, values)
+    return out, *pull(g)
+
+
+@pytest.mark.parametrize("context, tensor", [(4, 2), (1, 1)])
+def test_gradients_are_of_what_is_filled_alone(context, tensor, x64):
+    """Of one row nothing is; NaN where nothing is filled, whose gradient is 0."""
+    lengths = np.random.default_rng(5).integers(0, ROOM + 1, (B, N))
+    lengths[1] = 0
+    filled = (np.arange(ROOM) < lengths[..., None]).reshape(B, -1)
+    q, keys, values = drawn(N * ROOM)
+    want = jit(functools.partial(with_gradients, dense))(q, keys, values, filled, q + 1)
+    poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in (keys, values)]
+    with use_mesh(make_mesh(MeshSpec(context=context, tensor=tensor), jax.devices()[: context * tensor])):
+        run = jit(functools.partial(with_gradients, attend_split_cache))
+        assert_close(run(q, *poisoned, jnp.asarray(lengths), q + 1), want, 1e-12)
 
 
 def test_it_is_the_gradient_of_the_energy(x64):
@@ -88,6 +110,77 @@ def for_a_tpu():
         each = hlo.collectives(program.as_text(), mesh)
         found[str(slots)] = sorted([one.kind, one.bytes] for one in each)
     return found
+
+
+def stand_in(*arrays, out, grid, text, name, num_warps, num_stages, **sizes):
+    """Has the signature of `jaxpar.lower.triton.call_kernel`: what each program makes, query by query, in NumPy."""
+
+    def run(q, keys, values, lengths):
+        top, total, mean = (np.full(x.shape, np.nan, np.float32) for x in out)
+        groups, repeat, tiles, tile = (sizes[name] for name in ("GROUPS", "REPEAT", "TILES", "TILE"))
+        for first, split in np.ndindex(*grid):
+            row, group, part = np.unravel_index(first, (sizes["ROWS"], groups, tiles))
+            share, number = divmod(split, sizes["CUTS"])
+            size = -(-lengths[row, share] // (sizes["CUTS"] * sizes["STEP"])) * sizes["STEP"]
+            slots = np.arange(number * size, min((number + 1) * size, lengths[row, share])) + share * sizes["ROOM"]
+            for line in range(part * tile, min((part + 1) * tile, sizes["LENGTH"] * repeat)):
+                at = row, line // repeat, group * repeat + line % repeat
+                scores = keys[row, slots, group] @ q[at] / math.sqrt(sizes["WIDTH"])
+                top[split, *at] = scores.max(initial=-np.inf)
+                weights = np.exp(scores - top[split, *at])
+                total[split, *at], mean[split, *at] = weights.sum(), weights @ values[row, slots, group]
+        return top, total, mean
+
+    def wide(*arrays):
+        return run(*(np.asarray(x, np.float32) for x in arrays[:3]), np.asarray(arrays[3]))
+
+    return list(jax.pure_callback(wide, tuple(out), *arrays))
+
+
+@pytest.mark.parametrize("how", ["twin", pytest.param("interpreter", marks=triton_interpreter.NEEDED)])
+@pytest.mark.parametrize("tokens, devices, dtype", [(1, 1, "float32"), (9, 1, "float32"), (2, 2, "bfloat16")])
+def test_the_kernel_reads_what_is_filled_and_is_attention(how, tokens, devices, dtype, monkeypatch):
+    """Of three shares a device, one empty, one cut within a step; NaN where nothing is filled. Gradients are dense."""
+    room, width, shares = 96, 16, 3 * devices
+    lengths = np.random.default_rng(3).integers(1, room, (B, shares)).astype(np.int32)
+    lengths[0, 1], lengths[1, 0], lengths[1, 2] = 0, room, 7
+    rng = np.random.default_rng(4)
+    q, *both = (jnp.asarray(rng.normal(size=(B, *n, width)), dtype) for n in ((tokens, 8), *2 * ((shares * room, G),)))
+    filled = (np.arange(room) < lengths[..., None]).reshape(B, -1)
+    g = jnp.asarray(rng.normal(size=q.shape), dtype)
+    wide = [x.astype(jnp.float32) for x in (q, *both)]
+    want = jax.jit(functools.partial(with_gradients, dense))(*wide, filled, g.astype(jnp.float32))
+    poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in both]
+    monkeypatch.setattr(kernel, "platform", lambda: "gpu")
+    monkeypatch.setattr(kernel, "_is_right", lambda dtype: True)
+    monkeypatch.setattr(kernel, "available", lambda: True)
+    monkeypatch.setattr(kernel.attend_shares, "__defaults__", (kernel.ShareCut(step=16, programs=40),))
+    if how == "interpreter":
+        triton_interpreter.install(monkeypatch)
+    else:
+        monkeypatch.setattr(kernel, "call_kernel", stand_in)
+    with use_mesh(make_mesh(MeshSpec(context=devices), jax.devices()[:devices])):
+        run = jax.jit(lambda *x: with_gradients(attend_split_cache, *x))
+        got = run(q, *poisoned, jnp.asarray(lengths), g)
+    assert all(x.dtype == q.dtype for x in got)
+    # Sums in another order; weights, outputs and gradients rounded to 2^-9.
+    assert_close(got, want, {"float32": 1e-5, "bfloat16": 1.5e-2}[dtype])
+
+
+def test_the_kernel_is_cut_for_the_whole_card(monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernel, "call_kernel", lambda *x, **call: calls.append(call) or call["out"])
+    for rows, tokens, shares, width, dtype in (
+        (1, 1, 1, 128, "bfloat16"),
+        (1, 1, 2, 256, "float32"),
+        (64, 20, 1, 128, "bfloat16"),
+    ):
+        given = [jax.ShapeDtypeStruct((rows, *n, width), dtype) for n in ((tokens, 32), (2**14, 8), (2**14, 8))]
+        jax.eval_shape(kernel.attend_shares, *given, jax.ShapeDtypeStruct((rows, shares), "int32"))
+    one, two, many = calls
+    assert one["grid"] == (8, 66) and one["TILE"] == 16 and one["STEP"] == 64  # of 4 queries a key head
+    assert two["grid"] == (8, 66) and two["CUTS"] == 33 and two["STEP"] == 32 and two["EXACT"] == "ieee"
+    assert many["grid"] == (64 * 8 * 2, 1) and many["TILE"] == 64 and many["TILES"] == 2  # of 80
 
 
 @needs_libtpu

@@ -44,15 +44,25 @@ def documents(segments: Int[Array, "B T"], most: int) -> Documents:
     return Documents(lengths, starts, before[:, None] + index, place)
 
 
-def forward(q: Array, k: Array, v: Array, causal: bool, packed: Documents | None = None) -> tuple[Array, Array]:
-    """Returns outputs [B, T, H, K] and log-sum-exp [B, T, H] in float32, of all keys or of those no later."""
+Lengths = tuple[Int[Array, " B"], Int[Array, " B"]]
+
+
+def forward(
+    q: Array, k: Array, v: Array, causal: bool, packed: Documents | None = None, lengths: Lengths | None = None
+) -> tuple[Array, Array]:
+    """Returns outputs [B, T, H, K] and log-sum-exp [B, T, H] in float32, of all keys or of those no later.
+
+    With `lengths` of the first so many queries and keys of each row, at least one; of other queries they are anything.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     options: dict[str, Any] = {}
     if packed is not None:
         options = {"q_seqlen": packed.lengths, "kv_seqlen": packed.lengths}
         options |= {"q_offsets": packed.starts, "kv_offsets": packed.starts}
-    kind, scale = _kind(fused, causal, packed), 1 / math.sqrt(q.shape[-1])
+    if lengths is not None:
+        options = {"q_seqlen": lengths[0], "kv_seqlen": lengths[1]}
+    kind, scale = _kind(fused, causal, bool(options)), 1 / math.sqrt(q.shape[-1])
     both: Any = fused.dot_product_attention(q, k, v, **options, scale=scale, mask_type=kind, return_residual=True)
     out, log_sum = both
     if packed is None:
@@ -61,14 +71,24 @@ def forward(q: Array, k: Array, v: Array, causal: bool, packed: Documents | None
 
 
 def backward(
-    q: Array, k: Array, v: Array, out: Array, log_sum: Array, g: Array, causal: bool, packed: Documents | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_sum: Array,
+    g: Array,
+    causal: bool,
+    packed: Documents | None = None,
+    lengths: Lengths | None = None,
 ) -> tuple[Array, Array, Array]:
     """Returns what these keys add to the gradients by q, k and v; `out` and `log_sum` are those over all keys."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    none = jnp.zeros(0, q.dtype)
+    kind, none = _kind(fused, causal, packed is not None or lengths is not None), jnp.zeros(0, q.dtype)
     where = none, none, none, none
     log_sums = jnp.swapaxes(log_sum, 1, 2)
+    if lengths is not None:
+        where = *lengths, none, none
     if packed is not None:
         where = packed.lengths, packed.lengths, packed.starts, packed.starts
         log_sums = jnp.zeros((packed.lengths.size, q.shape[2], q.shape[1]), jnp.float32)
@@ -76,14 +96,14 @@ def backward(
     grads = fused._dot_product_attention_bwd_p_wrapper.bind(
         *(q, k, v, none, *where, none, none, log_sums, out, g.astype(q.dtype)),  # no bias and no pages
         scale=1 / math.sqrt(q.shape[-1]), seed=42, dropout_rate=0.0, variadic_args=(False, False),
-        mask_type=_kind(fused, causal, packed), layout=fused.AttentionLayout.BTNH.value, sliding_window_length=None,
+        mask_type=kind, layout=fused.AttentionLayout.BTNH.value, sliding_window_length=None,
     )  # fmt: skip
     dq, dk, dv = grads
     return dq, dk, dv
 
 
-def _kind(fused: Any, causal: bool, packed: Documents | None) -> Any:  # a private module, and its enumeration
+def _kind(fused: Any, causal: bool, has_lengths: bool) -> Any:  # a private module, and its enumeration
     kinds = fused.MaskType
-    if packed is None:
+    if not has_lengths:
         return kinds.CAUSAL if causal else kinds.NO_MASK
     return kinds.PADDING_CAUSAL if causal else kinds.PADDING

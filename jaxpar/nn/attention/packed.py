@@ -65,32 +65,39 @@ def _forward(causal: bool, q: Array, k: Array, v: Array, segments: Array):
         out = attention_by_blocks(q, k, v, segments=segments, visible=Visible(causal))
         return out, jnp.zeros(q.shape[:3], jnp.float32)  # its backward pass makes its own
 
-    out, log_sum = _by_number(by_cudnn, by_blocks, segments, q, k, v, segments)
+    out, log_sum = by_number(by_cudnn, by_blocks, segments, q, k, v, segments)
     return out, (q, k, v, segments, out, log_sum)
 
 
 def _backward(causal: bool, kept: tuple, g: Array):
-    def by_cudnn(most, q, k, v, segments, out, log_sum, g):
-        packed = _cudnn.documents(segments, most)
-        pieces = _pieces(k.shape[2], most)
-        arrays = tuple(_in_pieces(x, pieces) for x in (q, k, v, out, log_sum, g))
-
-        def some_heads(arrays):
-            q, k, v, out, log_sum, g = arrays
-            return _cudnn.backward(q, k, v, out, log_sum, g, causal, packed)
-
-        grads = jax.lax.map(some_heads, arrays)
-        return tuple(jnp.moveaxis(x, 0, 2).reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
+    def by_cudnn(most, *arrays):
+        return gradient_by_cudnn(causal, most, *arrays)
 
     def by_blocks(q, k, v, segments, out, log_sum, g):
         del out, log_sum
         _, pull = jax.vjp(lambda *x: attention_by_blocks(*x, segments=segments, visible=Visible(causal)), q, k, v)
         return pull(g.astype(q.dtype))
 
-    return *_by_number(by_cudnn, by_blocks, kept[3], *kept, g), None
+    return *by_number(by_cudnn, by_blocks, kept[3], *kept, g), None
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def gradient_by_cudnn(
+    causal: bool, most: int, q: Array, k: Array, v: Array, segments: Array, out: Array, log_sum: Array, g: Array
+) -> tuple[Array, ...]:
+    """Returns the gradients by q, k and v of rows with at most so many documents, some heads at a time."""
+    packed = _cudnn.documents(segments, most)
+    pieces = _pieces(k.shape[2], most)
+    arrays = tuple(_in_pieces(x, pieces) for x in (q, k, v, out, log_sum, g))
+
+    def some_heads(arrays):
+        q, k, v, out, log_sum, g = arrays
+        return _cudnn.backward(q, k, v, out, log_sum, g, causal, packed)
+
+    grads = jax.lax.map(some_heads, arrays)
+    return tuple(jnp.moveaxis(x, 0, 2).reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
 
 
 def _pieces(groups: int, most: int) -> int:
@@ -103,7 +110,7 @@ def _in_pieces(x: Array, pieces: int) -> Array:
     return jnp.moveaxis(x.reshape(*x.shape[:2], pieces, -1, *x.shape[3:]), 2, 0)
 
 
-def _by_number(by_cudnn, by_blocks, segments: Array, *args):
+def by_number(by_cudnn, by_blocks, segments: Array, *args):
     """Calls the form of the documents there are."""
     length = segments.shape[1]
     steps = segments[:, 1:] - segments[:, :-1]

@@ -12,19 +12,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpar.lower.trial import relative_error, tried
 from jaxpar.mesh import platform
-from jaxpar.nn.attention import _cudnn, _splash
+from jaxpar.nn.attention import _cudnn, _documents, _splash
 from jaxpar.nn.attention.gradient import attend_gradient
 from jaxpar.nn.attention.kernels import in_blocks
+from jaxpar.nn.attention.packed import packing_is_right
 from jaxpar.nn.attention.state import merge
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.scan.monoid import LogSumExp
 
 __all__ = ["attend_pair", "attend_pair_gradient"]
 
+Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]]
 FORWARD = {"cudnn": _cudnn.forward, "splash": _splash.forward_with_sum}
 BACKWARD = {"cudnn": _cudnn.backward, "splash": _splash.backward}
 
@@ -35,6 +37,7 @@ def attend_pair(
     v: Float[Array, "B S G K"],
     causal: bool,
     impl: str = "auto",
+    segments: Documents | None = None,
 ) -> LogSumExp:
     """Computes the sums of these queries over these keys.
 
@@ -44,6 +47,8 @@ def attend_pair(
       v: Values.
       causal: Whether query i sees keys 0 to i; then T = S. Else it sees all.
       impl: "cudnn", "splash", "xla" (dense, in blocks of queries), or "auto": the platform's kernel where it can.
+      segments: Numbers of documents, of queries and of keys: those of another one are not seen. By "cudnn" the keys of
+        a pair that is not causal lie before the queries; of numbers that rise the two have one document in common.
 
     Returns:
       (log-sum-exp [B, T, H], ones, outputs [B, T, H, K]) of a kernel, the dense form's sums of "xla"; in float32 at
@@ -51,11 +56,14 @@ def attend_pair(
 
     Cost: 4 B H T S K operations, by a kernel half of them if causal; memory O(B H T K).
     """
-    impl = _resolve(impl, q, k)
+    impl = _resolve(impl, q, k, segments is not None)
     if impl == "xla":
         queries, keys = _places(q), _places(k)
-        return in_blocks(q, k, v, queries, keys, visible=Visible(causal))
-    out, log_sum = FORWARD[impl](q, k, v, causal)
+        return in_blocks(q, k, v, queries, keys, segments=segments, visible=Visible(causal))
+    if segments is None:
+        out, log_sum = FORWARD[impl](q, k, v, causal)
+    else:
+        out, log_sum = _documents.forward(q, k, v, causal, segments)
     return LogSumExp(log_sum, jnp.ones_like(log_sum), out.astype(jnp.float32))
 
 
@@ -68,6 +76,7 @@ def attend_pair_gradient(
     g: Float[Array, "B T H K"],
     causal: bool,
     impl: str = "auto",
+    segments: Documents | None = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
     """Computes what these keys add to the gradients by q, k and v, in float32 at least.
 
@@ -80,14 +89,18 @@ def attend_pair_gradient(
       g: Gradient of the outputs.
       causal: As in `attend_pair`.
       impl: As there.
+      segments: As there.
 
     Cost: 10 B H T S K operations, by a kernel half of them if causal; memory O(B H T K).
     """
-    impl = _resolve(impl, q, k)
+    impl = _resolve(impl, q, k, segments is not None)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     if impl == "xla":
         delta = (out.astype(wide) * g.astype(wide)).sum(-1)
-        return attend_gradient(q, k, v, _places(q), _places(k), log_sum, delta, g, visible=Visible(causal))
+        places = _places(q), _places(k)
+        return attend_gradient(q, k, v, *places, log_sum, delta, g, segments=segments, visible=Visible(causal))
+    if segments is not None:
+        return _documents.backward(q, k, v, out, log_sum, g, causal, segments)
     dq, dk, dv = (grad.astype(wide) for grad in BACKWARD[impl](q, k, v, out, log_sum, g, causal))
     return dq, dk, dv
 
@@ -96,8 +109,8 @@ def _places(x: Array) -> Array:
     return jnp.arange(x.shape[1])[None]
 
 
-def _resolve(impl: str, q: Array, k: Array) -> str:
-    """The platform's kernel if it takes these shapes and is right, else "xla"."""
+def _resolve(impl: str, q: Array, k: Array, has_documents: bool) -> str:
+    """The platform's kernel if it takes these shapes and is right, else "xla"; of documents cuDNN alone."""
     if impl != "auto":
         return impl
     name = {"gpu": "cudnn", "tpu": "splash"}.get(platform(), "xla")
@@ -109,7 +122,10 @@ def _resolve(impl: str, q: Array, k: Array) -> str:
         and q.shape[1] % 128 == 0
         and k.shape[1] % 128 == 0,
     }
-    return name if fits.get(name) and _is_right(name) else "xla"
+    if not fits.get(name) or not _is_right(name):
+        return "xla"
+    knows = not has_documents or (name == "cudnn" and packing_is_right() and _documents.is_right())
+    return name if knows else "xla"
 
 
 @functools.cache

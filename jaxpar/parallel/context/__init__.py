@@ -6,6 +6,7 @@
 | `moves` | a name, N -> the steps of both passes: what is sent how far; bytes over each link | `walk` |
 | `_partial` | queries and a piece of the keys, by places or by the order's table -> sums; gradients | `walk` |
 | `split_cache` | q [B, T, H, K], a cache in shares of any sizes -> outputs; states of blocks -> their sum | users |
+| `shares_kernel` | the same of one device's share by a kernel on GPUs -> states [parts, B, T, H, K] | `split_cache` |
 | `walk` | q [B, T, H, K], k, v [B, T, G, K] split over T -> outputs, by any move | `split_sequence`, users |
 | `split_sequence` | a mixer, q, k, v -> outputs, by a move that suits it; its collectives | `jaxpar.lm` |
 """

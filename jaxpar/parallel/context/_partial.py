@@ -78,6 +78,8 @@ class ByPlaces(NamedTuple):
 class ByTable(NamedTuple):
     """The pairs of parts of which something is seen are computed, without a mask, by a kernel where there is one.
 
+    Within documents, whose numbers travel with the keys, those that have none in common are left out too.
+
     Attributes:
       order: Who holds what.
       shares: N, devices of the ring.
@@ -95,13 +97,14 @@ class ByTable(NamedTuple):
 
     def attend(self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device) -> LogSumExp:
         """Returns the sums of the queries with a piece of the keys."""
-        del queries, keys
         if state is None:
             wide = jnp.promote_types(q.dtype, jnp.float32)
             none = jnp.full(q.shape[:3], -jnp.inf, wide)
             state = LogSumExp(none, jnp.zeros_like(none), jnp.zeros(q.shape, wide))
         for own, other, is_used, causal in self._pairs(turn, device):
-            more = attend_pair(self._part(q, own), self._part(k, other), self._part(v, other), causal)
+            documents = self._of_parts(queries, keys, own, other, is_used)
+            arrays = self._part(q, own), self._part(k, other), self._part(v, other)
+            more = attend_pair(*arrays, causal, segments=documents)
             before = LogSumExp(*(self._part(x, own) for x in state))
             after = (jnp.where(is_used, x, old) for x, old in zip(merge(before, more), before, strict=True))
             state = LogSumExp(*(self._put(x, own, new) for x, new in zip(state, after, strict=True)))
@@ -109,14 +112,14 @@ class ByTable(NamedTuple):
 
     def gradient(self, dq, sums: Sums | None, q, k, v, queries: Where, keys: Where, turn: Turn, device, done: Done):
         """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
-        del queries, keys
         wide = jnp.promote_types(q.dtype, jnp.float32)
         dq = jnp.zeros(q.shape, wide) if dq is None else dq
         dk, dv = (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)) if sums is None else sums
         for own, other, is_used, causal in self._pairs(turn, device):
             arrays = self._part(q, own), self._part(k, other), self._part(v, other)
             out, log_sum, g = (self._part(x, own) for x in done)
-            more = attend_pair_gradient(*arrays, out, log_sum, g, causal)
+            documents = self._of_parts(queries, keys, own, other, is_used)
+            more = attend_pair_gradient(*arrays, out, log_sum, g, causal, segments=documents)
             # What is not seen has weights over 1, up to infinity: left out, not multiplied by 0.
             more = (jnp.where(is_used, x, 0) for x in more)
             places = (dq, own), (dk, other), (dv, other)
@@ -129,6 +132,13 @@ class ByTable(NamedTuple):
             return [(own, other, True, causal) for own, other, causal in _pairs(*self, 0, 0)]
         row = jnp.asarray(_table(*self))[turn % self.shares, device]
         return [(row[i, 0], row[i, 1], row[i, 2] > 0, False) for i in range(row.shape[0])]
+
+    def _of_parts(self, queries: Where, keys: Where, own, other, is_used) -> tuple[Array, Array] | None:
+        """Documents of a pair; of one that is not used none in common, so that a kernel passes it over."""
+        if (both := _documents(queries, keys)) is None:
+            return None
+        mine = jnp.where(is_used, self._part(both[0], own), np.iinfo(both[0].dtype).max)
+        return mine, self._part(both[1], other)
 
     def _part(self, x: Array, number) -> Array:
         size = x.shape[1] // self.parts

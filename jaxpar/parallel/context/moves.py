@@ -37,7 +37,10 @@ class Step(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one device's share: rows B, tokens t, heads H, key heads G, head size K, bytes a number."""
+    """Of one device's share: rows B, tokens t, heads H, key heads G, head size K, bytes a number.
+
+    `places` counts what tells of a token where it lies, 4 bytes each: its place, and the number of its document.
+    """
 
     rows: int
     tokens: int
@@ -45,6 +48,7 @@ class Sizes(NamedTuple):
     groups: int
     width: int
     bytes: int
+    places: int = 2
 
 
 class Move(NamedTuple):
@@ -119,19 +123,19 @@ class Move(NamedTuple):
 
 
 def _bytes(what: str, sizes: Sizes, backward: bool) -> float:
-    """Bytes of one device's share of what is sent; places and documents, 8 bytes a token, are counted in."""
+    """Bytes of one device's share of what is sent, with what tells where tokens lie."""
     tokens = sizes.rows * sizes.tokens
     query, key = sizes.heads * sizes.width, sizes.groups * sizes.width
-    wide = max(4, sizes.bytes)  # of a sum
+    wide, places = max(4, sizes.bytes), 4 * sizes.places  # of a sum; of a token
     known = {
-        "keys": tokens * (2 * key * sizes.bytes + 8),
+        "keys": tokens * (2 * key * sizes.bytes + places),
         "sums": tokens * 2 * key * wide,
         "queries": tokens
-        * ((3 if backward else 1) * query * sizes.bytes + (sizes.heads * wide if backward else 0) + 8),
+        * ((3 if backward else 1) * query * sizes.bytes + (sizes.heads * wide if backward else 0) + places),
         "parts": tokens * (query + (0 if backward else 2 * sizes.heads)) * wide,
         "heads": tokens * (query + 2 * key) * sizes.bytes,
         "outputs": tokens * query * sizes.bytes,
-        "places": tokens * 8,
+        "places": tokens * places,
     }
     if what.endswith(("low", "high")):
         return known["sums" if what.startswith("sums") else "keys"] / 2

@@ -1,5 +1,6 @@
 """New tokens' attention to a cache that devices share, in shares of any sizes, and who keeps how much of it."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import local, mesh_axes
 from jaxpar.nn.attention import attend, finish, merge_parts
+from jaxpar.parallel.context.shares_kernel import attend_shares, reads_shares
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
@@ -36,7 +38,9 @@ def attend_split_cache(
     Returns:
       Outputs; 0 where nothing is filled.
 
-    Cost: each device reads its share; two all-reduces of B T H (K + 2) numbers.
+    Cost: two all-reduces of B T H (K + 2) numbers. Each device reads its share; a GPU with Triton what of it is filled,
+    by a kernel that takes heads of 2^n numbers. The plain form copies the values, its gradient the keys too; it is that
+    of the kernel's outputs. Reverse mode only.
 
     Raises:
       UsageError: If S does not divide into the shares that lengths tell of, or these over the devices.
@@ -45,22 +49,49 @@ def attend_split_cache(
     shares = lengths.shape[1]
     if len(shared) > 1:
         raise UsageError(f"a cache split over {' and '.join(shared)}; give seq_layer one mesh axis.")
-    room, uneven = divmod(keys.shape[1], shares)
-    if uneven:
+    if keys.shape[1] % shares:
         raise UsageError(f"{keys.shape[1]} slots do not divide over the {shares} shares that lengths tell of.")
-
-    def block(q, keys, values, lengths):
-        place = jnp.tile(jnp.arange(room, dtype=jnp.int32), lengths.shape[1])
-        seen = place[None] < jnp.repeat(lengths, room, axis=1)
-        clean = jnp.where(seen[..., None, None], values, 0)  # what is not filled may hold NaN
-        state = attend(q, keys, clean, jnp.broadcast_to(seen[:, None], (len(q), q.shape[1], seen.shape[1])))
-        if shared:
-            state = merge_parts(jax.tree.map(lambda x: x[None], state), shared[0])
-        return finish(state).astype(q.dtype)
 
     whole, split = ("batch", None, "heads", "head_dim"), ("batch", "seq_layer", "kv_heads", "head_dim")
     names = [whole, split, split, ("batch", "seq_layer")]
-    return local(block, names, whole, check=False)(q, keys, values, lengths)
+    return local(functools.partial(_attend, shared), names, whole, check=False)(q, keys, values, lengths)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(shared: tuple[str, ...], q: Array, keys: Array, values: Array, lengths: Array) -> Array:
+    """On one device, by the kernel where there is one; differentiated as the plain form."""
+    if q.dtype == keys.dtype == values.dtype and reads_shares(q):
+        return finish(merge_parts(attend_shares(q, keys, values, lengths), shared or None)).astype(q.dtype)
+    return _plain(shared, q, keys, values, _filled(keys, lengths))
+
+
+def _forward(shared: tuple[str, ...], *arrays: Array):
+    return _attend(shared, *arrays), arrays
+
+
+def _backward(shared: tuple[str, ...], kept: tuple[Array, ...], g: Array):
+    q, keys, values, lengths = kept
+    filled = _filled(keys, lengths)
+    clean = jnp.where(filled[..., None, None], keys, 0)  # a gradient of 0 times what is not filled
+    _, pull = jax.vjp(lambda q, k, v: _plain(shared, q, k, v, filled), q, clean, values)
+    return *pull(g), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _filled(keys: Array, lengths: Array) -> Array:
+    """Which slots are filled, bool [B, S]."""
+    place = jnp.arange(keys.shape[1] // lengths.shape[1], dtype=jnp.int32)
+    return (place[None, None] < lengths[..., None]).reshape(len(lengths), -1)
+
+
+def _plain(shared: tuple[str, ...], q: Array, keys: Array, values: Array, filled: Array) -> Array:
+    clean = jnp.where(filled[..., None, None], values, 0)  # what is not filled may hold NaN
+    state = attend(q, keys, clean, jnp.broadcast_to(filled[:, None], (len(q), q.shape[1], filled.shape[1])))
+    if shared:
+        state = merge_parts(jax.tree.map(lambda x: x[None], state), shared)
+    return finish(state).astype(q.dtype)
 
 
 def merge_shares(states: LogSumExp) -> LogSumExp:

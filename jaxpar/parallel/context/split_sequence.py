@@ -13,7 +13,7 @@ from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.position import Alibi
 from jaxpar.parallel.context.moves import MOVES, Move, Send, Sizes, move_for
 from jaxpar.parallel.context.orders import ORDERS, Order
-from jaxpar.parallel.context.walk import context_attention
+from jaxpar.parallel.context.walk import context_attention, is_by_table
 from jaxpar.stage import in_stage
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
@@ -23,15 +23,15 @@ __all__ = ["CONTEXT_MOVES", "CONTEXT_ORDERS", "SplitSequence", "choose_move"]
 CONTEXT_MOVES, CONTEXT_ORDERS = ("auto", *MOVES), ("auto", *ORDERS)
 WHOLE = WholeSequence()
 
-# Arrays that a send is made of, those of places and documents counted; forward, backward.
+# Arrays that a send is made of, beside those of places and documents; forward, backward.
 ARRAYS = {
-    "keys": (4, 4),
+    "keys": (2, 2),
     "sums": (2, 2),
-    "queries": (3, 6),
+    "queries": (1, 4),
     "parts": (3, 1),
     "heads": (3, 3),
     "outputs": (1, 1),
-    "places": (2, 2),
+    "places": (0, 0),
 }
 
 
@@ -138,9 +138,16 @@ class SplitSequence:
         if not mesh_axes("seq_layer") or _needs_whole_rows(mixer):
             return {}
         move = self.move_of(mixer, sizes.width)
-        share = _sizes(mixer, int(sizes.tokens / move.shares), sizes.width)
+        share = self._share(mixer, sizes, move)
         forward, backward = (move.bytes(share, is_back) for is_back in (False, True))
         return {way: sizes.layers * (sizes.again * forward[way] + backward[way]) for way in forward}
+
+    def _share(self, mixer: Attention, sizes: ActivationSizes, move: Move) -> Sizes:
+        """Of one device; where the order says who sees whom, places of packed rows are not sent."""
+        share = _sizes(mixer, int(sizes.tokens / move.shares), sizes.width)
+        order = self.order_of(mixer, int(sizes.tokens / sizes.rows)).name
+        is_told = mixer.impl != "xla" and is_by_table(mixer.visible, order, True)
+        return share._replace(places=1 if is_told else share.places)
 
     def transfers(self, mixer: Attention, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares every send of the move's table: those of the forward pass as often as it is made."""
@@ -149,7 +156,7 @@ class SplitSequence:
             yield from WHOLE.transfers(mixer, sizes)
             return
         move = self.move_of(mixer, sizes.width)
-        share = _sizes(mixer, int(sizes.tokens / move.shares), sizes.width)
+        share = self._share(mixer, sizes, move)
         for backward, again in ((False, sizes.again), (True, 1)):
             for send in move.sends(backward):
                 kind, arrays, size = _collective(send, move, share, backward)
@@ -163,7 +170,8 @@ class SplitSequence:
 def _collective(send: Send, move: Move, share: Sizes, backward: bool) -> tuple[str, int, float]:
     """The kind of a send as compiled, its arrays, and their bytes as they are whole on one device."""
     arrays = ARRAYS["sums" if send.what.startswith("sums") else "keys" if send.what in ("low", "high") else send.what]
-    count, size = arrays[backward], move.share(send, share, backward)
+    knows = send.what in ("keys", "low", "high", "queries", "places")
+    count, size = arrays[backward] + knows * share.places, move.share(send, share, backward)
     if send.shift is not None:
         return "exchange", count, size
     if send.what in ("heads", "outputs"):  # compilers write it as an array for each of the devices

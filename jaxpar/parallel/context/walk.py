@@ -129,9 +129,9 @@ def context_attention(
       visible: The rule.
       move: What travels: one of `jaxpar.parallel.context.MOVES`.
       order: The order in which the tokens lie, one of `ORDERS`, where the caller promises it and that none is padding.
-        A table then says who sees whom, under a causal rule without a window or documents in "contiguous" and "zigzag"
-        order, and under no rule in any: no pair is masked, none of which nothing is seen is computed in "zigzag" order,
-        and kernels are taken. Positions that contradict it are refused, or where they are traced make outputs NaN.
+        A table then says who sees whom, under a causal rule without a window in "contiguous" and "zigzag" order, and
+        without a rule and documents in any; kernels are taken, cuDNN's of documents too, whose numbers must rise for
+        that. Positions that contradict it are refused, or where they are traced make outputs NaN.
         None: positions decide.
 
     Returns:
@@ -155,10 +155,11 @@ def context_attention(
         raise UsageError(f"attention over a sequence split over {' and '.join(shared)}; give seq_layer one mesh axis.")
     groups, shares = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads"))), num_shares(axis)
     how = _how_to(move, axis, shares, groups, visible, order, segments is not None)
-    arrays, promise = [x for x in (positions, segments) if x is not None], None
+    arrays, promise, places = [x for x in (positions, segments) if x is not None], None, 1
     if order is not None and isinstance(how.rule, ByTable):  # needs no places: they are compared, and sent nowhere
         promise = _Promise(Order(order), shares, visible.causal)
         arrays = [] if promise.is_known_kept(positions) else [positions]
+        places, arrays = len(arrays), [*arrays, *([] if segments is None else [segments])]
     names = KEYS
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
@@ -168,7 +169,8 @@ def context_attention(
     def block(q, k, v, *arrays):
         if promise is None:
             return _attention(how, q, k, v, Where(*arrays))
-        return _attention(how, q, k, promise.kept(v, *arrays, device=lax.axis_index(axis)), Where())
+        v = promise.kept(v, *arrays[:places], device=lax.axis_index(axis))
+        return _attention(how, q, k, v, Where(None, *arrays[places:]))
 
     axes = [QUERIES, names, names, *[TOKENS] * len(arrays)]
     return constrain(local(block, axes, QUERIES, check=False)(q, k, v, *arrays), *QUERIES)
@@ -189,9 +191,14 @@ def _how_to(
     return _How(table, axis, rule, folds)
 
 
+def is_by_table(visible: Visible, order: str | None, has_documents: bool) -> bool:
+    """Whether the order says who sees whom, but for documents."""
+    return not (order is None or visible.window or (order == "striped" if visible.causal else has_documents))
+
+
 def _rule(visible: Visible, order: str | None, has_documents: bool, ring: int) -> ByPlaces | ByTable:
     """A table where the order is known and its pairs of parts are full, causal or empty."""
-    if order is None or has_documents or visible.window or (visible.causal and order == "striped"):
+    if order is None or not is_by_table(visible, order, has_documents):
         return ByPlaces(visible)
     return ByTable(order if ring > 1 else "contiguous", ring, visible.causal)  # one group has it all, in order
 
@@ -212,9 +219,7 @@ def _forward(how: _How, q: Array, k: Array, v: Array, where: Where):
     q, k, v, where = lax.optimization_barrier((q, k, v, where))
     if swaps := how.move.within > 1:
         q, k, v = (_swapped(how, x) for x in (q, k, v))
-        where = jax.tree.map(
-            lambda x: lax.all_gather(x, how.axis, axis=1, tiled=True, axis_index_groups=how.groups()), where
-        )
+        where = jax.tree.map(functools.partial(_together, how), where)
     walks = {"gather": _gathered, "token_ring": _queries_travel}
     state = walks.get(how.move.name, _keys_travel)(how, q, k, v, where)
     out = finish(state).astype(q.dtype)
@@ -241,6 +246,12 @@ _attention.defvjp(_forward, _backward)
 def _swapped(how: _How, x: Array) -> Array:
     """Some heads of all tokens of a group, in place of all heads of some; zigzag parts in the order of places."""
     x = lax.all_to_all(x, how.axis, 2, 1, tiled=True, axis_index_groups=how.groups())
+    return _in_parts(how, x, ZIGZAG.join) if how.folds else x
+
+
+def _together(how: _How, x: Array) -> Array:
+    """What a group's devices have, [B, t], in the order in which `_swapped` puts tokens."""
+    x = lax.all_gather(x, how.axis, axis=1, tiled=True, axis_index_groups=how.groups())
     return _in_parts(how, x, ZIGZAG.join) if how.folds else x
 
 
