@@ -132,7 +132,8 @@ OTHERS = [
     ),
     ("estimate", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
     ("estimate", "hf=/nonexistent", "/nonexistent"),
-    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8 pipeline=zb_v", "pipeline=zb_v is not estimated"),
+    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8 pipeline=zb_v", "4 layers do not divide over the 16"),
+    ("estimate", "topology=h100:8 mesh.stage=8 pipeline=zb_v show=true", "a pipeline tells of its schedules alone"),
     ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 needs pipeline="),
     (
         "estimate",
