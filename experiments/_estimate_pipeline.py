@@ -64,7 +64,7 @@ def schedules(config: Any) -> dict[str, Schedule]:
 
 
 def bytes_of(config: Any, schedule: Schedule) -> dict[str, float]:
-    """Returns the bytes of each kind of slots on one stage, all of its devices together: as the program carries them."""
+    """Returns the bytes of each kind of slots on one stage, all of its devices together, as the program has them."""
     rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", *(("places",) if shares("seq_layer") > 1 else ())), rows)
     key = jax.eval_shape(lambda: jax.random.key(0)) if config.model.dropout else None
