@@ -100,6 +100,12 @@ def test_two_exchanges_a_tick_whatever_the_number_of_microbatches(x64):
     assert few == many
 
 
+@pytest.mark.slow  # 8 s
+def test_a_schedule_of_two_chunks_has_one_program_too():
+    few, many = (program(zb_v(4, m), 8, "float32", {})[0].as_text() for m in (8, 32))
+    assert sorted(instructions(few)) == sorted(instructions(many))
+
+
 def carried(schedule, num_turns):
     """Shapes that the loop over ticks carries."""
     table, m = pack_schedule(schedule), schedule.microbatches
