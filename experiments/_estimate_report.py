@@ -47,12 +47,12 @@ def print_estimate(config: Any, job: aot.Job, found: aot.Estimate, chip: aot.Chi
     say(f"mesh       {mesh_text(job.mesh)} on {job.mesh.size} {device} device{'s' * (job.mesh.size > 1)}")
     how = f"compiled in {found.compile_s:.0f} s" if found.compiled else "analytic model, nothing compiled"
     say(f"memory     {how}\n")
-    _print(_memory_table(found))
+    print_table(_memory_table(found))
     say(verdict(found) + "\n")
     if found.crossings:
-        _print(_crossing_table(found))
+        print_table(_crossing_table(found))
     if found.roofline is not None:
-        _print(_time_table(config, found))
+        print_table(_time_table(config, found))
     else:
         say("no prediction of time: the peaks of this machine are unknown.")
     say(f"FLOPs      {found.flops.total:.4g} a step by the jaxpr; {job.model_flops:.4g} are the model's own.")
@@ -117,7 +117,7 @@ def print_placements(rows: list[aot.Placement]) -> None:
             spec = ", ".join("+".join(e) if isinstance(e, tuple) else str(e or "-") for e in row.spec)
             name = row.path.split("params.")[-1]
             table.add_row(name, str(row.shape), f"({spec})", size_text(row.bytes), row.rule)
-    _print(table)
+    print_table(table)
 
 
 def print_moves(source: Any, sent: dict[str, float]) -> None:
@@ -134,7 +134,7 @@ def print_context(sent: dict[str, float], chip: aot.Chip | None) -> None:
     for way, size in sent.items():
         table.add_row(way, size_text(size), f"{1e3 * context_seconds({way: size}, chip):.2f}" if chip else "")
     table.add_row("", size_text(sum(sent.values())), f"{1e3 * context_seconds(sent, chip):.2f}" if chip else "")
-    _print(table)
+    print_table(table)
 
 
 def print_experts(sent: dict[str, float], taken: str, chip: aot.Chip | None) -> None:
@@ -144,7 +144,7 @@ def print_experts(sent: dict[str, float], taken: str, chip: aot.Chip | None) -> 
     table = Table(f"tokens to their experts, of which transport={taken}", _right("a device"), _right("ms a step"))
     for name, size in sent.items():
         table.add_row(name, size_text(size), f"{1e3 * context_seconds({'all': size}, chip):.2f}" if chip else "")
-    _print(table)
+    print_table(table)
 
 
 def context_seconds(sent: dict[str, float], chip: aot.Chip) -> float:
@@ -168,7 +168,7 @@ def print_findings(findings: list[aot.Finding]) -> None:
             f"{1e3 * (line.step_s if line else f.step_s or 0):.1f}",
             f"{100 * line.mfu:.1f} %" if line else "",
         )
-    _print(table)
+    print_table(table)
     illegal = sum(f.peak is None for f in findings)
     say(f"{len(findings)} candidates, {sum(f.estimate is not None for f in findings)} compiled, {illegal} not legal.")
     say("times are a model, not a measurement; those without an MFU estimate their collectives, too.")
@@ -209,6 +209,7 @@ def _right(text: str) -> Any:
     return Column(text, justify="right")
 
 
-def _print(table: Table) -> None:
+def print_table(table: Table) -> None:
+    """Prints a table, by one process of all."""
     if jax.process_index() == 0:
         Console(width=None if Console().is_terminal else 110).print(table)

@@ -7,6 +7,7 @@ import re
 import jax
 
 from jaxpar.mesh import LAYOUTS, RULES, MeshSpec, mesh_axes
+from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.types import PyTree, UsageError
 from jaxpar.verify import Layout
 
@@ -15,7 +16,7 @@ LM_AXES = ("batch", "seq", "seq_layer")
 
 
 def parse_layout(text: str) -> Layout:
-    """Reads data2.fsdp4, or fsdp4.tensor2/zero2+sequence."""
+    """Reads data2.fsdp4, fsdp4.tensor2/zero2+sequence, or with stages and their schedule stage2.data4/zero2+zb_v."""
     mesh, _, name = text.partition("/")
     sizes = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in mesh.split(".")]
     fields = {field.name for field in dataclasses.fields(MeshSpec)}
@@ -25,9 +26,24 @@ def parse_layout(text: str) -> Layout:
             f"layout {text!r} is unknown; legal are sizes such as data2.fsdp4, each once, "
             f"of {', '.join(sorted(fields))}."
         )
-    if any(part not in LAYOUTS for part in name.split("+") if name):
-        raise UsageError(f"layout {text!r} names none of {', '.join(LAYOUTS)} after the slash.")
-    return Layout(MeshSpec(**{size[1]: int(size[2]) for size in sizes if size}), name or "zero3")
+    parts = [part for part in name.split("+") if name]
+    schedules = [part for part in parts if part in PIPELINES]
+    if any(part not in (*LAYOUTS, *PIPELINES) for part in parts) or len(schedules) > 1:
+        legal = f"{', '.join(LAYOUTS)}; with stages one of {', '.join(PIPELINES)}"
+        raise UsageError(f"layout {text!r} has after the slash what is none of {legal}.")
+    spec = MeshSpec(**{size[1]: int(size[2]) for size in sizes if size})
+    if schedules and spec.stage == 1:
+        raise UsageError(f"layout {text!r} has no stages for {schedules[0]}; legal are such as stage2.data4/zb_v.")
+    changes = [part for part in parts if part not in PIPELINES]
+    return Layout(spec, "+".join(changes) or "zero3", *schedules)
+
+
+def staged(layout: Layout) -> Layout:
+    """Returns a layout with stages as a pipeline runs it: each stage holds its own layers; by 1f1b unless it says."""
+    if layout.mesh.stage == 1:
+        return layout
+    name = layout.name if "stages" in layout.name.split("+") else f"{layout.name}+stages"
+    return Layout(layout.mesh, name, layout.schedule or "1f1b")
 
 
 def refuse_idle(job: str, axes: PyTree) -> None:

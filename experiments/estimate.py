@@ -22,11 +22,13 @@ import jax.numpy as jnp
 from experiments import _estimate_report as report
 from experiments import _run
 from experiments._estimate_moves import moves
+from experiments._estimate_pipeline import estimate_pipeline, schedules, table_of
 from experiments._mesh import check_split, parse_layout, refuse_idle, shares
 from experiments._pipeline import PipelineConfig
 from experiments._run import say
 from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
+from jaxpar.fields import OneOf, field
 from jaxpar.lm import LMConfig, OptimizerConfig, config_from_hf, flops_per_token, loss
 from jaxpar.lm import params as declared
 from jaxpar.lm.data import DataConfig
@@ -34,6 +36,7 @@ from jaxpar.lm.sample import cache_axes, empty_cache, extend
 from jaxpar.lm.transfers import context_bytes, expert_bytes
 from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
+from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.types import UsageError
 
 REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4), 8  # what a search tries
@@ -48,6 +51,7 @@ class Config(PipelineConfig):
       data: Only seq_len and batch_size matter; batch_size is that of all devices together.
       optimizer: Update rule, for its state.
       train: Only accumulate matters.
+      pipeline: As of any run; "search" ranks all schedules, and those found for the memory that is left.
       topology: Chips to estimate for, such as v5p:4x4x4 or h100:8; empty for this machine's devices. With it, the mesh
         is fsdp=all unless it is given.
       hf: A Hugging Face config.json to take the model from; how to compute (remat and the like) stays the flags', in
@@ -67,6 +71,7 @@ class Config(PipelineConfig):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    pipeline: str = field("none", OneOf(("none", *PIPELINES, "search")))
     topology: str = ""
     hf: str = ""
     decode: bool = False
@@ -86,12 +91,15 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     """Estimates, prints the report and writes it into the run folder."""
     if config.search and (config.mesh != MeshSpec(data=-1) or config.show or config.source):
         raise UsageError("search=true tries every mesh; leave mesh, show and source out, or search.")
-    if config.pipeline != "none":
+    if config.pipeline != "none" and (config.search or config.decode or config.show or config.source):
         raise UsageError(
-            f"pipeline={config.pipeline} is not estimated; experiments.pipeline counts its time and memory."
+            "an estimate of a pipeline tells of its schedules alone; leave search, decode, show and source."
         )
     config = with_model(config)
     config, devices, chip = find_devices(config)
+    if config.pipeline != "none":
+        tell_pipeline(config, folder, devices, chip)
+        return
     if config.search:
         if chip is None:
             raise UsageError("search=true ranks by a chip's peaks, and this machine's are unknown; give topology=.")
@@ -134,6 +142,29 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     report.write(place, content | {"config": dataclasses.asdict(config)}, bars, config.json)
     if not fits:
         sys.exit(1)
+
+
+def tell_pipeline(config: Config, folder: pathlib.Path, devices: list[Any], chip: aot.Chip | None) -> None:
+    """Prints and writes what stages wait and keep by each schedule; the step itself is not compiled."""
+    capacity = chip.hbm_bytes if chip else None
+    rows = estimate_pipeline(config, pipeline_job(config, devices), capacity)
+    say(f"pipeline   {config.mesh.stage} stages, {rows[0]['microbatches']} microbatches; F, B and W take alike")
+    report.print_table(table_of(rows))
+    for name, size in rows[0]["slots"].items():
+        say(f"{name:10} {report.size_text(size)} on a stage, {rows[0]['schedule']}")
+    place = folder / report.slug(config.topology or jax.default_backend(), f"stage={config.mesh.stage}", "pipeline")
+    content = {"pipeline": rows, "config": dataclasses.asdict(config)}
+    report.write(place, content, {}, config.json)
+    if rows[0]["fits"] is False:
+        sys.exit(1)
+
+
+def pipeline_job(config: Config, devices: list[Any]) -> aot.Job:
+    """Returns a step whose state lies as a pipeline has it."""
+    mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules, config.layout)
+    with use_mesh(mesh, rules):
+        first = next(iter(schedules(config)), PIPELINES[0])
+        return train_job(dataclasses.replace(config, pipeline=first), mesh, rules)
 
 
 def with_model(config: Config) -> Config:

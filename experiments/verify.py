@@ -2,6 +2,7 @@
 
     python -m experiments.verify                                    # tiny, every layout of eight devices, 10 minutes
     python -m experiments.verify layouts=[data2.fsdp4,tensor2.fsdp4/zero2+sequence] topology=none
+    python -m experiments.verify layouts=[stage2.fsdp2.tensor2/zb_v,stage4.data2/zero2+interleaved]
     python -m experiments.verify preset=gpt2_124m model.num_layers=2 optimizer.name=muon dtypes=[float32]
 
 Loss, every gradient leaf and three optimizer steps, in float32 and float64; collectives here and, compiled by libtpu
@@ -9,6 +10,7 @@ for a slice of the same size, on TPUs. Exit code 1 if anything does not hold. Fo
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -21,15 +23,19 @@ from rich.table import Table
 
 from experiments import _run
 from experiments._folder import run_folder
-from experiments._mesh import LM_AXES, parse_layout, refuse_idle, shares
+from experiments._mesh import LM_AXES, parse_layout, refuse_idle, shares, staged
 from experiments._run import say
 from jaxpar.aot import topology
+from jaxpar.fields import AtLeast, field
 from jaxpar.io import plot_layouts
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
 from jaxpar.lm.data import DataConfig
-from jaxpar.lm.transfers import declared_transfers
+from jaxpar.lm.stages import stages
+from jaxpar.lm.transfers import declared_transfers, pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.nn.schedule import InTurn
 from jaxpar.parallel.context import in_order
+from jaxpar.parallel.pipeline import PIPELINES, Pipelined, Schedule, named_schedule
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
 
@@ -42,7 +48,10 @@ class Config(_run.RunConfig):
       model: The transformer; its dtype is each of `dtypes` in turn.
       data: Its batch_size and seq_len; tokens are drawn at random.
       optimizer: Three steps are made with it.
-      layouts: [all], or a list such as [data2.fsdp4,fsdp4.tensor2/zero2+sequence].
+      layouts: [all], or a list such as [data2.fsdp4,fsdp4.tensor2/zero2+sequence,stage2.data4/zb_v]; stages without
+        a schedule take 1f1b.
+      microbatches: Parts of a batch that pass through stages.
+      chunks: Groups of layers on each stage, where a schedule leaves it open.
       dtypes: Of float32 and float64.
       topology: Slice to compile for: "auto" takes v5e chips, as many as there are devices, if libtpu is installed.
       train: Taken from presets and ignored, as are sampling.
@@ -53,6 +62,8 @@ class Config(_run.RunConfig):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig(eps=1e-6)
     layouts: list[str] = dataclasses.field(default_factory=lambda: ["all"])
+    microbatches: int = field(4, AtLeast(1))
+    chunks: int = field(2, AtLeast(1))
     dtypes: list[str] = dataclasses.field(default_factory=lambda: list(TOLERANCE))
     topology: str = "auto"
     train: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -78,14 +89,12 @@ def compose(*flags: str) -> Config:
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Verifies, prints the table, writes layouts.json and plots/layouts.png."""
     with _run.open_devices(config):
-        layouts = chosen_layouts(config.layouts, jax.device_count())
+        layouts = chosen_layouts(config, jax.device_count())
     for layout in layouts:
-        if layout.mesh.stage > 1:
-            raise UsageError(f"layout {layout} has stages, which are not verified here; legal are layouts without.")
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
             with use_mesh(mesh, rules_from(config.rules, layout.name)):
-                refuse_idle("a language model", (axes(config.model), LM_AXES))
+                refuse_idle("a language model", (axes(config.model), LM_AXES))  # of `staged`, layers lie along stage
     if jax.process_count() > 1:
         raise UsageError("verify compares with one device of this process; start it with one process.")
     devices = slice_of(config.topology, layouts)
@@ -112,12 +121,13 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         sys.exit(1)
 
 
-def chosen_layouts(texts: list[str], num_devices: int) -> list[Layout]:
+def chosen_layouts(config: Config, num_devices: int) -> list[Layout]:
     """Returns the layouts that the flag names."""
-    if texts == ["all"]:
+    if config.layouts == ["all"]:
         plain = every_layout(num_devices)
-        return plain + [Layout(row.mesh, name) for row in plain for name in variants(row.mesh)] + nested(num_devices)
-    return [parse_layout(text) for text in texts]
+        more = [Layout(row.mesh, name) for row in plain for name in variants(row.mesh)] + nested(num_devices)
+        return plain + more + piped(config, num_devices)
+    return [staged(parse_layout(text)) for text in config.layouts]
 
 
 def variants(mesh: MeshSpec) -> list[str]:
@@ -136,6 +146,25 @@ def nested(num_devices: int) -> list[Layout]:
         Layout(MeshSpec(data=2, fsdp=4 * eighth, inner=2), "nested"),
         Layout(MeshSpec(fsdp=4 * eighth, inner=2, tensor=2), "hybrid+sequence"),
     ]
+
+
+def piped(config: Config, num_devices: int) -> list[Layout]:
+    """Returns every mesh with stages; those of as many stages take in turn the schedules that the layers allow."""
+    meshes = [row.mesh for row in every_layout(num_devices, ("stage", "data", "fsdp", "tensor", "context"))]
+    out = []
+    for count, group in itertools.groupby((mesh for mesh in meshes if mesh.stage > 1), lambda mesh: mesh.stage):
+        legal = [name for name in PIPELINES if has_layers(config, Layout(MeshSpec(stage=count), "", name))]
+        names = itertools.cycle(legal or ["1f1b"])  # of which the row then says why it is not legal
+        out += [staged(Layout(mesh, "zero3", name)) for mesh, name in zip(group, names, strict=False)]
+    return out
+
+
+def has_layers(config: Config, layout: Layout) -> bool:
+    """Whether each chunk of the layout's schedule has layers, as many as the others."""
+    try:
+        return stages(config.model).num_turns % schedule_of(config, layout).depth == 0
+    except UsageError:
+        return False
 
 
 def slice_of(text: str, layouts: list[Layout]):
@@ -159,9 +188,9 @@ def slice_of(text: str, layouts: list[Layout]):
 
 def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[LayoutReport]:
     """Verifies the layouts of the configured model, with a line for each row as it is made."""
-    rows, length = config.data.batch_size, config.data.seq_len
+    rows, length, parts = config.data.batch_size, config.data.seq_len, config.microbatches
 
-    def model(dtype: str) -> Model:
+    def plain(dtype: str) -> Model:
         model = dataclasses.replace(config.model, dtype=dtype)
         key = jax.random.key(config.seed + 1) if model.dropout else None
         return Model(
@@ -171,6 +200,18 @@ def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Layou
             Trainer(model, config.optimizer, 10).make_optimizer().transformation(),
         )
 
+    def by_parts(dtype: str) -> Model:
+        # What layers tell is of one microbatch each, and so are their keys: one device makes the same, in turn.
+        model = dataclasses.replace(config.model, dtype=dtype)
+        key = jax.random.key(config.seed + 1) if model.dropout else None
+
+        def gradient(params, batch, layout: Layout):
+            schedule = Pipelined(schedule_of(config, layout)) if layout.schedule else InTurn()
+            (value, _), grads = schedule(stages(model), params, batch, key, parts)
+            return value, grads
+
+        return plain(dtype)._replace(gradient=gradient)
+
     def batch(step: int):
         tokens = np.random.default_rng((config.seed, step)).integers(0, config.model.vocab_size, (rows, length + 1))
         places = np.broadcast_to(np.arange(length), (rows, length))
@@ -178,25 +219,36 @@ def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Layou
         whole = {name: x.astype(np.int32) for name, x in whole.items()}
         return in_order(whole, config.model.order(length), shares("seq_layer"))  # of the layout that is ambient
 
-    def declared():
+    def declared(layout: Layout):
         # Float64 doubles every byte, and the same program runs in both.
-        wide = dataclasses.replace(config.model, dtype=config.dtypes[-1])
-        return declared_transfers(wide, rows, length, config.optimizer.name)
+        wide, sizes = dataclasses.replace(config.model, dtype=config.dtypes[-1]), (rows, length)
+        if layout.schedule:
+            return pipeline_transfers(wide, *sizes, schedule_of(config, layout), config.optimizer.name)
+        return declared_transfers(wide, *sizes, config.optimizer.name)
 
     batch_axes = {name: ("batch", "seq_layer") for name in ("tokens", "targets", "places")}
-    return verify(
-        model, batch, batch_axes, layouts, rules=config.rules, declared=declared, dtypes=config.dtypes,
-        topology=devices, report=lambda row: say(line_of(row)),
-    )  # fmt: skip
+    found: list[LayoutReport] = []
+    for model, is_piped in ((plain, False), (by_parts, True)):
+        found += verify(
+            model, batch, batch_axes, [layout for layout in layouts if bool(layout.schedule) == is_piped],
+            rules=config.rules, declared=declared, dtypes=config.dtypes, topology=devices,
+            report=lambda row: say(line_of(row)),
+        )  # fmt: skip
+    return found
+
+
+def schedule_of(config: Config, layout: Layout) -> Schedule:
+    """Returns the schedule that a layout's stages run."""
+    return named_schedule(layout.schedule, layout.mesh.stage, config.microbatches, config.chunks)
 
 
 def line_of(row: LayoutReport) -> str:
     """Returns one line a row, as progress."""
     if row.refused:
-        return f"{row.layout!s:34} {row.dtype:8} not legal"
+        return f"{row.layout!s:40} {row.dtype:8} not legal"
     verdict = "BREACH" if row.breaches else "holds"
     errors = f"loss {row.loss:.0e}  gradient {row.gradient:.0e}  steps {row.steps:.0e}" if row.steps else "collectives"
-    return f"{row.layout!s:34} {row.dtype:8} {verdict:7} {errors}"
+    return f"{row.layout!s:40} {row.dtype:8} {verdict:7} {errors}"
 
 
 def table_of(rows: list[LayoutReport]) -> Table:

@@ -1,12 +1,13 @@
 """Inside a stage of a pipeline: a program over the mesh axis `stage` alone, in which stages do different things."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import jax
 
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["by_stage", "in_stage", "refuse_in_stage"]
+__all__ = ["as_in_stage", "by_stage", "in_stage", "refuse_in_stage"]
 
 _stage = jax.make_user_context(False)
 
@@ -20,10 +21,15 @@ def by_stage(fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
     """
 
     def apart(*args):
-        with _stage(True):
+        with as_in_stage():
             return fn(*args)
 
     return jax.shard_map(apart, in_specs=in_specs, out_specs=out_specs, axis_names={"stage"}, check_vma=False)
+
+
+def as_in_stage() -> AbstractContextManager:
+    """Has what is asked under it answer as inside of `by_stage`: to say what a stage will do, without tracing it."""
+    return _stage(True)
 
 
 def in_stage() -> bool:

@@ -48,28 +48,18 @@ NOISE = {"float32": 1e-6, "float64": 1e-14}
 """Share of the whole gradient's norm under which a leaf's gradient counts as zero but for rounding."""
 
 
-class Model(NamedTuple):
-    """What is verified, in one dtype.
+class Layout(NamedTuple):
+    """A mesh and the named changes of the rule table that go with it.
 
     Attributes:
-      params: Pytree of floating host arrays.
-      axes: Logical axes of each, as in `jaxpar.mesh.RULES`.
-      loss: (params, batch) -> scalar; pure, and of the params' dtype throughout.
-      optimizer: Made three steps with. Adam's eps should be over the rounding of the gradients (1e-6, say): an entry
-        whose gradient is zero but for rounding moves by a whole learning rate otherwise, either way.
+      mesh: Sizes of its axes.
+      name: Of `jaxpar.mesh.LAYOUTS`, joined by +.
+      schedule: How microbatches pass through its stages, for `Model.gradient` to know; empty without stages.
     """
-
-    params: PyTree
-    axes: PyTree
-    loss: Callable[[PyTree, PyTree], jax.Array]
-    optimizer: optax.GradientTransformation
-
-
-class Layout(NamedTuple):
-    """A mesh and the named changes of the rule table that go with it."""
 
     mesh: MeshSpec
     name: str = "zero3"
+    schedule: str = ""
 
     @property
     def num_devices(self) -> int:
@@ -79,7 +69,27 @@ class Layout(NamedTuple):
     def __str__(self):
         """Such as "data2.fsdp4 zero2"."""
         sizes = [(field.name, getattr(self.mesh, field.name)) for field in dataclasses.fields(self.mesh)]
-        return ".".join(f"{name}{size}" for name, size in sizes if size != 1) + f" {self.name}"
+        return ".".join(f"{name}{size}" for name, size in sizes if size != 1) + f" {self.name} {self.schedule}".rstrip()
+
+
+class Model(NamedTuple):
+    """What is verified, in one dtype.
+
+    Attributes:
+      params: Pytree of floating host arrays.
+      axes: Logical axes of each, as in `jaxpar.mesh.RULES`.
+      loss: (params, batch) -> scalar; pure, and of the params' dtype throughout.
+      optimizer: Made three steps with. Adam's eps should be over the rounding of the gradients (1e-6, say): an entry
+        whose gradient is zero but for rounding moves by a whole learning rate otherwise, either way.
+      gradient: (params, batch, layout) -> (loss, its gradient), where it is not `loss` that is differentiated, as of a
+        pipeline; of `Layout(MeshSpec())`, which all are compared with, its plain form.
+    """
+
+    params: PyTree
+    axes: PyTree
+    loss: Callable[[PyTree, PyTree], jax.Array]
+    optimizer: optax.GradientTransformation
+    gradient: Callable[[PyTree, PyTree, Layout], tuple[jax.Array, PyTree]] | None = None
 
 
 class Transfer(NamedTuple):
@@ -167,7 +177,7 @@ def verify(
     layouts: Iterable[Layout],
     *,
     rules: Mapping[str, str] | None = None,
-    declared: Callable[[], list[Transfer]] | None = None,
+    declared: Callable[[Layout], list[Transfer]] | None = None,
     dtypes: Sequence[str] = ("float32", "float64"),
     steps: int = 3,
     topology: Sequence[Device] | None = None,
@@ -184,7 +194,7 @@ def verify(
       batch_axes: Their logical axes.
       layouts: What to verify; a layout that is not legal for the model gives a row that says so.
       rules: Changes of the rule table, for all layouts.
-      declared: Called under each layout's mesh and rules: the collectives of one step. Found ones may be fewer, never
+      declared: Layout -> the collectives of one step, called under its mesh and rules. Found ones may be fewer, never
         more. Without it, `explained` says what the table allows.
       dtypes: Of "float32" and "float64".
       steps: Optimizer steps to compare after.
@@ -226,7 +236,7 @@ class _Case(NamedTuple):
     batch: Callable[[int], PyTree]
     batch_axes: PyTree
     rules: Mapping[str, tuple[str, ...]]
-    declared: Callable[[], list[Transfer]] | None
+    declared: Callable[[Layout], list[Transfer]] | None
 
 
 def _compare(case: _Case, dtype: str, model: Model, steps: int, one: Callable[[str], PyTree]) -> LayoutReport:
@@ -279,7 +289,10 @@ def _program(model: Model, case: _Case):
     """Returns the jitted (state, batch) -> (loss, gradient, next state), the state's shapes, and both shardings."""
 
     def step(state, batch):
-        value, grads = jax.value_and_grad(model.loss)(state["params"], batch)
+        if model.gradient is None:
+            value, grads = jax.value_and_grad(model.loss)(state["params"], batch)
+        else:
+            value, grads = model.gradient(state["params"], batch, case.layout)
         updates, opt_state = model.optimizer.update(grads, state["optimizer"], state["params"])
         return value, grads, {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}
 
@@ -379,7 +392,7 @@ def _judge_transfers(row: LayoutReport, text: str, mesh: Mesh, model: Model, cas
         allowed = dict.fromkeys(explained(model, case.batch_axes, case.rules), (math.inf, math.inf))
     else:
         with use_mesh(mesh, case.rules):
-            allowed = sum_by_axis(case.declared())
+            allowed = sum_by_axis(case.declared(case.layout))
     for (kind, axis), (arrays, size) in sorted(row.transfers.items()):
         most = allowed.get((kind, axis), (0, 0))
         if arrays > most[0] or size > most[1]:

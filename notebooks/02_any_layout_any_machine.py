@@ -197,7 +197,7 @@ def model_in(dtype):
 
 def declared(dtype):
     """Returns the function that says what may cross devices under the ambient mesh and table."""
-    return lambda: declared_transfers(dataclasses.replace(model, dtype=dtype), ROWS, LENGTH)
+    return lambda _: declared_transfers(dataclasses.replace(model, dtype=dtype), ROWS, LENGTH)
 
 
 try:

@@ -32,6 +32,7 @@ from experiments import (
     rl,
     rnn,
     step_speculation,
+    verify,
 )
 from experiments._pipeline import PipelineConfig
 from experiments._run import Processes, RunConfig
@@ -327,6 +328,7 @@ TABLE = {
     RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
     Processes: {"num_processes": LEAST_0, "process_id": LEAST_MINUS_1},
     PipelineConfig: {"microbatches": LEAST_0, "chunks": COUNT},
+    verify.Config: {"microbatches chunks": COUNT},
     Pipelined: {"latency": COUNT},
     TrainConfig: {"steps chunk": COUNT, "save_every": LEAST_0},
     lm.TrainConfig: {

@@ -315,7 +315,7 @@ def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
 def test_there_are_32_legal_layouts_of_eight_devices():
     """Three rows of each: float32, float64, and compiled for a TPU."""
     config, legal = lm.with_vocabulary(lm.compose(), Bytes()), 0
-    for layout in verify.chosen_layouts(["all"], 8):
+    for layout in verify.chosen_layouts(verify.Config(), 8):
         with contextlib.suppress(UsageError), use_mesh(make_mesh(layout.mesh), rules_from(config.rules, layout.name)):
             lm.make_trainer(config)
             legal += 1

@@ -88,7 +88,7 @@ def test_an_unexplained_collective_is_named():
 def test_more_than_is_declared_is_a_breach():
     few = [Transfer("sum", ("data",), 1, 64, "a guess")]
     rows = verify(
-        model_of(right), batch, BATCH_AXES, [Layout(MeshSpec(data=8))], dtypes=["float32"], declared=lambda: few
+        model_of(right), batch, BATCH_AXES, [Layout(MeshSpec(data=8))], dtypes=["float32"], declared=lambda _: few
     )
     assert any("are summed over data, where the table declares 1 of 64" in breach for breach in rows[0].breaches)
 

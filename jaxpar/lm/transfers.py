@@ -1,5 +1,6 @@
 """What crosses devices in one training step, by the rule table: what a compiled program is judged by."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -9,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.params import Leaf, decay_mask, leaves
+from jaxpar.lm.params import Leaf, abstract, decay_mask, leaves
 from jaxpar.lm.params import axes as axes_of
+from jaxpar.lm.stages import stages
 from jaxpar.mesh import in_role, mesh_axes, num_shares
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.experts import Experts
@@ -18,9 +20,11 @@ from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.optim import muon_dimensions
 from jaxpar.parallel.context import SplitSequence
 from jaxpar.parallel.experts import TRANSPORTS, bytes_sent, transport_for
+from jaxpar.parallel.pipeline import Schedule, pack_schedule
+from jaxpar.stage import as_in_stage
 from jaxpar.verify import Transfer
 
-__all__ = ["context_bytes", "declared_transfers", "expert_bytes"]
+__all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_transfers"]
 
 
 def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Transfer]:
@@ -43,6 +47,72 @@ def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str 
     _weights(config, optimizer, add)
     out += _activations(config, rows, length, add)
     return out
+
+
+def pipeline_transfers(
+    config: LMConfig, rows: int, length: int, schedule: Schedule, optimizer: str = "adamw"
+) -> list[Transfer]:
+    """Returns the same of a step by a pipeline, `jaxpar.parallel.pipeline.Pipelined(schedule)`.
+
+    A compiled program has all tasks in every tick, of which a stage does one, and a count of its text counts all: so
+    what a chunk sends within a stage is declared twice a tick, for the backward pass whole and for its two halves.
+
+    Args:
+      config: The model.
+      rows: B of the whole batch, all microbatches.
+      length: T.
+      schedule: Of the stages of the ambient mesh.
+      optimizer: Its name.
+    """
+    ticks, m, stage = len(pack_schedule(schedule).rows), schedule.microbatches, ("stage",)
+    layers = config.num_layers // schedule.depth
+    with as_in_stage():
+        chunk = declared_transfers(dataclasses.replace(config, num_layers=layers), rows // m, length)
+    out = [t._replace(arrays=2 * ticks * t.arrays, bytes=2 * ticks * t.bytes) for t in chunk]
+
+    def add(kind: str, axes: tuple[str, ...], arrays: int, size: float, why: str) -> None:
+        if axes and arrays:
+            out.append(Transfer(kind, axes, arrays, int(arrays * size), why))
+
+    _weights(config, optimizer, add)  # made ready once, and their gradients
+    stream, of_layer, of_last = _told_of(config, rows // m, length)
+    shares = num_shares(*mesh_axes("batch"), *mesh_axes("seq"))
+    for leaf in stream:
+        add("exchange", stage, 2 * ticks, leaf.size * leaf.dtype.itemsize / shares, "the stream, to both neighbours")
+    for leaf in of_last:
+        add("sum", stage, 1, m * leaf.size * leaf.dtype.itemsize, "what the loss told of each microbatch")
+    for leaf in of_layer:  # one of both
+        size = schedule.copies * config.num_layers * m * leaf.size * leaf.dtype.itemsize
+        add("gather", stage, 1, size, "what layers told of each microbatch")
+        add("sum", stage, 1, size, "what layers told of each microbatch")
+    at_rest = tuple(chunk * schedule.devices // schedule.depth for chunk in range(schedule.depth))
+    moves = 0 if schedule.placement == at_rest else len(schedule.placement) // schedule.devices
+    for path, leaf in jax.tree_util.tree_leaves_with_path(leaves(config), is_leaf=lambda x: isinstance(x, Leaf)):
+        name, size = jax.tree_util.keystr(path, simple=True, separator="/"), math.prod(leaf.shape) * _wide(config)
+        if path[0].key == "layers":
+            for role in ("weight", "grad"):
+                share = size / schedule.depth / num_shares(*_over(_of_layer(in_role(leaf.axes, role))))
+                add("exchange", stage, moves, share, f"{name} to its chunks' devices, or its gradient back")
+        else:
+            add("sum", stage, 1, size / num_shares(*_over(in_role(leaf.axes, "use"))), f"gradient of {name}")
+    return out
+
+
+def _told_of(config: LMConfig, rows: int, length: int) -> tuple[list[jax.ShapeDtypeStruct], ...]:
+    """Shapes of the residual stream of a microbatch, of what a layer tells of it, and of what the loss tells."""
+    with jax.enable_x64(config.dtype == "float64"):
+        pieces, params = stages(config), abstract(config, _wide_dtype(config))
+        part = dict.fromkeys(("tokens", "targets", "places"), jax.ShapeDtypeStruct((rows, length), jnp.int32))
+        total, key = jax.eval_shape(lambda: (jnp.float32(1), jax.random.key(0)))
+
+        def told(params, part, key, total):
+            held = pieces.hold(params)
+            stream = pieces.first(held, part, key)
+            turn = jax.tree.map(lambda x: x[0], held["layers"])
+            of_layer = pieces.layer(turn, 0, stream, part, key)[1]
+            return stream, of_layer, pieces.last(held, stream, part, total)[1]
+
+        return tuple(jax.tree.leaves(tree) for tree in jax.eval_shape(told, params, part, key, total))
 
 
 def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
@@ -86,6 +156,11 @@ def _over(names: tuple[str | None, ...]) -> tuple[str, ...]:
     return tuple(axis for name in names if name for axis in mesh_axes(name))
 
 
+def _of_layer(names: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    """Axes of one layer's part of a leaf."""
+    return tuple(None if name == "layers" else name for name in names)
+
+
 def _minus(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in a if axis not in b)
 
@@ -98,7 +173,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Leaf)):
         name, in_layer = jax.tree_util.keystr(path, simple=True, separator="/"), path[0].key == "layers"
         trips = leaf.shape[0] if in_layer else 1
-        is_weight = not isinstance(leaf.init, str)
+        is_weight, leaf = not isinstance(leaf.init, str), leaf._replace(axes=_of_layer(leaf.axes))
         width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
         whole = math.prod(leaf.shape) * width / trips
         used = whole / num_shares(*_over(in_role(leaf.axes, "use")))
@@ -130,19 +205,20 @@ def _exchanges(config: LMConfig, add) -> None:
         name, side = path[-1].key, functools.reduce(lambda tree, step: tree[step.key], path, sides)
         if side is None:
             continue
-        over = [mesh_axes(axis) for axis in leaf.axes if axis and mesh_axes(axis)]
-        share = (
-            -(-leaf.shape[0] // math.prod(num_shares(*axes) for axes in over))
-            * math.prod(leaf.shape[1:])
-            * _wide(config)
-        )
+        over = [mesh_axes(axis) for axis in leaf.axes[1:] if axis and mesh_axes(axis)]
+        mine = leaf.shape[0] // num_shares(*_over(leaf.axes[:1]))  # of a stage's own
+        share = -(-mine // math.prod(num_shares(*axes) for axes in over)) * math.prod(leaf.shape[1:]) * _wide(config)
         for axes in over:
             # Compilers write an exchange as one array for each of its devices.
             add("exchange", axes, 2 * num_shares(*axes), share / num_shares(*axes), f"momentum and update of {name}")
 
 
+def _wide_dtype(config: LMConfig) -> jnp.dtype:
+    return jnp.promote_types(config.dtype, jnp.float32)
+
+
 def _wide(config: LMConfig) -> int:
-    return jnp.promote_types(config.dtype, jnp.float32).itemsize
+    return _wide_dtype(config).itemsize
 
 
 def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Transfer]:

@@ -86,14 +86,17 @@ def orthogonalise(x: Float[Array, "L m n"], eps: float) -> Float[Array, "L m n"]
 
 
 def _on_whole_matrices(fn, x: jax.Array, axes: tuple) -> jax.Array:
-    """Applies `fn` to a stack [L, ...] whose other dimensions may be split: each device gets some of the L, whole."""
-    split = [(dim, mesh_axes(name)) for dim, name in enumerate(axes) if name and mesh_axes(name)]
+    """Applies `fn` to a stack [L, ...] whose dimensions may be split: each device gets some of the L, whole.
+
+    Where the L are split themselves, as over the stages of a pipeline, each share stays with those that have it.
+    """
+    split = [(dim, mesh_axes(name)) for dim, name in enumerate(axes) if dim and name and mesh_axes(name)]
     if not split:
         return local(fn, [axes], axes, check=False)(x)
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for _, over in split for axis in over)
-    layers = x.shape[0]
 
     def on_device(x):
+        layers = x.shape[0]
         x = jnp.pad(x, [(0, -layers % devices)] + [(0, 0)] * (x.ndim - 1))
         for dim, over in split:
             x = jax.lax.all_to_all(x, over, split_axis=0, concat_axis=dim, tiled=True)

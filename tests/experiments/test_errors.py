@@ -132,7 +132,8 @@ OTHERS = [
     ),
     ("estimate", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
     ("estimate", "hf=/nonexistent", "/nonexistent"),
-    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8 pipeline=zb_v", "pipeline=zb_v is not estimated"),
+    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8 pipeline=zb_v", "4 layers do not divide over the 16"),
+    ("estimate", "topology=h100:8 mesh.stage=8 pipeline=zb_v show=true", "a pipeline tells of its schedules alone"),
     ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 needs pipeline="),
     (
         "estimate",
@@ -140,7 +141,12 @@ OTHERS = [
         "mesh.context=8 .* sampling has nothing along context",
     ),
     ("estimate", "topology=h100:8 decode=true data.batch_size=6", "data.batch_size=6 does not divide over mesh.fsdp=8"),
-    ("verify", "layouts=[data8,stage8] topology=none", "layout stage8 .* has stages, .* legal are layouts without"),
+    ("verify", "layouts=[data8/zb_v] topology=none", "'data8/zb_v' has no stages for zb_v; .* stage2.data4/zb_v"),
+    (
+        "verify",
+        "layouts=[stage4.data2/zb_v] topology=none",
+        "no layout is legal here; data2.stage4 zero3.stages zb_v: 4 layers do not divide over the 8 chunks",
+    ),
     (
         "rl",
         "mesh.data=4 mesh.tensor=2 cpu_devices=8",

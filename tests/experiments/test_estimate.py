@@ -1,5 +1,6 @@
 """`python -m experiments.estimate`: published parameter counts, reports, sentences and exit codes."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from experiments._estimate_report import context_seconds, size_text
 from jaxpar import aot
 from jaxpar.lm import config_from_hf, num_params
 from jaxpar.parallel.context import Sizes, move_for
+from jaxpar.parallel.pipeline import PIPELINES
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -284,3 +286,47 @@ def test_a_slice_that_is_too_small(tmp_path):
                   "train.accumulate=1")  # fmt: skip
     assert done.returncode == 1 and "DOES NOT FIT" in done.stdout and "of 15.75 GiB" in done.stdout
     assert report_of(tmp_path)["excess"] > 0
+
+
+PIPED = ("mesh.stage=2", "mesh.fsdp=4", "data.batch_size=32", "data.seq_len=16", "microbatches=4", "model.num_layers=4",
+         "model.embed_dim=16", "model.num_heads=2", "model.num_kv_heads=2", "model.mlp_dim=32")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranked():
+    """`ranked(capacity)`: all schedules, best first, for devices with so many bytes."""
+    config = estimate.compose("topology=h100:8", "pipeline=search", *PIPED)
+    config, devices, _ = estimate.find_devices(config)
+    job = estimate.pipeline_job(config, devices)
+    return functools.cache(lambda capacity: estimate.estimate_pipeline(config, job, capacity))
+
+
+def test_a_pipeline_is_told_by_its_bubble_and_what_its_stages_keep(ranked):
+    rows = {row["schedule"]: row for row in ranked(None)}
+    assert set(rows) == {*PIPELINES, "searched", "searched_v"}
+    assert rows["gpipe"]["bubble"] == rows["1f1b"]["bubble"] == pytest.approx(1 / 5)  # (P-1)/(m+P-1)
+    assert rows["gpipe"]["kept"] == 4 and rows["1f1b"]["kept"] == 2
+    stash = {name: row["slots"]["stash"] for name, row in rows.items()}
+    assert stash["gpipe"] == 2 * stash["1f1b"] > 0
+    for row in rows.values():
+        assert row["stage"] == sum(row["slots"].values()) and row["fits"] is None
+
+
+@pytest.mark.slow  # 22 s on two busy cores
+def test_a_search_of_schedules_keeps_to_the_memory_and_ranks_by_time(ranked):
+    free = {row["schedule"]: row for row in ranked(None)}
+    capacity = (free["searched"]["device"] + free["1f1b"]["device"]) / 2
+    rows = ranked(capacity)
+    assert all(row["fits"] == (row["device"] <= capacity) for row in rows)
+    assert [row["fits"] for row in rows] == sorted((row["fits"] for row in rows), reverse=True)
+    fitting = [row["time"] for row in rows if row["fits"]]
+    assert fitting == sorted(fitting)
+    (found,) = [row for row in rows if row["schedule"] == "searched"]
+    assert found["fits"] and found["cap"] < 4 and found["kept"] < free["searched"]["kept"]
+
+
+def test_a_pipeline_is_printed_and_written(main, tmp_path):
+    code, out, _ = main("topology=h100:8", "pipeline=1f1b", *PIPED)
+    (report,) = tmp_path.glob("run/*/report.json")
+    (row,) = json.loads(report.read_text())["pipeline"]
+    assert code == 0 and row["fits"] and f"{row['bubble']:.1%}" in out and size_text(row["stage"]) in out

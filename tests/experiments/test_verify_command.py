@@ -1,11 +1,18 @@
 """`python -m experiments.verify` as a user runs it, on a model that compiles in seconds."""
 
 import json
+import re
 import sys
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from jaxpar.lm import LMConfig
+from jaxpar.lm.transfers import pipeline_transfers
+from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.parallel.pipeline import PIPELINES
+from jaxpar.verify import sum_by_axis
 
 TINY = (
     "model.num_layers=1 model.embed_dim=32 model.num_heads=4 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "
@@ -60,6 +67,44 @@ def test_a_split_sequence_is_verified_by_any_move_and_order(verify, tmp_path):
     assert row["kinds"]["collective-permute context"] and "all-gather context" not in row["kinds"]
 
 
+def test_stages_are_verified_by_their_schedule(verify, tmp_path, monkeypatch):
+    """Values, and the messages between stages, which are here left out of what is declared."""
+    from experiments import verify as experiment
+
+    declared, asked = experiment.pipeline_transfers, []
+
+    def without_messages(*args):
+        asked.extend(declared(*args))
+        return [t for t in asked if (t.kind, t.axes) != ("exchange", ("stage",))]
+
+    monkeypatch.setattr(experiment, "pipeline_transfers", without_messages)
+    flags = "model.num_layers=2", "data.batch_size=16", "data.seq_len=4", "model.dropout=0.2", "optimizer.name=muon"
+    code, said = verify("layouts=[stage2.fsdp4]", "dtypes=[float64]", *flags)
+    (row,) = json.loads((tmp_path / "run" / "layouts.json").read_text())
+    assert code == 1 and row["layout"] == "fsdp4.stage2 zero3+stages 1f1b"
+    assert 0 < row["gradient"] < 1e-12 and 0 < row["steps"] < 1e-12
+    (breach,) = row["breaches"]
+    assert re.search(r"arrays of together .* are exchanged over stage, where the table declares 0 of 0", breach)
+    arrays, size = row["transfers"]["exchange stage"]
+    most_arrays, most = sum_by_axis(asked)["exchange", "stage"]
+    # Two a tick and none else; where there are two stages, both go to the other one, and a compiler may send one.
+    assert arrays in (most_arrays // 2, most_arrays) and size * most_arrays == most * arrays
+
+
+@pytest.mark.parametrize(("heads", "kinds"), [(1, {"gather"}), (2, {"gather", "exchange"})])
+def test_a_sequence_split_within_a_stage_is_declared_by_the_move_that_is_safe_there(heads, kinds):
+    """Keys are gathered, or swapped for heads and places gathered; without a pipeline rings would go round."""
+    from experiments.verify import Config, schedule_of
+    from jaxpar.verify import Layout
+
+    layout = Layout(MeshSpec(stage=2, context=2), schedule="1f1b")
+    config = LMConfig(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=heads, mlp_dim=64)
+    with use_mesh(make_mesh(layout.mesh, jax.devices()[:4]), rules_from(layout="stages")):
+        piped = pipeline_transfers(config, 8, 16, schedule_of(Config(), layout))
+    of_attention = {t.kind for t in piped if t.axes == ("context",) and t.kind != "sum"}
+    assert of_attention == kinds
+
+
 def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
     from experiments import verify as experiment
 
@@ -73,7 +118,8 @@ def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
     ("flags", "sentence"),
     [
         (["layouts=[foo8]"], "layout 'foo8' is unknown; legal are sizes such as data2.fsdp4"),
-        (["layouts=[data8/zero9]"], "layout 'data8/zero9' names none of zero3, zero2"),
+        (["layouts=[data8/zero9]"], "layout 'data8/zero9' has after the slash what is none of zero3, zero2"),
+        (["layouts=[stage2.data4/zb_v+1f1b]"], "layout 'stage2.data4/zb_v+1f1b' has after the slash what is none of"),
         (["dtypes=[int8]"], "dtypes=int8 has no tolerance; legal are float32, float64."),
         (["topology=v9:2x2"], "topology='v9:2x2' is unknown; legal are"),
     ],
@@ -84,9 +130,11 @@ def test_mistakes_end_in_a_sentence(verify, flags, sentence):
 
 
 def test_all_layouts_cover_every_factorisation_and_variant():
-    from experiments.verify import chosen_layouts
+    from experiments.verify import Config, chosen_layouts
 
-    names = [str(layout) for layout in chosen_layouts(["all"], 8)]
+    names = [str(layout) for layout in chosen_layouts(Config(), 8)]
     assert len(names) == len(set(names)) and len(names) > 35
     for name in ("data8 zero3", "fsdp8 zero1", "data2.fsdp2.tensor2 sequence", "data2.fsdp4.inner2 nested"):
         assert name in names
+    piped = [name.split(" ") for name in names if "stage" in name]
+    assert len(piped) == 15 and {schedule for *_, schedule in piped} == set(PIPELINES)

@@ -93,6 +93,12 @@ def test_two_exchanges_a_tick_whatever_the_number_of_microbatches(x64):
     assert few == many
 
 
+@pytest.mark.slow  # 8 s
+def test_a_schedule_of_two_chunks_has_one_program_too():
+    few, many = (program(zb_v(4, m), 8, "float32", {})[0].as_text() for m in (8, 32))
+    assert sorted(instructions(few)) == sorted(instructions(many))
+
+
 @pytest.mark.parametrize("schedule", [zb_h2(4, 8), one_f_one_b(4, 8), zb_v(4, 8)], ids=str)
 def test_the_stash_has_as_many_slots_as_the_simulated_peak(schedule, x64):
     table, turns = pack_schedule(schedule), 2
@@ -213,3 +219,22 @@ def test_names_of_schedules():
         assert named_schedule(name, 4, 8).microbatches == 8
     with pytest.raises(UsageError, match="pipeline='2f2b' is unknown; legal are gpipe, 1f1b"):
         named_schedule("2f2b", 4, 8)
+
+
+@pytest.mark.parametrize("schedule", [zb_h2(4, 8), zb_v(2, 5)], ids=str)
+def test_bytes_of_the_slots_are_those_that_the_loop_carries(schedule, x64):
+    turns, m = 2 * schedule.depth, schedule.microbatches
+    args = params_of(turns, "float64"), batch_of(m, "float64")
+    with use_mesh(make_mesh(MeshSpec(stage=schedule.devices), jax.devices()[: schedule.devices])):
+        slots = Pipelined(schedule).slots(stages(turns), *args, None, m)
+    sized = Counter((x.shape, x.dtype) for part in slots.values() for x in part)
+    in_loop = Counter((x.shape, x.dtype) for x in carried(schedule, turns)[0])
+    assert not sized - in_loop
+    table, peak = pack_schedule(schedule), simulate_schedule(schedule, lockstep=True)
+    for name in ("inbox", "stash", "factors"):
+        assert slots[name] and {x.shape[0] for x in slots[name]} == {table.slots[name]}
+    assert table.slots["stash"] == max(peak.activations) and table.slots["factors"] == max(peak.factors)
+    numbers = {(table.slots[name], 2) for name in ("stash", "factors")}
+    kept = [x for x in carried(schedule, turns)[0] if x.shape[:2] in numbers]
+    of_layers = Counter((x.shape, x.dtype) for name in ("stash", "factors") for x in slots[name])
+    assert of_layers == Counter((x.shape, x.dtype) for x in kept if x.ndim == 5)

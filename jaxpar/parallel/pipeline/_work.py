@@ -40,15 +40,20 @@ class Program:
 
     def __call__(self, given: Given, rows: Array) -> tuple[Array, PyTree, PyTree, Sums]:
         """Returns loss, what turns and loss told, and gradients; rows of the table are [ticks, 1, columns]."""
-        schedule, me = self.table.schedule, jax.lax.axis_index(AXIS)
-        layers = spread_chunks(given.layers, schedule, self.chunk_size)
-        numbers = np.array([schedule.chunks_of(device) for device in range(schedule.devices)])
-        kind = HeadWork if schedule.has_vocabulary else Work
-        work = kind(self, given._replace(layers=layers), jnp.asarray(numbers)[me])
+        work = self.work(given)
+        schedule, layers = self.table.schedule, work.layers
         ((_, _, sums, loss, told, last), _), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
         loss, last, outside = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), (loss, last, sums.ends))
         gradients = collect_chunks(jax.tree.unflatten(jax.tree.structure(layers), sums.layers), schedule)
         return loss, told, last, sums._replace(layers=gradients, ends=outside)
+
+    def work(self, given: Given) -> "Work":
+        """Returns the tasks of this stage, with its own chunks."""
+        schedule, me = self.table.schedule, jax.lax.axis_index(AXIS)
+        layers = spread_chunks(given.layers, schedule, self.chunk_size)
+        numbers = np.array([schedule.chunks_of(device) for device in range(schedule.devices)])
+        kind = HeadWork if schedule.has_vocabulary else Work
+        return kind(self, given._replace(layers=layers), jnp.asarray(numbers)[me])
 
 
 class Work:

@@ -26,6 +26,7 @@ Example:
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,30 +78,55 @@ class Pipelined:
         Raises:
           UsageError: If schedule, mesh, microbatches and layers do not fit each other.
         """
+        made = self._made(stages, params, batch, key, count)
+        given, back, pull, head = made.given, Sums(AT, ALL), made.pull, stages.head  # type: ignore[arg-type]
+        if self.schedule.has_vocabulary:
+            back = back._replace(rows=AT, entered=AT)
+        run = by_stage(made.program, (made.specs, P(None, *AT)), (ALL, AT, ALL, back))
+        loss, of_layers, of_last, sums = run(given, jnp.asarray(made.program.table.rows))
+        outside = sums.ends
+        if pull is not None and head is not None:
+            outside = self._outside(pull, sums, head.rows, made.program.vocabulary)
+        of_layers = jax.vmap(over_layers, axis_size=count)(self._in_order(of_layers))
+        told = over_parts(jax.vmap(both, axis_size=count)(of_layers, of_last))
+        own = sum(over_parts(of_layers).losses.values())
+        return (loss + own, told), stages.release(params, {**outside, "layers": sums.layers})
+
+    def slots(
+        self, stages: Stages, params: PyTree, batch: PyTree, key: PRNGKey | None, count: int
+    ) -> dict[str, list[jax.ShapeDtypeStruct]]:
+        """Returns the arrays in which a stage keeps what later ticks need; nothing is computed.
+
+        They are whole here, and split within a stage as batch and weights are. Arguments may be shapes.
+
+        Returns:
+          "inbox", "stash", "factors", "head" -> shapes of one stage, [slots, ...], as its loop over ticks carries them.
+        """
+
+        def start(params, batch, key):
+            made = self._made(stages, params, batch, key, count)
+            return by_stage(lambda given: made.program.work(given).start()[0].slots, (made.specs,), AT)(made.given)
+
+        found = jax.eval_shape(start, params, batch, key)
+        share = lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.schedule.devices, *x.shape[1:]), x.dtype)  # noqa: E731
+        return {name: [share(x) for x in jax.tree.leaves(part)] for name, part in found._asdict().items()}
+
+    def _made(self, stages: Stages, params: PyTree, batch: PyTree, key: PRNGKey | None, count: int) -> "_Made":
+        """What a step is made of before its loop over ticks."""
         self.check(stages, count)
-        table = _packed(self.schedule, self.latency)
         held = stages.hold(params)
         ends = {name: part for name, part in held.items() if name != "layers"}
         given = Given(held["layers"], ends, parts_of(batch, count), key, stages.total(batch))
-        size, specs, back = 0, Given(AT, ALL, ALL, ALL, ALL), Sums(AT, ALL)  # type: ignore[arg-type]
-        pull, head = None, stages.head
+        size, specs, pull, head = 0, Given(AT, ALL, ALL, ALL, ALL), None, stages.head  # type: ignore[arg-type]
         if self.schedule.has_vocabulary:
             assert head is not None  # which `check` says
             entered, pull = self._entered(stages, ends, given)
             size = ends[head.rows].shape[0]
             rows = _filled(ends[head.rows], self.schedule.devices)
             given = given._replace(ends={name: ends[name] for name in head.reads}, rows=rows, entered=entered)
-            specs, back = specs._replace(rows=AT, entered=ALL), back._replace(rows=AT, entered=AT)
-        program = Program(stages, table, stages.num_turns // self.schedule.depth, size)
-        run = by_stage(program, (specs, P(None, *AT)), (ALL, AT, ALL, back))
-        loss, of_layers, of_last, sums = run(given, jnp.asarray(table.rows))
-        outside = sums.ends
-        if pull is not None and head is not None:
-            outside = self._outside(pull, sums, head.rows, size)
-        of_layers = jax.vmap(over_layers, axis_size=count)(self._in_order(of_layers))
-        told = over_parts(jax.vmap(both, axis_size=count)(of_layers, of_last))
-        own = sum(over_parts(of_layers).losses.values())
-        return (loss + own, told), stages.release(params, {**outside, "layers": sums.layers})
+            specs = specs._replace(rows=AT, entered=ALL)
+        table = _packed(self.schedule, self.latency)
+        return _Made(Program(stages, table, stages.num_turns // self.schedule.depth, size), given, specs, pull)
 
     def _entered(self, stages: Stages, ends: PyTree, given: Given) -> tuple[PyTree, Callable]:
         """What enters the first layer of each microbatch, and its backward pass: outside of the loop over ticks."""
@@ -167,6 +193,15 @@ class Pipelined:
                 f"nearest legal numbers are {legal}."
             )
         _packed(schedule, self.latency)  # which has its own refusals
+
+
+class _Made(NamedTuple):
+    """The program of a stage, what it is given and how that is split, and the backward pass of what enters layers."""
+
+    program: Program
+    given: Given
+    specs: Given
+    pull: Callable | None
 
 
 def _filled(rows: Array, devices: int) -> Array:
