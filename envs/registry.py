@@ -38,6 +38,7 @@ MODULES: tuple[str, ...] = (
     "pomdp.laser_tag",
     "pomdp.sub_hunt",
     "pomdp.crowd",
+    "puzzles.countdown",
 )
 """The files, as family.file, that define `VARIANTS`: a dictionary from names to functions without arguments."""
 

@@ -30,14 +30,13 @@ from jaxpar.env import Box, Discrete, picture
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
-from .expressions import RULES, score, score_many, solve
+from .answers import score_many
+from .arithmetic import apply_move, legal_moves, moves
+from .expressions import RULES, score, solve
 from .given import Generator, Given, check_generator
 from .rewards import REWARDS, earned, unless
 
 __all__ = ["VARIANTS", "Countdown", "Level", "Reverse", "Uniform", "given", "moves", "score", "score_many", "solve"]
-
-MOST = 2**31 - 1
-ADD, MULTIPLY, SUBTRACT, DIVIDE = range(4)
 
 
 @flax.struct.dataclass
@@ -57,8 +56,17 @@ class Params:
 
 @flax.struct.dataclass
 class State:
-    """Fractions `num` / `den` int32 `[N]`, reduced, `den` > 0; of them `left` bool `[N]`; the `target`; `legal` bool
-    `[A]`; whether it is `solved`, or ended by an `illegal` action; `time`, moves made.
+    """What is left, and how it ended.
+
+    Attributes:
+        num: int32 `[N]`, numerators of reduced fractions.
+        den: int32 `[N]`, denominators over 0.
+        left: bool `[N]`, places that are not used up.
+        target: int32 `[]`.
+        legal: bool `[A]`, the mask.
+        solved: bool `[]`.
+        illegal: bool `[]`, whether an illegal action ended it.
+        time: int32 `[]`, moves made.
     """
 
     num: Array
@@ -69,66 +77,6 @@ class State:
     solved: Array
     illegal: Array
     time: Array
-
-
-def moves(num_numbers: int) -> np.ndarray:
-    """What actions are, int32 `[A, 3]`: i, j, and 0 to 3 for + * - /; A = 3 N (N - 1).
-
-    For every i < j, in this order: i + j, i * j, i - j, j - i, i / j, j / i.
-    """
-    i, j = np.triu_indices(num_numbers, 1)
-    kinds = ((i, j, ADD), (i, j, MULTIPLY), (i, j, SUBTRACT), (j, i, SUBTRACT), (i, j, DIVIDE), (j, i, DIVIDE))
-    return np.concatenate([np.stack([a, b, np.full_like(a, op)], axis=1) for a, b, op in kinds]).astype(np.int32)
-
-
-def legal_moves(num: Array, den: Array, left: Array, rules: str, most: int = MOST) -> Array:
-    """Which actions are legal, bool `[A]`; `most` bounds all that is computed on the way."""
-    i, j = np.triu_indices(num.shape[0], 1)
-    a, b, c, d = num[i], den[i], num[j], den[j]
-    room = most // jnp.maximum(jnp.abs(num), 1)  # x y <= most where x <= most // y
-    product = jnp.abs(a) <= room[j]
-    if rules == "rational":
-        low_room = most // den
-        bottom, left_fits, right_fits = b <= low_room[j], jnp.abs(a) <= low_room[j], jnp.abs(c) <= low_room[i]
-        x, y, both = a * d, c * b, bottom & left_fits & right_fits
-        product &= bottom
-        forth = left_fits & (b <= room[j]) & (c != 0)
-        back = right_fits & (d <= room[i]) & (a != 0)
-    else:
-        x, y, both = a, c, jnp.ones(len(i), bool)
-        forth = (c != 0) & (jax.lax.rem(a, jnp.where(c == 0, 1, c)) == 0)
-        back = (a != 0) & (jax.lax.rem(c, jnp.where(a == 0, 1, a)) == 0)
-    summed, less, more = both & _fits(x, y, most), both & _fits(x, -y, most), both & _fits(-x, y, most)
-    if rules == "natural":
-        less, more = less & (x > y), more & (y > x)
-    return jnp.concatenate([summed, product, less, more, forth, back]) & jnp.tile(left[i] & left[j], 6)
-
-
-def _fits(x: Array, y: Array, most: int) -> Array:
-    """Whether |x + y| <= most, where both are of at most that size, without computing it."""
-    return jnp.where(x > 0, y <= most - jnp.maximum(x, 0), -y <= most + jnp.minimum(x, 0))
-
-
-def apply_move(num: Array, den: Array, move: Array, rules: str) -> tuple[Array, Array]:
-    """The result of a legal move int32 `[3]`, reduced: numerator and denominator int32 `[]`."""
-    a, b, c, d = num[move[0]], den[move[0]], num[move[1]], den[move[1]]
-    if rules != "rational":
-        divided = jax.lax.div(a, jnp.where(c == 0, 1, c))
-        return jnp.stack([a + c, a * c, a - c, divided])[move[2]], jnp.ones_like(b)
-    top = jnp.stack([a * d + c * b, a * c, a * d - c * b, jnp.where(c < 0, -a, a) * d])[move[2]]
-    low = jnp.where(move[2] == DIVIDE, b * jnp.abs(c), b * d)
-    divisor = jnp.maximum(_gcd(jnp.abs(top), jnp.maximum(low, 1)), 1)
-    return jax.lax.div(top, divisor), jax.lax.div(low, divisor)
-
-
-def _gcd(x: Array, y: Array) -> Array:
-    """The greatest common divisor of x >= 0 and y > 0, int32; Euclid's 46 steps at most, none that is waited for."""
-
-    def once(_: int, pair: tuple[Array, Array]) -> tuple[Array, Array]:
-        x, y = pair
-        return jnp.where(y == 0, x, y), jnp.where(y == 0, 0, jax.lax.rem(x, jnp.maximum(y, 1)))
-
-    return jax.lax.fori_loop(0, 46, once, (x, y), unroll=True)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +170,7 @@ class Countdown:
     (v - t) / t, within 8. Rows of numbers that are used up are 0.
 
     Attributes:
-        generator: `Reverse`, `Uniform`, what `given` makes, or any that draws a `Level`; N is the length of its numbers.
+        generator: `Reverse`, `Uniform`, what `given` makes, or any that draws a `Level` of N numbers.
         rules: which results are legal: "rational" all, "integer" whole ones, "natural" whole ones over 0.
         use_all: whether every number must be used; otherwise the first result that is the target ends it.
         rewards: "dense" or "sparse".
@@ -334,22 +282,28 @@ class Countdown:
     def render(self, state: State, params: Params) -> Array:
         """Numbers that are left, below them the target, green if solved, red if over; uint8 `[12 (N + 1), W, 3]`."""
         num, den = jnp.append(state.num, state.target), jnp.append(state.den, 1)
-        digits = jnp.stack([jnp.abs(num), den]) // np.array([10**k for k in range(9, -1, -1)])[:, None, None] % 10
-        size = jnp.stack([jnp.abs(num), den]) // np.array([10**k for k in range(9, -1, -1)])[:, None, None]
-        shown = jnp.where((size > 0) | (np.arange(10) == 9)[:, None, None], digits + 1, BLANK)  # [10, 2, N + 1]
-        sign = jnp.where(num < 0, MINUS, BLANK)[None]
-        rows = jnp.concatenate([sign, shown[:, 0]])
+        rows = jnp.concatenate([jnp.where(num < 0, MINUS, BLANK)[None], _figures(jnp.abs(num))])
         if self.rules == "rational":
+            below = _figures(den)
+            lengths = jnp.sum(below != BLANK, axis=0)
+            below = jnp.take_along_axis(below, (np.arange(10)[:, None] - lengths[None]) % 10, axis=0)  # from the left
             broken = (den > 1)[None]
-            rows = jnp.concatenate([rows, jnp.where(broken, SLASH, BLANK), jnp.where(broken, shown[:, 1], BLANK)])
+            rows = jnp.concatenate([rows, jnp.where(broken, SLASH, BLANK), jnp.where(broken, below, BLANK)])
         fate = jnp.where(state.solved, 2, jnp.where(self.terminal(state, params), 3, 1))
         ground = jnp.append(jnp.where(state.left, 0, 4), fate)
         there = jnp.append(state.left, True)
-        return picture.tiles(jnp.where(there, rows, BLANK).T + len(SIGNS) * ground[:, None], SPRITES)
+        return picture.tiles(jnp.where(there[None], rows, BLANK).T + len(SIGNS) * ground[:, None], SPRITES)
+
+
+def _figures(values: Array) -> Array:
+    """The sprites of numbers `[N]` from 0 on, int32 `[10, N]`, to the right."""
+    parts = values[None] // POWERS[:, None]
+    return jnp.where((parts > 0) | (POWERS == 1)[:, None], parts % 10 + 1, BLANK)
 
 
 SIGNS = ["... ... ... ... ...", *(FIGURES[str(i)] for i in range(10)), "... ... ### ... ...", "..# ..# .#. #.. #.."]
 BLANK, MINUS, SLASH = 0, 11, 12
+POWERS = 10 ** np.arange(9, -1, -1, dtype=np.int32)
 GROUNDS = ((255, 255, 255), (250, 235, 170), (150, 220, 160), (240, 160, 150), (215, 215, 215))
 """Of a number, of the target as long as it is open, solved and missed, and of a place that is used up."""
 SPRITES = np.stack([stamp(sign, picture.BLACK, ground, 12, 2) for ground in GROUNDS for sign in SIGNS])
