@@ -39,6 +39,7 @@ MODULES: tuple[str, ...] = (
     "pomdp.sub_hunt",
     "pomdp.crowd",
     "puzzles.countdown",
+    "puzzles.knapsack",
 )
 """The files, as family.file, that define `VARIANTS`: a dictionary from names to functions without arguments."""
 

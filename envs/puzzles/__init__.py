@@ -3,6 +3,7 @@
 | file | environments |
 | --- | --- |
 | `countdown.py` | Countdown, the game of 24; `expressions.py` and `answers.py` judge answers as text |
+| `knapsack.py` | Knapsack |
 | `arithmetic.py` | its moves: pairs of exact fractions |
 | `rewards.py` | rewards at every step or at the end, of equal sum |
 | `given.py` | instances that are given, as a generator of any of these |
