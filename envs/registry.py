@@ -40,6 +40,7 @@ MODULES: tuple[str, ...] = (
     "pomdp.crowd",
     "puzzles.countdown",
     "puzzles.knapsack",
+    "puzzles.tours",
 )
 """The files, as family.file, that define `VARIANTS`: a dictionary from names to functions without arguments."""
 
