@@ -41,6 +41,7 @@ MODULES: tuple[str, ...] = (
     "puzzles.countdown",
     "puzzles.knapsack",
     "puzzles.tours",
+    "puzzles.job_shop",
 )
 """The files, as family.file, that define `VARIANTS`: a dictionary from names to functions without arguments."""
 

@@ -67,3 +67,63 @@ def best_routes(distance, demand, capacity):
         return min(options)
 
     return split(tuple(range(1, n + 1)))
+
+
+def best_schedule(machine, duration, most=10**9):
+    """(makespan, jobs in order of dispatch) of the shortest schedule; branch and bound over active schedules.
+
+    Giffler and Thompson: of all next operations take the one that can end first; on its machine one of those that can
+    start before that end comes next. Bounded by what is left of every job and of every machine.
+    """
+    jobs, machines = len(machine), len(machine[0])
+    best = [most, None]
+
+    def search(done, job_free, machine_free, order):
+        ready = [j for j in range(jobs) if done[j] < machines]
+        if not ready:
+            if max(job_free) < best[0]:
+                best[:] = max(job_free), order
+            return
+        bound = max(job_free[j] + sum(duration[j][done[j] :]) for j in range(jobs))
+        for m in range(machines):
+            ops = [(j, k) for j in ready for k in range(done[j], machines) if machine[j][k] == m]
+            if ops:
+                heads = [max(machine_free[m], job_free[j] + sum(duration[j][done[j] : k])) for j, k in ops]
+                tails = [sum(duration[j][k + 1 :]) for j, k in ops]
+                bound = max(bound, min(heads) + sum(duration[j][k] for j, k in ops) + min(tails))
+        if bound >= best[0]:
+            return
+        start = {j: max(job_free[j], machine_free[machine[j][done[j]]]) for j in ready}
+        first = min(ready, key=lambda j: start[j] + duration[j][done[j]])
+        ends, m = start[first] + duration[first][done[first]], machine[first][done[first]]
+        rivals = [j for j in ready if machine[j][done[j]] == m and start[j] < ends]
+        for j in sorted(rivals, key=lambda j: (start[j], -sum(duration[j][done[j] :]))):
+            end = start[j] + duration[j][done[j]]
+            search(
+                (*done[:j], done[j] + 1, *done[j + 1 :]),
+                (*job_free[:j], end, *job_free[j + 1 :]),
+                (*machine_free[:m], end, *machine_free[m + 1 :]),
+                (*order, j),
+            )
+
+    search((0,) * jobs, (0,) * jobs, (0,) * machines, ())
+    return tuple(best)
+
+
+def longest_path(machine, duration, start):
+    """The makespan from the order alone: the longest path through jobs and, as they are ordered, machines."""
+    jobs, machines = len(machine), len(machine[0])
+    on = {
+        m: sorted((start[j][k], j, k) for j in range(jobs) for k in range(machines) if machine[j][k] == m)
+        for m in range(machines)
+    }
+    before = {(j, k): [(j, k - 1)] if k else [] for j in range(jobs) for k in range(machines)}
+    for ops in on.values():
+        for (_, j, k), (_, i, h) in itertools.pairwise(ops):
+            before[i, h].append((j, k))
+
+    @functools.cache
+    def end(j, k):
+        return duration[j][k] + max((end(*op) for op in before[j, k]), default=0)
+
+    return max(end(j, machines - 1) for j in range(jobs))
