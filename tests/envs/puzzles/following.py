@@ -77,6 +77,6 @@ def replay(env, actions, level=None):
     assert bool(legal.all()) and bool(env.terminal(state, params)) and not bool(state.illegal)
     again = env.transition(key, state, jnp.int32(0), params)
     jax.tree.map(np.testing.assert_array_equal, again, state)
-    for rewards in ("dense", "sparse"):
-        assert float(dataclasses.replace(env, rewards=rewards).reward(state, jnp.int32(0), again, params)) == 0
+    for kind in ("dense", "sparse"):
+        assert float(dataclasses.replace(env, rewards=kind).reward(state, jnp.int32(0), again, params)) == 0
     return float(rewards.sum()), state
