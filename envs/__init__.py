@@ -12,6 +12,7 @@ maps names to functions without arguments, and name it in `registry.MODULES`.
 | `multi/` | several agents: particles, foraging, combat |
 | `grid/` | maps of tiles: MiniGrid's rooms, tasks as rules, survival |
 | `pomdp/` | problems of planning under uncertainty, with likelihoods of observations |
+| `puzzles/` | problems of combinatorics with exact answers, drawn or given |
 """
 
 from .registry import make, names

@@ -38,6 +38,10 @@ MODULES: tuple[str, ...] = (
     "pomdp.laser_tag",
     "pomdp.sub_hunt",
     "pomdp.crowd",
+    "puzzles.countdown",
+    "puzzles.knapsack",
+    "puzzles.tours",
+    "puzzles.job_shop",
 )
 """The files, as family.file, that define `VARIANTS`: a dictionary from names to functions without arguments."""
 

@@ -18,6 +18,7 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
+from envs.puzzles import countdown, job_shop, knapsack, tour_levels
 from experiments import (
     compare,
     digits,
@@ -410,6 +411,14 @@ TABLE = {
     Navigation: {"size": ((4, 16), (5, 15)), "num_obstacles layout": LEAST_0},
     particles.Spread: {"num_agents num_landmarks": COUNT},
     particles.Tag: {"num_chasers num_prey": COUNT, "num_obstacles": LEAST_0},
+    countdown.Uniform: {"num_numbers": ((1, 9), (2, 8)), "low high least most": COUNT},
+    countdown.Reverse: {"num_numbers": ((1, 9), (2, 8)), "low high most": COUNT},
+    knapsack.Items: {"num_items": COUNT, "tightness": POSITIVE},
+    knapsack.Integer: {"num_items most": COUNT, "share": POSITIVE},
+    tour_levels.Uniform: {"num_places": PAIR},
+    tour_levels.Clustered: {"num_places": PAIR, "num_clusters": COUNT, "spread": POSITIVE},
+    tour_levels.Demands: {"capacity most": COUNT},
+    job_shop.Random: {"num_jobs": COUNT, "num_machines": ((0, 65), (1, 64)), "longest": ((0, 10_001), (1, 10_000))},
     RockSample: {"size num_rocks": COUNT, "layout": LEAST_0},
     Tree: {"depth distractors false_rules": LEAST_0, "prune": SHARE, "kinds": ((0, 12), (1, 11))},
     SubHunt: {"size": ((2,), (3,)), "speed": COUNT},

@@ -1,0 +1,12 @@
+"""Problems of combinatorics with exact answers on small instances; a `generator` says which instances are drawn.
+
+| file | environments |
+| --- | --- |
+| `countdown.py` | Countdown, the game of 24; `expressions.py` and `answers.py` judge answers as text |
+| `knapsack.py` | Knapsack |
+| `tours.py` | TSP and CVRP, on maps of `tour_levels.py` |
+| `job_shop.py` | JobShop |
+| `arithmetic.py` | its moves: pairs of exact fractions |
+| `rewards.py` | rewards at every step or at the end, of equal sum |
+| `given.py` | instances that are given, as a generator of any of these |
+"""
