@@ -16,6 +16,7 @@ Example:
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class Given:
     """
 
     leaves: tuple[tuple[tuple[str, tuple[int, ...], bytes], ...], ...]
-    tree: jax.tree_util.PyTreeDef
+    tree: Any
 
     @classmethod
     def of(cls, *levels: PyTree) -> "Given":
@@ -50,17 +51,17 @@ class Given:
         """
         if not levels:
             raise UsageError("Given.of() holds no instance; it takes at least one level")
-        first, packed = None, []
+        packed = []
         for number, level in enumerate(levels):
             leaves, tree = jax.tree.flatten(jax.tree.map(np.asarray, level))
-            kinds = tree, [(leaf.dtype.str, leaf.shape) for leaf in leaves]
-            first = kinds if first is None else first
-            if kinds != first:
+            packed.append((tree, tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in leaves)))
+            (first_tree, first), kinds = packed[0], [leaf[:2] for leaf in packed[-1][1]]
+            if (tree, kinds) != (first_tree, [leaf[:2] for leaf in first]):
                 raise UsageError(
-                    f"instance {number} of Given.of has arrays {kinds[1]}, but all must be as in the first, {first[1]}"
+                    f"instance {number} of Given.of has arrays {kinds}, but all must be as in the first, "
+                    f"{[leaf[:2] for leaf in first]}"
                 )
-            packed.append(tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in leaves))
-        return cls(tuple(packed), tree)
+        return cls(tuple(leaves for _, leaves in packed), packed[0][0])
 
     def levels(self) -> tuple[PyTree, ...]:
         """The instances as NumPy arrays."""
