@@ -28,6 +28,7 @@ MODULES: tuple[str, ...] = (
     "grid.rooms",
     "grid.xland",
     "grid.survival",
+    "puzzles.tiles2048",
     "pomdp.tiger",
     "pomdp.baby",
     "pomdp.rocksample",
