@@ -29,6 +29,8 @@ MODULES: tuple[str, ...] = (
     "grid.xland",
     "grid.survival",
     "puzzles.tiles2048",
+    "puzzles.rubiks_cube",
+    "puzzles.sliding_tile",
     "pomdp.tiger",
     "pomdp.baby",
     "pomdp.rocksample",

@@ -1,4 +1,4 @@
-"""2048: slide all tiles of an n x n board, equal neighbours merge, and a new tile appears; play on while a move is left.
+"""2048: slide all tiles of an n x n board, equal neighbours merge, a new tile appears; play on while a move is left.
 
 The game of G. Cirulli, 2014. Actions are up, right, down, left; legal is what changes the board. Every merge earns the
 value of the new tile; then a 2 (nine times of ten) or a 4 appears in an empty cell, all of them alike likely.
@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.arcade.sprites import FIGURES, framed, stamp
 from jaxpar.env import Box, Discrete, picture
 from jaxpar.fields import Between, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
+from ..arcade.sprites import FIGURES, framed, stamp
 from .given import Generator, Given, check_generator
 from .rewards import REWARDS, earned, unless
 
@@ -163,7 +163,7 @@ class Tiles2048:
 
     @property
     def size(self) -> int:
-        """n."""
+        """N."""
         return check_generator("2048", self.generator, Board, "Start, given_boards(...)").tiles.shape[0]
 
     @property
@@ -230,12 +230,10 @@ class Tiles2048:
         return state.score.astype(jnp.float32) - jnp.where(state.illegal, params.illegal_cost, 0.0)
 
     def heuristic(self, state: State, params: Params) -> Array:
-        """The greatest tile times the share of cells that are empty or equal to the next; and what is yet to be paid."""
+        """The greatest tile times the share of cells that are empty or equal to the next, and what is to be paid."""
         tiles = state.tiles
-        pairs = jnp.sum((tiles[:, 1:] == tiles[:, :-1]) & (tiles[:, 1:] > 0)) + jnp.sum(
-            (tiles[1:] == tiles[:-1]) & (tiles[1:] > 0)
-        )
-        room = (jnp.sum(tiles == 0) + pairs) / self.size**2
+        pairs = [tiles[:, 1:] * (tiles[:, 1:] == tiles[:, :-1]), tiles[1:] * (tiles[1:] == tiles[:-1])]
+        room = (jnp.sum(tiles == 0) + sum(jnp.sum(pair > 0) for pair in pairs)) / self.size**2
         paid = 0.0 if self.rewards == "dense" else self.outcome(state, params)
         guess = room * jnp.exp2(jnp.max(tiles).astype(jnp.float32)) + paid
         return jnp.where(self.terminal(state, params), 0.0, guess).astype(jnp.float32)
