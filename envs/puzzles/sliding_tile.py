@@ -240,7 +240,7 @@ class SlidingTile:
     def render(self, state: State, params: Params) -> Array:
         """Numbers, green where they belong, uint8 `[24 n, 24 n, 3]`."""
         goal = (np.arange(self.size**2, dtype=np.int8) + 1).reshape(self.size, self.size)
-        return picture.tiles(state.tiles + 64 * (state.tiles == goal), SPRITES)
+        return picture.tiles(state.tiles.astype(jnp.int32) + 64 * (state.tiles == goal), SPRITES)
 
 
 def _sprites() -> np.ndarray:
