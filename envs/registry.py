@@ -31,6 +31,7 @@ MODULES: tuple[str, ...] = (
     "puzzles.tiles2048",
     "puzzles.rubiks_cube",
     "puzzles.sliding_tile",
+    "puzzles.sokoban",
     "pomdp.tiger",
     "pomdp.baby",
     "pomdp.rocksample",

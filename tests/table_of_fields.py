@@ -18,7 +18,7 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
-from envs.puzzles import rubiks_cube, sliding_tile, tiles2048
+from envs.puzzles import rubiks_cube, sliding_tile, sokoban_levels, tiles2048
 from experiments import (
     compare,
     digits,
@@ -396,6 +396,11 @@ TABLE = {
     tiles2048.Start: {"size": ((1, 9), (2, 8))},
     rubiks_cube.Scramble: {"size": ((1, 4), (2, 3)), "moves": ((0, 1001), (1, 1000))},
     sliding_tile.Shuffle: {"size": ((1, 9), (2, 8))},
+    sokoban_levels.ReversePlay: {
+        "size": ((4, 33), (5, 32)),
+        "boxes played": COUNT,
+        "carved": ((7,), (8,)),
+    },
     rooms.Empty: {"size": ((3,), (4,))},
     rooms.DoorKey: {"size": ((4,), (5,))},
     rooms.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},

@@ -148,7 +148,7 @@ def given_cubes(*scrambles: str, size: int = 3) -> Given:
 
 @dataclasses.dataclass(frozen=True)
 class RubiksCube:
-    """Observation: the colours of all stickers, int8 `[6, n, n]`. Action: a row of `cube_turns`.
+    """Observation: the colours of all stickers by face and row, int8 `[6 n^2]`. Action: a row of `cube_turns`.
 
     Attributes:
         generator: `Scramble`, what `given_cubes` makes, or any that draws a `Cube`; n is its size.
@@ -184,7 +184,7 @@ class RubiksCube:
 
     def observation_space(self, params: Params) -> Box:
         """Colours, by face, row and column."""
-        return Box(0, 5, (6, self.size, self.size), jnp.int8)
+        return Box(0, 5, (6 * self.size**2,), jnp.int8)
 
     def action_space(self, params: Params) -> Discrete:
         """12 turns, or 18."""
@@ -217,7 +217,7 @@ class RubiksCube:
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """Colours, by face, row and column."""
-        return state.stickers
+        return state.stickers.reshape(-1)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table."""
