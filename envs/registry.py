@@ -32,6 +32,7 @@ MODULES: tuple[str, ...] = (
     "puzzles.rubiks_cube",
     "puzzles.sliding_tile",
     "puzzles.sokoban",
+    "puzzles.connector",
     "pomdp.tiger",
     "pomdp.baby",
     "pomdp.rocksample",

@@ -18,7 +18,7 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
-from envs.puzzles import rubiks_cube, sliding_tile, sokoban_levels, tiles2048
+from envs.puzzles import connector_boards, rubiks_cube, sliding_tile, sokoban_levels, tiles2048
 from experiments import (
     compare,
     digits,
@@ -401,6 +401,7 @@ TABLE = {
         "boxes played": COUNT,
         "carved": ((7,), (8,)),
     },
+    connector_boards.RandomWalks: {"size": ((2, 33), (3, 32)), "num_agents walked": COUNT},
     rooms.Empty: {"size": ((3,), (4,))},
     rooms.DoorKey: {"size": ((4,), (5,))},
     rooms.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},
