@@ -18,7 +18,17 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
-from envs.puzzles import countdown, job_shop, knapsack, tour_levels
+from envs.puzzles import (
+    connector_boards,
+    countdown,
+    job_shop,
+    knapsack,
+    rubiks_cube,
+    sliding_tile,
+    sokoban_levels,
+    tiles2048,
+    tour_levels,
+)
 from experiments import (
     compare,
     digits,
@@ -395,6 +405,15 @@ TABLE = {
     Combat: {"size": ((3,), (4,))},
     Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
     Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},
+    tiles2048.Start: {"size": ((1, 9), (2, 8))},
+    rubiks_cube.Scramble: {"size": ((1, 4), (2, 3)), "moves": ((0, 1001), (1, 1000))},
+    sliding_tile.Shuffle: {"size": ((1, 9), (2, 8))},
+    sokoban_levels.ReversePlay: {
+        "size": ((4, 33), (5, 32)),
+        "boxes played": COUNT,
+        "carved": ((7,), (8,)),
+    },
+    connector_boards.RandomWalks: {"size": ((2, 33), (3, 32)), "num_agents walked": COUNT},
     rooms.Empty: {"size": ((3,), (4,))},
     rooms.DoorKey: {"size": ((4,), (5,))},
     rooms.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},

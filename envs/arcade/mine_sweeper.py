@@ -1,4 +1,4 @@
-"""MineSweeper in pixels: a fully and a partially observed twin of one state.
+"""MineSweeper in pixels: three views of one state, of which one shows all.
 
 An own, small game in the manner of POPGym Arcade (Z. Wang et al., 2025), where each game has two views of the same
 state, and with the rules of POPGym's MineSweeper (ICLR 2023). On n x n cells with m mines, an action opens one cell.
@@ -10,7 +10,9 @@ state, and with the rules of POPGym's MineSweeper (ICLR 2023). On n x n cells wi
 | a cell that is open | -0.5 / n^2 | the mask forbids it |
 
 `observed="full"` shows numbers of all open cells and where the mines are, a Markov decision process, whose best return
-is 1. `observed="partial"` shows nothing but the number of the cell opened last: what was seen must be remembered.
+is 1. `"numbers"` shows the numbers and no mine, the game as people play it. `"partial"` shows nothing but the number of
+the cell opened last: what was seen must be remembered. `first_safe` moves a mine away, to any other closed cell, that
+the first action would open. `rewards="sparse"` pays at the end what `"dense"` pays on the way.
 Uniformly random legal play returns 1 / (m + 1) - (1 - 1 / C(n^2, m)) / 2 in expectation.
 
 Deviations from POPGym: pixels; actions are cell numbers; nothing is revealed at reset; a mine costs 0.5; n^2 steps are
@@ -29,6 +31,7 @@ from jaxpar.env import Box, Discrete, picture
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
+from ..puzzles.rewards import REWARDS, unless
 from . import sprites
 
 __all__ = ["VARIANTS", "MineSweeper"]
@@ -63,12 +66,17 @@ class MineSweeper:
     Attributes:
         size: n.
         num_mines: m.
-        observed: "full" or "partial"; states, rewards and ends are the same.
+        observed: "full", "numbers" or "partial"; states, rewards and ends are the same.
+        first_safe: whether the first cell to be opened never is a mine.
+        rewards: "dense" or "sparse".
     """
 
     size: int = field(6, AtLeast(2))
     num_mines: int = field(6, AtLeast(1))
-    observed: str = field("full", OneOf(("full", "partial")))
+    observed: str = field("full", OneOf(("full", "numbers", "partial")))
+    first_safe: bool = False
+    rewards: str = field("dense", OneOf(REWARDS))
+    absorbing = True  # `unless`
 
     def __post_init__(self):
         check_fields(self)
@@ -113,19 +121,43 @@ class MineSweeper:
         return State(level, jnp.zeros_like(level), jnp.full((), -1, jnp.int32), jnp.zeros((), jnp.int32))
 
     def transition(self, key: PRNGKey, state: State, action: Array, params: Params) -> State:
-        """Opens a cell; deterministic."""
-        opened = state.opened.at[action // self.size, action % self.size].set(True)
-        return State(state.mines, opened, jnp.asarray(action, jnp.int32), state.time + 1)
+        """Opens a cell; consumes `key` if `first_safe`, and is deterministic otherwise."""
+        here = np.arange(self.size**2).reshape(self.size, self.size) == action
+        mines = state.mines
+        if self.first_safe:
+            chance = jnp.where(mines | here, -1.0, jax.random.uniform(key, mines.shape))
+            moved = (mines & ~here) | (jnp.argmax(chance) == np.arange(self.size**2).reshape(mines.shape))
+            mines = jnp.where((state.time == 0) & jnp.any(mines & here), moved, mines)
+        after = State(mines, state.opened | here, jnp.asarray(action, jnp.int32), state.time + 1)
+        return unless(self.terminal(state, params), after, state)
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
-        """The board, or of it the cell opened last."""
+        """The board, or what is seen of it."""
         return picture.tiles(self.board(state), SPRITES)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table."""
         row, column = action // self.size, action % self.size
-        earned = jnp.where(state.mines[row, column], -params.mine_cost, 1 / (self.size**2 - self.num_mines))
-        return jnp.where(state.opened[row, column], -params.repeat_cost / self.size**2, earned)
+        earned = jnp.where(next_state.mines[row, column], -params.mine_cost, 1 / (self.size**2 - self.num_mines))
+        earned = jnp.where(state.opened[row, column], -params.repeat_cost / self.size**2, earned)
+        if self.rewards == "sparse":
+            ends = self.terminal(next_state, params) | self.truncated(next_state, params)
+            earned = jnp.where(ends, self.outcome(next_state, params), 0.0)
+        return jnp.where(self.terminal(state, params), 0.0, earned).astype(jnp.float32)
+
+    def outcome(self, state: State, params: Params) -> Array:
+        """All that an episode has earned so far, float32 `[]`."""
+        safe, repeats = jnp.sum(state.opened & ~state.mines), state.time - jnp.sum(state.opened)
+        lost = jnp.any(state.opened & state.mines) * params.mine_cost + repeats * params.repeat_cost / self.size**2
+        return (safe / (self.size**2 - self.num_mines) - lost).astype(jnp.float32)
+
+    def heuristic(self, state: State, params: Params) -> Array:
+        """What safe cells still earn; where mines are not seen, times the share of closed cells that are safe."""
+        left = jnp.sum(~state.opened & ~state.mines)
+        sure = 1.0 if self.observed == "full" else left / jnp.maximum(jnp.sum(~state.opened), 1)
+        paid = self.outcome(state, params) if self.rewards == "sparse" else 0.0
+        guess = left / (self.size**2 - self.num_mines) * sure + paid
+        return jnp.where(self.terminal(state, params), 0.0, guess).astype(jnp.float32)
 
     def terminal(self, state: State, params: Params) -> Array:
         """A mine is open, or everything else is."""
@@ -143,6 +175,8 @@ class MineSweeper:
         number = jnp.where(state.mines, BLOWN, NUMBER + counts)
         if self.observed == "full":
             return jnp.where(state.opened, number, jnp.where(state.mines, MINE, CLOSED))
+        if self.observed == "numbers":
+            return jnp.where(state.opened, number, CLOSED)
         return jnp.where(jnp.arange(n * n).reshape(n, n) == state.last, number, CLOSED)
 
     def render(self, state: State, params: Params) -> Array:
@@ -167,6 +201,7 @@ VARIANTS = {
     "MineSweeper-4x4": lambda: MineSweeper(4, 2),
     "MineSweeper-4x4-Partial": lambda: MineSweeper(4, 2, "partial"),
     "MineSweeper-6x6": MineSweeper,
+    "MineSweeper-6x6-Numbers": lambda: MineSweeper(observed="numbers", first_safe=True),
     "MineSweeper-6x6-Partial": lambda: MineSweeper(observed="partial"),
     "MineSweeper-8x8": lambda: MineSweeper(8, 10),
     "MineSweeper-8x8-Partial": lambda: MineSweeper(8, 10, "partial"),

@@ -1,3 +1,6 @@
+import dataclasses
+import functools
+import itertools
 import math
 
 import jax
@@ -32,7 +35,7 @@ def follow(env, num_steps, act=legal_action):
     ends, twin = 0, None
     for record in steps_of(env, env.default_params, num_steps, act=act):
         if record["start"]:
-            twin = MineSweeperTwin(env.size, record["before"].mines.tolist(), env.observed == "full")
+            twin = MineSweeperTwin(env.size, record["before"].mines.tolist(), env.observed)
             assert len(twin.mines) == env.num_mines and read(record["seen"]) == twin.board()
         if act is legal_action:
             assert twin.legal()[record["action"]]
@@ -46,7 +49,7 @@ def follow(env, num_steps, act=legal_action):
     return ends
 
 
-@pytest.mark.parametrize("observed", ["full", "partial"])
+@pytest.mark.parametrize("observed", ["full", "numbers", "partial"])
 def test_twin(observed):
     env = MineSweeper(4, 2, observed)
     assert follow(env, 1000) > 50
@@ -61,7 +64,7 @@ def test_twin_with_illegal_actions():
 def test_twin_for_long(name):
     assert envs.make(name)[0] == VARIANTS[name]()
     assert_pictures(VARIANTS[name]())
-    assert follow(VARIANTS[name](), 100_000) > 5000
+    assert follow(dataclasses.replace(VARIANTS[name](), first_safe=False), 100_000) > 5000
 
 
 def test_full_and_partial_share_states_and_rewards():
@@ -118,9 +121,110 @@ def test_levels_are_uniform():
     [
         ((4, 16), "takes 1 to 15 mines .* not 16"),
         ((4, 0), "num_mines=0 must be at least 1"),
-        ((4, 2, "half"), "observed='half' is unknown; legal are full, partial"),
+        ((4, 2, "half"), "observed='half' is unknown; legal are full, numbers, partial"),
     ],
 )
 def test_impossible_boards_are_refused(fields, message):
     with pytest.raises(UsageError, match=message):
         MineSweeper(*fields)
+
+
+def around(cell, size):
+    row, column = divmod(cell, size)
+    return {
+        r * size + c
+        for r in range(max(row - 1, 0), min(row + 2, size))
+        for c in range(max(column - 1, 0), min(column + 2, size))
+    }
+
+
+@functools.cache
+def best(size, layouts, opened):
+    """The value of a belief, mines at one of `layouts` with equal chances, and the cell to open; closed cells only."""
+    cells, values = set(range(size**2)), {}
+    safe = size**2 - len(layouts[0])
+    for cell in sorted(cells - opened):
+        seen, value = {}, 0.0
+        for mines in layouts:
+            if cell in mines:
+                value -= 0.5
+            else:
+                seen.setdefault(len(mines & around(cell, size)), []).append(mines)
+        for left in seen.values():
+            after = opened | {cell}
+            value += len(left) * (1 / safe + (best(size, tuple(left), after)[0] if len(after) < safe else 0.0))
+        values[cell] = value / len(layouts)
+    cell = max(values, key=values.get)
+    return values[cell], cell
+
+
+@pytest.mark.parametrize("num_mines", [1, 2])
+def test_the_best_value_by_enumeration_of_beliefs_is_reached(num_mines):
+    """Played from what "numbers" shows, over all layouts, the best policy returns the value, dense or sparse."""
+    env, params = MineSweeper(3, num_mines, "numbers"), MineSweeper().default_params
+    sparse = dataclasses.replace(env, rewards="sparse")
+    layouts = tuple(frozenset(mines) for mines in itertools.combinations(range(9), num_mines))
+    mines = np.array([[[3 * r + c in each for c in range(3)] for r in range(3)] for each in layouts])
+    key = jax.random.key(0)
+
+    @jax.jit
+    @jax.vmap
+    def move(state, action):
+        after = env.transition(key, state, action, params)
+        rewards = [each.reward(state, action, after, params) for each in (env, sparse)]
+        return after, jnp.stack(rewards), env.observe(key, after, action, params), env.terminal(after, params)
+
+    states = jax.vmap(lambda level: env.init_level(key, level, params))(mines)
+    beliefs, opened, over = [layouts] * len(layouts), [frozenset()] * len(layouts), np.zeros(len(layouts), bool)
+    total = np.zeros((len(layouts), 2))
+    while not over.all():
+        actions = np.array([0 if end else best(3, b, o)[1] for end, b, o in zip(over, beliefs, opened, strict=True)])
+        states, rewards, obs, ends = move(states, actions.astype(np.int32))
+        total += rewards  # a state that is over pays nothing
+        for i in np.flatnonzero(~(over | np.asarray(ends))):
+            opened[i] |= {int(actions[i])}
+            shown = read(np.asarray(obs[i]))
+            assert "+" not in shown and "*" not in shown
+            number, near = int(shown[actions[i]]), around(int(actions[i]), 3)
+            beliefs[i] = tuple(m for m in beliefs[i] if actions[i] not in m and len(m & near) == number)
+        over = np.asarray(ends)
+    value = best(3, layouts, frozenset())[0]
+    np.testing.assert_allclose(total.mean(0), value, rtol=1e-5)
+    chance = 1 / (num_mines + 1) - (1 - 1 / math.comb(9, num_mines)) / 2
+    assert chance < value < 1, "better than random play, worse than seeing the mines"
+
+
+def test_the_first_cell_is_safe():
+    """The mines are then uniform over the other cells, and as many as they were."""
+    env, params = MineSweeper(2, 2, first_safe=True), MineSweeper().default_params
+
+    @jax.jit
+    @jax.vmap
+    def first_two(key):
+        start_key, *keys = jax.random.split(key, 3)
+        start = env.init(start_key, params)
+        first = env.transition(keys[0], start, jnp.int32(1), params)
+        second = env.transition(keys[1], first, jnp.int32(0), params)
+        return start.mines, first.mines, env.reward(start, jnp.int32(1), first, params), second.mines
+
+    start, mines, reward, later = map(np.asarray, first_two(jax.random.split(jax.random.key(0), 6000)))
+    assert not mines[:, 0, 1].any() and (mines.sum((1, 2)) == 2).all() and (reward == 0.5).all()
+    kept = ~start[:, 0, 1]
+    np.testing.assert_array_equal(mines[kept], start[kept])
+    np.testing.assert_array_equal(later, mines)
+    counts = np.unique(mines.reshape(-1, 4) @ [1, 2, 4, 8], return_counts=True)[1]
+    assert len(counts) == 3 and np.sum((counts - 2000) ** 2 / 2000) < 18.5  # chi-square, 2 degrees, p = 1e-4
+
+
+def test_sparse_rewards_sum_to_dense_ones_with_illegal_actions_too():
+    dense, params = MineSweeper(3, 1), MineSweeper().default_params
+    record = travel(jax.random.key(3), dense, params, 500, any_action)
+    sparse = dataclasses.replace(dense, rewards="sparse")
+    states = record["before"], record["action"], record["after"].state
+    paid = np.asarray(jax.jit(jax.vmap(lambda s, a, n: sparse.reward(s, a, n, params)))(*states))
+    ends = np.flatnonzero(record["done"])
+    sums = [
+        np.diff(np.cumsum(np.asarray(each, np.float64))[ends], prepend=0) for each in (paid, record["after"].reward)
+    ]
+    np.testing.assert_allclose(*sums, atol=1e-5)
+    assert (paid[~np.asarray(record["done"])] == 0).all() and len(ends) > 50

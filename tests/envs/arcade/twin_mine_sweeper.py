@@ -2,8 +2,8 @@
 
 
 class MineSweeperTwin:
-    def __init__(self, size, mines, full):
-        self.size, self.full, self.time, self.last = size, full, 0, None
+    def __init__(self, size, mines, view):
+        self.size, self.view, self.time, self.last = size, view, 0, None
         self.mines = {(r, c) for r in range(size) for c in range(size) if mines[r][c]}
         self.opened = set()
 
@@ -13,9 +13,9 @@ class MineSweeperTwin:
         for r in range(self.size):
             for c in range(self.size):
                 cell = (r, c)
-                shown = cell in self.opened if self.full else cell == self.last
+                shown = cell == self.last if self.view == "partial" else cell in self.opened
                 if not shown:
-                    lines.append("+" if self.full and cell in self.mines else ".")
+                    lines.append("+" if self.view == "full" and cell in self.mines else ".")
                 elif cell in self.mines:
                     lines.append("*")
                 else:
