@@ -28,11 +28,6 @@ MODULES: tuple[str, ...] = (
     "grid.rooms",
     "grid.xland",
     "grid.survival",
-    "puzzles.tiles2048",
-    "puzzles.rubiks_cube",
-    "puzzles.sliding_tile",
-    "puzzles.sokoban",
-    "puzzles.connector",
     "pomdp.tiger",
     "pomdp.baby",
     "pomdp.rocksample",
@@ -47,6 +42,11 @@ MODULES: tuple[str, ...] = (
     "puzzles.knapsack",
     "puzzles.tours",
     "puzzles.job_shop",
+    "puzzles.tiles2048",
+    "puzzles.rubiks_cube",
+    "puzzles.sliding_tile",
+    "puzzles.sokoban",
+    "puzzles.connector",
 )
 """The files, as family.file, that define `VARIANTS`: a dictionary from names to functions without arguments."""
 
