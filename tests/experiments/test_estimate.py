@@ -144,7 +144,8 @@ def test_what_attention_over_a_split_sequence_sends(main, tmp_path):
     code, out, err = main(*flags)
     assert (code, err) == (0, "") and "attention over a split sequence" in out
     width = 4 if report_of(tmp_path)["config"]["model"]["dtype"] == "float32" else 2
-    passes = [move_for("two_way", 4).bytes(Sizes(2, 16, 8, 4, 8, width), backward) for backward in (False, True)]
+    sizes = Sizes(2, 16, 8, 4, 8, width, places=1)  # of packed rows in a promised order the number of the document
+    passes = [move_for("two_way", 4).bytes(sizes, backward) for backward in (False, True)]
     want = {way: 3 * (2 * passes[0][way] + passes[1][way]) for way in passes[0]}
     assert report_of(tmp_path)["context"] == want and want["up"] == want["down"] > 0 == want["all"]
 

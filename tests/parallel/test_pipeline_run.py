@@ -14,6 +14,7 @@ from pipeline_toy import (
     ROWS,
     WIDTH,
     assert_equals_in_turn,
+    batch_of,
     body_of,
     carried,
     in_turn,
