@@ -18,6 +18,7 @@ from pipeline_toy import (
     body_of,
     carried,
     in_turn,
+    params_of,
     program,
     stages,
 )
