@@ -223,7 +223,7 @@ def test_log_probabilities_are_the_models_own(draft, x64):
         np.testing.assert_allclose(out.log_probs[row, : len(want)], want, rtol=2e-6)  # they are float32
 
 
-@pytest.mark.parametrize("draft", ["none", "lookahead"])
+@pytest.mark.parametrize("draft", [pytest.param("none", marks=pytest.mark.slow), "lookahead"])
 def test_penalties_count_what_is_in_the_window_too(draft, x64):
     sampling = Sampling(NEW, 0.7, repetition_penalty=1.5, frequency_penalty=0.3)
     texts = texts_of(run(MODELS["rope"], sampling, draft=DRAFTS[draft]))
