@@ -135,6 +135,12 @@ each_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ROWS]
 )
 
+# What costs programs of its own is seen of one row of each family; 30 s for the others.
+FAMILIES = ("lm-adamw", "neat-fast", "ppo", "sequence-para-gru")
+one_of_each_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAMILIES else [pytest.mark.slow]) for name in ROWS]
+)
+
 
 @functools.cache
 def compiled(name):
@@ -194,7 +200,7 @@ def test_types_of_the_state_never_change(name):
         assert (done.shape, done.dtype) == ((), bool)
 
 
-@each_row
+@one_of_each_family
 def test_eager_equals_jit(name):
     (_, step, _), state = compiled(name), first_state(name)
     eager = ROWS[name].algorithm.step(jax.random.key(1), state, ROWS[name].inputs())
@@ -202,7 +208,7 @@ def test_eager_equals_jit(name):
     assert_close(eager, step(jax.random.key(1), state, ROWS[name].inputs()), 10 * EXACT_MATHS["float32"], ("bk",))
 
 
-@each_row
+@one_of_each_family
 def test_vmap_over_keys_equals_loop(name):
     algorithm, inputs = ROWS[name].algorithm, ROWS[name].inputs()
     keys, more_keys = jax.random.split(jax.random.key(2), (2, 3))

@@ -1,6 +1,7 @@
 """Beam search equals the plain search that asks the whole model for every beam."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -48,8 +49,16 @@ def plain(name, params, prompt, width, penalty, stops):
     return sorted(ended, key=lambda each: -each[0])[:width]
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "penalty"),
+    [
+        *itertools.product(["attention"], [0.0, 1.0, 2.0]),
+        ("recurrent", 0.0),
+        ("learned", 2.0),
+        *(pytest.param("recurrent", penalty, marks=pytest.mark.slow) for penalty in (1.0, 2.0)),
+        *(pytest.param("learned", penalty, marks=pytest.mark.slow) for penalty in (0.0, 1.0)),
+    ],
+)
 def test_beams_equal_the_plain_search(name, penalty, x64):
     params = noisy_params(MODELS[name], np.float64, std=0.6)
     beams = Beams(3, NEW, penalty)

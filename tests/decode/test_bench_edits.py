@@ -1,7 +1,6 @@
 """The benchmark of edits: how many passes a copy takes at least, and that it runs."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -38,10 +37,11 @@ def test_a_copy_takes_a_pass_for_each_edit_and_one_more(bench, places, length, p
     assert bench.least_passes(source, text, length) == passes
 
 
-def test_it_runs(tmp_path):
+def test_it_runs(bench, monkeypatch, capsys, tmp_path):
     out = tmp_path / "edits.json"
-    command = [sys.executable, str(ROOT / "bench" / "decode_edits.py"), "--tiny", "--out", str(out)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    monkeypatch.setattr(sys, "argv", ["decode_edits.py", "--tiny", "--out", str(out), "--rounds", "1"])
+    bench.main()
+    said = capsys.readouterr().out
     rows = json.loads(out.read_text())
     assert "| plain | 31.0 | 31.0 | 1.00x |" in said and len(rows) == len(said.splitlines()) - 2
     assert all(row["least"] <= row["passes"] < 31 for row in rows[1:])

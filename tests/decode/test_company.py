@@ -40,7 +40,9 @@ def run(temperature, rows):
     return np.asarray(out.tokens).reshape(len(rows), SAMPLES, -1), np.asarray(out.passes)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(0.0, id="greedy", marks=pytest.mark.slow), pytest.param(1.0, id="sampled")]
+)
 def test_tokens_are_those_of_the_slow_oracle_but_for_near_ties(temperature):
     """Each token given the text before it; the oracle has no cache and no batch."""
     texts, passes = run(temperature, range(4))

@@ -24,8 +24,9 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(process_id, port, out):
-    command = [sys.executable, ROOT / "tests/distributed/two_processes.py", f"localhost:{port}", str(process_id), out]
+def start(process_id, port, out, names):
+    script = ROOT / "tests/distributed/two_processes.py"
+    command = [sys.executable, script, f"localhost:{port}", str(process_id), out, ",".join(names)]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "JAX_PLATFORMS": "cpu",
@@ -35,12 +36,14 @@ def start(process_id, port, out):
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_two_processes_equal_one(tmp_path):
+@pytest.mark.parametrize("names", [("ppo", "neat"), pytest.param(tuple(PILLARS), marks=pytest.mark.slow)])
+def test_two_processes_equal_one(tmp_path, names):
+    """A learner's rows, evolved genomes; 15 s more for planners, whose episodes lie on devices as rows do."""
     port = free_port()
-    running = [start(process_id, port, tmp_path / str(process_id)) for process_id in (0, 1)]
+    running = [start(process_id, port, tmp_path / str(process_id), names) for process_id in (0, 1)]
     try:
         alone = step_of_training(jax.devices()[:4])
-        pillars = {name: outcome(name, jax.devices()[:4]) for name in PILLARS}
+        pillars = {name: outcome(name, jax.devices()[:4]) for name in names}
         for process in running:
             said, _ = process.communicate(timeout=200)
             assert process.returncode == 0, said[-3000:]

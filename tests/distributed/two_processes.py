@@ -1,6 +1,6 @@
 """One of two processes, of two devices each: a step of training, a little of each pillar, the configurations' check.
 
-Run as `two_processes.py HOST:PORT PROCESS_ID OUT`.
+Run as `two_processes.py HOST:PORT PROCESS_ID OUT PILLARS`, names with commas between them.
 """
 
 import pickle
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from pillars import PILLARS, outcome
+from pillars import outcome
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
 from jaxpar.mesh import (
@@ -51,11 +51,11 @@ def step_of_training(devices):
         return dict(params=jax.device_get(state.params), loss=float(info["loss"]), asked=asked)
 
 
-def main(coordinator, process_id, out):
+def main(coordinator, process_id, out, pillars):
     simulate_devices(2)
     joined = start_processes(coordinator, 2, process_id, timeout_s=60)
     result = step_of_training(jax.devices()) | dict(joined=joined, processes=jax.process_count())
-    result["pillars"] = {name: outcome(name, jax.devices()) for name in PILLARS}
+    result["pillars"] = {name: outcome(name, jax.devices()) for name in pillars.split(",")}
     check_same_on_all_processes("the same", "text")
     try:
         check_same_on_all_processes(f"seed={process_id}", "the configuration")
@@ -65,4 +65,4 @@ def main(coordinator, process_id, out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,8 +1,11 @@
 """`python -m experiments.lm` as a user runs it: in this process where that is enough, else in one of its own."""
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import importlib
+import json
 import os
 import pathlib
 import random
@@ -62,12 +65,22 @@ def cache():
     return jax.config.jax_compilation_cache_dir
 
 
+@contextlib.contextmanager
+def alone(shared, name):
+    """Only one worker at a time does what is done here, by this name."""
+    with open(shared / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
-def text(tmp_path_factory):
+def text(shared):
     """A small text file: shuffled words."""
     words, shuffle = ["alpha", "beta", "gamma", "delta"], random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("\n".join(" ".join(shuffle.choices(words, k=10)) for _ in range(600)))
+    path = shared / "words.txt"
+    with alone(shared, "text"):
+        if not path.exists():
+            path.write_text("\n".join(" ".join(shuffle.choices(words, k=10)) for _ in range(600)))
     return path
 
 
@@ -126,12 +139,18 @@ def command(tmp_path, command_in):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory, command_in):
-    """What an uninterrupted run said, and its folder; tests change only copies of it."""
-    folder = tmp_path_factory.mktemp("finished")
-    said = command_in(folder)()
-    assert said.code == 0, said
-    return said, folder / "run"
+def finished(shared, command_in):
+    """What an uninterrupted run said, and its folder, one for all workers; tests change only copies of it."""
+    folder = shared / "finished"
+    kept = folder / "said.json"
+    with alone(shared, "finished"):
+        if not kept.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed: the next worker says so as well
+            folder.mkdir()
+            said = command_in(folder)()
+            assert said.code == 0, said
+            kept.write_text(json.dumps(dataclasses.asdict(said)))
+    return Finished(**json.loads(kept.read_text())), folder / "run"
 
 
 @pytest.fixture

@@ -241,8 +241,13 @@ def test_a_run_folder_that_may_not_be_written(main, text):
     "flags, words",
     [
         ("mesh.data=3", "needs 3 devices but 8 are here"),
-        ("model.num_layer=3", "did you mean model.num_layers?"),
-        ("data.path=/nowhere", "neither a file nor a folder"),
+        *(  # 2 s each; what they say is tested above
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("model.num_layer=3", "did you mean model.num_layers?"),
+                ("data.path=/nowhere", "neither a file nor a folder"),
+            )
+        ),
     ],
 )
 def test_a_real_process_says_nothing_but_the_sentence(command, flags, words):

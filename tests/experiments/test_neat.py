@@ -42,7 +42,7 @@ def test_it_goes_on_where_it_was(main, tmp_path):
     assert champions[0] == champions[1]
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_how_many_seeds_solve_it_is_told(main, tmp_path, together):
     sizes = "population=16 max_nodes=8 max_conns=12 max_species=4 cpu_devices=8".split()
     said = main(

@@ -97,8 +97,8 @@ def prompts(rows=4):
     ("name", "sampling"),
     [
         ("llama", Sampling(NEW, temperature=0.0)),
-        ("gpt2", Sampling(NEW, temperature=0.0)),
-        ("llama", Sampling(NEW, temperature=0.7)),
+        pytest.param("gpt2", Sampling(NEW, temperature=0.0), marks=pytest.mark.slow),
+        pytest.param("llama", Sampling(NEW, temperature=0.7), marks=pytest.mark.slow),
         ("gpt2", Sampling(NEW, temperature=0.7)),
         ("llama", Sampling(NEW, temperature=1.5, top_k=3)),
         ("llama", Sampling(NEW, top_p=0.6)),
@@ -182,7 +182,7 @@ def test_cache_rows_may_stand_at_different_places():
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1), Sampling(1, top_k=4), Sampling(1, 2.0, 8, 0.8)],
+    [Sampling(1), pytest.param(Sampling(1, top_k=4), marks=pytest.mark.slow), Sampling(1, 2.0, 8, 0.8)],
     ids=["all", "top-k", "together"],
 )
 def test_frequencies_are_the_probabilities(sampling):

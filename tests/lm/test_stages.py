@@ -38,8 +38,15 @@ def batch(packed=False):
     return jax.tree.map(jnp.asarray, out)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("llama", True),
+        ("gpt2", False),
+        ("aaren", True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", False), ("gpt2", True), ("aaren", False))),
+    ],
+)
 def test_stages_one_after_the_other_are_the_model(name, packed, x64):
     config, data = MODELS[name], batch(packed)
     params, model = noisy_params(config, np.float64), stages(config)

@@ -58,8 +58,17 @@ def test_the_multiplexer_is_a_multiplexer():
     assert len(data["inputs"]) == 64
 
 
-@pytest.mark.parametrize("num_envs", [1, 4, 100])
-@pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole-NoVelocities", "recurrent")])
+@pytest.mark.parametrize(
+    "name, kind, num_envs",
+    [
+        ("CartPole-v1", "feedforward", 4),
+        ("CartPole-v1", "feedforward", 100),
+        ("DoublePole-NoVelocities", "recurrent", 1),
+        pytest.param("CartPole-v1", "feedforward", 1, marks=pytest.mark.slow),
+        pytest.param("DoublePole-NoVelocities", "recurrent", 4, marks=pytest.mark.slow),
+        pytest.param("DoublePole-NoVelocities", "recurrent", 100, marks=pytest.mark.slow),
+    ],
+)
 def test_slots_play_what_a_loop_plays(name, kind, num_envs):
     env, params = envs.make(name)
     networks = networks_for(env, params, 3, kind)

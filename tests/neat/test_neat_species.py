@@ -146,14 +146,14 @@ def trajectory(neat, count, steps=25):
         return jax.device_get(jit(lambda k, s: run(neat, k, s, inputs, steps))(jax.random.key(1), state))
 
 
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("mode", ["fast", pytest.param("canonical", marks=pytest.mark.slow)])
-def test_devices_give_the_same_bits(mode):
+def test_devices_give_the_same_bits(mode, count):
     rates = MODES[mode].replace(add_node=0.3, add_conn=0.3, threshold=1.0)
     config = NeatConfig(3, 1, population=32, max_nodes=20, max_conns=32, max_species=6, mode=mode, rates=rates)
     neat = Neat(config, Table(tolerance=0.0))
     want = trajectory(neat, 0)
-    for count in (2, 8):
-        jax.tree.map(np.testing.assert_array_equal, trajectory(neat, count), want)
+    jax.tree.map(np.testing.assert_array_equal, trajectory(neat, count), want)
     check_genomes(config, want[0].genomes)
     assert want[0].genomes.on.sum(1).max() > 6 and want[1]["species"].max() > 3
 

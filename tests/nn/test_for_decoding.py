@@ -1,5 +1,7 @@
 """Weights as decoding reads them: the same function, one product in place of several, weights transposed."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,9 +44,17 @@ def in_steps(stack):
     return jit(run)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("stack", [GATED, BIASED], ids=["gated", "biased"])
+PAIRS = {("gated", False, 1), ("gated", True, 2), ("biased", False, 2), ("biased", True, 1)}
+
+
+@pytest.mark.parametrize(
+    ("stack", "transposed", "rows"),
+    [
+        pytest.param({"gated": GATED, "biased": BIASED}[each[0]], *each[1:], id=f"{each[0]}-{each[1]}-{each[2]}",
+                     marks=[] if each in PAIRS else pytest.mark.slow)
+        for each in itertools.product(("gated", "biased"), (False, True), (1, 2))
+    ],
+)  # fmt: skip
 def test_it_is_the_same_function(stack, transposed, rows, x64, monkeypatch):
     params, x = drawn(stack)
     want = in_steps(stack)(params, x[:rows])

@@ -102,7 +102,7 @@ def alone(dtype, frames, places, rows, visible):
     "data, context, tensor, frames, places, dtype",
     [
         (1, 8, 1, 8, 16, "float32"),
-        (2, 4, 1, 6, 9, "float64"),
+        pytest.param(2, 4, 1, 6, 9, "float64", marks=pytest.mark.slow),
         (1, 4, 2, 3, 2, "float64"),
         pytest.param(1, 8, 1, 8, 16, "float64", marks=pytest.mark.slow),  # 3 s each; as others
         pytest.param(1, 4, 2, 3, 2, "float32", marks=pytest.mark.slow),

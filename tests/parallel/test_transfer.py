@@ -61,4 +61,6 @@ def test_nobody_waits_for_the_content(route):
         y = move(x, layout(target))
         early.append(not y.is_ready())
         np.testing.assert_array_equal(y, x)
+        if any(early[1:]):
+            break
     assert any(early[1:])

@@ -63,7 +63,7 @@ PLANNERS = [
 ]
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", [PLANNERS[0], pytest.param(PLANNERS[1], marks=pytest.mark.slow), PLANNERS[2]])
 def test_a_plan_is_the_same_to_rounding(monkeypatch, planner):
     env, params = envs.make("Tiger")
     belief = ParticleBelief(64).init(jax.random.key(0), env, params)

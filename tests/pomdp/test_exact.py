@@ -81,7 +81,7 @@ def test_bounds_close_where_beliefs_lead_back_to_themselves(optimised):
 
 
 def test_two_methods_and_precisions_agree(x64):
-    both = [solve_exact(tiger(), method=method, tol=1e-3) for method in ("alpha", "points")]
+    both = [solve_exact(tiger(), method=method, tol=1e-2) for method in ("alpha", "points")]
     for solved in both:
         assert solved.value.dtype == jnp.float64 and solved.converged
         assert float(solved.lower) - 1e-6 <= 19.371368 <= float(solved.upper) + 1e-6

@@ -52,10 +52,16 @@ WORLDS = {
 }
 
 
+PAIRS = {(RecordedPft, "eight"), (RecordedPomcpow, "one")}  # one and eight go through the same code of either planner
+
+
 @pytest.mark.parametrize(
-    "world", ["one", "eight", *[pytest.param(w, marks=pytest.mark.slow) for w in ("mean", "narrow")]]
+    ("kind", "world"),
+    [
+        pytest.param(*each, marks=[] if each in PAIRS else pytest.mark.slow)
+        for each in itertools.product((RecordedPft, RecordedPomcpow), WORLDS)
+    ],
 )
-@pytest.mark.parametrize("kind", [RecordedPft, RecordedPomcpow])
 def test_equals_a_plain_tree_node_for_node(kind, world):
     fields = {"k_observations": 1.5, "alpha_observations": 0.3, **WORLDS[world]}
     planner = kind(max_depth=4, num_particles=128, exploration=3.0, leaf="heuristic", **fields)

@@ -39,8 +39,18 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("back_end", "unvisited", "widen"), [("dense", "leaf", 2.0), ("hashed", "mask", 8.0)])
+KINDS = {"dense": ("dense", "leaf", 2.0), "hashed": ("hashed", "mask", 8.0)}
+PAIRS = {("tiger", "dense"), ("rocks", "hashed"), ("leaving", "dense")}
+
+
+@pytest.mark.parametrize(
+    ("world", "back_end", "unvisited", "widen"),
+    [
+        pytest.param(world, *KINDS[kind], marks=[] if (world, kind) in PAIRS else pytest.mark.slow)
+        for world in WORLDS
+        for kind in KINDS
+    ],
+)
 def test_equals_a_plain_tree_node_for_node(world, back_end, unvisited, widen):
     env, params, belief, num_observations = WORLDS[world]
     belief = ParticleBelief(32).init(jax.random.key(1), env, params) if belief is None else belief

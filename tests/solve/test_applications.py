@@ -55,8 +55,8 @@ NEURAL = {"w": 0.7 * normal(0, 5, 2), "v": 0.7 * normal(1, 2, 5), "b": jnp.ones(
 
 
 def test_a_neural_ode_at_times_of_its_own(x64):
-    """Over thousands of steps; also by the times themselves."""
-    num = 4096
+    """Over a thousand steps; also by the times themselves."""
+    num = 1024
     xs = normal(2, num, 2)
 
     def make(scan):
