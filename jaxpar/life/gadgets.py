@@ -107,5 +107,5 @@ def automaton_ring(rule: Array | int, bits: Array, ticks: int = 4) -> tuple[Worl
 
 
 def ring_bits(state: WorldState) -> Array:
-    """The robots' bits, int32 `[R]`."""
-    return (state.robots.memory[:, -1] > 0).astype(jnp.int32)
+    """The robots' bits, int32 `[..., R]`, of states with any leading axes."""
+    return (state.robots.memory[..., -1] > 0).astype(jnp.int32)

@@ -18,9 +18,10 @@ def after(gadgets, steps):
 
     @jit
     def program():
-        worlds, states = zip(*((gadget(PAIRS[0])[0], jax.vmap(lambda x, g=gadget: g(x)[1])(PAIRS)) for gadget in gadgets), strict=True)
+        world, _ = gadgets[0](PAIRS[0])
+        states = [jax.vmap(lambda inputs, g=gadget: g(inputs)[1])(PAIRS) for gadget in gadgets]
         states = jax.tree.map(lambda *x: jnp.concatenate(x), *states)
-        state, _ = jax.vmap(lambda state: run(worlds[0], jax.random.key(0), state, None, steps))(states)
+        state, _ = jax.vmap(lambda state: run(world, jax.random.key(0), state, None, steps))(states)
         bits, ground = ring_bits(state), state.terrain.bit
         return [x.reshape(len(gadgets), 4, *x.shape[1:]) for x in (bits, ground)]
 

@@ -150,40 +150,63 @@ def test_negative_actions_give_no_energy():
     held = [int(np.sum(np.concatenate((s.agents.energy, s.robots.energy)), dtype=np.int64)) for s in (negative, after)]
     assert held[1] < held[0]  # gifts stay among bodies; all else costs
     assert (np.asarray(after.terrain.fields) >= 0).all()
-    # Either sign of moving, pushing and shaping costs the same.
-    sign = jnp.ones(44).at[jnp.asarray([0, 1, 2, 39, 40, 41, 42, 43])].set(-1)
-    quiet = jnp.zeros_like(genome).at[:, jnp.asarray([0, 1, 2, 39, 40, 41, 42, 43])].set(0.75)
-    heats = [
-        step(jax.random.key(0), state._replace(agents=state.agents._replace(genome=quiet * s)), prices())[1]["heat"]
-        for s in (1.0, sign[None])
-    ]
+    # Either sign of moving, pushing and shaping costs the same; but for gain, which the ground itself turns into heat.
+    signed = jnp.asarray([0, 1, 2, 40, 41, 42, 43])
+    heats = []
+    for size in (0.75, -0.75):
+        genome = jnp.zeros_like(genome).at[:, signed].set(size)
+        one_way = state._replace(agents=state.agents._replace(genome=genome))
+        heats.append(step(jax.random.key(0), one_way, prices())[1]["heat"])
     assert heats[0] == heats[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class Linear(Reflex):
+    """A brain of one matrix and a memory: what is quick to compile and yet sees."""
+
+    def init(self, key, sight, count):
+        return jax.random.normal(key, (count, 44, sight.own.shape[0] + sight.ground.shape[0] + 44)) / 4
+
+    def rest(self, count):
+        return jnp.zeros((count, 44))
+
+    def act(self, genomes, carry, sight):
+        outputs = jnp.tanh(jnp.einsum("noi,ni->no", genomes, jnp.concatenate((sight.own, sight.ground, carry), 1)))
+        return outputs, outputs
+
+
 LIVING = World(
-    Lstm(8, 8, 2, Jitter(0.1)), num_agents=16, num_robots=4, size=8, lattice=2, window=3, seen_agents=2, max_births=4,
-    newcomers=4, rules=Rules(fee=4, child=4, start=8),
+    Linear(Jitter(0.1)), num_agents=16, num_robots=4, size=8, lattice=2, window=3, seen_agents=2, max_births=4,
+    newcomers=4, rules=Rules(fee=1, child=2, start=8),
 )  # fmt: skip
+THINKING = dataclasses.replace(LIVING, brain=Lstm(8, 8, 2, Jitter(0.1)))
 
 
-def trajectory(count, steps):
-    """A run on that many devices, 0 for no mesh: the last state, and of each step all energies and the book."""
+def trajectory(count, steps, world=LIVING, chunk=20):
+    """A run on that many devices, 0 for no mesh: states after each chunk, and of each step all energies and the book."""
 
     def body(state, step):
-        state, info = LIVING.step(jax.random.fold_in(jax.random.key(1), step), state, None)
+        state, info = world.step(jax.random.fold_in(jax.random.key(1), step), state, None)
         return state, (state.agents.energy, state.robots.energy, state.terrain.energy, state.ledger, info)
 
-    state = jit(LIVING.init)(jax.random.key(0), None)
-    program = lambda: jax.device_get(jit(lambda s: (s, jax.lax.scan(body, s, jnp.arange(steps))))(state))  # noqa: E731
+    def go_on():
+        states = [jit(world.init)(jax.random.key(0), None)]
+        if count:
+            states = [shard(states[0], world.axes())]
+        rows, program = [], jit(lambda state, start: jax.lax.scan(body, state, start + jnp.arange(chunk)))
+        for start in range(0, steps, chunk):
+            state, row = program(states[-1], jnp.int32(start))
+            states, rows = [*states, state], [*rows, row]
+        return jax.device_get(states), jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(rows))
+
     if not count:
-        return program()
+        return go_on()
     with use_mesh(make_mesh(MeshSpec(data=count), devices=jax.devices()[:count])):
-        state = shard(state, LIVING.axes())
-        return program()
+        return go_on()
 
 
 def check_ledger(run):
-    first, (_, (agents, robots, cells, book, info)) = run
+    [first, *_], (agents, robots, cells, book, info) = run
     sums = [sum(int(np.sum(x, dtype=np.int64)) for x in parts)
             for parts in zip([first.agents.energy, *agents], [first.robots.energy, *robots],
                              [first.terrain.energy, *cells], strict=True)]  # fmt: skip
@@ -207,11 +230,19 @@ def test_the_book_of_energy_balances_to_the_unit():
 
 @pytest.mark.slow  # 40 s
 def test_it_does_for_ten_thousand_steps():
-    check_ledger(trajectory(0, 10_000))
+    check_ledger(trajectory(0, 10_000, THINKING))
 
 
 def test_devices_give_the_same_bits():
-    jax.tree.map(np.testing.assert_array_equal, trajectory(8, 200), short_run())
+    states, _ = trajectory(8, 20)
+    jax.tree.map(np.testing.assert_array_equal, states[-1], short_run()[0][1])
+
+
+@pytest.mark.slow  # 20 s
+def test_they_do_with_the_usual_brain():
+    want = trajectory(0, 200, THINKING)
+    check_ledger(want)
+    jax.tree.map(np.testing.assert_array_equal, trajectory(8, 60, THINKING)[0][-1], want[0][3])
 
 
 @dataclasses.dataclass(frozen=True)
