@@ -22,11 +22,11 @@ _XOR_TABLE = tuple(int(bool(i & 4) != bool(i & 1)) for i in range(8))
 _NOT_SECOND = tuple(int(not i & 1) for i in range(8))
 
 
-def gate_world(num_robots: int, size: int = 16) -> World:
-    """A world for circuits: one slot for an agent, in which none lives, and robots that make one operation a step."""
+def gate_world() -> World:
+    """A world for circuits: one slot for an agent, in which none lives, and five robots of one operation a step."""
     return World(
-        Reflex(), num_agents=1, num_robots=num_robots, size=size, window=1, sight=16, seen_agents=1, max_births=1,
-        newcomers=0, ticks=1,
+        Reflex(), num_agents=1, num_robots=5, size=16, window=1, sight=16, seen_agents=1, max_births=1, newcomers=0,
+        ticks=1,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def set_robots(world: World, places: Array, programs: Array, last: Array, tape: 
 
 
 def nand_gate(kind: str, inputs: Array) -> tuple[World, WorldState]:
-    """Three robots, of which the third is NAND of the first two after one step.
+    """Three robots, of which the third is NAND of the first two after one step; two more stand aside.
 
     Args:
         kind: "nand", the operation; "table", the truth table; "bit", inputs read off the ground and the result written
@@ -62,13 +62,14 @@ def nand_gate(kind: str, inputs: Array) -> tuple[World, WorldState]:
     """
     if kind not in ("nand", "table", "bit"):
         raise UsageError(f"kind={kind!r} is no gate; legal are nand, table and bit.")
-    world, keep = gate_world(3), program_of("keep")
+    world, keep = gate_world(), program_of("keep")
     gate = program_of("nand") if kind == "nand" else program_of("table", _NAND_TABLE)
-    bits, places = jnp.asarray(inputs, jnp.int32), jnp.asarray([[2.5, 2.5], [4.5, 2.5], [3.5, 3.5]])
+    bits, rest = jnp.asarray(inputs, jnp.int32), jnp.zeros(3, jnp.int32)
+    places = jnp.asarray([[2.5, 2.5], [4.5, 2.5], [3.5, 3.5], [10.5, 10.5], [11.5, 10.5]])
     on_ground = kind == "bit"
-    shown = jnp.zeros(3, jnp.int32) if on_ground else jnp.concatenate((bits, jnp.zeros(1, jnp.int32)))
-    tape = jnp.asarray([1, 1, -1]) if on_ground else None
-    state = set_robots(world, places, jnp.stack([keep, keep, gate]), shown, tape)
+    shown = jnp.concatenate((jnp.zeros_like(bits) if on_ground else bits, rest))
+    tape = jnp.asarray([1, 1, -1, 0, 0]) if on_ground else None
+    state = set_robots(world, places, jnp.stack([keep, keep, gate, keep, keep]), shown, tape)
     if on_ground:
         ground = state.terrain.bit.at[jnp.asarray([2, 4]), 2].set(bits)
         state = state._replace(terrain=state.terrain._replace(bit=ground))
@@ -77,7 +78,7 @@ def nand_gate(kind: str, inputs: Array) -> tuple[World, WorldState]:
 
 def half_adder(inputs: Array) -> tuple[World, WorldState]:
     """Five robots: a, b, their NAND, and after two steps a + b: the fourth is the sum's bit, the fifth the carry."""
-    world, keep = gate_world(5), program_of("keep")
+    world, keep = gate_world(), program_of("keep")
     # The fifth hears the NAND and, as it stands a little west, a, which its table leaves aside.
     places = jnp.asarray([[8.0, 8.0], [8.5, 8.0], [8.25, 6.0], [8.25, 10.0], [8.125, 3.0]])
     programs = [keep, keep, program_of("nand"), program_of("table", _XOR_TABLE), program_of("table", _NOT_SECOND)]
