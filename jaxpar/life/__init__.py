@@ -9,12 +9,14 @@
 | `brains.py` | genomes `[N, ...]`, `Sight` of N -> outputs `[N, 44]` | `world.py`, users |
 | `state.py`, `births.py` | `WorldState`, the book of energy, what is seen and told; who is born | `world.py` |
 | `world.py` | key, `WorldState` -> `WorldState`, info | `jaxpar.loop`, users |
+| `picture.py` | `WorldState` -> `[H, W, 3]` | experiments, users |
 | `gadgets.py` | bits, rules -> worlds with robots set by hand | tests, users |
 """
 
 from jaxpar.life.bodies import NUM_ACTIONS
 from jaxpar.life.brains import Brain, Jitter, Lstm, Reflex, Sight
 from jaxpar.life.gadgets import automaton_ring, half_adder, nand_gate, ring_bits, set_robots
+from jaxpar.life.picture import draw_world
 from jaxpar.life.rules import Prices, Rules
 from jaxpar.life.state import Agents, Ledger, WorldState
 from jaxpar.life.world import World
@@ -33,6 +35,7 @@ __all__ = [
     "World",
     "WorldState",
     "automaton_ring",
+    "draw_world",
     "half_adder",
     "nand_gate",
     "ring_bits",

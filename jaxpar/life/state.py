@@ -137,11 +137,15 @@ def tell(before: WorldState, after: WorldState, births: Array, dead: Array, eate
     is_new = jnp.concatenate((jnp.ones(1, bool), lineages[1:] != lineages[:-1])) & (lineages < last)
     change = book.regrowth.plus(book.overflow, -1).plus(book.heat, -1)
     wrong = book.total.plus(before.ledger.total, -1).plus(change, -1)
+    kinds, living = agents.kind / ONE, agents.alive[:, None]
+    mean = jnp.sum(jnp.where(living, kinds, 0), 0) / jnp.maximum(number(agents.alive), 1)
+    spread = jnp.sum(jnp.where(living, (kinds - mean[None]) ** 2, 0), 0) / jnp.maximum(number(agents.alive), 1)
     return {
         "alive": number(agents.alive),
         "births": number(births),
         "deaths": number(dead),
         "lineages": number(is_new),
+        "diversity": jnp.mean(jnp.sqrt(spread)),
         "age": jnp.sum(jnp.where(agents.alive, agents.age, 0)) / jnp.maximum(number(agents.alive), 1),
         "energy_agents": wide_sum(agents.energy).units(),
         "energy_robots": wide_sum(after.robots.energy).units(),

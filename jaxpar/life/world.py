@@ -110,7 +110,8 @@ class World:
         """All see, think and act at once; then deaths, births, growth. Consumes `key`.
 
         Returns:
-            The state; info: `alive`, `births`, `deaths`, `lineages` (alive), `age` (mean), energies in units
+            The state; info: `alive`, `births`, `deaths`, `lineages` (alive), `diversity` (standard
+            deviation of identities), `age` (mean), energies in units
             (`energy_agents`, `energy_robots`, `energy_cells`, `eaten`, `regrowth`, `overflow`, `heat`), and
             `imbalance`, which is 0 where the book balances.
         """
