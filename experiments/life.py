@@ -3,7 +3,7 @@
     python -m experiments.life                                     # 128 agents with LSTMs, 32 robots
     python -m experiments.life brain=neat                          # their networks grow
     python -m experiments.life agents=1024 robots=256 size=256 births=64
-    python -m experiments.life rules.evaporation=0.5 rules.fee=8   # an easier life
+    python -m experiments.life rules.upkeep=0.5 rules.fee=32        # a harder life
 
 The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances
 to the unit, or the run ends.

@@ -19,10 +19,12 @@ from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
 from experiments import (
+    _life_neat,
     compare,
     digits,
     env,
     generate,
+    life,
     lm,
     moving_digits,
     neat,
@@ -57,6 +59,7 @@ from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
+from jaxpar.life import Jitter, Lstm, Reflex, Rules, World
 from jaxpar.neat import NeatConfig
 from jaxpar.neat.config import Rates
 from jaxpar.neat.episodes import Episodes, GeneralizationTest
@@ -361,6 +364,33 @@ TABLE = {
         "max_steps together": LEAST_0,
         "goal": UNBOUNDED,
     },
+    life.Config: {
+        "robots": PAIR,
+        "agents size lattice window births hidden frames": COUNT,
+        "mutation": ((-1, 11), (0, 10)),
+    },
+    _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},
+    Rules: {
+        "start": ((-1, 1025), (0, 1024)),
+        "child": ((0, 1025), (0.01, 1024)),
+        "fee": ((-1, 33), (0, 32)),
+        "upkeep move push hit speak shape evaporation": ((-1, 9), (0, 8)),
+        "aging bite speed shaping": SHARE,
+        "stomach": ((0, 2**19), (1024, 2**18)),
+        "relax": ((-1, 0.02), (0, 0.01)),
+        "drift": ((-1, 0.2), (0, 0.1)),
+    },
+    World: {
+        "num_agents": ((0, 8193), (1, 8192)),
+        "num_robots": ((1, 8193), (2, 8192)),
+        "size": ((0, 1025), (1, 1024)),
+        "sight": ((0, 17), (1, 16)),
+        "lattice window seen_agents seen_robots max_births ticks": COUNT,
+        "num_start newcomers": LEAST_0,
+    },
+    Lstm: {"hidden width heads": COUNT},
+    Jitter: {"std": LEAST_0},
+    Reflex: {"std": LEAST_0},
     pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
     generate.Config: {

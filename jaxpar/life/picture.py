@@ -8,8 +8,6 @@ from jaxpar.types import Array
 
 __all__ = ["draw_world"]
 
-_ROBOT = (40, 40, 40)
-
 
 def draw_world(state: WorldState, scale: int = 4) -> Array:
     """The torus seen from above, uint8 `[scale S, scale S, 3]`: x to the right, y upwards.
@@ -23,7 +21,7 @@ def draw_world(state: WorldState, scale: int = 4) -> Array:
     image = jnp.repeat(jnp.repeat(image, scale, 0), scale, 1)
     dots = jnp.kron(ground.bit, jnp.zeros((scale, scale), jnp.int32).at[0, 0].set(1))
     image = jnp.where(dots[..., None] > 0, 255.0, image)
-    image = _stand(image, state.robots.position, jnp.full((len(state.robots.energy), 3), _ROBOT), True, scale)
+    image = _stand(image, state.robots.position, jnp.full((len(state.robots.energy), 3), 40.0), True, scale)
     hue = (state.agents.lineage[:, None] * 0.381966 + jnp.asarray([0.0, 1 / 3, 2 / 3])[None]) * 2 * jnp.pi
     bright = 0.55 + 0.45 * jnp.clip(state.agents.energy / (64 * ONE), 0, 1)[:, None]
     colours = bright * (128 + 127 * jnp.cos(hue))

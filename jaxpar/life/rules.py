@@ -61,8 +61,8 @@ class Rules:
     """
 
     start: float = field(32.0, Between(0, 1024))
-    child: float = field(32.0, Between(0.01, 1024))
-    fee: float = field(32.0, Between(0, 32))
+    child: float = field(16.0, Between(0.01, 1024))
+    fee: float = field(8.0, Between(0, 32))
     upkeep: float = field(0.25, Between(0, 8))
     aging: float = field(1 / 256, Between(0, 1))
     move: float = field(0.5, Between(0, 8))
@@ -70,11 +70,11 @@ class Rules:
     hit: float = field(0.4, Between(0, 8))
     speak: float = field(0.25, Between(0, 8))
     shape: float = field(0.001, Between(0, 8))
-    bite: float = field(0.2, Between(0, 1))
+    bite: float = field(0.5, Between(0, 1))
     stomach: float = field(1024.0, Between(1, 2**18))
     speed: float = field(1 / 16, Between(0, 1))
     shaping: float = field(0.1, Between(0, 1))
-    evaporation: float = field(2 / 3, Between(0, 8))
+    evaporation: float = field(0.25, Between(0, 8))
     relax: float = field(0.005, Between(0, 0.01))
     drift: float = field(0.001, Between(0, 0.1))
 
