@@ -3,7 +3,7 @@
     python -m experiments.life                                     # 128 agents with LSTMs, 32 robots
     python -m experiments.life brain=neat                          # their networks grow
     python -m experiments.life agents=1024 robots=256 size=256 births=64
-    python -m experiments.life rules.upkeep=0.5 rules.fee=32        # a harder life
+    python -m experiments.life laws.upkeep=0.5 laws.fee=32        # a harder life
 
 The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances
 to the unit, or the run ends.
@@ -27,7 +27,7 @@ from experiments._train import Run, TrainConfig, train
 from jaxpar.env import gif
 from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import plot_metrics
-from jaxpar.life import Brain, Jitter, Lstm, Rules, World, WorldState, draw_world
+from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import UsageError
@@ -54,7 +54,7 @@ class Config(_run.RunConfig):
       births: At most, in a step; as many come when all are dead.
       hidden: Units of an LSTM.
       mutation: Standard deviation of what a child's weights differ by; in NEAT of a changed weight.
-      rules: Changes to the laws, such as rules.upkeep=0.5.
+      laws: Changes to the laws, such as laws.upkeep=0.5.
       train: Length and checkpoints; train.steps are the world's.
       gif: Whether to film what comes after the last step.
       frames: Of the film.
@@ -70,7 +70,7 @@ class Config(_run.RunConfig):
     births: int = identifying(16, AtLeast(1))
     hidden: int = identifying(64, AtLeast(1))
     mutation: float = identifying(0.02, Between(0, 10))
-    rules: dict[str, float] = identifying(default_factory=dict)
+    laws: dict[str, float] = identifying(default_factory=dict)
     train: TrainConfig = TrainConfig(2000, 50, 500)
     gif: bool = True
     frames: int = field(150, AtLeast(1))
@@ -78,10 +78,10 @@ class Config(_run.RunConfig):
     def __post_init__(self):
         """Refuses laws that there are none of."""
         super().__post_init__()
-        known = [each.name for each in dataclasses.fields(Rules)]
-        for name in self.rules:
+        known = [each.name for each in dataclasses.fields(Laws)]
+        for name in self.laws:
             if name not in known:
-                raise UsageError(f"there is no rules.{name}; legal are {', '.join(known)}.")
+                raise UsageError(f"there is no laws.{name}; legal are {', '.join(known)}.")
 
 
 def compose(*flags: str) -> Config:
@@ -97,7 +97,7 @@ def make_world(config: Config) -> World:
     return World(
         brain, config.agents, num_robots=config.robots, size=config.size, lattice=config.lattice, window=config.window,
         seen_agents=min(8, config.agents), max_births=config.births, newcomers=config.births,
-        rules=Rules(**config.rules),
+        laws=Laws(**config.laws),
     )  # fmt: skip
 
 

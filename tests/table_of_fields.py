@@ -54,12 +54,12 @@ from jaxpar.decode import (
     SinksAndWindow,
 )
 from jaxpar.env.picture import Animation
+from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
 from jaxpar.lm import DraftTrainer, LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
-from jaxpar.life import Jitter, Lstm, Reflex, Rules, World
 from jaxpar.neat import NeatConfig
 from jaxpar.neat.config import Rates
 from jaxpar.neat.episodes import Episodes, GeneralizationTest
@@ -370,7 +370,7 @@ TABLE = {
         "mutation": ((-1, 11), (0, 10)),
     },
     _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},
-    Rules: {
+    Laws: {
         "start": ((-1, 1025), (0, 1024)),
         "child": ((0, 1025), (0.01, 1024)),
         "fee": ((-1, 33), (0, 32)),

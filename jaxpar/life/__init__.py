@@ -2,12 +2,12 @@
 
 | file | in -> out | called by |
 | --- | --- | --- |
-| `units.py`, `rules.py` | whole numbers and exact sums; laws in units -> `Prices` | all |
+| `units.py`, `laws.py` | whole numbers and exact sums; laws in units -> `Prices` | all |
 | `terrain.py` | angles `[6, L, L]` -> fields `[6, S, S]`; energy `[S, S]` a step later | `world.py` |
 | `bodies.py` | positions `[M, 2]` -> neighbours `[M, k]`; `Actions` of M -> energies, places | `world.py` |
 | `robots.py` | memories, programs `[R, 16]` -> memories, bits of the ground | `world.py` |
 | `brains.py` | genomes `[N, ...]`, `Sight` of N -> outputs `[N, 44]` | `world.py`, users |
-| `state.py`, `births.py` | `WorldState`, the book of energy, what is seen and told; who is born | `world.py` |
+| `inhabitants.py`, `births.py` | `WorldState`, the book of energy, what is seen and told; who is born | `world.py` |
 | `world.py` | key, `WorldState` -> `WorldState`, info | `jaxpar.loop`, users |
 | `picture.py` | `WorldState` -> `[H, W, 3]` | experiments, users |
 | `gadgets.py` | bits, rules -> worlds with robots set by hand | tests, users |
@@ -16,9 +16,9 @@
 from jaxpar.life.bodies import NUM_ACTIONS
 from jaxpar.life.brains import Brain, Jitter, Lstm, Reflex, Sight
 from jaxpar.life.gadgets import automaton_ring, half_adder, nand_gate, ring_bits, set_robots
+from jaxpar.life.inhabitants import Agents, Ledger, WorldState
+from jaxpar.life.laws import Laws, Prices
 from jaxpar.life.picture import draw_world
-from jaxpar.life.rules import Prices, Rules
-from jaxpar.life.state import Agents, Ledger, WorldState
 from jaxpar.life.world import World
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "Lstm",
     "Prices",
     "Reflex",
-    "Rules",
+    "Laws",
     "Sight",
     "World",
     "WorldState",

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.life.bodies import SIGNALS
-from jaxpar.life.rules import Prices
-from jaxpar.life.state import LAST, Agents
+from jaxpar.life.inhabitants import LAST, Agents
+from jaxpar.life.laws import Prices
 from jaxpar.life.terrain import Terrain
 from jaxpar.life.units import ONE
 from jaxpar.types import Array, PRNGKey, PyTree
@@ -30,7 +30,7 @@ class Births(NamedTuple):
     born: Array
 
 
-def choose_parents(agents: Agents, price: Array, count: int) -> Births:
+def pair_parents(agents: Agents, price: Array, count: int) -> Births:
     """The k-th free slot for the k-th richest of those that want to and hold over twice the price, int32 `[N]`."""
     wants = agents.alive & (agents.last[:, REPRODUCE] > 0) & (agents.energy > 2 * price)
     wealth, parent = jax.lax.top_k(jnp.where(wants, agents.energy, -1), count)
@@ -51,9 +51,7 @@ def noisy_kind(key: PRNGKey, kind: Array) -> Array:
     return jnp.clip(kind + noise, -ONE, ONE)
 
 
-def born(
-    genome: PyTree, rest: PyTree, places: Array, kind: Array, lineage: Array, energy: Array | int
-) -> Agents:
+def born(genome: PyTree, rest: PyTree, places: Array, kind: Array, lineage: Array, energy: Array | int) -> Agents:
     """B agents of age 0 that have said, heard and done nothing."""
     count = len(places)
     zero, signals = jnp.zeros(count, jnp.int32), jnp.zeros((count, SIGNALS), jnp.int32)

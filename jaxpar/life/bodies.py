@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.life.rules import Prices
+from jaxpar.life.laws import Prices
 from jaxpar.life.terrain import LIMIT, SHAPED, Terrain
 from jaxpar.life.units import ONE, Wide, scaled, wide_sum
 from jaxpar.types import Array
@@ -106,7 +106,7 @@ def nearest(
     return jax.lax.map(one, (start, numbers), batch_size=rows)
 
 
-def join(agents: Neighbours, machines: Neighbours, heard: Neighbours) -> Neighbours:
+def all_neighbours(agents: Neighbours, machines: Neighbours, heard: Neighbours) -> Neighbours:
     """One list for all M bodies: agents' K neighbours among agents and L among robots, robots' two among all."""
     num_agents, k = len(agents.index), agents.index.shape[1] + machines.index.shape[1]
     machines = machines._replace(index=machines.index + num_agents)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.life.brains import Reflex
+from jaxpar.life.inhabitants import WorldState
 from jaxpar.life.robots import TAPE, Robots, program_of
-from jaxpar.life.state import WorldState
 from jaxpar.life.units import ONE
 from jaxpar.life.world import World
 from jaxpar.types import Array, UsageError
@@ -46,9 +46,7 @@ def set_robots(world: World, places: Array, programs: Array, last: Array, tape: 
         memory = memory.at[:, TAPE].set(jnp.asarray(tape, jnp.int32) * ONE)
     where = jnp.mod(jnp.round(jnp.asarray(places) * ONE).astype(jnp.int32), world.side)
     robots = Robots(state.robots.energy, where, memory, programs)
-    agents = state.agents._replace(
-        alive=jnp.zeros_like(state.agents.alive), energy=jnp.zeros_like(state.agents.energy)
-    )
+    agents = state.agents._replace(alive=jnp.zeros_like(state.agents.alive), energy=jnp.zeros_like(state.agents.energy))
     return world.open(agents, robots, state.terrain, state.lineages)
 
 

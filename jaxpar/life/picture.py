@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxpar.life.state import WorldState
+from jaxpar.life.inhabitants import WorldState
 from jaxpar.life.units import ONE
 from jaxpar.types import Array
 

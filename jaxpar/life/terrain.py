@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.life.rules import Prices
+from jaxpar.life.laws import Prices
 from jaxpar.life.units import ONE, Wide, wide_sum
 from jaxpar.types import Array, PRNGKey
 

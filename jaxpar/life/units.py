@@ -56,7 +56,7 @@ def _parts(values: Array) -> tuple[Array, Array, Array]:
 
 
 def scaled(a: Array, b: Array | int) -> Array:
-    """a b / 1024, towards zero: alike for both signs. The product must fit into an int32."""
+    """A b / 1024, towards zero: alike for both signs. The product must fit into an int32."""
     return jax.lax.div(a * b, jnp.int32(ONE))
 
 

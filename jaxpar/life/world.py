@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.life import bodies, robots, terrain
-from jaxpar.life.bodies import Actions, Neighbours, join, nearest, read_actions
-from jaxpar.life.births import Births, birth_fee, born, choose_parents, noisy_kind
+from jaxpar.life.births import Births, birth_fee, born, noisy_kind, pair_parents
+from jaxpar.life.bodies import Actions, Neighbours, all_neighbours, nearest, read_actions
 from jaxpar.life.brains import Brain, Lstm, Sight
+from jaxpar.life.inhabitants import KIND, Agents, Ledger, WorldState, bury, hear, put, see, shown, tell, total_energy
+from jaxpar.life.laws import Laws, Prices
 from jaxpar.life.robots import PROGRAM, Robots
-from jaxpar.life.rules import Prices, Rules
-from jaxpar.life.state import KIND, Agents, Ledger, WorldState, bury, hear, put, see, shown, tell, total_energy
 from jaxpar.life.units import ONE, Wide, whole, wide_sum
 from jaxpar.mesh import constrain
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
@@ -27,7 +27,7 @@ __all__ = ["World"]
 class World:
     """A torus on which agents with genomes and robots with programs live: `init`, `step`, `axes`.
 
-    A step's `inputs` are `Prices`, which may be traced, or None for those of `rules`. It costs the brains, N + R
+    A step's `inputs` are `Prices`, which may be traced, or None for those of `laws`. It costs the brains, N + R
     squared comparisons for neighbours, and size^2 numbers of ground; its memory grows with N + R.
 
     Attributes:
@@ -44,7 +44,7 @@ class World:
       max_births: Of a step, B.
       newcomers: Agents that come when none is left; 0 leaves the world empty.
       ticks: Operations that a robot makes in a step.
-      rules: The laws.
+      laws: The laws.
     """
 
     brain: Brain = Lstm()
@@ -60,7 +60,7 @@ class World:
     max_births: int = field(16, AtLeast(1))
     newcomers: int = field(16, AtLeast(0))
     ticks: int = field(4, AtLeast(1))
-    rules: Rules = Rules()
+    laws: Laws = Laws()
 
     def __post_init__(self):
         """Refuses sizes that do not fit together."""
@@ -170,7 +170,7 @@ class World:
         machines, bits = self._compute(state, near[2], acts)
         ground = ground._replace(bit=bits)
         every = jax.tree.map(lambda *x: jnp.concatenate(x), acts, robots.robot_actions(machines))
-        around = join(*near)
+        around = all_neighbours(*near)
         alive = jnp.concatenate((agents.alive, jnp.ones(self.num_robots, bool)))
         energy = jnp.concatenate((agents.energy, machines.energy))
         places = jnp.concatenate((agents.position, machines.position))
@@ -213,12 +213,10 @@ class World:
         machines, bits = jax.lax.fori_loop(0, self.ticks, tick, first)
         return machines, bits.reshape(state.terrain.bit.shape)
 
-    def bear(
-        self, key: PRNGKey, agents: Agents, state: WorldState, prices: Prices
-    ) -> tuple[Agents, Array, Wide, Wide]:
+    def bear(self, key: PRNGKey, agents: Agents, state: WorldState, prices: Prices) -> tuple[Agents, Array, Wide, Wide]:
         """Children in free slots, or newcomers where all are dead: agents, who was born, fees, energy from outside."""
         fee = birth_fee(state.terrain, bodies.flat_cells(agents.position, self.size), agents.alive, prices)
-        births = choose_parents(agents, fee + prices.child, self.max_births)
+        births = pair_parents(agents, fee + prices.child, self.max_births)
         paid = jnp.where(births.born, fee[births.parent], 0)
         slots, extinct = births.slot, jnp.zeros((), bool)
         have = lambda: self.children(key, agents, births, prices)  # noqa: E731
@@ -257,7 +255,7 @@ class World:
         return jnp.maximum(state.lineages, newest + 1)
 
     def _prices(self, inputs: Prices | None) -> Prices:
-        return jax.tree.map(jnp.int32, self.rules.prices() if inputs is None else inputs)
+        return jax.tree.map(jnp.int32, self.laws.prices() if inputs is None else inputs)
 
     def _sight_of_one(self) -> Sight:
         float_of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731

@@ -80,7 +80,16 @@ STACK = Stack(1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window
 LAYERS = Stack(1, 4, Lmu(4, memory=3, theta=5.0), Mlp(4, "gelu"), init_std=0.5, dtype="float32")
 BOTH_WAYS = Stack(1, 4, Attention(2, 2, 2, visible=Visible(causal=False)), Mlp(4), dropout=0.1)
 TINY = {"num_envs": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
-LIVING = {"num_agents": 6, "num_robots": 2, "size": 4, "lattice": 2, "window": 1, "seen_agents": 2, "max_births": 2, "newcomers": 2}
+LIVING = {
+    "num_agents": 6,
+    "num_robots": 2,
+    "size": 4,
+    "lattice": 2,
+    "window": 1,
+    "seen_agents": 2,
+    "max_births": 2,
+    "newcomers": 2,
+}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(

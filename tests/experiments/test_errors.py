@@ -158,7 +158,7 @@ OTHERS = [
         "num_envs=12 does not divide over mesh.data=8; the nearest legal are 8 or 16",
     ),
     ("life", "agents=10 cpu_devices=8", "agents=10 does not divide over mesh.data=2 x mesh.fsdp=2 = 4; .* are 8 or 12"),
-    ("life", "rules.tax=1", "there is no rules.tax; legal are start, child, fee"),
+    ("life", "laws.tax=1", "there is no laws.tax; legal are start, child, fee"),
     ("neat", "mesh.data=4 mesh.expert=2 cpu_devices=8", "mesh.expert=2 leaves .* a search has nothing along expert"),
     (
         "neat",

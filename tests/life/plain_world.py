@@ -26,7 +26,7 @@ class PlainWorld:
 
     def __init__(self, world, state):
         agents, robots, ground = state.agents, state.robots, state.terrain
-        self.world, self.price = world, world.rules.prices()
+        self.world, self.price = world, world.laws.prices()
         self.alive = [bool(x) for x in agents.alive]
         self.energy = [int(x) for x in agents.energy] + [int(x) for x in robots.energy]
         self.age = [int(x) for x in agents.age]

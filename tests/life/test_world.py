@@ -10,16 +10,14 @@ import pytest
 from fast import jit
 from plain_world import PlainWorld, plain_maps
 
-from jaxpar.life import Jitter, Lstm, Reflex, Rules, World
+from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
 from jaxpar.life.bodies import nearest
-from jaxpar.life.rules import Prices
-from jaxpar.life.state import see
+from jaxpar.life.inhabitants import see
+from jaxpar.life.laws import Prices
 from jaxpar.life.terrain import base_maps
 from jaxpar.life.units import ONE, wide_sum
-from jaxpar.loop import run
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.types import UsageError
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Linear(Reflex):
 
 SMALL = World(
     Linear(Jitter(0.1)), num_agents=16, num_robots=5, size=8, lattice=2, window=3, sight=3, seen_agents=4,
-    seen_robots=2, max_births=4, newcomers=4, ticks=2, rules=Rules(fee=1, child=2, start=8),
+    seen_robots=2, max_births=4, newcomers=4, ticks=2, laws=Laws(fee=1, child=2, start=8),
 )  # fmt: skip
 THINKING = dataclasses.replace(SMALL, brain=Lstm(8, 8, 2, Jitter(0.1)))
 
@@ -68,7 +66,7 @@ def programs():
 
 @functools.cache
 def usual_prices():
-    return jax.tree.map(jnp.int32, SMALL.rules.prices())
+    return jax.tree.map(jnp.int32, SMALL.laws.prices())
 
 
 def prices(**changes):
@@ -90,7 +88,9 @@ def crowd(seed, corner=3):
         spoken=spoken, heard=heard, last=ints(-ONE, ONE, n, 11), lineage=ints(0, 5, n),
     )  # fmt: skip
     memory = ints(-ONE, ONE, r, 16).at[:, 4].set(ONE * ints(-1, 1, r))
-    robots = state.robots._replace(energy=ints(0, 9000, r), position=place(r), memory=memory, program=ints(-ONE, ONE, r, 16))
+    robots = state.robots._replace(
+        energy=ints(0, 9000, r), position=place(r), memory=memory, program=ints(-ONE, ONE, r, 16)
+    )
     ground = state.terrain._replace(energy=ints(0, 2 * ONE, 8, 8), bit=ints(0, 1, 8, 8))
     return acting(SMALL.open(agents, robots, ground, state.lineages), ints(-ONE, ONE, n, 44) / ONE)
 
@@ -304,7 +304,7 @@ def fixed_worlds(kind, count, steps):
     """
     world = kind(
         Reflex(), num_agents=10, num_start=10, num_robots=2, size=4, lattice=1, window=1, seen_agents=1, seen_robots=1,
-        max_births=10, newcomers=0, ticks=1, rules=Rules(start=1, child=0.5, fee=0, upkeep=0, aging=0, drift=0),
+        max_births=10, newcomers=0, ticks=1, laws=Laws(start=1, child=0.5, fee=0, upkeep=0, aging=0, drift=0),
     )  # fmt: skip
 
     def one(key):
@@ -352,7 +352,9 @@ def test_the_table_of_distances_may_come_in_parts():
     places = jnp.asarray(rng.integers(0, 8 * ONE, (10, 2)), jnp.int32)
     there = jnp.asarray(rng.random(10) < 0.8)
     whole = nearest(places, jnp.arange(10), places, there, 3, 8 * ONE, 3 * ONE)
-    jax.tree.map(np.testing.assert_array_equal, nearest(places, jnp.arange(10), places, there, 3, 8 * ONE, 3 * ONE, 4), whole)
+    jax.tree.map(
+        np.testing.assert_array_equal, nearest(places, jnp.arange(10), places, there, 3, 8 * ONE, 3 * ONE, 4), whole
+    )
 
 
 def test_sums_beyond_32_bits_are_exact():
@@ -369,6 +371,6 @@ def test_what_no_world_can_be_is_refused():
     ):
         with pytest.raises(UsageError, match=words):
             World(**changes)
-    with pytest.raises(UsageError, match="rules.stomach=8 must hold rules.start=32"):
-        Rules(stomach=8)
-    assert Prices(*Rules().prices()).upkeep == 256 and Rules(shape=1e-9).prices().shape == 1
+    with pytest.raises(UsageError, match="laws.stomach=8 must hold laws.start=32"):
+        Laws(stomach=8)
+    assert Prices(*Laws().prices()).upkeep == 256 and Laws(shape=1e-9).prices().shape == 1

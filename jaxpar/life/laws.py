@@ -8,7 +8,7 @@ from jaxpar.fields import Between, check_fields, field
 from jaxpar.life.units import ONE
 from jaxpar.types import Array, UsageError
 
-__all__ = ["Prices", "Rules"]
+__all__ = ["Prices", "Laws"]
 
 _RELAX = 2**18
 _TURN = 2**32 / (2 * math.pi)
@@ -37,7 +37,7 @@ class Prices(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class Laws:
     """The laws of a world, in units of energy, sides of a cell and steps.
 
     Attributes:
@@ -80,10 +80,10 @@ class Rules:
 
     def __post_init__(self):
         """Refuses what no law can be."""
-        check_fields(self, "rules.")
+        check_fields(self, "laws.")
         if self.stomach < max(self.start, self.child):
-            raise UsageError(f"rules.stomach={self.stomach:g} must hold rules.start={self.start:g} and "
-                             f"rules.child={self.child:g}.")  # fmt: skip
+            raise UsageError(f"laws.stomach={self.stomach:g} must hold laws.start={self.start:g} and "
+                             f"laws.child={self.child:g}.")  # fmt: skip
 
     def prices(self) -> Prices:
         """The laws in whole numbers: a price over 0 that 1/1024 would round away is 1."""
