@@ -51,7 +51,7 @@ class Config(_run.RunConfig):
       size: Cells of a side.
       lattice: Waves of the ground along a side; they divide size.
       window: Cells of a side that an agent sees, odd.
-      births: At most, in a step; as many come when all are dead.
+      births: At most, in a step, and at most `agents`; as many come when all are dead.
       hidden: Units of an LSTM.
       mutation: Standard deviation of what a child's weights differ by; in NEAT of a changed weight.
       laws: Changes to the laws, such as laws.upkeep=0.5.
@@ -78,6 +78,8 @@ class Config(_run.RunConfig):
     def __post_init__(self):
         """Refuses laws that there are none of."""
         super().__post_init__()
+        if self.births > self.agents:
+            raise UsageError(f"births={self.births} must be at most agents={self.agents}.")
         known = [each.name for each in dataclasses.fields(Laws)]
         for name in self.laws:
             if name not in known:

@@ -366,7 +366,8 @@ TABLE = {
     },
     life.Config: {
         "robots": PAIR,
-        "agents size lattice window births hidden frames": COUNT,
+        "size lattice window births hidden frames": COUNT,
+        "agents": ((0, -1), (16,)),
         "mutation": ((-1, 11), (0, 10)),
     },
     _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},

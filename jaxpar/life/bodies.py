@@ -60,12 +60,12 @@ class Neighbours(NamedTuple):
     """The k nearest of each of A bodies, nearest first, of two as near the one of the lower number.
 
     Attributes:
-        index: int32 `[A, k]`.
+        who: int32 `[A, k]`.
         offset: int32 `[A, k, 2]`, the way there, the shorter way around the torus.
         seen: bool `[A, k]`, whether it is there and within sight.
     """
 
-    index: Array
+    who: Array
     offset: Array
     seen: Array
 
@@ -108,8 +108,8 @@ def nearest(
 
 def all_neighbours(agents: Neighbours, machines: Neighbours, heard: Neighbours) -> Neighbours:
     """One list for all M bodies: agents' K neighbours among agents and L among robots, robots' two among all."""
-    num_agents, k = len(agents.index), agents.index.shape[1] + machines.index.shape[1]
-    machines = machines._replace(index=machines.index + num_agents)
+    num_agents, k = len(agents.who), agents.who.shape[1] + machines.who.shape[1]
+    machines = machines._replace(who=machines.who + num_agents)
     theirs = jax.tree.map(lambda *x: jnp.concatenate(x, 1), agents, machines)
     pad = lambda x: jnp.pad(x, [(0, 0), (0, k - 2), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731, none of these is seen
     return jax.tree.map(lambda x, y: jnp.concatenate((x, pad(y))), theirs, heard)
@@ -123,7 +123,7 @@ def flat_cells(position: Array, size: int) -> Array:
 def eat(terrain: Terrain, cells: Array, eats: Array, prices: Prices) -> tuple[Terrain, Array]:
     """What each body gets, int32 `[M]`: of a cell's T = min(energy, sum of demands), floor(T demand / sum).
 
-    A demand is a share of what the cell holds, `bite` times the mouth's opening. What rounding leaves stays in the cell.
+    A demand is a share of what the cell holds, `bite` times the mouth's opening. What rounding leaves stays there.
     """
     energy = terrain.energy.reshape(-1)
     demand = (((eats * prices.bite) >> 10) * energy[cells]) >> 10
@@ -161,9 +161,9 @@ def strike(energy: Array, near: Neighbours, hit: Array) -> tuple[Array, Array]:
     gift = (jnp.maximum(-hit, 0)[:, None] * arrives) >> 10
     pays = jnp.sum(gift, 1) <= energy
     gift = jnp.where(pays[:, None], gift, 0)
-    energy = (energy - jnp.sum(gift, 1)).at[near.index].add(gift)
+    energy = (energy - jnp.sum(gift, 1)).at[near.who].add(gift)
     blow = (jnp.maximum(hit, 0)[:, None] * arrives) >> 10
-    lost = jnp.minimum(energy, jnp.zeros_like(energy).at[near.index].add(blow))
+    lost = jnp.minimum(energy, jnp.zeros_like(energy).at[near.who].add(blow))
     return energy - lost, lost
 
 
@@ -174,7 +174,7 @@ def travel(position: Array, near: Neighbours, actions: Actions, prices: Prices, 
     along = jax.lax.div(away, jnp.broadcast_to(jnp.maximum(longest, 1), away.shape))
     force = (actions.push[:, None] * reach(near))[..., None]
     shift = scaled(scaled(scaled(force, 1), along), prices.speed)
-    moved = (position + scaled(actions.move, prices.speed)).at[near.index].add(shift)
+    moved = (position + scaled(actions.move, prices.speed)).at[near.who].add(shift)
     return jnp.mod(moved, side)
 
 

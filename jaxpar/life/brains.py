@@ -1,11 +1,11 @@
 """Brains: what turns what agents see into what they do, and what a child's differs in.
 
-A world takes any `Brain`: functions of all agents at once, whose genomes are pytrees of leaves `[N, ...]`. `Lstm` is the
-default; `Reflex` sees nothing and does what its genome says, for worlds whose outcome is known beforehand.
+A world takes any `Brain`: functions of all agents at once, whose genomes are pytrees of leaves `[N, ...]`. `Lstm` is
+the default; `Reflex` sees nothing and does what its genome says, for worlds whose outcome is known beforehand.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxpar.nn import LSTM
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Brain", "Jitter", "Lstm", "Reflex", "Sight"]
+__all__ = ["Brain", "Jitter", "Lstm", "Reflex", "Sight", "sight_of_one"]
 
 
 class Sight(NamedTuple):
@@ -33,6 +33,12 @@ class Sight(NamedTuple):
     agents: Array
     robots: Array
     own: Array
+
+
+def sight_of_one(window: int, agents: int, robots: int) -> Sight:
+    """The shapes of what one agent sees, abstract."""
+    shapes = (8 * window**2,), (agents, 40), (robots, 36), (69,)
+    return Sight(*(cast(Array, jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
 
 
 class Brain(Protocol):

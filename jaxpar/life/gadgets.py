@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.life.brains import Reflex
-from jaxpar.life.inhabitants import WorldState
+from jaxpar.life.inhabitants import WorldState, open_world
 from jaxpar.life.robots import TAPE, Robots, program_of
 from jaxpar.life.units import ONE
 from jaxpar.life.world import World
@@ -47,7 +47,7 @@ def set_robots(world: World, places: Array, programs: Array, last: Array, tape: 
     where = jnp.mod(jnp.round(jnp.asarray(places) * ONE).astype(jnp.int32), world.side)
     robots = Robots(state.robots.energy, where, memory, programs)
     agents = state.agents._replace(alive=jnp.zeros_like(state.agents.alive), energy=jnp.zeros_like(state.agents.energy))
-    return world.open(agents, robots, state.terrain, state.lineages)
+    return open_world(agents, robots, state.terrain, state.lineages)
 
 
 def nand_gate(kind: str, inputs: Array) -> tuple[World, WorldState]:

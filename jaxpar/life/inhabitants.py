@@ -12,7 +12,7 @@ from jaxpar.life.terrain import Terrain, window
 from jaxpar.life.units import ONE, Wide, wide_sum
 from jaxpar.types import Array, Info, PyTree
 
-__all__ = ["Agents", "Ledger", "WorldState", "total_energy"]
+__all__ = ["Agents", "Ledger", "WorldState", "open_world", "total_energy"]
 
 KIND = 8
 """Numbers of an identity."""
@@ -84,6 +84,13 @@ def total_energy(agents: Agents, robots: Robots, terrain: Terrain) -> Wide:
     return held.plus(wide_sum(terrain.energy))
 
 
+def open_world(agents: Agents, robots: Robots, terrain: Terrain, lineages: Array) -> WorldState:
+    """A state whose book begins with what is there."""
+    nothing = wide_sum(jnp.zeros(1, jnp.int32))
+    ledger = Ledger(nothing, nothing, nothing, total_energy(agents, robots, terrain))
+    return WorldState(agents, robots, terrain, ledger, lineages)
+
+
 def see(agents: Agents, robots: Robots, terrain: Terrain, near: Neighbours, near_robots: Neighbours, width: int):
     """What each agent sees: `Sight` of N."""
     energy, age = (jnp.log1p(x.astype(jnp.float32)) for x in (agents.energy / ONE, agents.age))
@@ -97,17 +104,17 @@ def see(agents: Agents, robots: Robots, terrain: Terrain, near: Neighbours, near
     state = jnp.concatenate((robots.memory, robots.program), 1).astype(jnp.float32) / ONE
     return Sight(
         window(terrain, agents.position >> 10, width),
-        beside(near, flag(near), body[near.index], way(near), signals[near.index]),
-        beside(near_robots, flag(near_robots), stored[near_robots.index], way(near_robots), state[near_robots.index]),
+        beside(near, flag(near), body[near.who], way(near), signals[near.who]),
+        beside(near_robots, flag(near_robots), stored[near_robots.who], way(near_robots), state[near_robots.who]),
         jnp.concatenate((body, signals, more), 1),
     )
 
 
 def hear(spoken: Array, strength: Array, near: Neighbours) -> Array:
     """What each hears, int32 `[N, 16]`: the mean of its neighbours' messages by strength; 0 where none spoke."""
-    weight = jnp.where(near.seen, strength[near.index], 0)
+    weight = jnp.where(near.seen, strength[near.who], 0)
     total = jnp.maximum(jnp.sum(weight, 1), 1)[:, None]
-    mixed = jnp.sum(weight[..., None] * spoken[near.index], 1)
+    mixed = jnp.sum(weight[..., None] * spoken[near.who], 1)
     return jnp.sign(mixed) * (jnp.abs(mixed) // total)
 
 

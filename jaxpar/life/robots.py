@@ -49,11 +49,11 @@ class Speakers(NamedTuple):
     So a program means the same wherever it runs, and left is left all around the torus. A single one is the first.
 
     Attributes:
-        index: int32 `[R, 2]`.
+        who: int32 `[R, 2]`.
         heard: bool `[R, 2]`.
     """
 
-    index: Array
+    who: Array
     heard: Array
 
 
@@ -62,7 +62,7 @@ def speakers(near: Neighbours) -> Speakers:
     x, y = near.offset[..., 0], near.offset[..., 1]
     swap = near.seen[:, 1] & ((x[:, 0] > x[:, 1]) | ((x[:, 0] == x[:, 1]) & (y[:, 0] > y[:, 1])))
     order = lambda pair: jnp.where(swap[:, None], pair[:, ::-1], pair)  # noqa: E731
-    return Speakers(order(near.index), order(near.seen))
+    return Speakers(order(near.who), order(near.seen))
 
 
 def reprogram(program: Array, messages: Array, strengths: Array) -> Array:
@@ -109,7 +109,7 @@ def tick(robots: Robots, spoken: Array, near: Speakers, bit: Array, cells: Array
         The robots, and the bits. Of several that write one cell, a 1 wins.
     """
     said = jnp.concatenate((spoken, robots.memory))
-    first, second = (jnp.where(near.heard[:, i, None], said[near.index[:, i]], 0) for i in (0, 1))
+    first, second = (jnp.where(near.heard[:, i, None], said[near.who[:, i]], 0) for i in (0, 1))
     memory = operate(robots.memory, robots.program, first, second)
     reads, writes = memory[:, TAPE] > _PULL, memory[:, TAPE] < -_PULL
     memory = memory.at[:, -1].set(jnp.where(reads, bit[cells] * ONE, memory[:, -1]))

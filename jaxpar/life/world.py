@@ -12,8 +12,21 @@ from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.life import bodies, robots, terrain
 from jaxpar.life.births import Births, birth_fee, born, noisy_kind, pair_parents
 from jaxpar.life.bodies import Actions, Neighbours, all_neighbours, nearest, read_actions
-from jaxpar.life.brains import Brain, Lstm, Sight
-from jaxpar.life.inhabitants import KIND, Agents, Ledger, WorldState, bury, hear, put, see, shown, tell, total_energy
+from jaxpar.life.brains import Brain, Lstm, sight_of_one
+from jaxpar.life.inhabitants import (
+    KIND,
+    Agents,
+    Ledger,
+    WorldState,
+    bury,
+    hear,
+    open_world,
+    put,
+    see,
+    shown,
+    tell,
+    total_energy,
+)
 from jaxpar.life.laws import Laws, Prices
 from jaxpar.life.robots import PROGRAM, Robots
 from jaxpar.life.units import ONE, Wide, whole, wide_sum
@@ -64,16 +77,16 @@ class World:
 
     def __post_init__(self):
         """Refuses sizes that do not fit together."""
-        check_fields(self, "world.")
+        check_fields(self)
         if self.size % self.lattice:
-            raise UsageError(f"world.lattice={self.lattice} must divide world.size={self.size}.")
+            raise UsageError(f"lattice={self.lattice} must divide size={self.size}.")
         if self.window % 2 == 0:
-            raise UsageError(f"world.window={self.window} must be odd: an agent stands in its middle.")
+            raise UsageError(f"window={self.window} must be odd: an agent stands in its middle.")
         for name, most in (("num_start", "num_agents"), ("seen_agents", "num_agents"), ("seen_robots", "num_robots"),
                            ("max_births", "num_agents"), ("newcomers", "max_births")):  # fmt: skip
             if getattr(self, name) > getattr(self, most):
-                raise UsageError(f"world.{name}={getattr(self, name)} must be at most "
-                                 f"world.{most}={getattr(self, most)}.")  # fmt: skip
+                raise UsageError(f"{name}={getattr(self, name)} must be at most "
+                                 f"{most}={getattr(self, most)}.")  # fmt: skip
 
     @property
     def side(self) -> int:
@@ -93,18 +106,7 @@ class World:
         programs = jax.random.randint(program_key, (self.num_robots, PROGRAM), -ONE, ONE + 1, jnp.int32)
         energy = jnp.full(self.num_robots, prices.start, jnp.int32)
         machines = Robots(energy, places, jnp.zeros_like(programs), programs)
-        return self.open(agents, machines, ground, jnp.int32(count))
-
-    def open(self, agents: Agents, machines: Robots, ground: terrain.Terrain, lineages: Array) -> WorldState:
-        """A state whose book begins with what is there."""
-        nothing = wide_sum(jnp.zeros(1, jnp.int32))
-        return WorldState(
-            agents,
-            machines,
-            ground,
-            Ledger(nothing, nothing, nothing, total_energy(agents, machines, ground)),
-            lineages,
-        )
+        return open_world(agents, machines, ground, jnp.int32(count))
 
     def step(self, key: PRNGKey, state: WorldState, inputs: Prices | None = None) -> tuple[WorldState, Info]:
         """All see, think and act at once; then deaths, births, growth. Consumes `key`.
@@ -201,8 +203,8 @@ class World:
     def _compute(self, state: WorldState, near: Neighbours, acts: Actions) -> tuple[Robots, Array]:
         """Robots after being programmed and their ticks, and the bits of the ground."""
         machines, heard = state.robots, robots.speakers(near)
-        said = jnp.concatenate((acts.message, jnp.zeros_like(machines.memory)))[heard.index]
-        strengths = jnp.concatenate((acts.strength, jnp.zeros_like(machines.energy)))[heard.index]
+        said = jnp.concatenate((acts.message, jnp.zeros_like(machines.memory)))[heard.who]
+        strengths = jnp.concatenate((acts.strength, jnp.zeros_like(machines.energy)))[heard.who]
         program = robots.reprogram(machines.program, said, jnp.where(heard.heard, strengths, 0))
         cells = bodies.flat_cells(machines.position, self.size)
 
@@ -245,7 +247,7 @@ class World:
         place_key, kind_key, genome_key = jax.random.split(key, 3)
         places = jax.random.randint(place_key, (count, 2), 0, self.side, jnp.int32)
         kind = jax.random.randint(kind_key, (count, KIND), -ONE, ONE + 1, jnp.int32)
-        genome = self.brain.init(genome_key, self._sight_of_one(), count)
+        genome = self.brain.init(genome_key, sight_of_one(self.window, self.seen_agents, self.seen_robots), count)
         lineage = lineages + jnp.arange(count, dtype=jnp.int32)
         return born(genome, self.brain.rest(count), places, kind, lineage, prices.start)
 
@@ -256,11 +258,3 @@ class World:
 
     def _prices(self, inputs: Prices | None) -> Prices:
         return jax.tree.map(jnp.int32, self.laws.prices() if inputs is None else inputs)
-
-    def _sight_of_one(self) -> Sight:
-        float_of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        own, other = 2 + 11 + KIND + 16, 5 + 11 + KIND + 16
-        return Sight(
-            float_of(8 * self.window**2), float_of(self.seen_agents, other), float_of(self.seen_robots, 36),
-            float_of(own + 32),
-        )  # fmt: skip

@@ -288,7 +288,7 @@ def test_ctrl_c_while_xla_compiles_is_no_crash(command, tmp_path):
 
 SWEPT = TINY | {
     "rl": "num_seeds=1 num_envs=8 num_steps=8 train.steps=6400 train.chunk=1 train.save_every=1 gif=false anneal=false",
-    "life": "agents=8 robots=2 size=4 hidden=4 window=1 births=4 gif=false train.steps=400 train.chunk=1 train.save_every=1",
+    "life": f"{TINY['life']} train.steps=400 train.chunk=1 train.save_every=1",
     "neat": "population=64 train.steps=60 train.chunk=1 train.save_every=1 task=multiplexer",
     "launch": "--processes 2 --devices-per-process 1 lm",
 }

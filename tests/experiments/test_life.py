@@ -28,7 +28,10 @@ def test_it_lives_tells_and_goes_on(main, tmp_path):
 
 
 def test_children_of_growing_networks_are_sound():
-    brain, sight = NeatBrain(max_nodes=40), life.make_world(life.compose("agents=8", "window=3"))._sight_of_one()
+    brain, sight = (
+        NeatBrain(max_nodes=40),
+        life.make_world(life.compose("agents=8", "births=4", "window=3"))._sight_of_one(),
+    )
     genomes = brain.init(jax.random.key(0), sight, 6)
     children, mutate = genomes, jit(brain.mutate)
     for number in range(30):

@@ -1,4 +1,4 @@
-"""A world's step in plain Python, one inhabitant after the other: what `jaxpar.life.World` must equal, number by number.
+"""A world's step in plain Python, one inhabitant after the other: what `World` must equal, number by number.
 
 Python's integers have no end, so nothing here can overflow unseen. Brains and draws of random numbers are given.
 """
@@ -263,7 +263,7 @@ def operate(memory, program, first, second):
 
 
 def plain_maps(angles, size):
-    """Base maps by gradient noise in floats, cell by cell: within rounding of those in whole numbers, float `[6, S, S]`."""
+    """Base maps by gradient noise in floats, cell by cell, `[6, S, S]`: within rounding of those in whole numbers."""
     angles = np.asarray(angles) * (2 * np.pi / 2**32)
     count, lattice, _ = angles.shape
     per = size // lattice

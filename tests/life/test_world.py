@@ -1,4 +1,4 @@
-"""A world's step equals its plain twin; its energy is kept to the last unit; it is the same on a torus and on devices."""
+"""A world's step equals its plain twin; its energy is kept to the unit; it is the same on a torus and on devices."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from plain_world import PlainWorld, plain_maps
 
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
 from jaxpar.life.bodies import nearest
-from jaxpar.life.inhabitants import see
+from jaxpar.life.inhabitants import open_world, see
 from jaxpar.life.laws import Prices
 from jaxpar.life.terrain import base_maps
 from jaxpar.life.units import ONE, wide_sum
@@ -92,7 +92,7 @@ def crowd(seed, corner=3):
         energy=ints(0, 9000, r), position=place(r), memory=memory, program=ints(-ONE, ONE, r, 16)
     )
     ground = state.terrain._replace(energy=ints(0, 2 * ONE, 8, 8), bit=ints(0, 1, 8, 8))
-    return acting(SMALL.open(agents, robots, ground, state.lineages), ints(-ONE, ONE, n, 44) / ONE)
+    return acting(open_world(agents, robots, ground, state.lineages), ints(-ONE, ONE, n, 44) / ONE)
 
 
 def flat(state):
@@ -364,10 +364,10 @@ def test_sums_beyond_32_bits_are_exact():
 
 def test_what_no_world_can_be_is_refused():
     for changes, words in (
-        (dict(lattice=3), "world.lattice=3 must divide world.size=128"),
-        (dict(window=4), "world.window=4 must be odd"),
-        (dict(seen_agents=200), "world.seen_agents=200 must be at most world.num_agents=128"),
-        (dict(newcomers=17), "world.newcomers=17 must be at most world.max_births=16"),
+        (dict(lattice=3), "lattice=3 must divide size=128"),
+        (dict(window=4), "window=4 must be odd"),
+        (dict(seen_agents=200), "seen_agents=200 must be at most num_agents=128"),
+        (dict(newcomers=17), "newcomers=17 must be at most max_births=16"),
     ):
         with pytest.raises(UsageError, match=words):
             World(**changes)
