@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.life.bodies import SIGNALS
-from jaxpar.life.inhabitants import LAST, Agents
+from jaxpar.life.brains import Brain, Sight
+from jaxpar.life.inhabitants import KIND, LAST, Agents
 from jaxpar.life.laws import Prices
 from jaxpar.life.terrain import Terrain
 from jaxpar.life.units import ONE
@@ -57,3 +58,19 @@ def born(genome: PyTree, rest: PyTree, places: Array, kind: Array, lineage: Arra
     zero, signals = jnp.zeros(count, jnp.int32), jnp.zeros((count, SIGNALS), jnp.int32)
     alive, energy, last = jnp.ones(count, bool), jnp.full(count, energy, jnp.int32), jnp.zeros((count, LAST), jnp.int32)
     return Agents(alive, energy, zero, places, kind, signals, signals, signals, last, lineage, genome, rest)
+
+
+def newcomers(
+    key: PRNGKey, brain: Brain, sight: Sight, count: int, side: int, energy: Array | int, lineages: Array
+) -> Agents:
+    """`count` agents from outside at random places, each the first of its lineage. Consumes `key`."""
+    place_key, kind_key, genome_key = jax.random.split(key, 3)
+    places = jax.random.randint(place_key, (count, 2), 0, side, jnp.int32)
+    kind = jax.random.randint(kind_key, (count, KIND), -ONE, ONE + 1, jnp.int32)
+    lineage = lineages + jnp.arange(count, dtype=jnp.int32)
+    return born(brain.init(genome_key, sight, count), brain.rest(count), places, kind, lineage, energy)
+
+
+def next_lineage(lineages: Array, agents: Agents) -> Array:
+    """The number of the next newcomer, int32 `[]`."""
+    return jnp.maximum(lineages, jnp.max(jnp.where(agents.alive, agents.lineage, -1)) + 1)

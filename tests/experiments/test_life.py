@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from fast import jit
 
-from experiments import life
 from experiments._life_neat import NUM_INPUTS, NeatBrain
 from jaxpar.life import Sight
+from jaxpar.life.brains import sight_of_one
 from jaxpar.neat.genome import check_genomes
 
-TINY = (
-    "brain=neat agents=8 robots=2 size=4 lattice=2 window=3 births=4 train.chunk=2 train.save_every=4 frames=3".split()
-)
+TINY = "brain=neat agents=8 robots=2 size=4 lattice=2 window=3 births=4 train.chunk=2 train.save_every=4 frames=3 cpu_devices=8".split()
 
 
 def test_it_lives_tells_and_goes_on(main, tmp_path):
@@ -28,10 +26,7 @@ def test_it_lives_tells_and_goes_on(main, tmp_path):
 
 
 def test_children_of_growing_networks_are_sound():
-    brain, sight = (
-        NeatBrain(max_nodes=40),
-        life.make_world(life.compose("agents=8", "births=4", "window=3"))._sight_of_one(),
-    )
+    brain, sight = NeatBrain(max_nodes=40), sight_of_one(3, 4, 2)
     genomes = brain.init(jax.random.key(0), sight, 6)
     children, mutate = genomes, jit(brain.mutate)
     for number in range(30):
