@@ -14,7 +14,6 @@ from jaxpar.life.births import Births, birth_fee, born, newcomers, next_lineage,
 from jaxpar.life.bodies import Actions, Neighbours, all_neighbours, nearest, read_actions
 from jaxpar.life.brains import Brain, Lstm, sight_of_one
 from jaxpar.life.inhabitants import (
-    KIND,
     Agents,
     Ledger,
     WorldState,
@@ -246,62 +245,6 @@ class World:
     def _newcomers(self, key: PRNGKey, count: int, prices: Prices, lineages: Array) -> Agents:
         sight = sight_of_one(self.window, self.seen_agents, self.seen_robots)
         return newcomers(key, self.brain, sight, count, self.side, prices.start, lineages)
-
-    def _compute(self, state: WorldState, near: Neighbours, acts: Actions) -> tuple[Robots, Array]:
-        """Robots after being programmed and their ticks, and the bits of the ground."""
-        machines, heard = state.robots, robots.speakers(near)
-        said = jnp.concatenate((acts.message, jnp.zeros_like(machines.memory)))[heard.who]
-        strengths = jnp.concatenate((acts.strength, jnp.zeros_like(machines.energy)))[heard.who]
-        program = robots.reprogram(machines.program, said, jnp.where(heard.heard, strengths, 0))
-        cells = bodies.flat_cells(machines.position, self.size)
-
-        def tick(_, carried):
-            return robots.tick(carried[0], acts.message, heard, carried[1], cells)
-
-        first = machines._replace(program=program), state.terrain.bit.reshape(-1)
-        machines, bits = jax.lax.fori_loop(0, self.ticks, tick, first)
-        return machines, bits.reshape(state.terrain.bit.shape)
-
-    def bear(self, key: PRNGKey, agents: Agents, state: WorldState, prices: Prices) -> tuple[Agents, Array, Wide, Wide]:
-        """Children in free slots, or newcomers where all are dead: agents, who was born, fees, energy from outside."""
-        fee = birth_fee(state.terrain, bodies.flat_cells(agents.position, self.size), agents.alive, prices)
-        births = pair_parents(agents, fee + prices.child, self.max_births)
-        paid = jnp.where(births.born, fee[births.parent], 0)
-        slots, extinct = births.slot, jnp.zeros((), bool)
-        have = lambda: self.children(key, agents, births, prices)  # noqa: E731
-        if self.newcomers:
-            extinct, number = ~jnp.any(agents.alive), jnp.arange(self.max_births)
-            come = lambda: self._newcomers(key, self.max_births, prices, state.lineages)  # noqa: E731
-            rows = jax.lax.cond(extinct, come, have)
-            slots = jnp.where(extinct, jnp.where(number < self.newcomers, number, self.num_agents), slots)
-        else:
-            rows = have()
-        payer = jnp.where(births.born, births.parent, self.num_agents)
-        agents = agents._replace(energy=agents.energy.at[payer].add(-(paid + prices.child), mode="drop"))
-        arrivals = jnp.where(extinct, self.newcomers * prices.start, 0)
-        return put(agents, slots, rows), births.born, wide_sum(paid), wide_sum(arrivals[None])
-
-    def children(self, key: PRNGKey, agents: Agents, births: Births, prices: Prices) -> Agents:
-        """The B children, each where its parent is, by its parent's genome. Consumes `key`."""
-        kind_key, genome_key = jax.random.split(key)
-        parents = jax.tree.map(lambda x: x[births.parent], agents)
-        genome = self.brain.mutate(genome_key, parents.genome)
-        kind = noisy_kind(kind_key, parents.kind)
-        rest = self.brain.rest(self.max_births)
-        return born(genome, rest, parents.position, kind, parents.lineage, prices.child)
-
-    def _newcomers(self, key: PRNGKey, count: int, prices: Prices, lineages: Array) -> Agents:
-        place_key, kind_key, genome_key = jax.random.split(key, 3)
-        places = jax.random.randint(place_key, (count, 2), 0, self.side, jnp.int32)
-        kind = jax.random.randint(kind_key, (count, KIND), -ONE, ONE + 1, jnp.int32)
-        genome = self.brain.init(genome_key, sight_of_one(self.window, self.seen_agents, self.seen_robots), count)
-        lineage = lineages + jnp.arange(count, dtype=jnp.int32)
-        return born(genome, self.brain.rest(count), places, kind, lineage, prices.start)
-
-    def _lineages(self, state: WorldState, agents: Agents) -> Array:
-        """The next newcomer's number."""
-        newest = jnp.max(jnp.where(agents.alive, agents.lineage, -1))
-        return jnp.maximum(state.lineages, newest + 1)
 
     def _prices(self, inputs: Prices | None) -> Prices:
         return jax.tree.map(jnp.int32, self.laws.prices() if inputs is None else inputs)

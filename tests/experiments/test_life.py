@@ -10,7 +10,10 @@ from jaxpar.life import Sight
 from jaxpar.life.brains import sight_of_one
 from jaxpar.neat.genome import check_genomes
 
-TINY = "brain=neat agents=8 robots=2 size=4 lattice=2 window=3 births=4 train.chunk=2 train.save_every=4 frames=3 cpu_devices=8".split()
+TINY = (
+    "brain=neat agents=8 robots=2 size=4 lattice=2 window=3 births=4 train.chunk=2 train.save_every=4 frames=3 "
+    "cpu_devices=8"
+).split()
 
 
 def test_it_lives_tells_and_goes_on(main, tmp_path):
