@@ -1,24 +1,27 @@
 """Worlds: steps a second by number of agents, and the memory of a step.
 
-Whole runs as one program, `steps` steps after one such run that is thrown away; the median of `--rounds`. Memory is what
-the compiled program of one step takes besides its state (`temp_size_in_bytes`).
+Whole runs as one program, `steps` steps after one such run that is thrown away; the median of `--rounds`. Memory is
+what the compiled program of one step takes besides its state (`temp_size_in_bytes`).
 
     python bench/life.py                              # 128 and 1,024 agents, 256 robots, 256 x 256 cells
     python bench/life.py --agents 128 --size 64 --robots 32
     python bench/life.py --memory 256,512,1024,2048   # bytes against the number of agents, nothing is run
     python bench/life.py --jaxlife FOLDER             # beside JaxLife in that folder, 128 agents and 32 robots
 
-JaxLife has no licence: nothing of it is here. Where a copy is at hand, `jax.tree_map`, which JAX has no longer, is put back
-in this process alone before it is imported.
+JaxLife has no licence: nothing of it is here. Where a copy is at hand, `jax.tree_map`, which JAX has no longer, is put
+back in this process alone, and its own command line gives its configuration.
 """
 
 import argparse
 import dataclasses
+import importlib
 import json
 import pathlib
+import runpy
 import statistics
 import sys
 import time
+import types
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -57,21 +60,37 @@ def temporary(world: World) -> int:
     return memory.temp_size_in_bytes
 
 
-def peer(folder: pathlib.Path, steps: int) -> dict[str, float]:
-    """Steps a second of the peer's own loop: its simulator with its default configuration."""
-    jax.tree_map = jax.tree.map
-    sys.path.insert(0, str(folder))
-    from jaxlife.simulator import SimulatorConfig, init_simulator, step_simulator  # ty: ignore
+class Found(Exception):
+    """The peer's own default configuration, caught before it draws."""
 
-    config = SimulatorConfig()
-    state = init_simulator(jax.random.key(0), config)
-    go_on = jax.jit(lambda key, state: step_simulator(key, state, config))
-    state = jax.block_until_ready(go_on(jax.random.key(0), state))
-    begin = time.perf_counter()
-    for number in range(steps):
-        state = go_on(jax.random.key(number), state)
-    jax.block_until_ready(state)
-    return {"steps_per_s": round(steps / (time.perf_counter() - begin), 1)}
+
+def peer(folder: pathlib.Path, steps: int, rounds: int) -> dict[str, float]:
+    """Steps a second of the peer's own world with its own defaults: 128 agents, 32 robots, 128 x 128 cells."""
+    jax.tree_map = jax.tree.map
+
+    class Visualizer:
+        def __init__(self, config: dict):
+            raise Found(config)
+
+    sys.modules["wandb"] = types.ModuleType("wandb")
+    sys.modules["visualizer"] = types.ModuleType("visualizer")
+    sys.modules["visualizer"].__dict__["Visualizer"] = Visualizer
+    sys.path.insert(0, str(folder / "src"))
+    before, sys.argv = sys.argv, ["main.py", "--no-render"]
+    try:
+        runpy.run_path(str(folder / "src" / "main.py"), run_name="__main__")
+    except Found as found:
+        config = found.args[0] | {"RETURN_WORLD_STATE": False}
+    finally:
+        sys.argv = before
+    world = importlib.import_module("world.world").World(config)
+    state, seconds = world.initialize(jax.random.PRNGKey(0)), []
+    program = jax.jit(lambda state: jax.lax.scan(world.step, state, None, steps)[0])
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(state))
+        seconds.append(time.perf_counter() - begin)
+    return {"steps_per_s": round(steps / statistics.median(seconds[1:]), 1)}
 
 
 def main() -> None:
@@ -100,7 +119,7 @@ def main() -> None:
         )
     if args.jaxlife:
         ours = speed(world_of(128, 32, 128), args.steps, args.rounds)
-        print(json.dumps(head | {"ours": ours, "jaxlife": peer(args.jaxlife, args.steps)}), flush=True)
+        print(json.dumps(head | {"ours": ours, "jaxlife": peer(args.jaxlife, args.steps, args.rounds)}), flush=True)
 
 
 if __name__ == "__main__":
