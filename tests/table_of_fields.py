@@ -30,10 +30,12 @@ from envs.puzzles import (
     tour_levels,
 )
 from experiments import (
+    _life_neat,
     compare,
     digits,
     env,
     generate,
+    life,
     lm,
     moving_digits,
     neat,
@@ -64,6 +66,7 @@ from jaxpar.decode import (
     SinksAndWindow,
 )
 from jaxpar.env.picture import Animation
+from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
 from jaxpar.lm import DraftTrainer, LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
@@ -374,6 +377,34 @@ TABLE = {
         "max_steps together": LEAST_0,
         "goal": UNBOUNDED,
     },
+    life.Config: {
+        "robots": PAIR,
+        "size lattice window births hidden frames": COUNT,
+        "agents": ((0, -1), (16,)),
+        "mutation": ((-1, 11), (0, 10)),
+    },
+    _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},
+    Laws: {
+        "start": ((-1, 1025), (0, 1024)),
+        "child": ((0, 1025), (0.01, 1024)),
+        "fee": ((-1, 33), (0, 32)),
+        "upkeep move push hit speak shape evaporation": ((-1, 9), (0, 8)),
+        "aging bite speed shaping": SHARE,
+        "stomach": ((0, 2**19), (1024, 2**18)),
+        "relax": ((-1, 0.02), (0, 0.01)),
+        "drift": ((-1, 0.2), (0, 0.1)),
+    },
+    World: {
+        "num_agents": ((0, 8193), (1, 8192)),
+        "num_robots": ((1, 8193), (2, 8192)),
+        "size": ((0, 1025), (1, 1024)),
+        "sight": ((0, 17), (1, 16)),
+        "lattice window seen_agents seen_robots max_births ticks": COUNT,
+        "num_start newcomers": LEAST_0,
+    },
+    Lstm: {"hidden width heads": COUNT},
+    Jitter: {"std": LEAST_0},
+    Reflex: {"std": LEAST_0},
     pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
     generate.Config: {

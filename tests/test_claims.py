@@ -114,6 +114,8 @@ CLAIMS = {
     "a generation as one program, bit-equal on 1 to 8 devices": "neat/test_neat_species.py::devices_give_the_same_bits",
     "neat-python's JSON": "neat/test_neat_exchange.py::there_and_back "
     "neat/test_neat_exchange.py::neat_python_gives_the_same_outputs",
+    "its energy is kept to the unit": "life/test_world.py::the_book_of_energy_balances_to_the_unit",
+    "the right parents have the children": "life/test_world.py::who_eats_inherits_the_world",
     "PPO, A2C, PQN, DQN": "rl/test_ppo.py::losses_and_their_gradients_by_hand "
     "rl/test_joint.py::updates_equal_those_by_hand rl/test_joint.py::what_is_replayed_equals_what_happened_by_hand "
     "rl/test_pqn.py::an_update_equals_its_equations rl/test_dqn.py::an_update_equals_its_equations "
@@ -144,7 +146,7 @@ CLAIMS = {
     "the nearest legal choice is data=8": "experiments/test_errors.py::bad_flags",
     # as a library
     "`data=2, fsdp=2, tensor=2` prints the same number": "test_docs.py::readme_snippet_learns_the_same_on_both_meshes",
-    "the pillars `lm`, `pomdp`, `neat`, `rl`": "test_claims.py::the_rooms_named_are_those_of_the_library",
+    "the pillars `lm`, `pomdp`, `neat`, `rl`, `life`": "test_claims.py::the_rooms_named_are_those_of_the_library",
     "environments in families, one a file": "env/test_page.py::every_environment_is_named_once",
     "01: one language model": "test_notebooks.py::runs_small",
     "[Quick start](docs/quickstart.md)": "test_docs.py::links_resolve",

@@ -18,6 +18,7 @@ from experiments import (
     env,
     estimate,
     generate,
+    life,
     lm,
     moving_digits,
     neat,
@@ -37,7 +38,7 @@ from jaxpar.parallel.placement import MATMUL_PLACEMENTS, Broadcast, Partial, Spl
 
 ROOT = Path(__file__).parents[1]
 OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}
-OTHERS |= {"generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
+OTHERS |= {"life": life, "generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
 OTHERS |= {"pipeline": pipeline, "compare": compare, "step_speculation": steps, "moving_digits": moving_digits}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]

@@ -15,6 +15,7 @@ from tolerance import EXACT_MATHS, assert_close
 
 import envs
 from jaxpar.decode import PromptTokens
+from jaxpar.life import Jitter, Lstm, Reflex, World
 from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, Trainer
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
@@ -79,6 +80,16 @@ STACK = Stack(1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window
 LAYERS = Stack(1, 4, Lmu(4, memory=3, theta=5.0), Mlp(4, "gelu"), init_std=0.5, dtype="float32")
 BOTH_WAYS = Stack(1, 4, Attention(2, 2, 2, visible=Visible(causal=False)), Mlp(4), dropout=0.1)
 TINY = {"num_envs": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
+LIVING = {
+    "num_agents": 6,
+    "num_robots": 2,
+    "size": 4,
+    "lattice": 2,
+    "window": 1,
+    "seen_agents": 2,
+    "max_births": 2,
+    "newcomers": 2,
+}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(
@@ -92,6 +103,8 @@ ROWS = {
         Neat(NeatConfig(3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)), Table()),
         xor,
     ),
+    "life": Row(World(Reflex(Jitter(0.1), std=1.0), **LIVING)),
+    "life-lstm": Row(World(Lstm(4, 4, 2), **LIVING)),
     "ppo": Row(
         Ppo(CART, Network(hidden=(8,)), num_envs=2, num_steps=6, epochs=2, minibatches=2), short_episodes, SHAPES_ALONE
     ),
@@ -122,6 +135,7 @@ ROWS = {
     ),  # fmt: skip
 }
 SLOW = (
+    "life-lstm",
     "lm-gla",
     "lm-draft",
     "lm-muon-dropout-accumulate",

@@ -163,6 +163,12 @@ OTHERS = [
         "mesh.data=8 num_envs=12 cpu_devices=8",
         "num_envs=12 does not divide over mesh.data=8; the nearest legal are 8 or 16",
     ),
+    (
+        "life",
+        "agents=10 births=4 cpu_devices=8",
+        "agents=10 does not divide over mesh.data=2 x mesh.fsdp=2 = 4; .* are 8 or 12",
+    ),
+    ("life", "laws.tax=1", "there is no laws.tax; legal are start, child, fee"),
     ("neat", "mesh.data=4 mesh.expert=2 cpu_devices=8", "mesh.expert=2 leaves .* a search has nothing along expert"),
     (
         "neat",

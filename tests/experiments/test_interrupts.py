@@ -20,7 +20,7 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["compare", "digits", "env", "estimate", "generate", "launch", "lm", "moving_digits", "neat"]
+COMMANDS = ["compare", "digits", "env", "estimate", "generate", "launch", "life", "lm", "moving_digits", "neat"]
 COMMANDS += ["pipeline", "pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
 
 
@@ -161,6 +161,7 @@ TINY = {
     "compare": "mixers=[min_gru]",
     "digits": "",
     "env": "env=CartPole-v1 num_envs=8 num_steps=8 gif=false",
+    "life": "agents=8 robots=2 size=4 hidden=4 window=1 births=4 gif=false",
     "lm": "",
     "moving_digits": "",
     "neat": "population=16",
@@ -175,6 +176,7 @@ TINY = {
 }
 FIRST = {  # what a command does first that takes long
     "digits": "jaxpar.loop._first_state",
+    "life": "jaxpar.loop._first_state",
     "lm": "jaxpar.loop._Driver.compile",
     "moving_digits": "jaxpar.loop._first_state",
     "neat": "jaxpar.loop._first_state",
@@ -286,6 +288,7 @@ def test_ctrl_c_while_xla_compiles_is_no_crash(command, tmp_path):
 
 SWEPT = TINY | {
     "rl": "num_seeds=1 num_envs=8 num_steps=8 train.steps=6400 train.chunk=1 train.save_every=1 gif=false anneal=false",
+    "life": f"{TINY['life']} train.steps=400 train.chunk=1 train.save_every=1",
     "neat": "population=64 train.steps=60 train.chunk=1 train.save_every=1 task=multiplexer",
     "launch": "--processes 2 --devices-per-process 1 lm",
 }

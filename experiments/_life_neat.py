@@ -1,0 +1,89 @@
+"""NEAT's networks as brains of a world: what joins `jaxpar.neat` to `jaxpar.life`, which do not know each other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.fields import AtLeast, Between, check_fields, field
+from jaxpar.life import NUM_ACTIONS, Sight
+from jaxpar.neat import Genomes, NeatConfig, Rates, express
+from jaxpar.neat import apply as apply_networks
+from jaxpar.neat.genome import initial
+from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
+from jaxpar.neat.uniforms import Uniforms
+from jaxpar.types import Array, PRNGKey
+
+NUM_INPUTS = 18
+"""One, energy, age, the energy of 9 cells, and of the nearest agent and robot whether it is there, and the way."""
+SPOKEN = 12
+"""Outputs: move 2, push, eat, reproduce, hit, strength, terrain 5; such brains say nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NeatBrain:
+    """Recurrent networks whose structure mutates; children have one parent, so identities need not agree.
+
+    Attributes:
+      max_nodes: Capacity of a genome, inputs and outputs included.
+      max_conns: Capacity of a genome.
+      std: Of a changed weight's step.
+    """
+
+    max_nodes: int = field(48, AtLeast(NUM_INPUTS + SPOKEN))
+    max_conns: int = field(256, AtLeast(NUM_INPUTS * SPOKEN))
+    std: float = field(0.1, Between(0, 10))
+
+    def __post_init__(self):
+        """Refuses capacities that do not hold the first networks."""
+        check_fields(self, "brain.")
+
+    @property
+    def config(self) -> NeatConfig:
+        """What NEAT's functions ask for; the population's size is that of their arguments."""
+        rates = Rates(weight_power=self.std, weight_replace=0.02, node_power=self.std)
+        return NeatConfig(
+            NUM_INPUTS, SPOKEN, 1, self.max_nodes, self.max_conns, kind="recurrent", activations=("tanh",), rates=rates
+        )
+
+    def init(self, key: PRNGKey, sight: Sight, count: int) -> Genomes:
+        """Networks that connect every input with every output, of random weights. Consumes `key`."""
+        del sight
+        weights, biases = (
+            jax.random.normal(k, (count, size)) * NUM_INPUTS**-0.5
+            for k, size in zip(jax.random.split(key), (self.max_conns, self.max_nodes), strict=True)
+        )
+        return initial(self.config, weights, biases)
+
+    def rest(self, count: int) -> Array:
+        """Zeros `[count, nodes]`."""
+        return jnp.zeros((count, self.max_nodes))
+
+    def act(self, genomes: Genomes, carry: Array, sight: Sight) -> tuple[Array, Array]:
+        """A step of every network: outputs `[N, 44]`, of which messages are 0."""
+        outputs, carry = apply_networks(express(self.config, genomes), carry, _inputs(sight))
+        silent = jnp.zeros((len(outputs), NUM_ACTIONS - SPOKEN))
+        return jnp.concatenate((outputs[:, :7], silent, outputs[:, 7:]), 1), carry
+
+    def mutate(self, key: PRNGKey, genomes: Genomes) -> Genomes:
+        """Changes numbers, or at most one change of structure a child. Consumes `key`."""
+        config, rates = self.config, self.config.rates
+        assert rates is not None
+        count = len(genomes.on)
+        uniforms, may = Uniforms(key, config, jnp.arange(count)), jnp.ones(count, bool)
+        edit = choose_edit(config, rates, uniforms, genomes, may)
+        children = mutate_numbers(config, rates, uniforms, genomes, may & ~edit.is_change)
+        node = jnp.maximum(jnp.max(children.node_id, 1), config.num_io - 1) + 1
+        return apply_edit(children, edit, node, jnp.max(children.innovation, 1) + 1)
+
+
+def _inputs(sight: Sight) -> Array:
+    count, cells = len(sight.ground), sight.ground.shape[1] // 8
+    width = round(cells**0.5)
+    energy = sight.ground.reshape(count, width, width, 8)[..., 0]
+    energy = jnp.pad(energy, ((0, 0), (1, 1), (1, 1)))  # of a window of 1, what lies around is unseen
+    middle = energy[:, width // 2 : width // 2 + 3, width // 2 : width // 2 + 3].reshape(count, 9)
+    agent, robot = sight.agents[:, 0], sight.robots[:, 0]
+    one = jnp.ones((count, 1))
+    parts = (one, sight.own[:, :2], middle, agent[:, :1], agent[:, 3:5], robot[:, :1], robot[:, 2:4])
+    return jnp.concatenate(parts, 1)

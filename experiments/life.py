@@ -1,0 +1,178 @@
+"""Runs a world in which agents evolve, and films it.
+
+    python -m experiments.life                                     # 128 agents with LSTMs, 32 robots
+    python -m experiments.life brain=neat                          # their networks grow
+    python -m experiments.life agents=1024 robots=256 size=256 births=64
+    python -m experiments.life laws.upkeep=0.5 laws.fee=32        # a harder life
+
+The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances
+to the unit, or the run ends.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import _run
+from experiments._folder import owning
+from experiments._life_neat import NeatBrain
+from experiments._mesh import check_split, refuse_idle
+from experiments._run import identifying, say
+from experiments._train import Run, TrainConfig, train
+from jaxpar.env import gif
+from jaxpar.fields import AtLeast, Between, OneOf, field
+from jaxpar.io import plot_metrics
+from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
+from jaxpar.loop import Fit, FitResult
+from jaxpar.mesh import MeshSpec
+from jaxpar.types import UsageError
+
+PANELS = {
+    "energy a step": ("train/regrowth", "train/heat", "train/eaten"),
+    "energy held": ("train/energy_agents", "train/energy_robots", "train/energy_cells"),
+    "agents": ("train/alive", "train/lineages"),
+    "diversity": ("train/diversity",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_run.RunConfig):
+    """The world.
+
+    Attributes:
+      brain: "lstm" or "neat", networks whose structure evolves.
+      agents: Slots for agents, on all devices together.
+      robots: Programmable bodies.
+      size: Cells of a side.
+      lattice: Waves of the ground along a side; they divide size.
+      window: Cells of a side that an agent sees, odd.
+      births: At most, in a step, and at most `agents`; as many come when all are dead.
+      hidden: Units of an LSTM.
+      mutation: Standard deviation of what a child's weights differ by; in NEAT of a changed weight.
+      laws: Changes to the laws, such as laws.upkeep=0.5.
+      train: Length and checkpoints; train.steps are the world's.
+      gif: Whether to film what comes after the last step.
+      frames: Of the film.
+    """
+
+    name: str = "life"
+    brain: str = identifying("lstm", OneOf(("lstm", "neat")))
+    agents: int = identifying(128, AtLeast(1))
+    robots: int = identifying(32, AtLeast(2))
+    size: int = identifying(64, AtLeast(1))
+    lattice: int = identifying(4, AtLeast(1))
+    window: int = identifying(9, AtLeast(1))
+    births: int = identifying(16, AtLeast(1))
+    hidden: int = identifying(64, AtLeast(1))
+    mutation: float = identifying(0.02, Between(0, 10))
+    laws: dict[str, float] = identifying(default_factory=dict)
+    train: TrainConfig = TrainConfig(2000, 50, 500)
+    gif: bool = True
+    frames: int = field(150, AtLeast(1))
+
+    def __post_init__(self):
+        """Refuses laws that there are none of."""
+        super().__post_init__()
+        if self.births > self.agents:
+            raise UsageError(f"births={self.births} must be at most agents={self.agents}.")
+        known = [each.name for each in dataclasses.fields(Laws)]
+        for name in self.laws:
+            if name not in known:
+                raise UsageError(f"there is no laws.{name}; legal are {', '.join(known)}.")
+
+
+def compose(*flags: str) -> Config:
+    """Returns the configuration that these flags give on the command line."""
+    return _run.compose("life", Config, list(flags))
+
+
+def make_world(config: Config) -> World:
+    """Returns the world that a configuration describes."""
+    brain: Brain = NeatBrain(std=config.mutation)
+    if config.brain == "lstm":
+        brain = Lstm(config.hidden, mutation=Jitter(config.mutation))
+    return World(
+        brain, config.agents, num_robots=config.robots, size=config.size, lattice=config.lattice, window=config.window,
+        seen_agents=min(8, config.agents), max_births=config.births, newcomers=config.births,
+        laws=Laws(**config.laws),
+    )  # fmt: skip
+
+
+def execute(config: Config, folder: pathlib.Path) -> Any:
+    """Lives under the mesh of the flags."""
+    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+        refuse_idle("a world", "population")
+        check_split("agents", config.agents, "population")
+        return evolve(config, folder)
+
+
+@owning
+def evolve(config: Config, folder: pathlib.Path) -> FitResult:
+    """Runs the world under the ambient mesh, in `folder`; resumes what is there."""
+    world, length = make_world(config), config.train
+
+    def tell_start(start: int) -> None:
+        say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
+        say(f"world      {config.size} x {config.size} cells, {config.agents:,} slots for agents with {config.brain} "
+            f"brains, {config.robots:,} robots")  # fmt: skip
+
+    run = Run(
+        config,
+        folder,
+        Fit(length.steps, length.chunk, save_every=length.save_every),
+        dict(description="living", unit="step", shown=("alive", "lineages", "heat")),
+        tell_start,
+        check=_check_book,
+        extending="goes on with the world as it is",
+    )
+    result = train(world, lambda _: None, run)
+    if not result.interrupted:
+        _tell_end(config, folder, world, result)
+    return result
+
+
+def _check_book(step: int, metrics: Mapping[str, float]) -> None:
+    if any(value for name, value in metrics.items() if name.endswith("imbalance")):
+        raise AssertionError(f"the book of energy does not balance at step {step}")
+
+
+def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitResult) -> None:
+    state: WorldState = result.state
+    film = _film(config, world, state, result.step) if config.gif else None
+    alive = np.asarray(jax.device_get(state.agents.alive))
+    lineages = len(np.unique(np.asarray(state.agents.lineage)[alive]))
+    say(f"after      {result.step:,} steps {alive.sum():,} agents live, of {lineages:,} of {int(state.lineages):,} "
+        f"lineages; {float(state.ledger.heat.units()):,.1f} units of energy become heat a step")  # fmt: skip
+    if jax.process_index():
+        return
+    plots = folder / "plots"
+    plots.mkdir(exist_ok=True)
+    plot_metrics(folder / "metrics.jsonl", plots / "life.png", PANELS)
+    if film is not None:
+        gif(film, plots / "life.gif", fps=20)
+    for what in ("plots", "metrics.jsonl", "checkpoints"):
+        say(f"{what:14} {_run.short(folder / what)}")
+
+
+def _film(config: Config, world: World, state: WorldState, start: int) -> np.ndarray:
+    """What comes next, a frame a step: uint8 `[frames, H, W, 3]`."""
+    scale = max(1, 256 // config.size)
+
+    @jax.jit
+    def go_on(key, state):
+        def body(state, step):
+            state, _ = world.step(jax.random.fold_in(key, step), state, None)
+            return state, draw_world(state, scale)
+
+        return jax.lax.scan(body, state, start + jnp.arange(config.frames))[1]
+
+    return np.asarray(jax.device_get(go_on(jax.random.key(config.seed), state)))
+
+
+if __name__ == "__main__":
+    _run.launch("life", Config, execute)

@@ -1,0 +1,42 @@
+"""`python -m experiments.life`: it lives, tells, films, and goes on where it was; NEAT's networks are brains, too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fast import jit
+
+from experiments._life_neat import NUM_INPUTS, NeatBrain
+from jaxpar.life import Sight
+from jaxpar.life.brains import sight_of_one
+from jaxpar.neat.genome import check_genomes
+
+TINY = (
+    "brain=neat agents=8 robots=2 size=4 lattice=2 window=3 births=4 train.chunk=2 train.save_every=4 frames=3 "
+    "cpu_devices=8"
+).split()
+
+
+def test_it_lives_tells_and_goes_on(main, tmp_path):
+    first = main(*TINY, "train.steps=4", "hydra.run.dir=run", of="life", compiles=True)
+    assert first.code == 0 and "after      4 steps" in first.out, first
+    second = main(*TINY, "train.steps=8", "hydra.run.dir=run", of="life", compiles=True)
+    assert "resuming at step 4" in second.out, second
+    whole = main(*TINY, "train.steps=8", "hydra.run.dir=whole", of="life", compiles=True)
+    told = [next(line for line in said.out.splitlines() if line.startswith("after")) for said in (second, whole)]
+    assert told[0] == told[1] and "after      8 steps" in told[0]
+    films = [(tmp_path / run / "plots" / "life.gif").read_bytes() for run in ("run", "whole")]
+    assert films[0] == films[1] and (tmp_path / "run" / "plots" / "life.png").stat().st_size > 50
+
+
+def test_children_of_growing_networks_are_sound():
+    brain, sight = NeatBrain(max_nodes=40), sight_of_one(3, 4, 2)
+    genomes = brain.init(jax.random.key(0), sight, 6)
+    children, mutate = genomes, jit(brain.mutate)
+    for number in range(30):
+        children = mutate(jax.random.key(number), children)
+    check_genomes(brain.config, jax.device_get(children))
+    assert (np.asarray(children.node_on.sum(1)) > NUM_INPUTS + 12).any()
+    seen = Sight(*(jnp.ones((6, *each.shape)) for each in sight))
+    outputs, carry = brain.act(children, brain.rest(6), seen)
+    assert outputs.shape == (6, 44) and (np.abs(outputs) <= 1).all() and not np.asarray(outputs[:, 7:39]).any()
+    assert carry.shape == brain.rest(6).shape
