@@ -281,22 +281,33 @@ def test_what_is_no_unknown_is_run_ahead_and_not_iterated_on():
     assert len(solved) == 1 and rows[1][0].shape == (T,)
 
 
+def summed(h, x):
+    return moved(h, x), h.sum()
+
+
+def gradient_of_nothing(scan):
+    """Of a batch of 0 rows."""
+    return jax.grad(lambda h: value(functools.partial(scan, summed), h, jnp.ones((T, 0, 2)))[0])(jnp.zeros((0, 2)))
+
+
+@functools.cache
+def without_a_method():
+    """Of no step, and the gradient of nothing."""
+    f, init, _ = CARRIES["nested"]
+    return jax.lax.scan(f, init(), jnp.ones((0, 2))), gradient_of_nothing(jax.lax.scan)
+
+
 @pytest.mark.parametrize("method", [*METHODS, Auto(gradient=False)], ids=repr)
 def test_no_step_and_an_empty_batch(method):
     """Whatever the method: T = 0 with every type of leaf, a batch of 0 in the carry, and one by `vmap`."""
     f, init, _ = CARRIES["nested"]
     run = functools.partial(parallel_scan, method=method)
-    same(run(f, init(), jnp.ones((0, 2))), jax.lax.scan(f, init(), jnp.ones((0, 2))), 0)
-    h, xs = jnp.zeros((0, 2)), jnp.ones((T, 0, 2))
-
-    def loss(scan, h):
-        return value(functools.partial(scan, lambda h, x: (moved(h, x), h.sum())), h, xs)[0]
-
-    grad = [jax.grad(functools.partial(loss, scan))(h) for scan in (run, jax.lax.scan)]
-    assert grad[0].shape == grad[1].shape == (0, 2)
+    want, gradient = without_a_method()
+    same(run(f, init(), jnp.ones((0, 2))), want, 0)
+    assert gradient_of_nothing(run).shape == gradient.shape == (0, 2)
     if not isinstance(method, Auto):  # which knows no values under vmap, and then assumes
         rows = jax.vmap(functools.partial(run, counted), ({"h": 0, "n": None}, None))
-        got = rows({"h": h, "n": jnp.int32(0)}, jnp.ones((T, 2)))
+        got = rows({"h": jnp.zeros((0, 2)), "n": jnp.int32(0)}, jnp.ones((T, 2)))
         assert got[1]["h"].shape == (0, T, 2) and got[1]["n"].shape == (0, T)
 
 
