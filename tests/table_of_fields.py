@@ -300,8 +300,8 @@ TABLE = {
         "discount epsilon_start epsilon_end tau": SHARE,
         "reward_scale": SIGNED,
     },
-    A2c: {"num_envs num_steps": COUNT},
-    Ppo: {"num_envs num_steps epochs minibatches": COUNT},
+    A2c: {"num_envs num_steps": COUNT, "lag": LEAST_0},
+    Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0},
     Pqn: {"num_envs num_steps epochs minibatches decomposition_size": COUNT},
     Dqn: {
         "num_envs num_steps gradient_steps batch_size capacity n_step target_period decomposition_size": COUNT,

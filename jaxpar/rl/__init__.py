@@ -26,7 +26,7 @@ from jaxpar.rl.memory import CellMemory, Memory, StackMemory
 from jaxpar.rl.network import Network
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
-from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
+from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values, vtrace
 from jaxpar.rl.saliency import saliency
 from jaxpar.rl.train import Seeds, train
 
@@ -55,4 +55,5 @@ __all__ = [
     "returns_by_trial",
     "saliency",
     "train",
+    "vtrace",
 ]

@@ -42,6 +42,7 @@ from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree
 
 __all__ = [
     "RENAMED",
+    "ActorCriticLearner",
     "Agent",
     "Learner",
     "LearnerState",
@@ -88,6 +89,7 @@ class LearnerState:
         rates: float32 scalars; replace them to sweep.
         updates: int32 [], made so far.
         episode_stats: mean return and length of the last episodes, float32 [] each; NaN before the first.
+        older: the weights before each of the last `lag` updates `[lag, ...]`, the oldest first; None without a lag.
     """
 
     weights: PyTree
@@ -97,6 +99,7 @@ class LearnerState:
     rates: PyTree
     updates: Array
     episode_stats: dict[str, Array]
+    older: PyTree = flax.struct.field(default=None, kw_only=True)
 
 
 LearnerStateT = TypeVar("LearnerStateT", bound=LearnerState)
@@ -193,6 +196,20 @@ class MinibatchLearner(Learner[LearnerState], Protocol):
         ...
 
 
+class ActorCriticLearner(MinibatchLearner, Protocol):
+    """One whose agent is an `ActorCritic`: `Ppo` and `A2c`."""
+
+    @property
+    def lag(self) -> int:
+        """Updates for which the weights that act are old."""
+        ...
+
+    @property
+    def correct(self) -> bool:
+        """Whether V-trace corrects for that."""
+        ...
+
+
 def check_learner(learner: Learner) -> None:
     """Refuses counts and rates that are not legal; rates that are traced are not checked."""
     check_fields(learner)
@@ -210,6 +227,7 @@ def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree) -> LearnerState
     weights_key, envs_key = jax.random.split(key)
     agent = learner.agent()
     weights = agent.init(weights_key)
+    lag = getattr(learner, "lag", 0)
     return LearnerState(
         weights=weights,
         opt_state=learner.optimizer.init(weights),
@@ -218,6 +236,7 @@ def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree) -> LearnerState
         rates=jax.tree.map(jnp.float32, learner.rates),
         updates=jnp.int32(0),
         episode_stats={name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")},
+        older=jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), weights) if lag else None,
     )
 
 
@@ -234,12 +253,15 @@ def learner_axes(learner: Learner) -> PyTree:
 
 
 def actor_critic_update(
-    learner: MinibatchLearner, key: PRNGKey, state: LearnerState, inputs: PyTree, loss: Callable
+    learner: ActorCriticLearner, key: PRNGKey, state: LearnerState, inputs: PyTree, loss: Callable
 ) -> tuple[LearnerState, Info]:
     """An update of an actor and its critic: a rollout, its advantages, and gradient steps on its minibatches.
 
+    With a lag the weights of that many updates ago act. If corrected, all else is by the weights before the update; if
+    not, what was drawn is learned from as if it had just been.
+
     Args:
-        learner: one whose agent is an `ActorCritic`.
+        learner: `Ppo`, `A2c`, or one like them.
         key: consumed.
         state: before.
         inputs: the environment's parameters, or None for the default ones.
@@ -249,16 +271,21 @@ def actor_critic_update(
     assert isinstance(agent, ActorCritic)
     params = learner.env.default_params if inputs is None else inputs
     act_key, deal_key = jax.random.split(key)
-    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, state.weights,
-                                           rates, learner.num_steps, prng=learner.prng,
-                                           reset=learner.reset)  # fmt: skip
+    judge, behaviour, older = state.weights, None, state.older
+    if older is not None:
+        oldest = jax.tree.map(lambda x: x[0], older)
+        judge, behaviour = (judge, oldest) if learner.correct else (oldest, None)
+        older = jax.tree.map(lambda old, now: jnp.concatenate([old[1:], now[None]]), older, state.weights)
+    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, judge, rates,
+                                           learner.num_steps, prng=learner.prng, reset=learner.reset,
+                                           behaviour=behaviour)  # fmt: skip
     weights, opt_state, infos = minibatch_updates(learner, deal_key, state, batch, functools.partial(loss, rates=rates))
     # Of the first minibatch alone: there the weights are those that acted, and every ratio should be 1.
     ratio_error = infos["ratio_error"][0, 0]
     info = mean_metrics(infos) | {"explained_variance": _explained_variance(batch), "ratio_error": ratio_error}
     info, stats = update_episode_stats(info, state.episode_stats, trajectory)
     done = last_agent_done(trajectory)
-    return LearnerState(weights, opt_state, env_state, done, rates, state.updates + 1, stats), info
+    return LearnerState(weights, opt_state, env_state, done, rates, state.updates + 1, stats, older=older), info
 
 
 def minibatch_updates(

@@ -71,6 +71,8 @@ class Ppo:
         epochs: passes over each rollout.
         minibatches: parts of a rollout: of whole environments where there is a memory, else of single steps.
         central: whether the value reads all agents' observations.
+        lag: updates for which the weights that act are old, as where actors run beside the learner.
+        correct: whether V-trace corrects for that.
         prng: as in `jaxpar.rollout.rollout`.
         reset: likewise; None for the exact default.
     """
@@ -83,6 +85,8 @@ class Ppo:
     epochs: int = field(4, AtLeast(1))
     minibatches: int = field(4, AtLeast(1))
     central: bool = False
+    lag: int = field(0, AtLeast(0))
+    correct: bool = True
     prng: str = "env"
     reset: Reset | None = None
 
