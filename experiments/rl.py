@@ -7,6 +7,8 @@
     python -m experiments.rl preset=minatar env=Asterix-MinAtar
     python -m experiments.rl env=Spread-3 central=true num_envs=64             # MAPPO; without `central`, IPPO
     python -m experiments.rl algorithm=dqn rates.reward_scale=0.1
+    python -m experiments.rl preset=pendulum_sac                               # a tenth of PPO's steps
+    python -m experiments.rl fields.lag=4                                      # actors four updates late, V-trace
     python -m experiments.rl preset=rl2                                        # RL^2: the return of each trial
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
@@ -37,7 +39,7 @@ from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
-from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Ppo, Pqn, Seeds, returns_by_trial
+from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Ppo, Pqn, Sac, Seeds, Td3, returns_by_trial
 from jaxpar.rollout import NextStep, NoReset, evaluate, init, rollout
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
@@ -49,6 +51,8 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dqn": (Dqn, {}),
     "vdn": (Pqn, {"decomposition": "vdn"}),
     "qmix": (Pqn, {"decomposition": "qmix"}),
+    "td3": (Td3, {}),
+    "sac": (Sac, {}),
 }
 OLDER_RATES = {new[6:]: old[6:] for new, old in RENAMED.items() if new.startswith("rates/")}
 OLDER_FIELDS = {"gradient_steps": "gradients", "decomposition_size": "mixer_size"}
@@ -71,7 +75,7 @@ class Config(_run.RunConfig):
       env_fields: Changes to its fields, such as env_fields.size=16.
       params: Changes to its parameters, such as params.gravity=5.
       last_action_reward: Whether observations include the last action and reward (RL^2, with a memory).
-      algorithm: ppo, a2c, pqn, dqn, vdn or qmix.
+      algorithm: ppo, a2c, pqn, dqn, vdn, qmix, td3 or sac.
       num_seeds: Learners side by side, which differ in their keys alone.
       train: Length and checkpoints; train.steps are environment steps of each seed, rounded up to whole chunks of
         updates.
@@ -201,7 +205,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     check_split("num_envs", learner.num_envs, "envs")
     seeds, updates = Seeds(learner, config.num_seeds, params), num_updates(config, learner)
     per_update = learner.num_envs * learner.num_steps
-    warmup, capacity = (learner.warmup, learner.capacity) if isinstance(learner, Dqn) else (0, 0)
+    warmup, capacity = (learner.warmup, learner.capacity) if isinstance(learner, Dqn | Td3 | Sac) else (0, 0)
     if updates * per_update < warmup:
         raise UsageError(
             f"train.steps={config.train.steps} end before the warmup of {warmup} experiences, and nothing would be "
@@ -226,7 +230,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
 
 
 def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
-    """Ends a run whose gradient, of any seed, is no number; DQN's is none until as many experiences are stored."""
+    """Ends a run whose gradient, of any seed, is no number; with a buffer there is none until it is warm."""
     if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/buffer_size", np.inf) >= warm:
         raise UsageError(f"the gradient is not finite after update {step}; lower rates.learning_rate.")
     if metrics["train/skipped"]:
@@ -279,7 +283,8 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
                    title=config.env)  # fmt: skip
     panels = {"policy": ("train/entropy", "train/clip_fraction", "train/approx_kl"),
               "value": ("train/explained_variance",), "gradient": ("train/grad_norm",),
-              "Q": ("train/q_mean", "train/q_loss")}  # fmt: skip
+              "Q": ("train/q_mean", "train/q_loss", "train/critic_loss"),
+              "temperature": ("train/temperature",)}  # fmt: skip
     plot_metrics(metrics, plots / "learning.png", panels)
     agent = learner.agent(greedy=True)
     policy_run = PolicyRun(learner.env, params, agent, FILMED, NextStep(), config.prng)

@@ -97,12 +97,14 @@ from jaxpar.parallel.pipeline import Pipelined, TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
+from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
+from jaxpar.rl.sac import SacRates
+from jaxpar.rl.td3 import Td3Rates
 from jaxpar.rollout import Chunked, Pool
 from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, ParallelBackward, Quasi, Sequential, structure
 from jaxpar.solve.fixed_point import Picard
@@ -300,6 +302,18 @@ TABLE = {
         "discount epsilon_start epsilon_end tau": SHARE,
         "reward_scale": SIGNED,
     },
+    Td3Rates: {
+        "learning_rate": POSITIVE,
+        "anneal noise target_noise noise_clip": FRACTION_FROM_0,
+        "discount tau": SHARE,
+        "reward_scale": SIGNED,
+    },
+    SacRates: {
+        "learning_rate temperature": POSITIVE,
+        "anneal": FRACTION_FROM_0,
+        "discount tau": SHARE,
+        "target_entropy reward_scale": SIGNED,
+    },
     A2c: {"num_envs num_steps": COUNT, "lag": LEAST_0},
     Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0},
     Pqn: {"num_envs num_steps epochs minibatches decomposition_size": COUNT},
@@ -307,6 +321,11 @@ TABLE = {
         "num_envs num_steps gradient_steps batch_size capacity n_step target_period decomposition_size": COUNT,
         "warmup": LEAST_0,
     },
+    Td3: {
+        "num_envs num_steps gradient_steps batch_size capacity n_step policy_period": COUNT,
+        "warmup": LEAST_0,
+    },
+    Sac: {"num_envs num_steps gradient_steps batch_size capacity n_step": COUNT, "warmup": LEAST_0},
     ActionValues: {"decomposition_size": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
     Seeds: {"num_seeds": COUNT},

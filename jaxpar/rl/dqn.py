@@ -142,9 +142,7 @@ class Dqn:
         experience = n_step_experience(steps, env_state.obs, masks, state.rates, self.n_step, done, weight)
         return env_state, trajectory, experience
 
-    def gradient(
-        self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: DqnRates, rate: Array
-    ) -> tuple[tuple, Info]:
+    def gradient(self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array) -> tuple[tuple, Info]:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         rows = sample(key, buffer, self.batch_size)
         agent, optimizer = self.agent(), self.optimizer

@@ -1,7 +1,6 @@
 """What learners from a replay buffer have in common: experiences of n steps, their ring, and an update from it."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Protocol
 
 import flax.struct
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpar.optim import annealed
 from jaxpar.rl.buffer import Buffer, add, empty_buffer
-from jaxpar.rl.collect import last_agent_done, update_episode_stats
+from jaxpar.rl.collect import done_and_weight, last_agent_done, update_episode_stats
 from jaxpar.rl.learner import Learner, LearnerState, check_learner, has_memory, init_learner, mean_metrics
 from jaxpar.rl.returns import n_step_returns
 from jaxpar.rollout import Chunked, EnvState, GivenLevel, NextStep, Pool, SameStep, Trajectory, rollout
@@ -22,6 +21,7 @@ __all__ = [
     "ReplayLearner",
     "ReplayState",
     "check_replay",
+    "collect_experience",
     "init_replay",
     "n_step_experience",
     "next_step_rollout",
@@ -93,15 +93,18 @@ class ReplayLearner(Learner[ReplayState], Protocol):
         """Experiences before anything is learned."""
         ...
 
+    @property
+    def n_step(self) -> int:
+        """Rewards that a target sums."""
+        ...
+
     def collect(
         self, key: PRNGKey, state: LearnerState, warm: Array, params: PyTree
     ) -> tuple[EnvState, Trajectory, Experience]:
         """Makes a rollout, as explores before and after the warmup, and its experiences `[T, B]`; consumes `key`."""
         ...
 
-    def gradient(
-        self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array
-    ) -> tuple[tuple, Info]:
+    def gradient(self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array) -> tuple[tuple, Info]:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         ...
 
@@ -137,9 +140,7 @@ def init_replay(learner: ReplayLearner, key: PRNGKey, inputs: PyTree) -> ReplayS
     )
 
 
-def replay_update(
-    learner: ReplayLearner, key: PRNGKey, state: ReplayState, inputs: PyTree
-) -> tuple[ReplayState, Info]:
+def replay_update(learner: ReplayLearner, key: PRNGKey, state: ReplayState, inputs: PyTree) -> tuple[ReplayState, Info]:
     """A rollout into the ring, and gradient steps on what is drawn from it; consumes `key`.
 
     During the warmup nothing is learned, and metrics of learning are NaN.
@@ -179,6 +180,18 @@ def replay_update(
         episode_stats=stats,
     )
     return state, info
+
+
+def collect_experience(
+    learner: ReplayLearner, key: PRNGKey, state: LearnerState, acting: PyTree, params: PyTree
+) -> tuple[EnvState, Trajectory, Experience]:
+    """A rollout of a lone agent without masks, and its experiences `[T, B]`; consumes `key`."""
+    env_state, trajectory = next_step_rollout(learner, key, state.env_state, params, acting)
+    done, weight = done_and_weight(trajectory)
+    experience = n_step_experience(
+        trajectory, env_state.obs, None, state.rates, learner.n_step, done, weight
+    )  # fmt: skip
+    return env_state, trajectory, experience
 
 
 def next_step_rollout(

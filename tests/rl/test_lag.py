@@ -50,7 +50,6 @@ def test_a_batch_of_older_weights_is_v_traces_by_the_weights_that_learn(walked):
     agent, older = LATE.agent(), jax.tree.map(lambda x: x[0], state.older)
     args = jax.random.key(9), state.env_state, None, agent, PARAMS
 
-
     @jit
     def pieces():
         after, batch, steps = collect(*args, state.weights, state.rates, 5, behaviour=older)
