@@ -9,6 +9,7 @@
     python -m experiments.rl algorithm=dqn rates.reward_scale=0.1
     python -m experiments.rl preset=pendulum_sac                               # a tenth of PPO's steps
     python -m experiments.rl fields.lag=4                                      # actors four updates late, V-trace
+    python -m experiments.rl num_seeds=8 exploit_every=20                      # a population
     python -m experiments.rl preset=rl2                                        # RL^2: the return of each trial
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
@@ -39,7 +40,7 @@ from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
-from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Ppo, Pqn, Sac, Seeds, Td3, returns_by_trial
+from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Pbt, Ppo, Pqn, Sac, Seeds, Td3, returns_by_trial
 from jaxpar.rollout import NextStep, NoReset, evaluate, init, rollout
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
@@ -77,6 +78,8 @@ class Config(_run.RunConfig):
       last_action_reward: Whether observations include the last action and reward (RL^2, with a memory).
       algorithm: ppo, a2c, pqn, dqn, vdn, qmix, td3 or sac.
       num_seeds: Learners side by side, which differ in their keys alone.
+      exploit_every: Updates after which the worst quarter of the seeds goes on from the best with other rates; or 0.
+      perturb: Names of the rates that then change, and in which seeds differ from the start.
       train: Length and checkpoints; train.steps are environment steps of each seed, rounded up to whole chunks of
         updates.
       num_envs: Environments of each; 0 is the algorithm's own number, and so below.
@@ -110,6 +113,8 @@ class Config(_run.RunConfig):
     last_action_reward: bool = identifying(False, before=lambda on: {"recall": on})
     algorithm: str = identifying("ppo")
     num_seeds: int = identifying(4, AtLeast(1))
+    exploit_every: int = identifying(0, AtLeast(0))
+    perturb: list[str] = identifying(default_factory=lambda: ["learning_rate"])
     train: TrainConfig = TrainConfig(500_000, 10, 0)
     num_envs: int = identifying(0, AtLeast(0))
     num_steps: int = identifying(0, AtLeast(0))
@@ -185,6 +190,13 @@ def _refuse_older(flag: str, names: dict[str, str], changes: dict[str, Any], usu
             raise UsageError(f"{flag}.{name} is called {flag}.{new} now.")
 
 
+def side_by_side(config: Config, learner: Any, params: PyTree) -> Seeds:
+    """Returns the learners of all seeds, a population where `exploit_every` says so."""
+    if not config.exploit_every:
+        return Seeds(learner, config.num_seeds, params)
+    return Pbt(learner, config.num_seeds, params, period=config.exploit_every, perturb=tuple(config.perturb))
+
+
 def num_updates(config: Config, learner: Any) -> int:
     """Returns how many updates make `train.steps` environment steps: whole chunks, so that one program does it."""
     length = config.train
@@ -203,7 +215,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     learner, params = make_learner(config)
     refuse_idle("learning", "envs")
     check_split("num_envs", learner.num_envs, "envs")
-    seeds, updates = Seeds(learner, config.num_seeds, params), num_updates(config, learner)
+    seeds, updates = side_by_side(config, learner, params), num_updates(config, learner)
     per_update = learner.num_envs * learner.num_steps
     warmup, capacity = (learner.warmup, learner.capacity) if isinstance(learner, Dqn | Td3 | Sac) else (0, 0)
     if updates * per_update < warmup:

@@ -97,7 +97,7 @@ from jaxpar.parallel.pipeline import Pipelined, TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import A2c, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -329,6 +329,7 @@ TABLE = {
     ActionValues: {"decomposition_size": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
     Seeds: {"num_seeds": COUNT},
+    Pbt: {"period": COUNT, "share": ((0.0, 0.6), (0.1, 0.5)), "factor spread": ((0.9,), (1.0, 2.0))},
     Chunked: {"size": COUNT},
     Pool: {"size": COUNT},
     Animation: {"fps": POSITIVE},
@@ -373,7 +374,7 @@ TABLE = {
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
     rl.Config: {
         "num_seeds eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
-        "num_envs num_steps epochs minibatches": LEAST_0,
+        "num_envs num_steps epochs minibatches exploit_every": LEAST_0,
     },
     neat.Config: {
         "population max_nodes max_conns max_species episodes num_seeds": COUNT,

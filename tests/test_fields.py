@@ -61,7 +61,7 @@ from jaxpar.parallel.pipeline import Pipelined, gpipe
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import A2c, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -177,6 +177,7 @@ BASIS = {
     ActionValues: (CART, Network()),
     Optimizer: (optax.scale_by_adam(),),
     Seeds: (None, 2),
+    Pbt: (Ppo(CART), 2),
     Animation: ([],),
     structure.Block: (2,),
 }

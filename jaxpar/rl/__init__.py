@@ -14,7 +14,7 @@
 | `buffer`, `replay` | rows `[M, ...]` -> a ring of them -> random rows -> updates | `dqn`, `td3`, `sac` |
 | `twin_critics` | observations `[M, ...]` -> actions in a box `[M, n]` -> what two critics say | `td3`, `sac` |
 | `ppo`, `a2c`, `pqn`, `dqn`, `td3`, `sac` | environment's parameters -> an update | `jaxpar.loop` |
-| `train` | a learner -> its whole run, or many seeds' | users, experiments |
+| `train`, `population` | a learner -> its whole run, many seeds', or a population's | users, experiments |
 """
 
 from jaxpar.rl.a2c import A2c, A2cRates
@@ -25,6 +25,7 @@ from jaxpar.rl.last_action_reward import LastActionReward, returns_by_trial
 from jaxpar.rl.learner import RENAMED
 from jaxpar.rl.memory import CellMemory, Memory, StackMemory
 from jaxpar.rl.network import Network
+from jaxpar.rl.population import Pbt
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values, vtrace
@@ -45,6 +46,7 @@ __all__ = [
     "LastActionReward",
     "Memory",
     "Network",
+    "Pbt",
     "Ppo",
     "PpoRates",
     "Pqn",

@@ -90,7 +90,7 @@ class A2c:
 
     def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
         """Draws weights and starts an episode in every environment; consumes `key`."""
-        return init_learner(self, key, inputs)
+        return init_learner(self, key, inputs, self.lag)
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""

@@ -221,13 +221,12 @@ def has_memory(network: Network) -> bool:
     return network.memory_layer() is not None
 
 
-def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree) -> LearnerState:
+def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree, lag: int = 0) -> LearnerState:
     """Draws weights and starts an episode in every environment; consumes `key`. A learner's `init`."""
     params = learner.env.default_params if inputs is None else inputs
     weights_key, envs_key = jax.random.split(key)
     agent = learner.agent()
     weights = agent.init(weights_key)
-    lag = getattr(learner, "lag", 0)
     return LearnerState(
         weights=weights,
         opt_state=learner.optimizer.init(weights),
