@@ -67,6 +67,14 @@ def _older(flag: str, names: dict[str, str], changes: dict[str, Any]) -> dict[st
     return {flag: {names.get(name, name): value for name, value in changes.items()}}
 
 
+PERTURBED = ("learning_rate",)
+
+
+def _perturbed(names: list[str]) -> dict[str, Any]:
+    """What stands in identities: nothing where it is as always, as in runs from before there was a choice."""
+    return {} if tuple(names) == PERTURBED else {"perturb": list(names)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config(_run.RunConfig):
     """What is learned, and how.
@@ -99,7 +107,8 @@ class Config(_run.RunConfig):
       memory_size: Its units.
       method: How its recurrence is solved: auto, sequential, newton, quasi, gauss_seidel.
       prng: Keys of environments: env, or batch, which is faster and gives other numbers.
-      eval_episodes: Of each seed, at the end, acting by the likeliest action.
+      eval_every: Updates between evaluations while it learns, a multiple of train.chunk; 0 means at the end alone.
+      eval_episodes: Of each seed, acting by the likeliest action.
       eval_steps: Most steps of such an episode.
       beside: Whether to tell at the end what chance and scripted play return, where there is such play.
       gif: Whether to film the first seed's agent, where the environment can be rendered.
@@ -113,8 +122,8 @@ class Config(_run.RunConfig):
     last_action_reward: bool = identifying(False, before=lambda on: {"recall": on})
     algorithm: str = identifying("ppo")
     num_seeds: int = identifying(4, AtLeast(1))
-    exploit_every: int = identifying(0, AtLeast(0))
-    perturb: list[str] = identifying(default_factory=lambda: ["learning_rate"])
+    exploit_every: int = identifying(0, AtLeast(0), before=lambda every: {"exploit_every": every} if every else {})
+    perturb: list[str] = identifying(default_factory=lambda: list(PERTURBED), before=_perturbed)
     train: TrainConfig = TrainConfig(500_000, 10, 0)
     num_envs: int = identifying(0, AtLeast(0))
     num_steps: int = identifying(0, AtLeast(0))
@@ -133,6 +142,7 @@ class Config(_run.RunConfig):
     memory_size: int = identifying(64, AtLeast(1))
     method: str = identifying("auto")
     prng: str = identifying("env", before=older_prng)
+    eval_every: int = field(0, AtLeast(0))
     eval_episodes: int = field(64, AtLeast(1))
     eval_steps: int = field(1000, AtLeast(1))
     beside: bool = False
@@ -226,7 +236,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     run = Run(
         config,
         folder,
-        Fit(updates, config.train.chunk, save_every=config.train.save_every),
+        Fit(updates, config.train.chunk, config.eval_every, config.train.save_every),
         dict(
             description="learning", unit="update", shown=("return_mean",),
             tokens_per_step=per_update * config.num_seeds, token="env steps",
@@ -234,11 +244,19 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
         functools.partial(_tell_start, config, folder, learner, updates),
         metadata={"steps": config.train.steps} if config.anneal else {},  # which the rates depend on
         renamed=RENAMED,
+        evaluate=functools.partial(_evaluated, config, learner, params) if config.eval_every else None,
         check=functools.partial(_check, min(warmup + per_update, capacity)),
     )  # fmt: skip
     result = train(seeds, lambda _: params, run)
     _tell_end(config, folder, learner, params, result)
     return result
+
+
+def _evaluated(config: Config, learner: Any, params: PyTree, state: PyTree) -> dict[str, float]:
+    """What whole episodes of likeliest actions return now: the mean over seeds, and each one's."""
+    returns = _of_each_seed(_whole_episodes, config, learner, params, state)[0]
+    each = {f"eval/seed_{i:02}": float(x) for i, x in enumerate(returns)}
+    return {"eval/return_mean": float(returns.mean())} | each
 
 
 def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:

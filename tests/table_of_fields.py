@@ -315,7 +315,7 @@ TABLE = {
         "target_entropy reward_scale": SIGNED,
     },
     A2c: {"num_envs num_steps": COUNT, "lag": LEAST_0},
-    Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0},
+    Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0, "target_kl": FRACTION_FROM_0},
     Pqn: {"num_envs num_steps epochs minibatches decomposition_size": COUNT},
     Dqn: {
         "num_envs num_steps gradient_steps batch_size capacity n_step target_period decomposition_size": COUNT,
@@ -374,7 +374,7 @@ TABLE = {
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
     rl.Config: {
         "num_seeds eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
-        "num_envs num_steps epochs minibatches exploit_every": LEAST_0,
+        "num_envs num_steps epochs minibatches exploit_every eval_every": LEAST_0,
     },
     neat.Config: {
         "population max_nodes max_conns max_species episodes num_seeds": COUNT,

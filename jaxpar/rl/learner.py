@@ -252,7 +252,12 @@ def learner_axes(learner: Learner) -> PyTree:
 
 
 def actor_critic_update(
-    learner: ActorCriticLearner, key: PRNGKey, state: LearnerState, inputs: PyTree, loss: Callable
+    learner: ActorCriticLearner,
+    key: PRNGKey,
+    state: LearnerState,
+    inputs: PyTree,
+    loss: Callable,
+    too_far: Callable[[Info], Array] | None = None,
 ) -> tuple[LearnerState, Info]:
     """An update of an actor and its critic: a rollout, its advantages, and gradient steps on its minibatches.
 
@@ -265,6 +270,7 @@ def actor_critic_update(
         state: before.
         inputs: the environment's parameters, or None for the default ones.
         loss: `(weights, agent, batch, rates) -> (loss, info)`.
+        too_far: as in `minibatch_updates`.
     """
     agent, rates = learner.agent(), state.rates
     assert isinstance(agent, ActorCritic)
@@ -278,7 +284,9 @@ def actor_critic_update(
     env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, judge, rates,
                                            learner.num_steps, prng=learner.prng, reset=learner.reset,
                                            behaviour=behaviour)  # fmt: skip
-    weights, opt_state, infos = minibatch_updates(learner, deal_key, state, batch, functools.partial(loss, rates=rates))
+    weights, opt_state, infos = minibatch_updates(
+        learner, deal_key, state, batch, functools.partial(loss, rates=rates), too_far
+    )
     # Of the first minibatch alone: there the weights are those that acted, and every ratio should be 1.
     ratio_error = infos["ratio_error"][0, 0]
     info = mean_metrics(infos) | {"explained_variance": _explained_variance(batch), "ratio_error": ratio_error}
@@ -288,28 +296,39 @@ def actor_critic_update(
 
 
 def minibatch_updates(
-    learner: MinibatchLearner, key: PRNGKey, state: LearnerState, batch: PyTree, loss: Callable
+    learner: MinibatchLearner,
+    key: PRNGKey,
+    state: LearnerState,
+    batch: PyTree,
+    loss: Callable,
+    too_far: Callable[[Info], Array] | None = None,
 ) -> tuple[PyTree, PyTree, Info]:
     """Makes the gradient steps of all epochs on minibatches of a batch; consumes `key`.
 
-    `loss` is `(weights, agent, minibatch) -> (loss, info)`.
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`. From the first minibatch on whose info is `too_far`, no
+    step is made; what is left is computed all the same, since a scan has one length.
 
     Returns:
         The weights, the optimizer's state, and infos `[epochs, minibatches]`, with "grad_norm", "skipped" and
-        "learning_rate" added to those of `loss`.
+        "learning_rate" added to those of `loss`, and with `too_far` "stopped", 1 where no step was made for it.
     """
     rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
     rate = annealed(rates.learning_rate, rates.anneal, state.updates)
 
     def update(carry, minibatch):
-        weights, opt_state = carry
+        weights, opt_state, stopped = carry
         grads, info = jax.grad(loss, has_aux=True)(weights, agent, minibatch)
-        weights, opt_state, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate,
-                                                              max_norm=rates.max_grad_norm)  # fmt: skip
-        return (weights, opt_state), info | optimizer_info
+        *moved, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
+        if too_far is not None:
+            stopped |= too_far(info)
+            kept = weights, opt_state
+            moved = jax.tree.map(lambda new, old: jnp.where(stopped, old, new), tuple(moved), kept)
+            info |= {"stopped": stopped.astype(jnp.float32)}
+        return (*moved, stopped), info | optimizer_info
 
-    (weights, opt_state), infos = scan_minibatches(
-        key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory
+    first = state.weights, state.opt_state, jnp.bool_(False)
+    (weights, opt_state, _), infos = scan_minibatches(
+        key, first, batch, update, learner.epochs, learner.minibatches, learner.has_memory
     )
     return weights, opt_state, infos
 
