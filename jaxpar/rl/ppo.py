@@ -71,8 +71,8 @@ class Ppo:
         epochs: passes over each rollout.
         minibatches: parts of a rollout: of whole environments where there is a memory, else of single steps.
         central: whether the value reads all agents' observations.
-        target_kl: from the first minibatch on in which "approx_kl", the distance to the policy before the update, is over
-            this, an update makes no more gradient steps; 0 leaves out none.
+        target_kl: an update makes no more gradient steps from the first minibatch on in which "approx_kl", the distance
+            to the policy before it, is over this; 0 leaves out none.
         lag: updates for which the weights that act are old, as where actors run beside the learner.
         correct: whether V-trace corrects for that.
         prng: as in `jaxpar.rollout.rollout`.
