@@ -10,6 +10,7 @@ need (Brax, Navix) is replaced by empty modules, and Distrax, where it is not in
         --activation relu --rate 5e-3 --anneal 1220 --seeds 3
     python bench/rl.py --case memory --num-steps 1024,4096                   # seconds an update, by memory
     python bench/rl.py --case learners --flags "preset=minatar train.steps=10_000_000" --flags "preset=minatar_pqn"
+    python bench/rl.py --case vtrace --num-steps 128,4096 --num-envs 1024    # beside a step after another
 """
 
 import argparse
@@ -29,7 +30,7 @@ from harness import HERE, Table
 
 import envs
 from experiments.rl import compose, evaluation_returns, make_learner, num_updates
-from jaxpar.rl import Network, Ppo, PpoRates, train
+from jaxpar.rl import Network, Ppo, PpoRates, train, vtrace
 from jaxpar.solve import Newton, Sequential
 
 MEMORIES: dict[str, tuple[str, Any]] = {
@@ -168,6 +169,46 @@ def memories(args: argparse.Namespace, table: Table) -> None:
                          "compile_s": compile_s})  # fmt: skip
 
 
+def stepwise_vtrace(log_ratio, reward, value, next_value, done, discount, lambda_):
+    """V-trace a step after another, by `lax.scan`."""
+    ratio = jnp.exp(log_ratio)
+    rho, error = jnp.minimum(1.0, ratio), reward + discount * next_value - value
+
+    def step(after, row):
+        ratio, rho, error, done = row
+        after = jnp.where(done, 0, discount * lambda_ * after)
+        excess = rho * error + jnp.minimum(1.0, ratio) * after
+        return excess, (excess, rho * (error + after))
+
+    _, (excess, advantage) = jax.lax.scan(step, jnp.zeros_like(value[0]), (ratio, rho, error, done), reverse=True)
+    return value + excess, advantage
+
+
+def corrections(args: argparse.Namespace, table: Table) -> None:
+    """Seconds of V-trace as one scan and a step after another, by turns, and how far they are apart."""
+    for num_steps in args.num_steps:
+        rng = np.random.default_rng(0)
+        shape = num_steps, args.num_envs
+        rows = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(4)]
+        rows = 0.1 * rows[0], *rows[1:], jnp.asarray(rng.random(shape) < 0.005)
+        sides, found, taken = {"jaxpar": vtrace, "lax.scan": stepwise_vtrace}, {}, {}
+        programs = {side: jax.jit(lambda *rows, f=f: f(*rows, 0.99, 0.95)) for side, f in sides.items()}
+        for side, program in programs.items():
+            found[side], taken[side] = jax.block_until_ready(program(*rows)), []
+        for _ in range(args.rounds):
+            for side, program in programs.items():
+                began = time.perf_counter()
+                for _ in range(20):  # enqueued together: one wait for the device
+                    made = program(*rows)
+                jax.block_until_ready(made)
+                taken[side].append((time.perf_counter() - began) / 20)
+        apart = max(float(jnp.abs(a - b).max()) for a, b in zip(*found.values(), strict=True))
+        slow = statistics.median(taken["lax.scan"])
+        for side, seconds in ((side, statistics.median(each)) for side, each in taken.items()):
+            table.add({"num_steps": num_steps, "num_envs": args.num_envs, "side": side, "seconds": seconds,
+                       "ratio": slow / seconds, "apart": apart})  # fmt: skip
+
+
 def learners(args: argparse.Namespace, table: Table) -> None:
     """Whole runs by flags of `experiments.rl`, all compiled first; a row's seeds run side by side as one program."""
     programs = []
@@ -206,7 +247,7 @@ def main() -> None:
     """Measures one case and writes it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("--case", choices=("runs", "memory", "learners"), default="runs")
+    parser.add_argument("--case", choices=("runs", "memory", "learners", "vtrace"), default="runs")
     parser.add_argument("--flags", action="append", default=[], help="of experiments.rl, a row each")
     parser.add_argument("--purejaxrl", type=pathlib.Path, help="its folder `purejaxrl`")
     parser.add_argument("--env", default="CartPole-v1")
@@ -248,6 +289,14 @@ def main() -> None:
         }, args.out)  # fmt: skip
         table.head(f"{jax.devices()[0].device_kind}: whole runs by flags, seeds side by side")
         learners(args, table)
+    elif args.case == "vtrace":
+        table = Table({
+            "num_steps": lambda row: f"{row['num_steps']:,}", "lanes": lambda row: f"{row['num_envs']:,}",
+            "side": lambda row: row["side"], "us": lambda row: f"{1e6 * row['seconds']:.1f}",
+            "ratio": lambda row: f"{row['ratio']:.2f}x", "largest difference": lambda row: f"{row['apart']:.1e}",
+        }, args.out)  # fmt: skip
+        table.head(f"{jax.devices()[0].device_kind}: V-trace, float32")
+        corrections(args, table)
     else:
         table = Table({
             "num_steps": lambda row: f"{row['num_steps']:,}", "memory": lambda row: row["memory"],

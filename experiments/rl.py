@@ -7,6 +7,9 @@
     python -m experiments.rl preset=minatar env=Asterix-MinAtar
     python -m experiments.rl env=Spread-3 central=true num_envs=64             # MAPPO; without `central`, IPPO
     python -m experiments.rl algorithm=dqn rates.reward_scale=0.1
+    python -m experiments.rl preset=pendulum_sac                               # a tenth of PPO's steps
+    python -m experiments.rl fields.lag=4                                      # actors four updates late, V-trace
+    python -m experiments.rl num_seeds=8 exploit_every=20                      # a population
     python -m experiments.rl preset=rl2                                        # RL^2: the return of each trial
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
@@ -37,7 +40,7 @@ from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
-from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Ppo, Pqn, Seeds, returns_by_trial
+from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Pbt, Ppo, Pqn, Sac, Seeds, Td3, returns_by_trial
 from jaxpar.rollout import NextStep, NoReset, evaluate, init, rollout
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
@@ -49,6 +52,8 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dqn": (Dqn, {}),
     "vdn": (Pqn, {"decomposition": "vdn"}),
     "qmix": (Pqn, {"decomposition": "qmix"}),
+    "td3": (Td3, {}),
+    "sac": (Sac, {}),
 }
 OLDER_RATES = {new[6:]: old[6:] for new, old in RENAMED.items() if new.startswith("rates/")}
 OLDER_FIELDS = {"gradient_steps": "gradients", "decomposition_size": "mixer_size"}
@@ -62,6 +67,14 @@ def _older(flag: str, names: dict[str, str], changes: dict[str, Any]) -> dict[st
     return {flag: {names.get(name, name): value for name, value in changes.items()}}
 
 
+PERTURBED = ("learning_rate",)
+
+
+def _perturbed(names: list[str]) -> dict[str, Any]:
+    """What stands in identities: nothing where it is as always, as in runs from before there was a choice."""
+    return {} if tuple(names) == PERTURBED else {"perturb": list(names)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config(_run.RunConfig):
     """What is learned, and how.
@@ -71,8 +84,10 @@ class Config(_run.RunConfig):
       env_fields: Changes to its fields, such as env_fields.size=16.
       params: Changes to its parameters, such as params.gravity=5.
       last_action_reward: Whether observations include the last action and reward (RL^2, with a memory).
-      algorithm: ppo, a2c, pqn, dqn, vdn or qmix.
+      algorithm: ppo, a2c, pqn, dqn, vdn, qmix, td3 or sac.
       num_seeds: Learners side by side, which differ in their keys alone.
+      exploit_every: Updates after which the worst quarter of the seeds goes on from the best with other rates; or 0.
+      perturb: Names of the rates that then change, and in which seeds differ from the start.
       train: Length and checkpoints; train.steps are environment steps of each seed, rounded up to whole chunks of
         updates.
       num_envs: Environments of each; 0 is the algorithm's own number, and so below.
@@ -92,7 +107,8 @@ class Config(_run.RunConfig):
       memory_size: Its units.
       method: How its recurrence is solved: auto, sequential, newton, quasi, gauss_seidel.
       prng: Keys of environments: env, or batch, which is faster and gives other numbers.
-      eval_episodes: Of each seed, at the end, acting by the likeliest action.
+      eval_every: Updates between evaluations while it learns, a multiple of train.chunk; 0 means at the end alone.
+      eval_episodes: Of each seed, acting by the likeliest action.
       eval_steps: Most steps of such an episode.
       beside: Whether to tell at the end what chance and scripted play return, where there is such play.
       gif: Whether to film the first seed's agent, where the environment can be rendered.
@@ -106,6 +122,8 @@ class Config(_run.RunConfig):
     last_action_reward: bool = identifying(False, before=lambda on: {"recall": on})
     algorithm: str = identifying("ppo")
     num_seeds: int = identifying(4, AtLeast(1))
+    exploit_every: int = identifying(0, AtLeast(0), before=lambda every: {"exploit_every": every} if every else {})
+    perturb: list[str] = identifying(default_factory=lambda: list(PERTURBED), before=_perturbed)
     train: TrainConfig = TrainConfig(500_000, 10, 0)
     num_envs: int = identifying(0, AtLeast(0))
     num_steps: int = identifying(0, AtLeast(0))
@@ -124,6 +142,7 @@ class Config(_run.RunConfig):
     memory_size: int = identifying(64, AtLeast(1))
     method: str = identifying("auto")
     prng: str = identifying("env", before=older_prng)
+    eval_every: int = field(0, AtLeast(0))
     eval_episodes: int = field(64, AtLeast(1))
     eval_steps: int = field(1000, AtLeast(1))
     beside: bool = False
@@ -181,6 +200,13 @@ def _refuse_older(flag: str, names: dict[str, str], changes: dict[str, Any], usu
             raise UsageError(f"{flag}.{name} is called {flag}.{new} now.")
 
 
+def side_by_side(config: Config, learner: Any, params: PyTree) -> Seeds:
+    """Returns the learners of all seeds, a population where `exploit_every` says so."""
+    if not config.exploit_every:
+        return Seeds(learner, config.num_seeds, params)
+    return Pbt(learner, config.num_seeds, params, period=config.exploit_every, perturb=tuple(config.perturb))
+
+
 def num_updates(config: Config, learner: Any) -> int:
     """Returns how many updates make `train.steps` environment steps: whole chunks, so that one program does it."""
     length = config.train
@@ -199,9 +225,9 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     learner, params = make_learner(config)
     refuse_idle("learning", "envs")
     check_split("num_envs", learner.num_envs, "envs")
-    seeds, updates = Seeds(learner, config.num_seeds, params), num_updates(config, learner)
+    seeds, updates = side_by_side(config, learner, params), num_updates(config, learner)
     per_update = learner.num_envs * learner.num_steps
-    warmup, capacity = (learner.warmup, learner.capacity) if isinstance(learner, Dqn) else (0, 0)
+    warmup, capacity = (learner.warmup, learner.capacity) if isinstance(learner, Dqn | Td3 | Sac) else (0, 0)
     if updates * per_update < warmup:
         raise UsageError(
             f"train.steps={config.train.steps} end before the warmup of {warmup} experiences, and nothing would be "
@@ -210,7 +236,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     run = Run(
         config,
         folder,
-        Fit(updates, config.train.chunk, save_every=config.train.save_every),
+        Fit(updates, config.train.chunk, config.eval_every, config.train.save_every),
         dict(
             description="learning", unit="update", shown=("return_mean",),
             tokens_per_step=per_update * config.num_seeds, token="env steps",
@@ -218,6 +244,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
         functools.partial(_tell_start, config, folder, learner, updates),
         metadata={"steps": config.train.steps} if config.anneal else {},  # which the rates depend on
         renamed=RENAMED,
+        evaluate=functools.partial(_evaluated, config, learner, params) if config.eval_every else None,
         check=functools.partial(_check, min(warmup + per_update, capacity)),
     )  # fmt: skip
     result = train(seeds, lambda _: params, run)
@@ -225,8 +252,15 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     return result
 
 
+def _evaluated(config: Config, learner: Any, params: PyTree, state: PyTree) -> dict[str, float]:
+    """What whole episodes of likeliest actions return now: the mean over seeds, and each one's."""
+    returns = _of_each_seed(_whole_episodes, config, learner, params, state)[0]
+    each = {f"eval/seed_{i:02}": float(x) for i, x in enumerate(returns)}
+    return {"eval/return_mean": float(returns.mean())} | each
+
+
 def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
-    """Ends a run whose gradient, of any seed, is no number; DQN's is none until as many experiences are stored."""
+    """Ends a run whose gradient, of any seed, is no number; with a buffer there is none until it is warm."""
     if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/buffer_size", np.inf) >= warm:
         raise UsageError(f"the gradient is not finite after update {step}; lower rates.learning_rate.")
     if metrics["train/skipped"]:
@@ -279,7 +313,8 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
                    title=config.env)  # fmt: skip
     panels = {"policy": ("train/entropy", "train/clip_fraction", "train/approx_kl"),
               "value": ("train/explained_variance",), "gradient": ("train/grad_norm",),
-              "Q": ("train/q_mean", "train/q_loss")}  # fmt: skip
+              "Q": ("train/q_mean", "train/q_loss", "train/critic_loss"),
+              "temperature": ("train/temperature",)}  # fmt: skip
     plot_metrics(metrics, plots / "learning.png", panels)
     agent = learner.agent(greedy=True)
     policy_run = PolicyRun(learner.env, params, agent, FILMED, NextStep(), config.prng)

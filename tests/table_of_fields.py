@@ -112,12 +112,14 @@ from jaxpar.parallel.pipeline import Pipelined, TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
+from jaxpar.rl import A2c, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
+from jaxpar.rl.sac import SacRates
+from jaxpar.rl.td3 import Td3Rates
 from jaxpar.rollout import Chunked, Pool
 from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, ParallelBackward, Quasi, Sequential, structure
 from jaxpar.solve.fixed_point import Picard
@@ -315,16 +317,34 @@ TABLE = {
         "discount epsilon_start epsilon_end tau": SHARE,
         "reward_scale": SIGNED,
     },
-    A2c: {"num_envs num_steps": COUNT},
-    Ppo: {"num_envs num_steps epochs minibatches": COUNT},
+    Td3Rates: {
+        "learning_rate": POSITIVE,
+        "anneal noise target_noise noise_clip": FRACTION_FROM_0,
+        "discount tau": SHARE,
+        "reward_scale": SIGNED,
+    },
+    SacRates: {
+        "learning_rate temperature": POSITIVE,
+        "anneal": FRACTION_FROM_0,
+        "discount tau": SHARE,
+        "target_entropy reward_scale": SIGNED,
+    },
+    A2c: {"num_envs num_steps": COUNT, "lag": LEAST_0},
+    Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0, "target_kl": FRACTION_FROM_0},
     Pqn: {"num_envs num_steps epochs minibatches decomposition_size": COUNT},
     Dqn: {
         "num_envs num_steps gradient_steps batch_size capacity n_step target_period decomposition_size": COUNT,
         "warmup": LEAST_0,
     },
+    Td3: {
+        "num_envs num_steps gradient_steps batch_size capacity n_step policy_period": COUNT,
+        "warmup": LEAST_0,
+    },
+    Sac: {"num_envs num_steps gradient_steps batch_size capacity n_step": COUNT, "warmup": LEAST_0},
     ActionValues: {"decomposition_size": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
     Seeds: {"num_seeds": COUNT},
+    Pbt: {"period": COUNT, "share": ((0.0, 0.6), (0.1, 0.5)), "factor spread": ((0.9,), (1.0, 2.0))},
     Chunked: {"size": COUNT},
     Pool: {"size": COUNT},
     Animation: {"fps": POSITIVE},
@@ -370,7 +390,7 @@ TABLE = {
     SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
     rl.Config: {
         "num_seeds eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
-        "num_envs num_steps epochs minibatches": LEAST_0,
+        "num_envs num_steps epochs minibatches exploit_every eval_every": LEAST_0,
     },
     neat.Config: {
         "population max_nodes max_conns max_species episodes num_seeds": COUNT,

@@ -116,9 +116,11 @@ CLAIMS = {
     "neat/test_neat_exchange.py::neat_python_gives_the_same_outputs",
     "its energy is kept to the unit": "life/test_world.py::the_book_of_energy_balances_to_the_unit",
     "the right parents have the children": "life/test_world.py::who_eats_inherits_the_world",
-    "PPO, A2C, PQN, DQN": "rl/test_ppo.py::losses_and_their_gradients_by_hand "
+    "PPO, A2C, PQN, DQN, TD3, SAC": "rl/test_ppo.py::losses_and_their_gradients_by_hand "
     "rl/test_joint.py::updates_equal_those_by_hand rl/test_joint.py::what_is_replayed_equals_what_happened_by_hand "
     "rl/test_pqn.py::an_update_equals_its_equations rl/test_dqn.py::an_update_equals_its_equations "
+    "rl/test_twin_critics.py::td3_by_hand_in_value_and_gradient "
+    "rl/test_twin_critics.py::sac_by_hand_in_value_and_gradient "
     "contracts/test_algorithms.py::types_of_the_state_never_change",
     "IPPO, MAPPO, VDN and QMIX": "rl/test_agent.py::a_central_critic_sees_all_and_an_actor_itself_alone "
     "rl/test_value_decomposition.py::a_mixer_equals_its_equations",

@@ -61,12 +61,14 @@ from jaxpar.parallel.pipeline import Pipelined, gpipe
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Seeds
+from jaxpar.rl import A2c, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
+from jaxpar.rl.sac import SacRates
+from jaxpar.rl.td3 import Td3Rates
 from jaxpar.solve import structure
 from jaxpar.types import Scalar, UsageError
 
@@ -116,6 +118,7 @@ def test_the_table_has_every_configuration_and_every_number():
 # ---------------------------------------------------------------- how each is made
 
 CART = envs.make("CartPole-v1")[0]
+PENDULUM = envs.make("Pendulum-v1")[0]
 TOKENS = Tokens(np.zeros(40, np.uint8), np.zeros(1, np.int64), np.full(1, 40))
 BOTH_WAYS = Attention(1, 1, 4, visible=Visible(causal=False))
 PLANE = ((0.0, 0.0),)
@@ -169,9 +172,12 @@ BASIS = {
     Ppo: (CART,),
     Pqn: (CART,),
     Dqn: (CART,),
+    Td3: (PENDULUM,),
+    Sac: (PENDULUM,),
     ActionValues: (CART, Network()),
     Optimizer: (optax.scale_by_adam(),),
     Seeds: (None, 2),
+    Pbt: (Ppo(CART), 2),
     Animation: ([],),
     structure.Block: (2,),
 }
@@ -181,6 +187,8 @@ OWNERS = {
     PpoRates: lambda rates: Ppo(CART, rates=rates),
     PqnRates: lambda rates: Pqn(CART, rates=rates),
     DqnRates: lambda rates: Dqn(CART, rates=rates),
+    Td3Rates: lambda rates: Td3(PENDULUM, rates=rates),
+    SacRates: lambda rates: Sac(PENDULUM, rates=rates),
 }
 """Rates are arrays in a state, so that what they belong to checks them, where they are numbers."""
 

@@ -11,9 +11,10 @@
 | `collect`, `learner` | `EnvState` -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `value_decomposition`, `action_values` | observations `[T, B, ...]` -> values of actions | `pqn`, `dqn` |
 | `saliency` | observations `[T, B, ...]` -> the gradient of a step's value by each of them | users |
-| `buffer` | rows `[M, ...]` -> a ring of them -> random rows | `dqn` |
-| `ppo`, `a2c`, `pqn`, `dqn` | environment's parameters -> an update | `jaxpar.loop` |
-| `train` | a learner -> its whole run, or many seeds' | users, experiments |
+| `buffer`, `replay` | rows `[M, ...]` -> a ring of them -> random rows -> updates | `dqn`, `td3`, `sac` |
+| `twin_critics` | observations `[M, ...]` -> actions in a box `[M, n]` -> what two critics say | `td3`, `sac` |
+| `ppo`, `a2c`, `pqn`, `dqn`, `td3`, `sac` | environment's parameters -> an update | `jaxpar.loop` |
+| `train`, `population` | a learner -> its whole run, many seeds', or a population's | users, experiments |
 """
 
 from jaxpar.rl.a2c import A2c, A2cRates
@@ -24,10 +25,13 @@ from jaxpar.rl.last_action_reward import LastActionReward, returns_by_trial
 from jaxpar.rl.learner import RENAMED
 from jaxpar.rl.memory import CellMemory, Memory, StackMemory
 from jaxpar.rl.network import Network
+from jaxpar.rl.population import Pbt
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
-from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values
+from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values, vtrace
+from jaxpar.rl.sac import Sac, SacRates
 from jaxpar.rl.saliency import saliency
+from jaxpar.rl.td3 import Td3, Td3Rates
 from jaxpar.rl.train import Seeds, train
 
 __all__ = [
@@ -42,12 +46,17 @@ __all__ = [
     "LastActionReward",
     "Memory",
     "Network",
+    "Pbt",
     "Ppo",
     "PpoRates",
     "Pqn",
     "PqnRates",
+    "Sac",
+    "SacRates",
     "Seeds",
     "StackMemory",
+    "Td3",
+    "Td3Rates",
     "advantages",
     "lambda_returns",
     "n_step_returns",
@@ -55,4 +64,5 @@ __all__ = [
     "returns_by_trial",
     "saliency",
     "train",
+    "vtrace",
 ]

@@ -53,6 +53,8 @@ class A2c:
         num_envs: B.
         num_steps: T, of a rollout.
         central: whether the value reads all agents' observations.
+        lag: updates for which the weights that act are old, as where actors run beside the learner.
+        correct: whether V-trace corrects for that.
         prng: as in `jaxpar.rollout.rollout`.
         reset: likewise; None for the exact default.
     """
@@ -63,6 +65,8 @@ class A2c:
     num_envs: int = field(16, AtLeast(1))
     num_steps: int = field(8, AtLeast(1))
     central: bool = False
+    lag: int = field(0, AtLeast(0))
+    correct: bool = True
     prng: str = "env"
     reset: Reset | None = None
     epochs = 1
@@ -86,7 +90,7 @@ class A2c:
 
     def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
         """Draws weights and starts an episode in every environment; consumes `key`."""
-        return init_learner(self, key, inputs)
+        return init_learner(self, key, inputs, self.lag)
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""

@@ -1,5 +1,6 @@
 """Data for learners: a rollout with advantages, and minibatches of it."""
 
+import dataclasses
 from collections.abc import Callable
 
 import flax.struct
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.returns import advantages, next_values
+from jaxpar.rl.distributions import log_prob
+from jaxpar.rl.returns import advantages, next_values, vtrace
 from jaxpar.rollout import EnvState, Reset, Trajectory, episode_stats, rollout
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
@@ -32,7 +34,7 @@ class Batch:
         obs: what the policy saw.
         start: bool `[T, B]`.
         raw_action: what the policy drew, before it was scaled to the bounds of a box.
-        log_prob: of that, by the weights that acted.
+        log_prob: of that, by the weights before the update.
         value: likewise.
         advantage: of the action.
         target: the return that the value is to learn.
@@ -64,8 +66,12 @@ def collect(
     num_steps: int,
     prng: str = "env",
     reset: Reset | None = None,
+    behaviour: PyTree = None,
 ) -> tuple[EnvState, Batch, Trajectory]:
     """Makes `num_steps` steps with the policy, and a batch of them; consumes `key`.
+
+    Where older weights act, values and densities of the batch are those of `weights`, its targets and advantages
+    V-trace's: one more pass over all steps.
 
     Args:
         key: consumed.
@@ -78,12 +84,35 @@ def collect(
         num_steps: T.
         prng: as in `jaxpar.rollout.rollout`.
         reset: likewise.
+        behaviour: weights that act; None for `weights`.
     """
-    carry = env_state.carry
-    env_state, trajectory = rollout(key, env_state, agent.env, params, agent, weights, num_steps, value=agent.value,
+    carry, log_ratio = env_state.carry, None
+    acts, acting = (agent, weights) if behaviour is None else (_Older(agent), (behaviour, weights))
+    env_state, trajectory = rollout(key, env_state, agent.env, params, acts, acting, num_steps, value=acts.value,
                                     prng=prng, reset=reset)  # fmt: skip
     last = jax.vmap(agent.value, (None, 0, 0))(weights, env_state.obs, carry_at_start(env_state))
-    return env_state, make_batch(trajectory, last, carry, rates, agent_done), trajectory
+    if behaviour is not None:
+        extras = trajectory.extras
+        out = agent.apply(weights, trajectory.obs, trajectory.start, carry, extras.get("action_mask"))
+        now = log_prob(agent.action_space, out.policy, extras["raw_action"])
+        log_ratio = now - extras["log_prob"]
+        trajectory = trajectory.replace(extras=extras | {"value": out.value, "log_prob": now})
+    return env_state, make_batch(trajectory, last, carry, rates, agent_done, log_ratio), trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Older:
+    """An agent who acts by one's weights and values by another's; its parameters are both."""
+
+    agent: ActorCritic
+
+    def __call__(
+        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+    ) -> tuple:
+        return self.agent(key, params[0], obs, carry, action_mask)
+
+    def value(self, params: PyTree, obs: PyTree, carry: PyTree) -> Array:
+        return self.agent.value(params[1], obs, carry)
 
 
 def carry_at_start(env_state: EnvState) -> PyTree:
@@ -97,7 +126,12 @@ def carry_at_start(env_state: EnvState) -> PyTree:
 
 
 def make_batch(
-    trajectory: Trajectory, last_value: Array, carry: PyTree, rates: PyTree, agent_done: Array | None = None
+    trajectory: Trajectory,
+    last_value: Array,
+    carry: PyTree,
+    rates: PyTree,
+    agent_done: Array | None = None,
+    log_ratio: Array | None = None,
 ) -> Batch:
     """A trajectory with advantages and targets.
 
@@ -107,12 +141,17 @@ def make_batch(
         carry: the policy's `[B, ...]` before the first step.
         rates: with `discount`, `gae_lambda` and `reward_scale`.
         agent_done: as in `done_and_weight`.
+        log_ratio: as in `jaxpar.rl.vtrace`; None where the policy that learns is the one that acted.
     """
     extras = trajectory.extras
     value, reward = extras["value"], trajectory.reward * rates.reward_scale
     done, weight = done_and_weight(trajectory, agent_done)
     following = next_values(value, last_value, done, trajectory.bootstrap)
-    advantage = advantages(reward, value, following, done, rates.discount, rates.gae_lambda)
+    if log_ratio is None:
+        advantage = advantages(reward, value, following, done, rates.discount, rates.gae_lambda)
+        target = advantage + value
+    else:
+        target, advantage = vtrace(log_ratio, reward, value, following, done, rates.discount, rates.gae_lambda)
     return Batch(
         obs=trajectory.obs,
         start=trajectory.start,
@@ -120,7 +159,7 @@ def make_batch(
         log_prob=extras["log_prob"],
         value=value,
         advantage=advantage,
-        target=advantage + value,
+        target=target,
         weight=weight,
         action_mask=extras.get("action_mask"),
         carry=carry,

@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `Discrete`, `MultiDiscrete` | `[*space.shape, choices]` logits | independent categorical ones, illegal choices at 0 |
 | `Box` | `[n]` means, and `[n]` log standard deviations | independent normal ones, in units of the box |
+| `Box` with bounds | the same, by `draw_squashed` | the tanh of those: never beyond -1 and 1, density and all |
 
 A raw action is what was sampled. In a box the environment gets it scaled to the bounds and clipped (`scale_action`),
 while the density stays that of the raw action.
@@ -18,7 +19,19 @@ import numpy as np
 from jaxpar.env import Adapter, Box, Discrete, Environment, MultiDiscrete, Space, mask_shape
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["check_actions", "entropy", "head_size", "log_prob", "masked", "mode", "sample_action", "scale_action"]
+__all__ = [
+    "check_actions",
+    "draw_squashed",
+    "entropy",
+    "head_size",
+    "log_prob",
+    "masked",
+    "mode",
+    "sample_action",
+    "scale_action",
+]
+
+LOG_STD = (-20.0, 2.0)  # what `draw_squashed` holds log standard deviations to, as in its source
 
 
 ActionSpace = Discrete | MultiDiscrete | Box
@@ -60,6 +73,28 @@ def sample_action(key: PRNGKey, space: ActionSpace, head: Array) -> Array:
         mean, log_std = jnp.split(head, 2, -1)
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
     return jax.random.categorical(key, head).astype(space.dtype)
+
+
+def draw_squashed(head: Array, noise: Array) -> tuple[Array, Array]:
+    """The tanh of a normal draw, and its log density (Haarnoja et al. 2018, arXiv:1812.05905, appendix C).
+
+        u = mean + std noise,    a = tanh(u),    log p(a) = log normal(u) - sum(log(1 - a^2))
+
+    with log(1 - a^2) as 2 (log 2 - u - softplus(-2 u)), which has no end where a rounds to 1. Gradients flow through
+    the draw.
+
+    Args:
+        head: means, and log standard deviations, which are held to -20 to 2 `[..., 2 n]`.
+        noise: standard normal `[..., n]`.
+
+    Returns:
+        Actions `[..., n]` and log densities `[...]`.
+    """
+    mean, log_std = jnp.split(head, 2, -1)
+    log_std = jnp.clip(log_std, *LOG_STD)
+    u = mean + jnp.exp(log_std) * noise
+    bend = 2 * (math.log(2) - u - jax.nn.softplus(-2 * u))
+    return jnp.tanh(u), jnp.sum(-0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi) - bend, -1)
 
 
 def mode(space: ActionSpace, head: Array) -> Array:

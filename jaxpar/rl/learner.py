@@ -42,6 +42,7 @@ from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree
 
 __all__ = [
     "RENAMED",
+    "ActorCriticLearner",
     "Agent",
     "Learner",
     "LearnerState",
@@ -88,6 +89,7 @@ class LearnerState:
         rates: float32 scalars; replace them to sweep.
         updates: int32 [], made so far.
         episode_stats: mean return and length of the last episodes, float32 [] each; NaN before the first.
+        older: the weights before each of the last `lag` updates `[lag, ...]`, the oldest first; None without a lag.
     """
 
     weights: PyTree
@@ -97,6 +99,7 @@ class LearnerState:
     rates: PyTree
     updates: Array
     episode_stats: dict[str, Array]
+    older: PyTree = flax.struct.field(default=None, kw_only=True)
 
 
 LearnerStateT = TypeVar("LearnerStateT", bound=LearnerState)
@@ -193,6 +196,20 @@ class MinibatchLearner(Learner[LearnerState], Protocol):
         ...
 
 
+class ActorCriticLearner(MinibatchLearner, Protocol):
+    """One whose agent is an `ActorCritic`: `Ppo` and `A2c`."""
+
+    @property
+    def lag(self) -> int:
+        """Updates for which the weights that act are old."""
+        ...
+
+    @property
+    def correct(self) -> bool:
+        """Whether V-trace corrects for that."""
+        ...
+
+
 def check_learner(learner: Learner) -> None:
     """Refuses counts and rates that are not legal; rates that are traced are not checked."""
     check_fields(learner)
@@ -204,7 +221,7 @@ def has_memory(network: Network) -> bool:
     return network.memory_layer() is not None
 
 
-def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree) -> LearnerState:
+def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree, lag: int = 0) -> LearnerState:
     """Draws weights and starts an episode in every environment; consumes `key`. A learner's `init`."""
     params = learner.env.default_params if inputs is None else inputs
     weights_key, envs_key = jax.random.split(key)
@@ -218,6 +235,7 @@ def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree) -> LearnerState
         rates=jax.tree.map(jnp.float32, learner.rates),
         updates=jnp.int32(0),
         episode_stats={name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")},
+        older=jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), weights) if lag else None,
     )
 
 
@@ -234,56 +252,83 @@ def learner_axes(learner: Learner) -> PyTree:
 
 
 def actor_critic_update(
-    learner: MinibatchLearner, key: PRNGKey, state: LearnerState, inputs: PyTree, loss: Callable
+    learner: ActorCriticLearner,
+    key: PRNGKey,
+    state: LearnerState,
+    inputs: PyTree,
+    loss: Callable,
+    too_far: Callable[[Info], Array] | None = None,
 ) -> tuple[LearnerState, Info]:
     """An update of an actor and its critic: a rollout, its advantages, and gradient steps on its minibatches.
 
+    With a lag the weights of that many updates ago act. If corrected, all else is by the weights before the update; if
+    not, what was drawn is learned from as if it had just been.
+
     Args:
-        learner: one whose agent is an `ActorCritic`.
+        learner: `Ppo`, `A2c`, or one like them.
         key: consumed.
         state: before.
         inputs: the environment's parameters, or None for the default ones.
         loss: `(weights, agent, batch, rates) -> (loss, info)`.
+        too_far: as in `minibatch_updates`.
     """
     agent, rates = learner.agent(), state.rates
     assert isinstance(agent, ActorCritic)
     params = learner.env.default_params if inputs is None else inputs
     act_key, deal_key = jax.random.split(key)
-    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, state.weights,
-                                           rates, learner.num_steps, prng=learner.prng,
-                                           reset=learner.reset)  # fmt: skip
-    weights, opt_state, infos = minibatch_updates(learner, deal_key, state, batch, functools.partial(loss, rates=rates))
+    judge, behaviour, older = state.weights, None, state.older
+    if older is not None:
+        oldest = jax.tree.map(lambda x: x[0], older)
+        judge, behaviour = (judge, oldest) if learner.correct else (oldest, None)
+        older = jax.tree.map(lambda old, now: jnp.concatenate([old[1:], now[None]]), older, state.weights)
+    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, judge, rates,
+                                           learner.num_steps, prng=learner.prng, reset=learner.reset,
+                                           behaviour=behaviour)  # fmt: skip
+    weights, opt_state, infos = minibatch_updates(
+        learner, deal_key, state, batch, functools.partial(loss, rates=rates), too_far
+    )
     # Of the first minibatch alone: there the weights are those that acted, and every ratio should be 1.
     ratio_error = infos["ratio_error"][0, 0]
     info = mean_metrics(infos) | {"explained_variance": _explained_variance(batch), "ratio_error": ratio_error}
     info, stats = update_episode_stats(info, state.episode_stats, trajectory)
     done = last_agent_done(trajectory)
-    return LearnerState(weights, opt_state, env_state, done, rates, state.updates + 1, stats), info
+    return LearnerState(weights, opt_state, env_state, done, rates, state.updates + 1, stats, older=older), info
 
 
 def minibatch_updates(
-    learner: MinibatchLearner, key: PRNGKey, state: LearnerState, batch: PyTree, loss: Callable
+    learner: MinibatchLearner,
+    key: PRNGKey,
+    state: LearnerState,
+    batch: PyTree,
+    loss: Callable,
+    too_far: Callable[[Info], Array] | None = None,
 ) -> tuple[PyTree, PyTree, Info]:
     """Makes the gradient steps of all epochs on minibatches of a batch; consumes `key`.
 
-    `loss` is `(weights, agent, minibatch) -> (loss, info)`.
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`. From the first minibatch on whose info is `too_far`, no
+    step is made; what is left is computed all the same, since a scan has one length.
 
     Returns:
         The weights, the optimizer's state, and infos `[epochs, minibatches]`, with "grad_norm", "skipped" and
-        "learning_rate" added to those of `loss`.
+        "learning_rate" added to those of `loss`, and with `too_far` "stopped", 1 where no step was made for it.
     """
     rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
     rate = annealed(rates.learning_rate, rates.anneal, state.updates)
 
     def update(carry, minibatch):
-        weights, opt_state = carry
+        weights, opt_state, stopped = carry
         grads, info = jax.grad(loss, has_aux=True)(weights, agent, minibatch)
-        weights, opt_state, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate,
-                                                              max_norm=rates.max_grad_norm)  # fmt: skip
-        return (weights, opt_state), info | optimizer_info
+        *moved, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
+        if too_far is not None:
+            stopped |= too_far(info)
+            kept = weights, opt_state
+            moved = jax.tree.map(lambda new, old: jnp.where(stopped, old, new), tuple(moved), kept)
+            info |= {"stopped": stopped.astype(jnp.float32)}
+        return (*moved, stopped), info | optimizer_info
 
-    (weights, opt_state), infos = scan_minibatches(
-        key, (state.weights, state.opt_state), batch, update, learner.epochs, learner.minibatches, learner.has_memory
+    first = state.weights, state.opt_state, jnp.bool_(False)
+    (weights, opt_state, _), infos = scan_minibatches(
+        key, first, batch, update, learner.epochs, learner.minibatches, learner.has_memory
     )
     return weights, opt_state, infos
 

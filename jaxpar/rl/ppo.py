@@ -71,6 +71,10 @@ class Ppo:
         epochs: passes over each rollout.
         minibatches: parts of a rollout: of whole environments where there is a memory, else of single steps.
         central: whether the value reads all agents' observations.
+        target_kl: an update makes no more gradient steps from the first minibatch on in which "approx_kl", the distance
+            to the policy before it, is over this; 0 leaves out none.
+        lag: updates for which the weights that act are old, as where actors run beside the learner.
+        correct: whether V-trace corrects for that.
         prng: as in `jaxpar.rollout.rollout`.
         reset: likewise; None for the exact default.
     """
@@ -83,6 +87,9 @@ class Ppo:
     epochs: int = field(4, AtLeast(1))
     minibatches: int = field(4, AtLeast(1))
     central: bool = False
+    target_kl: float = field(0.0, AtLeast(0))
+    lag: int = field(0, AtLeast(0))
+    correct: bool = True
     prng: str = "env"
     reset: Reset | None = None
 
@@ -105,11 +112,12 @@ class Ppo:
 
     def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
         """Draws weights and starts an episode in every environment; consumes `key`."""
-        return init_learner(self, key, inputs)
+        return init_learner(self, key, inputs, self.lag)
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""
-        return actor_critic_update(self, key, state, inputs, ppo_loss)
+        too_far = (lambda info: info["approx_kl"] > self.target_kl) if self.target_kl else None
+        return actor_critic_update(self, key, state, inputs, ppo_loss, too_far)
 
     def axes(self) -> PyTree:
         """Logical axes of the state; see `learner_axes`."""

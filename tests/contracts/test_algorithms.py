@@ -26,7 +26,7 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
-from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn
+from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Sac, Td3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,13 @@ def short_episodes():
     return CART_PARAMS.replace(max_steps=3)
 
 
+PENDULUM, PENDULUM_PARAMS = envs.make("Pendulum-v1")
+
+
+def short_swings():
+    return PENDULUM_PARAMS.replace(max_steps=3)
+
+
 SHAPES_ALONE = "rollout.env_state evaluates shapes, and nothing else, with a key that was used"
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
 FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
@@ -90,6 +97,7 @@ LIVING = {
     "max_births": 2,
     "newcomers": 2,
 }
+REPLAY = {"num_envs": 2, "num_steps": 4, "gradient_steps": 2, "batch_size": 4, "capacity": 16, "warmup": 1}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(
@@ -128,11 +136,9 @@ ROWS = {
         lambda: FORAGING_PARAMS.replace(max_steps=3),
         SHAPES_ALONE,
     ),  # fmt: skip
-    "dqn": Row(
-        Dqn(CART, VALUES, num_envs=2, num_steps=4, gradient_steps=2, batch_size=4, capacity=16, warmup=1),
-        short_episodes,
-        SHAPES_ALONE,
-    ),  # fmt: skip
+    "dqn": Row(Dqn(CART, VALUES, **REPLAY), short_episodes, SHAPES_ALONE),
+    "td3": Row(Td3(PENDULUM, Network(hidden=(4,)), **REPLAY), short_swings, SHAPES_ALONE),
+    "sac": Row(Sac(PENDULUM, Network(hidden=(4,)), **REPLAY), short_swings, SHAPES_ALONE),
 }
 SLOW = (
     "life-lstm",
@@ -144,6 +150,8 @@ SLOW = (
     "pqn-min-gru",
     "pqn-qmix",
     "dqn",
+    "td3",
+    "sac",
 )  # half a minute of compiling; parts have tests of their own
 each_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ROWS]

@@ -57,6 +57,7 @@ def test_it_learns_and_goes_on_where_it_was(main, first, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
+        (["exploit_every=2", "num_seeds=1"], "a population of num_seeds=1 has nobody to take after"),
         (["algorithm=pop"], "algorithm='pop' is unknown; the nearest are ppo"),
         (["minibatches=5"], "minibatches=5 does not divide 32 steps"),
         (["memory=gru", "minibatches=3"], "minibatches=3 does not divide 4 environments"),

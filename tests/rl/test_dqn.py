@@ -78,8 +78,7 @@ def test_an_update_equals_its_equations(learner):
 
     @jit
     def pieces(state):
-        acting = state.weights, jnp.float32(1)
-        steps = learner._collect(act_key, state, acting, learner.env.default_params)[1]
+        steps = learner.collect(act_key, state, jnp.bool_(True), learner.env.default_params)[1]
         stepped, info = learner.step(key, state, None)
         rows = sample(jax.random.split(learn_key, 1)[0], stepped.buffer, 5)
         batch = td_targets(learner.agent(), state.weights, state.target_weights, rows, learner.double)

@@ -1,6 +1,7 @@
 """PPO and A2C: their losses by hand, fresh policies at ratio 1, one device and eight, seeds side by side."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -16,7 +17,8 @@ from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.rl import A2c, A2cRates, Network, Ppo, PpoRates, Seeds, train
 from jaxpar.rl.a2c import a2c_loss
 from jaxpar.rl.agent import ActorCriticOutput
-from jaxpar.rl.collect import Batch
+from jaxpar.rl.collect import Batch, collect
+from jaxpar.rl.learner import minibatch_updates
 from jaxpar.rl.ppo import ppo_loss
 from jaxpar.types import UsageError
 
@@ -102,6 +104,39 @@ def test_a_fresh_policy_has_ratio_one(stepped):
     # The same weights on the same steps: only how rows are laid out in products differs.
     assert info["ratio_error"] <= 16 * EXACT_MATHS["float32"] and later["ratio_error"] <= 16 * EXACT_MATHS["float32"]
     assert info["approx_kl"] > 1e-9, "later minibatches are after a step, so there ratios differ"
+
+
+def test_an_update_ends_where_the_policy_is_too_far_from_the_one_that_acted(stepped):
+    """The steps before are those of an update without a bound, and weights stay where the bound was passed."""
+    first, wide = stepped[0], dataclasses.replace(TINY, target_kl=1e6)
+    fast = first.replace(rates=first.rates.replace(learning_rate=jnp.float32(0.01)))
+    key, act_key = jax.random.key(1), jax.random.split(jax.random.key(1))[0]
+
+    @jit
+    def pieces(state):
+        plain, stopless = TINY.step(key, state, CART_PARAMS)[0], wide.step(key, state, CART_PARAMS)
+        batch = collect(act_key, state.env_state, None, TINY.agent(), CART_PARAMS, state.weights, state.rates, 4)[1]
+
+        def bounded(too_far):
+            loss = functools.partial(ppo_loss, rates=state.rates)
+            return minibatch_updates(TINY, jax.random.split(key)[1], state, batch, loss, too_far)
+
+        free = bounded(lambda info: jnp.bool_(False))
+        second = free[2]["approx_kl"][0, 1]  # a distance that no later minibatch has
+        return plain, stopless, free, bounded(lambda info: jnp.abs(info["approx_kl"] / second - 1) < 1e-4)
+
+    plain, (stopless, said), free, bounded = pieces(fast)
+    assert_close(stopless.weights, plain.weights, EXACT_MATHS["float32"])
+    assert said["stopped"] == 0
+    np.testing.assert_array_equal(bounded[2]["stopped"], [[0, 1], [1, 1]])
+    later = np.asarray(bounded[2]["approx_kl"] / free[2]["approx_kl"][0, 1])[1]
+    assert (np.abs(later - 1) > 1e-3).all(), "the bound is passed once"
+    # One step of Adam, and no more: each weight by the rate at most.
+    furthest = [
+        max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), weights, fast.weights)))
+        for weights in (bounded[0], plain.weights)
+    ]
+    assert 0.009 < furthest[0] < 0.0101 and furthest[1] > 0.02
 
 
 def test_an_update_that_is_not_finite_is_not_taken(stepped):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.rl import advantages, collect, lambda_returns, n_step_returns, next_values
+from jaxpar.rl import advantages, collect, lambda_returns, n_step_returns, next_values, vtrace
 from jaxpar.types import UsageError
 
 DISCOUNT, TRACE = 0.9, 0.7
@@ -84,6 +84,75 @@ def test_a_lambda_return_of_lambda_0_is_one_step_and_of_lambda_1_is_all():
     for lambda_, n in ((0.0, 1), (1.0, 6)):
         got = lambda_returns(reward, following, cut, DISCOUNT, lambda_)
         assert_close(got, n_step_returns(reward, following, cut, DISCOUNT, n), EXACT_MATHS["float32"])
+
+
+def numbers_of_vtrace(ends, seed=0):
+    """Log ratios far beyond both bounds, rewards, values, what steps led to, and the ends of `ends [T, B]`."""
+    rng, cut = np.random.default_rng(seed), ends != GOES
+    log_ratio, reward, value, next_value = (rng.standard_normal(ends.shape) for _ in range(4))
+    return 2 * log_ratio, reward, value, np.where(ends == TERMINATES, 0, next_value), cut
+
+
+def by_sums(log_ratio, reward, value, next_value, cut):
+    """V-trace as the paper writes it: sums of products, one start after another."""
+    target, advantage = np.zeros_like(value), np.zeros_like(value)
+    rho, c = np.minimum(1.5, np.exp(log_ratio)), TRACE * np.minimum(0.8, np.exp(log_ratio))
+    error = reward + DISCOUNT * next_value - value
+    for t, b in np.ndindex(*value.shape):
+        product, sums = 1.0, []
+        for s in range(t, t + steps_left(cut[:, b], t)):
+            sums.append(product * rho[s, b] * error[s, b])
+            product *= DISCOUNT * c[s, b]
+        target[t, b] = value[t, b] + sum(sums)
+    for t, b in np.ndindex(*value.shape):
+        over = cut[t, b] or t == len(cut) - 1
+        beyond = 0.0 if over else target[t + 1, b] - value[t + 1, b]
+        advantage[t, b] = rho[t, b] * (error[t, b] + DISCOUNT * TRACE * beyond)
+    return target, advantage
+
+
+def by_steps(log_ratio, reward, value, next_value, cut):
+    """The same, a step after another."""
+    ratio = jnp.exp(log_ratio)
+    rho, error = jnp.minimum(1.5, ratio), reward + DISCOUNT * next_value - value
+
+    def step(after, row):
+        ratio, rho, error, cut = row
+        after = jnp.where(cut, 0, DISCOUNT * TRACE * after)
+        excess = rho * error + jnp.minimum(0.8, ratio) * after
+        return excess, (excess, rho * (error + after))
+
+    rows = ratio, rho, error, cut
+    _, (excess, advantage) = jax.lax.scan(step, jnp.zeros_like(value[0]), rows, reverse=True)
+    return value + excess, advantage
+
+
+def test_vtrace_equals_its_sums_and_its_steps_in_value_and_gradient(x64):
+    args = numbers_of_vtrace(np.array(list(itertools.product(range(3), repeat=4))).T)
+    assert_close(by_steps(*args), by_sums(*args), EXACT_MATHS["float64"])
+    weights = np.random.default_rng(1).standard_normal((2, 4, 81))
+
+    def loss(compute):
+        def of(log_ratio, reward, value, next_value):
+            found = compute(log_ratio, reward, value, next_value, jnp.asarray(args[4]))
+            return sum(jnp.sum(w * x) for w, x in zip(weights, found, strict=True)), found
+
+        return jax.grad(of, (0, 1, 2, 3), has_aux=True)(*map(jnp.asarray, args[:4]))
+
+    slopes, found = loss(lambda *args: vtrace(*args, DISCOUNT, TRACE, 1.5, 0.8))
+    want_slopes, want = loss(by_steps)
+    np.testing.assert_allclose(found, want, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(found, by_sums(*args), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(slopes, want_slopes, rtol=1e-12, atol=1e-12)
+
+
+def test_vtrace_of_the_policy_that_acted_is_generalised_advantages_and_lambda_returns(x64):
+    _, reward, value, next_value, cut = map(jnp.asarray, numbers_of_vtrace(np.array([[0], [2], [0], [1], [0], [0]])))
+    value = jnp.where(jnp.roll(cut, 1, 0).at[0].set(True), value, jnp.roll(next_value, 1, 0))  # what goes on is one
+    target, advantage = vtrace(jnp.zeros_like(value), reward, value, next_value, cut, DISCOUNT, TRACE)
+    np.testing.assert_array_equal(advantage, advantages(reward, value, next_value, cut, DISCOUNT, TRACE))
+    want = lambda_returns(reward, next_value, cut, DISCOUNT, TRACE)
+    np.testing.assert_allclose(target, want, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_of_returns_stop_at_a_cut():

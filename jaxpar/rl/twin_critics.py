@@ -1,0 +1,163 @@
+"""A policy over a bounded box and two critics of its actions: what `td3` and `sac` train."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.env import Adapter, Box, Environment, Space
+from jaxpar.optim import Optimizer
+from jaxpar.rl.distributions import draw_squashed, head_size, scale_action
+from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
+from jaxpar.rl.network import Network
+from jaxpar.rl.replay import Experience
+from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar, UsageError
+
+__all__ = ["TwinCritics", "critic_loss", "moved_targets", "update_part"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TwinCritics:
+    """An actor in a bounded box and two critics; a `jaxpar.rollout.Policy`, static and hashable.
+
+    Its parameters are the weights where it is greedy, else `(weights, warm, noise)`: until `warm`, actions are uniform
+    in the box; then they are drawn, or the actor's with normal noise of that deviation. Actions are in units of the
+    box, -1 to 1, and scaled to it for the environment.
+
+    Attributes:
+        env: the environment or adapter, of one agent, with actions of a bounded float `Box`.
+        network: of the actor, and of each critic, which reads observations and actions side by side, flat.
+        drawn: whether the actor gives a distribution, the tanh of a normal one, instead of an action.
+        greedy: whether it acts without noise.
+    """
+
+    env: Environment | Adapter
+    network: Network
+    drawn: bool = False
+    greedy: bool = False
+
+    def __post_init__(self):
+        """Refuses environments that it cannot act in."""
+        space, name = self.action_space, self.env.name
+        if num_agents(self.env):
+            raise UsageError(f"{name} has several agents; Td3 and Sac learn for one: learn with Ppo.")
+        if (
+            not isinstance(space, Box)
+            or not jnp.issubdtype(space.dtype, jnp.floating)
+            or not all(np.isfinite(end).all() for end in space.bounds())
+        ):
+            raise UsageError(f"{name} takes actions of {space}; Td3 and Sac act by a float Box with bounds.")
+
+    @property
+    def num_agents(self) -> int:
+        """0: there is a lone one."""
+        return 0
+
+    @property
+    def action_space(self) -> Box:
+        """The actions."""
+        return cast(Box, agent_action_space(self.env))  # `__post_init__` refuses others
+
+    @property
+    def obs_space(self) -> Space:
+        """The observations."""
+        return agent_obs_space(self.env)
+
+    def init(self, key: PRNGKey) -> PyTree:
+        """Draws the weights of "actor", and of "critics" `[2, ...]`; consumes `key`."""
+        actor_key, critics_key = jax.random.split(key)
+        shape, size = feature_shape(self.obs_space), head_size(self.action_space)
+        seen = (math.prod(shape) + size,)
+        return {
+            "actor": self.network.init(actor_key, shape, {"policy": ((1 + self.drawn) * size, 0.01)}),
+            "critics": jax.vmap(lambda key: self._critic().init(key, seen, {"value": (1, 1.0)}))(
+                jax.random.split(critics_key)
+            ),
+        }
+
+    def first_carry(self) -> PyTree:
+        """Nothing: there is no memory."""
+        return {}
+
+    def head(self, actor: PyTree, obs: PyTree) -> Array:
+        """What the actor gives for observations `[M, ...]`: `[M, n]`, or `[M, 2 n]` where it is drawn from."""
+        return self._head(self.network, actor, features(self.obs_space, obs), "policy")
+
+    def action(self, actor: PyTree, obs: PyTree) -> Array:
+        """The actor's action `[M, n]` without noise: of a distribution, the tanh of its mean."""
+        head = self.head(actor, obs)
+        return jnp.tanh(head[..., : head.shape[-1] // 2] if self.drawn else head)
+
+    def values(self, critics: PyTree, obs: PyTree, action: Array) -> Array:
+        """What both critics say of actions `[M, n]` at observations `[M, ...]`: `[2, M]`."""
+        x = features(self.obs_space, obs).reshape(len(action), -1)
+        x = jnp.concatenate([x, action], -1)
+        return jax.vmap(lambda critic: self._head(self._critic(), critic, x, "value"))(critics)[..., 0]
+
+    def __call__(self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree) -> tuple:
+        """Acts in one environment: `(action, carry, extras)`, "raw_action" in units of the box; consumes `key`."""
+        weights = params if self.greedy else params[0]
+        obs = jax.tree.map(lambda x: x[None], obs)
+        if self.greedy:
+            raw_action = self.action(weights["actor"], obs)[0]
+        else:
+            _, warm, noise = params
+            draw_key, random_key = jax.random.split(key)
+            draw = jax.random.normal(draw_key, (head_size(self.action_space),))
+            if self.drawn:
+                raw_action = draw_squashed(self.head(weights["actor"], obs)[0], draw)[0]
+            else:
+                raw_action = jnp.clip(self.action(weights["actor"], obs)[0] + noise * draw, -1, 1)
+            anyhow = jax.random.uniform(random_key, raw_action.shape, raw_action.dtype, -1, 1)
+            raw_action = jnp.where(warm, raw_action, anyhow)
+        return scale_action(self.action_space, raw_action), carry, {"raw_action": raw_action}
+
+    def _critic(self) -> Network:
+        return dataclasses.replace(self.network, conv=())
+
+    def _head(self, network: Network, weights: PyTree, x: Array, name: str) -> Array:
+        return network.apply(weights, x[None], jnp.zeros((1, len(x)), bool), {}).heads[name][0]
+
+
+def critic_loss(critics: PyTree, agent: TwinCritics, rows: Experience, target: Array) -> tuple[Array, Info]:
+    """The sum of both critics' mean squared errors at experiences `[M]`, `sum_i mean((Q_i(s, a) - target)^2)`.
+
+    Means are by `Experience.weight`.
+
+    Returns:
+        The loss, and "critic_loss", "q_mean" and "converged".
+    """
+    q = agent.values(critics, rows.obs, rows.action)
+    share = rows.weight / jnp.maximum(jnp.sum(rows.weight), 1)
+    loss = jnp.sum(share[None] * (q - target[None]) ** 2)
+    return loss, {"critic_loss": loss, "q_mean": jnp.sum(share * jnp.mean(q, 0)), "converged": jnp.float32(1)}
+
+
+def update_part(
+    optimizer: Optimizer, name: str, loss: Callable, weights: PyTree, opt_state: PyTree, rate: Array
+) -> tuple[PyTree, PyTree, Info]:
+    """A gradient step of one part of the weights, which has an optimizer's state of its own.
+
+    Args:
+        optimizer: of all parts.
+        name: of the part.
+        loss: `part -> (loss, info)`.
+        weights: by part.
+        opt_state: by part.
+        rate: the learning rate.
+    """
+    grads, info = jax.grad(loss, has_aux=True)(weights[name])
+    part, moved, optimizer_info = optimizer.update(grads, opt_state[name], weights[name], rate=rate)
+    return weights | {name: part}, opt_state | {name: moved}, info | optimizer_info
+
+
+def moved_targets(target: PyTree, weights: PyTree, tau: Scalar) -> PyTree:
+    """Target networks, moved by the share `tau` to the parts of the weights that they follow."""
+    return {
+        name: jax.tree.map(lambda old, new: (1 - tau) * old + tau * new, old, weights[name])
+        for name, old in target.items()
+    }
