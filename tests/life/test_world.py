@@ -268,7 +268,7 @@ def long_run(count, chunks, chunk=100):
         return go_on()
 
 
-@pytest.mark.slow  # 60 s
+@pytest.mark.slow  # 3 min on a busy core, of which compiling takes one
 def test_it_does_for_ten_thousand_steps_of_the_usual_brain(optimised):
     states, (held, book, info) = long_run(0, 100)
     wide = lambda x: np.asarray(x.high, np.int64) * 2**20 + x.low  # noqa: E731
