@@ -13,6 +13,7 @@ from experiments import (
     env,
     estimate,
     generate,
+    life,
     lm,
     moving_digits,
     neat,
@@ -161,7 +162,7 @@ def words():
 def test_one_word_means_one_thing_in_every_experiment():
     experiments = {"digits": digits, "env": env, "generate": generate, "lm": lm, "neat": neat, "pomdp": pomdp}
     experiments |= {"rl": rl, "rnn": rnn, "pipelined_speculation": pipelined_speculation}
-    experiments |= {"step_speculation": step_speculation, "moving_digits": moving_digits}
+    experiments |= {"step_speculation": step_speculation, "moving_digits": moving_digits, "life": life}
     flags = {name: dict(_flags(module.Config)) for name, module in experiments.items()}
     for name in experiments:
         flags[name] |= {"preset": str} if presets_of(name, "preset") else {}
