@@ -291,10 +291,10 @@ def test_slurm_tells_the_processes_of_each_other(command):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("", "no experiment is named; legal are compare, digits, env, estimate, generate, lm"),
+        ("", "no experiment is named; legal are compare, digits, env, estimate, generate, life, lm"),
         (
             "train.steps=3",
-            "there is no experiment 'train.steps=3'; legal are compare, digits, env, estimate, generate, lm",
+            "there is no experiment 'train.steps=3'; legal are compare, digits, env, estimate, generate, life, lm",
         ),
         ("--processes 0 lm", "--processes 0 must be at least 1."),
         ("--processes two lm", "argument --processes: invalid int value: 'two'; --help shows examples."),
