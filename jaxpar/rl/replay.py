@@ -188,9 +188,7 @@ def collect_experience(
     """A rollout of a lone agent without masks, and its experiences `[T, B]`; consumes `key`."""
     env_state, trajectory = next_step_rollout(learner, key, state.env_state, params, acting)
     done, weight = done_and_weight(trajectory)
-    experience = n_step_experience(
-        trajectory, env_state.obs, None, state.rates, learner.n_step, done, weight
-    )  # fmt: skip
+    experience = n_step_experience(trajectory, env_state.obs, None, state.rates, learner.n_step, done, weight)
     return env_state, trajectory, experience
 
 

@@ -45,6 +45,7 @@ PROMISED = [
     ("ring", "contiguous", 2, 4, 1, 1, 20, False, Visible()),
     ("ring", "striped", 2, 4, 1, 2, 24, False, Visible(causal=False)),
     ("two_way", "zigzag", 2, 4, 1, 2, 40, True, Visible()),
+    ("two_way", "zigzag", 2, 4, 1, 2, 8, True, Visible()),  # parts of one token, whose first half is empty
     ("token_ring", "contiguous", 1, 8, 1, 2, 40, True, Visible()),
     ("swap", "zigzag", 2, 4, 1, 4, 40, True, Visible()),
     ("swap_ring", "zigzag", 1, 4, 2, 4, 24, False, Visible()),

@@ -275,7 +275,8 @@ def _pieces(how: _How, tree) -> dict:
     def halves(x):
         parts = x.reshape(x.shape[0], number, -1, *x.shape[2:])
         middle = parts.shape[2] // 2
-        return (half.reshape(x.shape[0], -1, *x.shape[2:]) for half in (parts[:, :, :middle], parts[:, :, middle:]))
+        cut = parts[:, :, :middle], parts[:, :, middle:]
+        return (half.reshape(x.shape[0], number * half.shape[2], *x.shape[2:]) for half in cut)
 
     return {name: jax.tree.map(lambda x, i=i: tuple(halves(x))[i], tree) for i, name in enumerate(("low", "high"))}
 
@@ -286,7 +287,8 @@ def _whole_pieces(how: _How, pieces: dict):
         return pieces["keys"]
 
     def joined(*halves):
-        halves = [x.reshape(x.shape[0], how.rule.parts, -1, *x.shape[2:]) for x in halves]
+        number = how.rule.parts
+        halves = [x.reshape(x.shape[0], number, x.shape[1] // number, *x.shape[2:]) for x in halves]
         x = jnp.concatenate(halves, 2)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
@@ -327,7 +329,8 @@ def _keys_travel(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSu
             held, state, turn = carry
             held, turn = _sent(how, held, step.sends), turn + 1
             for name, (k, v, at) in held.items():
-                state = rule.attend(state, q, k, v, where, at, _behind(name, turn), device)
+                if k.shape[1]:  # of a part of one token a half is empty
+                    state = rule.attend(state, q, k, v, where, at, _behind(name, turn), device)
             return held, state, turn
 
         carry = _repeated(one, carry, count) if step.attends else carry
@@ -346,9 +349,10 @@ def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done
             if step.attends:
                 held = _sent(how, held, step.sends)
                 for name, (k, v, at) in held.items():
-                    behind = _behind(name, turn)
-                    dq, more = rule.gradient(dq, sums[name], q, k, v, where, at, behind, device, done)
-                    sums = sums | {name: more}
+                    if k.shape[1]:
+                        behind = _behind(name, turn)
+                        dq, more = rule.gradient(dq, sums[name], q, k, v, where, at, behind, device, done)
+                        sums = sums | {name: more}
             return held, sums, dq, turn
 
         carry = _repeated(one, carry, count)
