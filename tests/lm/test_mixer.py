@@ -92,7 +92,7 @@ def test_generation_equals_asking_the_whole_model(name):
     np.testing.assert_array_equal(out, want)
 
 
-@some("para_gru")
+@some("para_gru", "gru")
 def test_on_a_mesh_it_is_what_it_is_on_one_device(name):
     """Loss, gradients and steps in double precision, and no collective between devices that is not declared."""
     flags = (
