@@ -251,3 +251,15 @@ def test_it_swings_the_pendulum_up(kind, rates):
 def test_mistakes_are_told(make, words):
     with pytest.raises(UsageError, match=words):
         make()
+
+
+def test_actions_are_uniform_until_it_is_warm_and_then_the_actors():
+    learner = dataclasses.replace(TD3, rates=dataclasses.replace(TD3_RATES, noise=0.0, learning_rate=1e-6))
+    state, found = learner.init(jax.random.key(0), PARAMS), []
+    step = jit(learner.step)
+    for i in range(2):
+        before = int(state.buffer.size)
+        state, _ = step(jax.random.key(i), state, PARAMS)
+        found.append(np.abs(state.buffer.rows.action[before : int(state.buffer.size)]))
+    uniform, own = found  # the last layer of an actor begins with weights of 0.01
+    assert before >= learner.warmup and uniform.max() > 0.5 and uniform.std() > 0.1 and own.max() < 0.1
