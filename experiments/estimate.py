@@ -222,6 +222,7 @@ def make_job(config: Config, devices: list[Any]) -> aot.Job:
 
 def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     """Returns one optimizer step."""
+    check_split("data.seq_len", config.data.seq_len, "seq")  # a run pads its rows; a plan says what divides
     trainer, data = make_trainer(config), config.data
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(trainer.init, key)

@@ -47,7 +47,7 @@ from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
 from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
-from jaxpar.parallel.context import in_order
+from jaxpar.parallel.context import in_order, padded
 from jaxpar.types import PyTree, UsageError
 
 
@@ -232,16 +232,33 @@ def make_trainer(config: Config) -> Trainer:
         raise UsageError(f"{flag}={parts} does not divide data.batch_size={rows}.")
     check_split("data.batch_size", rows, "batch", flag, parts)
     check_length(config)
-    partition(("batch", "seq"), (rows // parts, config.data.seq_len), "the batch")  # two rules may clash
+    partition(("batch", "seq"), (rows // parts, row_length(config)), "the batch")  # two rules may clash
     return trainer
 
 
+def row_length(config: Config) -> int:
+    """Returns the tokens of a row on the devices: `data.seq_len`, and what is padded where it does not divide.
+
+    Where it does not divide over the N devices of a split sequence, it becomes a multiple of 2 N, for any order.
+    """
+    length, count = config.data.seq_len, shares("seq_layer")
+    return length if length % count == 0 else -(-length // (2 * count)) * 2 * count
+
+
 def check_length(config: Config) -> None:
-    """Refuses sequences that do not divide over the devices that share them."""
-    length = config.data.seq_len
+    """Refuses sequences that neither divide over the devices that share them nor may be padded."""
+    length, model = row_length(config), config.model
+    if length != config.data.seq_len:
+        if model.num_experts:  # routers would choose for padding: loads and capacities were others
+            check_split("data.seq_len", config.data.seq_len, "seq_layer")
+        if model.positions == "learned" and length > model.max_seq_len:
+            raise UsageError(
+                f"data.seq_len={config.data.seq_len} is padded to {length} over mesh.context={shares('seq_layer')}, "
+                f"which is over model.max_seq_len={model.max_seq_len}, that bounds learned positions."
+            )
     check_split("data.seq_len", length, "seq")
     if (count := shares("seq_layer")) > 1:
-        config.model.order(length).places(length, count)
+        model.order(length).places(length, count)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -283,8 +300,11 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
 
 def _place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyTree:
     """Brings a batch to the devices, its tokens in the order in which they share a sequence."""
-    order, count = config.model.order(config.data.seq_len), shares("seq_layer")
-    return place_rows(lambda part: in_order(rows(part), order, count), config.data.batch_size, ("batch", "seq_layer"))
+    length, count = row_length(config), shares("seq_layer")
+    order = config.model.order(length)
+    return place_rows(
+        lambda part: in_order(padded(rows(part), length), order, count), config.data.batch_size, ("batch", "seq_layer")
+    )
 
 
 def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
@@ -358,7 +378,9 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
     if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:
         say(f"note       the tokenizer has {corpus.tokenizer.vocab_size:,} of {model.vocab_size:,} symbols; "
             f"model.vocab_size={enough} leaves the others out")  # fmt: skip
-    say(f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens, {flops / 1e9:,.1f} GFLOP")
+    length = row_length(config)
+    pads = f", padded to rows of {length} over mesh.context" if length != data.seq_len else ""
+    say(f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens{pads}, {flops / 1e9:,.1f} GFLOP")
 
 
 def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitResult) -> None:

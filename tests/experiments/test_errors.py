@@ -23,7 +23,7 @@ FIXED = [
         "data.batch_size=12 does not divide over mesh.data=8; the nearest legal are 8 or 16",
     ),
     (
-        "mesh.data=1 mesh.context=8 data.seq_len=12",
+        "mesh.data=1 mesh.context=8 data.seq_len=12 model.num_experts=4",  # without experts rows are padded
         "data.seq_len=12 does not divide over mesh.context=8; .* 8 or 16",
     ),
     (
@@ -53,6 +53,10 @@ FIXED = [
     ("model.num_heads=3 model.num_kv_heads=1", "model.embed_dim=32 is not a multiple of model.num_heads=3; .* 30"),
     ("model.norm=batch", "model.norm='batch' is unknown; legal are rms, layer"),
     ("model.positions=learned model.max_seq_len=8", "data.seq_len=16 is over model.max_seq_len=8"),
+    (
+        "mesh.data=1 mesh.context=8 data.seq_len=12 model.positions=learned model.max_seq_len=12",
+        "data.seq_len=12 is padded to 16 over mesh.context=8, which is over model.max_seq_len=12",
+    ),
     ("optimizer.name=sgd", "optimizer.name='sgd' is unknown; legal are adamw, muon"),
     ("data.tokenizer=words", "tokenizer must be 'bytes' or 'bpe:N'"),
     ("data.split=half", "split must be 'hash:f' or 'tail:f'"),

@@ -261,3 +261,16 @@ def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
                 experiment.execute(experiment.compose("cpu_devices=8", *flags.split()), tmp_path)
             assert opened[-1] == want, experiment
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.slow  # 30 s
+def test_a_run_with_an_odd_length_over_a_split_sequence_is_that_of_one_device(command):
+    flags = "data.seq_len=13 train.steps=4 train.eval_every=4 cpu_devices=4".split()
+    told = []
+    for mesh in (["mesh.data=4"], ["mesh.data=1", "mesh.context=4"]):
+        end = command(*flags, *mesh, f"hydra.run.dir=run{len(mesh)}")
+        assert end.code == 0, end
+        out = end.out
+        assert ("padded to rows of 16 over mesh.context" in out) == (len(mesh) == 2)
+        told.append(re.search(r"validation loss ([\d.]+)", out).group(1))
+    assert told[0] == told[1]

@@ -13,7 +13,7 @@ from fast import jit, noisy_params
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, axes, loss
 from jaxpar.lm.transfers import context_bytes, declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
-from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, choose_move, in_order, move_for
+from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, choose_move, in_order, move_for, padded
 from jaxpar.types import UsageError
 from jaxpar.verify import found_transfers, sum_by_axis
 
@@ -115,6 +115,20 @@ def name_of(value):
 @pytest.mark.parametrize(("move", "order", "sizes", "kind"), PAIRS, ids=name_of)
 def test_loss_and_gradients_equal_one_device(move, order, sizes, kind, x64):
     assert_equals_one_device(move, order, sizes, kind, "float64", 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["packed", pytest.param("rows", marks=pytest.mark.slow)])  # 4 s each
+def test_an_odd_length_is_padded_and_equals_one_device_without(kind, x64):
+    model, length = model_of("ring", "zigzag", "float64"), LENGTH - 3
+    batch = batch_of(kind, length)
+    with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
+        args = shard(params_of(4, "float64"), axes(model)), split(padded(batch, LENGTH), model)
+        got = jax.device_get(jit(gradients(model))(*args))
+    assert_alike(got, alone(4, kind, "float64", length), 1e-10)
+    del batch["weights"]
+    assert padded(batch, LENGTH)["weights"].sum() == ROWS * length
+    with pytest.raises(UsageError, match="rows of 29 tokens cannot be padded to 28; the smallest length is 29"):
+        padded(batch, length - 1)
 
 
 def assert_no_whole_sequence(text):

@@ -12,7 +12,7 @@
 """
 
 from jaxpar.parallel.context.moves import MOVES, Move, Sizes, move_for
-from jaxpar.parallel.context.orders import ORDERS, Order, in_order
+from jaxpar.parallel.context.orders import ORDERS, Order, in_order, padded
 from jaxpar.parallel.context.split_cache import attend_split_cache, blocks_in_turn, merge_shares, spread_blocks
 from jaxpar.parallel.context.split_sequence import CONTEXT_MOVES, CONTEXT_ORDERS, SplitSequence, choose_move
 from jaxpar.parallel.context.walk import context_attention
@@ -33,5 +33,6 @@ __all__ = [
     "in_order",
     "merge_shares",
     "move_for",
+    "padded",
     "spread_blocks",
 ]

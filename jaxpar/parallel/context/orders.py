@@ -9,7 +9,7 @@ import numpy as np
 from jaxpar.fields import OneOf, check_fields, field
 from jaxpar.types import Array, UsageError
 
-__all__ = ["ORDERS", "Order", "in_order"]
+__all__ = ["ORDERS", "Order", "in_order", "padded"]
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -106,3 +106,27 @@ def in_order(batch: Mapping[str, np.ndarray], order: Order, shares: int) -> dict
     places = order.places(shape[1], shares)
     batch = {"places": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape), **batch}
     return {name: x[:, places] for name, x in batch.items()}
+
+
+def padded(batch: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
+    """Returns a host's batch with rows of `length` tokens, of which those that are added count nothing.
+
+    They lie after all others, which under a causal rule see nothing of them, and repeat the last token of their row,
+    its segment and its position: no document begins there.
+
+    Args:
+      batch: Arrays [B, T] of a language model; "weights" are added, 1 for the tokens that were there.
+      length: At least T.
+
+    Raises:
+      UsageError: If the rows are longer.
+    """
+    rows, tokens = next(iter(batch.values())).shape
+    if tokens == length:
+        return dict(batch)
+    if tokens > length:
+        raise UsageError(f"rows of {tokens} tokens cannot be padded to {length}; the smallest length is {tokens}.")
+    batch = {"weights": np.ones((rows, tokens), np.float32), **batch}
+    made = {name: np.pad(x, ((0, 0), (0, length - tokens)), "edge") for name, x in batch.items()}
+    made["weights"][:, tokens:] = 0
+    return made
