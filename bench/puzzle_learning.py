@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=420, help="of learning, a puzzle")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=1024, help="levels that are judged, a seed")
-    parser.add_argument("--tries", type=int, default=16, help="drawn episodes of each level")
+    parser.add_argument("--tries", type=int, default=32, help="drawn episodes of each level")
     parser.add_argument("--levels", type=int, default=100_000, help="most levels that are compared to an optimum")
     parser.add_argument("--small", action="store_true", help="small puzzles and networks, for CPUs")
     parser.add_argument("--flags", default="", help="more flags of experiments.rl, such as 'num_envs=64 epochs=1'")
