@@ -40,7 +40,7 @@ from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
-from jaxpar.rl import RENAMED, A2c, Dqn, LastActionReward, Pbt, Ppo, Pqn, Sac, Seeds, Td3, returns_by_trial
+from jaxpar.rl import RENAMED, A2c, Dqn, Items, LastActionReward, Pbt, Ppo, Pqn, Sac, Seeds, Td3, returns_by_trial
 from jaxpar.rollout import NextStep, NoReset, evaluate, init, rollout
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
@@ -101,6 +101,8 @@ class Config(_run.RunConfig):
       encoder: Widths of layers before the memory.
       hidden: Widths of layers after it; none are the algorithm's own, and so below.
       activation: tanh, relu or silu.
+      items: Changes to the encoder of attention over the environment's items, such as items.width=64, which then stands
+        in for all layers named here; none: no such encoder.
       conv: Channels of 3 x 3 convolutions that read boards, such as conv=[16].
       layer_norm: Whether layers are normalised.
       memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren, transformer.
@@ -138,6 +140,7 @@ class Config(_run.RunConfig):
     activation: str = identifying("")
     conv: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     layer_norm: bool | None = identifying(None)
+    items: dict[str, Any] = identifying(default_factory=dict, before=lambda items: {"items": items} if items else {})
     memory: str = identifying("none")
     memory_size: int = identifying(64, AtLeast(1))
     method: str = identifying("auto")
@@ -177,8 +180,11 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
         chosen |= {name: value} if value else {}
     asked = {name: getattr(config, name) for name in ("encoder", "hidden", "activation", "conv", "layer_norm")}
     asked = {name: tuple(x) if isinstance(x, list) else x for name, x in asked.items() if x not in ("", [], None)}
-    network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
-                                  method=METHODS[config.method], **asked)  # fmt: skip
+    if config.items:
+        network = _item_network(config, kind, asked)
+    else:
+        network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
+                                      method=METHODS[config.method], **asked)  # fmt: skip
     free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)}
     _refuse_older("fields", OLDER_FIELDS, config.fields, free)
     chosen |= changes("fields", f"algorithm={config.algorithm}", free, config.fields)
@@ -191,6 +197,18 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     if config.anneal:
         rates["anneal"] = float(num_updates(config, learner))
     return dataclasses.replace(learner, rates=learner.rates.replace(**rates)), params
+
+
+def _item_network(config: Config, kind: Any, asked: dict[str, Any]) -> Items:
+    """The network of items; refuses what it has no use for."""
+    if kind not in (Ppo, A2c):
+        raise UsageError(f"items={config.items} does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c.")
+    spare = sorted(asked.keys() - {"activation"}) + (["memory"] if config.memory != "none" else [])
+    if spare:
+        raise UsageError(f"{spare[0]} does not apply: a network of items has none; leave it out, or items.")
+    usual = {field.name: field.default for field in dataclasses.fields(Items)}
+    chosen = changes("items", "a network of items", usual, config.items)
+    return Items(**({"activation": asked["activation"]} if asked else {}), **chosen)
 
 
 def _refuse_older(flag: str, names: dict[str, str], changes: dict[str, Any], usual: dict[str, Any]) -> None:

@@ -211,6 +211,10 @@ class Countdown:
         """3 N (N - 1) moves."""
         return Discrete(3 * self.num_numbers * (self.num_numbers - 1))
 
+    def item_moves(self, params: Params) -> np.ndarray:
+        """Of each action the operation and the rows of its two numbers, int32 `[A, 3]`."""
+        return moves(self.num_numbers)[:, [2, 0, 1]]
+
     def sample_level(self, key: PRNGKey, params: Params) -> Level:
         """The generator's; consumes `key`."""
         return self.generator(key)

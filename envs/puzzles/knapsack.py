@@ -248,6 +248,7 @@ class Knapsack:
 
 
 VARIANTS = {
+    "Knapsack-20": lambda: Knapsack(Items(20)),
     "Knapsack-50": Knapsack,
     "Knapsack-50-Correlated": lambda: Knapsack(Items(kind="correlated")),
     "Knapsack-20-Integer": lambda: Knapsack(Integer()),

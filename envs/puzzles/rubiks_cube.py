@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Box, Discrete, picture
-from jaxpar.fields import Between, OneOf, check_fields, field
+from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, Given, check_generator
@@ -96,14 +96,20 @@ def misplaced(stickers: Array) -> Array:
 class Scramble:
     """A solved cube of `size`, turned `moves` times at random, no turn undoing the last: `moves` or fewer solve it.
 
-    With `half_turns` no turn is of the face of the last. What happens to come back solved is turned once.
+    With `half_turns` no turn is of the face of the last. What happens to come back solved is turned once. With `least`
+    the number of turns is drawn from that to `moves`, all alike likely, for learners, who begin with the easy ones.
     """
 
     size: int = field(3, Between(2, 3))
     moves: int = field(6, Between(1, 1000))
     half_turns: bool = False
+    least: int = field(0, AtLeast(0))
 
-    __post_init__ = check_fields
+    def __post_init__(self) -> None:
+        """Refuses an empty range."""
+        check_fields(self)
+        if self.least > self.moves:
+            raise UsageError(f"least={self.least} turns must be at most moves={self.moves}")
 
     def __call__(self, key: PRNGKey) -> Cube:
         """Draws; consumes `key`."""
@@ -114,14 +120,17 @@ class Scramble:
         drawn = jax.random.randint(key, (self.moves - 1,), 0, len(table) - skipped)
         solved = jnp.repeat(jnp.arange(6, dtype=jnp.int8), self.size**2)
 
-        def turn(carry: tuple[Array, Array], draw: Array) -> tuple[tuple[Array, Array], None]:
-            board, last = carry
+        most = jax.random.randint(jax.random.fold_in(key, 0), (), self.least, self.moves + 1) if self.least else None
+
+        def turn(carry: tuple[Array, Array], made: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+            (board, last), (draw, place) = carry, made
             forbidden = last // per_face * per_face if self.half_turns else last ^ 1  # a turn and its inverse are pairs
             move = draw + skipped * (draw >= forbidden)
-            return (board[table[move]], move), None
+            turned = board[table[move]]
+            return (turned if most is None else jnp.where(place < most, turned, board), move), None
 
         once = solved[table[first]]
-        (board, _), _ = jax.lax.scan(turn, (once, first), drawn)
+        (board, _), _ = jax.lax.scan(turn, (once, first), (drawn, jnp.arange(1, self.moves)))
         board = jnp.where(misplaced(board) == 0, once, board)
         return Cube(board.reshape(6, self.size, self.size))
 
@@ -266,5 +275,6 @@ SPRITES = _sprites()
 VARIANTS = {
     "RubiksCube-2": lambda: RubiksCube(Scramble(2)),
     "RubiksCube-3": RubiksCube,
+    "RubiksCube-3-Easier": lambda: RubiksCube(Scramble(least=1)),
     "RubiksCube-3-half": lambda: RubiksCube(Scramble(half_turns=True), half_turns=True),
 }

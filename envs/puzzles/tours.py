@@ -240,6 +240,7 @@ class Tours:
 
 
 VARIANTS = {
+    "TSP-10": lambda: Tours(Uniform(10)),
     "TSP-20": Tours,
     "TSP-50": lambda: Tours(Uniform(50)),
     "TSP-20-Clustered": lambda: Tours(Clustered()),

@@ -25,6 +25,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from jaxpar.env.protocols import Adapter, Environment
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
@@ -63,6 +65,9 @@ class Capabilities:
         upper_bound: `(state, params) -> float32`, what no policy earns more than from `state`.
         rollout_action: `(key, state, params) -> int32`, what a planner's rollouts do; None: legal actions at random.
         obs_key: `(obs, params) -> int32`, one integer an observation, for tree search; None: observations are integers.
+        items: `(obs) -> float [N, F]`, an observation as rows, one an item; None: as it is, if it is `[N, F]`.
+        item_moves: `(params) -> int32 [A, 1 + k]`, of each action its kind, from 0, and the rows of its items; None:
+            action i is item i. Constant: no traced array.
         tabular: `(params) -> arrays`, the whole model, where it is finite.
         gaussian_start: `(params) -> (mean [S], covariance [S, S])`, of the first state of a linear Gaussian model.
         linear_gaussian: `(action, params) -> (F, u, Q, H, R)`, that model, as `jaxpar.pomdp.KalmanBelief` says.
@@ -81,6 +86,8 @@ class Capabilities:
     upper_bound: OfState | None = None
     rollout_action: Callable[[PRNGKey, PyTree, PyTree], Array] | None = None
     obs_key: Callable[[PyTree, PyTree], Array] | None = None
+    items: Callable[[PyTree], Array] | None = None
+    item_moves: Callable[[PyTree], np.ndarray] | None = None
     tabular: Callable[[PyTree], PyTree] | None = None
     gaussian_start: Callable[[PyTree], tuple[Array, Array]] | None = None
     linear_gaussian: Callable[[Array, PyTree], tuple[Array, Array, Array, Array, Array]] | None = None

@@ -5,6 +5,7 @@
 | `features`, `distributions` | observations `[*L, ...]` -> `[*L, F]`; heads -> actions and log densities | `agent` |
 | `board` | boards `[N, H, W, C]` -> `[N, H - 2, W - 2, K]`, by one matrix product | `network` |
 | `memory`, `network` | features `[T, B, F]`, starts `[T, B]` -> heads `[T, B, width]`, in one pass | `agent` |
+| `items` | items `[T, B, N, F]` -> a logit for each action of the items it names, and a value | `agent` |
 | `agent` | observations `[T, B, ...]` -> policy and value; one environment's action | learners, `jaxpar.rollout` |
 | `last_action_reward` | an environment -> one whose observations include the last action and reward | users |
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
@@ -21,6 +22,7 @@ from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.dqn import Dqn, DqnRates
+from jaxpar.rl.items import Items
 from jaxpar.rl.last_action_reward import LastActionReward, returns_by_trial
 from jaxpar.rl.learner import RENAMED
 from jaxpar.rl.memory import CellMemory, Memory, StackMemory
@@ -43,6 +45,7 @@ __all__ = [
     "CellMemory",
     "Dqn",
     "DqnRates",
+    "Items",
     "LastActionReward",
     "Memory",
     "Network",

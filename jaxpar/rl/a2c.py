@@ -11,6 +11,7 @@ from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch
 from jaxpar.rl.distributions import entropy, log_prob
+from jaxpar.rl.items import Items
 from jaxpar.rl.learner import (
     LearnerState,
     actor_critic_update,
@@ -60,7 +61,7 @@ class A2c:
     """
 
     env: Environment | Adapter
-    network: Network = Network()
+    network: Network | Items = Network()
     rates: A2cRates = A2cRates()
     num_envs: int = field(16, AtLeast(1))
     num_steps: int = field(8, AtLeast(1))

@@ -22,7 +22,8 @@ from jaxpar.rl.distributions import (
     scale_action,
 )
 from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
-from jaxpar.rl.network import Network
+from jaxpar.rl.items import Items, item_shape, items_of, moves_of
+from jaxpar.rl.network import Network, Outputs
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["ActorCritic", "ActorCriticOutput"]
@@ -50,13 +51,13 @@ class ActorCritic:
 
     Attributes:
         env: the environment or adapter.
-        network: of the policy and, unless `central`, of the value.
+        network: of the policy and, unless `central`, of the value: a `Network`, or `Items`.
         central: whether the value reads all agents' observations, through a network of its own.
         greedy: whether it takes the likeliest action instead of drawing one.
     """
 
     env: Environment | Adapter
-    network: Network
+    network: Network | Items
     central: bool = False
     greedy: bool = False
 
@@ -65,6 +66,10 @@ class ActorCritic:
         check_actions(self.env, self.action_space)
         if self.central and not self.num_agents:
             raise UsageError("a central critic needs several agents; this environment has one: give central=False.")
+        if isinstance(self.network, Items):
+            if self.num_agents:
+                raise UsageError(f"{self.env.name} has several agents; a network of items serves one: use Network.")
+            moves_of(self.env, self.action_space)
 
     @property
     def num_agents(self) -> int:
@@ -83,8 +88,11 @@ class ActorCritic:
 
     def init(self, key: PRNGKey) -> PyTree:
         """Draws the parameters; consumes `key`."""
-        shape = feature_shape(self.obs_space)
         heads = {"policy": (head_size(self.action_space), 0.01)}
+        if isinstance(self.network, Items):
+            moves = moves_of(self.env, self.action_space)
+            return {"actor": self.network.init(key, item_shape(self.env), heads | {"value": (1, 1.0)}, moves)}
+        shape = feature_shape(self.obs_space)
         if not self.central:
             params = {"actor": self.network.init(key, shape, heads | {"value": (1, 1.0)})}
         else:
@@ -110,6 +118,10 @@ class ActorCritic:
 
         One parallel pass over all steps, where a memory has one.
         """
+        if isinstance(self.network, Items):
+            moves = moves_of(self.env, self.action_space)
+            out = self.network.apply(params["actor"], items_of(self.env, obs), starts, carry, moves)
+            return self._output(params, out, starts.shape, action_mask)
         x = features(self.obs_space, obs)
         rows = (x.shape[0], -1)
         if self.num_agents:
@@ -126,15 +138,20 @@ class ActorCritic:
             )
             heads["value"], carry = critic.heads["value"], (carry, critic.carry)
             converged &= critic.converged
-        lead = starts.shape
         if self.num_agents:
             carry = jax.tree.map(lambda c: c.reshape(-1, self.num_agents, *c.shape[1:]), carry)
-        policy = heads["policy"].reshape(*lead, -1)
+        return self._output(params, Outputs(heads, carry, converged), starts.shape, action_mask)
+
+    def _output(
+        self, params: PyTree, out: Outputs, lead: tuple[int, ...], action_mask: Array | None
+    ) -> ActorCriticOutput:
+        """The policy, masked, and the value, of heads."""
+        policy = out.heads["policy"].reshape(*lead, -1)
         if isinstance(self.action_space, Box):
             log_std = jnp.broadcast_to(params["log_std"], policy.shape)
             policy = jnp.concatenate([policy, log_std], -1)
         policy = masked(self.action_space, policy, action_mask)
-        return ActorCriticOutput(policy, heads["value"].reshape(lead), carry, converged)
+        return ActorCriticOutput(policy, out.heads["value"].reshape(lead), out.carry, out.converged)
 
     def __call__(
         self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
@@ -158,6 +175,7 @@ class ActorCritic:
 
     def _critic(self) -> Network:
         """The network of a central critic, which reads all observations side by side, flat."""
+        assert isinstance(self.network, Network)  # `__post_init__` refuses others
         return dataclasses.replace(self.network, conv=())
 
     def _one(self, params, obs, carry, action_mask) -> ActorCriticOutput:

@@ -36,6 +36,7 @@ from jaxpar.fields import check_fields
 from jaxpar.optim import Optimizer, annealed
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, collect, last_agent_done, scan_minibatches, update_episode_stats
+from jaxpar.rl.items import Items
 from jaxpar.rl.network import Network
 from jaxpar.rollout import EnvState, Policy, Reset, init
 from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree
@@ -134,7 +135,7 @@ class Learner(Algorithm[LearnerStateT], Protocol[LearnerStateT]):
         ...
 
     @property
-    def network(self) -> Network:
+    def network(self) -> Network | Items:
         """Whose weights it learns."""
         ...
 
@@ -216,7 +217,7 @@ def check_learner(learner: Learner) -> None:
     check_fields(learner.rates, "rates.")
 
 
-def has_memory(network: Network) -> bool:
+def has_memory(network: Network | Items) -> bool:
     """Whether a learner's rollouts must stay whole."""
     return network.memory_layer() is not None
 

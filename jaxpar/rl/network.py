@@ -138,19 +138,19 @@ class _Layers(linen.Module):
         rank = 3 if self.flat and x.ndim in (4, 5) else 1
         lead, x = x.shape[: x.ndim - rank], x.reshape(-1, *x.shape[x.ndim - rank :])
         for place, channels in enumerate(self.conv):
-            x = self._active(BoardConv(channels, _orthogonal(math.sqrt(2)), name=f"Conv_{place}")(x))
+            x = self._active(BoardConv(channels, orthogonal(math.sqrt(2)), name=f"Conv_{place}")(x))
         x = x.reshape(len(x), -1)
         for width in self.widths:
-            x = self._active(linen.Dense(width, kernel_init=_orthogonal(math.sqrt(2)))(x))
+            x = self._active(linen.Dense(width, kernel_init=orthogonal(math.sqrt(2)))(x))
         if self.out:
-            x = linen.Dense(self.out, kernel_init=_orthogonal(self.gain), name="out")(x)
+            x = linen.Dense(self.out, kernel_init=orthogonal(self.gain), name="out")(x)
         return x.reshape(*lead, -1)
 
     def _active(self, x: Array) -> Array:
         return self.activation(linen.LayerNorm()(x) if self.layer_norm else x)
 
 
-def _orthogonal(gain: float) -> Callable[..., Array]:
+def orthogonal(gain: float) -> Callable[..., Array]:
     """Draws orthonormal columns, or rows where these are fewer, times `gain`, evenly among all such matrices.
 
     By Gram-Schmidt, each column twice (once is not orthogonal enough in float32), and not by LAPACK's QR: two of those

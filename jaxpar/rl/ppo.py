@@ -11,6 +11,7 @@ from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import Batch, check_minibatches
 from jaxpar.rl.distributions import entropy, log_prob
+from jaxpar.rl.items import Items
 from jaxpar.rl.learner import (
     LearnerState,
     actor_critic_update,
@@ -80,7 +81,7 @@ class Ppo:
     """
 
     env: Environment | Adapter
-    network: Network = Network()
+    network: Network | Items = Network()
     rates: PpoRates = PpoRates()
     num_envs: int = field(4, AtLeast(1))
     num_steps: int = field(128, AtLeast(1))
