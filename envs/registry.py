@@ -22,6 +22,8 @@ MODULES: tuple[str, ...] = (
     "arcade.mine_sweeper",
     "arcade.brick_breaker",
     "arcade.games",
+    "arcade.tetris",
+    "arcade.pixels",
     "multi.particles",
     "multi.foraging",
     "multi.combat",
