@@ -24,6 +24,7 @@ MODULES: tuple[str, ...] = (
     "arcade.games",
     "arcade.tetris",
     "arcade.pixels",
+    "minatar.console",
     "multi.particles",
     "multi.foraging",
     "multi.combat",
