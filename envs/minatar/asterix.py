@@ -127,7 +127,7 @@ class Asterix:
 
     def layers(self, state: AsterixState) -> Array:
         """What is where, bool `[10, 10, 4]`."""
-        columns, behind = np.arange(SIDE), state.columns + jnp.where(state.right, -1, 1)
+        columns, behind = np.arange(SIDE)[None], state.columns + jnp.where(state.right, -1, 1)
         things = state.there[:, None] & (columns == state.columns[:, None])
         trail = state.there[:, None] & (columns == behind[:, None])
         rows = [things & ~state.gold[:, None], trail, things & state.gold[:, None]]

@@ -66,7 +66,7 @@ class Breakout:
         direction = jnp.where(y < 0, jnp.asarray(FLIPPED)[direction], direction)
         x, ceiling, y = jnp.clip(x, 0, SIDE - 1), y < 0, jnp.maximum(y, 0)
 
-        here = (np.arange(TOP, TOP + ROWS)[:, None] == y) & (np.arange(SIDE) == x)
+        here = (np.arange(TOP, TOP + ROWS)[:, None] == y) & (np.arange(SIDE)[None] == x)
         brick = ~ceiling & jnp.any(state.bricks & here)
         breaks = brick & ~state.strike
         bricks = state.bricks & ~(here & breaks)

@@ -88,9 +88,9 @@ class Freeway:
 
     def layers(self, state: FreewayState) -> Array:
         """What is where, bool `[10, 10, 7]`."""
-        columns, behind = np.arange(SIDE), (state.columns - jnp.sign(state.speeds)) % SIDE
+        columns, behind = np.arange(SIDE)[None], (state.columns - jnp.sign(state.speeds)) % SIDE
         cars, trails = (columns == at[:, None] for at in (state.columns, behind))
-        paces = np.arange(1, 6) == jnp.abs(state.speeds)[:, None]
+        paces = np.arange(1, 6)[None] == jnp.abs(state.speeds)[:, None]
         rows = jnp.concatenate([cars[..., None], trails[..., None] & paces[:, None]], -1)
         player = jnp.zeros((SIDE, SIDE, 1), bool).at[state.y, COLUMN, 0].set(True)
         return jnp.concatenate([player, jnp.pad(rows, ((1, 1), (0, 0), (0, 0)))], -1)
