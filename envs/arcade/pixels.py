@@ -4,13 +4,13 @@ What POPGym Arcade (Z. Wang et al., 2025) plays of POPGym's control and memory, 
 
 | environment | rules | `full` shows | `partial` shows |
 | --- | --- | --- | --- |
-| `CardPixels(Autoencode(12))` | `memory.card_games` | all cards, on gold the one to name | the card in sight, whether to answer |
-| `CardPixels(CountRecall(12))` | likewise | and how many cards and queries of each kind were dealt | card and query in sight |
+| `CardPixels(Autoencode(12))` | `memory.card_games` | all cards, the one to name on gold | the card in sight, the phase |
+| `CardPixels(CountRecall(12))` | likewise | counts of cards and queries dealt, by kind | card and query in sight |
 | `CartPolePixels` | `memory.MaskedCartPole` | cart, pole, bars for both velocities | cart and pole |
 | `NoisyCartPolePixels` | likewise | the same | cart and pole, moved by noise |
 
-The full views are Markov but for rounding to pixels. In each the best return is 1. A cart pole's noise is drawn with the
-picture and is no part of the state, so that its twins, too, differ in nothing but what is seen.
+The full views are Markov but for rounding to pixels. In each the best return is 1. A cart pole's noise is drawn with
+the picture and is no part of the state, so that its twins, too, differ in nothing but what is seen.
 """
 
 import dataclasses

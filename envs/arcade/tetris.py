@@ -1,13 +1,13 @@
 """Tetris in pixels: seven pieces of four cells fall, full rows vanish; a full and a partial view of one state.
 
-An own, small game in the manner of POPGym Arcade (Z. Wang et al., 2025); `games.Arcade` draws it. Pieces fall through ten
-rows of `width` columns.
+An own, small game in the manner of POPGym Arcade (Z. Wang et al., 2025); `games.Arcade` draws it. Pieces fall through
+ten rows of `width` columns.
 
 - A step first moves the piece left (0), right (2) or not (1), or turns it by a quarter, clockwise (3), if it then fits.
   A turned piece keeps the upper row and the left column of the box around it.
 - Then it falls by one row, or comes to rest where it cannot. Dropped (4), it falls as far as it can, and rests at once.
-- When it rests, full rows vanish, what is above moves down, and the next piece, drawn uniformly, starts in the first row.
-  Where that one does not fit, the episode ends.
+- When it rests, full rows vanish, what is above moves down, and the next piece, drawn uniformly, starts in the first
+  row. Where that one does not fit, the episode ends.
 - Each row earns a tenth; ten end the episode with the best return, 1. After 500 steps it is cut.
 
 `observed="full"` shows everything, the rows that have vanished as lights at the right: a Markov decision process.
@@ -34,7 +34,7 @@ LEFT, STAY, RIGHT, TURN, DROP = range(5)
 
 @flax.struct.dataclass
 class TetrisState:
-    """What rests, bool `[10, width]`; kind, quarter turns, row and column of the piece, int32; rows gone; over; steps."""
+    """What rests, bool `[10, width]`; kind, quarter turns, row, column of the piece, int32; rows gone; lost; steps."""
 
     stack: Array
     kind: Array

@@ -64,7 +64,8 @@ class Asterix:
         """The player alone, in the middle; `key` is not used."""
         none, zero = jnp.zeros(SLOTS, bool), jnp.zeros((), jnp.int32)
         spawn, move, ramp = (
-            zero + jnp.asarray(z, jnp.int32) for z in (params.spawn_interval, params.move_interval, params.ramp_interval)
+            zero + jnp.asarray(z, jnp.int32)
+            for z in (params.spawn_interval, params.move_interval, params.ramp_interval)
         )
         empty = jnp.zeros(SLOTS, jnp.int32), none, none, none
         return AsterixState(zero + 5, zero + 5, *empty, spawn, move, spawn, move, ramp, zero, zero, zero > 0, zero)

@@ -79,7 +79,9 @@ def beside(name, num_steps, num_envs):
         skipped = overlooked(step_key, state) if name == "MinAsterix" else jnp.zeros((), bool)
         ends = jnp.where(name == "MinAsterix", False, after.over)  # played on, for the harder end of the game
         again = begin(reset_key, number)
-        following = jax.tree.map(lambda a, b: jnp.where(ends, a, b).astype(jnp.asarray(b).dtype), again, (after, theirs))
+        following = jax.tree.map(
+            lambda a, b: jnp.where(ends, a, b).astype(jnp.asarray(b).dtype), again, (after, theirs)
+        )
         return following, (mine, (seen, reward, over), after, skipped)
 
     numbers, said = jnp.arange(num_envs), []
