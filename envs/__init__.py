@@ -9,6 +9,7 @@ maps names to functions without arguments, and name it in `registry.MODULES`.
 | `classic/` | control of carts, poles and cars with continuous states |
 | `memory/` | card games and masked controls that only memory wins |
 | `arcade/` | small games in pixels, each seen in full or in part |
+| `minatar/` | MinAtar's games in pure parts |
 | `multi/` | several agents: particles, foraging, combat |
 | `grid/` | maps of tiles: MiniGrid's rooms, tasks as rules, survival |
 | `pomdp/` | problems of planning under uncertainty, with likelihoods of observations |

@@ -3,6 +3,7 @@
 import math
 
 from envs.arcade.mine_sweeper import MineSweeper
+from envs.arcade.tetris import Tetris
 from envs.grid import rooms
 from envs.grid.rulesets import Tree
 from envs.grid.survival import Survival
@@ -478,6 +479,7 @@ TABLE = {
     card_games.CountRecall: {"num_cards num_kinds": PAIR},
     card_games.Autoencode: {"num_cards": PAIR, "num_kinds": ((1, 128), (2, 127))},
     MineSweeper: {"size": PAIR, "num_mines": COUNT},
+    Tetris: {"width": ((3, 10), (4, 9))},
     Navigation: {"size": ((4, 16), (5, 15)), "num_obstacles layout": LEAST_0},
     particles.Spread: {"num_agents num_landmarks": COUNT},
     particles.Tag: {"num_chasers num_prey": COUNT, "num_obstacles": LEAST_0},

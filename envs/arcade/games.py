@@ -1,7 +1,7 @@
 """Four small games in pixels, each with a fully and a partially observed twin of one state.
 
 Own games in the manner of POPGym Arcade (Z. Wang et al., 2025), where each game has two views of the same state;
-`mine_sweeper` and `brick_breaker` are two more. Boards are square, a cell is 4 x 4 pixels.
+`tetris`, `pixels`, `mine_sweeper` and `brick_breaker` have more. Boards are square, a cell is 4 x 4 pixels.
 
 | game | what to do | earns | `partial` hides |
 | --- | --- | --- | --- |
