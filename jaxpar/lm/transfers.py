@@ -181,7 +181,9 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             held, rest = _over(in_role(leaf.axes, "weight")), _over(leaf.axes)
             add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}, once")
             gathered = _minus(held, _over(in_role(leaf.axes, "use")))
-            add("gather", gathered, 2 * trips, used, f"{name}, each layer, forward and backward")
+            # Experts gather theirs anew for their backward pass, within a layer that is recomputed as well.
+            times = 3 if "experts" in leaf.axes and config.remat != "none" else 2
+            add("gather", gathered, times * trips, used, f"{name}, each layer, forward and backward")
             if config.weights == "ternary":
                 add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:
