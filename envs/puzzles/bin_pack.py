@@ -326,12 +326,14 @@ def without(reach: Array, lower: Array, upper: Array, least: Array) -> tuple[Arr
     others = jnp.stack([wide[:, (d + 1) % 3] & wide[:, (d + 2) % 3] for d in faces], axis=1)
     new = (met[:, None] & part & others & (nested[:, None] & bits[None] == 0)).T.reshape(-1)  # face by face
     stays = ~met & jnp.all(wide, axis=1)
-    count, free = jnp.cumsum(new), jnp.cumsum(~stays) - 1
-    source = jnp.sum(count[None] <= free[:, None], axis=1)  # the new part that each free slot takes, if there are so many
+    # Counts are as narrow as they can be: comparing and summing [E, 6 E] of them is most of the work.
+    small = np.uint8 if 6 * num < 256 else np.int32
+    count, free = jnp.cumsum(new, dtype=small), jnp.cumsum(~stays, dtype=small)  # of free slots up to each, itself too
+    source = jnp.sum(count[None] < free[:, None], axis=1, dtype=small).astype(jnp.int32)  # new parts before its own
     face, space = source // num, source % num
     parts = jnp.where(face[:, None] == faces[None], cut[None], reach[space])
     parts = jnp.where((source < 6 * num)[:, None], parts, 0)
-    return jnp.where(stays[:, None], reach, parts), count[-1] > free[-1] + 1
+    return jnp.where(stays[:, None], reach, parts), count[-1] > free[-1]
 
 
 VARIANTS = {
