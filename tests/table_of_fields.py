@@ -516,5 +516,5 @@ RESULTS = {
     "_policy_run.PolicyRun",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
-BY_HAND = {(Despot, "default"), (ImageClassifier, "shape"), (FramePredictor, "shape")}
-"""Numbers whose range another field or the environment gives: an action, sizes that a patch divides."""
+BY_HAND = {(bin_pack.Split, "container"), (Despot, "default"), (ImageClassifier, "shape"), (FramePredictor, "shape")}
+"""Numbers whose range another field or the environment gives: an action, sizes that a patch divides, or three sides."""

@@ -69,8 +69,8 @@ class MineSweeper:
         observed: "full", "numbers" or "partial"; states, rewards and ends are the same.
         first_safe: whether the first cell to be opened never is a mine.
         rewards: "dense" or "sparse".
-        pixels: whether the view is drawn; otherwise every cell is told: 0 closed, 1 closed over a mine that is seen, 2 a
-            mine that went off, 3 + i open with i mines around it.
+        pixels: whether the view is drawn; otherwise every cell is told: 0 closed, 1 closed over a mine that is seen,
+            2 a mine that went off, 3 + i open with i mines around it.
     """
 
     size: int = field(6, AtLeast(2))

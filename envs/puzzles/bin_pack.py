@@ -3,8 +3,8 @@
 An action is a pair of a space and an item, `space * I + item`, and puts the item, which is not turned, into the lower
 corner of the space. Spaces are the maximal empty boxes of what is packed (Lai and Chan, "Developing a simulated
 annealing algorithm for the cutting stock problem", 1997), E slots of them; too small ones, into which the least
-remaining sides do not go, are left out, since nothing fits into them ever after. Legal are items that are not packed and
-that the space takes. The episode ends when none is, or with an action that the mask forbids, which costs
+remaining sides do not go, are left out, since nothing fits into them ever after. Legal are items that are not packed
+and that the space takes. The episode ends when none is, or with an action that the mask forbids, which costs
 `illegal_cost`. The outcome is the share of the container that is filled.
 
 A packing that is cut from the container by planes through whole boxes (`Split`) can be replayed: in the order in which
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Box, Discrete, picture
-from jaxpar.fields import AtLeast, OneOf, check_fields, field
+from jaxpar.fields import AtLeast, Each, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, Given, check_generator
@@ -86,7 +86,7 @@ class Split:
     """
 
     num_items: int = field(20, AtLeast(1))
-    container: tuple[int, int, int] = field((587, 233, 220))
+    container: tuple[int, int, int] = field((587, 233, 220), Each(AtLeast(1)))
 
     def __post_init__(self) -> None:
         """Refuses containers that cannot be cut so often."""
@@ -134,8 +134,10 @@ def given(*problems: tuple[tuple[int, int, int], tuple[tuple[int, int, int], ...
     for container, items in problems:
         check_container(container, 1)
         for item in items:
-            if len(item) != 3 or not all(isinstance(x, int) and 0 < x <= y for x, y in zip(item, container)):
-                raise UsageError(f"an item has three sides, whole numbers from 1 to the container's {container}, not {item}")
+            if len(item) != 3 or not all(isinstance(x, int) and 0 < x <= container[c] for c, x in enumerate(item)):
+                raise UsageError(
+                    f"an item has three sides, whole numbers from 1 to the container's {container}, not {item}"
+                )
         if not items:
             raise UsageError("BinPack takes at least one item")
         levels.append(Level(np.asarray(container, np.int32), np.asarray(items, np.int32)))

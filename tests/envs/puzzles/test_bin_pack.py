@@ -35,7 +35,8 @@ class Twin:
 
     def legal(self):
         def fits(space, i):
-            return space and i not in self.boxes and all(space[1][c] - space[0][c] >= self.sizes[i][c] for c in range(3))
+            low, high = space or ((0, 0, 0), (0, 0, 0))
+            return i not in self.boxes and all(high[c] - low[c] >= self.sizes[i][c] for c in range(3))
 
         return [bool(fits(space, i)) for space in self.spaces for i in range(len(self.sizes))]
 
@@ -108,7 +109,7 @@ def check_spaces(state):
     """A state's spaces are all maximal ones that are not too small; returns its mask by them."""
     container, sizes = tuple(state.level.container.tolist()), state.level.size.tolist()
     packed = state.corner[:, 0] >= 0
-    boxes = [(tuple(c.tolist()), tuple((c + s).tolist())) for c, s in zip(state.corner, state.level.size)]
+    boxes = [(tuple(c.tolist()), tuple((c + s).tolist())) for c, s in zip(state.corner, state.level.size, strict=True)]
     boxes = [box for box, there in zip(boxes, packed, strict=True) if there]
     left = [size for size, there in zip(sizes, packed, strict=True) if not there]
     least = [min(size[c] for size in left) for c in range(3)] if left else [1 << 30] * 3
@@ -162,7 +163,7 @@ def test_spaces_are_all_that_cannot_grow_and_masks_follow():
     masks_hold(300, 7)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a minute
 def test_masks_of_ten_thousand_states():
     masks_hold(10_000, 8)
 
