@@ -305,7 +305,8 @@ def without(reach: Array, lower: Array, upper: Array, least: Array) -> tuple[Arr
 
     A space that the box meets leaves up to six parts, one before each face of the box. Two spaces are never nested, so
     parts before different faces are not (each reaches past the other's face), and a part before face d lies in
-    another part or in a space that is left whole only if d alone kept the one space from lying in the other. So a
+    another part or in a space that is left whole only if d alone kept the one space from lying in the other, and the
+    other reaches the face (as all do that the box meets). So a
     matrix of bits tells which parts are maximal. What stays keeps its slot; parts fill the free ones, face by face.
 
     Args:
@@ -319,7 +320,7 @@ def without(reach: Array, lower: Array, upper: Array, least: Array) -> tuple[Arr
     met = jnp.all(reach > cut[None], axis=1)
     beyond = sum(jnp.where(reach[:, None, d] > reach[None, :, d], bits[d], np.uint8(0)) for d in faces)  # [E, E]
     alone = beyond & (beyond - 1) == 0
-    covers = jnp.sum(jnp.where(met[:, None] | (cut[None] <= reach), bits[None], np.uint8(0)), axis=1, dtype=jnp.uint8)
+    covers = jnp.sum(jnp.where(cut[None] <= reach, bits[None], np.uint8(0)), axis=1, dtype=jnp.uint8)
     nested = jnp.where(alone, beyond & covers[None], np.uint8(0))
     nested = jax.lax.reduce(nested, np.uint8(0), jax.lax.bitwise_or, (1,))
     sides = reach[:, :3] + reach[:, 3:]
