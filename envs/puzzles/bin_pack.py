@@ -281,7 +281,7 @@ class BinPack:
         is met, and leaves it at the greatest lower one.
         """
         across, up = np.array([-1, 1, 0]) / 2**0.5, np.array([-1, -1, 2]) / 6**0.5
-        v, u = np.mgrid[1:-1:192j, -1:1:192j][..., None]
+        v, u = np.mgrid[0.52:-0.52:192j, -0.52:0.52:192j][..., None]  # of a diagonal of 1, which is seen under an angle
         scale = 1 / jnp.linalg.norm(state.level.container.astype(jnp.float32))
         sides = state.level.container * scale
         start = (sides / 2)[None, None] + (u * across + v * up)  # [192, 192, 3]
