@@ -8,7 +8,8 @@ Random legal actions, and resets of their own: ours by `jaxpar.rollout.rollout`,
 Jumanji's `VmapAutoResetWrapper` does, `batch` and `pool` as is usual here. Sizes are the same on both sides; levels are
 drawn by each side's own generator. Every observation, reward and flag is summed as it comes, or XLA would drop what
 makes it. "ratio" is to the first side of a row's puzzle, in the same round; Jumanji's Sokoban plays its two toy levels
-(its other generators fetch levels from afar), its Rubik's cube has no mask and 18 turns, as our `-half`. Where ours has
+(its other generators fetch levels from afar), its Rubik's cube has no mask and 18 turns, as our `-half`;
+its Minesweeper tells numbers, as our `-Cells`, and `-Numbers` draws them. Where ours has
 no peer the first side is `same`. "answers" are texts of four numbers, M a second on one core.
 """
 
@@ -89,6 +90,11 @@ def of_mines(jumanji):
     return jumanji.make("Minesweeper-v0")
 
 
+def of_boxes(jumanji):
+    """20 items or fewer, 40 spaces; the container is the same, in millimetres."""
+    return jumanji.make("BinPack-v2")
+
+
 PEERS: dict[str, Callable | None] = {
     "2048": of_2048,
     "Knapsack-50": of_knapsack,
@@ -98,11 +104,13 @@ PEERS: dict[str, Callable | None] = {
     "SlidingTile-4x4": of_tiles,
     "Sokoban-10x10": of_sokoban,
     "Connector-8x8-4p": of_connector,
+    "MineSweeper-6x6-Cells": of_mines,
     "MineSweeper-6x6-Numbers": of_mines,
+    "BinPack": of_boxes,
     "JobShop-6x6": None,  # Jumanji's steps are ticks of a clock, of all machines
     "Countdown-4": None,
 }
-SIZES = {"MineSweeper-6x6-Numbers": {"size": 10, "num_mines": 10}}
+SIZES = dict.fromkeys(("MineSweeper-6x6-Cells", "MineSweeper-6x6-Numbers"), {"size": 10, "num_mines": 10})
 """Fields that are not those of the name."""
 
 

@@ -45,6 +45,7 @@ MODULES: tuple[str, ...] = (
     "puzzles.knapsack",
     "puzzles.tours",
     "puzzles.job_shop",
+    "puzzles.bin_pack",
     "puzzles.tiles2048",
     "puzzles.rubiks_cube",
     "puzzles.sliding_tile",

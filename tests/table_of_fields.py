@@ -20,6 +20,7 @@ from envs.pomdp.navigation import Navigation
 from envs.pomdp.rocksample import RockSample
 from envs.pomdp.sub_hunt import SubHunt
 from envs.puzzles import (
+    bin_pack,
     connector_boards,
     countdown,
     job_shop,
@@ -490,6 +491,8 @@ TABLE = {
     tour_levels.Uniform: {"num_places": PAIR},
     tour_levels.Clustered: {"num_places": PAIR, "num_clusters": COUNT, "spread": POSITIVE},
     tour_levels.Demands: {"capacity most": COUNT},
+    bin_pack.Split: {"num_items": COUNT},
+    bin_pack.BinPack: {"num_spaces": COUNT},
     job_shop.Random: {"num_jobs": COUNT, "num_machines": ((0, 65), (1, 64)), "longest": ((0, 10_001), (1, 10_000))},
     RockSample: {"size num_rocks": COUNT, "layout": LEAST_0},
     Tree: {"depth distractors false_rules": LEAST_0, "prune": SHARE, "kinds": ((0, 12), (1, 11))},
@@ -515,5 +518,5 @@ RESULTS = {
     "_policy_run.PolicyRun",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
-BY_HAND = {(Despot, "default"), (ImageClassifier, "shape"), (FramePredictor, "shape")}
-"""Numbers whose range another field or the environment gives: an action, sizes that a patch divides."""
+BY_HAND = {(bin_pack.Split, "container"), (Despot, "default"), (ImageClassifier, "shape"), (FramePredictor, "shape")}
+"""Numbers whose range another field or the environment gives: an action, sizes that a patch divides, or three sides."""

@@ -1,4 +1,4 @@
-"""MineSweeper in pixels: three views of one state, of which one shows all.
+"""MineSweeper in pixels or in numbers: three views of one state, of which one shows all.
 
 An own, small game in the manner of POPGym Arcade (Z. Wang et al., 2025), where each game has two views of the same
 state, and with the rules of POPGym's MineSweeper (ICLR 2023). On n x n cells with m mines, an action opens one cell.
@@ -61,7 +61,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class MineSweeper:
-    """Observation: uint8 `[8 n, 8 n, 3]`. Action: a cell, int32, row by row.
+    """Observation: uint8 `[8 n, 8 n, 3]`, or int32 `[n, n]`. Action: a cell, int32, row by row.
 
     Attributes:
         size: n.
@@ -69,6 +69,8 @@ class MineSweeper:
         observed: "full", "numbers" or "partial"; states, rewards and ends are the same.
         first_safe: whether the first cell to be opened never is a mine.
         rewards: "dense" or "sparse".
+        pixels: whether the view is drawn; otherwise every cell is told: 0 closed, 1 closed over a mine that is seen,
+            2 a mine that went off, 3 + i open with i mines around it.
     """
 
     size: int = field(6, AtLeast(2))
@@ -76,6 +78,7 @@ class MineSweeper:
     observed: str = field("full", OneOf(("full", "numbers", "partial")))
     first_safe: bool = False
     rewards: str = field("dense", OneOf(REWARDS))
+    pixels: bool = True
     absorbing = True  # `unless`
 
     def __post_init__(self):
@@ -89,7 +92,7 @@ class MineSweeper:
     @property
     def name(self) -> str:
         """With its size and view."""
-        return f"MineSweeper-{self.size}x{self.size}-{self.observed}"
+        return f"MineSweeper-{self.size}x{self.size}-{self.observed}{'' if self.pixels else '-cells'}"
 
     @property
     def default_params(self) -> Params:
@@ -97,7 +100,9 @@ class MineSweeper:
         return Params()
 
     def observation_space(self, params: Params) -> Box:
-        """Pixels."""
+        """Pixels, or what there is of every cell."""
+        if not self.pixels:
+            return Box(0, NUMBER + 8, (self.size, self.size), jnp.int32)
         return Box(0, 255, (self.size * TILE, self.size * TILE, 3), jnp.uint8)
 
     def action_space(self, params: Params) -> Discrete:
@@ -133,7 +138,8 @@ class MineSweeper:
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """The board, or what is seen of it."""
-        return picture.tiles(self.board(state), SPRITES)
+        board = self.board(state)
+        return picture.tiles(board, SPRITES) if self.pixels else board
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table."""
@@ -202,6 +208,7 @@ VARIANTS = {
     "MineSweeper-4x4-Partial": lambda: MineSweeper(4, 2, "partial"),
     "MineSweeper-6x6": MineSweeper,
     "MineSweeper-6x6-Numbers": lambda: MineSweeper(observed="numbers", first_safe=True),
+    "MineSweeper-6x6-Cells": lambda: MineSweeper(observed="numbers", first_safe=True, pixels=False),
     "MineSweeper-6x6-Partial": lambda: MineSweeper(observed="partial"),
     "MineSweeper-8x8": lambda: MineSweeper(8, 10),
     "MineSweeper-8x8-Partial": lambda: MineSweeper(8, 10, "partial"),

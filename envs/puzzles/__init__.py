@@ -6,6 +6,7 @@
 | `knapsack.py` | Knapsack |
 | `tours.py` | TSP and CVRP, on maps of `tour_levels.py` |
 | `job_shop.py` | JobShop |
+| `bin_pack.py` | BinPack, in three dimensions |
 | `arithmetic.py` | moves of Countdown: pairs of exact fractions |
 | `rewards.py` | rewards at every step or at the end, of equal sum |
 | `tiles2048.py` | 2048 |

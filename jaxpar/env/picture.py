@@ -98,11 +98,14 @@ def polygon(image: Array, corners: Numbers, color: Numbers, *, visible: ArrayLik
 
 
 def tiles(indices: Array, sprites: ArrayLike) -> Array:
-    """The picture of a grid: integers `[R, C]` into sprites uint8 `[N, h, w, 3]` give uint8 `[R h, C w, 3]`."""
+    """The picture of a grid: integers `[R, C]` below N into sprites uint8 `[N, h, w, 3]` give uint8 `[R h, C w, 3]`."""
     sprites = jnp.asarray(sprites)
     rows, columns = indices.shape
-    _, height, width, _ = sprites.shape
-    return sprites[indices].transpose(0, 2, 1, 3, 4).reshape(rows * height, columns * width, 3)
+    number, height, width, _ = sprites.shape
+    lines = sprites.transpose(1, 0, 2, 3).reshape(height * number, width * 3)  # line y of sprite i at y N + i
+    # Lines come in the order of the picture, so that nothing as large as it is transposed.
+    which = (np.arange(height, dtype=np.int32) * number)[None, :, None] + indices[:, None]
+    return jnp.take(lines, which, axis=0, mode="clip").reshape(rows * height, columns * width, 3)
 
 
 def grid_of(frames: ArrayLike, columns: int | None = None, gap: int = 2) -> np.ndarray:

@@ -18,7 +18,9 @@ SYMBOLS = ".+*012345678"
 
 
 def read(image):
-    """The board of characters that the pixels show."""
+    """The board of characters that the pixels show, or the numbers."""
+    if image.ndim == 2:
+        return "".join(SYMBOLS[i] for i in image.ravel())
     n = image.shape[0] // TILE
     cells = image.reshape(n, TILE, n, TILE, 3).transpose(0, 2, 1, 3, 4).reshape(n * n, 1, TILE, TILE, 3)
     match = (cells == SPRITES[None]).all((2, 3, 4))
@@ -52,6 +54,13 @@ def follow(env, num_steps, act=legal_action):
 @pytest.mark.parametrize("observed", ["full", "numbers", "partial"])
 def test_twin(observed):
     env = MineSweeper(4, 2, observed)
+    assert follow(env, 1000) > 50
+
+
+def test_twin_in_numbers():
+    env = MineSweeper(4, 2, "full", pixels=False)
+    space = env.observation_space(env.default_params)
+    assert (space.shape, space.dtype, int(space.high)) == ((4, 4), np.int32, 11) and env.name.endswith("-full-cells")
     assert follow(env, 1000) > 50
 
 
