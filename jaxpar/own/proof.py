@@ -1,13 +1,14 @@
 """Is a layout of a model of one's own right? `jaxpar.verify`, with the axes that the two rules give."""
 
-import math
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.mesh import make_mesh, rules_from, use_mesh
 from jaxpar.own.layout import lay_out
 from jaxpar.own.model import Axes, OwnModel
 from jaxpar.types import PyTree, UsageError
@@ -29,7 +30,8 @@ def verify_own(
 ) -> list[LayoutReport]:
     """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps, and collectives.
 
-    The axes are those of the largest sizes of fsdp and of tensor among the layouts. Collections stay at their first
+    Each has the axes that the two rules give on its own mesh; those that differ along data alone, beside each other,
+    are compared with one program of one device. Collections stay at their first
     value, floats of the batch and of the parameters are cast to each dtype, and every step has the same key.
 
     Args:
@@ -47,14 +49,11 @@ def verify_own(
     """
     if not layouts:
         raise UsageError("there is no layout to verify; legal are such as Layout(MeshSpec(data=2, tensor=4)).")
-    sizes = {name: math.lcm(*(getattr(layout.mesh, name) for layout in layouts)) for name in ("fsdp", "tensor")}
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0))
-    spec = MeshSpec(**sizes) if math.prod(sizes.values()) <= jax.device_count() else layouts[0].mesh
-    with use_mesh(make_mesh(spec, jax.devices()[: math.prod((spec.data, spec.fsdp, spec.tensor))])):
-        laid = lay_out(model, sample, given).model
+    batch_axes = jax.tree.map(lambda x: ("batch", *(None,) * (len(x.shape) - 1)), sample)
     state = jax.device_get(jax.jit(model.init)(jax.random.key(seed)))
 
-    def in_dtype(dtype: str) -> Model:
+    def in_dtype(laid: OwnModel, dtype: str) -> Model:
         params, collections = jax.tree.map(lambda x: _cast(x, dtype), (state.params, state.collections))
 
         def loss(params, batch):
@@ -63,8 +62,15 @@ def verify_own(
 
         return Model(params, laid.param_axes(params), loss, laid.rule())
 
-    axes = jax.tree.map(lambda x: ("batch", *(None,) * (x.ndim - 1)), sample)
-    return verify(in_dtype, batch, axes, layouts, dtypes=dtypes, steps=steps, report=report)
+    rows: list[LayoutReport] = []
+    for (_, _), group in itertools.groupby(layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)):
+        group = list(group)
+        mesh = make_mesh(group[0].mesh, jax.devices()[: group[0].num_devices])
+        with use_mesh(mesh, rules_from(layout=group[0].name)):
+            laid = lay_out(model, sample, given).model
+        rows += verify(functools.partial(in_dtype, laid), batch, batch_axes, group, dtypes=dtypes, steps=steps,
+                       report=report)  # fmt: skip
+    return rows
 
 
 def _cast(x: PyTree, dtype: str) -> PyTree:
