@@ -14,6 +14,7 @@ from flax import nnx
 import envs
 from experiments import _sums
 from jaxpar.env import reset, step
+from jaxpar.mesh import local
 from jaxpar.own import OwnModel, from_nnx
 from jaxpar.types import PyTree
 
@@ -173,25 +174,35 @@ def balance(width: int, seed: int, optimizer: optax.GradientTransformation, leng
     env, params = envs.make("CartPole-v1")
 
     def played(module, key):
-        """Plays an episode: obs [T, O], action [T], reward [T], 0 after the end; no gradient passes."""
+        """Plays an episode: obs [T, O], action [T], reward [T], 0 after the end."""
         first, rest = jax.random.split(key)
         obs, state = reset(first, env, params)
 
-        def move(carry, key):
+        def move(carry, t):
             obs, state, alive = carry
-            choose, go = jax.random.split(key)
+            choose, go = jax.random.split(jax.random.fold_in(rest, t))
             action = jax.random.categorical(choose, module(obs))
             next_ = step(go, env, state, action, params)
             ended = next_.terminated | next_.truncated
             return (next_.obs, next_.state, alive & ~ended), (obs, action, jnp.where(alive, next_.reward, 0.0))
 
-        return jax.lax.stop_gradient(jax.lax.scan(move, (obs, state, jnp.bool_(True)), jax.random.split(rest, length))[1])
+        return jax.lax.scan(move, (obs, state, jnp.bool_(True)), jnp.arange(length))[1]
 
     def collate(rows):
         return {"seed": np.asarray(rows, np.uint32)}
 
     def play_all(module, batch):
-        return jax.vmap(lambda seed: played(module, jax.random.key(seed)))(batch["seed"])
+        # Every device plays its own episodes: GSPMD would split the loop's small arrays in other ways, and exchange them.
+        graph, weights = nnx.split(module)
+        leaves, structure = jax.tree.flatten(jax.lax.stop_gradient(weights))
+
+        def own_episodes(seeds, *leaves):
+            actor = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+            return jax.vmap(lambda seed: played(actor, jax.random.key(seed)))(seeds)
+
+        axes = [("batch",), *((None,) * leaf.ndim for leaf in leaves)]
+        out_axes = (("batch", None, None), ("batch", None), ("batch", None))
+        return local(own_episodes, axes, out_axes, check=False)(batch["seed"], *leaves)
 
     def loss(module, batch):
         obs, action, reward = play_all(module, batch)

@@ -22,7 +22,7 @@ class Dimension:
 
     Attributes:
       divisor: Greatest common divisor of their sizes, those before and after a reshape: what shares must divide.
-      sums: How often a product or a look-up sums over it: sums over devices where it is split.
+      sums: Products and look-ups of the program's text that sum over it: sums over devices where it is split.
       whole: Why it cannot be split at no cost but these sums; "" if it can.
       batched: Whether a product has it as a batch dimension, as heads are.
       looked_up: Whether an index chooses along it, as a token does in a vocabulary.
@@ -63,7 +63,7 @@ def follow(jaxpr: ClosedJaxpr, whole: Sequence[str]) -> list[tuple[Dimension, ..
     """
     known = _Dimensions()
     inputs = [known.fresh(array_of(var).shape, why) for var, why in zip(jaxpr.jaxpr.invars, whole, strict=True)]
-    known.walk(jaxpr.jaxpr, inputs, 1)
+    known.walk(jaxpr.jaxpr, inputs)
     return [tuple(known.of(number) for number in names) for names in inputs]
 
 
@@ -110,8 +110,8 @@ class _Dimensions:
             if self.sizes[number] > 1:
                 self.of(number).whole = self.of(number).whole or why
 
-    def walk(self, jaxpr: Jaxpr, inputs: Sequence[Names], times: int) -> list[Names]:
-        """Reads a jaxpr that runs `times` times; returns the dimensions of its results."""
+    def walk(self, jaxpr: Jaxpr, inputs: Sequence[Names]) -> list[Names]:
+        """Reads a jaxpr and returns the dimensions of its results."""
         names = dict(zip(jaxpr.invars, inputs, strict=True))
         names |= {var: self.fresh(array_of(var).shape) for var in jaxpr.constvars}
 
@@ -119,17 +119,17 @@ class _Dimensions:
             return self.fresh(array_of(atom).shape) if isinstance(atom, Literal) else names[atom]
 
         for equation in live_equations(jaxpr):
-            results = self.results(equation, [read(atom) for atom in equation.invars], times)
+            results = self.results(equation, [read(atom) for atom in equation.invars])
             names |= dict(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def results(self, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+    def results(self, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
         name = equation.primitive.name
         if name in CALLS:
-            return self.walk(called(equation)[0], ins, times)
+            return self.walk(called(equation)[0], ins)
         rule = _RULES.get(name)
         if rule is not None:
-            return rule(self, equation, ins, times)
+            return rule(self, equation, ins)
         shapes = [array_of(var).shape for var in equation.outvars]
         if name.startswith("reduce_") and "axes" in equation.params or name in ("argmax", "argmin"):
             kept = [i for i in range(len(ins[0])) if i not in equation.params["axes"]]
@@ -148,13 +148,13 @@ class _Dimensions:
                 self.join_all(first, operand)
         return [first if shape == shapes[0] else self.fresh(shape) for shape in shapes]
 
-    def product(self, summed: Sequence[int], around: Sequence[int], times: int) -> None:
+    def product(self, summed: Sequence[int], around: Sequence[int]) -> None:
         """Notes a product or a look-up that sums over some dimensions and has the others of its operands around."""
         self.products += 1
         for number in (*summed, *around):
             self.of(number).first = min(self.of(number).first, self.products)
         for number in {self.find(number) for number in summed}:
-            self.facts[number].sums += times
+            self.facts[number].sums += 1
 
 
 # Entries along a dimension are brought together in other ways than a sum.
@@ -175,7 +175,7 @@ def _holds_programs(equation: JaxprEqn) -> bool:
     return any(isinstance(value, Jaxpr | ClosedJaxpr) for value in values)
 
 
-def _dot_general(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _dot_general(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     (left, right), (contract, batch) = ins, equation.params["dimension_numbers"]
     for dims in (contract, batch):
         known.join_all(tuple(left[i] for i in dims[0]), tuple(right[i] for i in dims[1]))
@@ -188,11 +188,11 @@ def _dot_general(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times
     ]
     for number in shared:
         known.of(number).batched = True
-    known.product([left[i] for i in contract[0]], (*shared, *free), times)
+    known.product([left[i] for i in contract[0]], (*shared, *free))
     return [(*shared, *free)]
 
 
-def _convolution(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _convolution(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     (image, kernel), numbers = ins, equation.params["dimension_numbers"]
     out = list(known.fresh(array_of(equation.outvars[0]).shape, "of a convolution's window"))
     known.keep([image[i] for i in numbers.lhs_spec[2:]], "of a convolution's window")
@@ -204,11 +204,11 @@ def _convolution(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times
     features = image[numbers.lhs_spec[1]]
     known.join(features, kernel[numbers.rhs_spec[1]])
     out[numbers.out_spec[1]] = kernel[numbers.rhs_spec[0]]
-    known.product([features], [kernel[numbers.rhs_spec[0]]], times)
+    known.product([features], [kernel[numbers.rhs_spec[0]]])
     return [tuple(out)]
 
 
-def _reshape(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _reshape(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     """Joins what is the same before and after; of dimensions that are merged, or cut apart, the outer one."""
     before, out = ins[0], known.fresh(array_of(equation.outvars[0]).shape)
     sides = [[n for n in names if known.sizes[n] != 1] for names in (before, out)]
@@ -226,7 +226,7 @@ def _reshape(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: in
     return [out]
 
 
-def _broadcast(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _broadcast(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     out = list(known.fresh(array_of(equation.outvars[0]).shape))
     for number, place in zip(ins[0], equation.params["broadcast_dimensions"], strict=True):
         if known.sizes[number] == known.sizes[out[place]]:
@@ -234,7 +234,7 @@ def _broadcast(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: 
     return [tuple(out)]
 
 
-def _parts(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _parts(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     """Of slices, concatenations and padding: dimensions of one size are one, the others are cut."""
     outs = [known.fresh(array_of(var).shape) for var in equation.outvars]
     rank = len(outs[0])
@@ -248,7 +248,7 @@ def _parts(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int)
     return outs
 
 
-def _gather(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _gather(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     (table, index), numbers = ins, equation.params["dimension_numbers"]
     out = list(known.fresh(array_of(equation.outvars[0]).shape))
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -267,11 +267,11 @@ def _gather(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int
         known.of(number).looked_up = True
     kept = [out[place] for place in numbers.offset_dims]
     if kept:  # rows of a table; single numbers, such as the score of a target, cost no more than what a loss sums
-        known.product(chosen, kept, times)
+        known.product(chosen, kept)
     return [tuple(out)]
 
 
-def _scatter(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _scatter(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     (table, index, rows), numbers = ins, equation.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     for i, place in zip((i for i in range(len(table)) if i not in gone), numbers.update_window_dims, strict=True):
@@ -286,48 +286,50 @@ def _scatter(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: in
     return [table]
 
 
-def _scan(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
-    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
-    fixed, carry, xs = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
+def _scan(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
+    inner, length = opened(equation.params["jaxpr"]), equation.params["length"]
+    # What is scanned over, or stacked, has an axis more than the body sees; the names of the counts depend on JAX.
+    scanned = sum(array_of(a).ndim > array_of(b).ndim for a, b in zip(equation.invars, inner.invars, strict=True))
+    carries = sum(array_of(a).ndim == array_of(b).ndim for a, b in zip(equation.outvars, inner.outvars, strict=True))
+    first = len(ins) - scanned
+    fixed, carry, xs = ins[: first - carries], ins[first - carries : first], ins[first:]
     known.keep([names[0] for names in xs], "counts the steps of a scan")
-    length = equation.params["length"]
-    inner = opened(equation.params["jaxpr"])
-    results = known.walk(inner, [*fixed, *carry, *(names[1:] for names in xs)], times * length)
+    results = known.walk(inner, [*fixed, *carry, *(names[1:] for names in xs)])
     for before, after in zip(carry, results, strict=False):
         known.join_all(before, after)
     ys = [(*known.fresh((length,), "counts the steps of a scan"), *names) for names in results[carries:]]
     return [*results[:carries], *ys]
 
 
-def _while(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
+def _while(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry = ins[second:]
-    known.walk(opened(params["cond_jaxpr"]), [*ins[:first], *carry], times)
-    for before, after in zip(carry, known.walk(opened(params["body_jaxpr"]), ins[first:], times), strict=True):
+    known.walk(opened(params["cond_jaxpr"]), [*ins[:first], *carry])
+    for before, after in zip(carry, known.walk(opened(params["body_jaxpr"]), ins[first:]), strict=True):
         known.join_all(before, after)
     return carry
 
 
-def _cond(known: _Dimensions, equation: JaxprEqn, ins: list[Names], times: int) -> list[Names]:
-    results = [known.walk(opened(branch), ins[1:], times) for branch in equation.params["branches"]]
+def _cond(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
+    results = [known.walk(opened(branch), ins[1:]) for branch in equation.params["branches"]]
     for other in results[1:]:
         for one, names in zip(results[0], other, strict=True):
             known.join_all(one, names)
     return results[0]
 
 
-_Rule = Callable[[_Dimensions, JaxprEqn, list[Names], int], list[Names]]
+_Rule = Callable[[_Dimensions, JaxprEqn, list[Names]], list[Names]]
 _RULES: dict[str, _Rule] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda known, eqn, ins, times: [tuple(ins[0][i] for i in eqn.params["permutation"])],
-    "squeeze": lambda known, eqn, ins, times: [
+    "transpose": lambda known, eqn, ins: [tuple(ins[0][i] for i in eqn.params["permutation"])],
+    "squeeze": lambda known, eqn, ins: [
         tuple(n for i, n in enumerate(ins[0]) if i not in eqn.params["dimensions"])
     ],
-    "optimization_barrier": lambda known, eqn, ins, times: ins,
+    "optimization_barrier": lambda known, eqn, ins: ins,
     "gather": _gather,
     "scatter": _scatter,
     "scatter-add": _scatter,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jaxpar.mesh import RULES, mesh_axes, num_shares, partition
+from jaxpar.mesh import RULES, mesh_axes, num_shares, partition, unsplit
 from jaxpar.own.dimensions import Dimension, follow
 from jaxpar.own.model import Axes, OwnModel, path_of
 from jaxpar.types import PyTree, UsageError
@@ -117,7 +117,7 @@ def _dimensions(model: OwnModel, state: PyTree, batch: PyTree) -> list[tuple[Dim
         return model.valued(params, collections, batch, key)[0]
 
     arguments = (state.params, state.collections, batch, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(value)(*arguments)
+    jaxpr = jax.make_jaxpr(unsplit(value))(*arguments)  # what a device does alone, read as what all of them do
     counts = [len(jax.tree.leaves(part)) for part in arguments]
     reasons = ("", "of a collection", "of the batch", "")
     whole = [why for count, why in zip(counts, reasons, strict=True) for _ in range(count)]

@@ -174,7 +174,7 @@ def _metrics(more: Mapping[str, PyTree], collections: Mapping[str, PyTree]) -> I
 
 def _for_use(x: jax.Array, axes: Axes) -> jax.Array:
     """Gathers a weight over what fsdp splits; its gradient is summed into shares again."""
-    return x if "embed" not in axes else gather(x, axes, in_role(axes, "use"), in_role(axes, "grad"), "a parameter")
+    return gather(x, axes, in_role(axes, "use"), in_role(axes, "grad"), "a parameter")
 
 
 def parted(variables: PyTree) -> tuple[PyTree, dict[str, PyTree] | None]:

@@ -12,7 +12,7 @@ from jaxpar.mesh import make_mesh, rules_from, use_mesh
 from jaxpar.own.layout import lay_out
 from jaxpar.own.model import Axes, OwnModel
 from jaxpar.types import PyTree, UsageError
-from jaxpar.verify import Layout, LayoutReport, Model, verify
+from jaxpar.verify import Layout, LayoutReport, Model, Transfer, verify
 
 __all__ = ["verify_own"]
 
@@ -28,7 +28,7 @@ def verify_own(
     seed: int = 0,
     report: Callable[[LayoutReport], None] | None = None,
 ) -> list[LayoutReport]:
-    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps, and collectives.
+    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps, and collectives (`allowed_transfers`).
 
     Each has the axes that the two rules give on its own mesh; those that differ along data alone, beside each other,
     are compared with one program of one device. Collections stay at their first
@@ -63,14 +63,31 @@ def verify_own(
         return Model(params, laid.param_axes(params), loss, laid.rule())
 
     rows: list[LayoutReport] = []
-    for (_, _), group in itertools.groupby(layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)):
+    for _, group in itertools.groupby(layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)):
         group = list(group)
         mesh = make_mesh(group[0].mesh, jax.devices()[: group[0].num_devices])
         with use_mesh(mesh, rules_from(layout=group[0].name)):
             laid = lay_out(model, sample, given).model
-        rows += verify(functools.partial(in_dtype, laid), batch, batch_axes, group, dtypes=dtypes, steps=steps,
-                       report=report)  # fmt: skip
+        rows += verify(
+            functools.partial(in_dtype, laid), batch, batch_axes, group,
+            declared=functools.partial(allowed_transfers, state.params), dtypes=dtypes, steps=steps, report=report,
+        )  # fmt: skip
     return rows
+
+
+def allowed_transfers(params: PyTree, layout: Layout) -> list[Transfer]:
+    """Returns what a layout may send between devices: no more kinds than these, over no other axes.
+
+    Sums over every axis, gathers over those that split parameters, as often as the program asks. GSPMD puts the
+    gradient of a look-up, and of what is split along two axes at once, where it likes and sends it on: exchanges, of no
+    more bytes than two float64 of each parameter. Were activations exchanged, they would be more.
+    """
+    most, size = 10**12, 2 * 8 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    split = [axis for axis in ("fsdp", "inner", "tensor") if layout.mesh.sizes(layout.num_devices)[axis] > 1]
+    sums = [Transfer("sum", (axis,), most, most, "of activations or gradients") for axis in ("data", *split)]
+    gathers = [Transfer("gather", (axis,), most, most, "of weights or shares") for axis in split]
+    moves = [Transfer("exchange", (axis,), most, size, "of gradients") for axis in ("data", *split)]
+    return [*sums, *gathers, *moves]
 
 
 def _cast(x: PyTree, dtype: str) -> PyTree:
