@@ -1,10 +1,10 @@
 """Two rules for the axes of a model's parameters, read off its own program and shown before use.
 
 1. **tensor.** Dimensions that the program adds, multiplies or sums together are one (`jaxpar.own.dimensions`). Of these,
-   those are split over `tensor` that hold the most bytes of weights for each sum over devices that this costs, one
-   after the other, and none that shares a weight with one that is split already. So of two matrices in a row the first
-   is split by its outputs and the second by its inputs, with one sum behind both; attention by heads; the embedding by
-   its vocabulary.
+   those are split over `tensor` that hold the most bytes of weights for each sum over devices that this costs, and no
+   two of one weight: the best of what is found by taking one, then the others from the best down. So of two matrices in
+   a row the first is split by its outputs and the second by its inputs, with one sum behind both; attention by heads;
+   the embedding by its vocabulary; and never a residual stream, which all products but these sum over.
 2. **fsdp.** Of each matrix the largest other dimension that divides.
 
 Redco (arXiv:2310.16355) has the same two outcomes by rules for the kernels of flax's layers. A rule costs or saves time
@@ -129,26 +129,28 @@ def _tensor_dimensions(leaves: Sequence[jax.ShapeDtypeStruct], dimensions: Seque
     parts = num_shares(*mesh_axes("mlp"))
     if parts == 1:
         return set()
-    matrices = [(leaf, dims) for leaf, dims in zip(leaves, dimensions, strict=True) if len(dims) > 1]
     held: dict[int, int] = {}
     known: dict[int, Dimension] = {}
-    for leaf, dims in matrices:
-        for one in dims:
+    beside: dict[int, set[int]] = {}
+    for leaf, dims in zip(leaves, dimensions, strict=True):
+        for one in dims if len(dims) > 1 else ():
             known[id(one)] = one
             held[id(one)] = held.get(id(one), 0) + _bytes(leaf.shape, leaf)
+            beside.setdefault(id(one), set()).update(id(other) for other in dims if other is not one)
             if sum(one is other for other in dims) > 1:
                 one.whole = one.whole or "is both input and output of a weight"
+    legal = [number for number, one in known.items() if not one.whole and one.divisor % parts == 0]
+    worth = {number: held[number] / max(known[number].sums, 1) for number in legal}
+    legal.sort(key=lambda number: (-worth[number], known[number].sums, known[number].first))
 
-    def rank(number: int) -> tuple[float, int, int]:
-        one = known[number]
-        return -held[number] / max(one.sums, 1), one.sums, one.first
+    def from_first(first: int) -> set[int]:
+        chosen = {first}
+        for number in legal:
+            if not beside[number] & chosen:
+                chosen.add(number)
+        return chosen
 
-    chosen: set[int] = set()
-    for number in sorted(held, key=rank):
-        free = all(not chosen & {id(d) for d in dims} for _, dims in matrices if any(id(d) == number for d in dims))
-        if free and not known[number].whole and known[number].divisor % parts == 0:
-            chosen.add(number)
-    return chosen
+    return max((from_first(first) for first in legal), key=lambda chosen: sum(map(worth.get, chosen)), default=set())
 
 
 def _axes(shape: tuple[int, ...], dims: tuple[Dimension, ...], chosen: set[int]) -> tuple[Axes, str]:
