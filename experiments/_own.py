@@ -166,7 +166,7 @@ class Actor(nnx.Module):
         return self.last(nnx.tanh(self.first(obs)))
 
 
-def balance(width: int, seed: int, optimizer: optax.GradientTransformation, length: int = 64) -> OwnTask:
+def balance(width: int, seed: int, optimizer: optax.GradientTransformation, length: int = 200) -> OwnTask:
     """REINFORCE on CartPole-v1: an example is the seed of an episode, which the loss plays inside its program.
 
     The baseline of a step is the mean over the batch of what is still earned from it on.

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from jaxpar.io import Checkpoints, open_progress, open_writers
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import MeshSpec, make_mesh, mesh_axes, num_shares, place_rows, use_mesh
 from jaxpar.own.layout import lay_out
-from jaxpar.own.model import Axes, OwnModel, OwnState, joined, path_of
+from jaxpar.own.model import Axes, OwnModel, OwnState, path_of, variables_of
 from jaxpar.types import BatchFn, PyTree, UsageError
 
 __all__ = ["check_finite", "examples_in_batches", "mean_loss", "predictions", "train_own"]
@@ -24,13 +23,13 @@ __all__ = ["check_finite", "examples_in_batches", "mean_loss", "predictions", "t
 
 def train_own(
     model: OwnModel,
-    examples: Sequence[Any],  # whatever collate takes
+    examples: Sequence[object],
     counts: Fit,
     *,
     batch_size: int,
     folder: Path | None = None,
     mesh: MeshSpec | None = None,
-    held_out: Sequence[Any] = (),
+    held_out: Sequence[object] = (),
     given: Mapping[str, Axes] | None = None,
     seed: int = 0,
     tell: Callable[[str], None] = print,
@@ -77,7 +76,7 @@ def train_own(
         return fit(model, jax.random.key(seed), batches, counts, hooks, state=state, start=start)
 
 
-def examples_in_batches(model: OwnModel, examples: Sequence[Any], batch_size: int, seed: int) -> BatchFn:
+def examples_in_batches(model: OwnModel, examples: Sequence[object], batch_size: int, seed: int) -> BatchFn:
     """Returns step -> batch on the ambient mesh: all examples in random order, again and again, each order its own.
 
     A pure function of seed and step. Each process collates its own rows alone.
@@ -93,7 +92,7 @@ def examples_in_batches(model: OwnModel, examples: Sequence[Any], batch_size: in
     def order(epoch: int) -> np.ndarray:
         return np.random.default_rng([seed, epoch]).permutation(len(examples))
 
-    def chosen(number: int) -> Any:
+    def chosen(number: int) -> object:
         epoch, place = divmod(number, len(examples))
         return examples[int(order(epoch)[place])]
 
@@ -148,7 +147,7 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
         raise UsageError(f"the update of step {step} is not finite, its loss is; lower the learning rate.")
 
 
-def mean_loss(model: OwnModel, examples: Sequence[Any], batch_size: int, state: OwnState) -> dict[str, float]:
+def mean_loss(model: OwnModel, examples: Sequence[object], batch_size: int, state: OwnState) -> dict[str, float]:
     """Returns {"validation/loss": ..., "validation/<metric>": ...}, means over the examples' whole batches.
 
     The key is that of seed 0, whatever the step. Fewer examples than a batch are one batch, repeated to fill it.
@@ -172,7 +171,7 @@ def _loss_of(model: OwnModel) -> Callable:
     return jax.jit(loss)
 
 
-def predictions(model: OwnModel, state: OwnState, examples: Sequence[Any], batch_size: int) -> PyTree:
+def predictions(model: OwnModel, state: OwnState, examples: Sequence[object], batch_size: int) -> PyTree:
     """Returns what `predict` says of every example, NumPy arrays with a row an example in front.
 
     Args:
@@ -203,7 +202,7 @@ def predictions(model: OwnModel, state: OwnState, examples: Sequence[Any], batch
 @functools.lru_cache(maxsize=8)
 def _predict_of(model: OwnModel) -> Callable:
     def predict(params, collections, batch):
-        return model.predict(joined(params, collections), batch)
+        return model.predict(variables_of(params, collections), batch)
 
     mesh = jax.sharding.get_mesh()
     return jax.jit(predict, out_shardings=None if mesh.empty else NamedSharding(mesh, P()))

@@ -15,7 +15,7 @@ from jaxpar.optim import Optimizer
 from jaxpar.optim.update import finite_or_old
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["OwnModel", "OwnState", "joined", "path_of"]
+__all__ = ["OwnModel", "OwnState"]
 
 OWN_METRICS = ("loss", "grad_norm", "skipped")
 
@@ -128,7 +128,7 @@ class OwnModel:
         """
         if self.names:
             params = jax.tree.map(_for_use, params, self.param_axes(params))
-        result = self.loss(joined(params, collections), batch, key)
+        result = self.loss(variables_of(params, collections), batch, key)
         total, more = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(total, jax.Array) or total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
             is_array = isinstance(total, jax.Array)
@@ -185,7 +185,7 @@ def parted(variables: PyTree) -> tuple[PyTree, dict[str, PyTree] | None]:
     return whole.pop("params"), whole
 
 
-def joined(params: PyTree, collections: Mapping[str, PyTree] | None) -> PyTree:
+def variables_of(params: PyTree, collections: Mapping[str, PyTree] | None) -> PyTree:
     """Returns the variables that a user's functions get."""
     return params if collections is None else {"params": params, **collections}
 

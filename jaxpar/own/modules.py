@@ -44,7 +44,7 @@ def from_nnx(
     def merged(variables: PyTree, key: PRNGKey) -> nnx.Module:
         return nnx.merge(graph, variables["params"], _from_key(streams, key), variables.get("state", {}))
 
-    def own_loss(variables: PyTree, batch: PyTree, key: PRNGKey) -> Any:
+    def own_loss(variables: PyTree, batch: PyTree, key: PRNGKey) -> tuple:
         module = merged(variables, key)
         result = loss(module, batch)
         total, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
