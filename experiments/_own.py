@@ -192,7 +192,7 @@ def balance(width: int, seed: int, optimizer: optax.GradientTransformation, leng
         return {"seed": np.asarray(rows, np.uint32)}
 
     def play_all(module, batch):
-        # Every device plays its own episodes: GSPMD would split the loop's small arrays in other ways, and exchange them.
+        # Every device plays its own episodes: GSPMD would split the loop's arrays in other ways, and exchange them.
         graph, weights = nnx.split(module)
         leaves, structure = jax.tree.flatten(jax.lax.stop_gradient(weights))
 

@@ -100,7 +100,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 
     def evaluate(state) -> Mapping[str, float]:
         judged = task.judge(predictions(model, state, task.held_out, config.batch_size), task.held_out)
-        return mean_loss(model, task.held_out, config.batch_size, state) | {f"validation/{n}": x for n, x in judged.items()}
+        means = mean_loss(model, task.held_out, config.batch_size, state)
+        return means | {f"validation/{name}": x for name, x in judged.items()}
 
     run = Run(
         config,

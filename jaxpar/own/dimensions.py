@@ -1,7 +1,7 @@
 """Which dimensions of a program are one: those that it adds, multiplies or compares entry by entry, or sums together.
 
-`follow` reads a program equation by equation. A weight's output dimension and the next weight's input dimension come out
-as one `Dimension`, and so do all that a residual stream passes through, the heads of attention, the vocabulary.
+`follow` reads a program equation by equation. A weight's output dimension and the next weight's input dimension come
+out as one `Dimension`, and so do all that a residual stream passes through, the heads of attention, the vocabulary.
 """
 
 import dataclasses
@@ -159,8 +159,9 @@ class _Dimensions:
 
 # Entries along a dimension are brought together in other ways than a sum.
 _MIXING = frozenset(
-    "cumsum cumprod cummax cummin cumlogsumexp sort top_k approx_top_k rev fft cholesky triangular_solve lu qr eig eigh "
-    "svd reduce_window_sum reduce_window_max reduce_window select_and_scatter_add ragged_dot ragged_dot_general".split()
+    "cumsum cumprod cummax cummin cumlogsumexp sort top_k approx_top_k rev fft cholesky triangular_solve lu qr eig "
+    "eigh svd reduce_window_sum reduce_window_max reduce_window select_and_scatter_add ragged_dot "
+    "ragged_dot_general".split()
 )
 
 
@@ -326,9 +327,7 @@ _RULES: dict[str, _Rule] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "transpose": lambda known, eqn, ins: [tuple(ins[0][i] for i in eqn.params["permutation"])],
-    "squeeze": lambda known, eqn, ins: [
-        tuple(n for i, n in enumerate(ins[0]) if i not in eqn.params["dimensions"])
-    ],
+    "squeeze": lambda known, eqn, ins: [tuple(n for i, n in enumerate(ins[0]) if i not in eqn.params["dimensions"])],
     "optimization_barrier": lambda known, eqn, ins: ins,
     "gather": _gather,
     "scatter": _scatter,

@@ -142,7 +142,8 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
       UsageError: The loss of this step is no number, or its update was not made.
     """
     if not np.isfinite(metrics["train/loss"]):
-        raise UsageError(f"the loss of step {step} is {metrics['train/loss']}; lower the learning rate or mend the loss.")
+        loss = metrics["train/loss"]
+        raise UsageError(f"the loss of step {step} is {loss}; lower the learning rate or mend the loss.")
     if metrics["train/skipped"]:
         raise UsageError(f"the update of step {step} is not finite, its loss is; lower the learning rate.")
 

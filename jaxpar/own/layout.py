@@ -1,10 +1,10 @@
 """Two rules for the axes of a model's parameters, read off its own program and shown before use.
 
-1. **tensor.** Dimensions that the program adds, multiplies or sums together are one (`jaxpar.own.dimensions`). Of these,
-   those are split over `tensor` that hold the most bytes of weights for each sum over devices that this costs, and no
-   two of one weight: the best of what is found by taking one, then the others from the best down. So of two matrices in
-   a row the first is split by its outputs and the second by its inputs, with one sum behind both; attention by heads;
-   the embedding by its vocabulary; and never a residual stream, which all products but these sum over.
+1. **tensor.** Dimensions that the program adds, multiplies or sums together are one (`jaxpar.own.dimensions`). Of
+   these, those are split over `tensor` that hold the most bytes of weights for each sum over devices that this costs,
+   and no two of one weight: the best of what is found by taking one, then the others from the best down. So of two
+   matrices in a row the first is split by its outputs and the second by its inputs, with one sum behind both; attention
+   by heads; the embedding by its vocabulary; and never a residual stream, which all products but these sum over.
 2. **fsdp.** Of each matrix the largest other dimension that divides.
 
 Redco (arXiv:2310.16355) has the same two outcomes by rules for the kernels of flax's layers. A rule costs or saves time
@@ -73,7 +73,8 @@ class OwnLayout:
             cells.append((row.path, " x ".join(map(str, row.shape)) or "scalar", axes or "-", f"{row.bytes:,}"))
         widths = [max(len(row[i]) for row in cells) for i in range(3)]
         last = max(len(row[3]) for row in cells)
-        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3].rjust(last)]) for row in cells]
+        rows = [[*(row[i].ljust(widths[i]) for i in range(3)), row[3].rjust(last)] for row in cells]
+        lines = ["  ".join(row) for row in rows]
         total = sum(row.bytes for row in self.rows)
         return "\n".join([*lines, f"{total:,} bytes of parameters a device", *(f"note: {w}" for w in self.warnings)])
 

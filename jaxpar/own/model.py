@@ -133,7 +133,7 @@ class OwnModel:
         if not isinstance(total, jax.Array) or total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
             is_array = isinstance(total, jax.Array)
             found = f"{total.dtype}{list(total.shape)}" if is_array else f"a {type(total).__name__}"
-            raise UsageError(f"loss must return a float scalar, or (scalar, dict), but made {found}; take a mean of it.")
+            raise UsageError(f"loss must return a float scalar, or (scalar, dict), but made {found}; take a mean.")
         if not isinstance(more, Mapping):
             raise UsageError(f"loss returned (scalar, {type(more).__name__}); legal beside the scalar is a dict.")
         new = _new_collections(collections or {}, more)

@@ -28,8 +28,9 @@ def verify_own(
     seed: int = 0,
     report: Callable[[LayoutReport], None] | None = None,
 ) -> list[LayoutReport]:
-    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps, and collectives (`allowed_transfers`).
+    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps; judges their collectives.
 
+    These may be what `allowed_transfers` says.
     Each has the axes that the two rules give on its own mesh; those that differ along data alone, beside each other,
     are compared with one program of one device. Collections stay at their first
     value, floats of the batch and of the parameters are cast to each dtype, and every step has the same key.

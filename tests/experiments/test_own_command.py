@@ -33,7 +33,8 @@ def test_it_shows_trains_and_resumes_bit_for_bit(main, tmp_path):
     folder = tmp_path / "whole"
     assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {p.name for p in folder.iterdir()}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert {"train/loss", "train/before", "validation/loss", "validation/error"} <= {name for row in rows for name in row}
+    names = {name for row in rows for name in row}
+    assert {"train/loss", "train/before", "validation/loss", "validation/error"} <= names
     for steps in (2, 4):
         said = main(*TINY, "hydra.run.dir=cut", f"train.steps={steps}", of="own", compiles=True)
     assert "(resuming at step 2)" in said.out

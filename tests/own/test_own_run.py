@@ -193,6 +193,10 @@ def with_loss(fn):
     return dataclasses.replace(LINEAR, loss=lambda variables, batch, key: fn(batch["x"] @ variables["w"]))
 
 
+def counted(key):
+    return {"params": {"w": jnp.ones(4)}, "count": jnp.ones(())}
+
+
 @pytest.mark.parametrize(
     "model, options, sentence",
     [
@@ -203,7 +207,7 @@ def with_loss(fn):
         (with_loss(lambda y: (y.mean(), {"loss": y[0]})), {}, "metric 'loss' of loss is one that every run has"),
         (with_loss(lambda y: (y.mean(), {"a": {}})), {}, "loss returned 'a', neither a scalar nor a collection"),
         (with_loss(lambda y: jnp.nan * y.mean()), {}, "the loss of step 1 is nan; lower the learning rate or mend"),
-        (LINEAR, {"batch_size": 9}, "batch_size=9 does not divide over the mesh's data x fsdp = 4; the nearest .* 8 and 12"),
+        (LINEAR, {"batch_size": 9}, "batch_size=9 does not divide over the mesh's data x fsdp = 4; .* 8 and 12"),
         (LINEAR, {"batch_size": 3}, "batch_size=3 does not divide .* the nearest legal: 4"),
         (
             dataclasses.replace(LINEAR, collate=lambda rows: {"x": np.stack(rows)[1:]}),
@@ -224,14 +228,16 @@ def with_loss(fn):
         ),
         (dataclasses.replace(LINEAR, init_variables=lambda key: {}), {}, "init_variables made no parameter"),
         (
-            dataclasses.replace(LINEAR, init_variables=lambda key: {"params": {"w": jnp.ones(4)}, "count": jnp.ones(())},
-                                loss=lambda variables, batch, key: batch["x"].mean()),  # fmt: skip
+            dataclasses.replace(LINEAR, init_variables=counted, loss=lambda _, batch, key: batch["x"].mean()),
             {},
             "loss must return the new 'count', a collection that init made, .* mutable=.'count'.",
         ),
         (
-            dataclasses.replace(LINEAR, init_variables=lambda key: {"params": {"w": jnp.ones(4)}, "count": jnp.ones(())},
-                                loss=lambda variables, batch, key: (batch["x"].mean(), {"count": jnp.ones(3)})),  # fmt: skip
+            dataclasses.replace(
+                LINEAR,
+                init_variables=counted,
+                loss=lambda _, batch, key: (batch["x"].mean(), {"count": jnp.ones(3)}),
+            ),
             {},
             "loss returned count with other names, shapes or dtypes than it was given",
         ),
