@@ -151,7 +151,8 @@ def _tensor_dimensions(leaves: Sequence[jax.ShapeDtypeStruct], dimensions: Seque
                 chosen.add(number)
         return chosen
 
-    return max((from_first(first) for first in legal), key=lambda chosen: sum(map(worth.get, chosen)), default=set())
+    found = (from_first(first) for first in legal)
+    return max(found, key=lambda chosen: sum(worth[number] for number in chosen), default=set())
 
 
 def _axes(shape: tuple[int, ...], dims: tuple[Dimension, ...], chosen: set[int]) -> tuple[Axes, str]:

@@ -181,7 +181,7 @@ def parted(variables: PyTree) -> tuple[PyTree, dict[str, PyTree] | None]:
     """Returns what is trained of variables, and their other collections, None where there can be none."""
     if not (isinstance(variables, Mapping) and "params" in variables):
         return variables, None
-    whole = dict(flax.core.unfreeze(variables))
+    whole = flax.core.unfreeze(dict(variables))
     return whole.pop("params"), whole
 
 
