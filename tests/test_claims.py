@@ -40,7 +40,8 @@ CLAIMS = {
     "Hugging Face folders both ways": "lm/test_exchange.py::written_tensors_compute_the_same_logits_in_numpy "
     "lm/test_exchange.py::read_tensors_compute_the_same_logits_as_numpy",
     "axes derived from its program and shown first": "own/test_own_layout.py"
-    "::a_transformer_is_split_as_megatron_splits_it own/test_own_layout.py::a_block_costs_one_sum_forward_and_one_backward "
+    "::a_transformer_is_split_as_megatron_splits_it "
+    "own/test_own_layout.py::a_block_costs_one_sum_forward_and_one_backward "
     "experiments/test_own_command.py::it_shows_trains_and_resumes_bit_for_bit",
     "a run from three functions, equal to one device": "own/test_own_run.py"
     "::every_example_is_the_same_on_any_layout "
