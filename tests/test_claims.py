@@ -45,7 +45,7 @@ CLAIMS = {
     "experiments/test_own_command.py::it_shows_trains_and_resumes_bit_for_bit",
     "a run from three functions, equal to one device": "own/test_own_run.py"
     "::every_example_is_the_same_on_any_layout "
-    "own/test_own_run.py::statistics_and_dropout_are_the_same_on_any_mesh_and_after_a_cut",
+    "own/test_own_run.py::statistics_and_dropout_are_the_same_on_any_mesh",
     "affine scans": "scan/test_affine.py::equals_the_loop",
     "a drop-in for `lax.scan`": "solve/test_parallel_scan.py::every_method_gives_the_states_of_the_loop "
     "solve/test_parallel_scan.py::whatever_a_loop_takes",

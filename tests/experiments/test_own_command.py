@@ -24,7 +24,9 @@ def saved(folder, step):
         return checkpoints.restore(step, abstract)
 
 
-def test_it_shows_trains_and_resumes_bit_for_bit(main, tmp_path):
+def test_it_shows_trains_and_resumes_bit_for_bit(main, tmp_path, monkeypatch):
+    task = own.open_own(own.compose(*TINY))
+    monkeypatch.setattr(own, "open_own", lambda config: task)  # what was compiled of its functions is compiled
     flags = [*TINY, "hydra.run.dir=whole"]
     said = main(*flags, "train.steps=4", of="own", compiles=True)
     assert said.code == 0, said
@@ -44,9 +46,13 @@ def test_it_shows_trains_and_resumes_bit_for_bit(main, tmp_path):
     assert again.code == 0 and "this run is finished; extend it with train.steps=8" in again.out
 
 
-def test_it_shows_axes_alone_and_verifies(main):
+def test_it_shows_axes_alone(main):
     said = main(*TINY, "mode=axes", "mesh.tensor=2", "mesh.data=4", of="own")
     assert said.code == 0 and "mlp=tensor" in said.out and "resuming" not in said.out
+
+
+@pytest.mark.slow  # what it calls is tested in tests/own; 6 s
+def test_it_verifies(main):
     said = main(*TINY, "mode=verify", "layouts=[fsdp2.tensor2]", of="own")
     assert said.code == 0 and "1 of 1 layouts hold" in said.out, said
 
