@@ -46,7 +46,7 @@ class Config(_run.RunConfig):
       learning_rate: Of Adam, constant.
       train: Length and events.
       mode: "train"; "axes" shows the table alone; "verify" compares layouts with one device.
-      run: Not read.
+      run: Not read: a command that has it makes a run folder only to train.
       layouts: verify: such as [data2.tensor4,data2.fsdp4].
     """
 
