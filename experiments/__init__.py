@@ -5,6 +5,7 @@
 | `lm.py` `rnn.py` `neat.py` `rl.py` | commands that train: flags, algorithm, what is told | a user |
 | `compare.py` | language models with one mixer after the other, for equal seconds | a user |
 | `digits.py` `moving_digits.py` | the same, of images and of films | a user |
+| `own.py` `_own.py` | models of flax's own layers in three functions each | a user |
 | `env.py` `pomdp.py` | commands that play and plan episodes, without checkpoints | a user |
 | `estimate.py` `verify.py` | what a layout of a language model costs, and whether it equals one device | a user |
 | `launch.py` | any of these as several processes on this machine | a user |

@@ -41,6 +41,7 @@ from experiments import (
     lm,
     moving_digits,
     neat,
+    own,
     pipeline,
     pipelined_speculation,
     pomdp,
@@ -427,6 +428,7 @@ TABLE = {
     Lstm: {"hidden width heads": COUNT},
     Jitter: {"std": LEAST_0},
     Reflex: {"std": LEAST_0},
+    own.Config: {"width": ((3,), (4,)), "layers batch_size": COUNT, "learning_rate": POSITIVE},
     pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
     generate.Config: {

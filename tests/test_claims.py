@@ -39,6 +39,13 @@ CLAIMS = {
     "KV-cache sampling": "lm/test_sample.py::cache_equals_the_whole_forward",
     "Hugging Face folders both ways": "lm/test_exchange.py::written_tensors_compute_the_same_logits_in_numpy "
     "lm/test_exchange.py::read_tensors_compute_the_same_logits_as_numpy",
+    "axes derived from its program and shown first": "own/test_own_layout.py"
+    "::a_transformer_is_split_as_megatron_splits_it "
+    "own/test_own_layout.py::a_block_costs_one_sum_forward_and_one_backward "
+    "experiments/test_own_command.py::it_shows_trains_and_resumes_bit_for_bit",
+    "a run from three functions, equal to one device": "own/test_own_run.py"
+    "::every_example_is_the_same_on_any_layout "
+    "own/test_own_run.py::statistics_and_dropout_are_the_same_on_any_mesh",
     "affine scans": "scan/test_affine.py::equals_the_loop",
     "a drop-in for `lax.scan`": "solve/test_parallel_scan.py::every_method_gives_the_states_of_the_loop "
     "solve/test_parallel_scan.py::whatever_a_loop_takes",

@@ -22,6 +22,7 @@ from experiments import (
     lm,
     moving_digits,
     neat,
+    own,
     pipeline,
     pipelined_speculation,
     pomdp,
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}
 OTHERS |= {"life": life, "generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
 OTHERS |= {"pipeline": pipeline, "compare": compare, "step_speculation": steps, "moving_digits": moving_digits}
+OTHERS |= {"own": own}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml"))]
@@ -102,6 +104,16 @@ def test_verify_of_ones_own_model_holds():
     assert ("all-gather", "fsdp") in kinds["fsdp4.tensor2 zero3"] and ("all-gather", "inner") in kinds[
         "fsdp8.inner4 hybrid"
     ]
+
+
+def test_a_model_of_ones_own_prints_its_table_and_learns():
+    page = ROOT / "docs" / "own_model.md"
+    first, second = blocks(page, "python")
+    out, names = run(first)
+    assert out == blocks(page, "text")[0] and len(first.strip().splitlines()) <= 13
+    assert names["result"].metrics["train/loss"] < 0.005  # the mean square of a product of four is 0.012
+    state = jax.eval_shape(run(second, first.split("result =")[0])[1]["model"].init, jax.random.key(0))
+    assert {"params"} == {"params"} | set(state.collections)
 
 
 def test_placements_snippets_print_what_they_show():

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
@@ -26,6 +27,7 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
+from jaxpar.own import OwnModel
 from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Sac, Td3
 
 
@@ -65,6 +67,17 @@ def images():
     return {"inputs": inputs, "targets": targets, "weights": np.ones(4, np.float32)}
 
 
+def own_init(key):
+    return {"params": {"w": jax.random.normal(key, (2, 3))}, "steps": {"made": jax.numpy.zeros(())}}
+
+
+def own_loss(variables, batch, key):
+    noisy = batch["inputs"].mean(1) + 0.1 * jax.random.normal(key, (4, 2))
+    error = jax.numpy.square(noisy @ variables["params"]["w"]).mean()
+    return error, {"steps": {"made": variables["steps"]["made"] + 1}, "again": error}
+
+
+OWN = OwnModel(own_init, own_loss, lambda variables, batch: batch["inputs"], optax.adam(1e-3), list)
 CART, CART_PARAMS = envs.make("CartPole-v1")
 
 
@@ -124,6 +137,7 @@ ROWS = {
     "a2c-stack": Row(
         A2c(CART, Network((8,), (8,), memory=STACK), num_envs=2, num_steps=6), short_episodes, SHAPES_ALONE
     ),  # fmt: skip
+    "own": Row(OWN, series),
     "images": Row(SequenceTrainer(ImageClassifier(BOTH_WAYS, 2, (4, 4, 1), 3)), images),
     "sequence-lmuformer": Row(SequenceTrainer(StackNetwork(LAYERS, 2, 3, embedding=ConvEmbedding(4, 1))), series),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
 COMMANDS = ["compare", "digits", "env", "estimate", "generate", "launch", "life", "lm", "moving_digits", "neat"]
-COMMANDS += ["pipeline", "pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
+COMMANDS += ["own", "pipeline", "pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
 
 
 def interrupt():
@@ -165,6 +165,7 @@ TINY = {
     "lm": "",
     "moving_digits": "",
     "neat": "population=16",
+    "own": "task=maml width=4",
     "estimate": "",
     "pipeline": "schedules=[gpipe]",
     "pipelined_speculation": "tokens=9",
@@ -180,6 +181,7 @@ FIRST = {  # what a command does first that takes long
     "lm": "jaxpar.loop._Driver.compile",
     "moving_digits": "jaxpar.loop._first_state",
     "neat": "jaxpar.loop._first_state",
+    "own": "jaxpar.loop._first_state",
     "rl": "jaxpar.loop._first_state",
     "rnn": "jaxpar.loop._first_state",
     "compare": "experiments.compare.measure",

@@ -1,0 +1,209 @@
+"""A run from three functions: batches of examples, training with checkpoints and resume, predictions."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.io import Checkpoints, open_progress, open_writers
+from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.mesh import MeshSpec, make_mesh, mesh_axes, num_shares, place_rows, use_mesh
+from jaxpar.own.layout import lay_out
+from jaxpar.own.model import Axes, OwnModel, OwnState, path_of, variables_of
+from jaxpar.types import BatchFn, PyTree, UsageError
+
+__all__ = ["check_finite", "examples_in_batches", "mean_loss", "predictions", "train_own"]
+
+
+def train_own(
+    model: OwnModel,
+    examples: Sequence[object],
+    counts: Fit,
+    *,
+    batch_size: int,
+    folder: Path | None = None,
+    mesh: MeshSpec | None = None,
+    held_out: Sequence[object] = (),
+    given: Mapping[str, Axes] | None = None,
+    seed: int = 0,
+    tell: Callable[[str], None] = print,
+) -> FitResult:
+    """Trains a model of one's own: shows how its parameters lie, then runs or goes on from where the folder is.
+
+    Args:
+      model: Its three functions and its optimizer.
+      examples: What `collate` makes batches of.
+      counts: Steps, and steps between evaluations and checkpoints.
+      batch_size: Examples in a batch.
+      folder: Of metrics.jsonl and checkpoints; None writes nothing.
+      mesh: Axes and sizes; by default the ambient mesh, or all devices along data.
+      held_out: Examples whose mean loss is "validation/loss".
+      given: Axes of parameters by patterns of their paths, instead of those that the rules give.
+      seed: Of the first parameters, of the order of examples and of the keys of steps.
+      tell: Called with the table of the layout.
+
+    Returns:
+      The last state and metrics. A finished run is returned as it is; the same call with more steps goes on.
+
+    Raises:
+      UsageError: What `lay_out`, `OwnModel` and `examples_in_batches` refuse; a loss that is not finite; checkpoints of
+        another run.
+    """
+    with contextlib.ExitStack() as stack:
+        if mesh is not None or jax.sharding.get_mesh().empty:
+            stack.enter_context(use_mesh(make_mesh(mesh)))
+        batches = examples_in_batches(model, examples, batch_size, seed)
+        laid = lay_out(model, batches(0), given)
+        tell(str(laid))
+        model = laid.model
+        evaluate = functools.partial(mean_loss, model, held_out, batch_size) if len(held_out) else None
+        hooks = Hooks(axes=model.axes(), evaluate=evaluate, check=check_finite)
+        start, state = 0, None
+        if folder is not None:
+            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder / "checkpoints")))
+            metadata = {"seed": seed, "batch_size": batch_size, "examples": len(examples)}
+            hooks = dataclasses.replace(hooks, checkpoints=checkpoints, metadata=metadata)
+            start, state = resume(model, hooks) or (0, None)
+            writer = stack.enter_context(contextlib.closing(open_writers(folder, resume_step=start or None)))
+            hooks = dataclasses.replace(hooks, writer=writer)
+        hooks = dataclasses.replace(hooks, progress=stack.enter_context(open_progress(counts.num_steps, start)))
+        return fit(model, jax.random.key(seed), batches, counts, hooks, state=state, start=start)
+
+
+def examples_in_batches(model: OwnModel, examples: Sequence[object], batch_size: int, seed: int) -> BatchFn:
+    """Returns step -> batch on the ambient mesh: all examples in random order, again and again, each order its own.
+
+    A pure function of seed and step. Each process collates its own rows alone.
+
+    Raises:
+      UsageError: There is no example, or the batch does not divide over the mesh; as `collated`.
+    """
+    if not len(examples):
+        raise UsageError("there is no example to train on.")
+    _check_divides(batch_size)
+
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, epoch]).permutation(len(examples))
+
+    def chosen(number: int) -> object:
+        epoch, place = divmod(number, len(examples))
+        return examples[int(order(epoch)[place])]
+
+    def batch(step: int) -> PyTree:
+        first = step * batch_size
+        return place_rows(
+            lambda rows: collated(model, [chosen(first + i) for i in range(rows.start, rows.stop)]), batch_size
+        )
+
+    return batch
+
+
+def collated(model: OwnModel, examples: list) -> PyTree:
+    """Returns what a model's `collate` makes of examples.
+
+    Raises:
+      UsageError: It is not a pytree of arrays with as many rows in front as there are examples.
+    """
+    rows = model.collate(examples)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
+        if not isinstance(leaf, np.ndarray | jax.Array) or not leaf.shape or leaf.shape[0] != len(examples):
+            found = f"shape {leaf.shape}" if isinstance(leaf, np.ndarray | jax.Array) else f"a {type(leaf).__name__}"
+            raise UsageError(
+                f"collate made {path_of(path) or 'a batch'} of {found} from {len(examples)} examples; legal are arrays "
+                f"whose first dimension is {len(examples)}."
+            )
+    if not jax.tree.leaves(rows):
+        raise UsageError("collate made no array; legal are pytrees of arrays, such as a dict.")
+    return jax.tree.map(np.asarray, rows)
+
+
+def _check_divides(batch_size: int) -> None:
+    shares = num_shares(*mesh_axes("batch"))
+    if batch_size < 1 or batch_size % shares:
+        below = batch_size // shares * shares
+        legal = f"{below} and {below + shares}" if below > 0 else str(shares)
+        over = " x ".join(mesh_axes("batch")) or "one device"
+        raise UsageError(
+            f"batch_size={batch_size} does not divide over the mesh's {over} = {shares}; the nearest legal: {legal}."
+        )
+
+
+def check_finite(step: int, metrics: Mapping[str, float]) -> None:
+    """Stops a run whose loss or update is not finite; the parameters are those before it.
+
+    Raises:
+      UsageError: The loss of this step is no number, or its update was not made.
+    """
+    if not np.isfinite(metrics["train/loss"]):
+        loss = metrics["train/loss"]
+        raise UsageError(f"the loss of step {step} is {loss}; lower the learning rate or mend the loss.")
+    if metrics["train/skipped"]:
+        raise UsageError(f"the update of step {step} is not finite, its loss is; lower the learning rate.")
+
+
+def mean_loss(model: OwnModel, examples: Sequence[object], batch_size: int, state: OwnState) -> dict[str, float]:
+    """Returns {"validation/loss": ..., "validation/<metric>": ...}, means over the examples' whole batches.
+
+    The key is that of seed 0, whatever the step. Fewer examples than a batch are one batch, repeated to fill it.
+    """
+    sums: dict[str, float] = {}
+    count = max(len(examples) // batch_size, 1)
+    for number in range(count):
+        rows = [examples[i % len(examples)] for i in range(number * batch_size, (number + 1) * batch_size)]
+        batch = place_rows(lambda part, rows=rows: collated(model, rows[part]), batch_size)
+        for name, value in jax.device_get(_loss_of(model)(state.params, state.collections, batch)).items():
+            sums[name] = sums.get(name, 0.0) + float(value) / count
+    return {f"validation/{name}": value for name, value in sums.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _loss_of(model: OwnModel) -> Callable:
+    def loss(params, collections, batch):
+        total, metrics, _ = model.valued(params, collections, batch, jax.random.key(0))
+        return {"loss": total} | metrics
+
+    return jax.jit(loss)
+
+
+def predictions(model: OwnModel, state: OwnState, examples: Sequence[object], batch_size: int) -> PyTree:
+    """Returns what `predict` says of every example, NumPy arrays with a row an example in front.
+
+    Args:
+      model: Its `predict`.
+      state: Trained.
+      examples: What to predict; the last batch is filled up, and what fills it is cut off.
+      batch_size: Examples in a batch, divided over the ambient mesh as in training.
+
+    Raises:
+      UsageError: There is no example; a prediction has no row for each of them.
+    """
+    if not len(examples):
+        raise UsageError("there is no example to predict.")
+    _check_divides(batch_size)
+    parts, predict = [], _predict_of(model)
+    for first in range(0, len(examples), batch_size):
+        rows = [examples[min(i, len(examples) - 1)] for i in range(first, first + batch_size)]
+        batch = place_rows(lambda part, rows=rows: collated(model, rows[part]), batch_size)
+        part = jax.device_get(predict(state.params, state.collections, batch))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+            if leaf.shape[:1] != (batch_size,):
+                raise UsageError(f"predict made {path_of(path) or 'an array'} of shape {leaf.shape} from {batch_size} "
+                                 "examples; its first dimension must be theirs.")  # fmt: skip
+        parts.append(part)
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(examples)], *parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _predict_of(model: OwnModel) -> Callable:
+    def predict(params, collections, batch):
+        return model.predict(variables_of(params, collections), batch)
+
+    mesh = jax.sharding.get_mesh()
+    return jax.jit(predict, out_shardings=None if mesh.empty else NamedSharding(mesh, P()))

@@ -1,0 +1,96 @@
+"""Is a layout of a model of one's own right? `jaxpar.verify`, with the axes that the two rules give."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.mesh import make_mesh, rules_from, use_mesh
+from jaxpar.own.layout import lay_out
+from jaxpar.own.model import Axes, OwnModel
+from jaxpar.types import PyTree, UsageError
+from jaxpar.verify import Layout, LayoutReport, Model, Transfer, verify
+
+__all__ = ["verify_own"]
+
+
+def verify_own(
+    model: OwnModel,
+    batch: Callable[[int], PyTree],
+    layouts: Sequence[Layout],
+    *,
+    given: Mapping[str, Axes] | None = None,
+    dtypes: Sequence[str] = ("float32", "float64"),
+    steps: int = 3,
+    seed: int = 0,
+    report: Callable[[LayoutReport], None] | None = None,
+) -> list[LayoutReport]:
+    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps; judges their collectives.
+
+    These may be what `allowed_transfers` says.
+    Each has the axes that the two rules give on its own mesh; those that differ along data alone, beside each other,
+    are compared with one program of one device. Collections stay at their first
+    value, floats of the batch and of the parameters are cast to each dtype, and every step has the same key.
+
+    Args:
+      model: What is verified. Adam's eps should be over the rounding of the gradients, as in `jaxpar.verify.Model`.
+      batch: Step number -> pytree of host arrays, rows in front.
+      layouts: Of data, fsdp and tensor.
+      given: As in `lay_out`.
+      dtypes: Of "float32" and "float64"; the model must compute in the dtype of its parameters.
+      steps: Optimizer steps.
+      seed: Of parameters and keys.
+      report: Called with each row as it is made.
+
+    Returns:
+      A row a layout and dtype.
+    """
+    if not layouts:
+        raise UsageError("there is no layout to verify; legal are such as Layout(MeshSpec(data=2, tensor=4)).")
+    sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0))
+    batch_axes = jax.tree.map(lambda x: ("batch", *(None,) * (len(x.shape) - 1)), sample)
+    state = jax.device_get(jax.jit(model.init)(jax.random.key(seed)))
+
+    def in_dtype(laid: OwnModel, dtype: str) -> Model:
+        params, collections = jax.tree.map(lambda x: _cast(x, dtype), (state.params, state.collections))
+
+        def loss(params, batch):
+            batch = jax.tree.map(lambda x: _cast(x, dtype), batch)
+            return laid.valued(params, collections, batch, jax.random.key(seed))[0]
+
+        return Model(params, laid.param_axes(params), loss, laid.rule())
+
+    rows: list[LayoutReport] = []
+    for _, group in itertools.groupby(layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)):
+        group = list(group)
+        mesh = make_mesh(group[0].mesh, jax.devices()[: group[0].num_devices])
+        with use_mesh(mesh, rules_from(layout=group[0].name)):
+            laid = lay_out(model, sample, given).model
+        rows += verify(
+            functools.partial(in_dtype, laid), batch, batch_axes, group,
+            declared=functools.partial(allowed_transfers, state.params), dtypes=dtypes, steps=steps, report=report,
+        )  # fmt: skip
+    return rows
+
+
+def allowed_transfers(params: PyTree, layout: Layout) -> list[Transfer]:
+    """Returns what a layout may send between devices: no more kinds than these, over no other axes.
+
+    Sums over every axis, gathers over those that split parameters, as often as the program asks. GSPMD puts the
+    gradient of a look-up, and of what is split along two axes at once, where it likes and sends it on: exchanges, of no
+    more bytes than two float64 of each parameter. Were activations exchanged, they would be more.
+    """
+    most, size = 10**12, 2 * 8 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    split = [axis for axis in ("fsdp", "inner", "tensor") if layout.mesh.sizes(layout.num_devices)[axis] > 1]
+    sums = [Transfer("sum", (axis,), most, most, "of activations or gradients") for axis in ("data", *split)]
+    gathers = [Transfer("gather", (axis,), most, most, "of weights or shares") for axis in split]
+    moves = [Transfer("exchange", (axis,), most, size, "of gradients") for axis in ("data", *split)]
+    return [*sums, *gathers, *moves]
+
+
+def _cast(x: PyTree, dtype: str) -> PyTree:
+    """Casts floats of numbers of 32 bits; others, as half precision, are part of what a model is."""
+    return x.astype(dtype) if x.dtype in (np.float32, jnp.float64) else x
