@@ -1,5 +1,6 @@
-"""Draws _static/saliency.png, what a memory is made of, after a short training: `PYTHONPATH=. python docs/saliency.py`."""
+"""Draws _static/saliency.png, what a memory is made of, after a short training: `python docs/saliency.py`."""
 
+import functools
 import pathlib
 
 import jax
@@ -41,10 +42,10 @@ def main():
     for row, name in ((0, "Navigator"), (2, "Navigator-Partial")):
         env, params = envs.make(name)
         learner = Pqn(env, NETWORK, RATES, num_envs=64, num_steps=32, epochs=2, minibatches=8, prng="batch")
-        state, info = jax.jit(lambda key, learner=learner: train(learner, key, None, UPDATES))(jax.random.key(0))
+        state, info = jax.jit(train, static_argnums=(0, 3))(learner, jax.random.key(0), None, UPDATES)
         print(name, "returned", float(np.mean(np.asarray(info["return_mean"])[-10:])))
         agent, keys = learner.agent(greedy=True), jax.random.split(jax.random.key(1), 512)
-        seen, alive = jax.jit(jax.vmap(lambda key: episode(agent, env, params, state.weights, key)))(keys)
+        seen, alive = jax.jit(jax.vmap(functools.partial(episode, agent, env, params, state.weights)))(keys)
         long = int(jnp.argmax(alive[:, -1]))
         assert bool(alive[long, -1]), "no episode is long enough"
         obs, starts = seen[long][:, None], jnp.arange(FRAMES)[:, None] == 0

@@ -43,12 +43,14 @@ def overlooked(key, state):
     return (state.spawn_timer == 0) & jnp.all(state.there[order[1:]])
 
 
-def late(name, state, theirs):
+def late(name, number, state, theirs):
     """A start near the end of a level, which few would reach."""
     match name:
         case "MinBreakout":
-            bricks = jnp.zeros((3, 10), bool).at[2, 3:5].set(True)
-            return state.replace(bricks=bricks), theirs.replace(brick_map=jnp.pad(1.0 * bricks, ((1, 6), (0, 0))))
+            inside = number % 4 == 3  # of the wall, where the ball meets bricks in two steps on end
+            bricks, y = jnp.zeros((3, 10), bool).at[2, 3:5].set(True) | inside, jnp.where(inside, 2, 3)
+            theirs = theirs.replace(brick_map=jnp.pad(1.0 * bricks, ((1, 6), (0, 0))), ball_y=y, last_y=y)
+            return state.replace(bricks=bricks, y=y, last_y=y), theirs
         case "MinSpaceInvaders":
             wave = jnp.zeros((10, 10), bool).at[2, 4].set(True)
             return state.replace(aliens=wave), theirs.replace(alien_map=1.0 * wave)
@@ -66,7 +68,7 @@ def beside(name, num_steps, num_envs):
 
     def begin(key, number):
         both = env.init(key, params), peer.reset_env(key, peer_params)[1]
-        return jax.tree.map(lambda a, b: jnp.where(number % 2 == 1, a, b), late(name, *both), both)
+        return jax.tree.map(lambda a, b: jnp.where(number % 2 == 1, a, b), late(name, number, *both), both)
 
     def one(key, states, number):
         state, theirs = states
