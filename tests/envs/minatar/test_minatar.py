@@ -17,7 +17,7 @@ def aimed(name, state, action):
     """Random actions, but for those that lead far into a game: meet the ball, go up, shoot."""
     if name == "MinBreakout":
         x = jnp.clip(state.x + jnp.where((state.direction == 1) | (state.direction == 2), 1, -1), 0, 9)
-        return jnp.where(state.time % 97 == 96, action, 2 * (x > state.paddle) + 1 * (x < state.paddle))
+        return jnp.where(state.time % 60 > 52, action, 2 * (x > state.paddle) + 1 * (x < state.paddle))
     if name == "MinFreeway":
         return jnp.where(state.time % 50 == 49, action, 1)
     if name == "MinSpaceInvaders":
@@ -47,7 +47,7 @@ def late(name, number, state, theirs):
     """A start near the end of a level, which few would reach."""
     match name:
         case "MinBreakout":
-            inside = number % 4 == 3  # of the wall, where the ball meets bricks in two steps on end
+            inside = number == 3  # of the wall, where the ball meets bricks in two steps on end
             bricks, y = jnp.zeros((3, 10), bool).at[2, 3:5].set(True) | inside, jnp.where(inside, 2, 3)
             theirs = theirs.replace(brick_map=jnp.pad(1.0 * bricks, ((1, 6), (0, 0))), ball_y=y, last_y=y)
             return state.replace(bricks=bricks, y=y, last_y=y), theirs
