@@ -4,7 +4,7 @@ What POPGym Arcade (Z. Wang et al., 2025) plays of POPGym's control and memory, 
 
 | environment | rules | `full` shows | `partial` shows |
 | --- | --- | --- | --- |
-| `CardPixels(Autoencode(12))` | `memory.card_games` | all cards, the one to name on gold | the card in sight, the phase |
+| `CardPixels(Autoencode(12))` | `memory.card_games` | all cards, on gold the one to name | card in sight, phase |
 | `CardPixels(CountRecall(12))` | likewise | counts of cards and queries dealt, by kind | card and query in sight |
 | `CartPolePixels` | `memory.MaskedCartPole` | cart, pole, bars for both velocities | cart and pole |
 | `NoisyCartPolePixels` | likewise | the same | cart and pole, moved by noise |

@@ -1,7 +1,7 @@
 """MinAtar's Asterix: 1 for each gold that is met; meeting an enemy ends the episode.
 
-In each of eight rows at most one thing, gold in one of three, crosses from one side to the other, a cell every few steps;
-every few steps a new one comes. Both intervals shrink as time goes on.
+In each of eight rows at most one thing, gold in one of three, crosses from one side to the other, a cell every few
+steps; every few steps a new one comes. Both intervals shrink as time goes on.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """MinAtar's Breakout: 1 for each brick; a ball that is missed ends the episode.
 
 The ball moves along diagonals and is mirrored by walls and ceiling. A brick sends it back where it came from, unless it
-struck one in the step before. Where it reaches the last row, the paddle of one cell mirrors it upwards, and back where it
-came from if it is met in its new column only; three new rows come when none is left.
+struck one in the step before. Where it reaches the last row, the paddle of one cell mirrors it upwards, and back where
+it came from if it is met in its new column only; three new rows come when none is left.
 """
 
 import dataclasses

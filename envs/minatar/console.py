@@ -9,7 +9,8 @@ Where gymnax deviates from MinAtar:
 - Asterix: of a random order of the eight slots, gymnax never looks at the first. Where that alone is free, or none, it
   still writes: whoever is in the last slot of the order disappears. MinAtar takes a free slot, or does nothing, and so
   do we.
-- Asterix: gymnax lowers the interval of moves to 0 where MinAtar stops at 1. From MinAtar's numbers it never gets there.
+- Asterix: gymnax lowers the interval of moves to 0 where MinAtar stops at 1. From MinAtar's numbers it never gets
+  there.
 - Freeway: MinAtar's limit of 2,500 steps ends an episode after 2,501, gymnax's after 2,500, and so does ours.
 - All others: MinAtar has no limit, gymnax (and we) cut after 1,000 steps. Limits are truncations here.
 """

@@ -24,7 +24,7 @@ LEAST_INTERVAL = 6
 
 @flax.struct.dataclass
 class SpaceInvadersParams:
-    """Steps between shots, between moves of a whole first wave, between the aliens' shots, and of an episode at most."""
+    """Steps between shots, moves of a whole first wave and the aliens' shots at least; of an episode at most."""
 
     shot_interval: Any = 5
     move_interval: Any = 12

@@ -1,4 +1,4 @@
-"""Card games and cart poles in pixels: what the pictures say is read back, and compared with plain lists and numbers."""
+"""Card games and cart poles in pixels: what pictures say is read back, and compared with plain lists and numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,8 @@ def test_noise_moves_what_is_seen_and_nothing_else():
     state = noisy.init(jax.random.key(0), params)
     keys = jax.random.split(jax.random.key(1), 200)
     seen = np.asarray(jax.jit(jax.vmap(lambda key: noisy.observe(key, state, None, params)))(keys))
-    for numbers, exact in zip(np.stack([read_pole(image, False) for image in seen], 1), (state.x, state.theta)):
+    shown = np.stack([read_pole(image, False) for image in seen], 1)
+    for numbers, exact in zip(shown, (state.x, state.theta), strict=True):
         assert abs(numbers.mean() - float(exact)) < 4 * 0.1 / np.sqrt(200) and abs(numbers.std() - 0.1) < 0.02
     quiet = noisy.observe(keys[0], state, None, params.replace(noise=0.0))
     np.testing.assert_array_equal(quiet, plain.observe(keys[0], state, None, plain.default_params))
