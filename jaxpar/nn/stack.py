@@ -43,7 +43,7 @@ class Stack:
       mixer: What mixes the tokens of a block, a `jaxpar.nn.mixer.Mixer`; or p of them, where p divides L: layer l then
         has mixer l mod p (a hybrid).
       mlp: What looks at each token alone, a `jaxpar.nn.mixer.FeedForward`; None for layers of a mixer alone.
-      norm: Of each branch's input, and of the result.
+      norm: Of each branch's input, and of the result; with post_norms also of what a branch adds.
       dropout: Rate on all branches, while training.
       init_std: Standard deviation of weights at the start; of B branches, those out of one use it / sqrt(B).
       dtype: Of activations, and of weights where they are multiplied.
@@ -74,6 +74,7 @@ class Stack:
     residual: str = field("standard", OneOf(RESIDUALS))
     ladder_from: int = field(0, AtLeast(0))
     weights: str = field("full", OneOf(WEIGHTS))
+    post_norms: bool = False
 
     def __post_init__(self):
         """Takes equal mixers as one; refuses a ladder that begins after the last layer, or that there is none of."""
@@ -111,9 +112,10 @@ class Stack:
     def _layer_leaves(self, mixer: Mixer) -> dict[str, PyTree]:
         """Declares one layer's parameters."""
         out_std = self.init_std / math.sqrt(self.num_branches)
-        out: dict[str, PyTree] = {"attn_norm": self.norm.leaves(self.embed_dim)}
+        ends = ("norm", "post_norm") if self.post_norms else ("norm",)
+        out: dict[str, PyTree] = {f"attn_{end}": self.norm.leaves(self.embed_dim) for end in ends}
         if self.mlp is not None:
-            out |= {"mlp_norm": self.norm.leaves(self.embed_dim)}
+            out |= {f"mlp_{end}": self.norm.leaves(self.embed_dim) for end in ends}
             out |= self.mlp.leaves(self.embed_dim, self.init_std, out_std)
         return out | mixer.leaves(self.embed_dim, self.init_std, out_std)
 
