@@ -187,11 +187,8 @@ class LMConfig:
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
         check_fields(self, "model.")
-        if (
-            self.rope_factor != 1
-            and self.rope_scaling == "llama3"
-            and not self.rope_low_freq_factor < self.rope_high_freq_factor
-        ):
+        blends = self.rope_factor != 1 and self.rope_scaling == "llama3"
+        if blends and not self.rope_low_freq_factor < self.rope_high_freq_factor:
             raise UsageError(
                 f"model.rope_high_freq_factor={self.rope_high_freq_factor} must be over "
                 f"model.rope_low_freq_factor={self.rope_low_freq_factor}."

@@ -142,8 +142,8 @@ def cross_entropy_and_z(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Computes `cross_entropy` plus z = z_loss * sum over tokens of weights * (log sum exp(x head^T))^2, and z alone.
 
-    Of `logit_cap` c the logits are c tanh(x head^T / c); 0 for none. z keeps the normaliser near 1, so that logits do not drift away (arXiv:2204.02311, section 5). It is told, not
-    differentiated: the gradient is that of the sum.
+    Of `logit_cap` c the logits are c tanh(x head^T / c); 0 for none. z keeps the normaliser near 1, so that logits do
+    not drift away (arXiv:2204.02311, section 5). It is told, not differentiated: the gradient is that of the sum.
     """
     return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, with_grads=False))
 

@@ -69,8 +69,8 @@ class Mlp:
 
     Attributes:
       size: F.
-      activation: "swiglu" and "geglu" (gated, the latter by the tanh form), "gelu" (tanh form, GPT-2's) or "gelu_exact" (erf
-        form).
+      activation: "swiglu" and "geglu" (gated, the latter by the tanh form), "gelu" (tanh form, GPT-2's) or
+        "gelu_exact" (erf form).
       bias: Whether its products have biases.
     """
 

@@ -82,9 +82,8 @@ class Stack:
         if len(set(self.mixers)) == 1:
             object.__setattr__(self, "mixer", self.mixers[0])
         if not self.mixers or self.num_layers % self.period:
-            raise UsageError(
-                f"num_layers={self.num_layers} is not a multiple of the {len(self.mixers)} mixers in turn."
-            )
+            turn = f"the {len(self.mixers)} mixers in turn"
+            raise UsageError(f"num_layers={self.num_layers} is not a multiple of {turn}.")
         if self.ladder_from and self.residual != "ladder":
             raise UsageError(f"ladder_from={self.ladder_from} needs residual=ladder, not {self.residual}.")
         if self.ladder_from >= self.num_layers:
@@ -317,8 +316,7 @@ class Stack:
             segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
         first = began(places, starts, before)
         positions = places - first if positions is None else positions
-        seen = None if cache is None else cache.seen
-        rules = TRAINING if cache is None else DECODING
+        seen, rules = (None, TRAINING) if cache is None else (cache.seen, DECODING)
         rules = rules._replace(
             apart=not self.scan_layers and self.remat == "none",
             blockwise=cache is None and self.remat == "blockwise",

@@ -74,7 +74,8 @@ class WholeSequence:
         return attention(
             q, k, v, segments=context.segments, among=context.visible, impl=mixer.impl, dropout_rate=mixer.dropout,
             dropout_key=context.key, visible=mixer.visible, slopes=slopes, inside=context.rules.inside,
-            blockwise=context.rules.blockwise, cap=mixer.score_cap,
+            blockwise=context.rules.blockwise,
+            cap=mixer.score_cap,
         )  # fmt: skip
 
     def transfers(self, mixer: "Attention", sizes: ActivationSizes) -> Iterator[Transfer]:
@@ -241,7 +242,8 @@ class Attention:
         out = attention(
             q, k, v, segments=context.segments, among=context.visible, impl="xla" if self.impl == "xla" else "auto",
             dropout_rate=self.dropout, dropout_key=context.key, prompt=True, visible=self.visible,
-            slopes=rule.slopes(self.num_heads), inside=context.rules.inside, blockwise=context.rules.blockwise, cap=self.score_cap,
+            slopes=rule.slopes(self.num_heads), inside=context.rules.inside, blockwise=context.rules.blockwise,
+            cap=self.score_cap,
         )  # fmt: skip
         return out, cache.fill(k, v, context)
 

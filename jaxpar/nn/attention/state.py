@@ -29,8 +29,8 @@ def attend(
 ) -> LogSumExp:
     """Computes each query's sums over these keys, with the whole [T, S] score matrix; in float32 at least.
 
-    Query head h reads key head h * G // H. Scores are q . k / sqrt(K) + bias, the former capped. Keys that are not seen are no part of
-    any sum, whatever they hold but NaN or infinity.
+    Query head h reads key head h * G // H. Scores are q . k / sqrt(K), capped, + bias. Keys that are not seen are no
+    part of any sum, whatever they hold but NaN or infinity.
 
     Args:
       q: Queries.

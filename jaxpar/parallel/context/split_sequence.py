@@ -71,7 +71,7 @@ class SplitSequence:
     are left out where it is "zigzag", and kernels are taken, but with impl="xla". Of others who sees whom is decided by
     their positions, which travel with the keys and must rise along each document: they may lie in any order.
 
-    Dropout on attention weights, slopes, caps, masks of one's own and kernels by name need whole rows in turn: with move
+    Dropout on attention weights, slopes, caps, masks and kernels by name need whole rows in turn: with move
     "auto" or "gather" and a contiguous order the sequence is gathered for them, as by `WholeSequence`; with others they
     are refused.
 
