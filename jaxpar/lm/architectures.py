@@ -253,7 +253,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     if arch is None:
         raise UsageError(
             f"{path} is of architecture {plain(name)} (model_type {plain(kind)}); legal are "
-            f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in KINDS)}."
+            f"{', '.join(a.name for a in KINDS[:-1])} and {KINDS[-1].name}."
         )
     for newer, key in SPELLINGS.get(arch.model_type, {}).items():
         if newer in values and (there := values.pop(newer)) != values.setdefault(key, there):
@@ -293,7 +293,7 @@ def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, o
     """Returns what `config.json` of a model says."""
     values = {"architectures": [arch.name], "model_type": arch.model_type, "torch_dtype": dtype}
     # Left out, these would be the ids of transformers' own vocabularies.
-    values |= {"bos_token_id": None, "eos_token_id": None}
+    values |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return (
         values | arch.fixed | {key[0]: getattr(config, ours) for ours, key in arch.fields.items()} | arch.write(config)
     )

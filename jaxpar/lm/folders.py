@@ -7,8 +7,6 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.keys import POSITIVE, RAISING, SIZE, TABLE, Kind, brief, check, literal, plain
 from jaxpar.types import UsageError
 
-__all__ = ["Architecture", "Place"]
-
 
 class Place(NamedTuple):
     """Where a leaf lies in the files."""

@@ -19,8 +19,6 @@ from jaxpar.lm.folders import (
 from jaxpar.lm.keys import FLAG, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE, brief, literal
 from jaxpar.types import UsageError
 
-__all__ = ["LLAMA", "LLAMAS", "OF_LLAMA"]
-
 
 def _read_llama(values: dict) -> dict:
     bias = values.get("mlp_bias", False)
@@ -105,12 +103,12 @@ def _read_gemma(values: dict, window: int, types: list[str]) -> dict:
 
 def _write_gemma(c: LMConfig) -> dict:
     caps = {"attn_logit_softcapping": c.score_cap or None, "final_logit_softcapping": c.logit_cap or None}
-    return write_rope(c) | write_windows(c) | caps | {"query_pre_attn_scalar": c.score_dim or c.head_dim}
+    return write_rope(c) | write_windows(c) | caps | {"query_pre_attn_scalar": int(c.score_dim) or c.head_dim}
 
 
 def _needs_gemma(c: LMConfig) -> dict[str, tuple]:
     gemma = {field: (value,) for field, value in LIKE_GEMMA.items()}
-    free = {"score_cap": (c.score_cap,), "score_dim": (c.score_dim,), "logit_cap": (c.logit_cap,)}
+    free = {"score_cap": (c.score_cap,), "score_dim": (float(int(c.score_dim)),), "logit_cap": (c.logit_cap,)}
     return needs_rms(c) | one_window(c) | gemma | free | {"bias": (False,)}
 
 

@@ -74,11 +74,9 @@ def attention(
     whole, kv_whole = (rows, None, "heads", "head_dim"), (rows, None, "kv_heads", "head_dim")
     q, k, v = (constrain(x, rows, tokens, *axes[2:]) for x, axes in ((q, whole), (k, kv_whole), (v, kv_whole)))
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
-        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        kv_whole = whole
+        k, v, kv_whole = *(jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v)), whole
     rate = dropout_rate if dropout_key is not None else 0.0
-    plain = among is None and slopes is None and not cap
-    impl = _choose(impl, q, rate, segments is not None, prompt, visible, plain)
+    impl = _choose(impl, q, rate, segments is not None, prompt, visible, among is None and slopes is None and not cap)
     impl = _linear(impl, rate) if blockwise and among is None else impl
     # One seed a row and head, drawn over the whole batch, so that a mesh does not change what is dropped.
     seeds = None if dropout_key is None or not rate else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
