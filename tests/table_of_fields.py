@@ -183,7 +183,7 @@ TABLE = {
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads rope_original_len loss_chunk": COUNT,
         "num_kv_heads head_dim mlp_dim mixer_dim mixer_key_dim ladder_from": LEAST_0,
-        "num_experts shared_experts capacity_group": LEAST_0,
+        "num_experts shared_experts capacity_group windows": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,

@@ -16,9 +16,15 @@ from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
 MODEL = LMConfig(
-    vocab_size=16, max_seq_len=64, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=12, dtype="float32",
-    windows=(3, 0), activation="geglu", post_norms=True, embed_scale=True, norm_plus_one=True, tied=True, logit_cap=5.0,
-)  # fmt: skip
+    vocab_size=16,
+    max_seq_len=64,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    mlp_dim=12,
+    dtype="float32",
+    windows=(3,),
+)
 
 
 @pytest.fixture
@@ -44,27 +50,27 @@ def compose(folder, *flags):
     return lm.compose("preset=finetune", f"init=hf:{folder}", f"data.path={text}", *flags)
 
 
-def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(folder, tmp_path, capsys):
-    run = tmp_path / "run"
-    with use_mesh(make_mesh(MeshSpec(fsdp=8))):
-        # At a rate of nothing what is saved is what was read.
-        still = compose(folder, "optimizer.learning_rate=1e-30", "train.steps=1")
-        result = lm.train(still, tmp_path / "still")
-        given = from_hf(folder, dtype="float32")[1]
-        jax.tree.map(np.testing.assert_array_equal, result.state.params, given)
-        lm.train(compose(folder, "train.steps=1"), run)
+def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
+    run, out, rate = tmp_path / "run", tmp_path / "out", 1e-3
+    given = from_hf(folder, dtype="float32")[1]
+    flags = (f"optimizer.learning_rate={rate}", "optimizer.warmup_steps=0", "optimizer.schedule=constant")
+
+    def furthest(params):
+        moved = jax.tree.map(lambda a, b: float(abs(np.asarray(a) - np.asarray(b)).max()), params, given)
+        return max(jax.tree.leaves(moved))
+
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
+        result = lm.train(compose(folder, *flags, "train.steps=1"), run)
+        # One step of AdamW moves a number by the rate at most; another start would lie 0.3 away.
+        assert 0.5 * rate < furthest(result.state.params) < 1.5 * rate
         shutil.rmtree(folder)
-        config = compose(folder, "train.steps=2", "optimizer.learning_rate=1e-2")
-        with pytest.raises(UsageError, match="optimizer"):
-            lm.train(config, run)
-        lm.train(compose(folder, "train.steps=2"), run)
-        out = tmp_path / "out"
+        lm.train(compose(folder, *flags, "train.steps=2"), run)
+        assert "resuming at step 1" in capsys.readouterr().out
         lm.export(lm.compose("mode=export", f"run={run}", f"out={out}", "checkpoint=newest"), run)
-        read, params = from_hf(out, dtype="float32")
+    read, params = from_hf(out, dtype="float32")
     assert read == MODEL and (out / "tokenizer.json").is_file()
-    assert "resuming at step 1" in capsys.readouterr().out
-    moved = jax.tree.map(lambda a, b: float(abs(np.asarray(a) - np.asarray(b)).max()), params, given)
-    assert 0 < max(jax.tree.leaves(moved)) < 1e-3
+    assert rate < furthest(params) < 3 * rate
 
 
 @pytest.mark.parametrize(
