@@ -1,6 +1,7 @@
 """`init=hf:folder`: a run whose first parameters, model and tokenizer are those of a Hugging Face folder."""
 
 import dataclasses
+import json
 import pathlib
 import shutil
 from typing import Any
@@ -13,7 +14,7 @@ from jaxpar.lm.tokenizer import Bpe, load_tokenizer
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 """What says how a folder's texts become tokens; a run keeps a copy, so that it needs the folder no longer."""
 
 
@@ -54,6 +55,17 @@ def kept_tokenizer(run: pathlib.Path, given: pathlib.Path | None) -> Bpe | None:
         return tokenizer
     copy = kept(run)
     return None if copy is None else load_tokenizer(copy)
+
+
+def write_texts(run: pathlib.Path, out: pathlib.Path, tokenizer: Bpe) -> None:
+    """Adds to an exported folder how its texts begin, end and take turns, as the run's first folder said it."""
+    for name in FILES[1:4]:
+        if (run / "init" / name).is_file():
+            shutil.copyfile(run / "init" / name, out / name)
+    ends = {"bos_token_id": tokenizer.bos_ids[:1], "eos_token_id": tokenizer.eos_ids}
+    if not (out / FILES[3]).exists() and any(ends.values()):
+        given = {key: ids[0] if len(ids) == 1 else list(ids) for key, ids in ends.items() if ids}
+        (out / FILES[3]).write_text(json.dumps(given, indent=2) + "\n")
 
 
 def first_state(trainer: Trainer, folder: pathlib.Path) -> PyTree:

@@ -206,6 +206,8 @@ def export(config: Config, folder: pathlib.Path) -> None:
             if isinstance(tokenizer, Bpe):
                 tokenizer.save(str(file))
             to_hf(params, config.model, out, tokenizer=file)
+            if isinstance(tokenizer, Bpe) and jax.process_index() == 0:
+                _init.write_texts(pathlib.Path(config.run), out, tokenizer)
     say(f"written    {_run.short(out)}")
 
 

@@ -12,6 +12,7 @@ from tokenizers import models
 from experiments import lm
 from jaxpar.lm import LMConfig, from_hf, to_hf
 from jaxpar.lm.params import abstract
+from jaxpar.lm.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
@@ -69,7 +70,7 @@ def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(fol
         assert "resuming at step 1" in capsys.readouterr().out
         lm.export(lm.compose("mode=export", f"run={run}", f"out={out}", "checkpoint=newest"), run)
     read, params = from_hf(out, dtype="float32")
-    assert read == MODEL and (out / "tokenizer.json").is_file()
+    assert read == MODEL and load_tokenizer(out).eos_ids == (15,)
     assert rate < furthest(params) < 3 * rate
 
 
