@@ -40,6 +40,7 @@ oldest:
 	@set -- $(PYTHONS); [ $$# -lt 2 ] || { shift $$(($$# - 1)); echo $$1; }
 
 test-slow: $(VENV)/.test
+	$(PY) -m pip install -q -e '.[peers]'
 	$(PY) -m pytest -m slow $(args)
 
 lint: $(VENV)/.test

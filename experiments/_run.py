@@ -235,7 +235,8 @@ def identity(config: Any) -> dict[str, Any]:
         for declared in dataclasses.fields(value) if value is not None else ():
             chosen, counts = getattr(value, declared.name), declared.metadata.get("identity", True)
             if counts is True or (counts == "changed" and chosen != declared.default):
-                flat[f"{part}.{declared.name}"] = chosen
+                # A list, as JSON gives back what a checkpoint was saved with.
+                flat[f"{part}.{declared.name}"] = list(chosen) if isinstance(chosen, tuple) else chosen
     return flat
 
 

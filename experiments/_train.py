@@ -55,6 +55,7 @@ class Run:
       evaluate: State -> metrics.
       check: Called with each step's number and metrics; may raise to stop the run.
       extending: What more steps do to a run that had been finished; where given, such a run says how to extend it.
+      first: Makes the state that a new run begins with, laid out; by default the algorithm draws it.
     """
 
     config: Any
@@ -68,6 +69,7 @@ class Run:
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None
     check: Callable[[int, Mapping[str, float]], None] | None = None
     extending: str = ""
+    first: Callable[[], PyTree] | None = None
 
 
 def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
@@ -95,6 +97,8 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
         )
         start, state = resume(algorithm, hooks) or (0, None)  # before a file of another run is touched
         run.tell_start(start)
+        if state is None and run.first is not None:
+            state = run.first()
         writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name, config=identity)
         stack.callback(writer.close)
         stack.enter_context(_run.ending_together())  # closing what stands above waits for all processes

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _experts, _run, _train
+from experiments import _experts, _init, _run, _train
 from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._pipeline import PipelineConfig, make_schedule
@@ -93,6 +93,8 @@ class Config(PipelineConfig):
       train: Length and events.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
+      init: hf:folder to train on from a Hugging Face folder: its model, parameters and tokenizer. Of the flags of
+        `model` those count that say how to compute, and dtype.
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
@@ -107,6 +109,7 @@ class Config(PipelineConfig):
     train: TrainConfig = TrainConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
+    init: str = _run.identifying("", before=lambda init: {"init": init} if init else {})
     run: str = ""
     checkpoint: str = "best"
     checkpoints: str = ""
@@ -134,7 +137,10 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 @owning
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
-    corpus = open_corpus(config.data, folder / "data")
+    start = _init.source(config.init)
+    if start is not None:
+        config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
+    corpus = open_corpus(config.data, folder / "data", _init.kept_tokenizer(folder, start))
     config = with_vocabulary(config, corpus.tokenizer)
     trainer, data, length = make_trainer(config), config.data, config.train
     windows = Windows(corpus.train, data.seq_len, data.batch_size, config.seed, data.pack)
@@ -153,6 +159,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         evaluate=make_evaluate(config, corpus),
         check=_make_check(config),
         extending="stretches its schedule",
+        first=None if start is None else functools.partial(_init.first_state, trainer, start),
     )
     result = _train.train(trainer, lambda step: _place(config, functools.partial(windows, step)), run)
     _tell_end(config, folder, corpus, result)
@@ -199,6 +206,8 @@ def export(config: Config, folder: pathlib.Path) -> None:
             if isinstance(tokenizer, Bpe):
                 tokenizer.save(str(file))
             to_hf(params, config.model, out, tokenizer=file)
+            if isinstance(tokenizer, Bpe) and jax.process_index() == 0:
+                _init.write_texts(pathlib.Path(config.run), out, tokenizer)
     say(f"written    {_run.short(out)}")
 
 
@@ -212,6 +221,10 @@ def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """Returns `config` with a vocabulary of at least the tokenizer's size, in multiples of 64."""
     size = max(config.model.vocab_size, -(-tokenizer.vocab_size // 64) * 64)
+    if config.init:
+        size = config.model.vocab_size
+        if tokenizer.vocab_size > size:
+            raise UsageError(f"the tokenizer of init={config.init} has {tokenizer.vocab_size} symbols of {size}.")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
     if config.model.positions == "learned" and config.data.seq_len > config.model.max_seq_len:
         raise UsageError(
@@ -324,7 +337,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
     saved = _run.load(folder, Config)
-    corpus = open_corpus(saved.data, folder / "data")
+    corpus = open_corpus(saved.data, folder / "data", _init.kept_tokenizer(folder, None))
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed
     )

@@ -148,7 +148,7 @@ SIGNED = (), (-5, 0)
 UNBOUNDED = (), (INF, -INF, 0.0)
 
 TABLE = {
-    Attention: {"num_heads num_kv_heads head_dim": COUNT, "dropout": UNDER_1},
+    Attention: {"num_heads num_kv_heads head_dim": COUNT, "dropout": UNDER_1, "score_cap score_dim": FRACTION_FROM_0},
     ConvEmbedding: {"size num_convs": COUNT, "taps": PAIR, "beta": SHARE},
     SpikingMlp: {"size": COUNT, "beta": SHARE},
     Lmu: {"units channels memory": COUNT, "theta": POSITIVE, "beta": SHARE},
@@ -180,18 +180,21 @@ TABLE = {
         "theta low_freq_factor high_freq_factor": POSITIVE,
         "factor": FACTOR,
         "original_len": COUNT,
+        "share": OVER_0,
     },
     Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE, "ladder_from": LEAST_0},
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads rope_original_len loss_chunk": COUNT,
         "num_kv_heads head_dim mlp_dim mixer_dim mixer_key_dim ladder_from": LEAST_0,
-        "num_experts shared_experts capacity_group": LEAST_0,
+        "num_experts shared_experts capacity_group windows": LEAST_0,
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,
         "experts_per_token mixer_chunk mixer_groups mixer_window mixer_states": COUNT,
         "capacity": POSITIVE,
         "z_loss balance_loss router_z_loss router_bias": FRACTION_FROM_0,
+        "score_cap score_dim logit_cap rope_theta_local": FRACTION_FROM_0,
+        "rope_share": OVER_0,
     },
     OptimizerConfig: {
         "learning_rate eps": POSITIVE,

@@ -21,7 +21,7 @@ from jaxpar.decode import split_k
 from jaxpar.decode.forest import Forest, View
 from jaxpar.decode.policies import CachePolicy, Selection
 from jaxpar.mesh import constrain
-from jaxpar.nn.attention import LinearCache, PositionRule, merge, merge_parts
+from jaxpar.nn.attention import LinearCache, PositionRule, capped, merge, merge_parts
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.state import slopes_bias
 from jaxpar.nn.mixer import Context
@@ -40,6 +40,7 @@ def attend_blocks(
     v: Float[Array, "B G N b K"],
     seen: Bool[Array, "B G|1 N T b"],
     bias: Float[Array, "B N H T b"] | None = None,
+    cap: float = 0.0,
 ) -> tuple[LogSumExp, Float[Array, "B G N T H/G b"]]:
     """Computes `jaxpar.nn.attention.attend` of queries to each block alone, in float32 at least.
 
@@ -59,7 +60,8 @@ def attend_blocks(
         scores = jnp.einsum("bgmk,bgnsk->bgnms", q[:, :, 0], k, preferred_element_type=wide)
     else:
         scores = jnp.einsum("bgnmk,bgnsk->bgnms", q, k, preferred_element_type=wide)
-    scores = scores.reshape(batch, groups, blocks, length, heads // groups, size) / math.sqrt(width)
+    scores = scores.reshape(batch, groups, blocks, length, heads // groups, size)
+    scores = capped(scores / math.sqrt(width), cap)
     if bias is not None:
         bias = bias.astype(wide).reshape(batch, blocks, groups, heads // groups, length, size)
         scores = scores + jnp.moveaxis(bias, (2, 3), (1, 4))
@@ -137,7 +139,7 @@ class BlockCache:
         slopes = rule.slopes(q.shape[2])
         now = in_blocks(
             rule.rotate(q, positions - own), k, v, positions, positions, among=context.visible, visible=rule.visible,
-            slopes=slopes,
+            slopes=slopes, cap=rule.cap,
         )  # fmt: skip
         past, memory = self._past(q, rule, positions, slopes)
         flat = jax.tree.map(lambda x: x.reshape(*now.max.shape, *x.shape[3:]), past)
@@ -184,7 +186,7 @@ class BlockCache:
             keys, values = (jnp.take_along_axis(x, index, 2) for x in (keys, values))
             seen = jnp.take_along_axis(seen, index, 2)
             turned = self._of_chosen(turned, chosen.blocks)
-        states, scores = attend_blocks(turned, keys, values, seen, bias)
+        states, scores = attend_blocks(turned, keys, values, seen, bias, rule.cap)
         if self.policy is not None:
             memory = self.policy.attended(memory, scores, positions.reshape(rows, readers, length)[..., 0])
         # [B, G, T, H/G, ...] -> [B, T, H, ...], after the blocks are added up

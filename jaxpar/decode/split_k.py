@@ -45,7 +45,8 @@ def has_kernel(rule: PositionRule, dtype: DTypeLike, block: int, width: int) -> 
     sizes = all(size >= low and size & (size - 1) == 0 for size, low in ((block, 16), (width, 32)))
     known = jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
     split = any(mesh_axes(name) for name in ("batch", "kv_heads", "slots", "heads"))
-    return platform() == "gpu" and sizes and known and rule.visible.causal and not split and available()
+    plain = not rule.cap and not (isinstance(rule.positions, Rope) and rule.positions.share != 1)
+    return platform() == "gpu" and sizes and known and rule.visible.causal and not split and plain and available()
 
 
 def shape_for(rows: int, groups: int, queries: int, blocks: int) -> Shape:

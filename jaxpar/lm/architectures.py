@@ -4,11 +4,20 @@ An architecture is one table: where each leaf of `jaxpar.lm.params.leaves` lies 
 `config.json` holds each field of `LMConfig`. Both directions read the same table.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from jaxpar.lm.config import LMConfig
+from jaxpar.lm.folders import (
+    LIKE_LLAMA,
+    PLAIN,
+    ROPE_KEYS,
+    Architecture,
+    Place,
+    needs_attention,
+    needs_rms,
+    read_rope,
+    write_rope,
+)
 from jaxpar.lm.keys import (
     ENDLESS,
     FLAG,
@@ -17,13 +26,10 @@ from jaxpar.lm.keys import (
     NAMES,
     NOT_NEGATIVE,
     POSITIVE,
-    RAISING,
     RANK,
     SHARE,
     SIZE,
-    TABLE,
     TEXT,
-    Kind,
     all_of,
     brief,
     check,
@@ -32,111 +38,12 @@ from jaxpar.lm.keys import (
     read_json,
     refuse_unknown,
 )
+from jaxpar.lm.llamas import LLAMA, LLAMAS, OF_LLAMA, QK_NORMS
 from jaxpar.types import UsageError
 
-__all__ = ["Architecture", "Place", "architecture_of", "config_from_hf", "config_json", "read_config"]
+__all__ = ["architecture_of", "config_from_hf", "config_json", "read_config"]
 
-
-class Place(NamedTuple):
-    """Where a leaf lies in the files."""
-
-    name: str  # of the tensor; in a layer, what follows the layer's prefix; with {} for the number of an expert
-    layout: str  # the leaf's axes > the tensor's, commas between; "dhk>hk,d": Linear [out, in], out = h * K + k
-    part: int = 0  # which of the leaves that are fused in the tensor, one behind the other
-    along: int = -1  # the axis of the tensor along which they are
-
-
-class Architecture(NamedTuple):
-    """One kind of folder; the parts of `config.json` that are not one key a field go through `read` and `write`."""
-
-    name: str  # in "architectures"
-    model_type: str
-    layer: str  # prefix of a layer's tensors; a file may lack its first word
-    passed_over: str  # pattern of tensors that are no parameters
-    rows: dict[str, Place]  # leaf -> place
-    fields: dict[str, tuple]  # field -> its key and kind, and the default of transformers unless required
-    others: dict[str, Kind]  # keys that `read` translates
-    fixed: dict[str, Any]  # key -> the one value that this library computes
-    read: Callable[[dict], dict]  # config.json without nulls -> the other fields
-    write: Callable[[LMConfig], dict]  # its inverse
-    needs: Callable[[LMConfig], dict[str, tuple]]  # config -> legal values of the fields that are not free
-
-
-ROPE = {
-    "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_len": "original_max_position_embeddings",
-}  # fmt: skip
-ROPE_KINDS = {
-    "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "factor": RAISING, "low_freq_factor": POSITIVE,
-    "high_freq_factor": POSITIVE, "original_max_position_embeddings": SIZE,
-}  # fmt: skip
-ROPE_KEYS = {
-    "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "rope_scaling": TABLE, "rope_parameters": TABLE,
-}  # fmt: skip
 GELU = {"gelu_new": "gelu", "gelu": "gelu_exact"}
-PLAIN = {"mixer": ("attention",), "mixers": ((),), "residual": ("standard",), "weights": ("full",)}
-LIKE_LLAMA = {"norm": "rms", "positions": "rope", "activation": "swiglu"}
-
-
-def _read_llama(values: dict) -> dict:
-    bias = values.get("mlp_bias", False)
-    if values.get("attention_bias", False) != bias:
-        raise UsageError(f"mlp_bias={bias} and attention_bias={not bias} differ; legal are both true or both false.")
-    return _read_rope(values) | {"bias": bias} | LIKE_LLAMA
-
-
-def _read_rope(values: dict, theta: float = 10000.0) -> dict:
-    """Translates `rope_theta`, `rope_scaling` and `rope_parameters`, which may hold parts of each other."""
-    rope: dict[str, Any] = {}
-    beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
-    for part in (beside, values.get("rope_scaling", {}), values.get("rope_parameters", {})):
-        for key, value in part.items():
-            if value is not None and rope.setdefault(key, value) != value:
-                raise UsageError(f"{key} is {brief(rope[key])} and {brief(value)}; legal is one value.")
-    old_name = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old_name)
-    if kind not in ("default", "llama3"):
-        raise UsageError(f"rope type {brief(kind)} is unknown; legal are default and llama3.")
-    keys = ROPE if kind == "llama3" else {}
-    kinds = ROPE_KINDS if keys else {key: ROPE_KINDS[key] for key in ("rope_theta", "partial_rotary_factor")}
-    if absent := [key for key in keys.values() if key not in rope]:
-        raise UsageError(f"rope type 'llama3' also needs {', '.join(absent)}.")
-    for key, value in rope.items():
-        if key not in kinds:
-            raise UsageError(
-                f"rope type {kind!r} does not honour {plain(key)}={brief(value)}; legal are {', '.join(kinds)}."
-            )
-        check("the rope of config.json", key, value, kinds[key])
-    if keys and not rope["high_freq_factor"] > rope["low_freq_factor"]:
-        raise UsageError(
-            f"high_freq_factor={rope['high_freq_factor']} is not over low_freq_factor={rope['low_freq_factor']}, "
-            "between which wavelengths are blended."
-        )
-    return {ours: rope[key] for ours, key in keys.items()} | {"rope_theta": rope.get("rope_theta", theta)}
-
-
-def _write_llama(c: LMConfig) -> dict:
-    return _write_rope(c) | {"attention_bias": c.bias, "mlp_bias": c.bias}
-
-
-def _write_rope(c: LMConfig) -> dict:
-    # The older spelling, which every version of transformers reads.
-    scaling = {"rope_type": "llama3"} | {key: getattr(c, ours) for ours, key in ROPE.items()}
-    return {"rope_theta": c.rope_theta, "rope_scaling": None if c.rope_factor == 1.0 else scaling}
-
-
-def _needs_llama(c: LMConfig) -> dict[str, tuple]:
-    # transformers refuses an uneven width even where head_dim is given.
-    width = c.embed_dim // c.num_heads * c.num_heads or c.num_heads
-    return _needs_rms(c) | {"qk_norm": (False,), "embed_dim": (width,)}
-
-
-def _needs_rms(c: LMConfig) -> dict[str, tuple]:
-    return _needs_attention(c) | {field: (value,) for field, value in LIKE_LLAMA.items()}
-
-
-def _needs_attention(c: LMConfig) -> dict[str, tuple]:
-    return PLAIN | {"mlp_dim": (max(1, c.mlp_dim),)}
 
 
 def _read_gpt2(values: dict) -> dict:
@@ -151,36 +58,36 @@ def _write_gpt2(c: LMConfig) -> dict:
 
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
-    kind = _needs_attention(c) | {"norm": ("layer",), "positions": ("learned",)}
-    kind |= {"qk_norm": (False,), "bias": (True,), "activation": tuple(GELU.values())}
+    kind = needs_attention(c) | {"norm": ("layer",), "positions": ("learned",)}
+    kind |= {"bias": (True,), "activation": tuple(GELU.values())}
     return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
 
 
 def _read_mixtral(values: dict) -> dict:
     if values["num_experts_per_tok"] == 1:  # it would be weighted by 1, and not by its score
         raise UsageError("num_experts_per_tok=1 is not honoured of a Mixtral; legal are 2 and more.")
-    return _read_rope(values, 1e6) | LIKE_LLAMA
+    return read_rope(values, 1e6) | LIKE_LLAMA
 
 
 def _read_qwen3(values: dict) -> dict:
     k, is_share = values["num_experts_per_tok"], values.get("norm_topk_prob", False)
     if is_share != (k > 1):
         raise UsageError(f"norm_topk_prob={is_share} is not honoured; legal is {k > 1} with num_experts_per_tok={k}.")
-    return _read_rope(values) | LIKE_LLAMA | {"qk_norm": True}
+    return read_rope(values) | LIKE_LLAMA | {"qk_norm": True}
 
 
 def _write_qwen3(c: LMConfig) -> dict:
-    return _write_rope(c) | {"norm_topk_prob": c.experts_per_token > 1, "intermediate_size": c.mlp_dim}
+    return write_rope(c) | {"norm_topk_prob": c.experts_per_token > 1, "intermediate_size": c.mlp_dim}
 
 
 def _needs_mixtral(c: LMConfig) -> dict[str, tuple]:
     # Of one expert a token it makes the weight 1.
-    several = {"experts_per_token": (max(2, c.experts_per_token),), "qk_norm": (False,)}
-    return _needs_rms(c) | _needs_router(c) | several
+    several = {"experts_per_token": (max(2, c.experts_per_token),)}
+    return needs_rms(c) | _needs_router(c) | several
 
 
 def _needs_qwen3(c: LMConfig) -> dict[str, tuple]:
-    return _needs_rms(c) | _needs_router(c) | {"qk_norm": (True,)}
+    return needs_rms(c) | _needs_router(c) | {"qk_norm": (True,)}
 
 
 def _needs_router(c: LMConfig) -> dict[str, tuple]:
@@ -206,37 +113,11 @@ def _write_mamba2(c: LMConfig) -> dict:
 
 
 def _needs_mamba2(c: LMConfig) -> dict[str, tuple]:
-    kind = {"mlp_dim": (0,), "residual": ("standard",), "norm": ("rms",), "positions": ("none", "rope")}
+    kind = {name: legal for name, legal in PLAIN.items() if name not in ("mixer", "mixers", "weights")}
+    kind |= {"mlp_dim": (0,), "norm": ("rms",), "positions": ("none", "rope")}
     width = max(1, c.mixer_dim // c.embed_dim) * c.embed_dim
     return kind | {"num_experts": (0,), "bias": (False,), "mixer_dim": (width,)}
 
-
-LLAMA = Architecture(
-    "LlamaForCausalLM", "llama", "model.layers.{}.", r"rotary_emb\.inv_freq$",
-    rows={
-        "embedding": Place("model.embed_tokens.weight", "vd>v,d"), "head": Place("lm_head.weight", "vd>v,d"),
-        "final_norm.scale": Place("model.norm.weight", "d>d"),
-        "layers.attn_norm.scale": Place("input_layernorm.weight", "d>d"),
-        "layers.mlp_norm.scale": Place("post_attention_layernorm.weight", "d>d"),
-        "layers.wq": Place("self_attn.q_proj.weight", "dhk>hk,d"), "layers.bq": Place("self_attn.q_proj.bias", "hk>hk"),
-        "layers.wk": Place("self_attn.k_proj.weight", "dgk>gk,d"), "layers.bk": Place("self_attn.k_proj.bias", "gk>gk"),
-        "layers.wv": Place("self_attn.v_proj.weight", "dgk>gk,d"), "layers.bv": Place("self_attn.v_proj.bias", "gk>gk"),
-        "layers.wo": Place("self_attn.o_proj.weight", "hkd>d,hk"), "layers.bo": Place("self_attn.o_proj.bias", "d>d"),
-        "layers.w_gate": Place("mlp.gate_proj.weight", "df>f,d"), "layers.b_gate": Place("mlp.gate_proj.bias", "f>f"),
-        "layers.w_up": Place("mlp.up_proj.weight", "df>f,d"), "layers.b_up": Place("mlp.up_proj.bias", "f>f"),
-        "layers.w_down": Place("mlp.down_proj.weight", "fd>d,f"), "layers.b_down": Place("mlp.down_proj.bias", "d>d"),
-    },
-    fields={
-        "vocab_size": ("vocab_size", SIZE), "num_layers": ("num_hidden_layers", LAYERS),
-        "embed_dim": ("hidden_size", SIZE), "num_heads": ("num_attention_heads", SIZE),
-        "mlp_dim": ("intermediate_size", SIZE), "head_dim": ("head_dim", SIZE, 0),
-        "num_kv_heads": ("num_key_value_heads", SIZE, 0), "max_seq_len": ("max_position_embeddings", SIZE, 2048),
-        "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-6), "tied": ("tie_word_embeddings", FLAG, False),
-        "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
-    },
-    others=ROPE_KEYS | {"mlp_bias": FLAG, "attention_bias": FLAG},
-    fixed={"hidden_act": "silu"}, read=_read_llama, write=_write_llama, needs=_needs_llama,
-)  # fmt: skip
 
 GPT2 = Architecture(
     "GPT2LMHeadModel", "gpt2", "transformer.h.{}.", r"\.attn\.(masked_)?bias$",
@@ -267,7 +148,6 @@ GPT2 = Architecture(
     read=_read_gpt2, write=_write_gpt2, needs=_needs_gpt2,
 )  # fmt: skip
 
-OF_LLAMA = {leaf: place for leaf, place in LLAMA.rows.items() if "mlp." not in place.name and "bias" not in place.name}
 MIXTRAL = Architecture(
     "MixtralForCausalLM", "mixtral", LLAMA.layer, LLAMA.passed_over,
     rows=OF_LLAMA | {
@@ -282,14 +162,12 @@ MIXTRAL = Architecture(
         "experts_per_token": ("num_experts_per_tok", SIZE),
     },
     others=ROPE_KEYS, fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
-    read=_read_mixtral, write=_write_rope, needs=_needs_mixtral,
+    read=_read_mixtral, write=write_rope, needs=_needs_mixtral,
 )  # fmt: skip
 
 QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM", "qwen3_moe", LLAMA.layer, LLAMA.passed_over,
-    rows=OF_LLAMA | {
-        "layers.q_norm.scale": Place("self_attn.q_norm.weight", "k>k"),
-        "layers.k_norm.scale": Place("self_attn.k_norm.weight", "k>k"),
+    rows=OF_LLAMA | QK_NORMS | {
         "layers.w_router": Place("mlp.gate.weight", "de>e,d"),
         "layers.w_gate": Place("mlp.experts.{}.gate_proj.weight", "df>f,d"),
         "layers.w_up": Place("mlp.experts.{}.up_proj.weight", "df>f,d"),
@@ -343,7 +221,7 @@ MAMBA2 = Architecture(
     read=_read_mamba2, write=_write_mamba2, needs=_needs_mamba2,
 )  # fmt: skip
 
-KINDS = LLAMA, GPT2, MIXTRAL, QWEN3_MOE, MAMBA2
+KINDS = *LLAMAS, GPT2, MIXTRAL, QWEN3_MOE, MAMBA2
 SPELLINGS = {"qwen3_moe": {"num_local_experts": "num_experts"}}  # of transformers 5
 COMMON = {
     "bos_token_id": IDS, "eos_token_id": IDS, "use_sliding_window": literal(False), "pruned_heads": literal({}),
@@ -364,7 +242,9 @@ def config_from_hf(path: str | Path, *, dtype: str = "bfloat16") -> LMConfig:
 def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     """Translates `config.json`; an absent key means what it means to transformers, and so does null."""
     path = path if path.is_file() else path / "config.json"
-    values = {key: value for key, value in read_json(path).items() if value is not None}
+    given = read_json(path)
+    nulls = [key for key, value in given.items() if value is None]
+    values = {key: value for key, value in given.items() if value is not None}
     for key, what in (("model_type", TEXT), ("architectures", NAMES)):
         check(path, key, values.get(key, "" if what is TEXT else []), what)
     kind = values.get("model_type")
@@ -373,7 +253,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     if arch is None:
         raise UsageError(
             f"{path} is of architecture {plain(name)} (model_type {plain(kind)}); legal are "
-            f"{' and '.join(f'{a.name} (model_type {a.model_type})' for a in KINDS)}."
+            f"{', '.join(a.name for a in KINDS[:-1])} and {KINDS[-1].name}."
         )
     for newer, key in SPELLINGS.get(arch.model_type, {}).items():
         if newer in values and (there := values.pop(newer)) != values.setdefault(key, there):
@@ -383,7 +263,8 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     if absent := [key for key, _, *default in arch.fields.values() if not default and key not in values]:
         raise UsageError(f"{path} lacks {', '.join(absent)}.")
     fields = {ours: values.get(key, *default) for ours, (key, _, *default) in arch.fields.items()}
-    return arch, LMConfig(**fields, **arch.read(values), dtype=dtype)
+    values |= {key: 0 for key in arch.nulls if key in nulls}
+    return arch, LMConfig(**fields | arch.read(values), dtype=dtype)
 
 
 def architecture_of(config: LMConfig) -> Architecture:
@@ -395,6 +276,8 @@ def architecture_of(config: LMConfig) -> Architecture:
             return arch
         parts = (f"model.{field}={' or '.join(map(str, legal))}" for field, legal in wrong.items())
         reasons.append((wrong, f"{arch.name} needs {' and '.join(parts)}"))
+    nearest = min(len(wrong) for wrong, _ in reasons)
+    reasons = [reason for reason in reasons if len(reason[0]) == nearest]
     fields = " ".join(f"{field}={getattr(config, field)}" for field in dict.fromkeys(f for w, _ in reasons for f in w))
     raise UsageError(f"no folder can hold a model with {fields}: {'; '.join(text for _, text in reasons)}.")
 
@@ -410,7 +293,7 @@ def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, o
     """Returns what `config.json` of a model says."""
     values = {"architectures": [arch.name], "model_type": arch.model_type, "torch_dtype": dtype}
     # Left out, these would be the ids of transformers' own vocabularies.
-    values |= {"bos_token_id": None, "eos_token_id": None}
+    values |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return (
         values | arch.fixed | {key[0]: getattr(config, ours) for ours, key in arch.fields.items()} | arch.write(config)
     )

@@ -10,6 +10,7 @@ from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.route import SCORES
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
+from jaxpar.nn.position import ROPE_SCALINGS
 from jaxpar.nn.solvers import METHODS
 from jaxpar.nn.stack import REMATS, RESIDUALS, WEIGHTS, Stack
 from jaxpar.parallel.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
@@ -65,7 +66,7 @@ class LMConfig:
       rope_low_freq_factor: Wavelengths over `rope_original_len / this` are divided in full.
       rope_high_freq_factor: Wavelengths under `rope_original_len / this` are kept.
       rope_original_len: Context length before scaling, in tokens.
-      activation: "swiglu" (gated), "gelu" (tanh form, GPT-2's) or "gelu_exact" (erf form).
+      activation: "swiglu" or "geglu" (gated), "gelu" (tanh form, GPT-2's) or "gelu_exact" (erf form).
       bias: Whether projections and LayerNorms have biases.
       tied: Whether the embedding is the output head too.
       dropout: Rate on embeddings, attention weights and the residual branches, while training.
@@ -102,6 +103,19 @@ class LMConfig:
       weights: "full", or "ternary": -1, 0 and 1 where layers multiply; with mixer=hgrn the MatMul-free language model.
       mixers: Names of `mixer` that layers have in turn, in place of one for all: layer l has number l mod their number.
         Recurrent ones are of `mixer_dim` units, or each as large as attention would be.
+      windows: How many tokens attention sees, the token itself counted, of layers in turn; 0 for all before it, () for
+        all in all layers. (1024,) is Mistral's kind, (4096, 0) Gemma 2's; layers may end within a turn.
+      qkv_bias: Whether the products into queries, keys and values have biases, as Qwen 2's; bias gives them to all.
+      score_cap: c, where an attention score s is c tanh(s / c); 0 for none.
+      score_dim: Scores are q . k / sqrt(this); 0 means head_dim.
+      logit_cap: c, where a logit z is c tanh(z / c); 0 for none.
+      embed_scale: Whether embeddings are multiplied by sqrt(D).
+      post_norms: Whether what a branch adds is normalised before it is added.
+      norm_plus_one: Whether a norm's scale is 1 + w of its parameter w.
+      rope_theta_local: Base of the rotary wavelengths of layers with a window, which are not scaled; 0 means those of
+        the others.
+      rope_scaling: What rope_factor does: "llama3", or "linear": all wavelengths are divided.
+      rope_share: Of a head's numbers that are rotated.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -158,11 +172,23 @@ class LMConfig:
     qk_norm: bool = _later(False, None)
     weights: str = _later("full", OneOf(WEIGHTS))
     mixers: tuple[str, ...] = _later((), Each(OneOf(tuple(MIXERS))))
+    windows: tuple[int, ...] = _later((), Each(AtLeast(0)))
+    qkv_bias: bool = _later(False, None)
+    score_cap: float = _later(0.0, AtLeast(0))
+    score_dim: float = _later(0.0, AtLeast(0))
+    logit_cap: float = _later(0.0, AtLeast(0))
+    embed_scale: bool = _later(False, None)
+    post_norms: bool = _later(False, None)
+    norm_plus_one: bool = _later(False, None)
+    rope_theta_local: float = _later(0.0, AtLeast(0))
+    rope_scaling: str = _later("llama3", OneOf(ROPE_SCALINGS))
+    rope_share: float = _later(1.0, Between(0, 1, "(]"))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
         check_fields(self, "model.")
-        if self.rope_factor != 1 and not self.rope_low_freq_factor < self.rope_high_freq_factor:
+        blends = self.rope_factor != 1 and self.rope_scaling == "llama3"
+        if blends and not self.rope_low_freq_factor < self.rope_high_freq_factor:
             raise UsageError(
                 f"model.rope_high_freq_factor={self.rope_high_freq_factor} must be over "
                 f"model.rope_low_freq_factor={self.rope_low_freq_factor}."
@@ -185,6 +211,15 @@ class LMConfig:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
+        windows = tuple(self.windows)
+        turn = tuple(windows[layer % len(windows)] for layer in range(self.num_layers)) if windows else ()
+        object.__setattr__(self, "windows", shortest_turn(turn) if any(turn) else ())
+        if self.score_dim == self.head_dim:
+            object.__setattr__(self, "score_dim", 0.0)
+        if self.rope_theta_local and not self.windows:
+            raise UsageError(
+                f"model.rope_theta_local={self.rope_theta_local:g} is of layers with model.windows; take 0."
+            )
         check_mixers(self)
         _check_experts(self)
         self.stack()
@@ -203,7 +238,7 @@ class LMConfig:
             embed_dim=self.embed_dim,
             mixer=mixers_of(self),
             mlp=_mlp(self),
-            norm=Norm(self.norm, self.norm_eps, self.bias),
+            norm=Norm(self.norm, self.norm_eps, self.bias, self.norm_plus_one),
             dropout=self.dropout,
             init_std=self.init_std,
             dtype=self.dtype,
@@ -213,7 +248,13 @@ class LMConfig:
             residual=self.residual,
             ladder_from=self.ladder_from,
             weights=self.weights,
+            post_norms=self.post_norms,
         )
+
+
+def shortest_turn(items: tuple) -> tuple:
+    """Returns the shortest tuple that, repeated and cut off, is `items`."""
+    return next(items[:n] for n in range(1, len(items) + 1) if all(x == items[i % n] for i, x in enumerate(items)))
 
 
 def _mlp(config: LMConfig) -> Mlp | Experts | None:

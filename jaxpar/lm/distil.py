@@ -56,7 +56,7 @@ def guesses(
         visible=jnp.broadcast_to(visible, (rows, total, total)),
         pseudo=pseudo_tokens(draft, draft_params, len(anchors), anchors),
     )  # fmt: skip
-    both = logits(params, jnp.concatenate([x[:, places.reshape(-1)], x[:, length:]], 1))
+    both = logits(params, jnp.concatenate([x[:, places.reshape(-1)], x[:, length:]], 1), config)
     both = both.reshape(rows, 2, len(anchors), size, -1)
     return jax.lax.stop_gradient(both[:, 0]), both[:, 1]
 

@@ -8,7 +8,7 @@ import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxpar.lm.architectures import Architecture, Place, architecture_of, config_json, read_config
+from jaxpar.lm.architectures import architecture_of, config_json, read_config
 from jaxpar.lm.config import DTYPES, LMConfig
+from jaxpar.lm.folders import Architecture, Place
 from jaxpar.lm.keys import brief, plain, read_json
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
@@ -54,8 +55,9 @@ def from_hf(
     """
     folder, param_dtype = Path(folder), jnp.empty((), param_dtype).dtype
     arch, config = read_config(folder, dtype)
+    of = _Of(arch, config.stack().period)
     with ExitStack() as stack:
-        tensors, shifts = _find_tensors(folder, arch, config, stack), _shifts(arch, config)
+        tensors, shifts = _find_tensors(folder, of, config, stack), _shifts(of, config)
 
         def load(path, leaf, sharding=None):
             blocks = {}
@@ -65,9 +67,9 @@ def from_hf(
                 # Once for all devices that hold the same.
                 if bounds not in blocks:
                     name = _dotted(path)
-                    blocks[bounds] = _read(tensors, arch, name, leaf, bounds, shifts[name])
+                    blocks[bounds] = _read(tensors, of, name, leaf, bounds, shifts[name])
                     if config.tied and HEAD in tensors and name == "embedding":
-                        _check_tied(tensors, arch, blocks[bounds], leaf.shape, bounds)
+                        _check_tied(tensors, of, blocks[bounds], leaf.shape, bounds)
                 return blocks[bounds]
 
             if sharding is None:
@@ -108,11 +110,12 @@ def to_hf(
         or if `params` are not of `config`.
     """
     folder, arch = Path(folder).absolute(), architecture_of(config)
+    of = _Of(arch, config.stack().period)
     flat = _flat(params)
     _check(flat, config, folder, dtype, tokenizer)
     _wait_for_all()  # or another process would find the folder that process 0 has made
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    tensors = _tensors(arch, config)
+    tensors = _tensors(of, config)
     sizes = {name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()}
     files = _files(sizes, max_shard_bytes)
     writes = jax.process_index() == 0
@@ -120,7 +123,7 @@ def to_hf(
         if writes:
             partial.mkdir(parents=True)
         for file, names in files.items():
-            block = {name: _gather(arch, flat, tensors[name][1], dtype) for name in names}
+            block = {name: _gather(of, flat, tensors[name][1], dtype) for name in names}
             if writes:
                 save_file(block, partial / file, metadata={"format": "pt"})
                 # It makes files that only their owner can read.
@@ -161,19 +164,36 @@ def _flat(tree: PyTree) -> dict[str, PyTree]:
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _name(arch: Architecture, leaf: str, at: tuple[int, ...]) -> str:
-    """Returns the tensor that holds `leaf`, of a layer and of an expert if it is in one."""
-    return (arch.layer.format(at[0]) if at else "") + arch.rows[leaf].name.format(*at[1:])
+class _Of(NamedTuple):
+    """Where the leaves of one model lie: `row` and `tensor` of each."""
+
+    arch: Architecture
+    period: int  # after how many layers mixers repeat: a leaf of the turn's third is "layers.2.wq"
+
+    def row(self, leaf: str) -> Place:
+        """Returns the table's row of a leaf."""
+        return self.arch.rows[_TURN.sub("layers.", leaf)]
+
+    def tensor(self, leaf: str, at: tuple[int, ...]) -> str:
+        """Returns the tensor that holds `leaf`, of a layer of those of its place and of an expert if it is in one."""
+        if not at:
+            return self.row(leaf).name
+        turn = _TURN.match(leaf)
+        layer = at[0] * self.period + (int(turn[1]) if turn else 0)
+        return self.arch.layer.format(layer) + self.row(leaf).name.format(*at[1:])
 
 
-def _tensors(arch: Architecture, config: LMConfig) -> dict[str, tuple[tuple[int, ...], list]]:
+_TURN = re.compile(r"^layers\.(\d+)\.")
+
+
+def _tensors(of: _Of, config: LMConfig) -> dict[str, tuple[tuple[int, ...], list]]:
     """Returns the shape of every tensor of the files, and the leaves, layers and experts that it is made of."""
     tensors = {}
     for name, leaf in _flat(abstract(config)).items():
-        row = arch.rows[name]
+        row = of.row(name)
         rest, own = len(leaf.shape) - len(row.layout.split(">")[0]), _shape(row, leaf.shape)
         for at in itertools.product(*map(range, leaf.shape[:rest])):
-            shape, parts = tensors.setdefault(_name(arch, name, at), (list(own), []))
+            shape, parts = tensors.setdefault(of.tensor(name, at), (list(own), []))
             shape[row.along] += own[row.along] if parts else 0
             parts.append((name, at))
     return {name: (tuple(shape), parts) for name, (shape, parts) in tensors.items()}
@@ -186,24 +206,23 @@ def _shape(row: Place, shape: tuple[int, ...]) -> list[int]:
     return [math.prod(sizes[axis] for axis in group) for group in theirs.split(",")]
 
 
-def _shifts(arch: Architecture, config: LMConfig) -> dict[str, int]:
+def _shifts(of: _Of, config: LMConfig) -> dict[str, int]:
     """Returns where each leaf begins in its tensor, along the axis along which leaves are fused."""
     shifts, ends = {}, {}
-    for name, leaf in sorted(_flat(abstract(config)).items(), key=lambda item: arch.rows[item[0]].part):
-        row = arch.rows[name]
-        shifts[name] = ends.get(row.name, 0)
-        ends[row.name] = shifts[name] + _shape(row, leaf.shape)[row.along]
+    for name, leaf in sorted(_flat(abstract(config)).items(), key=lambda item: of.row(item[0]).part):
+        row = of.row(name)
+        tensor = row.name, (_TURN.match(name) or [""])[0]  # of one place in the turn of mixers
+        shifts[name] = ends.get(tensor, 0)
+        ends[tensor] = shifts[name] + _shape(row, leaf.shape)[row.along]
     return shifts
 
 
-def _read(
-    tensors: dict, arch: Architecture, name: str, leaf: jax.ShapeDtypeStruct, bounds: tuple, shift: int
-) -> np.ndarray:
+def _read(tensors: dict, of: _Of, name: str, leaf: jax.ShapeDtypeStruct, bounds: tuple, shift: int) -> np.ndarray:
     """Reads one block of a leaf, a tensor at a time, and refuses numbers that are none."""
-    row, out = arch.rows[name], np.empty([stop - start for start, stop in bounds], leaf.dtype)
+    row, out = of.row(name), np.empty([stop - start for start, stop in bounds], leaf.dtype)
     rest = len(leaf.shape) - len(row.layout.split(">")[0])
     for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
-        tensor, part = _name(arch, name, at), out[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
+        tensor, part = of.tensor(name, at), out[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
         with np.errstate(over="ignore"):  # it is told below
             part[...] = _cut(tensors[tensor], row, leaf.shape[rest:], bounds[rest:], shift)
         if not np.isfinite(part).all():
@@ -211,12 +230,12 @@ def _read(
     return out
 
 
-def _check_tied(tensors: dict, arch: Architecture, block: np.ndarray, shape: tuple, bounds: tuple) -> None:
+def _check_tied(tensors: dict, of: _Of, block: np.ndarray, shape: tuple, bounds: tuple) -> None:
     """Refuses a head that is not the embedding, of which `block` was read, where the config ties them."""
-    head = _cut(tensors[HEAD], arch.rows["embedding"], shape, bounds, 0)
+    head = _cut(tensors[HEAD], of.row("embedding"), shape, bounds, 0)
     if not np.array_equal(head.astype(block.dtype), block):
         raise UsageError(
-            f"tensor {HEAD} differs from {arch.rows['embedding'].name}, to which tie_word_embeddings=true ties it; "
+            f"tensor {HEAD} differs from {of.row('embedding').name}, to which tie_word_embeddings=true ties it; "
             "legal are equal ones, or tie_word_embeddings=false."
         )
 
@@ -248,15 +267,15 @@ def _cut(
 _pick = jax.jit(lambda leaf, at: leaf[at])
 
 
-def _gather(arch: Architecture, flat: dict, parts: list[tuple[str, tuple]], dtype: str) -> np.ndarray:
+def _gather(of: _Of, flat: dict, parts: list[tuple[str, tuple]], dtype: str) -> np.ndarray:
     """Brings the leaves of one tensor to every host, and lays them out as the file has them."""
-    blocks, along = [], arch.rows[parts[0][0]].along
-    for name, at in sorted(parts, key=lambda part: arch.rows[part[0]].part):
+    blocks, along = [], of.row(parts[0][0]).along
+    for name, at in sorted(parts, key=lambda part: of.row(part[0]).part):
         x = _pick(flat[name], at) if at else flat[name]
         x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
         x = np.asarray(x).astype(dtype)
-        ours, theirs = arch.rows[name].layout.split(">")
-        shape = _shape(arch.rows[name], x.shape)
+        ours, theirs = of.row(name).layout.split(">")
+        shape = _shape(of.row(name), x.shape)
         blocks.append(x.transpose([ours.index(axis) for axis in theirs.replace(",", "")]).reshape(shape))
     # safetensors writes the memory of a strided array in its own order, without an error.
     return np.ascontiguousarray(np.concatenate(blocks, axis=along))
@@ -296,12 +315,12 @@ def _check(flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: st
             raise UsageError(f"parameter {name} has shape {here}, but the config means {there}.")
 
 
-def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: ExitStack) -> dict[str, _Tensor]:
+def _find_tensors(folder: Path, of: _Of, config: LMConfig, stack: ExitStack) -> dict[str, _Tensor]:
     """Opens the files, without reading them, and returns every tensor's slicer once names and shapes are right."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not whole.is_file() and not index.is_file():
         raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
-    prefix, found = arch.layer.split(".")[0] + ".", {}
+    prefix, found = of.arch.layer.split(".")[0] + ".", {}
     for path in [whole] if whole.is_file() else [folder / name for name in _file_names(index)]:
         try:
             file = stack.enter_context(safe_open(path, framework="numpy"))
@@ -312,13 +331,13 @@ def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: Exi
             if full in found:
                 raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
             found[full] = file.get_slice(name)
-    expected = {name: shape for name, (shape, _) in _tensors(arch, config).items()}
-    router = found.get(_name(arch, "layers.w_router", (0,))) if config.num_experts else None
+    expected = {name: shape for name, (shape, _) in _tensors(of, config).items()}
+    router = found.get(of.tensor("layers.w_router", (0,))) if config.num_experts else None
     if router is not None and (num := router.get_shape()[0]) != config.num_experts:
-        key = arch.fields["num_experts"][0]
+        key = of.arch.fields["num_experts"][0]
         raise UsageError(f"{folder} has {num} experts a layer, but its config.json has {key}={config.num_experts}.")
     if config.tied and HEAD in found:
-        expected[HEAD] = expected[arch.rows["embedding"].name]
+        expected[HEAD] = expected[of.row("embedding").name]
     for name, shape in expected.items():
         if name not in found:
             raise UsageError(f"{folder} lacks tensor {name} of shape {shape}.")
@@ -329,7 +348,7 @@ def _find_tensors(folder: Path, arch: Architecture, config: LMConfig, stack: Exi
                 f"tensor {name} in {folder} is {found[name].get_dtype()}; legal are {', '.join(FILE_DTYPES)}."
             )
     for name in sorted(found.keys() - expected):
-        if not re.search(arch.passed_over, name):
+        if not re.search(of.arch.passed_over, name):
             shape = tuple(found[name].get_shape())
             raise UsageError(f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for.")
     return found

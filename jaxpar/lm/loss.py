@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import head, hidden
 from jaxpar.mesh import constrain, local, mesh_axes
+from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import NOTHING, Aux, Sum, both
 from jaxpar.types import PRNGKey, PyTree
 
@@ -82,7 +83,7 @@ def last(
     weights = weights_of(batch, jnp.promote_types(x.dtype, jnp.float32))
     if normaliser is None:
         normaliser = weights.sum()
-    options = (config.loss_chunk, config.low_logits, config.z_loss)
+    options = (config.loss_chunk, config.low_logits, config.z_loss, config.logit_cap)
     parts: Any = cross_entropy_and_z(x, head, batch["targets"], weights / normaliser, *options)
     value, z = parts
     return value, told_of(z, config)
@@ -128,7 +129,7 @@ def cross_entropy(
     return parts[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def cross_entropy_and_z(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -137,13 +138,14 @@ def cross_entropy_and_z(
     chunk: int,
     low_logits: bool,
     z_loss: float,
+    logit_cap: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Computes `cross_entropy` plus z = z_loss * sum over tokens of weights * (log sum exp(x head^T))^2, and z alone.
 
-    z keeps the normaliser near 1, so that logits do not drift away (arXiv:2204.02311, section 5). It is told, not
-    differentiated: the gradient is that of the sum.
+    Of `logit_cap` c the logits are c tanh(x head^T / c); 0 for none. z keeps the normaliser near 1, so that logits do
+    not drift away (arXiv:2204.02311, section 5). It is told, not differentiated: the gradient is that of the sum.
     """
-    return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads=False))
+    return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, with_grads=False))
 
 
 def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,13 +153,13 @@ def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (value[0], value[1]) if value.ndim else (value, jnp.zeros_like(value))
 
 
-def _forward(x, head, targets, weights, chunk, low_logits, z_loss):
-    value, dx, dhead = _sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads=True)
+def _forward(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap):
+    value, dx, dhead = _sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, with_grads=True)
     return _told(value), (dx, constrain(dhead, "vocab", "embed_grad").astype(head.dtype))
 
 
-def _backward(chunk, low_logits, z_loss, grads, g):
-    del chunk, low_logits, z_loss
+def _backward(chunk, low_logits, z_loss, logit_cap, grads, g):
+    del chunk, low_logits, z_loss, logit_cap
     dx, dhead = grads
     return (g[0] * dx).astype(dx.dtype), (g[0] * dhead).astype(dhead.dtype), None, None
 
@@ -165,7 +167,7 @@ def _backward(chunk, low_logits, z_loss, grads, g):
 cross_entropy_and_z.defvjp(_forward, _backward)
 
 
-def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads):
+def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, with_grads):
     """Runs `_on_device` on every device's tokens and symbols."""
     value_axes = (None,) if z_loss else ()
     tokens = ("batch", "seq_layer")
@@ -178,6 +180,7 @@ def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, with_grads):
         chunk=chunk,
         low_logits=low_logits,
         z_loss=z_loss,
+        logit_cap=logit_cap,
         with_grads=with_grads,
         vocab_axes=mesh_axes("vocab"),
         batch_axes=batch_axes,
@@ -189,7 +192,7 @@ def _sum(x, axes):
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, with_grads, vocab_axes, batch_axes):
+def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, logit_cap, with_grads, vocab_axes, batch_axes):
     """The loss of this device's tokens against this device's symbols, chunk by chunk."""
     width, total = x.shape[-1], targets.size
     count = math.ceil(total / chunk)
@@ -206,7 +209,7 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, with_gra
 
     def forward(part):
         x, target, weight = part
-        logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=store)
+        logits = capped(jnp.einsum("nd,vd->nv", x, head, preferred_element_type=store), logit_cap)
         place = target - first
         mine = (place >= 0) & (place < head.shape[0])
         chosen = jnp.take_along_axis(logits, jnp.where(mine, place, 0)[:, None], axis=1)[:, 0].astype(wide)
@@ -231,6 +234,8 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, with_gra
         if z_loss:
             share = share * (1 + 2 * z_loss * log_norm)[:, None]
         dlogits = (share - hit) * weight[:, None]
+        if logit_cap:  # of c tanh(z / c), told from its value
+            dlogits = dlogits * (1 - jnp.square(logits.astype(wide) / logit_cap))
         dlogits = dlogits.astype(x.dtype)
         dhead = carry[1] + jnp.einsum("nv,nd->vd", dlogits, x, preferred_element_type=wide)
         return (carry[0] + value, dhead), jnp.einsum("nv,vd->nd", dlogits, head)

@@ -1,10 +1,11 @@
 """What mixes the tokens of a language model, by its name and flags: one row a name."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpar.nn.attention.mixer import Attention
+from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.mixer import Mixer
 from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
 from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
@@ -25,8 +26,9 @@ __all__ = ["with_mixer"]
 if TYPE_CHECKING:
     from jaxpar.lm.config import LMConfig
 
+OF_ATTENTION = ("qk_norm", "qkv_bias", "windows", "score_cap", "score_dim", "rope_theta_local")
 OWN = {
-    "qk_norm": "attention",
+    **dict.fromkeys(OF_ATTENTION, "attention"),
     "mixer_dim": "recurrent mixers and those with a matrix state",
     "mixer_key_dim": "mixers with a matrix state",
     "mixer_groups": "mamba2",
@@ -52,8 +54,16 @@ class Row(NamedTuple):
 
 def mixers_of(config: "LMConfig") -> Mixer | tuple[Mixer, ...]:
     """Returns the mixer of all layers, or those that layers have in turn."""
-    made = tuple(MIXERS[name].make(config, name, _units(config, name)) for name in _names(config))
-    return made if config.mixers else made[0]
+    names, windows = _names(config), config.windows or (0,)
+    count = math.lcm(len(names), len(windows))
+    if config.num_layers % count and config.num_layers % len(names) == 0:
+        count = config.num_layers  # the turn of windows is cut off by the last layer
+    made = []
+    for layer in range(count):
+        name, window = names[layer % len(names)], windows[layer % len(windows)]
+        mixer = MIXERS[name].make(config, name, _units(config, name))
+        made.append(_windowed_attention(config, mixer, window) if isinstance(mixer, Attention) else mixer)
+    return tuple(made) if count > 1 else made[0]
 
 
 def with_mixer(config: "LMConfig", mixer: str) -> "LMConfig":
@@ -117,13 +127,25 @@ def _size_of_attention(config: "LMConfig") -> int:
 
 def _attention(config: "LMConfig", name: str, units: int) -> Attention:
     del name, units
-    scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len
-    rope = Rope(config.rope_theta, config.rope_factor, *scaling) if config.positions == "rope" else None
+    scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len, config.rope_scaling
+    rope = Rope(config.rope_theta, config.rope_factor, *scaling, config.rope_share)
+    rope = rope if config.positions == "rope" else None
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    norm = Norm(config.norm, config.norm_eps, config.bias) if config.qk_norm else None
+    norm = Norm(config.norm, config.norm_eps, config.bias, config.norm_plus_one) if config.qk_norm else None
     attend = SplitSequence(config.context, config.context_order)
     options = {"dropout": config.dropout, "impl": config.attention, "attend": attend, "qk_norm": norm}
-    return Attention(*heads, config.bias, rope, **options)
+    scores = {"score_cap": config.score_cap, "score_dim": config.score_dim}
+    return Attention(*heads, config.bias, rope, qkv_bias=config.qkv_bias, **scores, **options)
+
+
+def _windowed_attention(config: "LMConfig", mixer: Attention, window: int) -> Attention:
+    """The attention of a layer that sees `window` tokens, with the rotary base of such layers."""
+    if not window:
+        return mixer
+    rope = mixer.positions
+    if isinstance(rope, Rope) and config.rope_theta_local:
+        rope = Rope(config.rope_theta_local, share=config.rope_share)
+    return dataclasses.replace(mixer, visible=Visible(window=window), positions=rope)
 
 
 def _recurrent(config: "LMConfig", name: str, units: int) -> Recurrent:
@@ -185,7 +207,7 @@ def _equal_lmus(config: "LMConfig", name: str) -> int:
 WINDOWED = ("windowed", "block_recurrent", "block_recurrent_lstm", "tcnca")
 
 MIXERS: dict[str, Row] = {
-    "attention": Row(_attention, None, ("qk_norm",)),
+    "attention": Row(_attention, None, OF_ATTENTION),
     **dict.fromkeys(CELLS, Row(_recurrent, _equal_cells, ("mixer_dim",))),
     "hgrn": Row(_hgrn, _equal_hgrn, ("mixer_dim",)),
     **dict.fromkeys(LAYERS, Row(_matrix_state, _equal_layers, ("mixer_dim", "mixer_key_dim"))),

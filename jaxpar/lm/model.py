@@ -1,11 +1,14 @@
 """Tokens -> residual stream -> logits."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import constrain, gather, local, mesh_axes
+from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.block import dropout
 from jaxpar.nn.mixer import TRAINING
@@ -133,14 +136,16 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Looks tokens and learned positions up: what enters the first layer. `axes` are those of the result."""
     x = embed_tokens(params["embedding"], tokens, axes)
+    if config.embed_scale:  # rounded to the dtype of activations first, as Gemma was trained
+        x = x * jnp.asarray(math.sqrt(config.embed_dim), config.dtype).astype(x.dtype)
     return x + embed_positions(params["positions"], positions) if config.positions == "learned" else x
 
 
-def logits(params: PyTree, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Multiplies the last residual stream by the head, in float32 at least."""
+def logits(params: PyTree, x: Float[Array, "B T D"], config: LMConfig) -> Float[Array, "B T V"]:
+    """Multiplies the last residual stream by the head, in float32 at least, and caps what it makes."""
     weight = constrain(head(params).astype(x.dtype), "vocab", None)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
+    return capped(jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide), config.logit_cap)
 
 
 def apply(params: PyTree, tokens: Int[Array, "B T"], config: LMConfig, **kwargs) -> Float[Array, "B T V"]:
@@ -148,4 +153,4 @@ def apply(params: PyTree, tokens: Int[Array, "B T"], config: LMConfig, **kwargs)
 
     Takes the keyword arguments of `hidden`. Memory: B T V float32.
     """
-    return logits(params, hidden(params, tokens, config, **kwargs)[0])
+    return logits(params, hidden(params, tokens, config, **kwargs)[0], config)

@@ -64,7 +64,7 @@ def extend(
         pseudo=placed(pseudo, params, positions, config),
     )  # fmt: skip
     assert after is not None  # a cache in, a cache out
-    return logits(params, x), after
+    return logits(params, x, config), after
 
 
 def prefill(
@@ -101,7 +101,7 @@ def prefill(
     x, after, _ = config.stack().apply(params, x, positions=positions, valid=lengths, cache=empty, fresh=True)
     assert after is not None  # a cache in, a cache out
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return logits(params, last)[:, 0], after
+    return logits(params, last, config)[:, 0], after
 
 
 @dataclasses.dataclass(frozen=True)

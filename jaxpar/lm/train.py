@@ -86,7 +86,11 @@ class Trainer:
         """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
         del inputs
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        params = declared.init(key, self.model, dtype)
+        return self.begin(declared.init(key, self.model, dtype))
+
+    def begin(self, params: PyTree) -> TrainState:
+        """Returns the state that training begins with from given parameters, float32 at least."""
+        dtype = jnp.promote_types(self.model.dtype, jnp.float32)
         zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
         health = Health(count, count, count, zero, zero)
         return TrainState(params, self.make_optimizer().init(params), count, health)

@@ -63,7 +63,7 @@ def block(
     Args:
       mixer: What mixes the tokens.
       mlp: What looks at each alone; None for no second branch, and no norm before it.
-      norm: Before each of the two.
+      norm: Before each of the two, and after one where `layer` has scales for that.
       layer: This layer's parameters.
       x: Residual stream.
       context: What the mixer may ask; its key is this layer's, its rules say how `x` lies.
@@ -85,6 +85,9 @@ def block(
     def leave(x):
         return scatter(x, rules.inside, rules.outside)
 
+    def post(name: str, out: jax.Array) -> jax.Array:
+        return norm.apply(layer[name], out) if name in layer else out
+
     def read(x: Stream) -> jax.Array:
         if not isinstance(x, Ladder):
             return x
@@ -96,9 +99,9 @@ def block(
     stream: Any = x  # of its kind, which the checker cannot follow through `add`
     h = enter(norm.apply(layer["attn_norm"], read(stream)))
     out, cache, aux = mixer.apply(layer, h, cache, context._replace(key=keys[0] if rate else None))
-    stream = add(stream, dropout(leave(out), rate, keys[1]))
+    stream = add(stream, dropout(post("attn_post_norm", leave(out)), rate, keys[1]))
     if mlp is not None:
         h = enter(norm.apply(layer["mlp_norm"], read(stream)))
         out, told = mlp.apply(layer, h, context._replace(key=keys[3]))
-        stream, aux = add(stream, dropout(leave(out), rate, keys[2])), both(aux, told)
+        stream, aux = add(stream, dropout(post("mlp_post_norm", leave(out)), rate, keys[2])), both(aux, told)
     return checkpoint_name(stream, "residual"), cache, aux

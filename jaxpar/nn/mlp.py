@@ -48,6 +48,10 @@ ACTIVATIONS = {
         lambda gate, up: jax.nn.silu(gate) * up,
         lambda gate, up: 0.5 * gate * (1 + jnp.tanh(gate / 2)) * up,
     ),
+    "geglu": _elementwise(
+        lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+        lambda gate, up: gate * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)) * up,
+    ),
     "gelu": _elementwise(
         lambda x: jax.nn.gelu(x, approximate=True),
         lambda x: x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
@@ -61,11 +65,12 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Mlp:
-    """down(activation(up(x))), or down(silu(gate(x)) * up(x)).
+    """down(activation(up(x))), or down(silu(gate(x)) * up(x)), or with gelu in place of silu.
 
     Attributes:
       size: F.
-      activation: "swiglu" (gated), "gelu" (tanh form, GPT-2's) or "gelu_exact" (erf form).
+      activation: "swiglu" and "geglu" (gated, the latter by the tanh form), "gelu" (tanh form, GPT-2's) or
+        "gelu_exact" (erf form).
       bias: Whether its products have biases.
     """
 
@@ -78,7 +83,7 @@ class Mlp:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the products into it."""
-        return ("gate", "up") if self.activation == "swiglu" else ("up",)
+        return ("gate", "up") if self.activation in ("swiglu", "geglu") else ("up",)
 
     def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Leaf]:
         """Declares w_up, w_gate [D, F], w_down [F, D] and their biases."""

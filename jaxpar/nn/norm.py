@@ -25,18 +25,20 @@ class Norm:
       kind: "rms" or "layer".
       eps: Added to the variance.
       bias: Whether a LayerNorm has a bias.
+      plus_one: Whether the scale is 1 + w of a parameter w that starts at 0 (Gemma), so that decay pulls it to 1.
     """
 
     kind: str = field("rms", OneOf(("rms", "layer")))
     eps: float = field(1e-5, Positive())
     bias: bool = False
+    plus_one: bool = False
 
     __post_init__ = check_fields
 
     def leaves(self, width: int, stack: tuple = (), names: tuple = ()) -> dict[str, Leaf]:
         """Declares `scale` [D], and `bias` [D] where there is one; of stacks, [L, D]."""
         shape, axes = (*stack, width), (*names, None)
-        out = {"scale": Leaf(shape, axes, "ones")}
+        out = {"scale": Leaf(shape, axes, "zeros" if self.plus_one else "ones")}
         if self.kind == "layer" and self.bias:
             out["bias"] = Leaf(shape, axes, "zeros")
         return out
@@ -51,7 +53,8 @@ class Norm:
             wide = x.astype(wide_dtype(x))
             wide = wide - wide.mean(-1, keepdims=True) if self.kind == "layer" else wide
             out = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-            out = out * weights["scale"].reshape(row)
+            scale = weights["scale"].reshape(row)
+            out = out * (1 + scale.astype(wide.dtype) if self.plus_one else scale)
             return (out + weights["bias"].reshape(row) if "bias" in weights else out).astype(x.dtype)
 
         return normed(x, weights)

@@ -43,7 +43,7 @@ class Stack:
       mixer: What mixes the tokens of a block, a `jaxpar.nn.mixer.Mixer`; or p of them, where p divides L: layer l then
         has mixer l mod p (a hybrid).
       mlp: What looks at each token alone, a `jaxpar.nn.mixer.FeedForward`; None for layers of a mixer alone.
-      norm: Of each branch's input, and of the result.
+      norm: Of each branch's input, and of the result; with post_norms also of what a branch adds.
       dropout: Rate on all branches, while training.
       init_std: Standard deviation of weights at the start; of B branches, those out of one use it / sqrt(B).
       dtype: Of activations, and of weights where they are multiplied.
@@ -74,6 +74,7 @@ class Stack:
     residual: str = field("standard", OneOf(RESIDUALS))
     ladder_from: int = field(0, AtLeast(0))
     weights: str = field("full", OneOf(WEIGHTS))
+    post_norms: bool = False
 
     def __post_init__(self):
         """Takes equal mixers as one; refuses a ladder that begins after the last layer, or that there is none of."""
@@ -81,9 +82,8 @@ class Stack:
         if len(set(self.mixers)) == 1:
             object.__setattr__(self, "mixer", self.mixers[0])
         if not self.mixers or self.num_layers % self.period:
-            raise UsageError(
-                f"num_layers={self.num_layers} is not a multiple of the {len(self.mixers)} mixers in turn."
-            )
+            turn = f"the {len(self.mixers)} mixers in turn"
+            raise UsageError(f"num_layers={self.num_layers} is not a multiple of {turn}.")
         if self.ladder_from and self.residual != "ladder":
             raise UsageError(f"ladder_from={self.ladder_from} needs residual=ladder, not {self.residual}.")
         if self.ladder_from >= self.num_layers:
@@ -111,9 +111,10 @@ class Stack:
     def _layer_leaves(self, mixer: Mixer) -> dict[str, PyTree]:
         """Declares one layer's parameters."""
         out_std = self.init_std / math.sqrt(self.num_branches)
-        out: dict[str, PyTree] = {"attn_norm": self.norm.leaves(self.embed_dim)}
+        ends = ("norm", "post_norm") if self.post_norms else ("norm",)
+        out: dict[str, PyTree] = {f"attn_{end}": self.norm.leaves(self.embed_dim) for end in ends}
         if self.mlp is not None:
-            out |= {"mlp_norm": self.norm.leaves(self.embed_dim)}
+            out |= {f"mlp_{end}": self.norm.leaves(self.embed_dim) for end in ends}
             out |= self.mlp.leaves(self.embed_dim, self.init_std, out_std)
         return out | mixer.leaves(self.embed_dim, self.init_std, out_std)
 
@@ -315,8 +316,7 @@ class Stack:
             segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
         first = began(places, starts, before)
         positions = places - first if positions is None else positions
-        seen = None if cache is None else cache.seen
-        rules = TRAINING if cache is None else DECODING
+        seen, rules = (None, TRAINING) if cache is None else (cache.seen, DECODING)
         rules = rules._replace(
             apart=not self.scan_layers and self.remat == "none",
             blockwise=cache is None and self.remat == "blockwise",

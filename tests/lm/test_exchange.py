@@ -199,15 +199,15 @@ def test_older_and_bare_spellings_are_read(tmp_path):
 
 
 BAD_CONFIGS = [
-    ("llama", dict(architectures=["MistralForCausalLM"], model_type="mistral"),
-     r"architecture MistralForCausalLM \(model_type mistral\); legal are LlamaForCausalLM .* and GPT2LMHeadModel"),
+    ("llama", dict(architectures=["FalconForCausalLM"], model_type="falcon"),
+     r"architecture FalconForCausalLM \(model_type falcon\); legal are LlamaForCausalLM, .* GPT2LMHeadModel"),
     ("llama", dict(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification"),
     ("llama", dict(model_type="gpt2"), r"architecture LlamaForCausalLM \(model_type gpt2\)"),
     ("llama", dict(architectures=DROP, model_type=DROP), "architecture None"),
     ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; legal is 'silu'"),
     ("llama", dict(attention_bias=True), "mlp_bias=False and attention_bias=True differ"),
     ("llama", dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope type 'yarn' is unknown; legal are"),
-    ("llama", dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope type 'linear' is unknown; legal are"),
+    ("llama", dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope type 'dynamic' is unknown; legal are"),
     ("llama", dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "also needs low_freq_factor, high_freq_f"),
     ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     ("llama", dict(hidden_size=DROP, intermediate_size=None), "config.json lacks hidden_size, intermediate_size"),
@@ -286,7 +286,7 @@ INEXPRESSIBLE = [
         CONFIGS["llama"],
         dict(positions="learned"),
         "positions=learned",
-        "LlamaForCausalLM needs model.positions=rope; GPT2LMHeadModel needs",
+        "LlamaForCausalLM needs model.positions=rope; MistralForCausalLM needs",
     ),
     (CONFIGS["gpt2"], dict(norm="rms"), "norm=rms", "GPT2LMHeadModel needs model.norm=layer."),
     (CONFIGS["gpt2"], dict(tied=False), "tied=False", "GPT2LMHeadModel needs model.tied=True."),

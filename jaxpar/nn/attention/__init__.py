@@ -16,7 +16,7 @@
 from jaxpar.nn.attention.cache import Cache, LinearCache, PositionRule
 from jaxpar.nn.attention.kernels import attention
 from jaxpar.nn.attention.mixer import Attend, Attention, WholeSequence
-from jaxpar.nn.attention.state import attend, finish, merge, merge_parts
+from jaxpar.nn.attention.state import attend, capped, finish, merge, merge_parts
 from jaxpar.nn.attention.visibility import Visible
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "WholeSequence",
     "attend",
     "attention",
+    "capped",
     "finish",
     "merge",
     "merge_parts",

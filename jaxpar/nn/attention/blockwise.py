@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.nn.attention.state import attend, finish, merge, slopes_bias
+from jaxpar.nn.attention.state import attend, capped, finish, merge, slopes_bias
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PyTree
@@ -35,6 +35,7 @@ def attention_by_blocks(
     segments: Int[Array, "B T"] | None = None,
     visible: Visible = CAUSAL,
     slopes: Float[Array, " H"] | None = None,
+    cap: float = 0.0,
 ) -> Float[Array, "B T H K"]:
     """Computes what dense attention does, of which no array has two axes of tokens (arXiv:2305.19370, section 3).
 
@@ -47,17 +48,20 @@ def attention_by_blocks(
       segments: Document numbers; positions of another document are not seen.
       visible: The rule.
       slopes: What a score falls by for each step of distance.
+      cap: Of the scores, as of `jaxpar.nn.attention.state.attend`.
 
     Cost: 4 B H T^2 K operations forward, 10 backward, half of both where causal. Memory: O(B T H K), and the scores of
     one pair of blocks, B H BLOCK^2. Reverse mode only. The gradient is FlashAttention-2's (arXiv:2307.08691,
     algorithm 2).
     """
-    return _attention(visible, q, k, v, segments, slopes)
+    return _attention(visible, cap, q, k, v, segments, slopes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(visible: Visible, q: Array, k: Array, v: Array, segments: Array | None, slopes: Array | None) -> Array:
-    return _forward(visible, q, k, v, segments, slopes)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    visible: Visible, cap: float, q: Array, k: Array, v: Array, segments: Array | None, slopes: Array | None
+) -> Array:
+    return _forward(visible, cap, q, k, v, segments, slopes)[0]
 
 
 class _Piece(NamedTuple):
@@ -133,7 +137,7 @@ def _bias(queries: _Piece, keys: _Piece, slopes: Array | None) -> Array | None:
     return None if slopes is None else slopes_bias(slopes, queries.places, keys.places)
 
 
-def _forward(visible: Visible, q: Array, k: Array, v: Array, segments: Array | None, slopes: Array | None):
+def _forward(visible: Visible, cap: float, q: Array, k: Array, v: Array, segments: Array | None, slopes: Array | None):
     cut = _Cut.of(q.shape[1])
     keys = cut.blocks((k, v), segments)
 
@@ -141,7 +145,7 @@ def _forward(visible: Visible, q: Array, k: Array, v: Array, segments: Array | N
         def of_keys(j):
             part = _at(keys, j)
             (k, v), seen, bias = part.x, _seen(queries, part, visible), _bias(queries, part, slopes)
-            return attend(queries.x, k, v, seen, bias=bias)
+            return attend(queries.x, k, v, seen, bias=bias, cap=cap)
 
         wide = jnp.promote_types(q.dtype, jnp.float32)
         zero = jnp.zeros(queries.x.shape, wide)
@@ -155,7 +159,7 @@ def _forward(visible: Visible, q: Array, k: Array, v: Array, segments: Array | N
     return out, (q, k, v, segments, slopes, out, cut.whole(log_sum))
 
 
-def _backward(visible: Visible, kept: tuple, g: Array):
+def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
     q, k, v, segments, slopes, out, log_sum = kept
     cut, wide = _Cut.of(q.shape[1]), jnp.promote_types(q.dtype, jnp.float32)
     delta = (out.astype(wide) * g.astype(wide)).sum(-1)
@@ -167,7 +171,7 @@ def _backward(visible: Visible, kept: tuple, g: Array):
         def of_keys(j):
             part = _at(keys, j)
             (k, v), seen, bias = part.x, _seen(queries, part, visible), _bias(queries, part, slopes)
-            dq, dk, dv, dscores = block_gradient(q, k, v, seen, log_sum, delta, g, bias=bias)
+            dq, dk, dv, dscores = block_gradient(q, k, v, seen, log_sum, delta, g, bias=bias, cap=cap)
             if slopes is None:
                 return dq, dk, dv, None
             distance = slopes_bias(-jnp.ones_like(slopes), queries.places, part.places)
@@ -203,6 +207,7 @@ def block_gradient(
     g: Float[Array, "B T H K"],
     *,
     bias: Float[Array, "B H T S"] | None = None,
+    cap: float = 0.0,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"], Float[Array, "B H T S"]]:
     """Computes what these keys add to the gradients of attention, in float32 at least.
 
@@ -218,6 +223,7 @@ def block_gradient(
       delta: Sum over K of g times the output.
       g: Gradient of the output.
       bias: Added to the scores.
+      cap: Of what it is added to.
 
     Returns:
       Terms of the gradients by q, k and v, and the gradient by the scores.
@@ -233,6 +239,7 @@ def block_gradient(
     q, g = grouped(q), grouped(g).astype(v.dtype)
     log_sum, delta = (jnp.moveaxis(grouped(x), 1, -1)[..., None] for x in (log_sum, delta))  # [B, G, H/G, T, 1]
     scores = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=wide) / math.sqrt(width)
+    slope, scores = 1 - jnp.square(jnp.tanh(scores / cap)) if cap else 1.0, capped(scores, cap)
     if bias is not None:
         scores = scores + bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:]).astype(wide)
     weights = jnp.exp(scores - jnp.where(log_sum > -jnp.inf, log_sum, 0))
@@ -240,7 +247,7 @@ def block_gradient(
     dv = jnp.einsum("bgrts,btgrk->bsgk", weights.astype(v.dtype), g, preferred_element_type=wide)
     dweights = jnp.einsum("btgrk,bsgk->bgrts", g, v, preferred_element_type=wide)
     dscores = weights * (dweights - delta)
-    narrow = (dscores / math.sqrt(width)).astype(q.dtype)
+    narrow = (dscores * slope / math.sqrt(width)).astype(q.dtype)
     dq = jnp.einsum("bgrts,bsgk->btgrk", narrow, k, preferred_element_type=wide)
     dk = jnp.einsum("bgrts,btgrk->bsgk", narrow, q, preferred_element_type=wide)
     return dq.reshape(*dq.shape[:2], -1, width), dk, dv, heads(dscores)

@@ -27,10 +27,12 @@ class PositionRule(NamedTuple):
     Attributes:
       visible: Who sees whom.
       positions: Rotary ones, slopes over the distance, or None.
+      cap: Of the scores, as of `jaxpar.nn.attention.state.attend`.
     """
 
     visible: Visible = Visible()
     positions: Rope | Alibi | None = None
+    cap: float = 0.0
 
     def rotate(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
         """Rotates queries or keys to their positions, where positions are rotary."""
@@ -117,6 +119,7 @@ class LinearCache:
         seen: Any = context.seen
         new = seen[:, None] + jnp.arange(q.shape[1])[None]
         options: dict[str, Any] = {"first": context.first, "visible": rule.visible, "slopes": rule.slopes(q.shape[2])}
+        options["cap"] = rule.cap
         # Written first, a step reads one array; but what a window still sees must not be overwritten before it is read.
         window = rule.visible.window
         if context.visible is None and (not window or window + q.shape[1] - 1 <= self.room):

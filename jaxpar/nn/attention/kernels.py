@@ -36,6 +36,7 @@ def attention(
     visible: Visible = CAUSAL,
     among: Bool[Array, "B T T"] | None = None,
     slopes: Float[Array, " H"] | None = None,
+    cap: float = 0.0,
     impl: str = "auto",
     dropout_rate: float = 0.0,
     dropout_key: PRNGKey | None = None,
@@ -55,6 +56,7 @@ def attention(
       visible: The rule.
       among: Which positions each may see besides; dense form.
       slopes: What a score falls by for each step of distance; dense form.
+      cap: Of the scores, as of `jaxpar.nn.attention.state.attend`; dense form.
       impl: "auto", "cudnn", "splash" or "xla" (dense).
       dropout_rate: Share of attention weights dropped; needs `dropout_key` and dense form.
       dropout_key: Key of the dropout; None while not training.
@@ -72,11 +74,9 @@ def attention(
     whole, kv_whole = (rows, None, "heads", "head_dim"), (rows, None, "kv_heads", "head_dim")
     q, k, v = (constrain(x, rows, tokens, *axes[2:]) for x, axes in ((q, whole), (k, kv_whole), (v, kv_whole)))
     if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
-        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        kv_whole = whole
+        k, v, kv_whole = *(jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v)), whole
     rate = dropout_rate if dropout_key is not None else 0.0
-    plain = among is None and slopes is None
-    impl = _choose(impl, q, rate, segments is not None, prompt, visible, plain)
+    impl = _choose(impl, q, rate, segments is not None, prompt, visible, among is None and slopes is None and not cap)
     impl = _linear(impl, rate) if blockwise and among is None else impl
     # One seed a row and head, drawn over the whole batch, so that a mesh does not change what is dropped.
     seeds = None if dropout_key is None or not rate else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
@@ -92,14 +92,16 @@ def attention(
 
     def block(q, k, v, *arrays):
         given = dict(zip(options, arrays, strict=True))
-        return _on_device(q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt)
+        return _on_device(q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt, cap=cap)
 
     # A kernel's result has no type of its own for the check of what varies over which axis.
     out = local(block, [whole, kv_whole, kv_whole, *axes], whole, check=impl == "xla")(q, k, v, *arrays)
     return constrain(out, rows, tokens, *whole[2:])
 
 
-def _on_device(q, k, v, given: dict, *, impl: str, visible: Visible, rate: float, prompt: bool) -> jax.Array:
+def _on_device(
+    q, k, v, given: dict, *, impl: str, visible: Visible, rate: float, prompt: bool, cap: float
+) -> jax.Array:
     """Attention of one device's rows and heads."""
     segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
     if impl == "cudnn":
@@ -110,17 +112,19 @@ def _on_device(q, k, v, given: dict, *, impl: str, visible: Visible, rate: float
     if impl == "splash":
         return _splash.forward(q, k, v, segments, visible.causal)
     if impl == "blocks":
-        return attention_by_blocks(q, k, v, segments=segments, visible=visible, slopes=slopes)
+        return attention_by_blocks(q, k, v, segments=segments, visible=visible, slopes=slopes, cap=cap)
     places = jnp.arange(q.shape[1])[None]
     if prompt and segments is None and among is None:  # a block of queries at a time, as no gradient is wanted
-        return finish(in_blocks(q, k, v, places, places, visible=visible, slopes=slopes)).astype(q.dtype)
+        state = in_blocks(q, k, v, places, places, visible=visible, slopes=slopes, cap=cap)
+        return finish(state).astype(q.dtype)
     seen = visible(places, places)
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
     if among is not None:
         seen = seen & among
     bias = None if slopes is None else slopes_bias(slopes, places, places)
-    return finish(attend(q, k, v, seen, bias=bias, dropout_rate=rate, seeds=given.get("seeds"))).astype(q.dtype)
+    state = attend(q, k, v, seen, bias=bias, cap=cap, dropout_rate=rate, seeds=given.get("seeds"))
+    return finish(state).astype(q.dtype)
 
 
 def in_blocks(
@@ -135,6 +139,7 @@ def in_blocks(
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     visible: Visible = CAUSAL,
     slopes: Float[Array, " H"] | None = None,
+    cap: float = 0.0,
 ) -> LogSumExp:
     """Computes `attend` by the places of queries and keys, `QUERIES` queries at a time.
 
@@ -151,6 +156,7 @@ def in_blocks(
       segments: Numbers of documents, of queries and of keys: those of another one are not seen.
       visible: The rule.
       slopes: What a score falls by for each step of distance.
+      cap: Of the scores, as of `attend`.
     """
     batch, length = q.shape[:2]
 
@@ -160,7 +166,7 @@ def in_blocks(
         if segments is not None:
             seen = seen & (own[:, :, None] == segments[1][:, None, :])
         bias = None if slopes is None else slopes_bias(slopes, queries, keys)
-        return attend(q, k, v, seen if among is None else seen & among, bias=bias)
+        return attend(q, k, v, seen if among is None else seen & among, bias=bias, cap=cap)
 
     parts = q, jnp.broadcast_to(queries, (batch, length)), first, among, None if segments is None else segments[0]
     if length <= QUERIES:
@@ -182,7 +188,7 @@ def _choose(
 ) -> str:
     """Resolves "auto", and refuses a kernel that cannot do what is asked; a prompt's length is filled up for splash."""
     length, width = q.shape[1], q.shape[3]
-    rule = [(plain and not visible.window, "no window, slopes or mask of its own")]
+    rule = [(plain and not visible.window, "no window, slopes, cap or mask of its own")]
     limits = {
         "cudnn": [
             (q.dtype in (jnp.bfloat16, jnp.float16), f"dtype bfloat16 or float16, not {q.dtype}"),

@@ -1,6 +1,7 @@
 """Attention as one of the mixers: projections around the kernels, and a cache of keys and values."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -74,6 +75,7 @@ class WholeSequence:
             q, k, v, segments=context.segments, among=context.visible, impl=mixer.impl, dropout_rate=mixer.dropout,
             dropout_key=context.key, visible=mixer.visible, slopes=slopes, inside=context.rules.inside,
             blockwise=context.rules.blockwise,
+            cap=mixer.score_cap,
         )  # fmt: skip
 
     def transfers(self, mixer: "Attention", sizes: ActivationSizes) -> Iterator[Transfer]:
@@ -105,6 +107,9 @@ class Attention:
       dropout: Rate on attention weights, while training.
       impl: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
       attend: How tokens attend to each other where a mesh splits them and no cache is kept.
+      qkv_bias: Whether the products into queries, keys and values have biases, even if the one out has none.
+      score_cap: c, where a score s is c tanh(s / c) (soft-capping); 0 for none.
+      score_dim: Of scores q . k / sqrt(this); 0 means K.
       qk_norm: Of each head's queries and keys before they are rotated, one scale [K] for all heads (QK norm:
         arXiv:2302.05442, section 2, there a LayerNorm); None for none.
     """
@@ -119,6 +124,9 @@ class Attention:
     impl: str = field("auto", OneOf(ATTENTION_IMPLS))
     attend: Attend = WHOLE
     qk_norm: Norm | None = None
+    qkv_bias: bool = False
+    score_cap: float = field(0.0, AtLeast(0))
+    score_dim: float = field(0.0, AtLeast(0))
 
     num_inputs = 3
 
@@ -131,8 +139,10 @@ class Attention:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 f"legal are {', '.join(map(str, legal))}."
             )
-        if isinstance(self.positions, Rope) and self.head_dim % 2:
-            raise UsageError(f"head_dim={self.head_dim} must be even for rope.")
+        if isinstance(self.positions, Rope):
+            if self.head_dim % 2:
+                raise UsageError(f"head_dim={self.head_dim} must be even for rope.")
+            self.positions.width(self.head_dim)
 
     @property
     def causal(self) -> bool:
@@ -151,8 +161,9 @@ class Attention:
         sizes = {"q": heads, "k": kv, "v": kv}
         out: dict[str, PyTree] = {f"w{name}": Leaf((embed_dim, *sizes[name]), axes[name], std) for name in axes}
         out["wo"] = Leaf((*heads, embed_dim), OUT, out_std)
-        if self.bias:
+        if self.bias or self.qkv_bias:
             out |= {f"b{name}": Leaf(sizes[name], axes[name][1:], "zeros") for name in axes}
+        if self.bias:
             out["bo"] = Leaf((embed_dim,), (None,), "zeros")
         if self.qk_norm is not None:
             out |= {name: self.qk_norm.leaves(self.head_dim) for name in ("q_norm", "k_norm")}
@@ -205,6 +216,8 @@ class Attention:
             k, v = (product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim")) for name in "kv")
         if self.qk_norm is not None:
             q, k = (self.qk_norm.apply(params[name], part) for name, part in (("q_norm", q), ("k_norm", k)))
+        if self.score_dim:
+            q = q * math.sqrt(self.head_dim / self.score_dim)
         out, cache = self.mix(q, k, v, cache, context)
         return product("bthk,hkd->btd", checkpoint_name(out, "attention"), "o", OUT), cache, NOTHING
 
@@ -217,7 +230,7 @@ class Attention:
         context: Context,
     ) -> tuple[Float[Array, "B T H K"], Cache | None]:
         """Returns what new tokens' queries, keys and values make, not rotated yet, and the cache with these."""
-        rule = PositionRule(self.visible, self.positions)
+        rule = PositionRule(self.visible, self.positions, self.score_cap)
         if cache is not None and not context.fresh:
             state, cache = cache.attend(q, k, v, rule, context)
             return finish(state).astype(q.dtype), cache
@@ -230,6 +243,7 @@ class Attention:
             q, k, v, segments=context.segments, among=context.visible, impl="xla" if self.impl == "xla" else "auto",
             dropout_rate=self.dropout, dropout_key=context.key, prompt=True, visible=self.visible,
             slopes=rule.slopes(self.num_heads), inside=context.rules.inside, blockwise=context.rules.blockwise,
+            cap=self.score_cap,
         )  # fmt: skip
         return out, cache.fill(k, v, context)
 

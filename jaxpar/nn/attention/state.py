@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp
 
-__all__ = ["attend", "finish", "merge", "merge_parts", "slopes_bias"]
+__all__ = ["attend", "capped", "finish", "merge", "merge_parts", "slopes_bias"]
 
 
 def attend(
@@ -23,13 +23,14 @@ def attend(
     seen: Bool[Array, "B T S"],
     *,
     bias: Float[Array, "B H T S"] | None = None,
+    cap: float = 0.0,
     dropout_rate: float = 0.0,
     seeds: jax.Array | None = None,
 ) -> LogSumExp:
     """Computes each query's sums over these keys, with the whole [T, S] score matrix; in float32 at least.
 
-    Query head h reads key head h * G // H. Scores are q . k / sqrt(K) + bias. Keys that are not seen are no part of
-    any sum, whatever they hold but NaN or infinity.
+    Query head h reads key head h * G // H. Scores are q . k / sqrt(K), capped, + bias. Keys that are not seen are no
+    part of any sum, whatever they hold but NaN or infinity.
 
     Args:
       q: Queries.
@@ -37,6 +38,7 @@ def attend(
       v: Values.
       seen: Where a query may look; B or T may be 1.
       bias: Added to the scores; any axis may be 1.
+      cap: c of `capped`.
       dropout_rate: Share of weights dropped; what is kept counts 1 / (1 - rate).
       seeds: uint32 [B, H], one seed a row and head, so that dropout is the same on any mesh; None for no dropout.
 
@@ -50,7 +52,7 @@ def attend(
     shape = (batch, length, groups, heads // groups)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("btgrk,bsgk->bgrts", q.reshape(*shape, width), k, preferred_element_type=wide)
-    scores = scores / math.sqrt(width)
+    scores = capped(scores / math.sqrt(width), cap)
     if bias is not None:
         bias = jnp.broadcast_to(bias.astype(wide), (bias.shape[0], heads, *bias.shape[2:]))
         scores = scores + bias.reshape(bias.shape[0], groups, heads // groups, *bias.shape[2:])
@@ -68,6 +70,11 @@ def attend(
     flat = (batch, length, heads)
     top, total = (jnp.moveaxis(x, 3, 1).reshape(flat) for x in (top, total))
     return LogSumExp(top, total, values.reshape(*flat, width))
+
+
+def capped(x: jax.Array, cap: float) -> jax.Array:
+    """Returns c tanh(x / c), which lies between -c and c (soft-capping: arXiv:2408.00118, section 2); x for c = 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 def slopes_bias(

@@ -71,7 +71,7 @@ class SplitSequence:
     are left out where it is "zigzag", and kernels are taken, but with impl="xla". Of others who sees whom is decided by
     their positions, which travel with the keys and must rise along each document: they may lie in any order.
 
-    Dropout on attention weights, slopes, masks of one's own and kernels by name need whole rows in turn: with move
+    Dropout on attention weights, slopes, caps, masks and kernels by name need whole rows in turn: with move
     "auto" or "gather" and a contiguous order the sequence is gathered for them, as by `WholeSequence`; with others they
     are refused.
 
@@ -193,4 +193,6 @@ def _needs_whole_rows(mixer: Attention, drops: bool = True) -> str:
         return f"dropout={mixer.dropout:g} on its weights"
     if isinstance(mixer.positions, Alibi):
         return "slopes over the distance"
+    if mixer.score_cap:
+        return f"score_cap={mixer.score_cap:g}"
     return "" if mixer.impl in ("auto", "xla") else f"the kernel attention={mixer.impl}"

@@ -1,0 +1,76 @@
+"""`init=hf:folder`: a run whose first parameters, model and tokenizer are those of a Hugging Face folder."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.lm import LMConfig, Trainer, config_from_hf, from_hf
+from jaxpar.lm.tokenizer import Bpe, load_tokenizer
+from jaxpar.mesh import named_shardings
+from jaxpar.types import PyTree, UsageError
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+"""What says how a folder's texts become tokens; a run keeps a copy, so that it needs the folder no longer."""
+
+
+def source(init: str) -> pathlib.Path | None:
+    """Returns the folder that `init` names; None for a run that starts from random numbers."""
+    if not init:
+        return None
+    kind, _, name = init.partition(":")
+    if kind != "hf" or not name:
+        raise UsageError(f"init={init} names no start; legal is hf:folder, or nothing to start from random numbers.")
+    return pathlib.Path(name)
+
+
+def with_model(model: LMConfig, folder: pathlib.Path) -> LMConfig:
+    """Returns the folder's model, computed as `model` says: its dtype, remat and whatever says how and not what."""
+    how = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(LMConfig)
+        if not field.metadata.get("identity", True)
+    }
+    return dataclasses.replace(config_from_hf(folder, dtype=model.dtype), **how)
+
+
+def kept(run: pathlib.Path) -> pathlib.Path | None:
+    """Returns the run's copy of `FILES`, once it has one."""
+    return run / "init" if (run / "init" / FILES[0]).is_file() else None
+
+
+def kept_tokenizer(run: pathlib.Path, given: pathlib.Path | None) -> Bpe | None:
+    """Returns the tokenizer that the run keeps, copied from the folder `given` the first time; None without either."""
+    if given is not None and kept(run) is None:
+        tokenizer = load_tokenizer(given)  # a folder without one leaves nothing behind
+        if jax.process_index() == 0:
+            (run / "init").mkdir(parents=True, exist_ok=True)
+            for name in reversed(FILES):  # the one that `kept` looks for comes last
+                if (given / name).is_file():
+                    shutil.copyfile(given / name, run / "init" / name)
+        return tokenizer
+    copy = kept(run)
+    return None if copy is None else load_tokenizer(copy)
+
+
+def write_texts(run: pathlib.Path, out: pathlib.Path, tokenizer: Bpe) -> None:
+    """Adds to an exported folder how its texts begin, end and take turns, as the run's first folder said it."""
+    for name in FILES[1:4]:
+        if (run / "init" / name).is_file():
+            shutil.copyfile(run / "init" / name, out / name)
+    ends = {"bos_token_id": tokenizer.bos_ids[:1], "eos_token_id": tokenizer.eos_ids}
+    if not (out / FILES[3]).exists() and any(ends.values()):
+        given = {key: ids[0] if len(ids) == 1 else list(ids) for key, ids in ends.items() if ids}
+        (out / FILES[3]).write_text(json.dumps(given, indent=2) + "\n")
+
+
+def first_state(trainer: Trainer, folder: pathlib.Path) -> PyTree:
+    """Reads the folder's parameters to the ambient mesh, and returns the state that training begins with."""
+    dtype: Any = jnp.promote_types(trainer.model.dtype, jnp.float32)
+    _, params = from_hf(folder, dtype=trainer.model.dtype, param_dtype=dtype)
+    shapes = jax.eval_shape(trainer.init, jax.random.key(0))
+    return jax.jit(trainer.begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(params)

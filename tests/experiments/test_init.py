@@ -1,0 +1,90 @@
+"""`init=hf:folder` and preset=finetune: a run that begins with a folder's model, goes on, and is written back."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models
+
+from experiments import lm
+from jaxpar.lm import LMConfig, from_hf, to_hf
+from jaxpar.lm.params import abstract
+from jaxpar.lm.tokenizer import load_tokenizer
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.types import UsageError
+
+MODEL = LMConfig(
+    vocab_size=16,
+    max_seq_len=64,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    mlp_dim=12,
+    dtype="float32",
+    windows=(3,),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jax.numpy.asarray(0.3 * rng.standard_normal(x.shape), "float32"), abstract(MODEL))
+    to_hf(params, MODEL, tmp_path / "given")
+    words = {f"w{i}": i for i in range(14)} | {"<s>": 14, "</s>": 15}
+    library = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.save(str(tmp_path / "given" / "tokenizer.json"))
+    config = json.loads((tmp_path / "given" / "config.json").read_text()) | {"eos_token_id": 15}
+    (tmp_path / "given" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in rng.integers(0, 14, 600)))
+    return tmp_path / "given"
+
+
+def compose(folder, *flags):
+    text = folder.parent / "text.txt"
+    sizes = ("data.seq_len=8", "data.batch_size=8", "data.split=tail:0.2", "data.pack=false", "model.dtype=float32")
+    length = ("train.steps=2", "train.eval_every=0", "train.eval_batches=1", "train.save_every=1")
+    flags = (*sizes, *length, "sampling.max_new_tokens=2", *flags)
+    return lm.compose("preset=finetune", f"init=hf:{folder}", f"data.path={text}", *flags)
+
+
+def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
+    run, out, rate = tmp_path / "run", tmp_path / "out", 1e-3
+    given = from_hf(folder, dtype="float32")[1]
+    flags = (f"optimizer.learning_rate={rate}", "optimizer.warmup_steps=0", "optimizer.schedule=constant")
+
+    def furthest(params):
+        moved = jax.tree.map(lambda a, b: float(abs(np.asarray(a) - np.asarray(b)).max()), params, given)
+        return max(jax.tree.leaves(moved))
+
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
+        result = lm.train(compose(folder, *flags, "train.steps=1"), run)
+        # One step of AdamW moves a number by the rate at most; another start would lie 0.3 away.
+        assert 0.5 * rate < furthest(result.state.params) < 1.5 * rate
+        shutil.rmtree(folder)
+        lm.train(compose(folder, *flags, "train.steps=2"), run)
+        assert "resuming at step 1" in capsys.readouterr().out
+        lm.export(lm.compose("mode=export", f"run={run}", f"out={out}", "checkpoint=newest"), run)
+    read, params = from_hf(out, dtype="float32")
+    assert read == MODEL and load_tokenizer(out).eos_ids == (15,)
+    assert rate < furthest(params) < 3 * rate
+
+
+@pytest.mark.parametrize(
+    ("init", "sentence"),
+    [("folder", "init=folder names no start; legal is hf:folder"), ("hf:/nowhere", "there is no /nowhere/config.json")],
+)
+def test_what_is_no_start_is_refused(init, sentence, tmp_path):
+    with use_mesh(make_mesh(MeshSpec(data=8))), pytest.raises(UsageError, match=sentence):
+        lm.train(lm.compose("preset=finetune", f"init={init}"), tmp_path / "run")
+
+
+def test_another_start_is_another_run(folder):
+    from experiments._run import folder_name
+
+    names = {folder_name(lm.compose(*flags)) for flags in ((), ("init=hf:a",), ("init=hf:b",))}
+    assert len(names) == 3
