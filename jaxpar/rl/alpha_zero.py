@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Discrete, Environment, is_adapter, reset, step
-from jaxpar.fields import AtLeast, Between, check_fields, field
+from jaxpar.fields import AtLeast, Between, Positive, check_fields, field
 from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.guided_search import Guide, GuidedSearch, Searched, _legal
+from jaxpar.rl.guided_search import Guide, GuidedSearch, Searched, legal_actions_at
 from jaxpar.rl.network import Network
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
@@ -73,7 +73,7 @@ class AlphaZero:
     env: Environment
     network: Network = Network(hidden=(256, 256), activation="relu")
     search: GuidedSearch = GuidedSearch(noise=0.25)
-    learning_rate: float = field(1e-3, Between(0, float("inf"), "()"))
+    learning_rate: float = field(1e-3, Positive())
     discount: float = field(0.97, Between(0, 1))
     trace: float = field(0.9, Between(0, 1))
     value_coef: float = field(1.0, AtLeast(0))
@@ -145,7 +145,7 @@ class AlphaZero:
             said = self.decide(search_key, weights, state, params)
             drawn = jax.random.categorical(draw_key, jnp.log(said.visits.astype(jnp.float32)))
             action = jnp.argmax(said.visits) if greedy else drawn
-            return said, _legal(self.env, state, params), step(step_key, self.env, state, action, params)
+            return said, legal_actions_at(self.env, state, params), step(step_key, self.env, state, action, params)
 
         def decision(carry: tuple, key: PRNGKey) -> tuple:
             state, obs, over = carry

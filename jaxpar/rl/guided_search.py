@@ -5,7 +5,7 @@ and a leaf of each is one batch of the network. Every simulation goes down by
 
     argmax_a  q(s, a) + exploration prior(s, a) sqrt(visits(s)) / (1 + visits(s, a))
 
-with q scaled to [0, 1] by the least and greatest mean of any edge of the tree (Schrittwieser et al. 2020,
+with visits(s) counting the node's own guess, q scaled to [0, 1] by the least and greatest mean of any edge of the tree (Schrittwieser et al. 2020,
 arXiv:1911.08265, equation 5), makes one step, asks the network for the new node's policy and value, and adds the
 discounted return to every edge on the way (Silver et al. 2018, AlphaZero). Of a random environment an edge keeps the
 first outcome that was drawn.
@@ -20,10 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Environment, capabilities, step
-from jaxpar.fields import AtLeast, Between, check_fields, field
+from jaxpar.fields import AtLeast, Between, Positive, check_fields, field
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
-__all__ = ["GuidedSearch", "Searched"]
+__all__ = ["Guide", "GuidedSearch", "Searched", "legal_actions_at"]
+
+ROUNDING = 1e-5  # means closer than this differ by rounding alone: scaled to [0, 1] it would decide
 
 Guide = Callable[[PyTree, Array], tuple[Array, Array]]
 """`(obs, legal [A]) -> (prior [A], value [])`: probabilities, 0 where it is illegal, and the discounted return."""
@@ -75,7 +77,7 @@ class GuidedSearch:
     simulations: int = field(32, AtLeast(1))
     exploration: float = field(1.25, AtLeast(0))
     noise: float = field(0.0, Between(0, 1))
-    concentration: float = field(0.3, Between(0, float("inf"), "()"))
+    concentration: float = field(0.3, Positive())
 
     __post_init__ = check_fields
 
@@ -102,7 +104,7 @@ class GuidedSearch:
 
     def _root(self, keys: Array, env: Environment, state: PyTree, params: PyTree, guide: Guide) -> _Nodes:
         """A tree of the root alone."""
-        legal = _legal(env, state, params)
+        legal = legal_actions_at(env, state, params)
         prior, value = guide(env.observe(keys[0], state, None, params), legal)
         if self.noise:
             drawn = jax.random.gamma(keys[1], self.concentration, prior.shape) * legal
@@ -133,10 +135,10 @@ class GuidedSearch:
             mean = nodes.total[node] / jnp.maximum(visits, 1)
             q = jnp.where(visits > 0, mean, nodes.value[node])
             width = nodes.high - nodes.low
-            q = jnp.where(width > 0, jnp.clip((q - nodes.low) / width, 0, 1), 0.0)
-            bonus = self.exploration * prior * jnp.sqrt(jnp.sum(visits).astype(jnp.float32)) / (1 + visits)
-            # At a first visit every bonus is 0: the prior decides.
-            return jnp.argmax(jnp.where(prior < 0, -jnp.inf, q + bonus + 1e-6 * prior))
+            spread = width > ROUNDING * (1 + abs(nodes.low) + abs(nodes.high))
+            q = jnp.where(spread, jnp.clip((q - nodes.low) / width, 0, 1), 0.0)
+            bonus = self.exploration * prior * jnp.sqrt(1.0 + jnp.sum(visits)) / (1 + visits)
+            return jnp.argmax(jnp.where(prior < 0, -jnp.inf, q + bonus))
 
         def goes_on(edge: tuple[Array, Array]) -> Array:
             below = nodes.child[edge]
@@ -150,7 +152,7 @@ class GuidedSearch:
         return jax.lax.while_loop(goes_on, on, (root, choose(root)))
 
 
-def _legal(env: Environment, state: PyTree, params: PyTree) -> Array:
+def legal_actions_at(env: Environment, state: PyTree, params: PyTree) -> Array:
     """What may be done, bool `[A]`."""
     mask = capabilities(env).action_mask
     if mask is not None:
@@ -169,7 +171,7 @@ def _expanded(
     """The tree with the node below an edge written at `new`, and that node; the old one where there is one."""
     now = jax.tree.map(lambda x: x[node], nodes.state)
     said = step(key, env, now, action, params)
-    legal = _legal(env, said.state, params)
+    legal = legal_actions_at(env, said.state, params)
     prior, value = guide(said.obs, legal)
     old = nodes.child[node, action]
     leaf = jnp.where(old >= 0, old, new)
