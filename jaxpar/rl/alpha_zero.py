@@ -17,7 +17,7 @@ from jaxpar.rl.guided_search import Guide, GuidedSearch, Searched, legal_actions
 from jaxpar.rl.network import Network
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["AlphaZero", "AlphaZeroState", "Decisions", "lambda_targets", "search_loss"]
+__all__ = ["AlphaZero"]
 
 
 @flax.struct.dataclass

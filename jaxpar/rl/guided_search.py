@@ -5,8 +5,8 @@ and a leaf of each is one batch of the network. Every simulation goes down by
 
     argmax_a  q(s, a) + exploration prior(s, a) sqrt(visits(s)) / (1 + visits(s, a))
 
-with visits(s) counting the node's own guess, q scaled to [0, 1] by the least and greatest mean of any edge of the tree (Schrittwieser et al. 2020,
-arXiv:1911.08265, equation 5), makes one step, asks the network for the new node's policy and value, and adds the
+with visits(s) counting the node's own guess and q scaled to [0, 1] by the least and greatest mean of any edge of the
+tree (Schrittwieser et al. 2020, arXiv:1911.08265, equation 5), makes one step, asks the network for the new node's policy and value, and adds the
 discounted return to every edge on the way (Silver et al. 2018, AlphaZero). Of a random environment an edge keeps the
 first outcome that was drawn.
 """
@@ -23,7 +23,7 @@ from jaxpar.env import Environment, capabilities, step
 from jaxpar.fields import AtLeast, Between, Positive, check_fields, field
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
-__all__ = ["Guide", "GuidedSearch", "Searched", "legal_actions_at"]
+__all__ = ["GuidedSearch"]
 
 ROUNDING = 1e-5  # means closer than this differ by rounding alone: scaled to [0, 1] it would decide
 

@@ -117,6 +117,7 @@ def test_targets_are_the_loop_s():
             np.testing.assert_allclose(got[t, b], target, rtol=1e-5)
 
 
+@pytest.mark.slow  # 12 s
 def test_it_learns_what_the_search_says():
     env = Sokoban(ROOM)
     learner = AlphaZero(env, TINY, GuidedSearch(8, noise=0.25), num_envs=8, num_steps=4, learning_rate=0.01)
