@@ -6,9 +6,9 @@ and a leaf of each is one batch of the network. Every simulation goes down by
     argmax_a  q(s, a) + exploration prior(s, a) sqrt(visits(s)) / (1 + visits(s, a))
 
 with visits(s) counting the node's own guess and q scaled to [0, 1] by the least and greatest mean of any edge of the
-tree (Schrittwieser et al. 2020, arXiv:1911.08265, equation 5), makes one step, asks the network for the new node's policy and value, and adds the
-discounted return to every edge on the way (Silver et al. 2018, AlphaZero). Of a random environment an edge keeps the
-first outcome that was drawn.
+tree (Schrittwieser et al. 2020, arXiv:1911.08265, equation 5), makes one step, asks the network for the new node's
+policy and value, and adds the discounted return to every edge on the way (Silver et al. 2018, AlphaZero). Of a random
+environment an edge keeps the first outcome that was drawn.
 """
 
 import dataclasses
@@ -175,7 +175,8 @@ def _expanded(
     prior, value = guide(said.obs, legal)
     old = nodes.child[node, action]
     leaf = jnp.where(old >= 0, old, new)
-    nodes = nodes.replace(
+    nodes = dataclasses.replace(
+        nodes,
         state=jax.tree.map(lambda xs, x: xs.at[new].set(x), nodes.state, said.state),
         ended=nodes.ended.at[new].set(said.terminated | said.truncated),
         value=nodes.value.at[new].set(jnp.where(said.terminated, 0.0, value)),
@@ -205,4 +206,4 @@ def _up(nodes: _Nodes, leaf: Array, discount: Scalar) -> _Nodes:
 
     start = (leaf, nodes.value[leaf], nodes.visits, nodes.total, nodes.low, nodes.high)
     _, _, visits, total, low, high = jax.lax.while_loop(more, climb, start)
-    return nodes.replace(visits=visits, total=total, low=low, high=high)
+    return dataclasses.replace(nodes, visits=visits, total=total, low=low, high=high)
