@@ -48,9 +48,9 @@ def learners(small: bool) -> dict[str, tuple]:
 
 def of_level(learner: AlphaZero, generator) -> AlphaZero:
     """The learner with levels of another generator."""
-    kind = type(learner.env)
-    assert kind in (RubiksCube, Sokoban)
-    return dataclasses.replace(learner, env=kind(generator, rewards=learner.env.rewards))
+    env = learner.env
+    assert isinstance(env, RubiksCube | Sokoban)
+    return dataclasses.replace(learner, env=dataclasses.replace(env, generator=generator))
 
 
 def trained(name: str, levels: list, learner: AlphaZero, seconds: float, seed: int):
