@@ -115,7 +115,7 @@ from jaxpar.parallel.pipeline import Pipelined, TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import A2c, AlphaZero, Dqn, GuidedSearch, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -337,6 +337,18 @@ TABLE = {
     },
     A2c: {"num_envs num_steps": COUNT, "lag": LEAST_0},
     Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0, "target_kl": FRACTION_FROM_0},
+    AlphaZero: {
+        "learning_rate": POSITIVE,
+        "discount trace": SHARE,
+        "value_coef": FRACTION_FROM_0,
+        "num_envs num_steps epochs minibatches": COUNT,
+    },
+    GuidedSearch: {
+        "simulations": COUNT,
+        "exploration": FRACTION_FROM_0,
+        "noise": SHARE,
+        "concentration": POSITIVE,
+    },
     Pqn: {"num_envs num_steps epochs minibatches decomposition_size": COUNT},
     Dqn: {
         "num_envs num_steps gradient_steps batch_size capacity n_step target_period decomposition_size": COUNT,

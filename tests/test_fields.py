@@ -61,7 +61,7 @@ from jaxpar.parallel.pipeline import Pipelined, gpipe
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import A2c, AlphaZero, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -169,6 +169,7 @@ BASIS = {
     RootParallel: (Vopp(),),
     tree.DenseChildren: (2,),
     A2c: (CART,),
+    AlphaZero: (CART,),
     Ppo: (CART,),
     Pqn: (CART,),
     Dqn: (CART,),

@@ -13,15 +13,18 @@
 | `value_decomposition`, `action_values` | observations `[T, B, ...]` -> values of actions | `pqn`, `dqn` |
 | `saliency` | observations `[T, B, ...]` -> the gradient of a step's value by each of them | users |
 | `buffer`, `replay` | rows `[M, ...]` -> a ring of them -> random rows -> updates | `dqn`, `td3`, `sac` |
+| `guided_search` | a state, a policy and value -> visits `[A]` and a value | `alpha_zero` |
 | `twin_critics` | observations `[M, ...]` -> actions in a box `[M, n]` -> what two critics say | `td3`, `sac` |
-| `ppo`, `a2c`, `pqn`, `dqn`, `td3`, `sac` | environment's parameters -> an update | `jaxpar.loop` |
+| `ppo`, `a2c`, `pqn`, `dqn`, `td3`, `sac`, `alpha_zero` | environment's parameters -> an update | `jaxpar.loop` |
 | `train`, `population` | a learner -> its whole run, many seeds', or a population's | users, experiments |
 """
 
 from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
+from jaxpar.rl.alpha_zero import AlphaZero
 from jaxpar.rl.dqn import Dqn, DqnRates
+from jaxpar.rl.guided_search import GuidedSearch
 from jaxpar.rl.items import Items
 from jaxpar.rl.last_action_reward import LastActionReward, returns_by_trial
 from jaxpar.rl.learner import RENAMED
@@ -42,9 +45,11 @@ __all__ = [
     "A2cRates",
     "ActionValues",
     "ActorCritic",
+    "AlphaZero",
     "CellMemory",
     "Dqn",
     "DqnRates",
+    "GuidedSearch",
     "Items",
     "LastActionReward",
     "Memory",

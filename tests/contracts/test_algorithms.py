@@ -28,7 +28,7 @@ from jaxpar.nn.position import Alibi
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.own import OwnModel
-from jaxpar.rl import A2c, Dqn, Network, Ppo, Pqn, Sac, Td3
+from jaxpar.rl import A2c, AlphaZero, Dqn, GuidedSearch, Network, Pbt, Ppo, Pqn, Sac, Td3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +129,20 @@ ROWS = {
     "ppo": Row(
         Ppo(CART, Network(hidden=(8,)), num_envs=2, num_steps=6, epochs=2, minibatches=2), short_episodes, SHAPES_ALONE
     ),
+    "ppo-lag": Row(
+        Ppo(CART, Network(hidden=(8,)), num_envs=2, num_steps=6, epochs=2, minibatches=2, lag=2),
+        short_episodes,
+        SHAPES_ALONE,
+    ),
+    "pbt": Row(
+        Pbt(A2c(CART, Network(hidden=(4,)), num_envs=2, num_steps=4), 2, period=1), short_episodes, SHAPES_ALONE
+    ),
+    "alpha-zero": Row(
+        AlphaZero(
+            CART, Network(hidden=(4,)), GuidedSearch(3, noise=0.25), num_envs=2, num_steps=4, epochs=1, minibatches=2
+        ),
+        short_episodes,
+    ),
     "a2c-para-gru": Row(
         A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_envs=2, num_steps=6),
         short_episodes,
@@ -161,6 +175,9 @@ SLOW = (
     "lm-muon-dropout-accumulate",
     "a2c-para-gru",
     "a2c-stack",
+    "ppo-lag",
+    "pbt",
+    "alpha-zero",
     "pqn-min-gru",
     "pqn-qmix",
     "dqn",

@@ -1,0 +1,142 @@
+"""The guided search against a tree of Python objects, and learning by it."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import envs
+from envs.puzzles.countdown import Countdown
+from envs.puzzles.sokoban import Sokoban
+from envs.puzzles.sokoban_levels import given_levels
+from jaxpar.env import capabilities, step
+from jaxpar.rl import AlphaZero, GuidedSearch, Network
+from jaxpar.rl.alpha_zero import lambda_targets
+from jaxpar.types import UsageError
+
+ROOM = given_levels("#####\n#@$.#\n#   #\n#####")
+TINY = Network(hidden=(8,))
+DISCOUNT = 0.9
+
+
+class Node:
+    """A node of the twin, with its edges as dictionaries by action."""
+
+    def __init__(self, state, ended, value, prior):
+        self.state, self.ended, self.value, self.prior = state, ended, value, prior
+        self.below, self.reward, self.visits, self.total = {}, {}, dict.fromkeys(prior, 0), dict.fromkeys(prior, 0.0)
+
+
+def twin(search, key, env, state, params, guide):
+    """The same search, one simulation and one node at a time."""
+    keys = jax.random.split(key, search.simulations + 2)
+    mask_of = capabilities(env).action_mask or (lambda state, params: jnp.ones(env.action_space(params).n, bool))
+    once, mask_of = jax.jit(lambda key, state, action: step(key, env, state, action, params)), jax.jit(mask_of)
+    guide = jax.jit(guide)
+
+    def made(state, obs, terminated, truncated):
+        legal = mask_of(state, params)
+        prior, value = guide(obs, legal)
+        prior = {a: float(prior[a]) for a in range(len(prior)) if legal[a]}
+        return Node(state, bool(terminated or truncated), 0.0 if terminated else float(value), prior)
+
+    root = made(state, env.observe(keys[-2], state, None, params), False, False)
+    low, high = math.inf, -math.inf
+    for i in range(search.simulations):
+        node, path = root, []
+        while True:
+            scores = {}
+            for a, prior in node.prior.items():
+                q = node.total[a] / node.visits[a] if node.visits[a] else node.value
+                q = min(max((q - low) / (high - low), 0), 1) if high - low > 1e-5 * (1 + abs(low) + abs(high)) else 0.0
+                bonus = search.exploration * prior * math.sqrt(1 + sum(node.visits.values())) / (1 + node.visits[a])
+                scores[a] = q + bonus
+            action = max(scores, key=lambda a: (scores[a], -a))
+            path.append((node, action))
+            if action not in node.below:
+                said = once(keys[i], node.state, action)
+                node.below[action] = made(said.state, said.obs, said.terminated, said.truncated)
+                node.reward[action] = float(said.reward)
+                node = node.below[action]
+                break
+            node = node.below[action]
+            if node.ended:
+                break
+        earned = node.value
+        for above, action in reversed(path):
+            earned = above.reward[action] + DISCOUNT * earned
+            above.visits[action] += 1
+            above.total[action] += earned
+            mean = above.total[action] / above.visits[action]
+            low, high = min(low, mean), max(high, mean)
+    return root
+
+
+@pytest.mark.parametrize("env", [Sokoban(ROOM, rewards="dense"), envs.make("2048-2x2")[0]], ids=["sokoban", "2048"])
+def test_a_tree_of_objects_agrees(env):
+    params = env.default_params
+    learner = AlphaZero(env, TINY, GuidedSearch(24), discount=DISCOUNT)
+    weights = learner.init(jax.random.key(1), params).weights
+    state = env.init(jax.random.key(2), params)
+    said = jax.jit(learner.decide)(jax.random.key(3), weights, state, params)
+    root = twin(learner.search, jax.random.key(3), env, state, params, learner.guide(weights))
+    visits = np.array([root.visits.get(a, 0) for a in range(len(said.visits))])
+    np.testing.assert_array_equal(said.visits, visits)
+    q = [root.total[a] / root.visits[a] if root.visits.get(a) else 0.0 for a in range(len(visits))]
+    np.testing.assert_allclose(said.q, q, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(said.value, (root.value + sum(root.total.values())) / 25, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_ends_and_noise():
+    env = Sokoban(ROOM)
+    params = env.default_params
+    learner = AlphaZero(env, TINY, GuidedSearch(16, noise=0.5), discount=DISCOUNT)
+    state = env.init(jax.random.key(0), params)
+    guide = lambda obs, legal: (legal / jnp.sum(legal), jnp.float32(7))  # noqa: E731
+    said = learner.search(jax.random.key(1), env, state, params, guide, DISCOUNT)
+    assert np.sum(said.visits) == 16
+    np.testing.assert_array_equal(said.visits[~env.action_mask(state, params)], 0)
+    np.testing.assert_allclose(said.q[1], 1.0)  # right solves it: a reward of 1, and nothing after the end
+
+
+def test_targets_are_the_loop_s():
+    rng = np.random.default_rng(0)
+    reward, value = rng.normal(size=(2, 5, 3)).astype(np.float32)
+    last = rng.normal(size=3).astype(np.float32)
+    terminated, alive = np.zeros((5, 3), bool), np.ones((5, 3), bool)
+    terminated[2, 0], alive[3:, 0], alive[3:, 1] = True, False, False  # 0 ends at 2; 1 is cut there
+    got = lambda_targets(*map(jnp.asarray, (reward, value, terminated, alive, last)), 0.9, 0.7)
+    for b, length in enumerate((3, 3, 5)):
+        target = last[b]
+        for t in reversed(range(length)):
+            ahead = target if t == length - 1 else 0.3 * value[t + 1, b] + 0.7 * target
+            target = reward[t, b] + 0.9 * (0 if terminated[t, b] else ahead)
+            np.testing.assert_allclose(got[t, b], target, rtol=1e-5)
+
+
+@pytest.mark.slow  # 12 s
+def test_it_learns_what_the_search_says():
+    env = Sokoban(ROOM)
+    learner = AlphaZero(env, TINY, GuidedSearch(8, noise=0.25), num_envs=8, num_steps=4, learning_rate=0.01)
+    update = jax.jit(learner.step)
+    params, state = env.default_params, learner.init(jax.random.key(0), env.default_params)
+    state, first = update(jax.random.key(1), state, params)
+    for i in range(20):
+        state, info = update(jax.random.key(2 + i), state, params)
+    assert info["policy_loss"] < 0.7 * first["policy_loss"] and info["value_loss"] < 0.1 * first["value_loss"]
+    level = env.init(jax.random.key(0), params)
+    obs = env.observe(jax.random.key(0), level, None, params)
+    prior, value = learner.guide(state.weights)(obs, env.action_mask(level, params))
+    assert np.argmax(prior) == 1 and abs(value - 1) < 0.2
+
+
+def test_refused():
+    with pytest.raises(UsageError, match="memory='none'"):
+        AlphaZero(Countdown(), Network(memory="para_gru"))
+    with pytest.raises(UsageError, match="Discrete"):
+        AlphaZero(envs.make("Pendulum-v1")[0])
+    with pytest.raises(UsageError, match="minibatches=3"):
+        dataclasses.replace(AlphaZero(Countdown()), minibatches=3)
