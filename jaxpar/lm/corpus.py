@@ -41,7 +41,8 @@ class DataConfig:
 
     Attributes:
         path: a text file, or a folder whose files are documents; a file of JSONL that ends in .jsonl; a folder with
-            tokens.npy, or one .npy of tokens; empty: this Python's standard library.
+            tokens.npy, or one .npy of tokens; mix:7*a.jsonl+3*b, several by share; empty: this Python's standard
+            library.
         tokenizer: `bytes` or `bpe:N`.
         split: `hash:f` holds documents out with probability f, by their content; `tail:f` the stream's end.
         seq_len: tokens of a window.
