@@ -226,7 +226,7 @@ def test_the_language_model_stays_small():
     # took two hundred lines and the flags of mixers as many, and what a pipeline sends seventy; data of one's own
     # (JSONL, its parts and templates, arrays, mixtures) took five hundred; layers, attention and optimizers are not
     # its own.
-    assert sum(file.num_lines for file in library() if file.part == "lm") < 4090
+    assert sum(file.num_lines for file in library() if file.part == "lm") < 4110
 
 
 def shared(names):

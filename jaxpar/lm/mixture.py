@@ -15,6 +15,8 @@ from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, permuted
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
+__all__ = ["open_corpora", "training_batches"]
+
 _SOURCE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(e?)\*(.+)")
 
 
