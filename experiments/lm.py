@@ -43,7 +43,8 @@ from jaxpar.lm import (
     num_params,
     to_hf,
 )
-from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, sweep
+from jaxpar.lm.data import Corpus, DataConfig, Windows, sweep
+from jaxpar.lm.mixture import open_corpora, training_batches
 from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
@@ -140,10 +141,11 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     start = _init.source(config.init)
     if start is not None:
         config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
-    corpus = open_corpus(config.data, folder / "data", _init.kept_tokenizer(folder, start))
+    mixed = open_corpora(config.data, folder / "data", _init.kept_tokenizer(folder, start))
+    corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer)
     trainer, data, length = make_trainer(config), config.data, config.train
-    windows = Windows(corpus.train, data.seq_len, data.batch_size, config.seed, data.pack)
+    windows = training_batches(mixed, data, config.seed)
     run = Run(
         config,
         folder,
@@ -155,7 +157,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             keep=length.keep,
             keep_every_s=length.keep_every_s,
         ),
-        metadata={"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity},
+        metadata={"corpus": mixed.hash, "tokenizer": corpus.tokenizer.identity},
         evaluate=make_evaluate(config, corpus),
         check=_make_check(config),
         extending="stretches its schedule",
@@ -179,7 +181,7 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     refuse_idle("a language model", (axes(config.model), LM_AXES))
     check_split("data.batch_size", config.data.batch_size, "batch")
     check_length(config)
-    corpus = open_corpus(config.data, pathlib.Path(config.run) / "data", tokenizer)
+    corpus = open_corpora(config.data, pathlib.Path(config.run) / "data", tokenizer).first
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))
     metrics = make_evaluate(whole, corpus)(params)
@@ -337,7 +339,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
     saved = _run.load(folder, Config)
-    corpus = open_corpus(saved.data, folder / "data", _init.kept_tokenizer(folder, None))
+    corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed
     )

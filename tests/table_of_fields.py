@@ -232,7 +232,7 @@ TABLE = {
     JacobiDraft: {"length": COUNT},
     LookaheadDraft: {"width guesses pool": COUNT, "ngram": ((1,), (2,))},
     ModelDraft: {"length block": COUNT},
-    DataConfig: {"seq_len batch_size": COUNT},
+    DataConfig: {"seq_len batch_size workers": COUNT},
     Windows: {"seq_len batch_size": COUNT, "seed": SIGNED},
     Fit: {"num_steps chunk": COUNT, "eval_every save_every": LEAST_0},
     MeshSpec: {"data fsdp tensor context expert stage": AXIS, "inner": COUNT},

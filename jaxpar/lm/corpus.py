@@ -6,6 +6,7 @@ where depends on content alone, so every host and every copy of the data agrees.
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,11 +22,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.lm.examples import Jinja, Template, chat_ml
+from jaxpar.lm.shards import lines_of, open_shards, read_line, tokenise
 from jaxpar.lm.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
 
 __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
+_LOG = logging.getLogger(__name__)
 _KIB, _MIB = 2**10, 2**20
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
@@ -36,12 +40,16 @@ class DataConfig:
     """Which text a run reads and how it is cut.
 
     Attributes:
-        path: a text file, or a folder whose files are documents; empty: this Python's standard library.
+        path: a text file, or a folder whose files are documents; a file of JSONL that ends in .jsonl; a folder with
+            tokens.npy, or one .npy of tokens; mix:7*a.jsonl+3*b, several by share; empty: this Python's standard
+            library.
         tokenizer: `bytes` or `bpe:N`.
         split: `hash:f` holds documents out with probability f, by their content; `tail:f` the stream's end.
         seq_len: tokens of a window.
         batch_size: windows of a step, over all hosts.
         pack: mark the documents within each window, so that attention can stay inside them.
+        template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
+        workers: processes that tokenise JSONL.
     """
 
     path: str = ""
@@ -50,6 +58,8 @@ class DataConfig:
     seq_len: int = field(256, AtLeast(1))
     batch_size: int = field(64, AtLeast(1))
     pack: bool = False
+    template: str = field("", identity="changed")
+    workers: int = field(1, AtLeast(1), identity=False)
 
     def __post_init__(self):
         check_fields(self, "data.")
@@ -65,11 +75,13 @@ class Tokens:
         data: every token of the corpus, unsigned `[n]`, memory-mapped.
         starts: first token of each document in `data`, int64 `[D]`.
         lengths: tokens of each document, positive, int64 `[D]`.
+        counts: 1 where a token counts as a target, uint8 `[n]`, memory-mapped; None: all do.
     """
 
     data: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    counts: np.ndarray | None = None
 
     @cached_property
     def begins(self) -> np.ndarray:
@@ -81,6 +93,15 @@ class Tokens:
 
     def read(self, offset: int | np.ndarray, length: int) -> np.ndarray:
         """Reads `length` tokens from each offset: int32 `[length]`, or `[b, length]` for offsets `[b]`."""
+        return self._read(self.data, offset, length)
+
+    def read_counts(self, offset: int | np.ndarray, length: int) -> np.ndarray:
+        """Reads which of these tokens count as targets: float32, same shape."""
+        if self.counts is None:
+            return np.ones((*np.shape(offset), length), np.float32)
+        return self._read(self.counts, offset, length).astype(np.float32)
+
+    def _read(self, source: np.ndarray, offset: int | np.ndarray, length: int) -> np.ndarray:
         offsets = np.atleast_1d(np.asarray(offset, np.int64))
         if offsets.size and not 0 <= offsets.min() <= offsets.max() <= len(self) - length:
             raise IndexError(f"tokens {offset} + {length} are outside a stream of {len(self)}")
@@ -92,7 +113,7 @@ class Tokens:
             while filled < length:
                 count = min(length - filled, int(self.lengths[span]) - skip)
                 first = int(self.starts[span]) + skip
-                row[filled : filled + count] = self.data[first : first + count]
+                row[filled : filled + count] = source[first : first + count]
                 filled, span, skip = filled + count, span + 1, 0
         return out.reshape(*np.shape(offset), length)
 
@@ -129,6 +150,8 @@ def open_corpus(config: DataConfig, cache: str | Path, tokenizer: Tokenizer | No
     A `tokenizer` replaces `config.tokenizer`, as for the one that belongs to given weights. A `UsageError`
     says: no text there, not UTF-8, a split under `seq_len + 1` tokens, a cache that is not writable.
     """
+    if config.path.endswith((".jsonl", ".npy")) or (Path(config.path) / "tokens.npy").is_file():
+        return _open_shards(config, Path(cache), tokenizer)
     try:
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
@@ -147,17 +170,68 @@ def open_corpus(config: DataConfig, cache: str | Path, tokenizer: Tokenizer | No
     data = np.memmap(entry / record["data"], record["dtype"], "r", shape=(record["tokens"],))
     data = data.view(np.ndarray)  # cheaper to slice
     lengths, validation = np.array(record["lengths"], np.int64), np.array(record["validation"], bool)
+    return Corpus(record["hash"], tokenizer, *_streams(config, data, lengths, validation))
+
+
+def _streams(
+    config: DataConfig, data: np.ndarray, lengths: np.ndarray, validation: np.ndarray, counts: np.ndarray | None = None
+) -> tuple[Tokens, Tokens]:
+    """The two sides of a split, each long enough for a window."""
     streams, starts = [], np.cumsum(lengths) - lengths
     for side, chosen in (("training", ~validation), ("validation", validation)):
         chosen &= lengths > 0  # a tokenizer may find nothing in a document
-        streams.append(Tokens(data, starts[chosen], lengths[chosen]))
+        streams.append(Tokens(data, starts[chosen], lengths[chosen], counts))
         if len(streams[-1]) <= config.seq_len:
             raise UsageError(
                 f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
                 f"window needs {config.seq_len + 1}; lower seq_len={config.seq_len}, change "
                 f"split={config.split!r} or add text"
             )
-    return Corpus(record["hash"], tokenizer, *streams)
+    return streams[0], streams[1]
+
+
+def _open_shards(config: DataConfig, cache: Path, tokenizer: Tokenizer | None) -> Corpus:
+    """Opens JSONL, tokenising it first, or arrays of tokens."""
+    path, split = Path(config.path).expanduser().resolve(), _split_of(config.split)
+    template = Jinja(config.template) if config.template else chat_ml
+    if path.suffix == ".jsonl":
+        if not path.is_file() or not path.stat().st_size:
+            raise UsageError(f"data path {config.path!r} is not a file with text")
+        name, stat = config.tokenizer if tokenizer is None else tokenizer.identity, path.stat()
+        text = template.text if isinstance(template, Jinja) else ""
+        key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, text]
+        folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        tokenizer = tokenizer or _tokenizer(config, folder.with_suffix(".json"), str(path), template)
+        if not folder.exists():
+            try:
+                tokenise(str(path), folder, tokenizer, template, split, config.workers, _LOG.info)
+            except OSError as error:
+                raise UsageError(f"the cache folder {cache} cannot be written: {error.strerror}") from error
+    else:
+        if tokenizer is None and (path / "tokenizer.json").is_file():
+            tokenizer = load_tokenizer(path)
+        if tokenizer is None and config.tokenizer != "bytes":
+            raise UsageError(
+                f"tokenizer={config.tokenizer!r} is not learnt from tokens; put tokenizer.json beside them"
+            )
+        tokenizer, folder = tokenizer or Bytes(), path
+    found = open_shards(folder, tokenizer.vocab_size, split)
+    streams = _streams(config, found.tokens, found.lengths, found.validation, found.counts)
+    return Corpus(found.hash, tokenizer, *streams)
+
+
+def _tokenizer(config: DataConfig, file: Path, path: str, template: Template) -> Tokenizer:
+    """The tokenizer that a file of JSONL is given, learnt from its first 64 MiB and kept in `file`."""
+    if config.tokenizer == "bytes":
+        return Bytes()
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".partial-{uuid.uuid4().hex}")
+        lines = lines_of(path, 0, 64 * _MIB)
+        texts = (text for offset, line in lines for text, _ in read_line(path, offset, line, template)[0])
+        train_bpe(texts, vocab_size_of(config.tokenizer)).save(partial)
+        partial.rename(file)
+    return load_tokenizer(file)
 
 
 class _Piece(NamedTuple):

@@ -92,18 +92,22 @@ class Windows:
 
         Returns:
             `tokens` and `targets` (the tokens one later), int32 `[b, T]`. With `pack` also `segments`
-            (1, 2, ... for the documents of a window) and `positions` (from 0 in each), int32 `[b, T]`, and
-            `weights`, float32 `[b, T]`: 0 where the target belongs to the next document, else 1.
+            (1, 2, ... for the documents of a window) and `positions` (from 0 in each), int32 `[b, T]`. With
+            `pack`, or where not all tokens count, `weights`, float32 `[b, T]`: 0 where the target does not count or,
+            with `pack`, belongs to the next document, else 1.
         """
         starts = self.starts(step, rows)
         block = self.tokens.read(starts, self.seq_len + 1)
         batch = {"tokens": block[:, :-1].copy(), "targets": block[:, 1:].copy()}
+        if self.tokens.counts is not None:
+            batch["weights"] = self.tokens.read_counts(starts + 1, self.seq_len)
         if self.pack:
             index = self.tokens.document_index(starts, self.seq_len + 1)
             first = np.maximum(self.tokens.begins[index[:, :-1]] - starts[:, None], 0)
             batch["segments"] = (index[:, :-1] - index[:, :1] + 1).astype(np.int32)
             batch["positions"] = (np.arange(self.seq_len) - first).astype(np.int32)
-            batch["weights"] = (index[:, 1:] == index[:, :-1]).astype(np.float32)
+            same = (index[:, 1:] == index[:, :-1]).astype(np.float32)
+            batch["weights"] = same * batch.get("weights", np.float32(1))
         return batch
 
 
@@ -118,9 +122,10 @@ def sweep(tokens: Tokens, seq_len: int, batch_size: int) -> Iterator[dict[str, n
     for start in range(0, len(tokens) - 1, size):
         count = min(size, len(tokens) - 1 - start)
         flat = np.pad(tokens.read(start, count + 1), (0, size - count))
-        weights = (np.arange(size) < count).astype(np.float32)
+        inside = np.arange(size) < count
+        weights = np.pad(tokens.read_counts(start + 1, count), (0, size - count))
         yield {
-            "tokens": np.where(weights > 0, flat[:-1], 0).reshape(shape),
+            "tokens": np.where(inside, flat[:-1], 0).reshape(shape),
             "targets": flat[1:].reshape(shape),
             "weights": weights.reshape(shape),
         }

@@ -1,0 +1,148 @@
+"""One line of JSONL to the tokens of one document, and which of them count in the loss."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.lm.keys import brief, read_json
+from jaxpar.lm.tokenizer import Tokenizer
+from jaxpar.types import UsageError
+
+Template = Callable[[Sequence[dict], bool], str]
+"""(messages, whether the beginning of an answer follows) -> text."""
+
+_KINDS = 'legal are {"text"}, {"prompt", "completion"} and {"messages"}'
+
+
+def chat_ml(messages: Sequence[dict], answer: bool) -> str:
+    """Writes messages as ChatML, the template where none is given."""
+    text = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    return text + "<|im_start|>assistant\n" * answer
+
+
+class Jinja:
+    """The chat template of a Hugging Face folder, or of a file that holds one; it runs in Jinja's sandbox.
+
+    Args:
+      path: A file of Jinja text, or a folder with `chat_template.jinja` or `chat_template` in `tokenizer_config.json`.
+
+    Raises:
+      UsageError: If there is none, it is no Jinja, or jinja2 is not installed.
+    """
+
+    def __init__(self, path: str | Path):
+        path, self.names = Path(path).expanduser(), {}
+        file = path / "chat_template.jinja" if path.is_dir() else path
+        if path.is_dir() and (path / "tokenizer_config.json").is_file():
+            settings = read_json(path / "tokenizer_config.json")
+            for key in ("bos_token", "eos_token"):
+                value = settings.get(key)
+                self.names[key] = (value.get("content") if isinstance(value, dict) else value) or ""
+            text = settings.get("chat_template")
+        else:
+            text = None
+        if file.is_file():
+            text = file.read_text("utf-8")
+        if not isinstance(text, str):
+            raise UsageError(f"{path} has no chat template; legal are a file of Jinja text and a folder that has one.")
+        self.text, self.path, self._compiled = text, path, None
+
+    def __getstate__(self):
+        """Leaves out the compiled template, which no other process can take."""
+        return self.__dict__ | {"_compiled": None}
+
+    def __call__(self, messages: Sequence[dict], answer: bool) -> str:
+        """Writes messages, and the beginning of an answer if one follows."""
+        try:
+            import jinja2
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError:
+            raise UsageError("chat templates need jinja2; install it.") from None
+
+        def refuse(text: str):
+            raise jinja2.TemplateError(text)
+
+        try:
+            if self._compiled is None:
+                environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+                environment.globals["raise_exception"] = refuse
+                self._compiled = environment.from_string(self.text)
+            return self._compiled.render(messages=messages, add_generation_prompt=answer, **self.names)
+        except jinja2.TemplateError as error:
+            raise UsageError(f"the chat template of {self.path} fails: {error}") from None
+
+
+def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[list[tuple[str, bool]], bool]:
+    """Reads one line of JSONL.
+
+    Args:
+      line: A JSON object with "text"; "prompt" and "completion"; or "messages", a list of {"role", "content"}. Other
+        keys are left alone.
+      where: What errors call the line: its file and number.
+      template: How messages become text.
+
+    Returns:
+      (text, whether its tokens count) in turn: all of a text, the completion, the turns of the assistant; and whether
+      the tokenizer's BOS and EOS belong around them, as messages have their own.
+
+    Raises:
+      UsageError: If the line is none of these, or the template does not write a conversation turn by turn.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{where} is not JSON: {brief(line.decode(errors='replace').rstrip())}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} is not a JSON object; {_KINDS}.")
+    if len({"text", "prompt", "messages"} & value.keys()) != 1 or ("prompt" in value) != ("completion" in value):
+        raise UsageError(f"{where} has the keys {', '.join(value) or 'none'}; {_KINDS}.")
+    for key in ("text", "prompt", "completion"):
+        if key in value and not isinstance(value[key], str):
+            raise UsageError(f"{where} has {key}={brief(value[key])}; legal is a string.")
+    if "text" in value:
+        return [(value["text"], True)], True
+    if "prompt" in value:
+        return [(value["prompt"], False), (value["completion"], True)], True
+    return _turns(value["messages"], where, template), False
+
+
+def _turns(messages: object, where: str, template: Template) -> list[tuple[str, bool]]:
+    """The text of messages in pieces; what the assistant wrote, to the end of its turn, counts."""
+    if not isinstance(messages, list) or not messages:
+        raise UsageError(f"{where} has messages={brief(messages)}; legal is a list of at least one.")
+    for message in messages:
+        known = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not known:
+            raise UsageError(f"{where} has the message {brief(message)}; legal are role and content, both strings.")
+    pieces, done = [], 0
+    whole = template(messages, False)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for upto, answer, counts in ((number, True, False), (number + 1, False, True)):
+            text = template(messages[:upto], answer)
+            if len(text) < done or not whole.startswith(text):
+                raise UsageError(f"{where}: the chat template writes early turns by what comes after them.")
+            pieces.append((text[done:], counts))
+            done = len(text)
+    return [*pieces, (whole[done:], False)]
+
+
+def encode_pieces(pieces: list[tuple[str, bool]], ends: bool, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes what `pieces_of` returns: ids int32 [n], and 1 where a token counts as a target, uint8 [n].
+
+    Each piece is encoded by itself, so that no token lies on both sides of a border. BOS does not count, EOS does.
+    """
+    parts = [(tokenizer.encode(text), counts) for text, counts in pieces if text]
+    if ends:
+        parts = [(np.array(tokenizer.bos_ids, np.int32), False), *parts, (_end(tokenizer), True)]
+    if not parts:
+        return np.zeros(0, np.int32), np.zeros(0, np.uint8)
+    counts = np.concatenate([np.full(len(ids), counts, np.uint8) for ids, counts in parts])
+    return np.concatenate([ids for ids, _ in parts]).astype(np.int32), counts
+
+
+def _end(tokenizer: Tokenizer) -> np.ndarray:
+    return np.array(tokenizer.eos_ids[:1], np.int32)

@@ -1,0 +1,239 @@
+"""JSONL to arrays: masks by hand, parts against one reading, kills, resident bytes, every refusal."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.lm import shards
+from jaxpar.lm.corpus import DataConfig, open_corpus
+from jaxpar.lm.data import Windows, sweep
+from jaxpar.lm.examples import Jinja, chat_ml, encode_pieces, pieces_of
+from jaxpar.lm.shards import tokenise
+from jaxpar.lm.tokenizer import Bytes
+from jaxpar.types import UsageError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "?"}]
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def lines(count, size=20):
+    rng = np.random.default_rng(0)
+    return [{"prompt": f"{i}?" * int(rng.integers(1, size)), "completion": f"ä{i}"} for i in range(count)]
+
+
+def config_of(path, **changes):
+    return DataConfig(path=str(path), **{"seq_len": 16, "batch_size": 8, **changes})
+
+
+def flags(line, template=chat_ml):
+    """The text of a line, and the part of it that counts."""
+    pieces, ends = pieces_of(json.dumps(line).encode(), "x", template)
+    ids, counts = encode_pieces(pieces, ends, Bytes())
+    return bytes(ids.tolist()).decode(), bytes(ids[counts == 1].tolist()).decode()
+
+
+def test_what_counts():
+    assert flags({"text": "abc", "id": 3}) == ("abc", "abc")
+    assert flags({"prompt": "ab", "completion": "c"}) == ("abc", "c")
+    text, counted = flags({"messages": CHAT})
+    assert text == chat_ml(CHAT, False) and counted == "yo<|im_end|>\n"
+
+
+def test_beginnings_do_not_count_and_ends_do():
+    class Ended(Bytes):
+        bos_ids, eos_ids = (1,), (2, 3)
+
+    ids, counts = encode_pieces([("a", False), ("b", True)], True, Ended())
+    assert ids.tolist() == [1, 97, 98, 2] and counts.tolist() == [0, 0, 1, 1]
+
+
+def test_a_folders_template(tmp_path):
+    text = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    text += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": text}))
+    assert flags({"messages": CHAT}, Jinja(tmp_path)) == ("<s>[user]hi[assistant]yo[user]?", "yo")
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("{{ messages | length }}")
+    with pytest.raises(UsageError, match="line 4: the chat template writes early turns"):
+        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 4", Jinja(bad))
+    bad.write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(UsageError, match="template of .*bad.jinja fails"):
+        Jinja(bad)(CHAT, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        ('{"prompt": "a"}', "has the keys prompt; legal are"),
+        ('{"text": "a", "messages": []}', "has the keys text, messages"),
+        ('{"text": 3}', "has text=3; legal is a string"),
+        ('{"messages": []}', "legal is a list of at least one"),
+        ('{"messages": [{"role": "user"}]}', "legal are role and content"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_number(tmp_path, monkeypatch, line, says):
+    monkeypatch.setattr(shards, "PART", 64)
+    path = write(tmp_path / "a.jsonl", lines(9))
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(UsageError, match=r"a\.jsonl, line 11 ") as raised:
+        open_corpus(config_of(path), tmp_path / "cache")
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+def plain(path, fraction=0.1):
+    """The two streams by a plain reading of the rule: ids and counts."""
+    out = ([], [], [], [])
+    for line in path.read_text().splitlines():
+        held = int(hashlib.sha256(line.encode()).hexdigest()[:16], 16) < fraction * 2**64
+        value = json.loads(line)
+        prompt, completion = value["prompt"].encode(), value["completion"].encode()
+        out[2 * held].extend(prompt + completion)
+        out[2 * held + 1].extend([0] * len(prompt) + [1] * len(completion))
+    return [np.array(part) for part in out]
+
+
+def test_each_line_is_in_one_part(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"ab\n\n  \nc\n" + b"defgh" * 4 + b"\n\ni")
+    size = path.stat().st_size
+    for part in range(1, size + 1):
+        found = [line for start in range(0, size, part) for line in shards.lines_of(path, start, start + part)]
+        assert found == [(0, b"ab\n"), (7, b"c\n"), (9, b"defgh" * 4 + b"\n"), (31, b"i")]
+
+
+@pytest.mark.parametrize("part", [500, 2**20])
+def test_parts_join_to_one_reading(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(shards, "PART", part)
+    path = write(tmp_path / "a.jsonl", lines(100))
+    corpus = open_corpus(config_of(path), tmp_path / "cache")
+    ids, counts, held_ids, held_counts = plain(path)
+    for stream, want, weights in ((corpus.train, ids, counts), (corpus.validation, held_ids, held_counts)):
+        assert (stream.read(0, len(stream)) == want).all() and (stream.read_counts(0, len(stream)) == weights).all()
+    (batch,) = list(sweep(corpus.validation, len(held_ids), 1))
+    assert batch["weights"].sum() == held_counts[1:].sum()
+
+
+def test_windows_weigh_targets(tmp_path):
+    corpus = open_corpus(config_of(write(tmp_path / "a.jsonl", lines(100))), tmp_path / "cache")
+    flat, counts = (corpus.train.read(0, len(corpus.train)), corpus.train.read_counts(0, len(corpus.train)))
+    for pack in (False, True):
+        windows = Windows(corpus.train, 16, 8, 0, pack)
+        batch, starts = windows(3), windows.starts(3)
+        for row, start in enumerate(starts):
+            want = counts[start + 1 : start + 17].copy()
+            assert (batch["targets"][row] == flat[start + 1 : start + 17]).all()
+            if pack:
+                want[np.isin(np.arange(start + 1, start + 17), corpus.train.begins)] = 0
+            assert (batch["weights"][row] == want).all()
+
+
+def killed_at_the_fourth_part(path, out):
+    """Runs in a child: tokenises, and is killed while the fourth part is being written."""
+    done = []
+
+    def lines_of(*part):
+        for number, line in enumerate(shards_lines(*part)):
+            if len(done) == 3 and number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield line
+        done.append(part)
+
+    shards_lines, shards.lines_of = shards.lines_of, lines_of
+    tokenise(str(path), out, Bytes(), chat_ml, ("hash", 0.1))
+
+
+def test_a_kill_keeps_the_parts_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "PART", 300)
+    path = write(tmp_path / "a.jsonl", lines(60))
+    (tmp_path / "cut").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks; the child does not use it, and a new process takes 6 s
+        child = os.fork()
+    if not child:
+        try:
+            killed_at_the_fourth_part(path, tmp_path / "cut" / "x")
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    said = []
+    tokenise(str(path), tmp_path / "cut" / "x", Bytes(), chat_ml, ("hash", 0.1), say=said.append)
+    assert said[0].startswith("3 of ") and len(said) == int(said[0].split()[2]) - 3 + 1
+    tokenise(str(path), tmp_path / "whole", Bytes(), chat_ml, ("hash", 0.1))
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "cut" / "x" / file.name).read_bytes()
+    assert sorted(each.name for each in (tmp_path / "cut").iterdir()) == ["x"]
+
+
+@pytest.mark.slow  # two processes import jax: 10 s
+def test_processes_make_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "PART", 300)
+    path = write(tmp_path / "a.jsonl", lines(60))
+    for workers in (1, 2):
+        tokenise(str(path), tmp_path / str(workers), Bytes(), chat_ml, ("tail", 0.1), workers)
+    for file in (tmp_path / "1").iterdir():
+        assert file.read_bytes() == (tmp_path / "2" / file.name).read_bytes()
+
+
+def resident(folder):
+    """Bytes of the folder's arrays that lie in this process's memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and ":" not in line.split()[0]:
+            inside = str(folder) in line
+        elif inside and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def test_drawing_batches_does_not_read_the_whole(tmp_path):
+    size = 256 * 2**20  # sparse: holes of zeros, so that no disk is written
+    for name in ("tokens", "counts"):
+        with (tmp_path / f"{name}.npy").open("wb") as file:
+            header = {"descr": "|u1", "fortran_order": False, "shape": (size,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + size)
+    np.save(tmp_path / "lengths.npy", np.full(1024, size // 1024))
+    begin = time.process_time()
+    corpus = open_corpus(config_of(tmp_path, split="tail:0.1", pack=True), tmp_path / "cache")
+    windows = Windows(corpus.train, 16, 8, 0, True)
+    assert windows(0)["weights"].sum() == 0  # the counts are holes too
+    assert 0 < resident(tmp_path) < size // 16 and time.process_time() - begin < 5
+
+
+def test_arrays_of_others(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(100, dtype=np.uint16))
+    corpus = open_corpus(config_of(path, split="tail:0.2"), tmp_path / "cache")
+    assert corpus.train.read(0, 80).tolist() == list(range(80)) and len(corpus.validation) == 20
+    for bad, says in (
+        (np.arange(100) + 200, "has the token 299; legal are 0 to 255"),
+        (np.zeros(100), r"is float64 \[100\]"),
+        (np.array([{}] * 9), "is not an array of NumPy's"),
+    ):
+        np.save(path, bad)
+        with pytest.raises(UsageError, match=says):
+            open_corpus(config_of(path, split="tail:0.2"), tmp_path / "cache")
+    folder = tmp_path / "f"
+    folder.mkdir()
+    np.save(folder / "tokens.npy", np.arange(100, dtype=np.uint8))
+    with pytest.raises(UsageError, match="lacks tokens.npy or lengths.npy"):
+        open_corpus(config_of(folder), tmp_path / "cache")
+    np.save(folder / "lengths.npy", np.full(9, 11))
+    with pytest.raises(UsageError, match="sum to 99; legal is 100, its tokens"):
+        open_corpus(config_of(folder), tmp_path / "cache")
+    np.save(folder / "lengths.npy", np.full(10, 10))
+    corpus = open_corpus(config_of(folder, split="tail:0.2"), tmp_path / "cache")
+    assert len(corpus.train) == 80 and corpus.train.counts is None
