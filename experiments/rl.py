@@ -202,7 +202,9 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
 def _item_network(config: Config, kind: Any, asked: dict[str, Any]) -> Items:
     """The network of items; refuses what it has no use for."""
     if kind not in (Ppo, A2c):
-        raise UsageError(f"items={config.items} does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c.")
+        raise UsageError(
+            f"items={config.items} does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c."
+        )
     spare = sorted(asked.keys() - {"activation"}) + (["memory"] if config.memory != "none" else [])
     if spare:
         raise UsageError(f"{spare[0]} does not apply: a network of items has none; leave it out, or items.")

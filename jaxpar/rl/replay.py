@@ -11,6 +11,7 @@ from jaxpar.optim import annealed
 from jaxpar.rl.buffer import Buffer, add, empty_buffer
 from jaxpar.rl.collect import done_and_weight, last_agent_done, update_episode_stats
 from jaxpar.rl.learner import Learner, LearnerState, check_learner, has_memory, init_learner, mean_metrics
+from jaxpar.rl.network import Network
 from jaxpar.rl.returns import n_step_returns
 from jaxpar.rollout import Chunked, EnvState, GivenLevel, NextStep, Pool, SameStep, Trajectory, rollout
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
@@ -72,6 +73,11 @@ class ReplayState(LearnerState):
 
 class ReplayLearner(Learner[ReplayState], Protocol):
     """A learner from a ring of experience on the device: `Dqn`, `Td3` and `Sac`."""
+
+    @property
+    def network(self) -> Network:
+        """Whose weights it learns."""
+        ...
 
     @property
     def reset(self) -> LevelReset | None:

@@ -13,6 +13,7 @@ from jaxpar.env import Adapter, Box, Environment, Space
 from jaxpar.optim import Optimizer
 from jaxpar.rl.distributions import draw_squashed, head_size, scale_action
 from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
+from jaxpar.rl.items import refuse_items
 from jaxpar.rl.network import Network
 from jaxpar.rl.replay import Experience
 from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar, UsageError
@@ -42,6 +43,7 @@ class TwinCritics:
 
     def __post_init__(self):
         """Refuses environments that it cannot act in."""
+        refuse_items(self.network)
         space, name = self.action_space, self.env.name
         if num_agents(self.env):
             raise UsageError(f"{name} has several agents; Td3 and Sac learn for one: learn with Ppo.")
