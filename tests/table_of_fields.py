@@ -116,6 +116,7 @@ from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
 from jaxpar.rl import A2c, AlphaZero, Dqn, GuidedSearch, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import A2c, Dqn, Items, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -361,6 +362,7 @@ TABLE = {
     Sac: {"num_envs num_steps gradient_steps batch_size capacity n_step": COUNT, "warmup": LEAST_0},
     ActionValues: {"decomposition_size": COUNT},
     Network: {"encoder hidden conv memory_size": COUNT},
+    Items: {"width heads layers": COUNT, "waves": LEAST_0},
     Seeds: {"num_seeds": COUNT},
     Pbt: {"period": COUNT, "share": ((0.0, 0.6), (0.1, 0.5)), "factor spread": ((0.9,), (1.0, 2.0))},
     Chunked: {"size": COUNT},
@@ -476,7 +478,7 @@ TABLE = {
     Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
     Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},
     tiles2048.Start: {"size": ((1, 9), (2, 8))},
-    rubiks_cube.Scramble: {"size": ((1, 4), (2, 3)), "moves": ((0, 1001), (1, 1000))},
+    rubiks_cube.Scramble: {"size": ((1, 4), (2, 3)), "moves": ((0, 1001), (1, 1000)), "least": LEAST_0},
     sliding_tile.Shuffle: {"size": ((1, 9), (2, 8))},
     sokoban_levels.ReversePlay: {
         "size": ((4, 33), (5, 32)),

@@ -56,6 +56,9 @@ class A2c:
         central: whether the value reads all agents' observations.
         lag: updates for which the weights that act are old, as where actors run beside the learner.
         correct: whether V-trace corrects for that.
+        normalize_obs: whether observations are standardised by their running mean and deviation, which are part of the
+            weights: those before an update in all of it, and in evaluation as they stand.
+        normalize_returns: whether rewards are divided by the running deviation of their discounted sums.
         prng: as in `jaxpar.rollout.rollout`.
         reset: likewise; None for the exact default.
     """
@@ -68,6 +71,8 @@ class A2c:
     central: bool = False
     lag: int = field(0, AtLeast(0))
     correct: bool = True
+    normalize_obs: bool = False
+    normalize_returns: bool = False
     prng: str = "env"
     reset: Reset | None = None
     epochs = 1

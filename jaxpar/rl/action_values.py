@@ -16,6 +16,7 @@ from jaxpar.env import Adapter, Discrete, Environment, Space, capabilities
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.rl.distributions import masked
 from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
+from jaxpar.rl.items import refuse_items
 from jaxpar.rl.network import Network
 from jaxpar.rl.value_decomposition import DECOMPOSITIONS, init_decomposition, joint_value
 from jaxpar.rollout import Trajectory
@@ -69,6 +70,7 @@ class ActionValues:
 
     def __post_init__(self):
         """Refuses action spaces without a largest value, and teams of one."""
+        refuse_items(self.network)
         check_fields(self)
         name = self.env.name
         if not isinstance(self.action_space, Discrete) or self.action_space.shape:

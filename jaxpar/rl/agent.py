@@ -23,6 +23,7 @@ from jaxpar.rl.distributions import (
 )
 from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
 from jaxpar.rl.items import Items, item_shape, items_of, moves_of
+from jaxpar.rl.moments import standardised
 from jaxpar.rl.network import Network, Outputs
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -116,8 +117,10 @@ class ActorCritic:
     ) -> ActorCriticOutput:
         """Policy and value at observations `[T, B, ...]`, from a carry `[B, ...]` on; `starts [T, B]`.
 
-        One parallel pass over all steps, where a memory has one.
+        One parallel pass over all steps, where a memory has one. With "moments" among the parameters, observations are
+        standardised by them.
         """
+        obs = standardised(params.get("moments"), obs)
         if isinstance(self.network, Items):
             moves = moves_of(self.env, self.action_space)
             out = self.network.apply(params["actor"], items_of(self.env, obs), starts, carry, moves)

@@ -104,6 +104,8 @@ class Dqn:
     decomposition_size: int = field(32, AtLeast(1))
     prng: str = "env"
     reset: LevelReset | None = None
+    normalize_obs = False
+    normalize_returns = False
 
     optimizer = make_optimizer(OptimizerConfig(eps=1e-8, b2=0.999, weight_decay=0.0))
 

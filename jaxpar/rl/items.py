@@ -7,6 +7,7 @@ arXiv:1803.08475), so that items in another order give the same logits in that o
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import flax.linen as linen
 import jax
@@ -18,7 +19,7 @@ from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.rl.network import ACTIVATIONS, Outputs, orthogonal
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Items", "moves_of"]
+__all__ = ["Items"]
 
 POINTING = ("policy",)  # heads with a number for each action; others read the mean of all items
 
@@ -79,10 +80,17 @@ class Items:
         """Heads `[T, B, width]` of items `[T, B, N, F]`; `starts` and `carry` are as of a `Network`, and not read."""
         names = [name.removeprefix("head_") for name in params["params"] if name.startswith("head_")]
         sizes = tuple((name, params["params"][f"head_{name}"]["bias"].shape[-1], 1.0) for name in sorted(names))
-        return Outputs(self._layers(sizes, moves).apply(params, xs), carry, jnp.ones((), bool))
+        heads = cast(dict[str, Array], self._layers(sizes, moves).apply(params, xs))
+        return Outputs(heads, carry, jnp.ones((), bool))
 
     def _layers(self, heads: tuple[tuple[str, int, float], ...], moves: np.ndarray) -> "_ItemLayers":
         return _ItemLayers(self, heads, tuple(map(tuple, moves.tolist())))
+
+
+def refuse_items(network: object) -> None:
+    """Refuses a network of items where none is read."""
+    if isinstance(network, Items):
+        raise UsageError("a network of items is for Ppo and A2c alone: learn with these, or give a Network.")
 
 
 def moves_of(env: Environment | Adapter, space: Space) -> np.ndarray:
@@ -109,15 +117,15 @@ def moves_of(env: Environment | Adapter, space: Space) -> np.ndarray:
 
 
 def items_of(env: Environment | Adapter, obs: PyTree) -> Array:
-    """The items `[*L, N, F]` of observations `[*L, ...]`, float32."""
+    """The items `[*L, N, F]` of observations `[*L, ...]`."""
     told = capabilities(env).items
     if told is None:
-        return obs.astype(jnp.float32)
+        return obs
     space = env.observation_space(env.default_params)
     lead = jax.tree.leaves(obs)[0].ndim - len(jax.tree.leaves(jax.eval_shape(space.sample, jax.random.key(0)))[0].shape)
     for _ in range(lead):
         told = jax.vmap(told)
-    return told(obs).astype(jnp.float32)
+    return told(obs)
 
 
 def item_shape(env: Environment | Adapter) -> tuple[int, int]:
@@ -149,10 +157,8 @@ class _ItemLayers(linen.Module):
         def dense(size: int, name: str, gain: float = 1.0) -> linen.Dense:
             return linen.Dense(size, kernel_init=orthogonal(gain), name=name)
 
-        if net.waves:
-            angles = x[..., None, :] * (math.pi * 2.0 ** np.arange(net.waves, dtype=np.float32))[:, None]
-            waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -2)
-            x = jnp.concatenate([x, waves.reshape(*x.shape[:-1], -1)], -1)
+        waves = [wave(math.pi * 2**k * x) for wave in (jnp.sin, jnp.cos) for k in range(net.waves)]
+        x = jnp.concatenate([x, *waves], -1)
         h = dense(net.width, "enter")(x)
         for place in range(net.layers):
             q, k, v = (
@@ -177,6 +183,6 @@ class _ItemLayers(linen.Module):
                 own = linen.Dense(net.width, use_bias=False, kernel_init=orthogonal(1.0), name=f"slot_{slot}_{name}")(h)
                 seen = seen + own[..., moves[:, slot], :]
             every = dense(int(moves[:, 0].max()) + 1, f"head_{name}", gain)(act(seen))
-            kind = np.arange(every.shape[-1])[None] == moves[:, :1]
+            kind = np.broadcast_to(np.arange(every.shape[-1])[None] == moves[:, :1], every.shape)
             heads[name] = jnp.sum(jnp.where(kind, every, 0), -1)
         return heads

@@ -35,11 +35,13 @@ from jaxpar.env import Adapter, Environment
 from jaxpar.fields import check_fields
 from jaxpar.optim import Optimizer, annealed
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.collect import Batch, collect, last_agent_done, scan_minibatches, update_episode_stats
+from jaxpar.rl.collect import Batch, collect, done_and_weight, last_agent_done, scan_minibatches, update_episode_stats
+from jaxpar.rl.features import agent_obs_space
 from jaxpar.rl.items import Items
+from jaxpar.rl.moments import Returns, check_obs, no_moments, reward_factor, seen_returns, with_batch
 from jaxpar.rl.network import Network
-from jaxpar.rollout import EnvState, Policy, Reset, init
-from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree
+from jaxpar.rollout import EnvState, Policy, Reset, Trajectory, init
+from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = [
     "RENAMED",
@@ -55,6 +57,7 @@ __all__ = [
     "learner_axes",
     "mean_metrics",
     "minibatch_updates",
+    "seen",
 ]
 
 
@@ -91,6 +94,7 @@ class LearnerState:
         updates: int32 [], made so far.
         episode_stats: mean return and length of the last episodes, float32 [] each; NaN before the first.
         older: the weights before each of the last `lag` updates `[lag, ...]`, the oldest first; None without a lag.
+        returns: by which rewards are scaled; None where they are not.
     """
 
     weights: PyTree
@@ -101,6 +105,7 @@ class LearnerState:
     updates: Array
     episode_stats: dict[str, Array]
     older: PyTree = flax.struct.field(default=None, kw_only=True)
+    returns: Returns | None = flax.struct.field(default=None, kw_only=True)
 
 
 LearnerStateT = TypeVar("LearnerStateT", bound=LearnerState)
@@ -152,6 +157,16 @@ class Learner(Algorithm[LearnerStateT], Protocol[LearnerStateT]):
     @property
     def num_steps(self) -> int:
         """T, of a rollout."""
+        ...
+
+    @property
+    def normalize_obs(self) -> bool:
+        """Whether observations are standardised by running moments, which are part of the weights."""
+        ...
+
+    @property
+    def normalize_returns(self) -> bool:
+        """Whether rewards are divided by the running deviation of returns."""
         ...
 
     @property
@@ -215,6 +230,10 @@ def check_learner(learner: Learner) -> None:
     """Refuses counts and rates that are not legal; rates that are traced are not checked."""
     check_fields(learner)
     check_fields(learner.rates, "rates.")
+    if learner.normalize_obs:
+        if isinstance(learner.network, Items):
+            raise UsageError("normalize_obs=True would scale items by their place; leave it False with Items.")
+        check_obs(learner.env.name, agent_obs_space(learner.env))
 
 
 def has_memory(network: Network | Items) -> bool:
@@ -228,6 +247,9 @@ def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree, lag: int = 0) -
     weights_key, envs_key = jax.random.split(key)
     agent = learner.agent()
     weights = agent.init(weights_key)
+    if learner.normalize_obs:
+        weights["moments"] = no_moments(check_obs(learner.env.name, agent_obs_space(learner.env)))
+    agents = (learner.num_envs, agent.num_agents) if agent.num_agents else (learner.num_envs,)
     return LearnerState(
         weights=weights,
         opt_state=learner.optimizer.init(weights),
@@ -237,6 +259,7 @@ def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree, lag: int = 0) -
         updates=jnp.int32(0),
         episode_stats={name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")},
         older=jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), weights) if lag else None,
+        returns=Returns(jnp.zeros(agents), no_moments()) if learner.normalize_returns else None,
     )
 
 
@@ -246,7 +269,11 @@ def learner_axes(learner: Learner) -> PyTree:
 
     def named(path, leaf):
         names = [entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else None for entry in path[:2]]
-        split = names == ["agent_done"] or names[0] == "env_state" and names[1] not in ("first_carry", "step")
+        split = (
+            names in (["agent_done"], ["returns", "running"])
+            or names[0] == "env_state"
+            and names[1] not in ("first_carry", "step")
+        )
         return (("envs",) if split else (None,)) + (None,) * (leaf.ndim - 1) if leaf.ndim else ()
 
     return jax.tree_util.tree_map_with_path(named, state)
@@ -263,7 +290,8 @@ def actor_critic_update(
     """An update of an actor and its critic: a rollout, its advantages, and gradient steps on its minibatches.
 
     With a lag the weights of that many updates ago act. If corrected, all else is by the weights before the update; if
-    not, what was drawn is learned from as if it had just been.
+    not, what was drawn is learned from as if it had just been. Moments are those before the update in all of it, and
+    see its rollout afterwards.
 
     Args:
         learner: `Ppo`, `A2c`, or one like them.
@@ -282,7 +310,8 @@ def actor_critic_update(
         oldest = jax.tree.map(lambda x: x[0], older)
         judge, behaviour = (judge, oldest) if learner.correct else (oldest, None)
         older = jax.tree.map(lambda old, now: jnp.concatenate([old[1:], now[None]]), older, state.weights)
-    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, judge, rates,
+    scaled = rates.replace(reward_scale=rates.reward_scale * reward_factor(state.returns))
+    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, judge, scaled,
                                            learner.num_steps, prng=learner.prng, reset=learner.reset,
                                            behaviour=behaviour)  # fmt: skip
     weights, opt_state, infos = minibatch_updates(
@@ -292,8 +321,23 @@ def actor_critic_update(
     ratio_error = infos["ratio_error"][0, 0]
     info = mean_metrics(infos) | {"explained_variance": _explained_variance(batch), "ratio_error": ratio_error}
     info, stats = update_episode_stats(info, state.episode_stats, trajectory)
+    weights, returns = seen(learner, state, weights, trajectory)
     done = last_agent_done(trajectory)
-    return LearnerState(weights, opt_state, env_state, done, rates, state.updates + 1, stats, older=older), info
+    return LearnerState(
+        weights, opt_state, env_state, done, rates, state.updates + 1, stats, older=older, returns=returns
+    ), info
+
+
+def seen(
+    learner: Learner, state: LearnerState, weights: PyTree, trajectory: Trajectory
+) -> tuple[PyTree, Returns | None]:
+    """The weights and the returns with moments that have seen a trajectory, where they have any."""
+    done, weight = done_and_weight(trajectory, state.agent_done)
+    if learner.normalize_obs:
+        weights = weights | {"moments": with_batch(state.weights["moments"], trajectory.obs, weight)}
+    if state.returns is None:
+        return weights, None
+    return weights, seen_returns(state.returns, trajectory.reward, done, weight, state.rates.discount)
 
 
 def minibatch_updates(

@@ -76,6 +76,9 @@ class Ppo:
             to the policy before it, is over this; 0 leaves out none.
         lag: updates for which the weights that act are old, as where actors run beside the learner.
         correct: whether V-trace corrects for that.
+        normalize_obs: whether observations are standardised by their running mean and deviation, which are part of the
+            weights: those before an update in all of it, and in evaluation as they stand.
+        normalize_returns: whether rewards are divided by the running deviation of their discounted sums.
         prng: as in `jaxpar.rollout.rollout`.
         reset: likewise; None for the exact default.
     """
@@ -91,6 +94,8 @@ class Ppo:
     target_kl: float = field(0.0, AtLeast(0))
     lag: int = field(0, AtLeast(0))
     correct: bool = True
+    normalize_obs: bool = False
+    normalize_returns: bool = False
     prng: str = "env"
     reset: Reset | None = None
 

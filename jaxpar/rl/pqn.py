@@ -90,6 +90,8 @@ class Pqn:
     decomposition_size: int = field(32, AtLeast(1))
     prng: str = "env"
     reset: Reset | None = None
+    normalize_obs = False
+    normalize_returns = False
 
     optimizer = make_optimizer(OptimizerConfig("radam", eps=1e-8, b2=0.999, weight_decay=0.0))
 

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jaxpar.optim import annealed
 from jaxpar.rl.buffer import Buffer, add, empty_buffer
 from jaxpar.rl.collect import done_and_weight, last_agent_done, update_episode_stats
-from jaxpar.rl.learner import Learner, LearnerState, check_learner, has_memory, init_learner, mean_metrics
+from jaxpar.rl.learner import Learner, LearnerState, check_learner, has_memory, init_learner, mean_metrics, seen
+from jaxpar.rl.moments import reward_factor
+from jaxpar.rl.network import Network
 from jaxpar.rl.returns import n_step_returns
 from jaxpar.rollout import Chunked, EnvState, GivenLevel, NextStep, Pool, SameStep, Trajectory, rollout
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
@@ -23,6 +25,7 @@ __all__ = [
     "check_replay",
     "collect_experience",
     "init_replay",
+    "learned",
     "n_step_experience",
     "next_step_rollout",
     "replay_update",
@@ -72,6 +75,11 @@ class ReplayState(LearnerState):
 
 class ReplayLearner(Learner[ReplayState], Protocol):
     """A learner from a ring of experience on the device: `Dqn`, `Td3` and `Sac`."""
+
+    @property
+    def network(self) -> Network:
+        """Whose weights it learns."""
+        ...
 
     @property
     def reset(self) -> LevelReset | None:
@@ -134,10 +142,15 @@ def init_replay(learner: ReplayLearner, key: PRNGKey, inputs: PyTree) -> ReplayS
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), experience)
     return ReplayState(
         **vars(first),
-        target_weights=jax.tree.map(jnp.copy, first.weights),
+        target_weights=jax.tree.map(jnp.copy, learned(first.weights)),
         buffer=empty_buffer(row, learner.capacity),
         gradient_steps=jnp.int32(0),
     )
+
+
+def learned(weights: PyTree) -> PyTree:
+    """The weights that gradients move: all but the moments."""
+    return {name: part for name, part in weights.items() if name != "moments"}
 
 
 def replay_update(learner: ReplayLearner, key: PRNGKey, state: ReplayState, inputs: PyTree) -> tuple[ReplayState, Info]:
@@ -155,8 +168,14 @@ def replay_update(learner: ReplayLearner, key: PRNGKey, state: ReplayState, inpu
     rate = annealed(state.rates.learning_rate, state.rates.anneal, state.updates)
     carry = state.weights, state.opt_state, state.target_weights, state.gradient_steps
 
+    # Rewards are kept as they were, so that all that are drawn are scaled alike.
+    scaled = buffer
+    if state.returns is not None:
+        reward = buffer.rows.reward * reward_factor(state.returns)
+        scaled = dataclasses.replace(buffer, rows=dataclasses.replace(buffer.rows, reward=reward))
+
     def gradient(carry, key):
-        return learner.gradient(key, carry, buffer, state.rates, rate)
+        return learner.gradient(key, carry, scaled, state.rates, rate)
 
     keys = jax.random.split(learn_key, learner.gradient_steps)
     metrics = jax.eval_shape(gradient, carry, keys[0])[1]
@@ -165,6 +184,7 @@ def replay_update(learner: ReplayLearner, key: PRNGKey, state: ReplayState, inpu
     (weights, opt_state, target, gradient_steps), infos = jax.lax.cond(
         buffer.size >= learner.warmup, lambda: jax.lax.scan(gradient, carry, keys), lambda: (carry, during_warmup)
     )
+    weights, returns = seen(learner, state, weights, trajectory)
     info = mean_metrics(infos) | {"learning_rate": rate, "buffer_size": buffer.size.astype(jnp.float32)}
     info, stats = update_episode_stats(info, state.episode_stats, trajectory)
     state = dataclasses.replace(
@@ -178,6 +198,7 @@ def replay_update(learner: ReplayLearner, key: PRNGKey, state: ReplayState, inpu
         agent_done=last_agent_done(trajectory),
         updates=state.updates + 1,
         episode_stats=stats,
+        returns=returns,
     )
     return state, info
 

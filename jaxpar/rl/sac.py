@@ -20,9 +20,10 @@ from jaxpar.rl.replay import (
     check_replay,
     collect_experience,
     init_replay,
+    learned,
     replay_update,
 )
-from jaxpar.rl.twin_critics import TwinCritics, critic_loss, moved_targets, update_part
+from jaxpar.rl.twin_critics import TwinCritics, critic_loss, moved_targets, standard_rows, update_part
 from jaxpar.rollout import EnvState, Trajectory
 from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
 
@@ -72,6 +73,9 @@ class Sac:
         capacity: experiences that are kept.
         warmup: experiences before anything is learned, by uniform actions.
         n_step: rewards that a target sums, fewer where an episode or the rollout ends.
+        normalize_obs: whether observations are standardised by their running mean and deviation, which are part of the
+            weights: those before an update in all of it, and in evaluation as they stand.
+        normalize_returns: whether rewards are divided by the running deviation of their discounted sums.
         prng: as in `jaxpar.rollout.rollout`.
         reset: where new episodes begin: `NextStep`'s `by`; None for the exact default.
     """
@@ -86,6 +90,8 @@ class Sac:
     capacity: int = field(65536, AtLeast(1))
     warmup: int = field(1024, AtLeast(0))
     n_step: int = field(1, AtLeast(1))
+    normalize_obs: bool = False
+    normalize_returns: bool = False
     prng: str = "env"
     reset: LevelReset | None = None
 
@@ -107,7 +113,7 @@ class Sac:
         return dataclasses.replace(
             state,
             weights=weights,
-            opt_state={name: self.optimizer.init(part) for name, part in weights.items()},
+            opt_state={name: self.optimizer.init(part) for name, part in learned(weights).items()},
             target_weights={"critics": state.target_weights["critics"]},
         )
 
@@ -129,8 +135,8 @@ class Sac:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         agent, optimizer = self.agent(), self.optimizer
         rows_key, next_key, now_key = jax.random.split(key, 3)
-        rows = sample(rows_key, buffer, self.batch_size)
         weights, opt_state, target, gradient_steps = carry
+        rows = standard_rows(weights, sample(rows_key, buffer, self.batch_size))
         after, now = (jax.random.normal(k, rows.action.shape, rows.action.dtype) for k in (next_key, now_key))
         wanted = sac_targets(agent, weights, target, rows, after)
         weights, opt_state, info = update_part(
@@ -175,6 +181,6 @@ def sac_actor_loss(
     return loss, {"entropy": -jnp.sum(share * log_p)}
 
 
-def temperature_loss(log_temperature: Array, entropy: Array, goal: Array) -> tuple[Array, Info]:
+def temperature_loss(log_temperature: Array, entropy: Array, goal: Scalar) -> tuple[Array, Info]:
     """`temperature (entropy - goal)`, whose descent cools a policy above its goal; nothing to tell."""
     return jnp.exp(log_temperature) * (entropy - goal), {}

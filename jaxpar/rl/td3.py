@@ -19,9 +19,10 @@ from jaxpar.rl.replay import (
     check_replay,
     collect_experience,
     init_replay,
+    learned,
     replay_update,
 )
-from jaxpar.rl.twin_critics import TwinCritics, critic_loss, moved_targets, update_part
+from jaxpar.rl.twin_critics import TwinCritics, critic_loss, moved_targets, standard_rows, update_part
 from jaxpar.rollout import EnvState, Trajectory
 from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
 
@@ -75,6 +76,9 @@ class Td3:
         warmup: experiences before anything is learned, by uniform actions.
         n_step: rewards that a target sums, fewer where an episode or the rollout ends.
         policy_period: gradient steps between moves of the actor and the target networks.
+        normalize_obs: whether observations are standardised by their running mean and deviation, which are part of the
+            weights: those before an update in all of it, and in evaluation as they stand.
+        normalize_returns: whether rewards are divided by the running deviation of their discounted sums.
         prng: as in `jaxpar.rollout.rollout`.
         reset: where new episodes begin: `NextStep`'s `by`; None for the exact default.
     """
@@ -90,6 +94,8 @@ class Td3:
     warmup: int = field(1024, AtLeast(0))
     n_step: int = field(1, AtLeast(1))
     policy_period: int = field(2, AtLeast(1))
+    normalize_obs: bool = False
+    normalize_returns: bool = False
     prng: str = "env"
     reset: LevelReset | None = None
 
@@ -107,7 +113,7 @@ class Td3:
     def init(self, key: PRNGKey, inputs: PyTree) -> ReplayState:
         """Draws weights and starts an episode in every environment; consumes `key`."""
         state = init_replay(self, key, inputs)
-        opt_state = {name: self.optimizer.init(part) for name, part in state.weights.items()}
+        opt_state = {name: self.optimizer.init(part) for name, part in learned(state.weights).items()}
         return dataclasses.replace(state, opt_state=opt_state)
 
     def step(self, key: PRNGKey, state: ReplayState, inputs: PyTree) -> tuple[ReplayState, Info]:
@@ -128,8 +134,8 @@ class Td3:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         agent, optimizer = self.agent(), self.optimizer
         rows_key, noise_key = jax.random.split(key)
-        rows = sample(rows_key, buffer, self.batch_size)
         weights, opt_state, target, gradient_steps = carry
+        rows = standard_rows(weights, sample(rows_key, buffer, self.batch_size))
         noise = jax.random.normal(noise_key, rows.action.shape, rows.action.dtype)
         wanted = td3_targets(agent, target, rows, noise, rates)
         weights, opt_state, info = update_part(

@@ -13,11 +13,13 @@ from jaxpar.env import Adapter, Box, Environment, Space
 from jaxpar.optim import Optimizer
 from jaxpar.rl.distributions import draw_squashed, head_size, scale_action
 from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
+from jaxpar.rl.items import refuse_items
+from jaxpar.rl.moments import standardised
 from jaxpar.rl.network import Network
 from jaxpar.rl.replay import Experience
 from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar, UsageError
 
-__all__ = ["TwinCritics", "critic_loss", "moved_targets", "update_part"]
+__all__ = ["TwinCritics", "critic_loss", "moved_targets", "standard_rows", "update_part"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TwinCritics:
 
     def __post_init__(self):
         """Refuses environments that it cannot act in."""
+        refuse_items(self.network)
         space, name = self.action_space, self.env.name
         if num_agents(self.env):
             raise UsageError(f"{name} has several agents; Td3 and Sac learn for one: learn with Ppo.")
@@ -101,7 +104,7 @@ class TwinCritics:
     def __call__(self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree) -> tuple:
         """Acts in one environment: `(action, carry, extras)`, "raw_action" in units of the box; consumes `key`."""
         weights = params if self.greedy else params[0]
-        obs = jax.tree.map(lambda x: x[None], obs)
+        obs = standardised(weights.get("moments"), jax.tree.map(lambda x: x[None], obs))
         if self.greedy:
             raw_action = self.action(weights["actor"], obs)[0]
         else:
@@ -121,6 +124,12 @@ class TwinCritics:
 
     def _head(self, network: Network, weights: PyTree, x: Array, name: str) -> Array:
         return network.apply(weights, x[None], jnp.zeros((1, len(x)), bool), {}).heads[name][0]
+
+
+def standard_rows(weights: PyTree, rows: Experience) -> Experience:
+    """Experiences whose observations are standardised, where the weights have moments."""
+    moments = weights.get("moments")
+    return dataclasses.replace(rows, obs=standardised(moments, rows.obs), next_obs=standardised(moments, rows.next_obs))
 
 
 def critic_loss(critics: PyTree, agent: TwinCritics, rows: Experience, target: Array) -> tuple[Array, Info]:
