@@ -115,8 +115,7 @@ from jaxpar.parallel.pipeline import Pipelined, TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, AlphaZero, Dqn, GuidedSearch, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
-from jaxpar.rl import A2c, Dqn, Items, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import A2c, AlphaZero, Dqn, GuidedSearch, Items, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
