@@ -1,6 +1,6 @@
 """Running means and variances as pure state, by which learners scale what they observe and earn.
 
-Batches are with_batch by the exact rule of Chan, Golub and LeVeque, 1983, so that many small ones count as one large one;
+Batches are merged by the exact rule of Chan, Golub and LeVeque, 1983, so that many small ones count as one large one;
 sums over a batch are of the whole array, on all devices.
 """
 

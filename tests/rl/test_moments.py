@@ -125,9 +125,7 @@ def test_agents_that_ended_are_not_counted():
     going = state.env_state.replace(start=jnp.zeros(2, bool))
     gone = dataclasses.replace(state, agent_done=state.agent_done.at[0, 0].set(True), env_state=going)
     state, _ = jit(learner.step)(jax.random.key(1), gone, params)
-    assert (
-        state.returns.running.shape == (2, 3) and float(state.weights["moments"].count) == 2 * 3 * 3 - 1
-    )  # before its first step
+    assert state.returns.running.shape == (2, 3) and float(state.weights["moments"].count) == 2 * 3 * 3 - 1
 
 
 @pytest.mark.parametrize(
