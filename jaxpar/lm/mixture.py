@@ -60,8 +60,7 @@ def counts_of_round(sources: Sequence[Source], num_windows: Sequence[int]) -> li
     return [count // math.gcd(*counts) for count in counts]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Mixture:
+class Mixture(NamedTuple):
     """Rows of several sources: each round of `sum(counts)` samples has exactly `counts[k]` of source k.
 
     Sample i of a run is place p = permuted(i % S) of round i // S, S = sum(counts). The places of source k are
