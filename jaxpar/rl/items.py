@@ -79,7 +79,7 @@ class Items:
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree, moves: np.ndarray) -> Outputs:
         """Heads `[T, B, width]` of items `[T, B, N, F]`; `starts` and `carry` are as of a `Network`, and not read."""
         names = [name.removeprefix("head_") for name in params["params"] if name.startswith("head_")]
-        sizes = tuple((name, params["params"][f"head_{name}"]["bias"].shape[-1], 1.0) for name in sorted(names))
+        sizes = tuple((name, params["params"][f"head_{name}"]["kernel"].shape[-1], 1.0) for name in sorted(names))
         heads = cast(dict[str, Array], self._layers(sizes, moves).apply(params, xs))
         return Outputs(heads, carry, jnp.ones((), bool))
 
@@ -182,7 +182,8 @@ class _ItemLayers(linen.Module):
             for slot in range(1, moves.shape[1]):
                 own = linen.Dense(net.width, use_bias=False, kernel_init=orthogonal(1.0), name=f"slot_{slot}_{name}")(h)
                 seen = seen + own[..., moves[:, slot], :]
-            every = dense(int(moves[:, 0].max()) + 1, f"head_{name}", gain)(act(seen))
+            kinds = int(moves[:, 0].max()) + 1  # of a single one, a bias would change nothing
+            every = linen.Dense(kinds, use_bias=kinds > 1, kernel_init=orthogonal(gain), name=f"head_{name}")(act(seen))
             kind = np.broadcast_to(np.arange(every.shape[-1])[None] == moves[:, :1], every.shape)
             heads[name] = jnp.sum(jnp.where(kind, every, 0), -1)
         return heads
