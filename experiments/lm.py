@@ -141,9 +141,9 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     start = _init.source(config.init)
     if start is not None:
         config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
-    mixed = open_corpora(config.data, folder / "data", _init.kept_tokenizer(folder, start))
+    mixed = open_corpora(config.data, folder / "data", _init.kept_tokenizer(folder, start), say)
     corpus = mixed.first
-    config = with_vocabulary(config, corpus.tokenizer)
+    config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
     trainer, data, length = make_trainer(config), config.data, config.train
     windows = training_batches(mixed, data, config.seed)
     run = Run(
@@ -220,13 +220,13 @@ def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
     return f"{config.checkpoints.rstrip('/')}/{folder.absolute().name}"
 
 
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """Returns `config` with a vocabulary of at least the tokenizer's size, in multiples of 64."""
-    size = max(config.model.vocab_size, -(-tokenizer.vocab_size // 64) * 64)
-    if init := getattr(config, "init", ""):  # other commands, which start from noise, have no such field
-        size = config.model.vocab_size
-        if tokenizer.vocab_size > size:
-            raise UsageError(f"the tokenizer of init={init} has {tokenizer.vocab_size} symbols of {size}.")
+def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False) -> Config:
+    """Returns `config` with a vocabulary of at least the tokenizer's size, in multiples of 64; as it is, if given."""
+    size = config.model.vocab_size
+    if is_given and tokenizer.vocab_size > size:
+        raise UsageError(f"the tokenizer of init={config.init} has {tokenizer.vocab_size} symbols of {size}.")
+    if not is_given:
+        size = max(size, -(-tokenizer.vocab_size // 64) * 64)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
     if config.model.positions == "learned" and config.data.seq_len > config.model.max_seq_len:
         raise UsageError(

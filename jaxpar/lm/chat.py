@@ -1,9 +1,11 @@
 """The chat template of a Hugging Face folder: messages to the text that its model was trained on."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxpar.lm.keys import brief, read_json
 from jaxpar.types import UsageError
@@ -32,25 +34,49 @@ class ChatTemplate:
         Raises:
           UsageError: If jinja2 is absent, or the template refuses the messages or is none.
         """
+        template, wrong = _compiled(self.text)
         try:
-            import jinja2
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise UsageError("chat templates need jinja2; pip install 'jaxpar[chat]'.") from None
-
-        def refuse(sentence: str) -> None:
-            raise jinja2.TemplateError(sentence)
-
-        room = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        room.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
-        room.globals["raise_exception"] = refuse
-        try:
-            template = room.from_string(self.text)
             return template.render(messages=messages, add_generation_prompt=asks, **self.tokens, **values)
-        except (jinja2.TemplateError, TypeError) as error:
+        except (wrong, TypeError) as error:
             raise UsageError(f"the chat template cannot take these messages: {brief(str(error))}") from None
+
+    def __call__(self, messages: Sequence[Mapping[str, object]], answer: bool) -> str:
+        """Returns `render`'s text, as `jaxpar.lm.examples.Template`."""
+        return self.render(messages, asks=answer)
+
+
+@functools.lru_cache(maxsize=16)  # JSONL has many conversations of one template
+def _compiled(text: str) -> tuple[Any, type[Exception]]:
+    """Returns a template of jinja2's sandbox, and what it raises."""
+    try:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UsageError("chat templates need jinja2; pip install 'jaxpar[chat]'.") from None
+
+    def refuse(sentence: str) -> None:
+        raise jinja2.TemplateError(sentence)
+
+    room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    room.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+    room.globals["raise_exception"] = refuse
+    try:
+        return room.from_string(text), jinja2.TemplateError
+    except jinja2.TemplateError as error:
+        raise UsageError(f"the chat template is no Jinja: {brief(str(error))}") from None
+
+
+def open_template(path: str | Path) -> ChatTemplate:
+    """Returns the template in a file of Jinja text, or that of a Hugging Face folder.
+
+    Raises:
+      UsageError: If there is none.
+    """
+    path = Path(path).expanduser()
+    found = ChatTemplate(path.read_text("utf-8")) if path.is_file() else load_chat(path) if path.is_dir() else None
+    if found is None:
+        raise UsageError(f"{path} has no chat template; legal are a file of Jinja text and a folder that has one.")
+    return found
 
 
 def load_chat(folder: str | Path) -> ChatTemplate | None:

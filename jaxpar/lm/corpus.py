@@ -6,13 +6,12 @@ where depends on content alone, so every host and every copy of the data agrees.
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
 import sysconfig
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
@@ -22,14 +21,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.lm.examples import Jinja, Template, chat_ml
+from jaxpar.lm.chat import ChatTemplate, open_template
+from jaxpar.lm.examples import Template, chat_ml
 from jaxpar.lm.shards import lines_of, open_shards, read_line, tokenise
 from jaxpar.lm.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
 
 __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
-_LOG = logging.getLogger(__name__)
 _KIB, _MIB = 2**10, 2**20
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
@@ -139,7 +138,12 @@ class Corpus:
         return f"corpus {self.hash[:12]}: {counts}, {name} ({size} symbols)"
 
 
-def open_corpus(config: DataConfig, cache: str | Path, tokenizer: Tokenizer | None = None) -> Corpus:
+def open_corpus(
+    config: DataConfig,
+    cache: str | Path,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Corpus:
     """Opens the corpus that `config` names, reading and tokenizing it unless `cache` holds the result.
 
     The text is hashed, split and (but for a single file of bytes, which is mapped where it lies) written
@@ -147,11 +151,12 @@ def open_corpus(config: DataConfig, cache: str | Path, tokenizer: Tokenizer | No
     times, the tokenizer and the split. That folder appears by one rename, so it is whole or absent;
     `cache` may serve any number of corpora and processes at once. Memory stays bounded.
 
-    A `tokenizer` replaces `config.tokenizer`, as for the one that belongs to given weights. A `UsageError`
+    A `tokenizer` replaces `config.tokenizer`, as for the one that belongs to given weights. `say` is told how far
+    JSONL is tokenised. A `UsageError`
     says: no text there, not UTF-8, a split under `seq_len + 1` tokens, a cache that is not writable.
     """
     if config.path.endswith((".jsonl", ".npy")) or (Path(config.path) / "tokens.npy").is_file():
-        return _open_shards(config, Path(cache), tokenizer)
+        return _open_shards(config, Path(cache), tokenizer, say)
     try:
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
@@ -190,21 +195,21 @@ def _streams(
     return streams[0], streams[1]
 
 
-def _open_shards(config: DataConfig, cache: Path, tokenizer: Tokenizer | None) -> Corpus:
+def _open_shards(config: DataConfig, cache: Path, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> Corpus:
     """Opens JSONL, tokenising it first, or arrays of tokens."""
     path, split = Path(config.path).expanduser().resolve(), _split_of(config.split)
-    template = Jinja(config.template) if config.template else chat_ml
+    template = open_template(config.template) if config.template else chat_ml
     if path.suffix == ".jsonl":
         if not path.is_file() or not path.stat().st_size:
             raise UsageError(f"data path {config.path!r} is not a file with text")
         name, stat = config.tokenizer if tokenizer is None else tokenizer.identity, path.stat()
-        text = template.text if isinstance(template, Jinja) else ""
-        key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, text]
+        writes = [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
+        key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
         folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         tokenizer = tokenizer or _tokenizer(config, folder.with_suffix(".json"), str(path), template)
         if not folder.exists():
             try:
-                tokenise(str(path), folder, tokenizer, template, split, config.workers, _LOG.info)
+                tokenise(str(path), folder, tokenizer, template, split, config.workers, say)
             except OSError as error:
                 raise UsageError(f"the cache folder {cache} cannot be written: {error.strerror}") from error
     else:

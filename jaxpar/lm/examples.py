@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from jaxpar.lm.keys import brief, read_json
+from jaxpar.lm.keys import brief
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
@@ -20,58 +19,6 @@ def chat_ml(messages: Sequence[dict], answer: bool) -> str:
     """Writes messages as ChatML, the template where none is given."""
     text = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
     return text + "<|im_start|>assistant\n" * answer
-
-
-class Jinja:
-    """The chat template of a Hugging Face folder, or of a file that holds one; it runs in Jinja's sandbox.
-
-    Args:
-      path: A file of Jinja text, or a folder with `chat_template.jinja` or `chat_template` in `tokenizer_config.json`.
-
-    Raises:
-      UsageError: If there is none, it is no Jinja, or jinja2 is not installed.
-    """
-
-    def __init__(self, path: str | Path):
-        path, self.names = Path(path).expanduser(), {}
-        file = path / "chat_template.jinja" if path.is_dir() else path
-        if path.is_dir() and (path / "tokenizer_config.json").is_file():
-            settings = read_json(path / "tokenizer_config.json")
-            for key in ("bos_token", "eos_token"):
-                value = settings.get(key)
-                self.names[key] = (value.get("content") if isinstance(value, dict) else value) or ""
-            text = settings.get("chat_template")
-        else:
-            text = None
-        if file.is_file():
-            text = file.read_text("utf-8")
-        if not isinstance(text, str):
-            raise UsageError(f"{path} has no chat template; legal are a file of Jinja text and a folder that has one.")
-        self.text, self.path, self._compiled = text, path, None
-
-    def __getstate__(self):
-        """Leaves out the compiled template, which no other process can take."""
-        return self.__dict__ | {"_compiled": None}
-
-    def __call__(self, messages: Sequence[dict], answer: bool) -> str:
-        """Writes messages, and the beginning of an answer if one follows."""
-        try:
-            import jinja2
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise UsageError("chat templates need jinja2; install it.") from None
-
-        def refuse(text: str):
-            raise jinja2.TemplateError(text)
-
-        try:
-            if self._compiled is None:
-                environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-                environment.globals["raise_exception"] = refuse
-                self._compiled = environment.from_string(self.text)
-            return self._compiled.render(messages=messages, add_generation_prompt=answer, **self.names)
-        except jinja2.TemplateError as error:
-            raise UsageError(f"the chat template of {self.path} fails: {error}") from None
 
 
 def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[list[tuple[str, bool]], bool]:
@@ -117,12 +64,19 @@ def _turns(messages: object, where: str, template: Template) -> list[tuple[str, 
         if not known:
             raise UsageError(f"{where} has the message {brief(message)}; legal are role and content, both strings.")
     pieces, done = [], 0
-    whole = template(messages, False)
+
+    def written(messages: Sequence[dict], answer: bool) -> str:
+        try:
+            return template(messages, answer)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+
+    whole = written(messages, False)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         for upto, answer, counts in ((number, True, False), (number + 1, False, True)):
-            text = template(messages[:upto], answer)
+            text = written(messages[:upto], answer)
             if len(text) < done or not whole.startswith(text):
                 raise UsageError(f"{where}: the chat template writes early turns by what comes after them.")
             pieces.append((text[done:], counts))

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -122,13 +122,18 @@ class Corpora(NamedTuple):
         return hashlib.sha256("".join(corpus.hash for corpus in self.each).encode()).hexdigest()
 
 
-def open_corpora(config: DataConfig, cache: str | Path, tokenizer: Tokenizer | None = None) -> Corpora:
+def open_corpora(
+    config: DataConfig,
+    cache: str | Path,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Corpora:
     """Opens what `config.path` names, a corpus or, behind `mix:`, several; arguments and errors are `open_corpus`'s."""
     if not config.path.startswith("mix:"):
-        return Corpora((), (open_corpus(config, cache, tokenizer),))
+        return Corpora((), (open_corpus(config, cache, tokenizer, say),))
     sources, found = tuple(parse_mixture(config.path.removeprefix("mix:"))), []
     for source in sources:
-        found.append(open_corpus(dataclasses.replace(config, path=source.path), cache, tokenizer))
+        found.append(open_corpus(dataclasses.replace(config, path=source.path), cache, tokenizer, say))
         tokenizer = found[0].tokenizer
     return Corpora(sources, tuple(found))
 

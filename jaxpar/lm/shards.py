@@ -141,22 +141,33 @@ def tokenise(
         for number, start in enumerate(range(0, size, PART))
     ]
     left = [job for job in jobs if not Path(job.out).exists()]
-    if len(left) < len(jobs):
-        say(f"{len(jobs) - len(left)} of {len(jobs)} parts of {path} were tokenised before")
-    if workers > 1 and len(left) > 1:
-        context = multiprocessing.get_context("spawn")  # a fork would copy threads of JAX that hold locks
-        with concurrent.futures.ProcessPoolExecutor(min(workers, len(left)), context) as pool:
-            try:
-                for done in concurrent.futures.as_completed([pool.submit(tokenise_part, job) for job in left]):
-                    say(f"tokenised {done.result()}")
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    else:
-        for job in left:
-            say(f"tokenised {tokenise_part(job)}")
+    before = len(jobs) - len(left)
+    if before:
+        say(f"{before} of {len(jobs)} parts of {path} were tokenised before")
+    try:
+        for number, _ in enumerate(_tokenised(left, min(workers, len(left))), before + 1):
+            say(f"{number} of {len(jobs)} parts of {path} are tokenised")
+    except FileNotFoundError:  # another process has made the whole folder, and removed the parts
+        if not entry.is_dir():
+            raise
+        return
     _join([Path(job.out) for job in jobs], entry, tokenizer, fraction if kind == "tail" else 0.0)
     shutil.rmtree(beside, ignore_errors=True)
+
+
+def _tokenised(jobs: list[PartOfFile], workers: int) -> Iterator[str]:
+    """Yields the folder of each part as it is done, by so many processes."""
+    if workers < 2:
+        yield from map(tokenise_part, jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy threads of JAX that hold locks
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        try:
+            for done in concurrent.futures.as_completed([pool.submit(tokenise_part, job) for job in jobs]):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _join(parts: list[Path], entry: Path, tokenizer: Tokenizer, tail: float) -> None:

@@ -15,6 +15,7 @@ from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.guided_search import Guide, GuidedSearch, Searched, legal_actions_at
 from jaxpar.rl.network import Network
+from jaxpar.rl.returns import lambda_returns
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["AlphaZero"]
@@ -136,8 +137,7 @@ class AlphaZero:
             Decisions `[num_envs x num_steps]`, and "return", "ended" (share of terminal episodes), "length".
         """
         first_key, key = jax.random.split(key)
-        each = lambda key: reset(key, self.env, params)  # noqa: E731
-        obs, state = jax.vmap(each)(jax.random.split(first_key, self.num_envs))
+        obs, state = jax.vmap(lambda key: reset(key, self.env, params))(jax.random.split(first_key, self.num_envs))
         over = jax.vmap(lambda state: jnp.asarray(self.env.terminal(state, params), bool))(state)
 
         def one(key: PRNGKey, state: PyTree) -> tuple:
@@ -155,9 +155,11 @@ class AlphaZero:
 
         (_, last, over), rows = jax.lax.scan(decision, (state, obs, over), jax.random.split(key, self.num_steps))
         obs, legal, policy, value, reward, terminated, alive = rows
-        everything = jnp.ones_like(legal[0])
-        _, bootstrap = jax.vmap(self.guide(weights))(last, everything)
-        target = lambda_targets(reward, value, terminated, alive, bootstrap, self.discount, self.trace)
+        _, last_value = jax.vmap(self.guide(weights))(last, jnp.ones_like(legal[0]))
+        # Of an episode that is cut, the search of what it led to, which is not played, is the bootstrap.
+        done = terminated | ~jnp.concatenate([alive[1:], jnp.ones_like(alive[:1])])
+        following = jnp.concatenate([value[1:], last_value[None]])
+        target = lambda_returns(reward, jnp.where(terminated, 0.0, following), done, self.discount, self.trace)
         decisions = Decisions(obs, legal, policy, target, alive.astype(jnp.float32))
         info = {
             "return": jnp.mean(jnp.sum(reward * alive, 0)),
@@ -187,26 +189,6 @@ class AlphaZero:
         learned, said = jax.lax.scan(epoch, (state.weights, state.opt_state), jax.random.split(key, self.epochs))
         said = jax.tree.map(jnp.mean, said)
         return AlphaZeroState(*learned, state.updates + 1), info | said
-
-
-def lambda_targets(
-    reward: Array, value: Array, terminated: Array, alive: Array, last: Array, discount: float, trace: float
-) -> Array:
-    """Returns `[T, B]` for the searches' values `[T, B]` to be learned from; `last [B]` is the value after step T.
-
-    G_t = r_t + discount (1 - terminated_t) ((1 - trace) v_{t+1} + trace G_{t+1}); an episode that is cut takes `last`,
-    for nothing that is searched after it counts.
-    """
-    following = jnp.concatenate([value[1:], last[None]])
-    goes_on = jnp.concatenate([alive[1:], jnp.ones_like(alive[:1])])
-
-    def back(later: Array, row: tuple) -> tuple[Array, Array]:
-        reward, next_value, terminated, goes_on = row
-        ahead = jnp.where(goes_on, (1 - trace) * next_value + trace * later, last)
-        now = reward + discount * jnp.where(terminated, 0.0, ahead)
-        return now, now
-
-    return jax.lax.scan(back, last, (reward, following, terminated, goes_on), reverse=True)[1]
 
 
 def search_loss(weights: PyTree, agent: ActorCritic, rows: Decisions, value_coef: float) -> tuple[Array, Info]:

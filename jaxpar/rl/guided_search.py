@@ -19,7 +19,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment, capabilities, step
+from jaxpar.env import Environment, capabilities, mask_shape, step
 from jaxpar.fields import AtLeast, Between, Positive, check_fields, field
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
@@ -153,11 +153,13 @@ class GuidedSearch:
 
 
 def legal_actions_at(env: Environment, state: PyTree, params: PyTree) -> Array:
-    """What may be done, bool `[A]`."""
+    """What may be done, bool `[A]`, or `[N, A]` of several agents; all where the environment has no mask."""
     mask = capabilities(env).action_mask
     if mask is not None:
         return mask(state, params)
-    return jnp.ones((env.action_space(params).n,), bool)  # type: ignore[attr-defined]  # `AlphaZero` refuses others
+    shape = mask_shape(env.action_space(params))
+    assert shape is not None  # whoever searches refuses boxes
+    return jnp.ones(shape, bool)
 
 
 def _marked(prior: Array, legal: Array) -> Array:

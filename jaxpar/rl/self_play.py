@@ -10,6 +10,7 @@ from jaxpar.env import Discrete, Environment, Space, capabilities
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.features import of_one_agent
+from jaxpar.rl.guided_search import legal_actions_at
 from jaxpar.rl.learner import ActorCriticLearner, LearnerState, has_memory
 from jaxpar.rl.network import Network
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
@@ -125,17 +126,11 @@ class Against:
 
     def action_mask(self, state: Played, params: Match) -> Array:
         """Bool `[A]`, this agent's legal actions."""
-        return self._masks(state, params)[self.seat]
-
-    def _masks(self, state: Played, params: Match) -> Array:
-        mask = capabilities(self.game).action_mask
-        if mask is not None:
-            return mask(state.game, params.env)
-        return jnp.ones((self._count, self.action_space(params).n), bool)  # pyright: ignore
+        return legal_actions_at(self.game, state.game, params.env)[self.seat]
 
     def _all_actions(self, see: PRNGKey, act: PRNGKey, state: Played, params: Match) -> Array:
         """What every agent does by the rivals' weights; of this agent's too, which is not asked for."""
-        masks = self._masks(state, params)
+        masks = legal_actions_at(self.game, state.game, params.env)
         keys = jax.random.split(act, self._count)
         if params.rival is None:
             logits = jnp.where(masks, 0.0, -jnp.inf)

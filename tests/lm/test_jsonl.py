@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxpar.lm import shards
+from jaxpar.lm.chat import open_template
 from jaxpar.lm.corpus import DataConfig, open_corpus
 from jaxpar.lm.data import Windows, sweep
-from jaxpar.lm.examples import Jinja, chat_ml, encode_pieces, pieces_of
+from jaxpar.lm.examples import chat_ml, encode_pieces, pieces_of
 from jaxpar.lm.shards import tokenise
 from jaxpar.lm.tokenizer import Bytes
 from jaxpar.types import UsageError
@@ -62,14 +63,34 @@ def test_a_folders_template(tmp_path):
     text = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     text += "{% if add_generation_prompt %}[assistant]{% endif %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": text}))
-    assert flags({"messages": CHAT}, Jinja(tmp_path)) == ("<s>[user]hi[assistant]yo[user]?", "yo")
+    assert flags({"messages": CHAT}, open_template(tmp_path)) == ("<s>[user]hi[assistant]yo[user]?", "yo")
     bad = tmp_path / "bad.jinja"
     bad.write_text("{{ messages | length }}")
     with pytest.raises(UsageError, match="line 4: the chat template writes early turns"):
-        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 4", Jinja(bad))
+        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 4", open_template(bad))
     bad.write_text("{{ ''.__class__.__mro__ }}")
-    with pytest.raises(UsageError, match="template of .*bad.jinja fails"):
-        Jinja(bad)(CHAT, False)
+    with pytest.raises(UsageError, match="line 5: the chat template cannot take these messages: .*unsafe"):
+        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 5", open_template(bad))
+    bad.write_text("{% if %}")
+    with pytest.raises(UsageError, match="line 6: the chat template is no Jinja"):
+        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 6", open_template(bad))
+    with pytest.raises(UsageError, match="has no chat template; legal are a file of Jinja text and a folder"):
+        open_template(tmp_path / "none")
+
+
+def test_special_tokens_of_a_template_are_part_of_what_is_kept(tmp_path):
+    """Two folders with one template and other tokens: the second run must not find the first one's tokens."""
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT}] * 40)
+    read = []
+    for token in ("<s>", "<begin>"):
+        folder = tmp_path / token
+        folder.mkdir()
+        text = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        settings = {"bos_token": token, "chat_template": text}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        corpus = open_corpus(config_of(path, template=str(folder), split="tail:0.5"), tmp_path / "cache")
+        read.append(bytes(corpus.train.read(0, len(token)).astype(np.uint8)).decode())
+    assert read == ["<s>", "<begin>"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_transformers import saved_with_other_values, scores
 from twin_kin import kin_logits
 
 from jaxpar.lm.config import LMConfig
@@ -230,18 +231,14 @@ def test_transformers_agrees_both_ways(name, folders, tmp_path):
 
     config = CONFIGS[name]
 
-    def theirs(model, tokens=TOKENS):
-        with torch.no_grad():
-            return model.eval()(torch.from_numpy(tokens)).logits.numpy()
-
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, report = load(folders / name, output_loading_info=True, attn_implementation="eager")
     assert type(model).__name__ == ARCHITECTURES[name] and not any(report.values()), report
-    np.testing.assert_allclose(logits(random_params(config), TOKENS, config), theirs(model), atol=1e-4)
+    np.testing.assert_allclose(logits(random_params(config), TOKENS, config), scores(model, TOKENS), atol=1e-4)
     wide = load(folders / name, dtype=torch.float64, attn_implementation="eager")
     with jax.enable_x64(True):
         read, params = from_hf(folders / name, dtype="float64", param_dtype=jnp.float64)
-        np.testing.assert_allclose(logits(params, TOKENS, read), theirs(wide), atol=1e-6, rtol=1e-5)
+        np.testing.assert_allclose(logits(params, TOKENS, read), scores(wide, TOKENS), atol=1e-6, rtol=1e-5)
     # token by token
     from jaxpar.decode import Sampling
 
@@ -251,11 +248,6 @@ def test_transformers_agrees_both_ways(name, folders, tmp_path):
     best = model.generate(torch.from_numpy(TOKENS[:, :5]), **options)
     np.testing.assert_array_equal(drawn.tokens, best.numpy())
     # What transformers writes, of other values.
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape))
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
-    read, params = from_hf(tmp_path / "theirs", dtype="float32")
+    read, params = from_hf(saved_with_other_values(model, tmp_path / "theirs"), dtype="float32")
     assert read == config
-    np.testing.assert_allclose(logits(params, TOKENS, read), theirs(model), atol=1e-4)
+    np.testing.assert_allclose(logits(params, TOKENS, read), scores(model, TOKENS), atol=1e-4)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import needs_libtpu, on_a_tpu
-from context_arrays import B, H, K, drawn, in_turn
+from context_arrays import B, H, K, dense_with_gradients, documents, drawn, in_turn
 from fast import jit
 from tolerance import assert_close
 from two_rings import by_two_rings
@@ -73,22 +73,6 @@ MORE_PROMISED = [
     ("swap", "contiguous", 1, 4, 2, 4, 24, True, Visible()),
     ("ring", "contiguous", 1, 8, 1, 2, 48, True, Visible()),
 ]
-
-
-def documents(rows, length):
-    return jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 3, (rows, length)), 1), jnp.int32)
-
-
-def dense(q, k, v, seen):
-    """Softmax over all keys at once, with the whole matrix."""
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v)
-
-
-@jit
-def dense_with_gradients(q, k, v, g, seen):
-    out, pull = jax.vjp(lambda q, k, v: dense(q, k, v, seen), q, k, v)
-    return out, *pull(g)
 
 
 def wanted(q, k, v, g, positions, segments=None, visible=CAUSAL):

@@ -12,9 +12,8 @@ import envs
 from envs.puzzles.countdown import Countdown
 from envs.puzzles.sokoban import Sokoban
 from envs.puzzles.sokoban_levels import given_levels
-from jaxpar.env import capabilities, step
+from jaxpar.env import capabilities, reset, step
 from jaxpar.rl import AlphaZero, GuidedSearch, Network
-from jaxpar.rl.alpha_zero import lambda_targets
 from jaxpar.types import UsageError
 
 ROOM = given_levels("#####\n#@$.#\n#   #\n#####")
@@ -103,18 +102,42 @@ def test_masks_ends_and_noise():
 
 
 def test_targets_are_the_loop_s():
-    rng = np.random.default_rng(0)
-    reward, value = rng.normal(size=(2, 5, 3)).astype(np.float32)
-    last = rng.normal(size=3).astype(np.float32)
-    terminated, alive = np.zeros((5, 3), bool), np.ones((5, 3), bool)
-    terminated[2, 0], alive[3:, 0], alive[3:, 1] = True, False, False  # 0 ends at 2; 1 is cut there
-    got = lambda_targets(*map(jnp.asarray, (reward, value, terminated, alive, last)), 0.9, 0.7)
-    for b, length in enumerate((3, 3, 5)):
-        target = last[b]
-        for t in reversed(range(length)):
-            ahead = target if t == length - 1 else 0.3 * value[t + 1, b] + 0.7 * target
-            target = reward[t, b] + 0.9 * (0 if terminated[t, b] else ahead)
-            np.testing.assert_allclose(got[t, b], target, rtol=1e-5)
+    """Of episodes that go on, that are cut, and that end, whose lanes go on without them until the update is over."""
+    env = Sokoban(ROOM)
+    params = dataclasses.replace(env.default_params, max_steps=2)
+    learner = AlphaZero(env, TINY, GuidedSearch(3), num_envs=12, num_steps=4, minibatches=1, trace=0.7)
+    weights = learner.init(jax.random.key(0), params).weights
+    play = jax.jit(learner.play)
+    decisions, _ = play(jax.random.key(1), weights, params)
+    seen = jax.tree.map(lambda x: np.asarray(x).reshape(4, 12, *x.shape[1:]), decisions)
+
+    first_key, key = jax.random.split(jax.random.key(1))
+    search, go = jax.jit(learner.decide), jax.jit(lambda key, state, action: step(key, env, state, action, params))
+    guide, kinds = jax.jit(learner.guide(weights)), set()
+    keys = [jax.random.split(each, 12) for each in jax.random.split(key, 4)]
+    for lane in range(12):
+        obs, state = reset(jax.random.split(first_key, 12)[lane], env, params)
+        values, rewards, end = [], [], ""
+        while len(rewards) < 4 and not end:
+            search_key, draw_key, step_key = jax.random.split(keys[len(rewards)][lane], 3)
+            said = search(search_key, weights, state, params)
+            action = jax.random.categorical(draw_key, jnp.log(said.visits.astype(jnp.float32)))
+            after = go(step_key, state, action)
+            values.append(float(said.value))
+            rewards.append(float(after.reward))
+            state, end = after.state, "ends" if after.terminated else "cut" if after.truncated else ""
+        kinds.add(end)
+        beyond = 0.0 if end == "ends" else float(
+            search(jax.random.split(keys[len(rewards)][lane], 3)[0], weights, state, params).value
+            if len(rewards) < 4 else guide(after.obs, env.action_mask(state, params))[1]
+        )  # fmt: skip
+        target = beyond
+        for t in reversed(range(len(rewards))):
+            ahead = target if t == len(rewards) - 1 else 0.3 * values[t + 1] + 0.7 * target
+            target = rewards[t] + learner.discount * ahead
+            np.testing.assert_allclose(seen.target[t, lane], target, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(seen.weight[:, lane], np.arange(4) < len(rewards))
+    assert kinds == {"ends", "cut"}
 
 
 @pytest.mark.slow  # 12 s

@@ -122,7 +122,7 @@ def test_rewards_are_the_payoffs_against_the_rivals_policy(seat):
 
 @pytest.mark.slow  # 30 s
 def test_the_average_of_the_pool_nears_the_equilibrium():
-    """What a best answer earns: 0.14 against the average of 2,000 updates, 0.9 against one of them, in the mean."""
+    """What a best answer earns: 0.14 against the average of 2,000 updates, 0.56 against one of them, in the mean."""
     np.testing.assert_allclose(PAYOFF @ BALANCED, 0)
     learner = learner_of(rates=A2cRates(learning_rate=0.02, entropy_coef=0.2), num_envs=64, num_steps=1)
     play = SelfPlay(learner, pool=2000)
