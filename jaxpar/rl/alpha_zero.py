@@ -157,7 +157,7 @@ class AlphaZero:
         obs, legal, policy, value, reward, terminated, alive = rows
         _, last_value = jax.vmap(self.guide(weights))(last, jnp.ones_like(legal[0]))
         # Of an episode that is cut, the search of what it led to, which is not played, is the bootstrap.
-        done = terminated | ~jnp.concatenate([alive[1:], jnp.ones_like(alive[:1])])
+        done = ~jnp.concatenate([alive[1:], jnp.ones_like(alive[:1])])
         following = jnp.concatenate([value[1:], last_value[None]])
         target = lambda_returns(reward, jnp.where(terminated, 0.0, following), done, self.discount, self.trace)
         decisions = Decisions(obs, legal, policy, target, alive.astype(jnp.float32))
