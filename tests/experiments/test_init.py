@@ -11,6 +11,7 @@ from tokenizers import models
 
 from experiments import lm
 from jaxpar.lm import LMConfig, from_hf, to_hf
+from jaxpar.lm.chat import load_chat
 from jaxpar.lm.params import abstract
 from jaxpar.lm.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -39,6 +40,8 @@ def folder(tmp_path):
     library.save(str(tmp_path / "given" / "tokenizer.json"))
     config = json.loads((tmp_path / "given" / "config.json").read_text()) | {"eos_token_id": 15}
     (tmp_path / "given" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "given" / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    (tmp_path / "given" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in rng.integers(0, 14, 600)))
     return tmp_path / "given"
 
@@ -71,6 +74,7 @@ def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(fol
         lm.export(lm.compose("mode=export", f"run={run}", f"out={out}", "checkpoint=newest"), run)
     read, params = from_hf(out, dtype="float32")
     assert read == MODEL and load_tokenizer(out).eos_ids == (15,)
+    assert load_chat(out).render([{"role": "user", "content": "w1"}]) == "<s>w1"
     assert rate < furthest(params) < 3 * rate
 
 
