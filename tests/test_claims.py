@@ -176,8 +176,7 @@ PAGES = {
     },
     "docs/experts.md": {
         "in value and in every gradient": "nn/test_experts.py::it_is_the_dense_mixture",
-        "logits equal those of transformers' own modules both ways": "lm/test_exchange.py"
-        "::transformers_agrees_in_both_directions lm/test_exchange.py"
+        "logits equal those of NumPy twins of the formulas": "lm/test_exchange.py"
         "::written_tensors_compute_the_same_logits_in_numpy",
         "says so in one sentence": "lm/test_folders.py::another_number_of_experts_is_told",
         "the load of each expert of each layer": "lm/test_mixtures.py"

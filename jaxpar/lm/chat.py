@@ -46,7 +46,7 @@ class ChatTemplate:
 
 
 @functools.lru_cache(maxsize=16)  # JSONL has many conversations of one template
-def _compiled(text: str) -> tuple[Any, type[Exception]]:
+def _compiled(text: str) -> tuple[Any, type[Exception]]:  # jinja2 is not always there to name its types
     """Returns a template of jinja2's sandbox, and what it raises."""
     try:
         import jinja2
