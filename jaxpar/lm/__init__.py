@@ -7,6 +7,7 @@
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
 | `train` | state, batch -> next state | `jaxpar.loop` |
+| `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
@@ -14,6 +15,14 @@
 """
 
 from jaxpar.decode import Sampling
+from jaxpar.lm.adapters import (
+    AdaptedState,
+    AdapterConfig,
+    AdapterTrainer,
+    fuse_adapters,
+    merge_adapters,
+    num_adapted,
+)
 from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
 from jaxpar.lm.distil import DraftTrainer, accept_rates
@@ -26,6 +35,9 @@ from jaxpar.lm.train import Trainer, TrainState
 from jaxpar.optim import OptimizerConfig
 
 __all__ = [
+    "AdaptedState",
+    "AdapterConfig",
+    "AdapterTrainer",
     "Decoder",
     "DraftTrainer",
     "LMConfig",
@@ -40,11 +52,14 @@ __all__ = [
     "cross_entropy",
     "flops_per_token",
     "from_hf",
+    "fuse_adapters",
     "generate",
     "gpt2",
     "init",
     "llama",
     "loss",
+    "merge_adapters",
+    "num_adapted",
     "num_params",
     "to_hf",
 ]
