@@ -32,6 +32,8 @@ from experiments._train import Run
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss, write_arrays
 from jaxpar.lm import (
+    AdapterConfig,
+    AdapterTrainer,
     LMConfig,
     OptimizerConfig,
     Sampling,
@@ -40,6 +42,8 @@ from jaxpar.lm import (
     flops_per_token,
     from_hf,
     loss,
+    merge_adapters,
+    num_adapted,
     num_params,
     to_hf,
 )
@@ -92,10 +96,11 @@ class Config(PipelineConfig):
       data: Corpus, tokenizer, split, window and batch.
       optimizer: Update rule and schedule.
       train: Length and events.
+      adapter: What is trained beside a frozen model, in its place.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
-      init: hf:folder to train on from a Hugging Face folder: its model, parameters and tokenizer. Of the flags of
-        `model` those count that say how to compute, and dtype.
+      init: hf:folder or run:folder to train on from a Hugging Face folder or a run: its model, parameters and
+        tokenizer. Of the flags of `model` those count that say how to compute, and dtype.
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
@@ -108,6 +113,7 @@ class Config(PipelineConfig):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    adapter: AdapterConfig = AdapterConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
     init: str = _run.identifying("", before=lambda init: {"init": init} if init else {})
@@ -139,9 +145,13 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
     start = _init.source(config.init)
-    if start is not None:
-        config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
-    mixed = open_corpora(config.data, folder / "data", _init.kept_tokenizer(folder, start))
+    if start is not None and config.init.startswith("run:"):
+        config, tokenizer = _on_from(config, start, folder)
+    else:
+        if start is not None:
+            config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
+        tokenizer = _init.kept_tokenizer(folder, start)
+    mixed = open_corpora(config.data, folder / "data", tokenizer)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer)
     trainer, data, length = make_trainer(config), config.data, config.train
@@ -161,11 +171,30 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         evaluate=make_evaluate(config, corpus),
         check=_make_check(config),
         extending="stretches its schedule",
-        first=None if start is None else functools.partial(_init.first_state, trainer, start),
+        first=None if start is None else functools.partial(_first_state, config, trainer, start),
     )
     result = _train.train(trainer, lambda step: _place(config, functools.partial(windows, step)), run)
     _tell_end(config, folder, corpus, result)
     return result
+
+
+def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple[Config, Tokenizer]:
+    """Returns `config` with the model of the run in `start`, and its tokenizer, of which the new run keeps a copy."""
+    saved = _run.load(start, Config)
+    tokenizer = open_corpora(saved.data, start / "data", _init.kept_tokenizer(start, None)).first.tokenizer
+    _init.keep_of_run(folder, start, tokenizer)
+    return dataclasses.replace(config, model=_init.as_told(saved.model, config.model)), tokenizer
+
+
+def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathlib.Path) -> PyTree:
+    """Returns the state that training begins with, of parameters in the folder `start`."""
+
+    def read() -> PyTree:
+        if config.init.startswith("hf:"):
+            return _init.read_parameters(trainer, start)
+        return merge_adapters(load(start, dataclasses.replace(config, checkpoint="best"))[1])
+
+    return _init.first_state(trainer, config.seed, read)
 
 
 def sample(config: Config, folder: pathlib.Path) -> None:
@@ -200,6 +229,9 @@ def export(config: Config, folder: pathlib.Path) -> None:
             f"out={config.out} ends in {out.suffix}; legal are .safetensors, .npz and, for a folder, none."
         )
     config, params, tokenizer = _load(config)
+    if config.adapter.kind != "none" and not config.adapter.merge and not arrays:
+        raise UsageError("soon")
+    params = merge_adapters(params)
     if arrays:
         write_arrays(out, params)
     else:
@@ -236,10 +268,15 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     return config
 
 
-def make_trainer(config: Config) -> Trainer:
+def make_trainer(config: Config) -> Trainer | AdapterTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
-    trainer = Trainer(config.model, config.optimizer, config.train.steps, parts, config.train.max_skipped, schedule)
+    counts = config.train.steps, parts, config.train.max_skipped
+    trainer = Trainer(config.model, config.optimizer, *counts, schedule)
+    if config.adapter.kind != "none":
+        if config.pipeline != "none":
+            raise UsageError(f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out.")
+        trainer = AdapterTrainer(config.model, config.adapter, config.optimizer, *counts)
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
@@ -341,8 +378,9 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     saved = _run.load(folder, Config)
     corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
-        config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed
-    )
+        config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
+        adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge),
+    )  # fmt: skip
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
     step = checkpoints.best() if config.checkpoint == "best" else None
     step = checkpoints.newest() if step is None else step
@@ -376,7 +414,9 @@ def _mesh_text(mesh: Any) -> str:
     return f"{sizes} on {mesh.devices.size} {kind} device{'s' * (mesh.devices.size > 1)}"
 
 
-def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: Trainer, start: int) -> None:
+def _tell_start(
+    config: Config, folder: pathlib.Path, corpus: Corpus, trainer: Trainer | AdapterTrainer, start: int
+) -> None:
     data, model = config.data, config.model
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = jax.tree.leaves(named_shardings(shapes, trainer.axes()))
@@ -388,6 +428,9 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
     flops = tokens * flops_per_token(model, data.seq_len)
     say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
     say(f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}")
+    if config.adapter.kind != "none":
+        say(f"adapter    {num_adapted(model, config.adapter):,} of them in {config.adapter.kind} are trained beside "
+            f"a base in {config.adapter.base}")  # fmt: skip
     say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
     say(corpus.describe().replace("corpus ", "corpus     ", 1))
     if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:

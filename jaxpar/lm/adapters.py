@@ -102,9 +102,7 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
     """
     flat = jax.tree_util.tree_leaves_with_path(declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf))
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
-    names = {
-        name.removeprefix("layers."): name for name, leaf in named.items() if _is_product(leaf)
-    }
+    names = {name.removeprefix("layers."): name for name, leaf in named.items() if _is_product(leaf)}
     found: dict[str, Leaf] = {}
     for pattern in patterns:
         hits = [
