@@ -30,8 +30,8 @@ from jaxpar.lm.stages import stages
 from jaxpar.lm.train import Health, one_step
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
-from jaxpar.nn.linear import Frozen, Lora, Quantised, Weight, quantise, whole
-from jaxpar.nn.narrow import Nf4, nf4
+from jaxpar.nn.linear import Frozen, Lora, Weight, whole
+from jaxpar.nn.narrow import Nf4, Quantised, nf4, quantise
 from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
@@ -85,7 +85,8 @@ class AdapterConfig:
         return self.alpha / max(self.rank, 1) ** (0.5 if self.rslora else 1.0)
 
 
-def _is_product(leaf: object) -> bool:
+def is_product(leaf: object) -> bool:
+    """Whether a leaf is a weight of the layers that `contract` alone reads."""
     return isinstance(leaf, Leaf) and leaf.axes[0] == "layers" and leaf.is_product
 
 
@@ -102,7 +103,7 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
     """
     flat = jax.tree_util.tree_leaves_with_path(declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf))
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
-    names = {name.removeprefix("layers."): name for name, leaf in named.items() if _is_product(leaf)}
+    names = {name.removeprefix("layers."): name for name, leaf in named.items() if is_product(leaf)}
     found: dict[str, Leaf] = {}
     for pattern in patterns:
         hits = [
@@ -134,19 +135,19 @@ def frozen(params: PyTree, model: LMConfig, base: str) -> PyTree:
     def one(name: str, leaf: Leaf, w: Array) -> Array | Weight:
         if isinstance(leaf.init, str):
             return w
-        if _is_product(leaf) and base == "int8":
+        if is_product(leaf) and base == "int8":
             return jax.vmap(lambda w: quantise(w, num_contracted(leaf)))(w)
-        if _is_product(leaf) and base == "nf4":
+        if is_product(leaf) and base == "nf4":
             return nf4(w)
         w = w if base == "full" else w.astype(jnp.bfloat16)
-        return Frozen(w) if _is_product(leaf) else w
+        return Frozen(w) if is_product(leaf) else w
 
     return _map(one, model, params)
 
 
 def _frozen_axes(model: LMConfig, base: str) -> PyTree:
     def one(name: str, leaf: Leaf) -> PyTree:
-        if not _is_product(leaf):
+        if not is_product(leaf):
             return leaf.axes
         if base == "int8":
             return Quantised(leaf.axes, ("layers", *leaf.axes[1 + num_contracted(leaf) :]))  # type: ignore[arg-type]
@@ -155,7 +156,8 @@ def _frozen_axes(model: LMConfig, base: str) -> PyTree:
     return _map(one, model)
 
 
-def _nested(flat: dict[str, PyTree]) -> dict:
+def nested(flat: dict[str, PyTree]) -> dict:
+    """Returns a tree of dicts from one of dotted names."""
     out: dict = {}
     for name, value in flat.items():
         *parents, last = name.split(".")
@@ -190,7 +192,7 @@ def begin_adapters(key: PRNGKey, base: PyTree, model: LMConfig, adapter: Adapter
 
         return jax.vmap(layer)(keys, _at(base, name))
 
-    return _nested({name: one(name, leaf) for name, leaf in targets(model, adapter.target).items()})
+    return nested({name: one(name, leaf) for name, leaf in targets(model, adapter.target).items()})
 
 
 def _adapter_axes(model: LMConfig, adapter: AdapterConfig) -> PyTree:
@@ -200,10 +202,10 @@ def _adapter_axes(model: LMConfig, adapter: AdapterConfig) -> PyTree:
         axes = {"down": ("layers", *into, None), "up": ("layers", None, *out)}
         return axes | ({"magnitude": ("layers", *out)} if adapter.dora else {})
 
-    return _nested({name: one(leaf) for name, leaf in targets(model, adapter.target).items()})
+    return nested({name: one(leaf) for name, leaf in targets(model, adapter.target).items()})
 
 
-def joined(
+def with_adapters(
     base: PyTree, adapters: PyTree, scale: float, rate: float = 0.0, key: PRNGKey | None = None, name: str = ""
 ) -> PyTree:
     """Returns the parameters of the adapted model, whose adapted weights are `Lora`.
@@ -218,7 +220,8 @@ def joined(
     """
     if "down" not in adapters:
         return base | {
-            part: joined(base[part], inner, scale, rate, key, f"{name}.{part}") for part, inner in adapters.items()
+            part: with_adapters(base[part], inner, scale, rate, key, f"{name}.{part}")
+            for part, inner in adapters.items()
         }
     keys = None
     if key is not None and rate:
@@ -282,7 +285,7 @@ def fuse_adapters(base: PyTree, adapters: list[PyTree], scale: float, shares: Ar
             return jnp.concatenate(parts, -1)
         return jnp.concatenate([weights[n] * part for n, part in enumerate(parts)], 1)
 
-    return joined(base, jax.tree_util.tree_map_with_path(one, *adapters), scale)
+    return with_adapters(base, jax.tree_util.tree_map_with_path(one, *adapters), scale)
 
 
 @struct.dataclass
@@ -308,7 +311,7 @@ class AdaptedState:
     @property
     def params(self) -> PyTree:
         """The adapted model's, as `jaxpar.lm.apply` takes them; `merge_adapters` makes arrays of them."""
-        return joined(self.base, self.adapters, self.scale)
+        return with_adapters(self.base, self.adapters, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,7 +382,7 @@ class AdapterTrainer:
 
         def whole(adapters: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
             own = jax.random.fold_in(key, zlib.crc32(b"adapters")) if rate and key is not None else None
-            return plain.whole(joined(state.base, adapters, state.scale, rate, own), data, key, total, share)
+            return plain.whole(with_adapters(state.base, adapters, state.scale, rate, own), data, key, total, share)
 
         trained, opt_state, health, info = one_step(
             lambda adapters: InTurn()(plain._replace(whole=whole), adapters, inputs, key, self.accumulate),

@@ -1,8 +1,9 @@
 """Every product with a weight: `contract`, and what may stand in a weight's place.
 
 Where a parameter tree has an array, it may have another object with a `contract` of its own: `Lora` adds a low-rank
-product, `Frozen` has no gradient, `Quantised` keeps eight bits a number, `Deferred` leaves the weight's gradient for
-later. They are pytrees whose arrays may be stacked over layers, so no layer, loop or optimizer needs to know of them.
+product, `Frozen` has no gradient, those of `jaxpar.nn.narrow` keep few bits a number, `Deferred` leaves the weight's
+gradient for later. They are pytrees whose arrays may be stacked over layers, so no layer, loop or optimizer needs to
+know of them.
 
 Example:
     import flax
@@ -42,8 +43,8 @@ from jaxpar.mesh import constrain, in_role, mesh_axes, platform
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
-    "Deferred", "Frozen", "Lora", "Quantised", "Transposed", "Weight", "contract", "deferred_gradient", "fixed_product",
-    "on_weight", "quantise", "transposed_is_faster", "whole",
+    "Deferred", "Frozen", "Lora", "Transposed", "Weight", "contract", "deferred_gradient", "fixed_product",
+    "on_weight", "transposed_is_faster", "whole",
 ]  # fmt: skip
 
 Axes = tuple[str | None, ...]
@@ -324,55 +325,6 @@ class Lora:
     def on_weight(self, fn: Callable[[Array], Array]) -> "Lora":
         """Applies `fn` to W alone."""
         return self.replace(weight=on_weight(fn, self.weight))  # type: ignore[attr-defined]
-
-
-@flax.struct.dataclass
-class Quantised:
-    """A weight of eight bits a number, one scale for each output: W = values * scales. Not trained.
-
-    Attributes:
-      values: int8, of the shape of W.
-      scales: Of the axes of W that are not contracted.
-    """
-
-    values: Array
-    scales: Array
-
-    def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
-    ) -> Array:
-        """Multiplies by the values, and the result by the scales; reads a byte a weight."""
-        _, weight, out = _letters(equation)
-        kept = [c for c in weight if c in out]
-        sizes = [self.scales.shape[kept.index(c)] if c in kept else 1 for c in out]
-        if sorted(kept, key=out.index) != kept:
-            raise UsageError(f"quantised weights keep their axes in order, not {equation!r}.")
-        y = fixed_product(equation, x, self.values, axes, precision, apart)
-        return y * self.scales.astype(y.dtype).reshape(sizes)
-
-    def whole(self) -> Array:
-        """Returns values * scales, in the dtype of the scales."""
-        return self.values * self.scales[(None,) * (self.values.ndim - self.scales.ndim)]
-
-    def on_weight(self, fn: Callable[[Array], Array]) -> "Quantised":
-        """Stays what it is: it is as small as it gets."""
-        del fn
-        return self
-
-
-def quantise(weight: Array, contracted: int) -> Quantised:
-    """Rounds a weight to eight bits: values in [-127, 127], each output's scale its largest magnitude / 127.
-
-    Args:
-      weight: W; leading axes of stacks are not taken: `jax.vmap` over layers.
-      contracted: How many of its first axes are contracted.
-
-    Error: at most half a scale a number.
-    """
-    dims = tuple(range(contracted))
-    scales = jnp.max(jnp.abs(weight), dims) / 127
-    values = jnp.round(weight / jnp.where(scales > 0, scales, 1)[(None,) * contracted])
-    return Quantised(values.astype(jnp.int8), scales)
 
 
 @flax.struct.dataclass

@@ -1,6 +1,6 @@
-"""Weights of four bits in an array's place: `Nf4`, of which blocks of numbers share a scale.
+"""Weights of few bits in an array's place: `Quantised`, of eight and a scale an output, and `Nf4`, of four.
 
-A number is one of sixteen, the quantiles of a normal distribution that QLoRA takes (arXiv:2305.14314, appendix E),
+Of the latter a number is one of sixteen, the quantiles of a normal distribution that QLoRA takes (arXiv:2305.14314, appendix E),
 times its block's largest magnitude. Blocks lie along the last axis, so that a mesh may split the others freely.
 
 Example:
@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import PrecisionLike
 
-from jaxpar.nn.linear import Axes, fixed_product
+from jaxpar.nn.linear import Axes, _letters, fixed_product
 from jaxpar.types import Array, UsageError
 
-__all__ = ["Nf4", "nf4"]
+__all__ = ["Nf4", "Quantised", "nf4", "quantise"]
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -36,6 +36,55 @@ LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 BLOCK = 64
+
+
+@flax.struct.dataclass
+class Quantised:
+    """A weight of eight bits a number, one scale for each output: W = values * scales. Not trained.
+
+    Attributes:
+      values: int8, of the shape of W.
+      scales: Of the axes of W that are not contracted.
+    """
+
+    values: Array
+    scales: Array
+
+    def contract(
+        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+    ) -> Array:
+        """Multiplies by the values, and the result by the scales; reads a byte a weight."""
+        _, weight, out = _letters(equation)
+        kept = [c for c in weight if c in out]
+        sizes = [self.scales.shape[kept.index(c)] if c in kept else 1 for c in out]
+        if sorted(kept, key=out.index) != kept:
+            raise UsageError(f"quantised weights keep their axes in order, not {equation!r}.")
+        y = fixed_product(equation, x, self.values, axes, precision, apart)
+        return y * self.scales.astype(y.dtype).reshape(sizes)
+
+    def whole(self) -> Array:
+        """Returns values * scales, in the dtype of the scales."""
+        return self.values * self.scales[(None,) * (self.values.ndim - self.scales.ndim)]
+
+    def on_weight(self, fn: Callable[[Array], Array]) -> "Quantised":
+        """Stays what it is: it is as small as it gets."""
+        del fn
+        return self
+
+
+def quantise(weight: Array, contracted: int) -> Quantised:
+    """Rounds a weight to eight bits: values in [-127, 127], each output's scale its largest magnitude / 127.
+
+    Args:
+      weight: W; leading axes of stacks are not taken: `jax.vmap` over layers.
+      contracted: How many of its first axes are contracted.
+
+    Error: at most half a scale a number.
+    """
+    dims = tuple(range(contracted))
+    scales = jnp.max(jnp.abs(weight), dims) / 127
+    values = jnp.round(weight / jnp.where(scales > 0, scales, 1)[(None,) * contracted])
+    return Quantised(values.astype(jnp.int8), scales)
 
 
 @flax.struct.dataclass

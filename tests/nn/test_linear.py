@@ -16,9 +16,9 @@ from jaxpar.nn.linear import (
     contract,
     deferred_gradient,
     on_weight,
-    quantise,
     transposed_is_faster,
 )
+from jaxpar.nn.narrow import quantise
 from jaxpar.types import UsageError
 
 INTO, OUT = "btd,dhk->bthk", "bthk,hkd->btd"
