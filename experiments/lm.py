@@ -5,6 +5,7 @@
     python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
     python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d
     python -m experiments.lm mode=export run=runs/lm/tiny-1a2b3c4d out=tiny_hf
+    python -m experiments.lm init=hf:llama-folder adapter=lora adapter.rank=16 adapter.base=nf4 data.path=mine.jsonl
 
 The same command resumes a run that was ended, on any mesh.
 """
@@ -13,8 +14,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import re
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _experts, _init, _run, _train
+from experiments import _experts, _export, _init, _run, _train
 from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._pipeline import PipelineConfig, make_schedule
@@ -30,7 +29,7 @@ from experiments._run import say
 from experiments._texts import decode, draw, encode
 from experiments._train import Run
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.io import Checkpoints, plot_loss, write_arrays
+from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
@@ -45,11 +44,10 @@ from jaxpar.lm import (
     merge_adapters,
     num_adapted,
     num_params,
-    to_hf,
 )
 from jaxpar.lm.data import Corpus, DataConfig, Windows, sweep
 from jaxpar.lm.mixture import open_corpora, training_batches
-from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
+from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
 from jaxpar.parallel.context import in_order, padded
@@ -220,29 +218,9 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
 
 def export(config: Config, folder: pathlib.Path) -> None:
     """Writes the parameters of a saved run to `config.out`."""
-    out = pathlib.Path(config.out)
-    if not config.out:
-        raise UsageError("mode=export needs out= to name a folder to make, or a .safetensors or .npz file.")
-    arrays = out.suffix in (".npz", ".safetensors")
-    if re.fullmatch(r"\.[a-z]+", out.suffix) and not arrays:
-        raise UsageError(
-            f"out={config.out} ends in {out.suffix}; legal are .safetensors, .npz and, for a folder, none."
-        )
+    out = _export.checked(config.out)
     config, params, tokenizer = _load(config)
-    if config.adapter.kind != "none" and not config.adapter.merge and not arrays:
-        raise UsageError("soon")
-    params = merge_adapters(params)
-    if arrays:
-        write_arrays(out, params)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            file = pathlib.Path(scratch) / "tokenizer.json" if isinstance(tokenizer, Bpe) else None
-            if isinstance(tokenizer, Bpe):
-                tokenizer.save(str(file))
-            to_hf(params, config.model, out, tokenizer=file)
-            if isinstance(tokenizer, Bpe) and jax.process_index() == 0:
-                _init.write_texts(pathlib.Path(config.run), out, tokenizer)
-    say(f"written    {_run.short(out)}")
+    _export.write(out, config.run, config.model, config.adapter, params, tokenizer, config.init)
 
 
 def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
@@ -379,7 +357,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
-        adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge),
+        adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge), init=saved.init,
     )  # fmt: skip
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
     step = checkpoints.best() if config.checkpoint == "best" else None

@@ -12,6 +12,7 @@
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
+| `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
 """
 
 from jaxpar.decode import Sampling
@@ -19,9 +20,11 @@ from jaxpar.lm.adapters import (
     AdaptedState,
     AdapterConfig,
     AdapterTrainer,
+    adapter_axes,
     fuse_adapters,
     merge_adapters,
     num_adapted,
+    with_adapters,
 )
 from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
@@ -30,6 +33,7 @@ from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
+from jaxpar.lm.peft import from_peft, to_peft
 from jaxpar.lm.sample import Decoder, generate
 from jaxpar.lm.train import Trainer, TrainState
 from jaxpar.optim import OptimizerConfig
@@ -38,6 +42,7 @@ __all__ = [
     "AdaptedState",
     "AdapterConfig",
     "AdapterTrainer",
+    "adapter_axes",
     "Decoder",
     "DraftTrainer",
     "LMConfig",
@@ -52,6 +57,7 @@ __all__ = [
     "cross_entropy",
     "flops_per_token",
     "from_hf",
+    "from_peft",
     "fuse_adapters",
     "generate",
     "gpt2",
@@ -62,4 +68,6 @@ __all__ = [
     "num_adapted",
     "num_params",
     "to_hf",
+    "to_peft",
+    "with_adapters",
 ]

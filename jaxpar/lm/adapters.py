@@ -36,7 +36,16 @@ from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["AdaptedState", "AdapterConfig", "AdapterTrainer", "fuse_adapters", "merge_adapters", "num_adapted"]
+__all__ = [
+    "AdaptedState",
+    "AdapterConfig",
+    "AdapterTrainer",
+    "adapter_axes",
+    "fuse_adapters",
+    "merge_adapters",
+    "num_adapted",
+    "with_adapters",
+]
 
 KINDS = ("none", "lora")
 BASES = ("full", "bfloat16", "int8", "nf4")
@@ -169,8 +178,9 @@ def nested(flat: dict[str, PyTree]) -> dict:
 
 
 def _at(tree: PyTree, name: str) -> PyTree:
+    """Returns the part of a tree of dicts that a dotted name means; None where there is none."""
     for part in name.split("."):
-        tree = tree[part]
+        tree = None if tree is None else tree.get(part)
     return tree
 
 
@@ -195,14 +205,17 @@ def begin_adapters(key: PRNGKey, base: PyTree, model: LMConfig, adapter: Adapter
     return nested({name: one(name, leaf) for name, leaf in targets(model, adapter.target).items()})
 
 
-def _adapter_axes(model: LMConfig, adapter: AdapterConfig) -> PyTree:
-    def one(leaf: Leaf) -> dict[str, tuple]:
+def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
+    """Returns the logical axes of a tree of adapters: those of their weights, and none of the rank."""
+
+    def one(leaf: Leaf, arrays: PyTree) -> dict[str, tuple]:
         first = 1 + num_contracted(leaf)
         into, out = leaf.axes[1:first], leaf.axes[first:]
-        axes = {"down": ("layers", *into, None), "up": ("layers", None, *out)}
-        return axes | ({"magnitude": ("layers", *out)} if adapter.dora else {})
+        axes = {"down": ("layers", *into, None), "up": ("layers", None, *out), "magnitude": ("layers", *out)}
+        return {name: axes[name] for name in arrays}
 
-    return nested({name: one(leaf) for name, leaf in targets(model, adapter.target).items()})
+    named = {name: (leaf, _at(adapters, name)) for name, leaf in targets(model, ("*",)).items()}
+    return nested({name: one(leaf, arrays) for name, (leaf, arrays) in named.items() if arrays is not None})
 
 
 def with_adapters(
@@ -372,7 +385,7 @@ class AdapterTrainer:
     def axes(self) -> AdaptedState:
         """Returns the logical axes of every leaf of the state; moments lie as their adapters."""
         state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
-        own = _adapter_axes(self.model, self.adapter)
+        own = adapter_axes(self.model, state.adapters)
         out = axes_like(state, state.adapters, own)
         return out.replace(base=_frozen_axes(self.model, self.adapter.base), adapters=own)
 
@@ -397,8 +410,8 @@ class AdapterTrainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `AdaptedState.opt_state`."""
-        axes = _adapter_axes(self.model, self.adapter)
-        decays = jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key != "magnitude", axes, is_leaf=lambda x: isinstance(x, tuple)
-        )
-        return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays)
+        return make_optimizer(self.optimizer, self.num_steps, decays=_decays)
+
+
+def _decays(adapters: PyTree) -> PyTree:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "magnitude", adapters)

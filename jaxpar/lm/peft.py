@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
 CHANGES = (
     "modules_to_save", "trainable_token_indices", "layer_replication", "use_qalora", "alora_invocation_tokens",
     "target_parameters", "lora_bias", "eva_config", "corda_config", "arrow_config", "use_bdlora",
+    "kasa_config", "lora_ga_config", "velora_config", "monteclora_config", "loftq_config",
 )  # fmt: skip
 """Keys that, where they are on, change what an adapter computes in ways that there are none of here."""
 
@@ -230,6 +231,11 @@ def _read_config(folder: Path) -> tuple[AdapterConfig, dict]:
             check(path, key, told[key], kind)
     if told.get("bias", "none") != "none":
         raise UsageError(f"{path} has bias={brief(told['bias'])}; legal is 'none'.")
+    if told.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        start = brief(told["init_lora_weights"])
+        raise UsageError(
+            f"{path} has init_lora_weights={start}, which changes the base; legal are true and 'gaussian'."
+        )
     for key in CHANGES:
         if told.get(key):
             raise UsageError(f"{path} has {key}={brief(told[key])}, which is not honoured; legal is none.")

@@ -1,6 +1,6 @@
 """Weights of few bits in an array's place: `Quantised`, of eight and a scale an output, and `Nf4`, of four.
 
-Of the latter a number is one of sixteen, the quantiles of a normal distribution that QLoRA takes (arXiv:2305.14314, appendix E),
+Of the latter a number is one of sixteen, quantiles of a normal distribution (QLoRA: arXiv:2305.14314, appendix E),
 times its block's largest magnitude. Blocks lie along the last axis, so that a mesh may split the others freely.
 
 Example:
