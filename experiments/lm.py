@@ -233,10 +233,10 @@ def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """Returns `config` with a vocabulary of at least the tokenizer's size, in multiples of 64."""
     size = max(config.model.vocab_size, -(-tokenizer.vocab_size // 64) * 64)
-    if config.init:
+    if init := getattr(config, "init", ""):  # other commands, which start from noise, have no such field
         size = config.model.vocab_size
         if tokenizer.vocab_size > size:
-            raise UsageError(f"the tokenizer of init={config.init} has {tokenizer.vocab_size} symbols of {size}.")
+            raise UsageError(f"the tokenizer of init={init} has {tokenizer.vocab_size} symbols of {size}.")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
     if config.model.positions == "learned" and config.data.seq_len > config.model.max_seq_len:
         raise UsageError(

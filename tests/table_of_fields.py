@@ -115,7 +115,22 @@ from jaxpar.parallel.pipeline import Pipelined, TaskCosts
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, AlphaZero, Dqn, GuidedSearch, Items, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import (
+    A2c,
+    Against,
+    AlphaZero,
+    Dqn,
+    GuidedSearch,
+    Items,
+    Network,
+    Pbt,
+    Ppo,
+    Pqn,
+    Sac,
+    Seeds,
+    SelfPlay,
+    Td3,
+)
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -339,6 +354,8 @@ TABLE = {
     },
     A2c: {"num_envs num_steps": COUNT, "lag": LEAST_0},
     Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0, "target_kl": FRACTION_FROM_0},
+    Against: {"seat": ((-1,), (0, 1))},
+    SelfPlay: {"pool period": COUNT, "newest": SHARE},
     AlphaZero: {
         "learning_rate": POSITIVE,
         "discount trace": SHARE,

@@ -61,7 +61,7 @@ from jaxpar.parallel.pipeline import Pipelined, gpipe
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, AlphaZero, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, Td3
+from jaxpar.rl import A2c, Against, AlphaZero, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, SelfPlay, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -118,6 +118,7 @@ def test_the_table_has_every_configuration_and_every_number():
 # ---------------------------------------------------------------- how each is made
 
 CART = envs.make("CartPole-v1")[0]
+FORAGING = envs.make("Foraging-8x8-2p-2f")[0]
 PENDULUM = envs.make("Pendulum-v1")[0]
 TOKENS = Tokens(np.zeros(40, np.uint8), np.zeros(1, np.int64), np.full(1, 40))
 BOTH_WAYS = Attention(1, 1, 4, visible=Visible(causal=False))
@@ -131,6 +132,8 @@ BASIS = {
     Pipelined: (gpipe(1, 1),),
     Fit: (8,),
     NeatConfig: (2, 1),
+    Against: (FORAGING,),
+    SelfPlay: (A2c(Against(FORAGING)),),
     Episodes: (CART, 10.0),
     GeneralizationTest: (None, CART),
     Substrate: ((PLANE, PLANE),),

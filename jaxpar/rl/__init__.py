@@ -36,6 +36,7 @@ from jaxpar.rl.pqn import Pqn, PqnRates
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values, vtrace
 from jaxpar.rl.sac import Sac, SacRates
 from jaxpar.rl.saliency import saliency
+from jaxpar.rl.self_play import Against, SelfPlay
 from jaxpar.rl.td3 import Td3, Td3Rates
 from jaxpar.rl.train import Seeds, train
 
@@ -45,6 +46,7 @@ __all__ = [
     "A2cRates",
     "ActionValues",
     "ActorCritic",
+    "Against",
     "AlphaZero",
     "CellMemory",
     "Dqn",
@@ -62,6 +64,7 @@ __all__ = [
     "Sac",
     "SacRates",
     "Seeds",
+    "SelfPlay",
     "StackMemory",
     "Td3",
     "Td3Rates",

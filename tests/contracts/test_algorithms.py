@@ -28,7 +28,7 @@ from jaxpar.nn.position import Alibi
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.own import OwnModel
-from jaxpar.rl import A2c, AlphaZero, Dqn, GuidedSearch, Network, Pbt, Ppo, Pqn, Sac, Td3
+from jaxpar.rl import A2c, Against, AlphaZero, Dqn, GuidedSearch, Network, Pbt, Ppo, Pqn, Sac, SelfPlay, Td3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +137,11 @@ ROWS = {
     "pbt": Row(
         Pbt(A2c(CART, Network(hidden=(4,)), num_envs=2, num_steps=4), 2, period=1), short_episodes, SHAPES_ALONE
     ),
+    "self-play": Row(
+        SelfPlay(A2c(Against(FORAGING, VALUES), VALUES, num_envs=2, num_steps=4), pool=2),
+        lambda: FORAGING_PARAMS.replace(max_steps=3),
+        SHAPES_ALONE,
+    ),
     "alpha-zero": Row(
         AlphaZero(
             CART, Network(hidden=(4,)), GuidedSearch(3, noise=0.25), num_envs=2, num_steps=4, epochs=1, minibatches=2
@@ -178,6 +183,7 @@ SLOW = (
     "ppo-lag",
     "pbt",
     "alpha-zero",
+    "self-play",
     "pqn-min-gru",
     "pqn-qmix",
     "dqn",
