@@ -540,7 +540,7 @@ TABLE = {
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 
 RESULTS = {
-    "nn.linear.Lora",
+    "lm.adapters.AdaptedState", "nn.linear.Lora",
     "aot.job.Job", "aot.estimate.Estimate", "aot.roofline.Roofline", "aot.candidates.Finding", "aot.topology.Chip",
     "decode.trees.Tree",
     "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",

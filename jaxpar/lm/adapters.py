@@ -17,7 +17,6 @@ import dataclasses
 import fnmatch
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from jaxpar.lm.stages import stages
 from jaxpar.lm.train import Health, one_step
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
-from jaxpar.nn.linear import Frozen, Lora, Weight, whole
+from jaxpar.nn.linear import Frozen, Lora, Weight, whole_weight
 from jaxpar.nn.narrow import Nf4, Quantised, nf4, quantise
 from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
@@ -51,11 +50,6 @@ KINDS = ("none", "lora")
 BASES = ("full", "bfloat16", "int8", "nf4")
 
 
-def _later(default: Any, legal: Any) -> Any:
-    """A field that runs made before it was there lack: part of a run's identity where it is not the default."""
-    return field(default, legal, identity="changed")
-
-
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
     """What is trained beside a frozen model.
@@ -74,19 +68,20 @@ class AdapterConfig:
       merge: Whether an export holds the model with its adapters merged, instead of the adapters alone.
     """
 
-    kind: str = _later("none", OneOf(KINDS))
-    target: tuple[str, ...] = _later(("*",), None)
-    rank: int = _later(8, AtLeast(0))
-    alpha: float = _later(16.0, Positive())
-    dropout: float = _later(0.0, Between(0, 1, "[)"))
-    rslora: bool = _later(False, None)
-    dora: bool = _later(False, None)
-    base: str = _later("full", OneOf(BASES))
+    kind: str = field("none", OneOf(KINDS), identity="changed")
+    target: tuple[str, ...] = field(("*",), None, identity="changed")
+    rank: int = field(8, AtLeast(0), identity="changed")
+    alpha: float = field(16.0, Positive(), identity="changed")
+    dropout: float = field(0.0, Between(0, 1, "[)"), identity="changed")
+    rslora: bool = field(False, None, identity="changed")
+    dora: bool = field(False, None, identity="changed")
+    base: str = field("full", OneOf(BASES), identity="changed")
     merge: bool = field(False, None, identity=False)
 
     def __post_init__(self):
         """Refuses numbers that no adapter has."""
         check_fields(self, "adapter.")
+        object.__setattr__(self, "target", tuple(self.target))  # flags are lists
 
     @property
     def scale(self) -> float:
@@ -165,7 +160,7 @@ def _frozen_axes(model: LMConfig, base: str) -> PyTree:
     return _map(one, model)
 
 
-def nested(flat: dict[str, PyTree]) -> dict:
+def unflattened(flat: dict[str, PyTree]) -> dict:
     """Returns a tree of dicts from one of dotted names."""
     out: dict = {}
     for name, value in flat.items():
@@ -202,7 +197,7 @@ def begin_adapters(key: PRNGKey, base: PyTree, model: LMConfig, adapter: Adapter
 
         return jax.vmap(layer)(keys, _at(base, name))
 
-    return nested({name: one(name, leaf) for name, leaf in targets(model, adapter.target).items()})
+    return unflattened({name: one(name, leaf) for name, leaf in targets(model, adapter.target).items()})
 
 
 def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
@@ -215,7 +210,7 @@ def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
         return {name: axes[name] for name in arrays}
 
     named = {name: (leaf, _at(adapters, name)) for name, leaf in targets(model, ("*",)).items()}
-    return nested({name: one(leaf, arrays) for name, (leaf, arrays) in named.items() if arrays is not None})
+    return unflattened({name: one(leaf, arrays) for name, (leaf, arrays) in named.items() if arrays is not None})
 
 
 def with_adapters(
@@ -246,7 +241,7 @@ def merge_adapters(params: PyTree) -> PyTree:
     """Returns parameters without weights of other kinds: adapters are merged, rounded weights widened to float32."""
 
     def one(w: PyTree) -> Array:
-        return jax.vmap(whole)(w) if isinstance(w, Weight) else w
+        return jax.vmap(whole_weight)(w) if isinstance(w, Weight) else w
 
     return jax.tree.map(one, params, is_leaf=lambda w: isinstance(w, Weight))
 

@@ -10,7 +10,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,14 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from jaxpar.lm.adapters import AdapterConfig, is_product, nested, num_contracted
+from jaxpar.lm.adapters import AdapterConfig, is_product, num_contracted, unflattened
 from jaxpar.lm.architectures import architecture_of
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.exchange import _Of
 from jaxpar.lm.keys import FLAG, POSITIVE, SHARE, SIZE, TABLE, Kind, brief, check, read_json
 from jaxpar.lm.params import leaves
 from jaxpar.nn.leaf import Leaf
-from jaxpar.nn.linear import Lora, whole
+from jaxpar.nn.linear import Lora, whole_weight
 from jaxpar.types import PyTree, UsageError
 
 __all__ = ["from_peft", "to_peft"]
@@ -80,7 +79,7 @@ def _host(x: jax.Array) -> np.ndarray:
     return np.asarray(x)
 
 
-def _find(tree: PyTree, name: str) -> Any:
+def _find(tree: PyTree, name: str) -> PyTree:
     for part in name.split("."):
         tree = tree[part]
     return tree
@@ -151,7 +150,7 @@ def _arrays(w: PyTree, dora: bool) -> dict:
 
 def _norms(w: PyTree) -> np.ndarray:
     """Magnitudes of a weight without an adapter, beside others in one tensor: they change nothing."""
-    values = _host(jax.vmap(whole)(w)).astype(np.float32)
+    values = _host(jax.vmap(whole_weight)(w)).astype(np.float32)
     flat = values.reshape(values.shape[0], values.shape[1], -1)  # of fused weights only the first axis is contracted
     return np.sqrt((flat**2).sum(1))
 
@@ -215,7 +214,7 @@ def from_peft(folder: str | Path, model: LMConfig) -> tuple[AdapterConfig, PyTre
             at += part.size
     if tensors:
         raise UsageError(f"{folder} has tensor {min(tensors)}, of no product of the model's layers.")
-    return adapter, nested({name: _stacked(name, blocks) for name, blocks in layers.items() if any(blocks)})
+    return adapter, unflattened({name: _stacked(name, blocks) for name, blocks in layers.items() if any(blocks)})
 
 
 _NAMES = {"A": "lora_A.weight", "B": "lora_B.weight", "m": "lora_magnitude_vector"}

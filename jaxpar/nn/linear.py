@@ -44,7 +44,7 @@ from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
     "Deferred", "Frozen", "Lora", "Transposed", "Weight", "contract", "deferred_gradient", "fixed_product",
-    "on_weight", "transposed_is_faster", "whole",
+    "on_weight", "transposed_is_faster", "whole_weight",
 ]  # fmt: skip
 
 Axes = tuple[str | None, ...]
@@ -165,7 +165,7 @@ def _letters(equation: str) -> tuple[str, str, str]:
     return x, weight, out
 
 
-def whole(w: PyTree) -> Array:
+def whole_weight(w: PyTree) -> Array:
     """Returns the array that a weight multiplies as: itself, or what a `Weight` says; float32 at least of a narrow one.
 
     Leading axes of stacks are not taken: `jax.vmap` over layers.
@@ -183,20 +183,20 @@ def whole(w: PyTree) -> Array:
 def fixed_product(
     equation: str, x: Array, w: Array | Weight, axes: Axes, precision: PrecisionLike = None, apart: bool = False
 ) -> Array:
-    """Multiplies by `whole(w)`, which has no gradient: the backward pass keeps `w` as it is stored, and not `x`."""
+    """Multiplies by `whole_weight(w)`, without a gradient: the backward pass keeps `w` as it is stored, and not `x`."""
     return _fixed((equation, axes, precision, apart, x.shape), x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fixed(how: tuple, x: Array, w: PyTree) -> Array:
-    return _product(how[:4], x, whole(w).astype(x.dtype))
+    return _product(how[:4], x, whole_weight(w).astype(x.dtype))
 
 
 def _fixed_backward(how: tuple, w: PyTree, g: Array) -> tuple[Array, PyTree]:
     equation, axes, precision, apart, shape = how
     if apart:  # else the weight would be found to be that of the forward pass, and kept wide
         w, g = jax.lax.optimization_barrier((w, g))
-    weight = constrain(whole(w).astype(g.dtype), *in_role(axes, "use"), name="a weight")
+    weight = constrain(whole_weight(w).astype(g.dtype), *in_role(axes, "use"), name="a weight")
     product = functools.partial(jnp.einsum, equation, precision=precision)
     (dx,) = jax.linear_transpose(lambda x: product(x, weight), jax.ShapeDtypeStruct(shape, g.dtype))(g)
     return dx, jax.tree.map(_no_gradient, w)
@@ -288,7 +288,7 @@ class Lora:
         return jnp.where(seen, x / (1 - self.rate), 0).astype(x.dtype)
 
     def _sum(self) -> Array:
-        weight = whole(self.weight)
+        weight = whole_weight(self.weight)
         wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
         return wide + self.scale * jnp.tensordot(self.down, self.up, 1, precision="highest").astype(wide.dtype)
 

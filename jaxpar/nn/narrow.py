@@ -7,14 +7,14 @@ Example:
     import jax
     import jax.numpy as jnp
 
-    from jaxpar.nn.linear import contract, whole
+    from jaxpar.nn.linear import contract, whole_weight
     from jaxpar.nn.narrow import nf4
 
     weight, x = jax.random.normal(jax.random.key(0), (8, 64)), jnp.ones((1, 3, 8))
     small = nf4(weight)
     assert small.values.nbytes == weight.size // 2
     y = contract("btd,df->btf", x, small, ("embed", "mlp"))
-    assert jnp.allclose(y, x @ whole(small), atol=1e-5)
+    assert jnp.allclose(y, x @ whole_weight(small), atol=1e-5)
 """
 
 import math

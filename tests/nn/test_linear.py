@@ -18,7 +18,7 @@ from jaxpar.nn.linear import (
     deferred_gradient,
     on_weight,
     transposed_is_faster,
-    whole,
+    whole_weight,
 )
 from jaxpar.nn.narrow import quantise
 from jaxpar.types import UsageError
@@ -129,7 +129,7 @@ def test_magnitudes_are_trained_apart_from_directions(equation, x64):
     got = y, dx, grads.down, grads.up, grads.magnitude
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(ours).reshape(theirs.shape), theirs, rtol=1e-11, atol=1e-12)
-    assert_close(jnp.einsum(equation, x, whole(adapted)), y, EXACT_MATHS["float64"])
+    assert_close(jnp.einsum(equation, x, whole_weight(adapted)), y, EXACT_MATHS["float64"])
 
 
 def test_the_change_sees_what_its_key_keeps():

@@ -7,7 +7,7 @@ import pytest
 from jax.scipy.special import ndtri
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.nn.linear import Frozen, contract, whole
+from jaxpar.nn.linear import Frozen, contract, whole_weight
 from jaxpar.nn.narrow import LEVELS, nf4, quantise
 from jaxpar.types import UsageError
 
@@ -32,22 +32,24 @@ def test_four_bits_are_off_by_half_the_widest_gap_at_most():
     small = nf4(w)
     assert small.values.shape == (3, 8, 48) and small.values.dtype == jnp.uint8
     assert small.scales.shape == (3, 8, 3)  # blocks of 32: 64 does not divide 96
-    share = np.abs(np.asarray(whole(small) - w)).reshape(3, 8, 3, 32) / np.asarray(small.scales)[..., None]
+    share = np.abs(np.asarray(whole_weight(small) - w)).reshape(3, 8, 3, 32) / np.asarray(small.scales)[..., None]
     widest = np.diff(np.array(LEVELS)).max() / 2
     assert 0.99 * widest < share.max() <= widest + 1e-6
     nearest = np.array(LEVELS)[np.abs(np.asarray(w).reshape(3, 8, 3, 32, 1) / np.asarray(small.scales)[..., None, None]
                                       - np.array(LEVELS)).argmin(-1)]  # fmt: skip
-    np.testing.assert_allclose(whole(small).reshape(nearest.shape), nearest * np.asarray(small.scales)[..., None], 1e-6)
+    np.testing.assert_allclose(
+        whole_weight(small).reshape(nearest.shape), nearest * np.asarray(small.scales)[..., None], 1e-6
+    )
 
 
 def test_what_is_rounded_stays_as_it_is():
     w = drawn((8, 128)).at[:, :64].set(0.0)
     for kind in ("int8", "nf4"):
         once = KINDS[kind](w)
-        again = KINDS[kind](whole(once))
+        again = KINDS[kind](whole_weight(once))
         np.testing.assert_array_equal(once.values, again.values)
         np.testing.assert_allclose(once.scales, again.scales, rtol=0 if kind == "nf4" else 1e-6)
-        assert not np.asarray(whole(once))[:, :64].any()
+        assert not np.asarray(whole_weight(once))[:, :64].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +57,7 @@ def test_products_and_their_gradients_are_those_of_the_whole_weight(kind, x64):
     x, w = drawn((2, 3, 8), np.float64), KINDS[kind](drawn((8, 64), np.float64))
     g = drawn((2, 3, 64), np.float64, 1)
     got, back = jax.vjp(lambda x: contract("btd,df->btf", x, w, AXES), x)
-    want = np.einsum("btd,df->btf", x, whole(w)), np.einsum("btf,df->btd", g, whole(w))
+    want = np.einsum("btd,df->btf", x, whole_weight(w)), np.einsum("btf,df->btd", g, whole_weight(w))
     assert_close((got, back(g)[0]), want, EXACT_MATHS["float64"])
 
 
@@ -71,4 +73,4 @@ def test_an_odd_axis_is_refused():
     with pytest.raises(UsageError, match="last axis is even, not of 3"):
         nf4(jnp.ones((4, 3)))
     with pytest.raises(UsageError, match="kind dict multiplies as no array"):
-        whole({})
+        whole_weight({})
