@@ -60,7 +60,10 @@ def test_a_change_of_rank_0_or_of_zeros_is_none_to_the_bit(rank):
     np.testing.assert_array_equal(logits(with_adapters(params, adapters, adapter.scale)), logits(params))
 
 
-@pytest.mark.parametrize("changes", [{}, {"dora": True, "base": "int8"}, {"rslora": True, "base": "nf4"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"dora": True, "base": "int8"}, {"rslora": True}, pytest.param({"base": "nf4"}, marks=pytest.mark.slow)],  # 2 s
+)
 def test_merged_is_kept(changes):
     adapter = dataclasses.replace(LORA, **changes)
     base, adapters = adapters_of(adapter=adapter)
@@ -75,7 +78,7 @@ def test_the_scale_is_that_of_the_papers():
     assert LORA.scale == 2.0 and dataclasses.replace(LORA, rslora=True, rank=4).scale == 3.0
 
 
-@pytest.mark.parametrize("base", ["full", "nf4"])
+@pytest.mark.parametrize("base", [pytest.param("full", marks=pytest.mark.slow), "nf4"])  # 3 s
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(base, x64):
     """dA = s dW' B^T and dB = s A^T dW', of packed rows with weights; dW' is the plain model's."""
     adapter = dataclasses.replace(LORA, base=base)
