@@ -90,6 +90,18 @@ def test_files_hold_the_adapters_and_give_them_back(name, kind, tmp_path):
     assert_close(merge_adapters(with_adapters(params, adapters, found.scale)), merge_adapters(kept), 1e-6)
 
 
+def test_patterns_set_a_weight_apart(tmp_path):
+    model, adapter, params, kept = made("llama", "lora", tmp_path)
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"self_attn.q_proj": 10.0}}))
+    found, adapters = from_peft(tmp_path / "adapter", model)
+    got = merge_adapters(with_adapters(params, adapters, found.scale))["layers"]
+    layers = dict(kept["layers"])
+    layers["wq"] = dataclasses.replace(layers["wq"], scale=2 * adapter.scale)
+    assert_close({name: got[name] for name in ("wq", "wk")},
+                 {name: merge_adapters(layers)[name] for name in ("wq", "wk")}, 1e-6)  # fmt: skip
+
+
 def test_what_is_not_honoured_is_refused(tmp_path):
     model, adapter, params, kept = made("llama", "lora", tmp_path)
     folder = tmp_path / "adapter"
