@@ -28,6 +28,7 @@ exclude_patterns = [
     "cut_episode.py",
     "forest.py",
     "picture.py",
+    "saliency.py",
     "notebooks/*.ipynb",
 ]
 html_theme = "sphinx_book_theme"

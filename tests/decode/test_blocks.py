@@ -73,7 +73,7 @@ class Plain:
         slopes, self.window = rule.slopes(HEADS), rule.visible.window or math.inf
         self.slopes = np.zeros(HEADS) if slopes is None else np.asarray(slopes, np.float64)
         is_rope = isinstance(rule.positions, Rope)
-        self.frequencies = np.float64(rule.positions.frequencies(WIDTH)) if is_rope else np.zeros(WIDTH // 2)
+        self.frequencies = rule.positions.frequencies(WIDTH, np.float64) if is_rope else np.zeros(WIDTH // 2)
 
     def __call__(self, q, position, line):
         places, keys, values = (np.array(x) for x in zip(*line, strict=True))

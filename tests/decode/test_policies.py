@@ -171,7 +171,7 @@ def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
     def scores(params, tokens):
         x = embed(params, tokens, jnp.broadcast_to(places, tokens.shape), CONFIG)
         visible = jnp.broadcast_to(seen, (len(tokens), *seen.shape))
-        return logits(params, CONFIG.stack().apply(params, x, visible=visible)[0])
+        return logits(params, CONFIG.stack().apply(params, x, visible=visible)[0], CONFIG)
 
     want = np.asarray(scores(params_of(), out.tokens)).argmax(-1)
     np.testing.assert_array_equal(out.tokens[:, 7:], want[:, 6:-1])

@@ -44,7 +44,7 @@ def test_all_abilities_of_ours_are_fields():
     """An optional part that no field names would be silently unused."""
     known = {field.name for field in dataclasses.fields(capabilities(Corridor()))}
     found = set().union(*(abilities(envs.make(name)[0]) for name in envs.names()))
-    assert known - found == {"gaussian_start", "linear_gaussian"}
+    assert known - found == {"gaussian_start", "linear_gaussian", "items"}
 
 
 def test_agents_are_axes():

@@ -13,7 +13,7 @@ from jaxpar.types import UsageError
     [
         (dict(norm="batch"), "model.norm='batch' is unknown; legal are rms, layer."),
         (dict(positions="alibi"), "model.positions='alibi' is unknown; legal are rope, learned, none."),
-        (dict(activation="relu"), "model.activation='relu' is unknown; legal are swiglu, gelu, gelu_exact."),
+        (dict(activation="relu"), "model.activation='relu' is unknown; legal are swiglu, geglu, gelu, gelu_exact."),
         (dict(dtype="int8"), "model.dtype='int8' is unknown; legal are bfloat16, float16, float32, float64."),
         (dict(remat="some"), "model.remat='some' is unknown; legal are none, dots, names, full, offload, blockwise."),
         (dict(attention="flash"), "model.attention='flash' is unknown; legal are auto, cudnn, splash, xla."),
@@ -90,4 +90,6 @@ def test_identity_leaves_out_how_a_model_is_computed():
         "qk_norm",
     }
     experts |= {"balance_loss", "router_z_loss", "router_bias", "shared_experts"}
-    assert later == {"residual", "ladder_from", "z_loss", "weights"} | experts | mixers
+    folders = {"windows", "qkv_bias", "post_norms", "norm_plus_one", "embed_scale", "logit_cap"}
+    folders |= {"score_cap", "score_dim", "rope_scaling", "rope_share", "rope_theta_local"}
+    assert later == {"residual", "ladder_from", "z_loss", "weights"} | experts | mixers | folders

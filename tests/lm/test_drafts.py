@@ -62,7 +62,7 @@ def plain_logits(params, own, text, config, name):
             x = jnp.concatenate([x, entering(x)], 1)
         x = stack.layer(held["layers"][layer], layer, x, stack.context(x))[0]
     x = stack.norm.apply(held["final_norm"], x)
-    return logits(params, jnp.concatenate([x, entering(x)], 1) if name == "heads" else x)
+    return logits(params, jnp.concatenate([x, entering(x)], 1) if name == "heads" else x, config)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
