@@ -1,6 +1,7 @@
 """`init=hf:folder` and `init=run:folder`: a run whose first parameters, model and tokenizer are those of a folder."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -98,5 +99,7 @@ def read_parameters(trainer: Trainer | AdapterTrainer, folder: pathlib.Path) -> 
 def first_state(trainer: Trainer | AdapterTrainer, seed: int, read: Callable[[], PyTree]) -> PyTree:
     """Returns the state that training begins with from what `read` finds; `seed` draws adapters."""
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
-    begin = jax.jit(trainer.begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)
-    return begin(read(), jax.random.key(seed))
+    begin = trainer.begin
+    if isinstance(trainer, AdapterTrainer):
+        begin = functools.partial(trainer.begin, jax.random.key(seed))
+    return jax.jit(begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(read())

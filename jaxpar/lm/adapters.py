@@ -7,7 +7,7 @@ Example:
 
     model = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
     trainer = AdapterTrainer(model, AdapterConfig("lora", target=("wq", "w_*"), rank=2, base="int8"))
-    state = trainer.begin(init(jax.random.key(0), model), jax.random.key(1))
+    state = trainer.begin(jax.random.key(1), init(jax.random.key(0), model))
     batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))
     state, info = jax.jit(trainer.step)(jax.random.key(2), state, batch)
     whole = merge_adapters(state.params)  # arrays again, as `init` makes them
@@ -366,9 +366,10 @@ class AdapterTrainer:
         """Draws parameters and adapters, and the optimizer's first state. Consumes `key`; ignores `inputs`."""
         del inputs
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        return self.begin(declared.init(key, self.model, dtype), jax.random.fold_in(key, 1))
+        drawn, own = jax.random.split(key)
+        return self.begin(own, declared.init(drawn, self.model, dtype))
 
-    def begin(self, params: PyTree, key: PRNGKey) -> AdaptedState:
+    def begin(self, key: PRNGKey, params: PyTree) -> AdaptedState:
         """Returns the state that training begins with from given parameters, which are frozen. Consumes `key`."""
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
         zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)

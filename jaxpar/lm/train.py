@@ -89,9 +89,8 @@ class Trainer:
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
         return self.begin(declared.init(key, self.model, dtype))
 
-    def begin(self, params: PyTree, key: PRNGKey | None = None) -> TrainState:
-        """Returns the state that training begins with from given parameters, float32 at least; ignores `key`."""
-        del key
+    def begin(self, params: PyTree) -> TrainState:
+        """Returns the state that training begins with from given parameters, float32 at least."""
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
         zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
         health = Health(count, count, count, zero, zero)

@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(base, x64):
 
 def trained(trainer, steps=2, spec=None, batch=BATCH):
     def run():
-        state = trainer.begin(noisy_params(trainer.model), jax.random.key(1))
+        state = trainer.begin(jax.random.key(1), noisy_params(trainer.model))
         state = state.replace(adapters=noisy(state.adapters))
         if spec is not None:
             state = shard(state, trainer.axes())
@@ -128,7 +128,7 @@ def plain():
 
 def test_only_adapters_are_trained_and_have_moments(plain):
     state, info = plain
-    began = PLAIN.begin(noisy_params(MODEL), jax.random.key(1))
+    began = PLAIN.begin(jax.random.key(1), noisy_params(MODEL))
     jax.tree.map(np.testing.assert_array_equal, state.base, jax.device_get(began.base))
     moved = jax.tree.map(
         lambda new, old: np.abs(new - old).min() > 0, state.adapters, jax.device_get(noisy(began.adapters))
