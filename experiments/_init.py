@@ -1,16 +1,18 @@
-"""`init=hf:folder`: a run whose first parameters, model and tokenizer are those of a Hugging Face folder."""
+"""`init=hf:folder` and `init=run:folder`: a run whose first parameters, model and tokenizer are those of a folder."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.lm import LMConfig, Trainer, config_from_hf, from_hf
-from jaxpar.lm.tokenizer import Bpe, load_tokenizer
+from jaxpar.lm import AdapterTrainer, LMConfig, Trainer, config_from_hf, from_hf
+from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
@@ -23,19 +25,26 @@ def source(init: str) -> pathlib.Path | None:
     if not init:
         return None
     kind, _, name = init.partition(":")
-    if kind != "hf" or not name:
-        raise UsageError(f"init={init} names no start; legal is hf:folder, or nothing to start from random numbers.")
+    if kind not in ("hf", "run") or not name:
+        raise UsageError(
+            f"init={init} names no start; legal are hf:folder, run:folder, or nothing to start from random numbers."
+        )
     return pathlib.Path(name)
 
 
 def with_model(model: LMConfig, folder: pathlib.Path) -> LMConfig:
-    """Returns the folder's model, computed as `model` says: its dtype, remat and whatever says how and not what."""
+    """Returns the model of a Hugging Face folder, computed as `model` says."""
+    return as_told(config_from_hf(folder, dtype=model.dtype), model)
+
+
+def as_told(found: LMConfig, model: LMConfig) -> LMConfig:
+    """Returns a model that was found, computed as `model` says: its dtype, remat and whatever says how and not what."""
     how = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(LMConfig)
         if not field.metadata.get("identity", True)
     }
-    return dataclasses.replace(config_from_hf(folder, dtype=model.dtype), **how)
+    return dataclasses.replace(found, dtype=model.dtype, **how)
 
 
 def kept(run: pathlib.Path) -> pathlib.Path | None:
@@ -57,6 +66,19 @@ def kept_tokenizer(run: pathlib.Path, given: pathlib.Path | None) -> Bpe | None:
     return None if copy is None else load_tokenizer(copy)
 
 
+def keep_of_run(run: pathlib.Path, given: pathlib.Path, tokenizer: Tokenizer) -> None:
+    """Keeps the tokenizer of the run `given`, and what it keeps itself of a folder's texts, the first time."""
+    if kept(run) is None and isinstance(tokenizer, Bpe) and jax.process_index() == 0:
+        (run / "init").mkdir(parents=True, exist_ok=True)
+        for name in FILES[1:]:
+            if (given / "init" / name).is_file():
+                shutil.copyfile(given / "init" / name, run / "init" / name)
+        if (given / "init" / FILES[0]).is_file():
+            shutil.copyfile(given / "init" / FILES[0], run / "init" / FILES[0])
+        else:
+            tokenizer.save(str(run / "init" / FILES[0]))
+
+
 def write_texts(run: pathlib.Path, out: pathlib.Path, tokenizer: Bpe) -> None:
     """Adds to an exported folder how its texts begin, end and take turns, as the run's first folder said it."""
     for name in FILES[1:4]:
@@ -68,9 +90,16 @@ def write_texts(run: pathlib.Path, out: pathlib.Path, tokenizer: Bpe) -> None:
         (out / FILES[3]).write_text(json.dumps(given, indent=2) + "\n")
 
 
-def first_state(trainer: Trainer, folder: pathlib.Path) -> PyTree:
-    """Reads the folder's parameters to the ambient mesh, and returns the state that training begins with."""
+def read_parameters(trainer: Trainer | AdapterTrainer, folder: pathlib.Path) -> PyTree:
+    """Reads the parameters of a Hugging Face folder to the ambient mesh."""
     dtype: Any = jnp.promote_types(trainer.model.dtype, jnp.float32)
-    _, params = from_hf(folder, dtype=trainer.model.dtype, param_dtype=dtype)
+    return from_hf(folder, dtype=trainer.model.dtype, param_dtype=dtype)[1]
+
+
+def first_state(trainer: Trainer | AdapterTrainer, seed: int, read: Callable[[], PyTree]) -> PyTree:
+    """Returns the state that training begins with from what `read` finds; `seed` draws adapters."""
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
-    return jax.jit(trainer.begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(params)
+    begin = trainer.begin
+    if isinstance(trainer, AdapterTrainer):
+        begin = functools.partial(trainer.begin, jax.random.key(seed))
+    return jax.jit(begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(read())

@@ -219,7 +219,7 @@ def _refuse_references(path: pathlib.Path, content: Any, name: str = "") -> None
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """Returns what makes two runs the same run: seed, model, data and optimizer, by flag name.
+    """Returns what makes two runs the same run: seed, model, data, optimizer and adapter, by flag name.
 
     So do flags of the experiment itself whose metadata say `identity=True`. Mesh, remat, steps and logging are left
     out, so that they may change when a run resumes: fields whose metadata say `identity=False` say how, not what, and
@@ -230,7 +230,7 @@ def identity(config: Any) -> dict[str, Any]:
         if flag.metadata.get("identity") is True:
             value, before = getattr(config, flag.name), flag.metadata.get("before")
             flat |= before(value) if before else {flag.name: value}
-    for part in ("model", "data", "optimizer"):
+    for part in ("model", "data", "optimizer", "adapter"):
         value = getattr(config, part, None)
         for declared in dataclasses.fields(value) if value is not None else ():
             chosen, counts = getattr(value, declared.name), declared.metadata.get("identity", True)

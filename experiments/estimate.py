@@ -29,7 +29,15 @@ from experiments._run import say
 from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
 from jaxpar.fields import OneOf, field
-from jaxpar.lm import LMConfig, OptimizerConfig, config_from_hf, flops_per_token, loss
+from jaxpar.lm import (
+    AdapterConfig,
+    LMConfig,
+    OptimizerConfig,
+    config_from_hf,
+    flops_per_token,
+    loss,
+    with_adapters,
+)
 from jaxpar.lm import params as declared
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.sample import cache_axes, empty_cache, extend
@@ -51,6 +59,7 @@ class Config(PipelineConfig):
       data: Only seq_len and batch_size matter; batch_size is that of all devices together.
       optimizer: Update rule, for its state.
       train: Only accumulate matters.
+      adapter: What is trained beside a frozen model, in its place.
       pipeline: As of any run; "search" ranks all schedules, and those found for the memory that is left.
       topology: Chips to estimate for, such as v5p:4x4x4 or h100:8; empty for this machine's devices. With it, the mesh
         is fsdp=all unless it is given.
@@ -71,6 +80,7 @@ class Config(PipelineConfig):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    adapter: AdapterConfig = AdapterConfig()
     pipeline: str = field("none", OneOf(("none", *PIPELINES, "search")))
     topology: str = ""
     hf: str = ""
@@ -232,8 +242,12 @@ def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
 
     def model_loss(params):
         part = jnp.zeros((data.batch_size // config.train.accumulate, data.seq_len), jnp.int32)
+        if config.adapter.kind != "none":
+            base, adapters = params
+            params = with_adapters(jax.lax.stop_gradient(base), adapters, config.adapter.scale)
         return loss(params, dict.fromkeys(names, part), config.model)
 
+    trained = state.params if config.adapter.kind == "none" else (state.base, state.adapters)
     return aot.Job(
         trainer.step,
         (key, state, dict.fromkeys(names, rows)),
@@ -243,7 +257,7 @@ def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
         rules=rules,
         donate=(1,),
         loss=model_loss,
-        params=state.params,
+        params=trained,
         model_flops=data.batch_size * data.seq_len * flops_per_token(config.model, data.seq_len),
         options=XLA_OPTIONS.get(platform()),
     )

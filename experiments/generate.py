@@ -26,8 +26,8 @@ from experiments._texts import fingerprint
 from jaxpar.decode import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling
 from jaxpar.fields import Between, OneOf, check_value, field
 from jaxpar.io import open_progress
-from jaxpar.lm import Decoder, axes
-from jaxpar.mesh import MeshSpec
+from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
+from jaxpar.mesh import MeshSpec, named_shardings
 from jaxpar.types import PyTree, UsageError
 
 DRAFTS = ("none", "copy", "jacobi", "lookahead", "model")
@@ -42,6 +42,7 @@ class Config(_run.RunConfig):
     Attributes:
       run: A run folder of `experiments.lm`, or a Hugging Face folder.
       hf: A Hugging Face folder, in place of `run`.
+      adapter: A folder of adapters in PEFT's files, for the model of `run` or `hf`.
       checkpoint: "best" or "newest", of a run.
       dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
       prompt: One to continue.
@@ -61,6 +62,7 @@ class Config(_run.RunConfig):
     name: str = "generate"
     run: str = ""
     hf: str = ""
+    adapter: str = ""
     checkpoint: str = field("best", OneOf(("best", "newest")))
     dtype: str = field("auto", OneOf(("auto", "bfloat16", "float16", "float32")))
     prompt: str = ""
@@ -111,7 +113,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         raise UsageError(f"out={config.out} is the file of prompts; name another.")
     requests = read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
     with _run.open_devices(config, MeshSpec()), _run.ending_together():
-        target = load(config.hf or config.run, config, "hf" if config.hf else "run")
+        target = adapted(load(config.hf or config.run, config, "hf" if config.hf else "run"), config.adapter)
         refuse_idle("sampling", (axes(target.model), "batch", "slots"))
         check_split("batch_size", config.batch_size, "batch")
         draft, draft_params = make_draft(config, target)
@@ -132,6 +134,15 @@ def load(name: str, config: Config, flag: str) -> Saved:
     found, params, tokenizer = lm.load(folder, lm.Config(checkpoint=config.checkpoint))
     dtype = found.model.dtype if config.dtype == "auto" else config.dtype
     return Saved(dataclasses.replace(found.model, dtype=dtype), params, tokenizer)
+
+
+def adapted(saved: Saved, folder: str) -> Saved:
+    """Returns the model with the adapters of a folder, if one is named, beside its weights."""
+    if not folder:
+        return saved
+    adapter, tree = from_peft(folder, saved.model)
+    place = named_shardings(tree, adapter_axes(saved.model, tree))
+    return saved._replace(params=with_adapters(saved.params, jax.device_put(tree, place), adapter.scale))
 
 
 def make_draft(config: Config, target: Saved) -> tuple[Draft, PyTree]:

@@ -5,6 +5,7 @@
     python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
     python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d
     python -m experiments.lm mode=export run=runs/lm/tiny-1a2b3c4d out=tiny_hf
+    python -m experiments.lm init=hf:llama-folder adapter=lora adapter.rank=16 adapter.base=nf4 data.path=mine.jsonl
 
 The same command resumes a run that was ended, on any mesh.
 """
@@ -13,8 +14,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import re
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _experts, _init, _run, _train
+from experiments import _experts, _export, _init, _run, _train
 from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._pipeline import PipelineConfig, make_schedule
@@ -30,8 +29,10 @@ from experiments._run import say
 from experiments._texts import decode, draw, encode
 from experiments._train import Run
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.io import Checkpoints, plot_loss, write_arrays
+from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
+    AdapterConfig,
+    AdapterTrainer,
     LMConfig,
     OptimizerConfig,
     Sampling,
@@ -40,12 +41,13 @@ from jaxpar.lm import (
     flops_per_token,
     from_hf,
     loss,
+    merge_adapters,
+    num_adapted,
     num_params,
-    to_hf,
 )
 from jaxpar.lm.data import Corpus, DataConfig, Windows, sweep
 from jaxpar.lm.mixture import open_corpora, training_batches
-from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
+from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
 from jaxpar.parallel.context import in_order, padded
@@ -92,10 +94,11 @@ class Config(PipelineConfig):
       data: Corpus, tokenizer, split, window and batch.
       optimizer: Update rule and schedule.
       train: Length and events.
+      adapter: What is trained beside a frozen model, in its place.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
-      init: hf:folder to train on from a Hugging Face folder: its model, parameters and tokenizer. Of the flags of
-        `model` those count that say how to compute, and dtype.
+      init: hf:folder or run:folder to train on from a Hugging Face folder or a run: its model, parameters and
+        tokenizer. Of the flags of `model` those count that say how to compute, and dtype.
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
@@ -108,6 +111,7 @@ class Config(PipelineConfig):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    adapter: AdapterConfig = AdapterConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
     init: str = _run.identifying("", before=lambda init: {"init": init} if init else {})
@@ -139,9 +143,13 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
     start = _init.source(config.init)
-    if start is not None:
-        config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
-    mixed = open_corpora(config.data, folder / "data", _init.kept_tokenizer(folder, start), say)
+    if start is not None and config.init.startswith("run:"):
+        config, tokenizer = _on_from(config, start, folder)
+    else:
+        if start is not None:
+            config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
+        tokenizer = _init.kept_tokenizer(folder, start)
+    mixed = open_corpora(config.data, folder / "data", tokenizer, say)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
     trainer, data, length = make_trainer(config), config.data, config.train
@@ -161,11 +169,30 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         evaluate=make_evaluate(config, corpus),
         check=_make_check(config),
         extending="stretches its schedule",
-        first=None if start is None else functools.partial(_init.first_state, trainer, start),
+        first=None if start is None else functools.partial(_first_state, config, trainer, start),
     )
     result = _train.train(trainer, lambda step: _place(config, functools.partial(windows, step)), run)
     _tell_end(config, folder, corpus, result)
     return result
+
+
+def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple[Config, Tokenizer]:
+    """Returns `config` with the model of the run in `start`, and its tokenizer, of which the new run keeps a copy."""
+    saved = _run.load(start, Config)
+    tokenizer = open_corpora(saved.data, start / "data", _init.kept_tokenizer(start, None)).first.tokenizer
+    _init.keep_of_run(folder, start, tokenizer)
+    return dataclasses.replace(config, model=_init.as_told(saved.model, config.model)), tokenizer
+
+
+def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathlib.Path) -> PyTree:
+    """Returns the state that training begins with, of parameters in the folder `start`."""
+
+    def read() -> PyTree:
+        if config.init.startswith("hf:"):
+            return _init.read_parameters(trainer, start)
+        return merge_adapters(load(start, dataclasses.replace(config, checkpoint="best"))[1])
+
+    return _init.first_state(trainer, config.seed, read)
 
 
 def sample(config: Config, folder: pathlib.Path) -> None:
@@ -191,26 +218,9 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
 
 def export(config: Config, folder: pathlib.Path) -> None:
     """Writes the parameters of a saved run to `config.out`."""
-    out = pathlib.Path(config.out)
-    if not config.out:
-        raise UsageError("mode=export needs out= to name a folder to make, or a .safetensors or .npz file.")
-    arrays = out.suffix in (".npz", ".safetensors")
-    if re.fullmatch(r"\.[a-z]+", out.suffix) and not arrays:
-        raise UsageError(
-            f"out={config.out} ends in {out.suffix}; legal are .safetensors, .npz and, for a folder, none."
-        )
+    out = _export.checked(config.out)
     config, params, tokenizer = _load(config)
-    if arrays:
-        write_arrays(out, params)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            file = pathlib.Path(scratch) / "tokenizer.json" if isinstance(tokenizer, Bpe) else None
-            if isinstance(tokenizer, Bpe):
-                tokenizer.save(str(file))
-            to_hf(params, config.model, out, tokenizer=file)
-            if isinstance(tokenizer, Bpe) and jax.process_index() == 0:
-                _init.write_texts(pathlib.Path(config.run), out, tokenizer)
-    say(f"written    {_run.short(out)}")
+    _export.write(out, config.run, config.model, config.adapter, params, tokenizer, config.init)
 
 
 def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
@@ -236,10 +246,15 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
     return config
 
 
-def make_trainer(config: Config) -> Trainer:
+def make_trainer(config: Config) -> Trainer | AdapterTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
-    trainer = Trainer(config.model, config.optimizer, config.train.steps, parts, config.train.max_skipped, schedule)
+    counts = config.train.steps, parts, config.train.max_skipped
+    trainer = Trainer(config.model, config.optimizer, *counts, schedule)
+    if config.adapter.kind != "none":
+        if config.pipeline != "none":
+            raise UsageError(f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out.")
+        trainer = AdapterTrainer(config.model, config.adapter, config.optimizer, *counts)
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
@@ -341,8 +356,9 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     saved = _run.load(folder, Config)
     corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
-        config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed
-    )
+        config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
+        adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge), init=saved.init,
+    )  # fmt: skip
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
     step = checkpoints.best() if config.checkpoint == "best" else None
     step = checkpoints.newest() if step is None else step
@@ -376,7 +392,9 @@ def _mesh_text(mesh: Any) -> str:
     return f"{sizes} on {mesh.devices.size} {kind} device{'s' * (mesh.devices.size > 1)}"
 
 
-def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: Trainer, start: int) -> None:
+def _tell_start(
+    config: Config, folder: pathlib.Path, corpus: Corpus, trainer: Trainer | AdapterTrainer, start: int
+) -> None:
     data, model = config.data, config.model
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = jax.tree.leaves(named_shardings(shapes, trainer.axes()))
@@ -388,6 +406,9 @@ def _tell_start(config: Config, folder: pathlib.Path, corpus: Corpus, trainer: T
     flops = tokens * flops_per_token(model, data.seq_len)
     say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
     say(f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}")
+    if config.adapter.kind != "none":
+        say(f"adapter    {num_adapted(model, config.adapter):,} of them in {config.adapter.kind} are trained beside "
+            f"a base in {config.adapter.base}")  # fmt: skip
     say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
     say(corpus.describe().replace("corpus ", "corpus     ", 1))
     if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:

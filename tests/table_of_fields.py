@@ -70,7 +70,7 @@ from jaxpar.decode import (
 )
 from jaxpar.env.picture import Animation
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
-from jaxpar.lm import DraftTrainer, LMConfig, Trainer
+from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, Trainer
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -211,6 +211,8 @@ TABLE = {
         "score_cap score_dim logit_cap rope_theta_local": FRACTION_FROM_0,
         "rope_share": OVER_0,
     },
+    AdapterConfig: {"rank": LEAST_0, "alpha": POSITIVE, "dropout": UNDER_1},
+    AdapterTrainer: {"num_steps accumulate max_skipped": COUNT},
     OptimizerConfig: {
         "learning_rate eps": POSITIVE,
         "final_ratio": SHARE,
@@ -538,7 +540,7 @@ TABLE = {
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 
 RESULTS = {
-    "nn.linear.Lora",
+    "lm.adapters.AdaptedState", "nn.linear.Lora",
     "aot.job.Job", "aot.estimate.Estimate", "aot.roofline.Roofline", "aot.candidates.Finding", "aot.topology.Chip",
     "decode.trees.Tree",
     "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",

@@ -216,7 +216,7 @@ PAGES = {
     "docs/stack.md": {
         "mixes in `jaxpar.lm`": "lm/test_mixer.py::streaming_equals_the_whole_sequence "
         "lm/test_mixer.py::generation_equals_asking_the_whole_model",
-        "adapters and eight-bit weights in any product": "nn/test_linear.py::an_adapter_is_the_sum_of_both_weights "
+        "adapters and rounded weights in any product": "nn/test_linear.py::an_adapter_is_the_sum_of_both_weights "
         "nn/test_linear.py::eight_bits_are_off_by_half_a_scale_at_most",
         "it is written in place": "nn/test_stack.py::a_step_writes_the_cache_in_place_and_copies_none_of_it "
         "nn/test_stack.py::slots_can_be_split_over_devices",

@@ -20,7 +20,7 @@ from jaxpar.decode import HiddenTransfer, ModelDraft, PromptTokens
 from jaxpar.env.picture import Animation
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
-from jaxpar.lm import DraftTrainer, LMConfig, Trainer
+from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, Trainer
 from jaxpar.lm.corpus import Tokens
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -127,6 +127,7 @@ BASIS = {
     Windows: (TOKENS, 8, 2, 0),
     ModelDraft: (None,),
     HiddenTransfer: (0,),
+    AdapterTrainer: (LMConfig(), AdapterConfig("lora")),
     DraftTrainer: (LMConfig(), PromptTokens()),
     Trainer: (LMConfig(),),
     Pipelined: (gpipe(1, 1),),

@@ -19,7 +19,7 @@ def group_of(path: str) -> str:
     """Returns the part of the memory account that an argument belongs to, by its dotted path."""
     if "opt_state" in path:
         return "optimizer"
-    return "parameters" if "params" in path.split(".") else "other"
+    return "parameters" if {"params", "base", "adapters"} & set(path.split(".")) else "other"
 
 
 @dataclasses.dataclass(frozen=True)

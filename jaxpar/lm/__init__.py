@@ -7,13 +7,25 @@
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
 | `train` | state, batch -> next state | `jaxpar.loop` |
+| `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
+| `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
 """
 
 from jaxpar.decode import Sampling
+from jaxpar.lm.adapters import (
+    AdaptedState,
+    AdapterConfig,
+    AdapterTrainer,
+    adapter_axes,
+    fuse_adapters,
+    merge_adapters,
+    num_adapted,
+    with_adapters,
+)
 from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
 from jaxpar.lm.distil import DraftTrainer, accept_rates
@@ -21,11 +33,16 @@ from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
+from jaxpar.lm.peft import from_peft, to_peft
 from jaxpar.lm.sample import Decoder, generate
 from jaxpar.lm.train import Trainer, TrainState
 from jaxpar.optim import OptimizerConfig
 
 __all__ = [
+    "AdaptedState",
+    "AdapterConfig",
+    "AdapterTrainer",
+    "adapter_axes",
     "Decoder",
     "DraftTrainer",
     "LMConfig",
@@ -40,11 +57,17 @@ __all__ = [
     "cross_entropy",
     "flops_per_token",
     "from_hf",
+    "from_peft",
+    "fuse_adapters",
     "generate",
     "gpt2",
     "init",
     "llama",
     "loss",
+    "merge_adapters",
+    "num_adapted",
     "num_params",
     "to_hf",
+    "to_peft",
+    "with_adapters",
 ]

@@ -1,6 +1,7 @@
 """One optimizer step as a pure function: the `Algorithm` that `jaxpar.loop` drives."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,12 +13,12 @@ from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import axes_like
-from jaxpar.nn.auxiliary import scalars
+from jaxpar.nn.auxiliary import Aux, scalars
 from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree
 
-__all__ = ["Health", "TrainState", "Trainer"]
+__all__ = ["Health", "TrainState", "Trainer", "one_step"]
 
 SPIKE_DEVIATIONS = 6.0
 MEMORY = 0.98  # of the running mean and deviation of the loss: about the last 50 steps
@@ -111,23 +112,14 @@ class Trainer:
           skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
           mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
         """
-        (value, aux), grads = self.schedule(stages(self.model), state.params, inputs, key, self.accumulate)
-        params, opt_state, said = self.make_optimizer().update(
-            grads, state.opt_state, state.params, good=jnp.isfinite(value)
+        params, opt_state, health, info = one_step(
+            lambda params: self.schedule(stages(self.model), params, inputs, key, self.accumulate),
+            self.make_optimizer(),
+            state.params,
+            state.opt_state,
+            state.health,
         )
-        health, spike = _watch(state.health, value, said["skipped"] == 0)
-        info = (
-            said
-            | {
-                "loss": value,
-                "skipped": health.skipped,
-                "skipped_in_a_row": health.skipped_in_a_row,
-                "spike": spike,
-                "spikes": health.spikes,
-            }
-            | scalars(aux)
-        )
-        return TrainState(params, opt_state, state.step + 1, health), jax.tree.map(jnp.float32, info)
+        return TrainState(params, opt_state, state.step + 1, health), info
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
@@ -137,6 +129,35 @@ class Trainer:
         """Returns the optimizer, whose state is `TrainState.opt_state`."""
         axes, decays = declared.axes(self.model), declared.decay_mask(self.model)
         return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays)
+
+
+def one_step(
+    gradient: Callable[[PyTree], tuple[tuple[jax.Array, Aux], PyTree]],
+    optimizer: Optimizer,
+    trained: PyTree,
+    opt_state: PyTree,
+    health: Health,
+) -> tuple[PyTree, PyTree, Health, Info]:
+    """Updates what is trained by `gradient(trained)`: ((loss, what was told), gradient).
+
+    Returns:
+      The new `trained`, `opt_state` and `health`, and the scalars of `Trainer.step`.
+    """
+    (value, aux), grads = gradient(trained)
+    trained, opt_state, said = optimizer.update(grads, opt_state, trained, good=jnp.isfinite(value))
+    health, spike = _watch(health, value, said["skipped"] == 0)
+    info = (
+        said
+        | {
+            "loss": value,
+            "skipped": health.skipped,
+            "skipped_in_a_row": health.skipped_in_a_row,
+            "spike": spike,
+            "spikes": health.spikes,
+        }
+        | scalars(aux)
+    )
+    return trained, opt_state, health, jax.tree.map(jnp.float32, info)
 
 
 def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, jax.Array]:

@@ -1,8 +1,9 @@
 """Every product with a weight: `contract`, and what may stand in a weight's place.
 
 Where a parameter tree has an array, it may have another object with a `contract` of its own: `Lora` adds a low-rank
-product, `Quantised` keeps eight bits a number, `Deferred` leaves the weight's gradient for later. They are pytrees
-whose arrays may be stacked over layers, so no layer, loop or optimizer needs to know of them.
+product, `Frozen` has no gradient, those of `jaxpar.nn.narrow` keep few bits a number, `Deferred` leaves the weight's
+gradient for later. They are pytrees whose arrays may be stacked over layers, so no layer, loop or optimizer needs to
+know of them.
 
 Example:
     import flax
@@ -34,6 +35,7 @@ from typing import Any, Protocol, runtime_checkable
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 
@@ -41,8 +43,8 @@ from jaxpar.mesh import constrain, in_role, mesh_axes, platform
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
-    "Deferred", "Lora", "Quantised", "Transposed", "Weight", "contract", "deferred_gradient", "on_weight", "quantise",
-    "transposed_is_faster",
+    "Deferred", "Frozen", "Lora", "Transposed", "Weight", "contract", "deferred_gradient", "fixed_product",
+    "on_weight", "transposed_is_faster", "whole_weight",
 ]  # fmt: skip
 
 Axes = tuple[str | None, ...]
@@ -65,6 +67,15 @@ class SupportsOnWeight(Weight, Protocol):
 
     def on_weight(self, fn: Callable[[Array], Array]) -> PyTree:
         """Returns itself with `fn` applied to that array."""
+        ...
+
+
+@runtime_checkable
+class SupportsWhole(Weight, Protocol):
+    """A `Weight` that multiplies as one array would."""
+
+    def whole(self) -> Array:
+        """Returns that array."""
         ...
 
 
@@ -154,21 +165,99 @@ def _letters(equation: str) -> tuple[str, str, str]:
     return x, weight, out
 
 
+def whole_weight(w: PyTree) -> Array:
+    """Returns the array that a weight multiplies as: itself, or what a `Weight` says; float32 at least of a narrow one.
+
+    Leading axes of stacks are not taken: `jax.vmap` over layers.
+
+    Raises:
+      UsageError: The weight rounds what it multiplies, and so is no array.
+    """
+    if isinstance(w, jax.Array):
+        return w
+    if not isinstance(w, SupportsWhole):
+        raise UsageError(f"a weight of kind {type(w).__name__} multiplies as no array would.")
+    return w.whole()
+
+
+def fixed_product(
+    equation: str, x: Array, w: Array | Weight, axes: Axes, precision: PrecisionLike = None, apart: bool = False
+) -> Array:
+    """Multiplies by `whole_weight(w)`, without a gradient: the backward pass keeps `w` as it is stored, and not `x`."""
+    return _fixed((equation, axes, precision, apart, x.shape), x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fixed(how: tuple, x: Array, w: PyTree) -> Array:
+    return _product(how[:4], x, whole_weight(w).astype(x.dtype))
+
+
+def _fixed_backward(how: tuple, w: PyTree, g: Array) -> tuple[Array, PyTree]:
+    equation, axes, precision, apart, shape = how
+    if apart:  # else the weight would be found to be that of the forward pass, and kept wide
+        w, g = jax.lax.optimization_barrier((w, g))
+    weight = constrain(whole_weight(w).astype(g.dtype), *in_role(axes, "use"), name="a weight")
+    product = functools.partial(jnp.einsum, equation, precision=precision)
+    (dx,) = jax.linear_transpose(lambda x: product(x, weight), jax.ShapeDtypeStruct(shape, g.dtype))(g)
+    return dx, jax.tree.map(_no_gradient, w)
+
+
+def _no_gradient(x: Array) -> Array | np.ndarray:
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+
+
+_fixed.defvjp(lambda how, x, w: (_fixed(how, x, w), w), _fixed_backward)
+
+
+@flax.struct.dataclass
+class Frozen:
+    """A weight without a gradient: neither that nor the product's input is kept for the backward pass.
+
+    Attributes:
+      weight: W.
+    """
+
+    weight: Array
+
+    def contract(
+        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+    ) -> Array:
+        """Multiplies as an array would."""
+        return fixed_product(equation, x, self.weight, axes, precision, apart)
+
+    def whole(self) -> Array:
+        """Returns W."""
+        return self.weight
+
+    def on_weight(self, fn: Callable[[Array], Array]) -> "Frozen":
+        """Applies `fn` to W."""
+        return self.replace(weight=fn(self.weight))  # type: ignore[attr-defined]
+
+
 @flax.struct.dataclass
 class Lora:
     """A weight and a low-rank change of it: x W + scale (x A) B (LoRA: arXiv:2106.09685, eq. 3).
 
+    With a magnitude m it is x (W + scale A B) m / |W + scale A B|, norms being those of each output's numbers (DoRA:
+    arXiv:2402.09353, eq. 5). The norm counts as a constant in gradients (section 4.3 there).
+
     Attributes:
-      weight: W, an array or a `Weight`; freeze it by an optimizer's mask.
+      weight: W, an array or a `Weight`; `Frozen` or narrower where the change alone is trained.
       down: A, the contracted axes of W and then the rank.
       up: B, the rank and then the other axes of W.
-      scale: Of the change; alpha / rank in the paper.
+      magnitude: m, of the axes of W that are not contracted; None for LoRA.
+      key: Draws which numbers of x the change does not see; None outside of training.
+      scale: Of the change; alpha / rank in the paper, alpha / sqrt(rank) in rsLoRA (arXiv:2312.03732).
+      rate: Of that dropout.
     """
 
     weight: Any
     down: Array
     up: Array
+    magnitude: Array | None = None
+    key: Array | None = None
     scale: float = flax.struct.field(pytree_node=False, default=1.0)
+    rate: float = flax.struct.field(pytree_node=False, default=0.0)
 
     def contract(
         self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
@@ -182,23 +271,39 @@ class Lora:
                 f"adapters take weights whose contracted axes come first, and no axis z, not {equation!r}."
             )
         middle = "".join(c for c in letters if c not in shared) + "z"
-        narrow = contract(
-            f"{letters},{''.join(shared)}z->{middle}",
-            x,
-            self.down,
-            (*axes[: len(shared)], None),
-            precision=precision,
-            apart=apart,
-        )
-        change = contract(
-            f"{middle},z{''.join(kept)}->{out}",
-            narrow,
-            self.up,
-            (None, *axes[len(shared) :]),
-            precision=precision,
-            apart=apart,
-        )
-        return contract(equation, x, self.weight, axes, precision=precision, apart=apart) + self.scale * change
+        product = functools.partial(contract, precision=precision, apart=apart)
+        into, outof = f"{letters},{''.join(shared)}z->{middle}", f"{middle},z{''.join(kept)}->{out}"
+        narrow = product(into, self._dropped(x), self.down, (*axes[: len(shared)], None))
+        change = product(outof, narrow, self.up, (None, *axes[len(shared) :]))
+        y = product(equation, x, self.weight, axes) + self.scale * change
+        if self.magnitude is None:
+            return y
+        ratio = self.magnitude / jax.lax.stop_gradient(self.norm())
+        return y * ratio.astype(y.dtype).reshape([ratio.shape[kept.index(c)] if c in kept else 1 for c in out])
+
+    def _dropped(self, x: Array) -> Array:
+        if self.key is None or not self.rate:
+            return x
+        seen = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        return jnp.where(seen, x / (1 - self.rate), 0).astype(x.dtype)
+
+    def _sum(self) -> Array:
+        weight = whole_weight(self.weight)
+        wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+        return wide + self.scale * jnp.tensordot(self.down, self.up, 1, precision="highest").astype(wide.dtype)
+
+    def norm(self) -> Array:
+        """Returns |W + scale A B| of each output, float32 at least; leading axes of stacks are not taken."""
+        summed = self._sum()
+        norm = jnp.sqrt(jnp.sum(summed * summed, tuple(range(self.down.ndim - 1))))
+        return jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)  # outputs of zeros stay zero
+
+    def whole(self) -> Array:
+        """Returns the one array that multiplies so, float32 at least: the adapter merged into its weight."""
+        summed = self._sum()
+        if self.magnitude is None:
+            return summed
+        return summed * (self.magnitude / self.norm())[(None,) * (self.down.ndim - 1)]
 
     @classmethod
     def of(cls, key: Array, weight: Array, contracted: int, rank: int, scale: float = 1.0) -> "Lora":
@@ -215,58 +320,11 @@ class Lora:
         down = jax.random.normal(key, (*rows, rank), weight.dtype) / jnp.sqrt(jnp.asarray(rows).prod()).astype(
             weight.dtype
         )
-        return cls(weight, down, jnp.zeros((rank, *weight.shape[contracted:]), weight.dtype), scale)
+        return cls(weight, down, jnp.zeros((rank, *weight.shape[contracted:]), weight.dtype), scale=scale)
 
     def on_weight(self, fn: Callable[[Array], Array]) -> "Lora":
         """Applies `fn` to W alone."""
         return self.replace(weight=on_weight(fn, self.weight))  # type: ignore[attr-defined]
-
-
-@flax.struct.dataclass
-class Quantised:
-    """A weight of eight bits a number, one scale for each output: W = values * scales. Not trained.
-
-    Attributes:
-      values: int8, of the shape of W.
-      scales: Of the axes of W that are not contracted.
-    """
-
-    values: Array
-    scales: Array
-
-    def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
-    ) -> Array:
-        """Multiplies by the values, and the result by the scales; reads a byte a weight."""
-        _, weight, out = _letters(equation)
-        kept = [c for c in weight if c in out]
-        whole = [self.scales.shape[kept.index(c)] if c in kept else 1 for c in out]
-        if sorted(kept, key=out.index) != kept:
-            raise UsageError(f"quantised weights keep their axes in order, not {equation!r}.")
-        y = contract(
-            equation, x, jax.lax.stop_gradient(self.values.astype(x.dtype)), axes, precision=precision, apart=apart
-        )
-        return y * self.scales.astype(y.dtype).reshape(whole)
-
-    def on_weight(self, fn: Callable[[Array], Array]) -> "Quantised":
-        """Stays what it is: it is as small as it gets."""
-        del fn
-        return self
-
-
-def quantise(weight: Array, contracted: int) -> Quantised:
-    """Rounds a weight to eight bits: values in [-127, 127], each output's scale its largest magnitude / 127.
-
-    Args:
-      weight: W; leading axes of stacks are not taken: `jax.vmap` over layers.
-      contracted: How many of its first axes are contracted.
-
-    Error: at most half a scale a number.
-    """
-    dims = tuple(range(contracted))
-    scales = jnp.max(jnp.abs(weight), dims) / 127
-    values = jnp.round(weight / jnp.where(scales > 0, scales, 1)[(None,) * contracted])
-    return Quantised(values.astype(jnp.int8), scales)
 
 
 @flax.struct.dataclass
@@ -352,8 +410,8 @@ def _deferring_forward(how: tuple, x: Array, weight: Array, slot: tuple) -> tupl
 def _deferring_backward(how: tuple, kept: tuple, g: Array) -> tuple:
     equation, axes, precision, _ = how
     x, weight = kept
-    whole = constrain(weight, *in_role(axes, "use"), name="a weight")
-    (dx,) = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole, precision=precision), x)(g)
+    used = constrain(weight, *in_role(axes, "use"), name="a weight")
+    (dx,) = jax.linear_transpose(lambda x: jnp.einsum(equation, x, used, precision=precision), x)(g)
     return dx, jnp.zeros_like(weight), (x, g)
 
 

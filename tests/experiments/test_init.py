@@ -80,7 +80,10 @@ def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(fol
 
 @pytest.mark.parametrize(
     ("init", "sentence"),
-    [("folder", "init=folder names no start; legal is hf:folder"), ("hf:/nowhere", "there is no /nowhere/config.json")],
+    [
+        ("folder", "init=folder names no start; legal are hf:folder, run:folder"),
+        ("hf:/nowhere", "there is no /nowhere/config.json"),
+    ],
 )
 def test_what_is_no_start_is_refused(init, sentence, tmp_path):
     with use_mesh(make_mesh(MeshSpec(data=8))), pytest.raises(UsageError, match=sentence):

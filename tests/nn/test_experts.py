@@ -16,9 +16,9 @@ from jaxpar.nn.experts import Experts, Routing
 from jaxpar.nn.experts.grouped import grouped_matmul
 from jaxpar.nn.experts.layer import dense_mixture
 from jaxpar.nn.experts.route import expert_choice, route
-from jaxpar.nn.linear import quantise
 from jaxpar.nn.mixer import Context, Rules
 from jaxpar.nn.mlp import ACTIVATIONS
+from jaxpar.nn.narrow import quantise
 from jaxpar.nn.stack import Stack
 from jaxpar.types import UsageError
 

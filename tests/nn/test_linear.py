@@ -10,15 +10,17 @@ from tolerance import EXACT_MATHS, assert_close
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.linear import (
     Deferred,
+    Frozen,
     Lora,
     Transposed,
     _with_enough_rows,
     contract,
     deferred_gradient,
     on_weight,
-    quantise,
     transposed_is_faster,
+    whole_weight,
 )
+from jaxpar.nn.narrow import quantise
 from jaxpar.types import UsageError
 
 INTO, OUT = "btd,dhk->bthk", "bthk,hkd->btd"
@@ -106,6 +108,47 @@ def test_an_adapter_of_what_it_cannot_read_is_refused():
         contract("btd,hkd->bthk", x, adapted.replace(weight=jnp.moveaxis(w, 0, 2)), ("heads", "head_dim", "embed"))
 
 
+@each
+def test_magnitudes_are_trained_apart_from_directions(equation, x64):
+    """DoRA against its formula in NumPy, the norm a constant in gradients."""
+    x, w = (np.asarray(a) for a in drawn(equation, np.float64))
+    rng, num = np.random.default_rng(1), CONTRACTED[equation]
+    made = Lora.of(jax.random.key(0), jnp.asarray(w), num, rank=3, scale=0.5)
+    up, m = rng.standard_normal(made.up.shape), rng.standard_normal(w.shape[num:])
+    adapted = made.replace(weight=Frozen(jnp.asarray(w)), up=jnp.asarray(up), magnitude=jnp.asarray(m))
+    y, back = jax.vjp(lambda x, a: contract(equation, x, a, AXES[equation]), jnp.asarray(x), adapted)
+    g = rng.standard_normal(y.shape)
+    dx, grads = back(jnp.asarray(g))
+
+    flat = x.reshape(12, -1), w.reshape(x[0, 0].size, -1), np.asarray(made.down).reshape(-1, 3), up.reshape(3, -1)
+    x2, w2, a, b = flat
+    g2, m2, total = g.reshape(12, -1), m.reshape(-1), w2 + 0.5 * a @ b
+    ratio = m2 / np.sqrt((total**2).sum(0))
+    want = x2 @ total * ratio, (g2 * ratio) @ total.T
+    want += 0.5 * x2.T @ (g2 * ratio) @ b.T, 0.5 * a.T @ x2.T @ (g2 * ratio), (g2 * (x2 @ total)).sum(0) / (m2 / ratio)
+    got = y, dx, grads.down, grads.up, grads.magnitude
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(ours).reshape(theirs.shape), theirs, rtol=1e-11, atol=1e-12)
+    assert_close(jnp.einsum(equation, x, whole_weight(adapted)), y, EXACT_MATHS["float64"])
+
+
+def test_the_change_sees_what_its_key_keeps():
+    x, w = drawn(INTO)
+    made = Lora.of(jax.random.key(0), w, 1, rank=2, scale=0.5).replace(key=jax.random.key(5), rate=0.25)
+    adapted = made.replace(up=jnp.ones_like(made.up))
+    seen = np.where(jax.random.bernoulli(jax.random.key(5), 0.75, x.shape), x / 0.75, 0)
+    want = jnp.einsum(INTO, x, w) + 0.5 * jnp.einsum(INTO, seen, jnp.tensordot(adapted.down, adapted.up, 1))
+    assert_close(contract(INTO, x, adapted, AXES[INTO]), want, EXACT_MATHS["float32"])
+    assert 0.1 < (seen == 0).mean() < 0.4
+
+
+def test_outputs_of_zeros_stay_zero():
+    w = jnp.zeros((8, 4))
+    made = Lora.of(jax.random.key(0), w, 1, rank=2)
+    y = contract("btd,df->btf", jnp.ones((1, 2, 8)), made.replace(magnitude=made.norm()), ("embed", "mlp"))
+    assert not np.asarray(y).any()
+
+
 # ---------------------------------------------------------------- eight bits
 
 
@@ -116,9 +159,9 @@ def test_eight_bits_are_off_by_half_a_scale_at_most(equation):
     assert small.values.dtype == jnp.int8 and int(jnp.abs(small.values).max()) == 127
     off = jnp.abs(small.values * small.scales[(None,) * CONTRACTED[equation]] - w)
     assert float((off / small.scales[(None,) * CONTRACTED[equation]]).max()) <= 0.5 + 1e-5
-    whole = small.values * small.scales[(None,) * CONTRACTED[equation]]
+    wide = small.values * small.scales[(None,) * CONTRACTED[equation]]
     got = contract(equation, x, small, AXES[equation])
-    assert_close(got, jnp.einsum(equation, x, whole), EXACT_MATHS["float32"])
+    assert_close(got, jnp.einsum(equation, x, wide), EXACT_MATHS["float32"])
 
 
 def test_a_weight_of_zeros_stays_zero():

@@ -16,7 +16,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn import ParaGRU
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
-from jaxpar.nn.linear import Lora, quantise
+from jaxpar.nn.linear import Lora
 from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.nn.mixers import (
     BlockRecurrent,
@@ -32,6 +32,7 @@ from jaxpar.nn.mixers import (
     Tcnca,
 )
 from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.narrow import quantise
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
 from jaxpar.types import UsageError
