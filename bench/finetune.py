@@ -1,28 +1,28 @@
 """What does fine-tuning cost on one GPU: all weights or adapters, packed or not, beside transformers? And loading?
 
-    python bench/finetune.py                                       # one GPU: the 1B Llama, 4 rows of 2,048; an 8B folder
-    python bench/finetune.py --cases 1x2048 --only "full,bfloat16" # one row of 2,048; only rows with one of these words
+    python bench/finetune.py                                # one GPU: the 1B Llama, 4 rows of 2,048; an 8B folder
+    python bench/finetune.py --cases 1x2048 --only full     # one row of 2,048; rows whose name has one of these words
     python bench/finetune.py --cases load --load-gb 16 --folder /big/disk
-    python bench/finetune.py --peer-python PYTHON --jobs 4         # transformers' interpreter; ours compiled side by side
+    python bench/finetune.py --peer-python PYTHON --jobs 4  # transformers' interpreter; ours compiled side by side
     python bench/finetune.py --override remat=names --override loss_chunk=2048
-    python bench/finetune.py --tiny                                # any machine: checks that the script runs
+    python bench/finetune.py --tiny                         # any machine: checks that the script runs
 
 A step is the whole one of `jaxpar.lm.Trainer` or `AdapterTrainer`: loss, gradient, clip, AdamW; bfloat16 where layers
-multiply, float32 master weights, random numbers for weights and tokens. LoRA is of rank 16 on all products of the layers;
-its base is kept as the row's name says, float32 if it says nothing. "packed" has documents of 64 to 1,024 tokens a row,
-which do not see each other, and is timed in turns with the same batch unpacked ("of unpacked" is its tokens/s by that
-one's). The peer is `torch.compile` of transformers' LlamaForCausalLM with SDPA and fused AdamW: once under bfloat16
-autocast with float32 weights, as ours, and once with weights, gradients and moments all in bfloat16.
+multiply, float32 master weights, random numbers for weights and tokens. LoRA is of rank 16 on all products of the
+layers; its base is kept as the row's name says, float32 if it says nothing. "packed" has documents of 64 to 1,024
+tokens a row, which do not see each other, and is timed in turns with the same batch unpacked ("of unpacked" is its
+tokens/s by that one's). The peer is `torch.compile` of transformers' LlamaForCausalLM with SDPA and fused AdamW: once
+under bfloat16 autocast with float32 weights, as ours, and once with weights, gradients and moments all in bfloat16.
 
-Every row is a process of its own and is printed as soon as it is measured. "step" is what the compiled program asks for
-(arguments, results that are not arguments, temporaries), of torch the most that was allocated while it was timed; "held"
-is the most that the process held on the device, beginning included. "of full" compares with "jaxpar full": speed, and
-memory of the step.
+Every row is a process of its own and is printed as soon as it is measured. "step" is what the compiled program asks
+for (arguments, results that are not arguments, temporaries), of torch the most that was allocated while it was timed;
+"held" is the most that the process held on the device, beginning included. "of full" compares with "jaxpar full":
+speed, and memory of the step.
 
-"load" reads a Llama folder of random numbers, of 8B's layers and as many as make `--load-gb`, to the device, once in the
-file's bfloat16 and once as float32, as `init=hf:folder` does. "disk" reads the same files without looking at them, by
-eight threads, and "of disk" is by its rate; the system is asked to drop its copy of the files first. "host" is the most
-memory that the process had beside files it maps, over what it had before.
+"load" reads a Llama folder of random numbers, of 8B's layers and as many as make `--load-gb`, to the device, once in
+the file's bfloat16 and once as float32, as `init=hf:folder` does. "disk" reads the same files without looking at them,
+by eight threads, and "of disk" is by its rate; the system is asked to drop its copy of the files first. "host" is the
+most memory that the process had beside files it maps, over what it had before.
 """
 
 import argparse
@@ -69,7 +69,8 @@ def steps_of(name: str, args: argparse.Namespace) -> list[dict]:
     found = [common | {"do": "step", "row": row, "side": "torch", "model": shape} for row in PEERS if not args.no_peer]
     for row, adapter in OURS.items():
         adapter = adapter | {"kind": "lora", "rank": 16, "alpha": 32.0} if adapter else {}
-        found.append(common | {"do": "step", "row": row, "side": "jaxpar", "adapter": adapter, "model": shape | HOW | given})
+        said = {"do": "step", "row": row, "side": "jaxpar", "adapter": adapter, "model": shape | HOW | given}
+        found.append(common | said)
     return found
 
 
@@ -145,8 +146,7 @@ def train(name: str, bench: harness.Bench, table: harness.Table, args: argparse.
     if args.jobs > 1:  # into the cache of compiled programs, from which the rows then take them
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             ours = [row for row in rows if row["side"] == "jaxpar"]
-            for number, row in enumerate(ours):
-                bench.sides[f"job {number}"] = bench.sides["jaxpar"]
+            bench.sides |= {f"job {at}": bench.sides["jaxpar"] for at in range(len(ours))}
             list(pool.map(lambda at: bench.ask(f"job {at}", ours[at] | {"do": "compile"}), range(len(ours))))
         bench.close()
     for row in rows:

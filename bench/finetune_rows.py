@@ -8,7 +8,6 @@ import pathlib
 import statistics
 import threading
 import time
-from collections.abc import Callable
 
 import harness
 import numpy as np
@@ -40,6 +39,7 @@ class Step:
         import jax
 
         from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, OptimizerConfig, Trainer
+        from jaxpar.loop import compile_step
 
         model, self.adapter = LMConfig(**request["model"]), request["adapter"]
         optimizer = OptimizerConfig(learning_rate=1e-5)
@@ -54,14 +54,8 @@ class Step:
             batches["packed"] = batches["plain"] | documents(*self.size)
         self.batches = {name: jax.tree.map(jax.numpy.asarray, batch) for name, batch in batches.items()}
         self.shapes, begin = jax.eval_shape(self.trainer.init, jax.random.key(0)), time.perf_counter()
-        self.programs = {name: self.compiled(batch) for name, batch in self.batches.items()}
+        self.programs = {name: compile_step(self.trainer, self.shapes, batch) for name, batch in self.batches.items()}
         self.compile_s = time.perf_counter() - begin
-
-    def compiled(self, batch: dict) -> Callable:
-        """Compiles the step of a batch."""
-        from jaxpar.loop import compile_step
-
-        return compile_step(self.trainer, self.shapes, batch)
 
     def times(self) -> dict:
         """Times the batches in turns; of several, the row is the last."""
@@ -188,7 +182,8 @@ def read_through(path: pathlib.Path) -> None:
 
 def own_bytes() -> int:
     """Returns the memory of this process beside files it maps; all of it where the system does not tell them apart."""
-    lines = dict(line.split(":", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    text = pathlib.Path("/proc/self/status").read_text()
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     names = ("RssAnon", "RssShmem") if "RssAnon" in lines else ("VmRSS",)
     return sum(int(lines[name].split()[0]) * 1024 for name in names if name in lines)
 
