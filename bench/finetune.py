@@ -27,6 +27,7 @@ most memory that the process had beside files it maps, over what it had before.
 
 import argparse
 import concurrent.futures
+import os
 import pathlib
 import shutil
 import sys
@@ -179,16 +180,16 @@ def load(bench: harness.Bench, table: harness.Table, args: argparse.Namespace) -
 
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases."""
+    paths = [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     with tempfile.TemporaryDirectory(prefix="finetune-programs-") as cache:
         env = {
-            "PYTHONPATH": str(HERE.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1",
             "JAX_COMPILATION_CACHE_DIR": args.cache or cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }  # fmt: skip
         if args.tiny:
             env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         sides: dict[str, tuple] = {"jaxpar": ([str(HERE / "finetune_rows.py")], env)}
-        peer = {name: value for name, value in env.items() if name != "PYTHONPATH"}
-        sides["torch"] = ([str(HERE / "peers" / "transformers_finetune.py")], peer, args.peer_python)
+        sides["torch"] = ([str(HERE / "peers" / "transformers_finetune.py")], env, args.peer_python)
         bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table({}, args.out)
         try:
             for name in harness.chosen(args.cases, CASES):
@@ -203,7 +204,7 @@ def measure(args: argparse.Namespace) -> None:
 def main() -> None:
     """Parses flags and measures."""
     parser = harness.arguments(__doc__, CASES, "finetune.json", 900)
-    parser.set_defaults(row_s=120, spend_s=3.0)
+    parser.set_defaults(row_s=150, spend_s=3.0)
     parser.add_argument("--override", action="append", default=[], help="a field of our model, as name=value")
     parser.add_argument("--load-gb", type=float, default=16.0, help="size of the folder that is loaded")
     parser.add_argument("--folder", help="where that folder is made; by default where temporary files are")

@@ -65,7 +65,7 @@ class Step:
 
         def seconds(name: str, calls: int) -> float:
             nonlocal state, count
-            begin = time.perf_counter()
+            begin, info = time.perf_counter(), {}
             for _ in range(calls):
                 state, info = self.programs[name](key, jax.numpy.int32(count), state, self.batches[name])
                 count += 1
@@ -90,6 +90,7 @@ class Step:
         import jax
 
         stats = self.programs[name].memory_analysis()
+        assert stats
         kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
         held = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         return {
