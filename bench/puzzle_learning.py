@@ -188,6 +188,7 @@ def learn(learner, params, seeds: int, seconds: float, key) -> tuple[Any, dict]:
     state = jax.jit(many.init)(jax.random.fold_in(key, 2**32 - 1), params)
     go = jax.jit(updates, donate_argnums=0).lower(state, key, jnp.int32(1)).compile()
     compile_s = time.monotonic() - began
+    print(f"compiled in {compile_s:.0f} s", file=sys.stderr, flush=True)
     began, made, chunk, curve = time.monotonic(), 0, 1, []
     known = began
     while (left := seconds - (time.monotonic() - began)) > 0:
@@ -204,6 +205,8 @@ def learn(learner, params, seeds: int, seconds: float, key) -> tuple[Any, dict]:
             known = time.monotonic()  # after the first one, which is slower
         made += chunk
         curve.append(round(info["return_mean"], 4))
+        if len(curve) % 10 == 4:
+            print(f"{time.monotonic() - began:.0f} s: update {made}, return {curve[-1]}", file=sys.stderr, flush=True)
         if not np.isfinite(info["grad_norm"]) or info["skipped"]:
             raise FloatingPointError(f"the gradient is not finite after update {made}")
     took = time.monotonic() - began
