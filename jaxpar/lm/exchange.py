@@ -6,16 +6,16 @@ import math
 import os
 import re
 import shutil
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxpar.lm.architectures import architecture_of, config_json, read_config
@@ -23,13 +23,13 @@ from jaxpar.lm.config import DTYPES, LMConfig
 from jaxpar.lm.folders import Architecture, Place
 from jaxpar.lm.keys import brief, plain, read_json
 from jaxpar.lm.params import abstract, axes
+from jaxpar.lm.tensors import FILE_DTYPES, FileTensor, fill, open_tensors, workers
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
 __all__ = ["from_hf", "to_hf"]
 
 
-FILE_DTYPES = ("BF16", "F16", "F32", "F64")
 HEAD = "lm_head.weight"
 
 
@@ -56,8 +56,8 @@ def from_hf(
     folder, param_dtype = Path(folder), jnp.empty((), param_dtype).dtype
     arch, config = read_config(folder, dtype)
     of = _Of(arch, config.stack().period)
-    with ExitStack() as stack:
-        tensors, shifts = _find_tensors(folder, of, config, stack), _shifts(of, config)
+    tensors, shifts = _find_tensors(folder, of, config), _shifts(of, config)
+    with ThreadPoolExecutor(workers()) as threads:
 
         def load(path, leaf, sharding=None):
             blocks = {}
@@ -67,7 +67,7 @@ def from_hf(
                 # Once for all devices that hold the same.
                 if bounds not in blocks:
                     name = _dotted(path)
-                    blocks[bounds] = _read(tensors, of, name, leaf, bounds, shifts[name])
+                    blocks[bounds] = _read(tensors, of, name, leaf, bounds, shifts[name], threads)
                     if config.tied and HEAD in tensors and name == "embedding":
                         _check_tied(tensors, of, blocks[bounds], leaf.shape, bounds)
                 return blocks[bounds]
@@ -150,16 +150,6 @@ def _dotted(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-class _Tensor(Protocol):
-    """A tensor of a safetensors file, of which a slice is read."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
-
-
 def _flat(tree: PyTree) -> dict[str, PyTree]:
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -217,16 +207,25 @@ def _shifts(of: _Of, config: LMConfig) -> dict[str, int]:
     return shifts
 
 
-def _read(tensors: dict, of: _Of, name: str, leaf: jax.ShapeDtypeStruct, bounds: tuple, shift: int) -> np.ndarray:
-    """Reads one block of a leaf, a tensor at a time, and refuses numbers that are none."""
+def _read(
+    tensors: dict,
+    of: _Of,
+    name: str,
+    leaf: jax.ShapeDtypeStruct,
+    bounds: tuple,
+    shift: int,
+    threads: ThreadPoolExecutor,
+) -> np.ndarray:
+    """Reads one block of a leaf, some tensors side by side, and refuses numbers that are none."""
     row, out = of.row(name), np.empty([stop - start for start, stop in bounds], leaf.dtype)
     rest = len(leaf.shape) - len(row.layout.split(">")[0])
-    for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
+
+    def read(at: tuple[int, ...]) -> None:
         tensor, part = of.tensor(name, at), out[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
-        with np.errstate(over="ignore"):  # it is told below
-            part[...] = _cut(tensors[tensor], row, leaf.shape[rest:], bounds[rest:], shift)
-        if not np.isfinite(part).all():
+        if not fill(_cut(tensors[tensor], row, leaf.shape[rest:], bounds[rest:], shift), part):
             raise UsageError(f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}.")
+
+    list(threads.map(read, itertools.product(*(range(*ends) for ends in bounds[:rest]))))
     return out
 
 
@@ -241,7 +240,7 @@ def _check_tied(tensors: dict, of: _Of, block: np.ndarray, shape: tuple, bounds:
 
 
 def _cut(
-    tensor: _Tensor, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], shift: int
+    tensor: FileTensor, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], shift: int
 ) -> np.ndarray:
     """Reads a leaf's `bounds` out of a tensor of the files, where it begins at `shift`, of one layer and expert."""
     ours, theirs = row.layout.split(">")
@@ -259,7 +258,7 @@ def _cut(
         cuts.append(slice(begin + start * stride, begin + stop * stride))
         lengths += [stop - start, *(sizes[axis] for axis in rest)]
         inner += [slice(None), *(slice(*ranges[axis]) for axis in rest)]
-    block = tensor[tuple(cuts)].reshape(lengths)[tuple(inner)]
+    block = tensor.read(tuple(cuts)).reshape(lengths)[tuple(inner)]
     order = theirs.replace(",", "")
     return block.transpose([order.index(axis) for axis in ours])
 
@@ -315,25 +314,21 @@ def _check(flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: st
             raise UsageError(f"parameter {name} has shape {here}, but the config means {there}.")
 
 
-def _find_tensors(folder: Path, of: _Of, config: LMConfig, stack: ExitStack) -> dict[str, _Tensor]:
-    """Opens the files, without reading them, and returns every tensor's slicer once names and shapes are right."""
+def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, FileTensor]:
+    """Opens the files, without reading them, and returns every tensor once names and shapes are right."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not whole.is_file() and not index.is_file():
         raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
     prefix, found = of.arch.layer.split(".")[0] + ".", {}
     for path in [whole] if whole.is_file() else [folder / name for name in _file_names(index)]:
-        try:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{path} is not a whole safetensors file: {error}") from error
-        for name in file.keys():
+        for name, tensor in open_tensors(path).items():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
             if full in found:
                 raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
-            found[full] = file.get_slice(name)
+            found[full] = tensor
     expected = {name: shape for name, (shape, _) in _tensors(of, config).items()}
     router = found.get(of.tensor("layers.w_router", (0,))) if config.num_experts else None
-    if router is not None and (num := router.get_shape()[0]) != config.num_experts:
+    if router is not None and (num := router.shape[0]) != config.num_experts:
         key = of.arch.fields["num_experts"][0]
         raise UsageError(f"{folder} has {num} experts a layer, but its config.json has {key}={config.num_experts}.")
     if config.tied and HEAD in found:
@@ -341,16 +336,15 @@ def _find_tensors(folder: Path, of: _Of, config: LMConfig, stack: ExitStack) -> 
     for name, shape in expected.items():
         if name not in found:
             raise UsageError(f"{folder} lacks tensor {name} of shape {shape}.")
-        if (there := tuple(found[name].get_shape())) != shape:
+        if (there := found[name].shape) != shape:
             raise UsageError(f"tensor {name} in {folder} has shape {there}, but its config.json means {shape}.")
-        if found[name].get_dtype() not in FILE_DTYPES:
-            raise UsageError(
-                f"tensor {name} in {folder} is {found[name].get_dtype()}; legal are {', '.join(FILE_DTYPES)}."
-            )
+        if found[name].kind not in FILE_DTYPES:
+            raise UsageError(f"tensor {name} in {folder} is {found[name].kind}; legal are {', '.join(FILE_DTYPES)}.")
     for name in sorted(found.keys() - expected):
         if not re.search(of.arch.passed_over, name):
-            shape = tuple(found[name].get_shape())
-            raise UsageError(f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for.")
+            raise UsageError(
+                f"{folder} has tensor {name} of shape {found[name].shape}, which its config.json has no place for."
+            )
     return found
 
 
