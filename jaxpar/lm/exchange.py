@@ -1,12 +1,13 @@
 """Hugging Face folders <-> parameters, for the architectures of `jaxpar.lm.architectures`."""
 
+import functools
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxpar.lm.architectures import architecture_of, config_json, read_config
@@ -23,7 +24,7 @@ from jaxpar.lm.config import DTYPES, LMConfig
 from jaxpar.lm.folders import Architecture, Place
 from jaxpar.lm.keys import brief, plain, read_json
 from jaxpar.lm.params import abstract, axes
-from jaxpar.lm.tensors import FILE_DTYPES, FileTensor, fill, open_tensors, workers
+from jaxpar.lm.stored import FILE_DTYPES, Part, Stored, Wanted, exact, is_finite, laid, stored
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
@@ -57,28 +58,35 @@ def from_hf(
     arch, config = read_config(folder, dtype)
     of = _Of(arch, config.stack().period)
     tensors, shifts = _find_tensors(folder, of, config), _shifts(of, config)
-    with ThreadPoolExecutor(workers()) as threads:
 
-        def load(path, leaf, sharding=None):
-            blocks = {}
+    shapes = abstract(config, param_dtype)
+    leaves, structure = jax.tree.flatten(shapes)
+    shardings = [None] * len(leaves)
+    if not jax.sharding.get_mesh().empty:
+        shardings = jax.tree.leaves(named_shardings(shapes, axes(config)))
 
-            def block(index):
+    def wanted() -> Iterator[Wanted]:
+        for at, (name, leaf, sharding) in enumerate(zip(_flat(shapes), leaves, shardings, strict=True)):
+            whole = (slice(None),) * len(leaf.shape)
+            indices = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(leaf.shape)
+            places: dict[tuple, list] = {}
+            for device, index in indices.items():
                 bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True))
-                # Once for all devices that hold the same.
-                if bounds not in blocks:
-                    name = _dotted(path)
-                    blocks[bounds] = _read(tensors, of, name, leaf, bounds, shifts[name], threads)
-                    if config.tied and HEAD in tensors and name == "embedding":
-                        _check_tied(tensors, of, blocks[bounds], leaf.shape, bounds)
-                return blocks[bounds]
+                places.setdefault(bounds, []).append(device)  # read once for all devices that hold the same
+            head = tensors.get(HEAD) if config.tied and name == "embedding" else None
+            for bounds, devices in places.items():
+                shape = tuple(stop - start for start, stop in bounds)
+                parts = _parts(tensors, of, name, leaf, bounds, shifts[name], head)
+                yield Wanted(at, shape, leaf.dtype, tuple(devices), parts)
 
-            if sharding is None:
-                return jnp.asarray(block((slice(None),) * len(leaf.shape)))
-            return jax.make_array_from_callback(leaf.shape, sharding, block)
-
-        shapes = abstract(config, param_dtype)
-        on_mesh = () if jax.sharding.get_mesh().empty else (named_shardings(shapes, axes(config)),)
-        return config, jax.tree_util.tree_map_with_path(load, shapes, *on_mesh)
+    blocks: list[list] = [[] for _ in leaves]
+    for leaf, block in laid(wanted()):
+        blocks[leaf].append(block)
+    arrays = [
+        own[0] if sharding is None else jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+        for leaf, sharding, own in zip(leaves, shardings, blocks, strict=True)
+    ]
+    return config, jax.tree.unflatten(structure, arrays)
 
 
 def to_hf(
@@ -207,42 +215,48 @@ def _shifts(of: _Of, config: LMConfig) -> dict[str, int]:
     return shifts
 
 
-def _read(
-    tensors: dict,
+def _parts(
+    tensors: dict[str, Stored],
     of: _Of,
     name: str,
     leaf: jax.ShapeDtypeStruct,
-    bounds: tuple,
+    bounds: tuple[tuple[int, int], ...],
     shift: int,
-    threads: ThreadPoolExecutor,
-) -> np.ndarray:
-    """Reads one block of a leaf, some tensors side by side, and refuses numbers that are none."""
-    row, out = of.row(name), np.empty([stop - start for start, stop in bounds], leaf.dtype)
-    rest = len(leaf.shape) - len(row.layout.split(">")[0])
+    head: Stored | None,
+) -> Iterator[Part]:
+    """Returns what is read of each tensor for one block of a leaf; a tied `head` is compared with it."""
+    row = of.row(name)
+    ours, theirs = row.layout.split(">")
+    rest, order = len(leaf.shape) - len(ours), theirs.replace(",", "")
 
-    def read(at: tuple[int, ...]) -> None:
-        tensor, part = of.tensor(name, at), out[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
-        if not fill(_cut(tensors[tensor], row, leaf.shape[rest:], bounds[rest:], shift), part):
+    def block_of(tensor: Stored, shift: int) -> np.ndarray:
+        return exact(_cut(tensor, row, leaf.shape[rest:], bounds[rest:], shift), leaf.dtype)
+
+    def read(tensor: str) -> np.ndarray:
+        block = block_of(tensors[tensor], shift)
+        if not is_finite(block):
             raise UsageError(f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}.")
+        if head is not None and not np.array_equal(block_of(head, 0), block):
+            raise UsageError(
+                f"tensor {HEAD} differs from {tensor}, to which tie_word_embeddings=true ties it; "
+                "legal are equal ones, or tie_word_embeddings=false."
+            )
+        return block
 
-    list(threads.map(read, itertools.product(*(range(*ends) for ends in bounds[:rest]))))
-    return out
-
-
-def _check_tied(tensors: dict, of: _Of, block: np.ndarray, shape: tuple, bounds: tuple) -> None:
-    """Refuses a head that is not the embedding, of which `block` was read, where the config ties them."""
-    head = _cut(tensors[HEAD], of.row("embedding"), shape, bounds, 0)
-    if not np.array_equal(head.astype(block.dtype), block):
-        raise UsageError(
-            f"tensor {HEAD} differs from {of.row('embedding').name}, to which tie_word_embeddings=true ties it; "
-            "legal are equal ones, or tie_word_embeddings=false."
-        )
+    size = math.prod(stop - start for start, stop in bounds[rest:]) * leaf.dtype.itemsize
+    for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
+        inside = tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))
+        turned = tuple(order.index(axis) for axis in ours)
+        yield Part(inside, size, functools.partial(read, of.tensor(name, at)), turned)
 
 
 def _cut(
-    tensor: FileTensor, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], shift: int
+    tensor: Stored, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], shift: int
 ) -> np.ndarray:
-    """Reads a leaf's `bounds` out of a tensor of the files, where it begins at `shift`, of one layer and expert."""
+    """Reads a leaf's `bounds` out of a tensor of the files, where it begins at `shift`, of one layer and expert.
+
+    The leaf's axes are in the order of the tensor.
+    """
     ours, theirs = row.layout.split(">")
     sizes, ranges = dict(zip(ours, shape, strict=True)), dict(zip(ours, bounds, strict=True))
     groups = theirs.split(",")
@@ -258,9 +272,7 @@ def _cut(
         cuts.append(slice(begin + start * stride, begin + stop * stride))
         lengths += [stop - start, *(sizes[axis] for axis in rest)]
         inner += [slice(None), *(slice(*ranges[axis]) for axis in rest)]
-    block = tensor.read(tuple(cuts)).reshape(lengths)[tuple(inner)]
-    order = theirs.replace(",", "")
-    return block.transpose([order.index(axis) for axis in ours])
+    return tensor[tuple(cuts)].reshape(lengths)[tuple(inner)]
 
 
 _pick = jax.jit(lambda leaf, at: leaf[at])
@@ -314,14 +326,19 @@ def _check(flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: st
             raise UsageError(f"parameter {name} has shape {here}, but the config means {there}.")
 
 
-def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, FileTensor]:
+def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Stored]:
     """Opens the files, without reading them, and returns every tensor once names and shapes are right."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not whole.is_file() and not index.is_file():
         raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
     prefix, found = of.arch.layer.split(".")[0] + ".", {}
     for path in [whole] if whole.is_file() else [folder / name for name in _file_names(index)]:
-        for name, tensor in open_tensors(path).items():
+        try:
+            with safe_open(path, framework="numpy"):
+                tensors = stored(path)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{path} is not a whole safetensors file: {error}") from error
+        for name, tensor in tensors.items():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
             if full in found:
                 raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
@@ -338,13 +355,12 @@ def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, FileTens
             raise UsageError(f"{folder} lacks tensor {name} of shape {shape}.")
         if (there := found[name].shape) != shape:
             raise UsageError(f"tensor {name} in {folder} has shape {there}, but its config.json means {shape}.")
-        if found[name].kind not in FILE_DTYPES:
-            raise UsageError(f"tensor {name} in {folder} is {found[name].kind}; legal are {', '.join(FILE_DTYPES)}.")
+        if found[name].dtype not in FILE_DTYPES:
+            raise UsageError(f"tensor {name} in {folder} is {found[name].dtype}; legal are {', '.join(FILE_DTYPES)}.")
     for name in sorted(found.keys() - expected):
         if not re.search(of.arch.passed_over, name):
-            raise UsageError(
-                f"{folder} has tensor {name} of shape {found[name].shape}, which its config.json has no place for."
-            )
+            shape = found[name].shape
+            raise UsageError(f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for.")
     return found
 
 

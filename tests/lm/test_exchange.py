@@ -13,7 +13,7 @@ from of_transformers import saved_with_other_values, scores
 from safetensors.numpy import load_file, save_file
 from twin_folders import twin_logits
 
-from jaxpar.lm import exchange
+from jaxpar.lm import exchange, stored
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.model import apply
@@ -137,7 +137,7 @@ def test_on_a_mesh_each_device_reads_its_slices_only(config, folder, mesh, chang
 
     def record(tensor, row, *place):
         block = cut(tensor, row, *place)
-        read_shapes.setdefault(row, []).append(block.shape)
+        read_shapes.setdefault(row, []).append(sorted(block.shape))
         return block
 
     monkeypatch.setattr(exchange, "_cut", record)
@@ -154,8 +154,43 @@ def test_on_a_mesh_each_device_reads_its_slices_only(config, folder, mesh, chang
         row = rows[jax.tree_util.keystr(path, simple=True, separator=".")]
         part = block[(path[0].key == "layers") + ("{}" in row.name) :]
         # Every part of the leaf once, however many devices hold it, a layer and an expert at a time.
-        assert read_shapes[row] == [part] * (leaf.size // math.prod(part))
+        assert read_shapes[row] == [sorted(part)] * (leaf.size // math.prod(part))
     assert_same(from_hf(tmp_path / "again")[1], random_params(config))
+
+
+@pytest.mark.parametrize(("name", "under_way"), [("llama", 0), ("mixtral", 2**31)])
+def test_large_leaves_are_stacked_on_their_devices(name, under_way, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "LARGE", 0)
+    monkeypatch.setattr(stored, "UNDER_WAY", under_way)
+    params = random_params(CONFIGS[name])
+    to_hf(params, CONFIGS[name], tmp_path / "half", dtype="bfloat16", max_shard_bytes=3000)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    if name == "llama":
+        with use_mesh(
+            make_mesh(MeshSpec(fsdp=2), jax.devices()[:2]), rules_from({"embed": "none", "head_dim": "fsdp"})
+        ):
+            wide = from_hf(tmp_path / "half")[1]
+            assert "fsdp" in str(wide["layers"]["wq"].sharding.spec)
+        assert_same(wide, jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
+    else:
+        low = jax.tree.map(lambda x: x.astype("float16"), rounded)
+        assert_same(from_hf(tmp_path / "half", param_dtype="float16")[1], low)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "bfloat16"])
+def test_bits_tell_infinity_and_nan_from_the_largest_numbers(kind):
+    dtype = jnp.dtype(kind)
+    for bad in (np.inf, -np.inf, np.nan):
+        x = np.full((3, 2**17), jnp.finfo(dtype).max, dtype)
+        assert stored.is_finite(x) and stored.is_finite(-x)
+        x[2, 5] = bad
+        assert not stored.is_finite(x) and not stored.is_finite(x[:, ::-1])
+
+
+def test_what_ends_too_early_is_told(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(5))
+    with pytest.raises(OSError, match="ends at byte 5"):
+        stored.read_into(tmp_path / "a", 1, np.empty(3, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
