@@ -37,6 +37,7 @@ from layouts import count_devices  # noqa: E402
 
 # NVLink multicast stays off unless asked for: it can take the GPUs of a shared host down.
 ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
+ALL_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 NOWHERE = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 BOTH = ("fwd", "fwd+bwd")
 MHA = dict(length=65536, heads=32, groups=32, width=128, dtype="bfloat16")
@@ -84,9 +85,9 @@ CASES = {
         full=dict(shape=(1, 32, 8, 2**20, 128), dtype="bfloat16"), sides={"jaxpar": ["jax one", *SWEEP]},
     ),
     "C4": dict(
-        about="the longest sequence that trains on one device", kind="train", directions=("fwd+bwd",), rounds=0,
+        about="the longest sequence that trains on one device", kind="train", directions=("fwd+bwd",),
         full=dict(model=LAYERS, first=2048, most=2**21, at=16384, dtype="bfloat16"),
-        tiny=dict(model=FEW, first=32, most=64, at=32, dtype="float32", memory=4e6), sides={"jaxpar": REMATS},
+        tiny=dict(model=FEW, first=32, most=64, at=32, dtype="float32", memory=4e6), sides={"training": REMATS},
     ),
     "C5": dict(
         about="a token through layers whose heads and units N devices share", kind="step",
@@ -99,7 +100,8 @@ CASES = {
 def sides_of(args: argparse.Namespace) -> dict:
     """Returns how each framework's process is started."""
     peers, env = HERE / "peers", ENV | (NOWHERE if args.tiny else {})
-    sides: dict[str, tuple] = {"jaxpar": ([str(HERE / "context_rows.py")], env | {"PYTHONPATH": str(HERE.parent)})}
+    ours, path = [str(HERE / "context_rows.py")], {"PYTHONPATH": str(HERE.parent)}
+    sides: dict[str, tuple] = {"jaxpar": (ours, env | path), "training": (ours, env | path | ALL_MEMORY)}
     if not args.no_peer:
         sides["ranks"] = ([str(peers / "torch_context.py"), str(args.devices)], env, args.peer_python)
         sides["torch"] = ([str(peers / "torch_decode.py")], env, args.peer_python)
@@ -189,8 +191,8 @@ COLUMNS = {
 }
 
 
-def started(bench: harness.Bench, sides: dict, args: argparse.Namespace) -> dict:
-    """Starts all sides, tells what machine this is; returns the rates of its fastest product and copy."""
+def started(bench: harness.Bench, sides: list[str], args: argparse.Namespace) -> dict:
+    """Starts these sides, tells what machine this is; returns the rates of its fastest product and copy."""
     with concurrent.futures.ThreadPoolExecutor() as pool:  # frameworks take seconds to be loaded
         list(pool.map(lambda side: bench.ask(side, {"do": "drop"}), sides))
     request = {"do": "rates", "size": 256 if args.tiny else 8192, "bytes": 2**20 if args.tiny else 2**31}
@@ -202,15 +204,35 @@ def started(bench: harness.Bench, sides: dict, args: argparse.Namespace) -> dict
     return {name: max((x[name] for x in said.values() if name in x), default=math.nan) for name in ("flops", "bytes")}
 
 
+def search(bench: harness.Bench, table: harness.Table, name: str, asked: list[dict], rates: dict) -> None:
+    """Measures rows that take all memory, one after the other, and prints each when it is there."""
+    from context_training import trained
+
+    for side in [side for side in bench.workers if side != "training"]:
+        bench.close(side)
+    rows = [dict(row, longest=0, ms=math.nan, least_ms=math.nan, peak_bytes=0, compile_s=0.0) for row in asked]
+    table.columns = filled(COLUMNS, judged(rows, rates))
+    table.head(f"{name}: {CASES[name]['about']}")
+    rows = []
+    for row in asked:
+        rows.append(trained(bench, row))
+        table.add(judged(rows, rates)[-1])
+
+
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases and prints them."""
     sides = sides_of(args)
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table({}, args.out)
-    rates = started(bench, sides, args)
-    for name in harness.chosen(args.cases, [name for name in CASES if not args.tiny or "tiny" in CASES[name]]):
-        if CASES[name]["kind"] == "train" and not args.tiny:
-            bench.close()  # it wants all memory there is, of which pools of frameworks give nothing back
+    names = harness.chosen(args.cases, [name for name in CASES if not args.tiny or "tiny" in CASES[name]])
+    wanted = {side for name in names for side in CASES[name]["sides"]}
+    if len(wanted) > 1:
+        wanted.discard("training")  # begins when nobody else holds memory
+    rates = started(bench, [side for side in sides if side in wanted], args)
+    for name in names:
         asked = rows_of(name, args, sides)
+        if CASES[name]["kind"] == "train":
+            search(bench, table, name, asked, rates)
+            continue
         rows, rounds = [], min(args.rounds, CASES[name].get("rounds", args.rounds))
         for direction in passes_of(name, args):
             if some := [row for row in asked if row["direction"] == direction]:

@@ -308,7 +308,7 @@ def begin_with(count: int) -> None:
 
 
 class Rows:
-    """The rows that are held; what is asked is `do`: rates, prepare, make, round or drop."""
+    """The rows that are held; what is asked is `do`: rates, prepare, make, round or drop, or what a row knows."""
 
     def __init__(self):
         """Holds nothing yet."""
@@ -336,7 +336,8 @@ class Rows:
             self.ready.clear()
             self.expected.clear()
             return {}
-        return self.held[request["name"]].round()
+        row = self.held[request["name"]]
+        return row.round() if request["do"] == "round" else row.answer(request)
 
     def made(self, request: dict):
         """Returns a new row."""

@@ -1,89 +1,81 @@
-"""For `bench/context.py`: the longest sequence on which a model is trained on one device, by what is recomputed."""
+"""For `bench/context.py`: the longest sequence on which a model is trained on one device, by what is recomputed.
+
+Each row is a process of its own, which is told one program at a time: so a row has a limit of its own, tells each
+figure when it is there, and what it has found when the limit comes is not lost.
+"""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import harness
 
 MOST_OF_MEMORY = 0.95
+GOAL, ENOUGH, TRIES = 0.97, 0.9, 6
+"""The share of the room that a guess aims at, the share at which a search ends, and its most programs."""
+
 IMPLS = {"dense": "xla", "loop": "xla", "kernel": "auto"}
-RATES = {"dense": 1e14, "loop": 4e13, "kernel": 4e14}
-"""Operations a second that are expected of attention's forms: whether the longest step ends in a row's time."""
+BEGUN_S = 20
+"""Seconds after which a longest step counts as begun: memory is taken when it begins, and it may take minutes."""
 
 
-def longest(size: Callable[[int], float], room: float, first: int, most: int) -> int:
-    """Returns the largest length whose size has room, to an eighth of itself; 0 if `first` has none, at best `most`.
+def rounded(length: float) -> int:
+    """Returns the largest number not above a length of which all but the first five binary digits are zero."""
+    unit = max(1, 2 ** (int(length).bit_length() - 5))
+    return int(length) // unit * unit
 
-    Each try is a compilation, so that lengths are guessed from the sizes of those before: along a line, and half way
-    between what fits and what does not every other time, since a size may grow as any power of the length.
+
+def guesses(sizes: dict[int, float], room: float, most: int, power: int) -> Iterator[int]:
+    """Yields lengths to try, until it is known how many tokens fit.
+
+    `sizes` maps lengths to bytes beside what does not depend on them, which is left out of `room` too; it has one, and
+    is filled by who asks. Bytes that grow at most as a power of the length never make a guess too long: over a
+    program that has no room XLA may take long, as it looks for what could be computed again.
     """
-    sizes = {first: size(first)}
-    if sizes[first] > room:
-        return 0
-    low, high = first, 0
-    while low < most and not 0 < high - low <= max(1, low // 8):
-        unit = max(1, 2 ** (low.bit_length() - 1) // 8)
-        other = high or max((length for length in sizes if length < low), default=0)
-        grows = (sizes[other] - sizes[low]) / (other - low) if other and sizes[other] < math.inf else 0.0
-        guess = low + (room - sizes[low]) / grows if grows > 0 else 4 * low
-        if high and (len(sizes) % 2 or not grows > 0):
-            guess = (low + high) / 2
-        guess = min(max(int(guess) // unit * unit, low + unit), high - 1 if high else min(most, 8 * low))
-        sizes[guess] = size(guess)
-        low, high = (guess, high) if sizes[guess] <= room else (low, guess)
-    return low
+    while len(sizes) < TRIES:
+        fits = [length for length, size in sizes.items() if size <= room]
+        if not fits or max(fits) >= most or sizes[max(fits)] >= ENOUGH * room:
+            return
+        low, high = max(fits), min((length for length, size in sizes.items() if size > room), default=most + 1)
+        guess = min(rounded(low * (GOAL * room / max(sizes[low], 1)) ** (1 / power)), most)
+        guess = guess if guess < high else rounded((low + high) / 2)
+        if guess <= low:
+            return
+        yield guess
 
 
 class Train:
-    """An optimizer step on one row of T tokens: the longest T whose program fits and runs, and its time at equal T.
+    """An optimizer step on one row of T tokens, in the process that holds the device.
 
     The row is "own" or "jaxpar", what is recomputed, and attention's form: "dense", "loop" (over blocks) or "kernel".
     """
 
     def __init__(self, request: dict):
-        """Searches by compiled programs; nothing runs."""
+        """Compiles nothing yet."""
         import jax
 
         from jaxpar.lm import LMConfig, Trainer
 
-        _, remat, self.impl = request["row"].split()
+        _, remat, impl = request["row"].split()
         self.request, shape = request, request["model"] | {"dtype": request["dtype"]}
-        self.config = LMConfig(**shape, remat=remat, attention=IMPLS[self.impl], tied=True, loss_chunk=8192)
+        self.config = LMConfig(**shape, remat=remat, attention=IMPLS[impl], tied=True, loss_chunk=8192)
         self.trainer = Trainer(self.config, num_steps=10_000)
-        device = jax.devices()[0]
-        memory = (device.memory_stats() or {}).get("bytes_limit", request.get("memory", math.inf))
-        self.room, self.compile_s, self.programs = MOST_OF_MEMORY * memory, 0.0, {}
-        planned = longest(self.size, self.room, request["first"], request["most"])
-        self.made: dict = {"longest": planned, "note": f"of {memory / 2**30:.3g} GiB"}
-        if planned >= request["at"]:
-            self.program(request["at"])
+        memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", request.get("memory", math.inf))
+        self.memory, self.programs = memory, {}
 
     def warm(self) -> dict:
-        """Runs the longest step, unless that takes longer than a third of a row has, and times the one of equal T."""
-        import jax
+        """Returns the bytes that there are."""
+        return {"memory": self.memory}
 
-        request, planned = self.request, self.made["longest"]
-        ends = self.flops(planned) / RATES[self.impl] < request["row_s"] / 3
-        if planned and not ends:
-            self.made["note"] += "; planned, too long to be run"
-        while self.made["longest"] and ends and "memory" not in request:
-            try:
-                self.times(self.made["longest"], calls=1)
-                break
-            except jax.errors.JaxRuntimeError:  # what the compiler planned had no room after all
-                self.made["longest"] = self.made["longest"] * 7 // 8 // 256 * 256
-        if self.made["longest"] < planned:
-            self.made["note"] += f"; {planned:,} were planned"
-        if self.made["longest"] >= request["at"]:
-            self.made |= self.times(request["at"])
-        return self.made | {"compile_s": self.compile_s}
+    def answer(self, request: dict) -> dict:
+        """Answers `do`: "plan" (bytes of a program), "time" or "begin" it, each of so many tokens."""
+        return {"plan": self.plan, "time": self.time, "begin": self.begin}[request["do"]](request["length"])
 
     def flops(self, length: int) -> float:
         """Returns the operations of a step on so many tokens."""
         from jaxpar.lm import flops_per_token
 
-        return flops_per_token(self.config, length, causal=True) * length if length else 0.0
+        return flops_per_token(self.config, length, causal=True) * length
 
     def program(self, length: int):
         """Returns the compiled step, which takes the state's place."""
@@ -94,51 +86,136 @@ class Train:
             tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
             key = jax.random.key(0)
             state = jax.eval_shape(self.trainer.init, key)
-            begin = time.perf_counter()
-            step = jax.jit(self.trainer.step, donate_argnums=1)
-            self.programs[length] = step.lower(key, state, {"tokens": tokens, "targets": tokens}).compile()
-            self.compile_s += time.perf_counter() - begin
+            lowered = jax.jit(self.trainer.step, donate_argnums=1).lower(
+                key, state, {"tokens": tokens, "targets": tokens}
+            )
+            # Only what is timed is tuned: trials of products of so many tokens would take longer than the compiler.
+            tuned = length == self.request["at"] or jax.default_backend() != "gpu"
+            self.programs[length] = lowered.compile(None if tuned else {"xla_gpu_autotune_level": 0})
         return self.programs[length]
 
-    def bytes_of(self, program) -> int:
-        """Returns what a program needs: arguments, temporary arrays, and results that take no argument's place."""
-        stats = program.memory_analysis()
-        new = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new
+    def plan(self, length: int) -> dict:
+        """Returns the bytes of arguments, and of temporary arrays and results that take no argument's place.
 
-    def size(self, length: int) -> float:
-        """Returns the bytes of the step on so many tokens; infinity where it cannot be compiled for want of them."""
+        They are infinite where the compiler says that it has no room.
+        """
         import jax
 
+        begin = time.perf_counter()
         try:
-            return self.bytes_of(self.program(length))
+            stats = self.program(length).memory_analysis()
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                return math.inf
-            raise
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return {"fixed": 0, "bytes": math.inf, "compile_s": time.perf_counter() - begin}
+        new = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+        return {"fixed": stats.argument_size_in_bytes, "bytes": new, "compile_s": time.perf_counter() - begin}
 
-    def times(self, length: int, calls: int = 0) -> dict:
-        """Returns the median and the least time of steps on so many tokens, and the operations of one."""
+    def step(self, length: int) -> Callable[[], object]:
+        """Returns a function that begins a step on so many tokens and returns its loss."""
         import jax
 
         program, key = self.program(length), jax.random.key(0)
         state = jax.jit(self.trainer.init)(key)
         rows = jax.random.randint(key, (1, length + 1), 0, self.config.vocab_size, "int32")
         batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
-        taken: list[float] = []
+
+        def step():
+            nonlocal state
+            state, info = program(key, state, batch)
+            return info["loss"]
+
+        return step
+
+    def time(self, length: int) -> dict:
+        """Returns the median and the least time of steps on so many tokens, and the operations of one."""
+        import jax
+
+        step, taken = self.step(length), []
 
         def seconds(count: int) -> float:
-            nonlocal state
             begin = time.perf_counter()
-            for _ in range(count):
-                state, info = program(key, state, batch)
-            if not bool(jax.block_until_ready(info["loss"]) < math.inf):
+            losses = [step() for _ in range(count)]
+            if not all(bool(loss < math.inf) for loss in jax.block_until_ready(losses)):
                 raise ValueError("the loss is not finite")
             taken.append((time.perf_counter() - begin) / count)
             return taken[-1]
 
-        if calls:
-            seconds(calls)
-            return {}
         said = harness.medians(seconds, self.request["spend_s"])
-        return said | {"least_ms": 1e3 * min(taken), "flops": self.flops(length), "peak_bytes": self.bytes_of(program)}
+        return said | {"least_ms": 1e3 * min(taken), "flops": self.flops(length)}
+
+    def begin(self, length: int) -> dict:
+        """Begins a step, and waits a while: whether it found no room, or ended, or goes on after `BEGUN_S`."""
+        import jax
+
+        begin = time.perf_counter()
+        try:
+            loss = self.step(length)()
+            while not loss.is_ready() and time.perf_counter() - begin < BEGUN_S:
+                time.sleep(0.05)
+            if not loss.is_ready():
+                return {"began": True}
+            if not bool(jax.block_until_ready(loss) < math.inf):
+                raise ValueError("the loss is not finite")
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return {"no_room": True}
+        return {"ran_s": time.perf_counter() - begin}
+
+
+class _EndedError(Exception):
+    """A question had no answer."""
+
+
+def trained(bench: harness.Bench, row: dict, say: Callable[[str], None] = harness.say) -> dict:
+    """Measures a row by a process of its own, within `row_s` of it; returns what was found by then.
+
+    Says each program's bytes when they are known: of `at` tokens, whose step is timed, then of lengths that come near
+    to what fits, the longest of which is begun. A dense form, which has no room for so many, begins with `first`.
+    """
+    end, sizes, found = time.monotonic() + row["row_s"], {}, {"compile_s": 0.0, "note": ""}
+
+    def ask(do: str, **more) -> dict:
+        left = end - time.monotonic()
+        answer = {"failed": "its time is spent"} if left < 1 else bench.ask(row["side"], row | {"do": do, **more}, left)
+        if "failed" in answer:
+            raise _EndedError(answer["failed"])
+        return answer
+
+    def plan(length: int) -> None:
+        nonlocal room
+        said = ask("plan", length=length)
+        sizes[length], found["compile_s"] = said["bytes"], found["compile_s"] + said["compile_s"]
+        room = MOST_OF_MEMORY * memory - said["fixed"] if said["fixed"] else room
+        total = (said["fixed"] + said["bytes"]) / 2**30
+        say(f"  {row['row']}: T {length:,} needs {total:.4g} GiB, compiled in {said['compile_s']:.1f} s")
+        if said["bytes"] <= room:
+            found["longest"] = max(length, found.get("longest", 0))
+        if length == row["at"] and said["bytes"] <= room:
+            found.update(ask("time", length=length), peak_bytes=said["fixed"] + said["bytes"])
+            say(f"  {row['row']}: T {length:,} takes {found['ms']:.1f} ms")
+
+    try:
+        memory = ask("make")["memory"]
+        room, notes = MOST_OF_MEMORY * memory, [f"of {memory / 2**30:.3g} GiB"]
+        found["note"] = notes[0]
+        dense = row["row"].endswith("dense")
+        plan(row["first"] if dense else row["at"])
+        for length in guesses(sizes, room, row["most"], 2 if dense else 1):
+            plan(length)
+        while found.get("longest"):
+            length, said = found["longest"], ask("begin", length=found["longest"])
+            if "no_room" not in said:
+                notes.append(f"ran in {said['ran_s']:.1f} s" if "ran_s" in said else "begun, not awaited")
+                break
+            notes.append(f"{length:,} planned, had no room")
+            del found["longest"]
+            plan(rounded(length * 15 / 16))
+        found.setdefault("longest", 0)
+        found["note"] = "; ".join(notes)
+    except _EndedError as error:
+        found = {"failed": str(error)} if not sizes else found
+        found["note"] = f"not begun, the search had not ended: {error}"
+    bench.close(row["side"])  # it wants all memory there is, of which pools of frameworks give nothing back
+    return row | found

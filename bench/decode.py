@@ -80,7 +80,11 @@ def in_turns(bench: harness.Bench, rows: list[dict], rounds: int, jobs: int = 1)
     def make(side: str) -> dict:
         if jobs > 1 and side in ("jaxpar", "older"):
             bench.ask(side, {"do": "prepare", "rows": sides[side], "jobs": jobs}, bench.row_s * len(sides[side]))
-        return {row["name"]: bench.ask(side, row | {"do": "make"}) for row in sides[side]}
+        return {row["name"]: told(row, bench.ask(side, row | {"do": "make"})) for row in sides[side]}
+
+    def told(row: dict, answer: dict) -> dict:  # a table is printed when the last row is there
+        harness.say(f"  {row['name']}: {answer.get('failed') or 'made'}, {answer.get('took_s', 0):.0f} s")
+        return answer
 
     # Ours writes what a peer loads.
     first = [side for side in sides if side == "jaxpar" and any("folder" in row for row in rows)]

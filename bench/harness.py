@@ -125,6 +125,11 @@ class Programs:
         return ready.result() if ready else self.compile(request)
 
 
+def say(line: str) -> None:
+    """Tells of what goes on, beside a table."""
+    print(line, file=sys.stderr, flush=True)
+
+
 class Table:
     """Rows that are printed as they come and kept in a JSON file."""
 

@@ -97,6 +97,8 @@ def measure(args: argparse.Namespace) -> None:
     print(f"copy: {rate:.3g} bytes/s", flush=True)
     for name in harness.chosen(args.cases, linear_cases.CASES):
         for direction in linear_cases.directions_of(name):  # apart, so that fewer arrays are held at a time
+            if args.passes and direction not in args.passes.split(","):
+                continue
             rows = judged(in_turns(bench, rows_of(name, direction, args, sides), args.rounds), rate)
             table.columns = filled(COLUMNS, rows)
             table.head(f"{name}, {direction}")
@@ -110,6 +112,7 @@ def main() -> None:
     parser = harness.arguments(__doc__, linear_cases.CASES, "linear_attention.json", 1700)
     parser.set_defaults(row_s=240, spend_s=0.3)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--passes", help="only these, of fwd,fwd+bwd,step; by default all of a case")
     parser.add_argument("--check", type=int, default=512, help="tokens over which a peer's errors are computed")
     parser.add_argument("--tiles", default="", help="KERNEL=COLUMNSxCOLUMNSxWARPSxSTAGES of keys and values, by commas")
     parser.add_argument("--mlstm-kernels", type=pathlib.Path, help="a folder that holds the package")

@@ -1,6 +1,6 @@
 """Trains the same byte model with one mixer after the other, all for as many seconds of the device.
 
-    python -m experiments.compare                                       # two CPU cores, 7 mixers, 3 seeds, 15 minutes
+    python -m experiments.compare                                       # two CPU cores, 8 mixers, 3 seeds, 17 minutes
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
     python -m experiments.compare mixers=[windowed,block_recurrent] model.mixer=windowed model.mixer_window=64
     python -m experiments.compare mixers=[attention,mamba2] model.embed_dim=512 model.num_layers=8 data.seq_len=1024
@@ -43,7 +43,7 @@ from jaxpar.types import UsageError
 COLUMNS = ("mixer", "parameters", "tokens/s", "tokens", "loss", "nats a doubling", "seconds taken")
 ROUNDS = 5
 """In each of which every mixer is timed once, so that all meet the same load of the machine."""
-USUAL = ("attention", "gla", "mlstm", "gated_delta", "mamba2", "min_gru", "para_gru")
+USUAL = ("attention", "gla", "mlstm", "gated_delta", "mamba2", "min_gru", "para_gru", "matmul_free")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Config(_run.RunConfig):
     """Which mixers, for how long, in which model.
 
     Attributes:
-      mixers: Names that `model.mixer=` takes; each at attention's size.
+      mixers: Names that `model.mixer=` takes, or matmul_free: hgrn in a model of ternary weights. Each at attention's
+        size.
       seconds: Budget of a row, of steady training.
       num_seeds: Rows of a mixer, of seeds seed, seed + 1, ...
       model: What is the same for all. With `model.mixer=` one of them, fields of its own may be given, as
@@ -87,9 +88,12 @@ class Config(_run.RunConfig):
     def row(self, mixer: str, seed: int, steps: int) -> lm.Config:
         """Returns the run of a mixer and a seed: a language model's."""
         every = -(-steps // self.evaluations)
+        model, of = self.model, mixer
+        if mixer == "matmul_free":
+            model, of = dataclasses.replace(model, weights="ternary"), "hgrn"
         return lm.Config(
             name=f"{self.name}-{mixer}", seed=self.seed + seed, metrics=self.metrics, resume=self.resume,
-            model=with_mixer(self.model, mixer), data=self.data, optimizer=self.optimizer,
+            model=with_mixer(model, of), data=self.data, optimizer=self.optimizer,
             train=lm.TrainConfig(steps, eval_every=every, eval_batches=self.eval_batches, save_every=every, keep=1),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
     python -m experiments.digits                                  # two CPU cores, about a minute
     python -m experiments.digits model.patch=4 model.layers=4
+    python -m experiments.digits model.mixer=retention            # a recurrence over patches, of attention's size
     python -m experiments.digits mesh.data=2 mesh.tensor=4 cpu_devices=8
 
 A third of the digits is held out, and their accuracy told at the end. The same command resumes a run that was ended, on
@@ -17,9 +18,11 @@ from experiments import _run
 from experiments._folder import owning
 from experiments._series import Task, handwritten, held_out_batches
 from experiments.rnn import OptimizerConfig, TrainConfig, check_layout, learn
-from jaxpar.fields import AtLeast, Between, check_fields, field
+from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.loop import FitResult
 from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.mixers import LAYERS, MatrixState, layer_of
+from jaxpar.nn.mixers.by_name import layer_size
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceTrainer
 from jaxpar.nn.norm import Norm
@@ -33,14 +36,17 @@ class ModelConfig:
     """The network.
 
     Attributes:
+      mixer: What mixes the patches: attention of all to all, or a layer with a matrix state, which reads them in turn,
+        at attention's size; a token behind them is then what is classified.
       patch: Pixels along a side of a patch: 1, 2, 4 or 8.
       layers: Of the stack.
       width: Of the residual stream.
-      heads: Of attention.
+      heads: Of the mixer.
       mlp: Units of a layer's mlp.
       dropout: Rate on the layers' branches, while training.
     """
 
+    mixer: str = field("attention", OneOf(("attention", *LAYERS)))
     patch: int = field(2, AtLeast(1))
     layers: int = field(2, AtLeast(1))
     width: int = field(64, AtLeast(1))
@@ -118,10 +124,16 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def make_trainer(config: Config) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     model = config.model
-    mixer = Attention(model.heads, model.heads, head_size(model.width, model.heads), visible=Visible(causal=False))
+    heads, size = model.heads, head_size(model.width, model.heads)
+    if model.mixer == "attention":
+        mixer = Attention(heads, heads, size, visible=Visible(causal=False))
+    else:
+        units = layer_size(model.mixer, model.width, heads, 4 * model.width**2)
+        mixer = MatrixState(layer_of(model.mixer, units, heads))
     stack = Stack(model.layers, model.width, mixer, Mlp(model.mlp, "gelu"), Norm("layer"), dropout=model.dropout,
                   init_std=model.width**-0.5)  # fmt: skip
-    network = ImageClassifier(stack, model.patch, (8, 8, 1), 10)
+    readout = "mean" if model.mixer == "attention" else "token"
+    network = ImageClassifier(stack, model.patch, (8, 8, 1), 10, readout)
     optimizer = dataclasses.replace(SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer))
     trainer = SequenceTrainer(network, optimizer, config.train.steps)
     check_layout("an image classifier", trainer, config.data.batch_size)

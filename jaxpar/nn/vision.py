@@ -9,7 +9,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpar.fields import AtLeast, Each, check_fields, field
+from jaxpar.fields import AtLeast, Each, OneOf, check_fields, field
 from jaxpar.mesh import constrain
 from jaxpar.nn.auxiliary import Aux, scalars
 from jaxpar.nn.leaf import Leaf, init_leaves
@@ -26,19 +26,23 @@ __all__ = ["FramePredictor", "ImageClassifier"]
 class ImageClassifier:
     """Patches -> linear map + learned positions -> stack -> mean over patches -> linear map (arXiv:2010.11929).
 
-    Of images [H, W, C], N = H W / P^2 patches of P x P pixels are the tokens, row by row. Static, hashable.
+    Of images [H, W, C], N = H W / P^2 patches of P x P pixels are the tokens, row by row. A learned token behind them
+    may be read in place of their mean; it sees all of them under a causal mixer too, such as a retention
+    (arXiv:2310.19731), whose patches may then come one after the other. Static, hashable.
 
     Attributes:
-      stack: What mixes the patches; not causal: give its attention `Visible(causal=False)`.
+      stack: What mixes the patches; for their mean not causal: give its attention `Visible(causal=False)`.
       patch: P, which divides H and W.
       shape: H, W, C.
       classes: How many.
+      readout: What the logits are a map of: "mean", of patches, or "token", the one behind them.
     """
 
     stack: Stack
     patch: int = field(legal=AtLeast(1))
     shape: tuple[int, int, int] = field(legal=Each(AtLeast(1)))
     classes: int = field(legal=AtLeast(2))
+    readout: str = field("mean", OneOf(("mean", "token")))
 
     def __post_init__(self):
         """Refuses patches that do not fit, and a mixer to which the first patch is blind."""
@@ -46,10 +50,10 @@ class ImageClassifier:
         if len(self.shape) != 3:
             raise UsageError(f"shape={self.shape} of images must be height, width and channels.")
         _check_patch(self.patch, *self.shape[:2])
-        if any(mixer.causal for mixer in self.stack.mixers):
+        if self.readout == "mean" and any(mixer.causal for mixer in self.stack.mixers):
             raise UsageError(
                 "the patches of an image see each other, but this stack's mixer is causal; give it attention with "
-                "visible=Visible(causal=False)."
+                "visible=Visible(causal=False), or readout=token."
             )
 
     @property
@@ -58,9 +62,13 @@ class ImageClassifier:
         return (self.shape[0] // self.patch) * (self.shape[1] // self.patch)
 
     def leaves(self) -> dict[str, PyTree]:
-        """Declares the stack's parameters, w_in [P P C, D], positions [N, D], head [D, classes] and two biases."""
+        """Declares the stack's parameters, w_in [P P C, D], positions [N, D], head [D, classes] and two biases.
+
+        And token [D], where one is read.
+        """
         into, width = self.patch**2 * self.shape[2], self.stack.embed_dim
-        return {
+        behind = {"token": Leaf((width,), ("embed",), 1.0)} if self.readout == "token" else {}
+        return behind | {
             "w_in": Leaf((into, width), (None, "embed"), 1 / math.sqrt(into)),
             "b_in": Leaf((width,), (None,), "zeros"),
             "positions": Leaf((self.num_patches, width), (None, "embed"), 1.0),  # as loud as what the patches say
@@ -88,12 +96,24 @@ class ImageClassifier:
         self, params: PyTree, images: Float[Array, "B H W C"], key: PRNGKey | None = None
     ) -> tuple[Float[Array, "B classes"], Aux]:
         """Computes the logits, in float32 at least, and what the layers told; `key` switches dropout on, consumed."""
+        x, _, aux = self.stack.apply(params, self.tokens(params, images), key=key)
+        return self.logits(params, x), aux
+
+    def tokens(self, params: PyTree, images: Float[Array, "B H W C"]) -> Float[Array, "B N D"]:
+        """Returns what the stack takes: the patches in turn, and behind them the token that is read, if one is."""
         x = self.patches(images).astype(self.stack.dtype)
         x = contract("bnp,pd->bnd", x, params["w_in"], (None, "embed"), bias=params["b_in"])
         x = x + params["positions"].astype(x.dtype)[None]
-        x, _, aux = self.stack.apply(params, x, key=key)
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean(1)
-        return contract("bd,dc->bc", x, params["head"], ("embed", None), bias=params["b_head"]), aux
+        if self.readout == "mean":
+            return x
+        token = params["token"].astype(x.dtype)[None, None]
+        return jnp.concatenate([x, jnp.broadcast_to(token, (x.shape[0], 1, x.shape[2]))], 1)
+
+    def logits(self, params: PyTree, x: Float[Array, "B N D"]) -> Float[Array, "B classes"]:
+        """Returns the logits of what the stack made; where a token is read, of the last there is."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.mean(1) if self.readout == "mean" else x[:, -1]
+        return contract("bd,dc->bc", x, params["head"], ("embed", None), bias=params["b_head"])
 
     def loss(self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None) -> tuple[jax.Array, Info]:
         """Computes the mean cross entropy and the layers' own losses; with it accuracy and what the layers told.

@@ -1,5 +1,6 @@
 """`python -m experiments.compare`: equal seconds, a line for each seed, and no finished row trained twice."""
 
+import dataclasses
 import json
 import re
 
@@ -112,6 +113,8 @@ def test_fields_of_one_mixer_are_given_to_all_that_read_them():
     }  # fmt: skip
     usual = compare.compose().row("gla", 0, 4).model
     assert models["gla"] == usual  # not of the size that lmu has
+    free, plain = (compare.compose().row(mixer, 0, 4).model for mixer in ("matmul_free", "hgrn"))
+    assert free == dataclasses.replace(plain, weights="ternary") and plain.weights != "ternary"
 
 
 def test_more_mixers_and_seeds_are_the_same_run():

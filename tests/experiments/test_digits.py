@@ -34,6 +34,7 @@ def test_it_trains_and_resumes(main, tmp_path):
     "flags, sentence",
     [
         ("model.patch=3", "patch=3 does not divide images of 8 x 8 pixels; legal are 1, 2, 4, 8"),
+        ("model.mixer=lstm", "model.mixer='lstm' is unknown; legal are attention, gla, simple_gla, retention"),
         ("model.heads=3", "model.width=8 must be a multiple of model.heads=3"),
         ("data.held_out=0.9999", "data.held_out=0.9999 leaves no digit to train on"),
         ("data.held_out=1", "data.held_out=1.* must be over 0 and under 1"),

@@ -160,6 +160,28 @@ def test_chunks_equal_steps_in_value_and_gradient(name, chunk, x64):
 
 
 @some("rows, bonus", "exponential")
+def test_a_document_may_begin_at_every_place(name, x64):
+    """Row t of T has a border before token t alone, within chunks and between them; and each row ends elsewhere."""
+    length = 11
+    arrays, state = inputs_of(name, length)
+
+    def repeated(x):
+        return jnp.repeat(x[:1], length, 0)
+
+    whole = arrays[4:] if name == "rows, bonus" else ()  # of no row
+    rows, state = jax.tree.map(repeated, (arrays[: len(arrays) - len(whole)], state))
+    starts, valid = np.eye(length, dtype=bool), 1 + np.random.default_rng(0).permutation(length)
+
+    def gradient(impl):
+        def loss(arrays, state):
+            return weigh(*run(name, arrays, state, starts=starts, valid=valid, chunk=4, impl=impl), valid)
+
+        return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))((*rows, *whole), state)
+
+    assert_close(gradient("chunked"), gradient("sequential"), TOLERANCE["float64"])
+
+
+@some("rows, bonus", "exponential")
 def test_one_chunk_of_one_document_in_single_precision(name, x64):
     got = results(name, "float32", starts=None, chunk=64)
     want = steps(name, "float64", False)

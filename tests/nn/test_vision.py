@@ -14,7 +14,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn import ImageClassifier, ParaGRU, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.auxiliary import Aux, Max
-from jaxpar.nn.mixers import Recurrent
+from jaxpar.nn.mixers import MatrixState, Recurrent, layer_of
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.stack import Stack
@@ -23,9 +23,9 @@ from jaxpar.types import UsageError
 BOTH_WAYS = Attention(4, 2, 2, visible=Visible(causal=False))
 
 
-def classifier(dtype="float64", **changes):
+def classifier(dtype="float64", readout="mean", **changes):
     stack = Stack(2, 4, BOTH_WAYS, Mlp(6, "gelu"), Norm("layer", bias=True), dtype=dtype)
-    return ImageClassifier(dataclasses.replace(stack, **changes), 2, (4, 6, 2), 3)
+    return ImageClassifier(dataclasses.replace(stack, **changes), 2, (4, 6, 2), 3, readout)
 
 
 def params_and_batch(network, dtype=np.float64, batch=2):
@@ -92,6 +92,49 @@ def test_it_equals_a_loop_in_value_and_gradient(x64):
     np.testing.assert_allclose(info["accuracy"], right.sum() / batch["weights"].sum())
 
 
+# ---------------------------------------------------------------- recurrences over patches
+
+
+def test_a_recurrence_reads_an_image_at_once_in_chunks_and_patch_by_patch(x64):
+    """Retention's three forms (arXiv:2310.19731): one chunk, chunks that do not divide seven tokens, and steps."""
+
+    def by_chunks(chunk):
+        mixer = MatrixState(layer_of("retention", 8, 2), chunk=chunk)
+        return classifier(readout="token", mixer=mixer, embed_dim=8, num_layers=1)
+
+    def whole(chunk):
+        return lambda *args: by_chunks(chunk).apply(*args)[0]
+
+    def in_turn(params, images):
+        network = by_chunks(4)
+
+        def step(cache, token):
+            y, cache, _ = network.stack.apply(params, token[:, None], cache=cache)
+            return cache, y[:, 0]
+
+        x = jnp.swapaxes(network.tokens(params, images), 0, 1)
+        cache, out = jax.lax.scan(step, network.stack.init_cache(len(images), 7), x)
+        assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) == len(images) * 2 * 2 * 4  # rows, heads, K, V
+        return network.logits(params, jnp.swapaxes(out, 0, 1))
+
+    network = by_chunks(8)
+    params, batch = params_and_batch(network)
+    assert network.tokens(params, batch["inputs"]).shape == (2, 7, 8) and params["token"].shape == (8,)
+
+    def gradient(apply):
+        def weighed(params, images):
+            out = apply(params, images)
+            return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum(), out
+
+        return jit(jax.value_and_grad(weighed, (0, 1), has_aux=True))(params, batch["inputs"])
+
+    (value, out), grads = gradient(in_turn)
+    assert_close(gradient(whole(4)), ((value, out), grads), EXACT_MATHS["float64"])
+    assert_close(jit(whole(8))(params, batch["inputs"]), out, EXACT_MATHS["float64"])
+    # All patches and the token itself have a part in the logits.
+    assert (np.abs(grads[1]).max((-3, -2, -1)) > 0).all() and (np.abs(grads[0]["token"]) > 0).all()
+
+
 # ---------------------------------------------------------------- meshes, trainer, mistakes
 
 
@@ -137,7 +180,7 @@ def test_losses_of_layers_are_added():
 def test_what_no_classifier_can_be_is_refused():
     causal = dataclasses.replace(BOTH_WAYS, visible=Visible())
     for mixer in (causal, Recurrent(ParaGRU(4))):
-        with pytest.raises(UsageError, match="patches of an image see each other, but this stack's mixer is causal"):
+        with pytest.raises(UsageError, match="see each other, but this stack's mixer is causal.*or readout=token"):
             classifier(mixer=mixer)
     stack = classifier().stack
     with pytest.raises(UsageError, match="patch=3 does not divide images of 4 x 6 pixels; legal are 1, 2"):

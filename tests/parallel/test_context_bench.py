@@ -33,7 +33,7 @@ def bench(monkeypatch):
 def asked(bench, name, devices, only=None, **flags):
     args = {"only": only, "spend_s": 0.0, "tiny": True, "devices": devices, "row_s": 1.0, "passes": None}
     args = SimpleNamespace(**args | {"layers": None} | flags)
-    return bench["context"].rows_of(name, args, {"jaxpar": 0, "ranks": 0, "torch": 0})
+    return bench["context"].rows_of(name, args, {"jaxpar": 0, "training": 0, "ranks": 0, "torch": 0})
 
 
 def test_one_device_is_asked_what_one_can_do(bench):
@@ -76,25 +76,80 @@ def test_a_row_is_set_beside_foreign_ones_of_as_many_devices_and_beside_one(benc
 
 
 SIZES = {
-    "as the length": lambda n: n,
-    "as its square, over much that is always there": lambda n: 1e5 + n * n,
-    "in a step, then as the length": lambda n: 1e4 * (n > 20) + n,
-    "unknown where it does not fit": None,
+    "as the length": (lambda n: n, 1),
+    "not at all, then as the length": (lambda n: max(900, n), 1),
+    "as the length, over what is always there": (lambda n: 500 + n, 1),
+    "as its square": (lambda n: n * n / 100, 2),
+    "as the length, then its square": (lambda n: n + n * n / 100, 2),
 }
 
 
 @pytest.mark.parametrize("how", SIZES)
-@pytest.mark.parametrize("most", [3, 8, 13, 100, 1000, 4096, 10**6])
-def test_the_longest_is_found_to_an_eighth(bench, most, how):
-    tried = []
+@pytest.mark.parametrize("most", [40, 100, 1000, 4095, 10**6])
+def test_the_longest_is_found_from_below(bench, most, how):
+    """In few programs, none of which has no room."""
+    (size, power), sizes = SIZES[how], {}
+    room = size(most)
+    sizes[32] = size(32)
+    for length in bench["context_training"].guesses(sizes, room, 4096, power):
+        assert length not in sizes
+        sizes[length] = size(length)
+    found = max(sizes)
+    assert all(x <= room for x in sizes.values()) and len(sizes) <= 6
+    assert found == 4096 if most > 4096 else sizes[found] > 0.85 * room
 
-    def size(length):
-        tried.append(length)
-        return SIZES[how](length) if SIZES[how] else length if length <= most else math.inf
 
-    found = bench["context_training"].longest(size, size(most), 8, 4096)
-    assert found == 0 if most < 8 else found <= most and len(tried) < 14
-    assert most < 8 or found == 4096 or most < found * 9 / 8 + 1
+def test_a_guess_that_was_too_long_is_halved(bench):
+    sizes = {32: 32}
+    asked = []
+    for length in bench["context_training"].guesses(sizes, 200, 4096, 1):
+        asked.append(length)
+        sizes[length] = length if length <= 150 else 1000
+    assert asked == [192, 112, 152, 128, 136] and bench["context_training"].rounded(1001) == 992
+
+
+class Process:
+    """Stands for a process that trains: 10 bytes a token beside 1,000, of which 3,000 tokens would fit."""
+
+    def __init__(self, answers, at=1024):
+        self.answers, self.asked, self.closed = answers, [], 0
+        self.row = {"side": "training", "row": "own full kernel", "row_s": 50, "first": 16, "at": at, "most": 10**6}
+
+    def ask(self, side, request, left):
+        assert side == "training" and 0 < left <= 50
+        self.asked.append((request["do"], request.get("length")))
+        if request["do"] in self.answers:
+            return self.answers[request["do"]](request)
+        plan = {"fixed": 1000, "bytes": 10 * request.get("length", 0), "compile_s": 2.0}
+        return {"make": {"memory": 31_000 / 0.95}, "plan": plan, "time": {"ms": 7.0}, "begin": {"began": True}}[
+            request["do"]
+        ]
+
+    def close(self, side):
+        self.closed += 1
+
+
+def test_a_row_of_training_keeps_what_it_found(bench):
+    trained, said = bench["context_training"].trained, []
+    process = Process({})
+    row = trained(process, process.row, said.append)
+    assert process.asked == [("make", None), ("plan", 1024), ("time", 1024), ("plan", 2816), ("begin", 2816)]
+    assert (row["longest"], row["ms"], row["compile_s"], process.closed) == (2816, 7.0, 4.0, 1) and len(said) == 3
+    assert row["peak_bytes"] == 11_240 and row["note"].endswith("begun, not awaited")
+
+    limits = {"plan": lambda x: {"failed": "no answer"} if x["length"] > 1024 else Process({}).ask("training", x, 1)}
+    row = trained(process := Process(limits), process.row, said.append)
+    assert (row["longest"], row["ms"]) == (1024, 7.0) and row["note"].endswith("not ended: no answer")
+    assert process.asked[-1] == ("plan", 2816) and process.closed == 1 and "failed" not in row
+
+    no_room = {"begin": lambda x: {"no_room": True} if x["length"] > 2700 else {"ran_s": 3.0}}
+    row = trained(process := Process(no_room), process.row, said.append)
+    assert row["longest"] == 2560 and row["note"].endswith("2,816 planned, had no room; ran in 3.0 s")
+
+    row = trained(process := Process({}, at=4096), process.row, said.append)
+    assert row["longest"] == 0 and "ms" not in row
+    row = trained(process := Process({"make": lambda x: {"failed": "died"}}), process.row, said.append)
+    assert row["failed"] == "died"
 
 
 def made(program):
