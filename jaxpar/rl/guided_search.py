@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment, capabilities, mask_shape, step
 from jaxpar.fields import AtLeast, Between, Positive, check_fields, field
+from jaxpar.rl.agent import ActorCritic
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["GuidedSearch"]
@@ -150,6 +151,17 @@ class GuidedSearch:
 
         root = jnp.int32(0)
         return jax.lax.while_loop(goes_on, on, (root, choose(root)))
+
+
+def guide_of(agent: ActorCritic, weights: PyTree) -> Guide:
+    """What an agent without a memory says at one observation: probabilities of legal actions, and the value."""
+
+    def guess(obs: PyTree, legal: Array) -> tuple[Array, Array]:
+        obs, legal = jax.tree.map(lambda x: x[None, None], (obs, legal))  # one step of one environment
+        out = agent.apply(weights, obs, jnp.zeros((1, 1), bool), {}, legal)
+        return jax.nn.softmax(out.policy[0, 0]) * legal[0, 0], out.value[0, 0]
+
+    return guess
 
 
 def legal_actions_at(env: Environment, state: PyTree, params: PyTree) -> Array:

@@ -13,12 +13,13 @@ from envs.puzzles.countdown import Countdown
 from envs.puzzles.sokoban import Sokoban
 from envs.puzzles.sokoban_levels import given_levels
 from jaxpar.env import capabilities, reset, step
-from jaxpar.rl import AlphaZero, GuidedSearch, Network
+from jaxpar.rl import AlphaZero, AlphaZeroRates, GuidedSearch, Network
 from jaxpar.types import UsageError
 
 ROOM = given_levels("#####\n#@$.#\n#   #\n#####")
 TINY = Network(hidden=(8,))
 DISCOUNT = 0.9
+RATES = AlphaZeroRates(discount=DISCOUNT)
 
 
 class Node:
@@ -77,7 +78,7 @@ def twin(search, key, env, state, params, guide):
 @pytest.mark.parametrize("env", [Sokoban(ROOM, rewards="dense"), envs.make("2048-2x2")[0]], ids=["sokoban", "2048"])
 def test_a_tree_of_objects_agrees(env):
     params = env.default_params
-    learner = AlphaZero(env, TINY, GuidedSearch(24), discount=DISCOUNT)
+    learner = AlphaZero(env, TINY, GuidedSearch(24), RATES)
     weights = learner.init(jax.random.key(1), params).weights
     state = env.init(jax.random.key(2), params)
     said = jax.jit(learner.decide)(jax.random.key(3), weights, state, params)
@@ -92,7 +93,7 @@ def test_a_tree_of_objects_agrees(env):
 def test_masks_ends_and_noise():
     env = Sokoban(ROOM)
     params = env.default_params
-    learner = AlphaZero(env, TINY, GuidedSearch(16, noise=0.5), discount=DISCOUNT)
+    learner = AlphaZero(env, TINY, GuidedSearch(16, noise=0.5), RATES)
     state = env.init(jax.random.key(0), params)
     guide = lambda obs, legal: (legal / jnp.sum(legal), jnp.float32(7))  # noqa: E731
     said = learner.search(jax.random.key(1), env, state, params, guide, DISCOUNT)
@@ -105,7 +106,7 @@ def test_targets_are_the_loop_s():
     """Of episodes that go on, that are cut, and that end, whose lanes go on without them until the update is over."""
     env = Sokoban(ROOM)
     params = dataclasses.replace(env.default_params, max_steps=2)
-    learner = AlphaZero(env, TINY, GuidedSearch(3), num_envs=12, num_steps=4, minibatches=1, trace=0.7)
+    learner = AlphaZero(env, TINY, GuidedSearch(3), AlphaZeroRates(td_lambda=0.7), 12, 4, minibatches=1)
     weights = learner.init(jax.random.key(0), params).weights
     play = jax.jit(learner.play)
     decisions, _ = play(jax.random.key(1), weights, params)
@@ -134,7 +135,7 @@ def test_targets_are_the_loop_s():
         target = beyond
         for t in reversed(range(len(rewards))):
             ahead = target if t == len(rewards) - 1 else 0.3 * values[t + 1] + 0.7 * target
-            target = rewards[t] + learner.discount * ahead
+            target = rewards[t] + learner.rates.discount * ahead
             np.testing.assert_allclose(seen.target[t, lane], target, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(seen.weight[:, lane], np.arange(4) < len(rewards))
     assert kinds == {"ends", "cut"}
@@ -143,7 +144,7 @@ def test_targets_are_the_loop_s():
 @pytest.mark.slow  # 12 s
 def test_it_learns_what_the_search_says():
     env = Sokoban(ROOM)
-    learner = AlphaZero(env, TINY, GuidedSearch(8, noise=0.25), num_envs=8, num_steps=4, learning_rate=0.01)
+    learner = AlphaZero(env, TINY, GuidedSearch(8, noise=0.25), AlphaZeroRates(0.01), num_envs=8, num_steps=4)
     update = jax.jit(learner.step)
     params, state = env.default_params, learner.init(jax.random.key(0), env.default_params)
     state, first = update(jax.random.key(1), state, params)
