@@ -16,7 +16,7 @@ from jaxpar.env import capabilities, is_adapter
 from jaxpar.rl import ActorCritic, Against, GuidedSearch, returns_by_trial
 from jaxpar.rl.guided_search import guide_of
 from jaxpar.rollout import NoReset, evaluate, init, rollout
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import PyTree, UsageError
 
 __all__ = [
     "comparison_lines",
@@ -32,33 +32,8 @@ __all__ = [
 
 def in_play(learner: Any, params: PyTree) -> PyTree:
     """The parameters of the learner's own environment: those of a match against chance, where it plays itself."""
-    return learner.env.default_params.replace(env=params) if isinstance(learner.env, Against) else params
-
-
-@dataclasses.dataclass(frozen=True)
-class Searching:
-    """The most visited action of a search led by an agent's policy and value, on what `Revealing` shows; a `Policy`.
-
-    Attributes:
-      env: In which it searches.
-      params: Of the environment.
-      agent: Without a memory.
-      search: How a decision is made.
-      discount: Of a step.
-    """
-
-    env: Any
-    params: PyTree = dataclasses.field(compare=False)
-    agent: ActorCritic
-    search: GuidedSearch
-    discount: float
-
-    def __call__(
-        self, key: PRNGKey, weights: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
-    ) -> tuple:
-        """Returns `(action, carry)`; consumes `key`."""
-        guide = guide_of(self.agent, weights)
-        return jnp.argmax(self.search(key, self.env, obs[1], self.params, guide, self.discount).visits), carry
+    played = learner.env
+    return dataclasses.replace(played.default_params, env=params) if isinstance(played, Against) else params
 
 
 def evaluation_by_search(config: Any, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
@@ -85,8 +60,11 @@ def evaluation_by_search(config: Any, learner: Any, params: PyTree, state: PyTre
     env, discount = Revealing(learner.env), float(learner.rates.discount)
 
     def play(key, weights, params):
-        policy = Searching(learner.env, params, agent, search, discount)
-        return evaluate(key, env, params, policy, weights, config.eval_episodes, config.eval_steps)
+        def most_visited(key, weights, obs, carry):
+            searched = search(key, learner.env, obs[1], params, guide_of(agent, weights), discount)
+            return jnp.argmax(searched.visits), carry
+
+        return evaluate(key, env, params, most_visited, weights, config.eval_episodes, config.eval_steps)
 
     with on_one_device():
         key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)

@@ -209,6 +209,7 @@ def compose(*flags: str) -> Config:
 
 def make_learner(config: Config) -> tuple[Any, PyTree]:
     """Returns the learner of one seed, and the environment's parameters."""
+    env: Any
     env, params = make_world(config.env, config.env_fields, config.params)
     env = LastActionReward(env) if config.last_action_reward else env
     kind, fixed = ALGORITHMS[config.algorithm]
@@ -228,7 +229,7 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     else:
         network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
                                       method=METHODS[config.method], **asked)  # fmt: skip
-    searches = dataclasses.asdict(usual["search"]) if kind is AlphaZero else {}
+    searches = dataclasses.asdict(usual["search"]) if config.algorithm == "alpha_zero" else {}
     free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)} | searches
     _refuse_older("fields", OLDER_FIELDS, config.fields, free)
     asked = changes("fields", f"algorithm={config.algorithm}", free, config.fields)
@@ -237,8 +238,10 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
         changed = {name: value for name, value in asked.items() if name in searches}
         chosen["search"] = dataclasses.replace(usual["search"], **changed)
     if config.self_play:
-        if kind not in (Ppo, A2c):
+        if config.algorithm not in ("ppo", "a2c"):
             raise UsageError(f"self_play does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c.")
+        if isinstance(network, Items):
+            raise UsageError("self_play and items exclude each other: rivals act by a Network.")
         env = Against(env, network)
     learner = kind(env, network, **chosen)
     usual = dataclasses.asdict(learner.rates)

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Discrete, Environment, is_adapter, reset, step
-from jaxpar.fields import AtLeast, Between, Positive, field
+from jaxpar.fields import AtLeast, Between, Positive, check_fields, field
 from jaxpar.mesh import constrain
 from jaxpar.optim import OptimizerConfig, annealed, make_optimizer
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.features import agent_obs_space
 from jaxpar.rl.guided_search import Guide, GuidedSearch, Searched, guide_of, legal_actions_at
 from jaxpar.rl.items import Items
-from jaxpar.rl.learner import check_learner
+from jaxpar.rl.learner import has_memory, refuse_moments
 from jaxpar.rl.moments import check_obs, no_moments, with_batch
 from jaxpar.rl.network import Network
 from jaxpar.rl.returns import lambda_returns
@@ -61,7 +61,7 @@ class AlphaZeroState:
 
     weights: PyTree
     opt_state: PyTree
-    rates: AlphaZeroRates
+    rates: PyTree
     updates: Array
     episode_stats: dict[str, Array]
 
@@ -120,14 +120,17 @@ class AlphaZero:
 
     def __post_init__(self):
         """Refuses what no search can be led in."""
-        check_learner(self)
+        check_fields(self)
+        check_fields(self.rates, "rates.")
+        if self.normalize_obs:
+            refuse_moments(self.env, self.network)
         if is_adapter(self.env):
             raise UsageError(f"{self.env.name} is an adapter; a search needs an environment's parts: learn by Ppo.")
         agent = self.agent()
         if agent.num_agents or not isinstance(agent.action_space, Discrete) or agent.action_space.shape:
             raise UsageError(f"{self.env.name} is not of one agent with Discrete actions, as a search needs.")
-        if self.network.memory_layer() is not None:
-            raise UsageError(f"the network has memory={self.network.memory!r}; a search needs memory='none'.")
+        if has_memory(self.network):
+            raise UsageError("the network has a memory; a search needs memory='none'.")
         if self.num_envs * self.num_steps % self.minibatches:
             raise UsageError(
                 f"num_envs x num_steps = {self.num_envs * self.num_steps} decisions do not divide into "
@@ -160,15 +163,13 @@ class AlphaZero:
         """The network's policy and value at one observation."""
         return guide_of(self.agent(), weights)
 
-    def decide(
-        self, key: PRNGKey, weights: PyTree, state: PyTree, params: PyTree, rates: AlphaZeroRates | None = None
-    ) -> Searched:
+    def decide(self, key: PRNGKey, weights: PyTree, state: PyTree, params: PyTree, rates: PyTree = None) -> Searched:
         """Searches from one state; consumes `key`. Rates are the learner's unless a state's are given."""
         rates = self.rates if rates is None else rates
         return self.search(key, self.env, state, params, self.guide(weights), rates.discount)
 
     def play(
-        self, key: PRNGKey, weights: PyTree, params: PyTree, greedy: bool = False, rates: AlphaZeroRates | None = None
+        self, key: PRNGKey, weights: PyTree, params: PyTree, greedy: bool = False, rates: PyTree = None
     ) -> tuple[Decisions, Info]:
         """Plays `num_envs` episodes of at most `num_steps` decisions; consumes `key`.
 
@@ -228,8 +229,9 @@ class AlphaZero:
         def gradient(carry: tuple, rows: Decisions) -> tuple:
             weights, opt_state = carry
             grads, said = jax.grad(search_loss, has_aux=True)(weights, agent, rows, rates.value_coef)
-            *carry, told = self.optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
-            return tuple(carry), said | told
+            max_norm = rates.max_grad_norm
+            weights, opt_state, told = self.optimizer.update(grads, opt_state, weights, rate=rate, max_norm=max_norm)
+            return (weights, opt_state), said | told
 
         def epoch(carry: tuple, key: PRNGKey) -> tuple:
             order = jax.random.permutation(key, len(decisions.weight)).reshape(self.minibatches, -1)
