@@ -41,7 +41,7 @@ def learners(small: bool) -> dict[str, tuple]:
     board = network if small else dataclasses.replace(network, conv=(64, 64))
     cube = AlphaZero(RubiksCube(cubes[-1]), network, search, num_envs=num_envs, num_steps=4 if small else 10)
     sokoban = AlphaZero(
-        Sokoban(rooms[-1], rewards="dense"), board, search, num_envs=num_envs, num_steps=8 if small else 48, trace=0.9
+        Sokoban(rooms[-1], rewards="dense"), board, search, num_envs=num_envs, num_steps=8 if small else 48
     )
     return {"cube": (cubes, cube, 4 if small else 12), "sokoban": (rooms, sokoban, 8 if small else 100)}
 

@@ -11,37 +11,65 @@
     python -m experiments.rl fields.lag=4                                      # actors four updates late, V-trace
     python -m experiments.rl num_seeds=8 exploit_every=20                      # a population
     python -m experiments.rl preset=rl2                                        # RL^2: the return of each trial
+    python -m experiments.rl preset=self_play                                  # against its own past
+    python -m experiments.rl preset=cube_zero                                  # AlphaZero: it learns what a search says
+    python -m experiments.rl mode=eval run=runs/rl/... search.simulations=64   # a saved policy leads a search
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
 rollouts at once. The same command resumes a run that was ended, on any mesh; more steps extend it, if rates are not
 annealed over them (anneal=false).
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import _run
+from experiments._evaluation import (
+    compared,
+    comparison_lines,
+    evaluation_against_itself,
+    evaluation_by_search,
+    evaluation_by_trial,
+    evaluation_returns,
+    evaluation_while_learning,
+    in_play,
+)
 from experiments._folder import owning
 from experiments._mesh import check_split, refuse_idle
-from experiments._policy_run import FILMED, PolicyRun, older_prng, on_one_device, player, save_film
+from experiments._policy_run import FILMED, PolicyRun, older_prng, save_film
 from experiments._run import identifying, say
 from experiments._train import Run, TrainConfig, train
 from experiments._world import changes, make_world
 from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, Each, field
-from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
-from jaxpar.loop import Fit, FitResult
+from jaxpar.io import Checkpoints, plot_metrics, plot_seeds, read_jsonl
+from jaxpar.loop import Fit, FitResult, Hooks, resume
 from jaxpar.mesh import MeshSpec
-from jaxpar.rl import RENAMED, A2c, Dqn, Items, LastActionReward, Pbt, Ppo, Pqn, Sac, Seeds, Td3, returns_by_trial
-from jaxpar.rollout import NextStep, NoReset, evaluate, init, rollout
+from jaxpar.rl import (
+    RENAMED,
+    A2c,
+    Against,
+    AlphaZero,
+    Dqn,
+    Items,
+    LastActionReward,
+    Pbt,
+    Ppo,
+    Pqn,
+    Sac,
+    Seeds,
+    SelfPlay,
+    Td3,
+)
+from jaxpar.rollout import NextStep
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
 
@@ -54,6 +82,7 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qmix": (Pqn, {"decomposition": "qmix"}),
     "td3": (Td3, {}),
     "sac": (Sac, {}),
+    "alpha_zero": (AlphaZero, {}),
 }
 OLDER_RATES = {new[6:]: old[6:] for new, old in RENAMED.items() if new.startswith("rates/")}
 OLDER_FIELDS = {"gradient_steps": "gradients", "decomposition_size": "mixer_size"}
@@ -84,7 +113,7 @@ class Config(_run.RunConfig):
       env_fields: Changes to its fields, such as env_fields.size=16.
       params: Changes to its parameters, such as params.gravity=5.
       last_action_reward: Whether observations include the last action and reward (RL^2, with a memory).
-      algorithm: ppo, a2c, pqn, dqn, vdn, qmix, td3 or sac.
+      algorithm: ppo, a2c, pqn, dqn, vdn, qmix, td3, sac or alpha_zero.
       num_seeds: Learners side by side, which differ in their keys alone.
       exploit_every: Updates after which the worst quarter of the seeds goes on from the best with other rates; or 0.
       perturb: Names of the rates that then change, and in which seeds differ from the start.
@@ -96,7 +125,9 @@ class Config(_run.RunConfig):
       minibatches: Parts of a rollout.
       rates: Changes to the algorithm's numbers, such as rates.entropy_coef=0.
       anneal: Whether the learning rate falls to 0 over the run; else as rates.anneal says.
-      fields: Changes to other fields of the algorithm.
+      fields: Changes to other fields of the algorithm, of alpha_zero to its search too, such as fields.simulations=64.
+      self_play: Changes to play against its own past, such as self_play.pool=16, which is then what it learns by; none:
+        all agents learn together.
       central: Whether values read all agents' observations.
       encoder: Widths of layers before the memory.
       hidden: Widths of layers after it; none are the algorithm's own, and so below.
@@ -115,6 +146,10 @@ class Config(_run.RunConfig):
       beside: Whether to tell at the end what chance and scripted play return, where there is such play.
       gif: Whether to film the first seed's agent, where the environment can be rendered.
       frames: Of the film.
+      mode: "train", or "eval": a saved run plays eval_episodes again, of whose settings all but these count.
+      run: The folder of the run that mode=eval reads.
+      search: With mode=eval, changes to the tree search that the saved policy and value then lead, such as
+        search.simulations=64; none: likeliest actions.
     """
 
     name: str = "rl"
@@ -134,6 +169,7 @@ class Config(_run.RunConfig):
     rates: dict[str, float] = identifying(default_factory=dict, before=functools.partial(_older, "rates", OLDER_RATES))
     anneal: bool = identifying(True)
     fields: dict[str, Any] = identifying(default_factory=dict, before=functools.partial(_older, "fields", OLDER_FIELDS))
+    self_play: dict[str, Any] = identifying(default_factory=dict, before=lambda how: {"self_play": how} if how else {})
     central: bool = identifying(False)
     encoder: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     hidden: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
@@ -151,14 +187,19 @@ class Config(_run.RunConfig):
     beside: bool = False
     gif: bool = True
     frames: int = field(200, AtLeast(1))
+    mode: str = "train"
+    run: str = ""
+    search: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         """Refuses counts that no run can have, and unknown names."""
         super().__post_init__()
-        for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS)):
+        for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS), ("mode", ("train", "eval"))):
             if getattr(self, name) not in legal:
                 near = difflib.get_close_matches(getattr(self, name), legal, n=3) or legal
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown; the nearest are {', '.join(near)}.")
+        if self.mode == "train" and (self.search or self.run):
+            raise UsageError("run and search are of mode=eval; a search to learn from is algorithm=alpha_zero.")
 
 
 def compose(*flags: str) -> Config:
@@ -168,11 +209,14 @@ def compose(*flags: str) -> Config:
 
 def make_learner(config: Config) -> tuple[Any, PyTree]:
     """Returns the learner of one seed, and the environment's parameters."""
+    env: Any
     env, params = make_world(config.env, config.env_fields, config.params)
     env = LastActionReward(env) if config.last_action_reward else env
     kind, fixed = ALGORITHMS[config.algorithm]
     usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
-    chosen: dict[str, Any] = {"prng": config.prng, **fixed}
+    chosen: dict[str, Any] = {"prng": config.prng, **fixed} if "prng" in usual else dict(fixed)
+    if "prng" not in usual and config.prng != "env":
+        raise UsageError(f"prng={config.prng} does not apply: algorithm={config.algorithm} has none.")
     for name in ("num_envs", "num_steps", "epochs", "minibatches", "central"):
         value = getattr(config, name)
         if value and name not in usual:
@@ -185,9 +229,20 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     else:
         network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
                                       method=METHODS[config.method], **asked)  # fmt: skip
-    free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)}
+    searches = dataclasses.asdict(usual["search"]) if config.algorithm == "alpha_zero" else {}
+    free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)} | searches
     _refuse_older("fields", OLDER_FIELDS, config.fields, free)
-    chosen |= changes("fields", f"algorithm={config.algorithm}", free, config.fields)
+    asked = changes("fields", f"algorithm={config.algorithm}", free, config.fields)
+    chosen |= {name: value for name, value in asked.items() if name not in searches}
+    if searches:
+        changed = {name: value for name, value in asked.items() if name in searches}
+        chosen["search"] = dataclasses.replace(usual["search"], **changed)
+    if config.self_play:
+        if config.algorithm not in ("ppo", "a2c"):
+            raise UsageError(f"self_play does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c.")
+        if isinstance(network, Items):
+            raise UsageError("self_play and items exclude each other: rivals act by a Network.")
+        env = Against(env, network)
     learner = kind(env, network, **chosen)
     usual = dataclasses.asdict(learner.rates)
     _refuse_older("rates", OLDER_RATES, config.rates, usual)
@@ -201,9 +256,9 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
 
 def _item_network(config: Config, kind: Any, asked: dict[str, Any]) -> Items:
     """The network of items; refuses what it has no use for."""
-    if kind not in (Ppo, A2c):
+    if kind not in (Ppo, A2c, AlphaZero):
         raise UsageError(
-            f"items={config.items} does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c."
+            f"items={config.items} does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c, alpha_zero."
         )
     spare = sorted(asked.keys() - {"activation"}) + (["memory"] if config.memory != "none" else [])
     if spare:
@@ -221,7 +276,12 @@ def _refuse_older(flag: str, names: dict[str, str], changes: dict[str, Any], usu
 
 
 def side_by_side(config: Config, learner: Any, params: PyTree) -> Seeds:
-    """Returns the learners of all seeds, a population where `exploit_every` says so."""
+    """Returns the learners of all seeds, by `exploit_every` a population, by `self_play` each against its past."""
+    if config.self_play:
+        if config.exploit_every:
+            raise UsageError("self_play and exploit_every exclude each other: a pool belongs to one learner.")
+        usual = {field.name: field.default for field in dataclasses.fields(SelfPlay) if field.name != "learner"}
+        learner = SelfPlay(learner, **changes("self_play", "self-play", usual, config.self_play))
     if not config.exploit_every:
         return Seeds(learner, config.num_seeds, params)
     return Pbt(learner, config.num_seeds, params, period=config.exploit_every, perturb=tuple(config.perturb))
@@ -233,10 +293,13 @@ def num_updates(config: Config, learner: Any) -> int:
     return -(-length.steps // (learner.num_envs * learner.num_steps * length.chunk)) * length.chunk
 
 
-def execute(config: Config, folder: pathlib.Path) -> FitResult:
-    """Learns under the mesh of the flags; writes metrics.jsonl, checkpoints, plots/returns.png and plots/agent.gif."""
+def execute(config: Config, folder: pathlib.Path) -> FitResult | np.ndarray:
+    """Learns under the mesh of the flags; writes metrics.jsonl, checkpoints, plots/returns.png and plots/agent.gif.
+
+    With mode=eval it plays a saved run's episodes, and writes nothing.
+    """
     with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
-        return learn(config, folder)
+        return learn(config, folder) if config.mode == "train" else play_saved(config)
 
 
 @owning
@@ -264,19 +327,46 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
         functools.partial(_tell_start, config, folder, learner, updates),
         metadata={"steps": config.train.steps} if config.anneal else {},  # which the rates depend on
         renamed=RENAMED,
-        evaluate=functools.partial(_evaluated, config, learner, params) if config.eval_every else None,
+        evaluate=functools.partial(evaluation_while_learning, config, learner, in_play(learner, params))
+        if config.eval_every else None,
         check=functools.partial(_check, min(warmup + per_update, capacity)),
     )  # fmt: skip
     result = train(seeds, lambda _: params, run)
-    _tell_end(config, folder, learner, params, result)
+    _tell_end(config, folder, learner, in_play(learner, params), result)
     return result
 
 
-def _evaluated(config: Config, learner: Any, params: PyTree, state: PyTree) -> dict[str, float]:
-    """What whole episodes of likeliest actions return now: the mean over seeds, and each one's."""
-    returns = _of_each_seed(_whole_episodes, config, learner, params, state)[0]
-    each = {f"eval/seed_{i:02}": float(x) for i, x in enumerate(returns)}
-    return {"eval/return_mean": float(returns.mean())} | each
+def play_saved(config: Config) -> np.ndarray:
+    """Plays whole episodes of the run in `config.run`, by likeliest actions or by searches; returns `[S]` returns."""
+    folder = pathlib.Path(config.run)
+    if not config.run or not folder.is_dir():
+        raise UsageError(f"mode=eval needs run= to name the folder of a run, not {config.run!r}.")
+    saved, usual = _run.load(folder, Config), Config()
+    given = {name: getattr(config, name) for name in ("eval_episodes", "eval_steps")
+             if getattr(config, name) != getattr(usual, name)}  # fmt: skip
+    saved = dataclasses.replace(saved, mode="eval", search=config.search, **given)
+    learner, params = make_learner(saved)
+    seeds, checkpoints = side_by_side(saved, learner, params), Checkpoints(folder / "checkpoints", read_only=True)
+    metadata = _run.identity(saved) | ({"steps": saved.train.steps} if saved.anneal else {})
+    with contextlib.closing(checkpoints):
+        found = resume(seeds, Hooks(axes=seeds.axes(), checkpoints=checkpoints, metadata=metadata, renamed=RENAMED))
+    if found is None:
+        raise UsageError(f"{folder} has no checkpoint yet; train it first.")
+    params = in_play(learner, params)
+    say(f"checkpoint of update {found[0]} of {_run.short(folder)}")
+    plain = evaluation_returns(saved, learner, params, found[1])
+    _tell_returns(saved, "return", "likeliest actions", plain)
+    if not config.search:
+        return plain
+    searched = evaluation_by_search(saved, learner, params, found[1])
+    _tell_returns(saved, "searched", " ".join(f"{name}={x}" for name, x in config.search.items()), searched)
+    return searched
+
+
+def _tell_returns(config: Config, name: str, how: str, returns: np.ndarray) -> None:
+    error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")
+    say(f"{name:10} {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
+        + f", {config.eval_episodes} episodes a seed, {how}: " + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
 
 
 def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
@@ -302,10 +392,10 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     if result.interrupted:
         return
     returns = evaluation_returns(config, learner, params, result.state)
-    error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")
-    say(f"return     {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
-        + f", {config.eval_episodes} episodes a seed, likeliest actions: "
-        + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
+    _tell_returns(config, "return", "likeliest actions" + ", rivals by chance" * bool(config.self_play), returns)
+    if config.self_play:
+        itself = evaluation_against_itself(config, learner, params, result.state)
+        _tell_returns(config, "itself", "against its own weights", itself)
     for line in comparison_lines(returns, *compared(config, learner, params)) if config.beside else ():
         say(line)
     trials = evaluation_by_trial(config, learner, params, result.state)
@@ -334,7 +424,7 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     panels = {"policy": ("train/entropy", "train/clip_fraction", "train/approx_kl"),
               "value": ("train/explained_variance",), "gradient": ("train/grad_norm",),
               "Q": ("train/q_mean", "train/q_loss", "train/critic_loss"),
-              "temperature": ("train/temperature",)}  # fmt: skip
+              "temperature": ("train/temperature",), "solved": ("train/solved", "train/ended")}  # fmt: skip
     plot_metrics(metrics, plots / "learning.png", panels)
     agent = learner.agent(greedy=True)
     policy_run = PolicyRun(learner.env, params, agent, FILMED, NextStep(), config.prng)
@@ -344,91 +434,6 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     for path in (shot, plots, metrics, folder / "checkpoints"):
         if path:
             say(f"{path.name:14} {_run.short(path)}")
-
-
-def evaluation_returns(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
-    """Returns the mean return of each seed's agent, `[S]`, over whole episodes of likeliest actions."""
-    returns, finished = _of_each_seed(_whole_episodes, config, learner, params, state)
-    if (cut := 1 - float(finished.mean())) > 0:
-        say(f"note       {cut:.1%} of the episodes went on after eval_steps={config.eval_steps}, and count as far as "
-            "they came")  # fmt: skip
-    return returns
-
-
-def evaluation_by_trial(config: Config, learner: Any, params: PyTree, state: PyTree) -> np.ndarray | None:
-    """Returns what each seed's agent earns in each trial of an episode, `[S, K]`, in those same episodes.
-
-    None where nothing is recalled, or the environment counts no trials.
-    """
-    if not config.last_action_reward or capabilities(learner.env).trial is None:
-        return None
-    rewards, trials = _of_each_seed(_rows_of_trials, config, learner, params, state)
-    of_one = functools.partial(returns_by_trial, num_trials=trials.max() + 1)
-    return np.asarray(jnp.mean(jax.vmap(of_one)(rewards, trials), -1))
-
-
-def compared(config: Config, learner: Any, params: PyTree) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns what episodes of random legal play earn, and of scripted play, None where the environment has none."""
-    env = learner.env.env if config.last_action_reward else learner.env
-    params, found = jax.device_get(params), []
-    with on_one_device():
-        key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 4)
-        for name in ("random", "scripted"):
-            try:
-                shown, policy = player(name, env)
-            except UsageError:
-                found.append(None)
-                continue
-            played = evaluate(key, shown, params, policy, params, config.eval_episodes, config.eval_steps)
-            returns = np.asarray(played.returns, np.float64)
-            found.append(returns.reshape(len(returns), -1).mean(1))
-    return found[0], found[1]
-
-
-def comparison_lines(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarray | None) -> list[str]:
-    """Returns lines: how far what each seed learned is above chance, and how far on the way to scripted play."""
-
-    def spread(x):
-        return x.mean(), x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else float("nan")
-
-    def over(part, whole):  # all alike, or a scripted team that returns 0, is no reason to stop
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.float64(part) / np.float64(whole)
-
-    (mean, error), (least, blur) = spread(returns), spread(chance)
-    above = over(mean - least, np.hypot(error, blur))
-    lines = [f"random     {least:.5g} ± {blur:.2g}; what was learned is {above:.1f} standard errors above"]
-    if scripted is not None:
-        most, blur = spread(scripted)
-        lines.append(
-            f"scripted   {most:.5g} ± {blur:.2g}; learned / scripted {over(mean, most):.3g}, (learned - random) / "
-            f"(scripted - random) {over(mean - least, most - least):.3f}"
-        )
-    return lines
-
-
-def _whole_episodes(key, env, params, agent, weights, episodes, steps):
-    played = evaluate(key, env, params, agent, weights, episodes, steps, carry=agent.first_carry())
-    return jnp.mean(played.returns), jnp.mean(played.finished)
-
-
-def _rows_of_trials(key, env, params, agent, weights, episodes, steps):
-    env_state = init(key, env, params, episodes, agent.first_carry())
-    return rollout(key, env_state, env, params, agent, weights, steps, reset=NoReset(),
-                   keep=lambda row: (row.reward, jnp.where(row.valid, row.info["trial"], 0)))[1]  # fmt: skip
-
-
-@functools.partial(jax.jit, static_argnames=("play", "env", "agent", "episodes", "steps"))
-def _played(play: Callable, key, env, params, agent, weights, episodes: int, steps: int) -> PyTree:
-    return jax.lax.map(lambda one: play(key, env, params, agent, one, episodes, steps), weights)
-
-
-def _of_each_seed(play: Callable, config: Config, learner: Any, params: PyTree, state: PyTree) -> PyTree:
-    """What `play` gives by the likeliest actions of each seed's agent, stacked; on one device."""
-    with on_one_device():
-        key, agent = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3), learner.agent(greedy=True)
-        args = key, learner.env, jax.device_get(params), agent, jax.device_get(state.weights)
-        return jax.device_get(_played(play, *args, config.eval_episodes, config.eval_steps))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ from jaxpar.rl import (
     A2c,
     Against,
     AlphaZero,
+    AlphaZeroRates,
     Dqn,
     GuidedSearch,
     Items,
@@ -356,12 +357,12 @@ TABLE = {
     Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0, "target_kl": FRACTION_FROM_0},
     Against: {"seat": ((-1,), (0, 1))},
     SelfPlay: {"pool period": COUNT, "newest": SHARE},
-    AlphaZero: {
+    AlphaZeroRates: {
         "learning_rate": POSITIVE,
-        "discount trace": SHARE,
-        "value_coef": FRACTION_FROM_0,
-        "num_envs num_steps epochs minibatches": COUNT,
+        "anneal value_coef max_grad_norm": FRACTION_FROM_0,
+        "discount td_lambda": SHARE,
     },
+    AlphaZero: {"num_envs num_steps epochs minibatches": COUNT},
     GuidedSearch: {
         "simulations": COUNT,
         "exploration": FRACTION_FROM_0,

@@ -61,7 +61,7 @@ from jaxpar.parallel.pipeline import Pipelined, gpipe
 from jaxpar.parallel.placement import Split
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Against, AlphaZero, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, SelfPlay, Td3
+from jaxpar.rl import A2c, Against, AlphaZero, AlphaZeroRates, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, SelfPlay, Td3
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -189,6 +189,7 @@ BASIS = {
 OWNERS = {
     Rates: lambda rates: NeatConfig(2, 1, rates=rates),
     A2cRates: lambda rates: A2c(CART, rates=rates),
+    AlphaZeroRates: lambda rates: AlphaZero(CART, rates=rates),
     PpoRates: lambda rates: Ppo(CART, rates=rates),
     PqnRates: lambda rates: Pqn(CART, rates=rates),
     DqnRates: lambda rates: Dqn(CART, rates=rates),

@@ -191,6 +191,11 @@ class BinPack:
         """A space and an item."""
         return Discrete(self.num_spaces * self.num_items)
 
+    def item_moves(self, params: Params) -> np.ndarray:
+        """Of each action the rows of its space and of its item, int32 `[A, 3]`, all of kind 0."""
+        space, item = np.divmod(np.arange(self.num_spaces * self.num_items, dtype=np.int32), np.int32(self.num_items))
+        return np.stack([np.zeros_like(space), space, self.num_spaces + item], axis=1)
+
     def sample_level(self, key: PRNGKey, params: Params) -> Level:
         """The generator's; consumes `key`."""
         return self.generator(key)

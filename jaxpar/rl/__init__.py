@@ -22,7 +22,7 @@
 from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.alpha_zero import AlphaZero
+from jaxpar.rl.alpha_zero import AlphaZero, AlphaZeroRates
 from jaxpar.rl.dqn import Dqn, DqnRates
 from jaxpar.rl.guided_search import GuidedSearch
 from jaxpar.rl.items import Items
@@ -48,6 +48,7 @@ __all__ = [
     "ActorCritic",
     "Against",
     "AlphaZero",
+    "AlphaZeroRates",
     "CellMemory",
     "Dqn",
     "DqnRates",

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment, capabilities, mask_shape, step
 from jaxpar.fields import AtLeast, Between, Positive, check_fields, field
+from jaxpar.rl.agent import ActorCritic
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
-__all__ = ["GuidedSearch"]
+__all__ = ["GuidedSearch", "guide_of"]
 
 ROUNDING = 1e-5  # means closer than this differ by rounding alone: scaled to [0, 1] it would decide
 
@@ -89,25 +90,27 @@ class GuidedSearch:
         Illegal actions are never taken. A terminal node is worth 0, one that is cut what the guide says; no simulation
         goes on from either.
         """
-        keys = jax.random.split(key, self.simulations + 2)
-        nodes = self._root(keys[-2:], env, state, params, guide)
+        root_key, key = jax.random.split(key)
+        nodes = self._root(root_key, env, state, params, guide)
 
-        def simulate(i: Array, nodes: _Nodes) -> _Nodes:
+        def simulate(new: Array, nodes: _Nodes) -> _Nodes:
             node, action = self._down(nodes)
-            nodes, leaf = _expanded(keys[i], env, nodes, node, action, i + 1, params, guide)
+            now = jax.random.fold_in(key, new)
+            nodes, leaf = _expanded(now, env, nodes, node, action, new, params, guide)
             return _up(nodes, leaf, discount)
 
-        nodes = jax.lax.fori_loop(0, self.simulations, simulate, nodes)
+        nodes = jax.lax.fori_loop(1, 1 + self.simulations, simulate, nodes)
         visits, total = nodes.visits[0], nodes.total[0]
         value = (nodes.value[0] + jnp.sum(total)) / (1 + self.simulations)
         return Searched(visits, jnp.where(visits > 0, total / jnp.maximum(visits, 1), 0.0), value)
 
-    def _root(self, keys: Array, env: Environment, state: PyTree, params: PyTree, guide: Guide) -> _Nodes:
+    def _root(self, key: PRNGKey, env: Environment, state: PyTree, params: PyTree, guide: Guide) -> _Nodes:
         """A tree of the root alone."""
         legal = legal_actions_at(env, state, params)
-        prior, value = guide(env.observe(keys[0], state, None, params), legal)
+        key, noise_key = jax.random.split(key)
+        prior, value = guide(env.observe(key, state, None, params), legal)
         if self.noise:
-            drawn = jax.random.gamma(keys[1], self.concentration, prior.shape) * legal
+            drawn = jax.random.gamma(noise_key, self.concentration, prior.shape) * legal
             drawn = drawn / jnp.maximum(jnp.sum(drawn), 1e-30)
             prior = (1 - self.noise) * prior + self.noise * drawn
         count, many = self.simulations + 1, prior.shape[0]
@@ -150,6 +153,17 @@ class GuidedSearch:
 
         root = jnp.int32(0)
         return jax.lax.while_loop(goes_on, on, (root, choose(root)))
+
+
+def guide_of(agent: ActorCritic, weights: PyTree) -> Guide:
+    """What an agent without a memory says at one observation: probabilities of legal actions, and the value."""
+
+    def guess(obs: PyTree, legal: Array) -> tuple[Array, Array]:
+        obs, legal = jax.tree.map(lambda x: x[None, None], (obs, legal))  # one step of one environment
+        out = agent.apply(weights, obs, jnp.zeros((1, 1), bool), {}, legal)
+        return jax.nn.softmax(out.policy[0, 0]) * legal[0, 0], out.value[0, 0]
+
+    return guess
 
 
 def legal_actions_at(env: Environment, state: PyTree, params: PyTree) -> Array:

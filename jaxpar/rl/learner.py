@@ -57,6 +57,7 @@ __all__ = [
     "learner_axes",
     "mean_metrics",
     "minibatch_updates",
+    "refuse_moments",
     "seen",
 ]
 
@@ -231,9 +232,14 @@ def check_learner(learner: Learner) -> None:
     check_fields(learner)
     check_fields(learner.rates, "rates.")
     if learner.normalize_obs:
-        if isinstance(learner.network, Items):
-            raise UsageError("normalize_obs=True would scale items by their place; leave it False with Items.")
-        check_obs(learner.env.name, agent_obs_space(learner.env))
+        refuse_moments(learner.env, learner.network)
+
+
+def refuse_moments(env: Environment | Adapter, network: Network | Items) -> None:
+    """Refuses to standardise observations that have no mean, or whose place shall not matter."""
+    if isinstance(network, Items):
+        raise UsageError("normalize_obs=True would scale items by their place; leave it False with Items.")
+    check_obs(env.name, agent_obs_space(env))
 
 
 def has_memory(network: Network | Items) -> bool:

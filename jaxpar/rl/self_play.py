@@ -1,12 +1,13 @@
 """Self-play: a learner against its own past, of which a pool holds the weights."""
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Discrete, Environment, Space, capabilities
+from jaxpar.env import Discrete, Environment, Space, capabilities, is_adapter
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.features import of_one_agent
@@ -56,6 +57,8 @@ class Against:
     def __post_init__(self) -> None:
         """Refuses games of one, seats that are not there, and rivals that remember."""
         check_fields(self)
+        if is_adapter(self.game):
+            raise UsageError(f"{self.game.name} is an adapter; self-play needs a game's parts.")
         count = capabilities(self.game).num_agents or 1
         if count < 2:
             raise UsageError(f"{self.game.name} has one agent; self-play needs a game of two or more.")
@@ -128,6 +131,14 @@ class Against:
         """Bool `[A]`, this agent's legal actions."""
         return legal_actions_at(self.game, state.game, params.env)[self.seat]
 
+    @property
+    def render(self) -> Callable[[Played, Match], Array]:
+        """The game's picture, `(state, params) -> uint8 [H, W, 3]`; an AttributeError where it has none."""
+        picture = capabilities(self.game).render
+        if picture is None:
+            raise AttributeError(f"{self.game.name} has no render")
+        return lambda state, params: picture(state.game, params.env)
+
     def _all_actions(self, see: PRNGKey, act: PRNGKey, state: Played, params: Match) -> Array:
         """What every agent does by the rivals' weights; of this agent's too, which is not asked for."""
         masks = legal_actions_at(self.game, state.game, params.env)
@@ -156,6 +167,11 @@ class SelfPlayState:
     learner: LearnerState
     pool: PyTree
     filled: Array
+
+    @property
+    def weights(self) -> PyTree:
+        """The learner's."""
+        return self.learner.weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,8 @@ from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
+from envs.puzzles.knapsack import Items, Knapsack
+from jaxpar import rl
 from jaxpar.decode import PromptTokens
 from jaxpar.life import Jitter, Lstm, Reflex, World
 from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, Trainer
@@ -143,11 +145,10 @@ ROWS = {
         SHAPES_ALONE,
     ),
     "alpha-zero": Row(
-        AlphaZero(
-            CART, Network(hidden=(4,)), GuidedSearch(3, noise=0.25), num_envs=2, num_steps=4, epochs=1, minibatches=2
-        ),
+        AlphaZero(CART, Network(hidden=(4,)), GuidedSearch(3, noise=0.25), **TINY, normalize_obs=True),
         short_episodes,
     ),
+    "alpha-zero-items": Row(AlphaZero(Knapsack(Items(4)), rl.Items(4, 1, 1), GuidedSearch(3), **TINY)),
     "a2c-para-gru": Row(
         A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_envs=2, num_steps=6),
         short_episodes,

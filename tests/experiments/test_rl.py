@@ -1,8 +1,10 @@
 """`python -m experiments.rl`: it learns, goes on where it was, and tells mistakes in a sentence."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 from fast import OPTIMISED
 
+from envs.puzzles.rubiks_cube import RubiksCube, Scramble
 from experiments import _run, rl
 from jaxpar.io import Checkpoints
 from jaxpar.io.reading import flatten, nest
 from jaxpar.rl import Pqn, Seeds, train
+from jaxpar.types import UsageError
 
 TINY = (
     "num_seeds=2 num_envs=4 num_steps=8 train.chunk=2 hidden=[8] eval_episodes=4 eval_steps=40 gif=false cpu_devices=8 "
@@ -78,6 +82,16 @@ def test_it_learns_and_goes_on_where_it_was(main, first, tmp_path):
         (["rates.discount=2"], "rates.discount=2.0 must be at least 0 and at most 1"),
         (["rates.entropy_coef=nan"], "rates.entropy_coef=nan must be a finite number"),
         (["rates.anneal=5"], "rates.anneal needs anneal=false"),
+        (["self_play.pol=3", "env=Foraging-8x8-2p-2f"], "self-play has no self_play.pol; the nearest are pool"),
+        (["self_play.pool=3"], "CartPole-v1 has one agent; self-play needs a game of two or more"),
+        (["self_play.pool=3", "algorithm=dqn"], "self_play does not apply: algorithm=dqn has none; legal: ppo, a2c"),
+        (["self_play.pool=3", "exploit_every=2", "env=Foraging-8x8-2p-2f"], "self_play and exploit_every exclude"),
+        (["algorithm=alpha_zero", "env=Pendulum-v1"], "not of one agent with Discrete actions"),
+        (["algorithm=alpha_zero", "prng=batch"], "prng=batch does not apply: algorithm=alpha_zero has none"),
+        (["algorithm=alpha_zero", "fields.noise=2"], "noise=2.0 must be at least 0 and at most 1"),
+        (["mode=evall"], "mode='evall' is unknown; the nearest are eval"),
+        (["search.simulations=3"], "run and search are of mode=eval; a search to learn from is algorithm=alpha_zero"),
+        (["mode=eval"], "mode=eval needs run= to name the folder of a run, not ''"),
         (["algorithm=dqn", "train.steps=64"], "train.steps=64 end before the warmup of 4096 experiences"),
     ],
 )
@@ -97,12 +111,57 @@ def test_a_buffer_that_fills_is_no_divergence(main):
     assert said.code == 0 and "return     " in said.out, said
 
 
+@pytest.mark.slow  # 30 s
+def test_self_play_learns_and_goes_on_where_it_was(main):
+    flags = "env=Foraging-8x8-2p-2f self_play.pool=2 minibatches=2 anneal=false eval_steps=50 env_fields.size=5".split()
+    first = main(*TINY, *flags, "train.steps=128", of="rl", compiles=True)
+    again = main(*TINY, *flags, "train.steps=128", of="rl", compiles=True)
+    assert first.code == 0 and "rivals by chance" in first.out and "itself     " in first.out, first
+    assert "resuming at update 4" in again.out and again.out.split("return ")[1] == first.out.split("return ")[1], again
+
+
+@pytest.mark.slow  # 30 s
+def test_a_saved_policy_leads_a_search(main, tmp_path):
+    flags = (
+        "env=SlidingTile-3x3 algorithm=alpha_zero fields.simulations=2 minibatches=2 train.chunk=1 num_steps=4".split()
+    )
+    said = main(*TINY, *flags, "params.max_steps=6", "train.steps=32", "env_fields.rewards=sparse", of="rl",
+                compiles=True)  # fmt: skip
+    assert said.code == 0 and "return     " in said.out and (tmp_path / "run/plots/learning.png").is_file(), said
+    asked = "mode=eval run=run cpu_devices=8 eval_episodes=4 eval_steps=6".split()
+    plain = main(*asked, of="rl", compiles=True)
+    found = main(*asked, "search.simulations=3", of="rl", compiles=True)
+    assert plain.out.split("return ")[1].splitlines()[0] == said.out.split("return ")[1].splitlines()[0], plain
+    assert "checkpoint of update 2 of run" in found.out and "searched   " in found.out, found
+    wrong = main(*asked, "search.simulation=3", of="rl", compiles=True)
+    assert "a guided search has no search.simulation; the nearest are simulations" in wrong.sentence(), wrong
+
+
+def test_a_search_solves_what_its_policy_does_not():
+    """A cube one turn away, by a policy that always turns the same face and a value that says nothing."""
+    config = rl.compose("env=RubiksCube-2", "num_seeds=2", "eval_episodes=16", "eval_steps=1", "hidden=[8]")
+    config = dataclasses.replace(config, mode="eval", search={"simulations": 40})
+    learner, params = rl.make_learner(config)
+    learner = dataclasses.replace(learner, env=RubiksCube(Scramble(2, 1)))
+    weights = jax.vmap(learner.agent().init)(jax.random.split(jax.random.key(0), 2))
+    state = SimpleNamespace(weights=jax.tree.map(jnp.zeros_like, weights))
+    assert (rl.evaluation_returns(config, learner, params, state) < 0.5).all()
+    np.testing.assert_array_equal(rl.evaluation_by_search(config, learner, params, state), [1, 1])
+    with pytest.raises(UsageError, match="needs a policy and a value: algorithm=ppo, a2c or alpha_zero, not pqn"):
+        config = dataclasses.replace(config, algorithm="pqn", hidden=[])
+        rl.evaluation_by_search(config, *rl.make_learner(config), state)
+
+
 def test_flags_make_the_learner():
     config = rl.compose("algorithm=vdn", "env=Spread-3", "num_envs=8", "rates.q_lambda=0.5", "activation=tanh")
     learner, _ = rl.make_learner(config)
     assert isinstance(learner, Pqn) and learner.decomposition == "vdn" and learner.num_envs == 8
     assert learner.rates.q_lambda == 0.5 and learner.rates.anneal == rl.num_updates(config, learner)
     assert learner.network.activation == "tanh" and learner.network.hidden == Pqn(learner.env).network.hidden
+    config = rl.compose("algorithm=alpha_zero", "fields.simulations=5", "fields.num_envs=3", "rates.td_lambda=0.5")
+    learner, _ = rl.make_learner(config)
+    assert learner.search.simulations == 5 and learner.search.noise == 0.25 and learner.num_envs == 3
+    assert learner.rates.td_lambda == 0.5 and learner.rates.anneal == rl.num_updates(config, learner)
 
 
 def test_trials_are_told(main, tmp_path):

@@ -7,18 +7,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 
 import envs
 from envs.puzzles.countdown import Countdown
+from envs.puzzles.knapsack import Knapsack, given
 from envs.puzzles.sokoban import Sokoban
 from envs.puzzles.sokoban_levels import given_levels
-from jaxpar.env import capabilities, reset, step
-from jaxpar.rl import AlphaZero, GuidedSearch, Network
+from jaxpar.env import Box, capabilities, reset, step
+from jaxpar.rl import AlphaZero, AlphaZeroRates, GuidedSearch, Items, Network
 from jaxpar.types import UsageError
 
 ROOM = given_levels("#####\n#@$.#\n#   #\n#####")
 TINY = Network(hidden=(8,))
 DISCOUNT = 0.9
+RATES = AlphaZeroRates(discount=DISCOUNT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats:
+    """An environment whose observations are numbers, which have a mean."""
+
+    env: Sokoban
+
+    def observation_space(self, params):
+        return Box(-jnp.inf, jnp.inf, self.env.observation_space(params).shape)
+
+    def observe(self, key, state, action, params):
+        return self.env.observe(key, state, action, params).astype(jnp.float32)
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
 
 
 class Node:
@@ -31,10 +50,11 @@ class Node:
 
 def twin(search, key, env, state, params, guide):
     """The same search, one simulation and one node at a time."""
-    keys = jax.random.split(key, search.simulations + 2)
+    root_key, key = jax.random.split(key)
+    observe_key = jax.random.split(root_key)[0]
     mask_of = capabilities(env).action_mask or (lambda state, params: jnp.ones(env.action_space(params).n, bool))
-    once, mask_of = jax.jit(lambda key, state, action: step(key, env, state, action, params)), jax.jit(mask_of)
-    guide = jax.jit(guide)
+    once, mask_of = jit(lambda key, state, action: step(key, env, state, action, params)), jit(mask_of)
+    guide = jit(guide)
 
     def made(state, obs, terminated, truncated):
         legal = mask_of(state, params)
@@ -42,7 +62,7 @@ def twin(search, key, env, state, params, guide):
         prior = {a: float(prior[a]) for a in range(len(prior)) if legal[a]}
         return Node(state, bool(terminated or truncated), 0.0 if terminated else float(value), prior)
 
-    root = made(state, env.observe(keys[-2], state, None, params), False, False)
+    root = made(state, env.observe(observe_key, state, None, params), False, False)
     low, high = math.inf, -math.inf
     for i in range(search.simulations):
         node, path = root, []
@@ -56,7 +76,7 @@ def twin(search, key, env, state, params, guide):
             action = max(scores, key=lambda a: (scores[a], -a))
             path.append((node, action))
             if action not in node.below:
-                said = once(keys[i], node.state, action)
+                said = once(jax.random.fold_in(key, i + 1), node.state, action)
                 node.below[action] = made(said.state, said.obs, said.terminated, said.truncated)
                 node.reward[action] = float(said.reward)
                 node = node.below[action]
@@ -77,10 +97,10 @@ def twin(search, key, env, state, params, guide):
 @pytest.mark.parametrize("env", [Sokoban(ROOM, rewards="dense"), envs.make("2048-2x2")[0]], ids=["sokoban", "2048"])
 def test_a_tree_of_objects_agrees(env):
     params = env.default_params
-    learner = AlphaZero(env, TINY, GuidedSearch(24), discount=DISCOUNT)
+    learner = AlphaZero(env, TINY, GuidedSearch(24), RATES)
     weights = learner.init(jax.random.key(1), params).weights
     state = env.init(jax.random.key(2), params)
-    said = jax.jit(learner.decide)(jax.random.key(3), weights, state, params)
+    said = jit(learner.decide)(jax.random.key(3), weights, state, params)
     root = twin(learner.search, jax.random.key(3), env, state, params, learner.guide(weights))
     visits = np.array([root.visits.get(a, 0) for a in range(len(said.visits))])
     np.testing.assert_array_equal(said.visits, visits)
@@ -92,7 +112,7 @@ def test_a_tree_of_objects_agrees(env):
 def test_masks_ends_and_noise():
     env = Sokoban(ROOM)
     params = env.default_params
-    learner = AlphaZero(env, TINY, GuidedSearch(16, noise=0.5), discount=DISCOUNT)
+    learner = AlphaZero(env, TINY, GuidedSearch(16, noise=0.5), RATES)
     state = env.init(jax.random.key(0), params)
     guide = lambda obs, legal: (legal / jnp.sum(legal), jnp.float32(7))  # noqa: E731
     said = learner.search(jax.random.key(1), env, state, params, guide, DISCOUNT)
@@ -105,15 +125,15 @@ def test_targets_are_the_loop_s():
     """Of episodes that go on, that are cut, and that end, whose lanes go on without them until the update is over."""
     env = Sokoban(ROOM)
     params = dataclasses.replace(env.default_params, max_steps=2)
-    learner = AlphaZero(env, TINY, GuidedSearch(3), num_envs=12, num_steps=4, minibatches=1, trace=0.7)
+    learner = AlphaZero(env, TINY, GuidedSearch(3), AlphaZeroRates(td_lambda=0.7), 12, 4, minibatches=1)
     weights = learner.init(jax.random.key(0), params).weights
-    play = jax.jit(learner.play)
+    play = jit(learner.play)
     decisions, _ = play(jax.random.key(1), weights, params)
     seen = jax.tree.map(lambda x: np.asarray(x).reshape(4, 12, *x.shape[1:]), decisions)
 
     first_key, key = jax.random.split(jax.random.key(1))
-    search, go = jax.jit(learner.decide), jax.jit(lambda key, state, action: step(key, env, state, action, params))
-    guide, kinds = jax.jit(learner.guide(weights)), set()
+    search, go = jit(learner.decide), jit(lambda key, state, action: step(key, env, state, action, params))
+    guide, kinds = jit(learner.guide(weights)), set()
     keys = [jax.random.split(each, 12) for each in jax.random.split(key, 4)]
     for lane in range(12):
         obs, state = reset(jax.random.split(first_key, 12)[lane], env, params)
@@ -134,17 +154,55 @@ def test_targets_are_the_loop_s():
         target = beyond
         for t in reversed(range(len(rewards))):
             ahead = target if t == len(rewards) - 1 else 0.3 * values[t + 1] + 0.7 * target
-            target = rewards[t] + learner.discount * ahead
+            target = rewards[t] + learner.rates.discount * ahead
             np.testing.assert_allclose(seen.target[t, lane], target, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(seen.weight[:, lane], np.arange(4) < len(rewards))
     assert kinds == {"ends", "cut"}
 
 
+def test_moments_are_those_of_the_decisions_and_lead_the_next_search():
+    env = Sokoban(ROOM)
+    learner = AlphaZero(Floats(env), TINY, GuidedSearch(2), num_envs=4, num_steps=3, normalize_obs=True)
+    params, state = env.default_params, learner.init(jax.random.key(0), env.default_params)
+    play_key = jax.random.split(jax.random.key(1))[0]
+    decisions, _ = jit(learner.play)(play_key, state.weights, params)
+    after, _ = jit(learner.step)(jax.random.key(1), state, params)
+    ones = jnp.ones(4, bool)
+    seen = np.asarray(decisions.obs, np.float64)[np.asarray(decisions.weight) > 0]
+    moments = after.weights["moments"]
+    np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(moments.variance, seen.var(0), rtol=1e-4, atol=1e-6)
+    plain = AlphaZero(Floats(env), TINY, GuidedSearch(2))
+    scaled = np.clip((seen[0] - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-6), -10, 10)
+    said = jit(learner.guide(after.weights))(jnp.float32(seen[0]), ones)
+    bare = {name: x for name, x in after.weights.items() if name != "moments"}
+    want = jit(plain.guide(bare))(jnp.float32(scaled), ones)
+    for x, y in zip(said, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_items_in_another_order_are_searched_alike():
+    """A sack of three: visits move with the items, as what the network says does."""
+    sack = (0.2, 0.5, 0.9), (0.7, 0.3, 0.5), 1.0
+    order = np.array([2, 0, 1])
+    moved = tuple(np.array(sack[0])[order].tolist()), tuple(np.array(sack[1])[order].tolist()), 1.0
+    weights, found = None, []
+    for problem in (sack, moved):
+        env = Knapsack(given(problem))
+        learner = AlphaZero(env, Items(8, 2, 1), GuidedSearch(20))
+        weights = learner.init(jax.random.key(0), env.default_params).weights if weights is None else weights
+        state = env.init(jax.random.key(0), env.default_params)
+        found.append(jit(learner.decide)(jax.random.key(1), weights, state, env.default_params))
+    np.testing.assert_array_equal(np.asarray(found[0].visits)[order], found[1].visits)
+    np.testing.assert_allclose(found[0].value, found[1].value, rtol=1e-5)
+    assert len(set(np.asarray(found[0].visits).tolist())) > 1
+
+
 @pytest.mark.slow  # 12 s
 def test_it_learns_what_the_search_says():
     env = Sokoban(ROOM)
-    learner = AlphaZero(env, TINY, GuidedSearch(8, noise=0.25), num_envs=8, num_steps=4, learning_rate=0.01)
-    update = jax.jit(learner.step)
+    learner = AlphaZero(env, TINY, GuidedSearch(8, noise=0.25), AlphaZeroRates(0.01), num_envs=8, num_steps=4)
+    update = jit(learner.step)
     params, state = env.default_params, learner.init(jax.random.key(0), env.default_params)
     state, first = update(jax.random.key(1), state, params)
     for i in range(20):

@@ -9,6 +9,7 @@ from tolerance import EXACT_MATHS, assert_close
 
 import envs
 from envs.puzzles import arithmetic
+from envs.puzzles.bin_pack import BinPack, Split
 from experiments.rl import compose, make_learner
 from jaxpar.env import capabilities
 from jaxpar.rl import A2c, ActorCritic, Items, Network, Ppo, Pqn
@@ -36,6 +37,20 @@ def weights_of(agent):
         jnp.float64(x) + 0.5 * jax.random.normal(key, x.shape, jnp.float64) for x, key in zip(leaves, keys, strict=True)
     ]
     return tree.unflatten(drawn)
+
+
+def test_pairs_of_a_space_and_an_item_are_what_the_packing_takes():
+    env = BinPack(Split(3), num_spaces=4)
+    moves, params = moves_of(env, env.action_space(env.default_params)), env.default_params
+    state = env.init(jax.random.key(0), params)
+    rows = np.asarray(env.observe(jax.random.key(0), state, None, params))
+    for action in np.flatnonzero(env.action_mask(state, params)):
+        kind, space, item = moves[action]
+        assert kind == 0 and rows[space, 0] == 1 and rows[item, 0] == 0
+        packed = env.transition(jax.random.key(0), state, action, params)
+        np.testing.assert_array_equal(packed.corner[item - 4], -state.reach[space, :3])
+        assert env.packed(packed).sum() == 1
+    assert sorted(map(tuple, moves.tolist())) == [(0, s, 4 + i) for s in range(4) for i in range(3)]
 
 
 @pytest.mark.parametrize("name", ["TSP-10", "JobShop-FT06"])
