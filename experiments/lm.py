@@ -4,6 +4,7 @@
     python -m experiments.lm preset=gpt2_124m data.path=corpus.txt mesh.fsdp=4
     python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
     python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d
+    python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d eval.kind=choices eval.path=questions.jsonl
     python -m experiments.lm mode=export run=runs/lm/tiny-1a2b3c4d out=tiny_hf
     python -m experiments.lm init=hf:llama-folder adapter=lora adapter.rank=16 adapter.base=nf4 data.path=mine.jsonl
 
@@ -14,20 +15,20 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from experiments import _experts, _export, _init, _run, _train
+from experiments import _evaluate, _experts, _export, _init, _run, _train
 from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._pipeline import PipelineConfig, make_schedule
 from experiments._run import say
 from experiments._texts import decode, draw, encode
 from experiments._train import Run
+from experiments._validation import check_length, make_evaluate, place, row_length
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
@@ -40,17 +41,15 @@ from jaxpar.lm import (
     axes,
     flops_per_token,
     from_hf,
-    loss,
     merge_adapters,
     num_adapted,
     num_params,
 )
-from jaxpar.lm.data import Corpus, DataConfig, Windows, sweep
+from jaxpar.lm.data import Corpus, DataConfig, Windows
 from jaxpar.lm.mixture import open_corpora, training_batches
 from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
-from jaxpar.mesh import named_shardings, partition, place_rows
-from jaxpar.parallel.context import in_order, padded
+from jaxpar.mesh import named_shardings, partition
 from jaxpar.types import PyTree, UsageError
 
 
@@ -97,6 +96,7 @@ class Config(PipelineConfig):
       adapter: What is trained beside a frozen model, in its place.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
+      eval: What mode=eval measures, and on which file.
       init: hf:folder or run:folder to train on from a Hugging Face folder or a run: its model, parameters and
         tokenizer. Of the flags of `model` those count that say how to compute, and dtype.
       run: A run folder, or for all but train also a Hugging Face folder.
@@ -104,7 +104,8 @@ class Config(PipelineConfig):
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
         folder of its own name there.
       prompt: Where the sample begins; by default with the validation text.
-      out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz.
+      out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz. With eval.kind a
+        file of JSONL, of what was found of each record.
     """
 
     model: LMConfig = LMConfig()
@@ -114,6 +115,7 @@ class Config(PipelineConfig):
     adapter: AdapterConfig = AdapterConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
+    eval: _evaluate.EvalConfig = _evaluate.EvalConfig()
     init: str = _run.identifying("", before=lambda init: {"init": init} if init else {})
     run: str = ""
     checkpoint: str = "best"
@@ -171,7 +173,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         extending="stretches its schedule",
         first=None if start is None else functools.partial(_first_state, config, trainer, start),
     )
-    result = _train.train(trainer, lambda step: _place(config, functools.partial(windows, step)), run)
+    result = _train.train(trainer, lambda step: place(config, functools.partial(windows, step)), run)
     _tell_end(config, folder, corpus, result)
     return result
 
@@ -203,9 +205,11 @@ def sample(config: Config, folder: pathlib.Path) -> None:
 
 
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
-    """Prints the loss over the whole validation split of a saved run, or of a Hugging Face folder on `data.path`."""
+    """Prints what `config.eval` asks of a saved run or a Hugging Face folder: by default the loss over a split."""
     config, params, tokenizer = _load(config)
     refuse_idle("a language model", (axes(config.model), LM_AXES))
+    if config.eval.kind != "split":
+        return _evaluate.evaluate(config, params, tokenizer)
     check_split("data.batch_size", config.data.batch_size, "batch")
     check_length(config)
     corpus = open_corpora(config.data, pathlib.Path(config.run) / "data", tokenizer).first
@@ -266,58 +270,6 @@ def make_trainer(config: Config) -> Trainer | AdapterTrainer:
     return trainer
 
 
-def row_length(config: Config) -> int:
-    """Returns the tokens of a row on the devices: `data.seq_len`, and what is padded where it does not divide.
-
-    Where it does not divide over the N devices of a split sequence, it becomes a multiple of 2 N, for any order.
-    """
-    length, count = config.data.seq_len, shares("seq_layer")
-    return length if length % count == 0 else -(-length // (2 * count)) * 2 * count
-
-
-def check_length(config: Config) -> None:
-    """Refuses sequences that neither divide over the devices that share them nor may be padded."""
-    length, model = row_length(config), config.model
-    if length != config.data.seq_len:
-        if model.num_experts:  # routers would choose for padding: loads and capacities were others
-            check_split("data.seq_len", config.data.seq_len, "seq_layer")
-        if model.positions == "learned" and length > model.max_seq_len:
-            raise UsageError(
-                f"data.seq_len={config.data.seq_len} is padded to {length} over mesh.context={shares('seq_layer')}, "
-                f"which is over model.max_seq_len={model.max_seq_len}, that bounds learned positions."
-            )
-    check_split("data.seq_len", length, "seq")
-    if (count := shares("seq_layer")) > 1:
-        model.order(length).places(length, count)
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def _sums(params: PyTree, batch: dict[str, jax.Array], model: LMConfig) -> jax.Array:
-    """Returns the loss summed over a batch, and the sum of its weights."""
-    weights = batch.get("weights", jnp.ones(batch["targets"].shape))
-    return jnp.stack([loss(params, batch, model, normaliser=jnp.float32(1)), weights.sum()])
-
-
-def make_evaluate(config: Config, corpus: Corpus):
-    """Returns a function `state or params -> {"validation/loss": nats a token}`."""
-    data = config.data
-
-    def batches():
-        if not config.train.eval_batches:
-            for batch in sweep(corpus.validation, data.seq_len, data.batch_size):
-                yield _place(config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()})
-        windows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
-        for step in range(config.train.eval_batches):
-            yield _place(config, functools.partial(windows, step))
-
-    def evaluate(state) -> Mapping[str, float]:
-        params = getattr(state, "params", state)
-        total = np.sum([np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()], axis=0)
-        return {"validation/loss": float(total[0] / total[1])}
-
-    return evaluate
-
-
 def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: str) -> str:
     """Returns the prompt and its continuation, which begins and ends as the tokenizer's texts do."""
     ids, added = encode(tokenizer, prompt, config.model.vocab_size)
@@ -326,15 +278,6 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
     drawn = draw(key, params, rows, config.model, config.sampling, stop_tokens=ends)
     text = np.asarray(drawn.tokens)[0, added : int(drawn.lengths[0])]
     return decode(tokenizer, text[: -1 if text[-1] in ends else None])
-
-
-def _place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyTree:
-    """Brings a batch to the devices, its tokens in the order in which they share a sequence."""
-    length, count = row_length(config), shares("seq_layer")
-    order = config.model.order(length)
-    return place_rows(
-        lambda part: in_order(padded(rows(part), length), order, count), config.data.batch_size, ("batch", "seq_layer")
-    )
 
 
 def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
@@ -431,7 +374,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         plots["experts"] = plot.with_name("experts.png")
         data = config.data
         rows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
-        batch = _place(config, functools.partial(rows, 0))
+        batch = place(config, functools.partial(rows, 0))
         _experts.draw(config.model, result.state.params, batch, folder / "metrics.jsonl", plots["experts"])
     prompt = config.prompt or corpus.tokenizer.decode(corpus.validation.read(0, min(32, len(corpus.validation))))
     text = draw_sample(config, result.state.params, corpus.tokenizer, prompt)

@@ -32,6 +32,7 @@ from envs.puzzles import (
     tour_levels,
 )
 from experiments import (
+    _evaluate,
     _life_neat,
     compare,
     digits,
@@ -408,6 +409,7 @@ TABLE = {
         "eval_every eval_batches save_every": LEAST_0,
         "keep_every_s": FRACTION_FROM_0,
     },
+    _evaluate.EvalConfig: {"batch_size": COUNT, "length": LEAST_0},
     rnn.ModelConfig: {"size layers heads width mlp memory": COUNT, "window": LEAST_0, "theta": POSITIVE},
     rnn.OptimizerConfig: {
         "learning_rate clip_norm": POSITIVE,

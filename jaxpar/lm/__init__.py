@@ -6,11 +6,13 @@
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
+| `objectives` | params, batch -> log-likelihood of each target [B, T] | `evaluation` |
 | `train` | state, batch -> next state | `jaxpar.loop` |
 | `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
+| `evaluation` | params, records of JSONL -> likelihoods [N], accuracy and perplexity with their errors | experiments |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
 | `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
 """

@@ -1,0 +1,79 @@
+"""Batches of a language model on the devices, and its loss over a validation split."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments._mesh import check_split, shares
+from jaxpar.lm import LMConfig, loss
+from jaxpar.lm.data import Corpus, Windows, sweep
+from jaxpar.mesh import place_rows
+from jaxpar.parallel.context import in_order, padded
+from jaxpar.types import PyTree, UsageError
+
+Config = Any  # that of `experiments.lm`, which imports this file
+
+
+def row_length(config: Config) -> int:
+    """Returns the tokens of a row on the devices: `data.seq_len`, and what is padded where it does not divide.
+
+    Where it does not divide over the N devices of a split sequence, it becomes a multiple of 2 N, for any order.
+    """
+    length, count = config.data.seq_len, shares("seq_layer")
+    return length if length % count == 0 else -(-length // (2 * count)) * 2 * count
+
+
+def check_length(config: Config) -> None:
+    """Refuses sequences that neither divide over the devices that share them nor may be padded."""
+    length, model = row_length(config), config.model
+    if length != config.data.seq_len:
+        if model.num_experts:  # routers would choose for padding: loads and capacities were others
+            check_split("data.seq_len", config.data.seq_len, "seq_layer")
+        if model.positions == "learned" and length > model.max_seq_len:
+            raise UsageError(
+                f"data.seq_len={config.data.seq_len} is padded to {length} over mesh.context={shares('seq_layer')}, "
+                f"which is over model.max_seq_len={model.max_seq_len}, that bounds learned positions."
+            )
+    check_split("data.seq_len", length, "seq")
+    if (count := shares("seq_layer")) > 1:
+        model.order(length).places(length, count)
+
+
+def place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyTree:
+    """Brings a batch to the devices, its tokens in the order in which they share a sequence."""
+    length, count = row_length(config), shares("seq_layer")
+    order = config.model.order(length)
+    return place_rows(
+        lambda part: in_order(padded(rows(part), length), order, count), config.data.batch_size, ("batch", "seq_layer")
+    )
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _sums(params: PyTree, batch: dict[str, jax.Array], model: LMConfig) -> jax.Array:
+    """Returns the loss summed over a batch, and the sum of its weights."""
+    weights = batch.get("weights", jnp.ones(batch["targets"].shape))
+    return jnp.stack([loss(params, batch, model, normaliser=jnp.float32(1)), weights.sum()])
+
+
+def make_evaluate(config: Config, corpus: Corpus):
+    """Returns a function `state or params -> {"validation/loss": nats a token}`."""
+    data = config.data
+
+    def batches():
+        if not config.train.eval_batches:
+            for batch in sweep(corpus.validation, data.seq_len, data.batch_size):
+                yield place(config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()})
+        windows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
+        for step in range(config.train.eval_batches):
+            yield place(config, functools.partial(windows, step))
+
+    def evaluate(state) -> Mapping[str, float]:
+        params = getattr(state, "params", state)
+        total = np.sum([np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()], axis=0)
+        return {"validation/loss": float(total[0] / total[1])}
+
+    return evaluate
