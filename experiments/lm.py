@@ -38,6 +38,7 @@ from jaxpar.lm import (
     OptimizerConfig,
     Sampling,
     Trainer,
+    TuningConfig,
     axes,
     flops_per_token,
     from_hf,
@@ -94,6 +95,7 @@ class Config(PipelineConfig):
       optimizer: Update rule and schedule.
       train: Length and events.
       adapter: What is trained beside a frozen model, in its place.
+      tuning: What of the model is frozen, and rates by depth.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
       eval: What mode=eval measures, and on which file.
@@ -113,6 +115,7 @@ class Config(PipelineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     adapter: AdapterConfig = AdapterConfig()
+    tuning: TuningConfig = TuningConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
     eval: _evaluate.EvalConfig = _evaluate.EvalConfig()
@@ -254,11 +257,11 @@ def make_trainer(config: Config) -> Trainer | AdapterTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
     counts = config.train.steps, parts, config.train.max_skipped
-    trainer = Trainer(config.model, config.optimizer, *counts, schedule)
+    trainer = Trainer(config.model, config.optimizer, *counts, schedule, config.tuning)
     if config.adapter.kind != "none":
         if config.pipeline != "none":
             raise UsageError(f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out.")
-        trainer = AdapterTrainer(config.model, config.adapter, config.optimizer, *counts)
+        trainer = AdapterTrainer(config.model, config.adapter, config.optimizer, *counts, config.tuning)
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
@@ -300,6 +303,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
+        tuning=saved.tuning,
         adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge), init=saved.init,
     )  # fmt: skip
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)

@@ -7,6 +7,7 @@
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
 | `objectives` | params, batch -> log-likelihood of each target [B, T] | `evaluation` |
+| `tuning` | parameters -> those that are trained; what their rates are multiplied by | `train`, `adapters` |
 | `train` | state, batch -> next state | `jaxpar.loop` |
 | `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
@@ -38,6 +39,7 @@ from jaxpar.lm.params import axes, flops_per_token, init, num_params
 from jaxpar.lm.peft import from_peft, to_peft
 from jaxpar.lm.sample import Decoder, generate
 from jaxpar.lm.train import Trainer, TrainState
+from jaxpar.lm.tuning import TuningConfig
 from jaxpar.optim import OptimizerConfig
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "Sampling",
     "TrainState",
     "Trainer",
+    "TuningConfig",
     "accept_rates",
     "apply",
     "axes",

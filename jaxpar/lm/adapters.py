@@ -27,6 +27,7 @@ from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.lm.train import Health, one_step
+from jaxpar.lm.tuning import TuningConfig, depth_scales
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Frozen, Lora, Weight, whole_weight
@@ -333,6 +334,7 @@ class AdapterTrainer:
       num_steps: Length of the run, which the learning-rate schedule needs.
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once, but for dropout.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
+      tuning: Rates by depth; the base is frozen anyway.
     """
 
     model: LMConfig
@@ -341,11 +343,17 @@ class AdapterTrainer:
     num_steps: int = field(1000, AtLeast(1))
     accumulate: int = field(1, AtLeast(1))
     max_skipped: int = field(10, AtLeast(1))
+    tuning: TuningConfig = TuningConfig()
 
     def __post_init__(self):
         """Refuses what cannot be trained."""
         check_fields(self)
         adapter, model = self.adapter, self.model
+        if self.tuning.freeze:
+            raise UsageError(
+                f"tuning.freeze={','.join(self.tuning.freeze)} beside adapters, whose base is frozen; leave it out, or "
+                "change adapter.target."
+            )
         if adapter.kind == "none" or not adapter.rank:
             raise UsageError(
                 f"adapter.kind={adapter.kind} of adapter.rank={adapter.rank} has nothing to train; give a rank over 0."
@@ -406,7 +414,8 @@ class AdapterTrainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `AdaptedState.opt_state`."""
-        return make_optimizer(self.optimizer, self.num_steps, decays=_decays)
+        scales = depth_scales(self.model, self.tuning.layer_decay) if self.tuning.layer_decay != 1 else None
+        return make_optimizer(self.optimizer, self.num_steps, decays=_decays, scales=scales)
 
 
 def _decays(adapters: PyTree) -> PyTree:

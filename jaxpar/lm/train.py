@@ -12,11 +12,12 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.stages import stages
+from jaxpar.lm.tuning import TuningConfig, depth_scales, frozen_names, laid_over, without
 from jaxpar.mesh import axes_like
 from jaxpar.nn.auxiliary import Aux, scalars
 from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
-from jaxpar.types import Info, PRNGKey, PyTree
+from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["Health", "TrainState", "Trainer", "one_step"]
 
@@ -50,7 +51,7 @@ class TrainState:
 
     Attributes:
       params: Master weights, float32 unless the model runs in float64.
-      opt_state: Of the optimizer.
+      opt_state: Of the optimizer, for what is not frozen.
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
     """
@@ -72,6 +73,7 @@ class Trainer:
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
       schedule: How the gradients of microbatches are made, a `jaxpar.nn.schedule.Schedule`: by default in turn.
+      tuning: What is frozen, and rates by depth.
     """
 
     model: LMConfig
@@ -80,8 +82,13 @@ class Trainer:
     accumulate: int = field(1, AtLeast(1))
     max_skipped: int = field(10, AtLeast(1))
     schedule: Any = InTurn()
+    tuning: TuningConfig = TuningConfig()
 
-    __post_init__ = check_fields
+    def __post_init__(self):
+        """Refuses what cannot be trained."""
+        check_fields(self)
+        if self._frozen and not isinstance(self.schedule, InTurn):
+            raise UsageError(f"tuning.freeze={','.join(self.tuning.freeze)} has no pipeline; leave one out.")
 
     def init(self, key: PRNGKey, inputs: PyTree = None) -> TrainState:
         """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
@@ -94,7 +101,7 @@ class Trainer:
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
         zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
         health = Health(count, count, count, zero, zero)
-        return TrainState(params, self.make_optimizer().init(params), count, health)
+        return TrainState(params, self.make_optimizer().init(self._trained(params)), count, health)
 
     def axes(self) -> TrainState:
         """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
@@ -112,14 +119,22 @@ class Trainer:
           skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
           mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
         """
-        params, opt_state, health, info = one_step(
-            lambda params: self.schedule(stages(self.model), params, inputs, key, self.accumulate),
+        pieces = stages(self.model)
+        if self._frozen:
+            plain = pieces
+
+            def whole(trained: PyTree, *rest: Any):  # those of `Stages.whole`
+                return plain.whole(laid_over(state.params, trained), *rest)
+
+            pieces = plain._replace(whole=whole)
+        trained, opt_state, health, info = one_step(
+            lambda trained: self.schedule(pieces, trained, inputs, key, self.accumulate),
             self.make_optimizer(),
-            state.params,
+            self._trained(state.params),
             state.opt_state,
             state.health,
         )
-        return TrainState(params, opt_state, state.step + 1, health), info
+        return TrainState(laid_over(state.params, trained), opt_state, state.step + 1, health), info
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
@@ -127,8 +142,17 @@ class Trainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `TrainState.opt_state`."""
-        axes, decays = declared.axes(self.model), declared.decay_mask(self.model)
-        return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays)
+        axes, decays = map(self._trained, (declared.axes(self.model), declared.decay_mask(self.model)))
+        scales = depth_scales(self.model, self.tuning.layer_decay) if self.tuning.layer_decay != 1 else None
+        return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays, scales=scales)
+
+    @property
+    def _frozen(self) -> frozenset[str]:
+        return frozen_names(self.model, self.tuning.freeze) if self.tuning.freeze else frozenset()
+
+    def _trained(self, params: PyTree) -> PyTree:
+        """The part of a tree of the parameters that is not frozen."""
+        return without(params, self._frozen)
 
 
 def one_step(

@@ -17,7 +17,7 @@ from tolerance import EXACT_MATHS, assert_close
 import envs
 from jaxpar.decode import PromptTokens
 from jaxpar.life import Jitter, Lstm, Reflex, World
-from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, Trainer, TuningConfig
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
@@ -117,6 +117,7 @@ ROWS = {
         Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
     ),
     "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
+    "lm-tuned": Row(Trainer(MODEL, tuning=TuningConfig(("embedding", "w_*"), 0.5)), tokens),
     "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
     "lm-gla": Row(Trainer(dataclasses.replace(MODEL, mixer="gla")), tokens),
     "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),
@@ -177,6 +178,7 @@ SLOW = (
     "life-lstm",
     "lm-gla",
     "lm-draft",
+    "lm-tuned",
     "lm-muon-dropout-accumulate",
     "a2c-para-gru",
     "a2c-stack",
