@@ -52,6 +52,17 @@ def place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyT
     )
 
 
+def judged_weights(config: Config, state: Any) -> PyTree:
+    """Returns the parameters of a state that `config.use_ema` asks for.
+
+    Raises:
+      UsageError: It asks for an average, and none was kept.
+    """
+    if config.use_ema and state.average is None:
+        raise UsageError("use_ema=true asks for an average that this run does not keep; train it with tuning.ema.")
+    return state.averaged if config.use_ema else state.params
+
+
 @functools.partial(jax.jit, static_argnames="model")
 def _sums(params: PyTree, batch: dict[str, jax.Array], model: LMConfig) -> jax.Array:
     """Returns the loss summed over a batch, and the sum of its weights."""
@@ -72,7 +83,7 @@ def make_evaluate(config: Config, corpus: Corpus):
             yield place(config, functools.partial(windows, step))
 
     def evaluate(state) -> Mapping[str, float]:
-        params = getattr(state, "params", state)
+        params = judged_weights(config, state) if hasattr(state, "params") else state
         total = np.sum([np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()], axis=0)
         return {"validation/loss": float(total[0] / total[1])}
 

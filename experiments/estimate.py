@@ -33,6 +33,7 @@ from jaxpar.lm import (
     AdapterConfig,
     LMConfig,
     OptimizerConfig,
+    TuningConfig,
     config_from_hf,
     flops_per_token,
     loss,
@@ -60,6 +61,7 @@ class Config(PipelineConfig):
       optimizer: Update rule, for its state.
       train: Only accumulate matters.
       adapter: What is trained beside a frozen model, in its place.
+      tuning: What of the model is frozen, and whether an average is kept; gradients are counted as if nothing was.
       pipeline: As of any run; "search" ranks all schedules, and those found for the memory that is left.
       topology: Chips to estimate for, such as v5p:4x4x4 or h100:8; empty for this machine's devices. With it, the mesh
         is fsdp=all unless it is given.
@@ -81,6 +83,7 @@ class Config(PipelineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     adapter: AdapterConfig = AdapterConfig()
+    tuning: TuningConfig = TuningConfig()
     pipeline: str = field("none", OneOf(("none", *PIPELINES, "search")))
     topology: str = ""
     hf: str = ""

@@ -28,7 +28,7 @@ from experiments._pipeline import PipelineConfig, make_schedule
 from experiments._run import say
 from experiments._texts import decode, draw, encode
 from experiments._train import Run
-from experiments._validation import check_length, make_evaluate, place, row_length
+from experiments._validation import check_length, judged_weights, make_evaluate, place, row_length
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
@@ -95,7 +95,7 @@ class Config(PipelineConfig):
       optimizer: Update rule and schedule.
       train: Length and events.
       adapter: What is trained beside a frozen model, in its place.
-      tuning: What of the model is frozen, and rates by depth.
+      tuning: What of the model is frozen, rates by depth, and a running average.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
       eval: What mode=eval measures, and on which file.
@@ -103,6 +103,7 @@ class Config(PipelineConfig):
         tokenizer. Of the flags of `model` those count that say how to compute, and dtype.
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
+      use_ema: Whether validation, samples and exports are of the running average of a run with tuning.ema.
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
         folder of its own name there.
       prompt: Where the sample begins; by default with the validation text.
@@ -122,6 +123,7 @@ class Config(PipelineConfig):
     init: str = _run.identifying("", before=lambda init: {"init": init} if init else {})
     run: str = ""
     checkpoint: str = "best"
+    use_ema: bool = False
     checkpoints: str = ""
     prompt: str = ""
     out: str = ""
@@ -147,6 +149,8 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 @owning
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
+    if config.use_ema and not config.tuning.ema:
+        raise UsageError("use_ema=true asks for an average that this run does not keep; give tuning.ema=0.999.")
     start = _init.source(config.init)
     if start is not None and config.init.startswith("run:"):
         config, tokenizer = _on_from(config, start, folder)
@@ -297,6 +301,8 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     Of `config` count the checkpoint that it asks for, and for a Hugging Face folder its model's dtype.
     """
     if (folder / "config.json").is_file():
+        if config.use_ema:
+            raise UsageError(f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none.")
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
     saved = _run.load(folder, Config)
@@ -318,7 +324,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     state = checkpoints.restore(step, abstract)
     checkpoints.close()
     say(f"checkpoint of step {step} of {_run.short(folder)}")
-    return config, state.params, corpus.tokenizer
+    return config, judged_weights(config, state), corpus.tokenizer
 
 
 def _make_check(config: Config):
@@ -379,9 +385,11 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         data = config.data
         rows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
         batch = place(config, functools.partial(rows, 0))
-        _experts.draw(config.model, result.state.params, batch, folder / "metrics.jsonl", plots["experts"])
+        _experts.draw(
+            config.model, judged_weights(config, result.state), batch, folder / "metrics.jsonl", plots["experts"]
+        )
     prompt = config.prompt or corpus.tokenizer.decode(corpus.validation.read(0, min(32, len(corpus.validation))))
-    text = draw_sample(config, result.state.params, corpus.tokenizer, prompt)
+    text = draw_sample(config, judged_weights(config, result.state), corpus.tokenizer, prompt)
     say(f"\nsample     {'-' * 60}\n{text}\n{'-' * 71}")
     say(f"validation loss {result.metrics['validation/loss']:.4f} nats a token after {result.step} steps")
     for what, path in (plots | {"metrics": folder / "metrics.jsonl"}).items():

@@ -212,7 +212,7 @@ TABLE = {
         "score_cap score_dim logit_cap rope_theta_local": FRACTION_FROM_0,
         "rope_share": OVER_0,
     },
-    TuningConfig: {"layer_decay": OVER_0},
+    TuningConfig: {"layer_decay": OVER_0, "ema": UNDER_1},
     AdapterConfig: {"rank": LEAST_0, "alpha": POSITIVE, "dropout": UNDER_1},
     AdapterTrainer: {"num_steps accumulate max_skipped": COUNT},
     OptimizerConfig: {

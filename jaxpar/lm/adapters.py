@@ -27,7 +27,7 @@ from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.lm.train import Health, one_step
-from jaxpar.lm.tuning import TuningConfig, depth_scales
+from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Frozen, Lora, Weight, whole_weight
@@ -307,6 +307,7 @@ class AdaptedState:
       opt_state: Of the optimizer, for the adapters alone.
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
+      average: Running average of the adapters; None where `TuningConfig.ema` is 0.
       scale: Of the changes.
     """
 
@@ -315,12 +316,18 @@ class AdaptedState:
     opt_state: PyTree
     step: Array
     health: Health
+    average: PyTree = None
     scale: float = struct.field(pytree_node=False, default=1.0)
 
     @property
     def params(self) -> PyTree:
         """The adapted model's, as `jaxpar.lm.apply` takes them; `merge_adapters` makes arrays of them."""
         return with_adapters(self.base, self.adapters, self.scale)
+
+    @property
+    def averaged(self) -> PyTree:
+        """The same, of the running average where there is one."""
+        return with_adapters(self.base, self.adapters if self.average is None else self.average, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +341,7 @@ class AdapterTrainer:
       num_steps: Length of the run, which the learning-rate schedule needs.
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once, but for dropout.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
-      tuning: Rates by depth; the base is frozen anyway.
+      tuning: Rates by depth, and whether an average is kept; the base is frozen anyway.
     """
 
     model: LMConfig
@@ -384,7 +391,8 @@ class AdapterTrainer:
         base = frozen(params, self.model, self.adapter.base)
         adapters = begin_adapters(key, base, self.model, self.adapter)
         health, opt_state = Health(count, count, count, zero, zero), self.make_optimizer().init(adapters)
-        return AdaptedState(base, adapters, opt_state, count, health, self.adapter.scale)
+        average = average_of(adapters, self.tuning.ema)
+        return AdaptedState(base, adapters, opt_state, count, health, average, self.adapter.scale)
 
     def axes(self) -> AdaptedState:
         """Returns the logical axes of every leaf of the state; moments lie as their adapters."""
@@ -405,8 +413,17 @@ class AdapterTrainer:
             lambda adapters: InTurn()(plain._replace(whole=whole), adapters, inputs, key, self.accumulate),
             self.make_optimizer(), state.adapters, state.opt_state, state.health,
         )  # fmt: skip
-        state = state.replace(adapters=trained, opt_state=opt_state, step=state.step + 1, health=health)  # type: ignore[attr-defined]
-        return state, info
+        average = state.average
+        if average is not None:
+            average = next_average(average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        new = {
+            "adapters": trained,
+            "opt_state": opt_state,
+            "step": state.step + 1,
+            "health": health,
+            "average": average,
+        }
+        return state.replace(**new), info  # type: ignore[attr-defined]
 
     def done(self, state: AdaptedState) -> Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""

@@ -12,7 +12,15 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.stages import stages
-from jaxpar.lm.tuning import TuningConfig, depth_scales, frozen_names, laid_over, without
+from jaxpar.lm.tuning import (
+    TuningConfig,
+    average_of,
+    depth_scales,
+    frozen_names,
+    laid_over,
+    next_average,
+    without,
+)
 from jaxpar.mesh import axes_like
 from jaxpar.nn.auxiliary import Aux, scalars
 from jaxpar.nn.schedule import InTurn
@@ -54,12 +62,19 @@ class TrainState:
       opt_state: Of the optimizer, for what is not frozen.
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
+      average: Running average of what is not frozen; None where `TuningConfig.ema` is 0.
     """
 
     params: PyTree
     opt_state: PyTree
     step: jax.Array
     health: Health
+    average: PyTree = None
+
+    @property
+    def averaged(self) -> PyTree:
+        """The parameters, of their running average where there is one."""
+        return self.params if self.average is None else laid_over(self.params, self.average)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +88,7 @@ class Trainer:
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
       schedule: How the gradients of microbatches are made, a `jaxpar.nn.schedule.Schedule`: by default in turn.
-      tuning: What is frozen, and rates by depth.
+      tuning: What is frozen, rates by depth, and whether an average is kept.
     """
 
     model: LMConfig
@@ -101,7 +116,9 @@ class Trainer:
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
         zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
         health = Health(count, count, count, zero, zero)
-        return TrainState(params, self.make_optimizer().init(self._trained(params)), count, health)
+        trained = self._trained(params)
+        average = average_of(trained, self.tuning.ema)
+        return TrainState(params, self.make_optimizer().init(trained), count, health, average)
 
     def axes(self) -> TrainState:
         """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
@@ -134,7 +151,10 @@ class Trainer:
             state.opt_state,
             state.health,
         )
-        return TrainState(laid_over(state.params, trained), opt_state, state.step + 1, health), info
+        average = state.average
+        if average is not None:
+            average = next_average(average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        return TrainState(laid_over(state.params, trained), opt_state, state.step + 1, health, average), info
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""

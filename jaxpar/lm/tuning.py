@@ -1,4 +1,4 @@
-"""Which parameters a run updates and how fast: freezing by pattern, rates by depth.
+"""Which parameters a run updates and how fast: freezing by pattern, rates by depth; and their running average.
 
 Example:
     import jax, jax.numpy as jnp
@@ -18,12 +18,14 @@ import fnmatch
 from collections.abc import Callable, Collection
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxpar.fields import Between, check_fields, field
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.params import Leaf, leaves
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = ["TuningConfig"]
 
@@ -37,10 +39,12 @@ class TuningConfig:
         wq or w_up, or of layers.wq. They have neither gradients nor moments.
       layer_decay: d, of rates by depth: layer l of L has d^(L - l) of the rate, embeddings d^(L + 1), final norm and
         head all of it.
+      ema: d, of a running average a <- d a + (1 - d) p of what is trained, kept beside it; 0 keeps none.
     """
 
     freeze: tuple[str, ...] = field((), None, identity="changed")
     layer_decay: float = field(1.0, Between(0, 1, "(]"), identity="changed")
+    ema: float = field(0.0, Between(0, 1, "[)"), identity="changed")
 
     def __post_init__(self):
         """Refuses numbers that are none."""
@@ -94,6 +98,17 @@ def laid_over(tree: PyTree, over: PyTree) -> PyTree:
     if not isinstance(tree, dict):
         return over
     return tree | {key: laid_over(tree[key], value) if key in tree else value for key, value in over.items()}
+
+
+def average_of(trained: PyTree, decay: float) -> PyTree:
+    """Returns the running average before the first step: a copy, or None where none is kept."""
+    return jax.tree.map(jnp.copy, trained) if decay else None
+
+
+def next_average(average: PyTree, trained: PyTree, decay: float, good: Array) -> PyTree:
+    """Returns the running average after a step, which is the old one where the step changed nothing."""
+    new = optax.incremental_update(trained, average, 1 - decay)
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, average)
 
 
 def depth_scales(model: LMConfig, decay: float) -> Callable[[PyTree], PyTree]:

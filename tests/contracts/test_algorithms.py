@@ -117,7 +117,7 @@ ROWS = {
         Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
     ),
     "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
-    "lm-tuned": Row(Trainer(MODEL, tuning=TuningConfig(("embedding", "w_*"), 0.5)), tokens),
+    "lm-tuned": Row(Trainer(MODEL, tuning=TuningConfig(("embedding", "w_*"), 0.5, 0.9)), tokens),
     "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
     "lm-gla": Row(Trainer(dataclasses.replace(MODEL, mixer="gla")), tokens),
     "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),

@@ -27,7 +27,8 @@ MODEL = LMConfig(
 )
 RATE, DECAY, D = 1e-2, 0.1, 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=RATE, schedule="constant", warmup_steps=0, weight_decay=DECAY, eps=1e-6)
-TRAINER = Trainer(MODEL, OPTIMIZER, 10, tuning=TuningConfig(("embedding", "w_*", "layers.wq"), layer_decay=D))
+TUNING = TuningConfig(("embedding", "w_*", "layers.wq"), layer_decay=D, ema=0.6)
+TRAINER = Trainer(MODEL, OPTIMIZER, 10, tuning=TUNING)
 FROZEN = {"embedding", "layers.w_gate", "layers.w_up", "layers.w_down", "layers.wq"}
 
 
@@ -114,6 +115,30 @@ def test_eight_devices_do_the_same_and_keep_every_bit_of_what_is_frozen():
     np.testing.assert_allclose(info["grad_norm"], told["grad_norm"], rtol=1e-5)
     after = named(got.params)
     assert all((before[name] == after[name]).all() for name in FROZEN)
+
+
+def test_the_average_is_that_of_a_loop_and_skips_what_is_skipped():
+    adapted = AdapterTrainer(MODEL, AdapterConfig("lora", ("wq",), rank=2), OPTIMIZER, 10)
+    for trainer in (TRAINER, adapted):
+        trainer = dataclasses.replace(trainer, tuning=dataclasses.replace(trainer.tuning, ema=0.6))
+        state = trainer.init(jax.random.key(0))
+        part = "adapters" if trainer.model is MODEL and hasattr(state, "adapters") else "params"
+        want, step = named(getattr(state, part)), jax.jit(trainer.step)
+        for number in range(4):
+            batch = batch_of(number) | {"weights": np.full((8, 6), np.nan if number == 2 else 1, np.float32)}
+            state, info = step(jax.random.key(number), state, batch)
+            assert info["skipped"] == (number >= 2)
+            if number != 2:
+                want = {name: 0.6 * x + 0.4 * named(getattr(state, part))[name] for name, x in want.items()}
+        for name, x in named(state.average).items():
+            assert name not in FROZEN or part == "adapters"
+            np.testing.assert_allclose(x, want[name], rtol=1e-5, atol=1e-7)
+        if part == "params":
+            got = named(state.averaged)
+            assert got.keys() == want.keys() and (got["embedding"] == named(state.params)["embedding"]).all()
+            np.testing.assert_array_equal(got["layers.wk"], np.asarray(state.average["layers"]["wk"]))
+        else:
+            np.testing.assert_array_equal(state.averaged["layers"]["wq"].up, state.average["layers"]["wq"]["up"])
 
 
 def test_rates_of_every_depth():

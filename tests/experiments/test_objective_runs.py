@@ -1,0 +1,64 @@
+"""Runs whose objective or part is not the usual: begun, stopped, resumed, and what is written back."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import generate, lm
+from jaxpar.lm import from_hf
+from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.types import UsageError
+
+SIZES = (
+    "model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.num_kv_heads=2", "model.mlp_dim=16",
+    "data.seq_len=16", "data.batch_size=8", "data.split=tail:0.2", "train.eval_every=0", "train.eval_batches=1",
+    "train.save_every=1", "sampling.max_new_tokens=2", "optimizer.learning_rate=0.01", "optimizer.decay_steps=9",
+)  # fmt: skip
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
+        yield
+
+
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(0, 99, 600)))
+    return path
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_an_average_is_resumed_judged_and_exported(tmp_path, one_device, capsys):
+    tuned = ("tuning.freeze=[embedding]", "tuning.ema=0.5", "tuning.layer_decay=0.9")
+    flags = (*SIZES, f"data.path={text(tmp_path)}", *tuned)
+    run, out = tmp_path / "run", tmp_path / "out"
+    first = lm.train(lm.compose(*flags, "train.steps=1"), run)
+    last = lm.train(lm.compose(*flags, "train.steps=2", "use_ema=true"), run)
+    assert "resuming at step 1" in capsys.readouterr().out
+    assert (last.state.params["embedding"] == first.state.params["embedding"]).all()
+    trained = {name: x for name, x in last.state.params.items() if name != "embedding"}
+    mean = jax.tree.map(lambda a, b: 0.5 * (a + b), first.state.average, trained)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), last.state.average, mean)
+    corpus_loss = {}
+    for use in ("true", "false"):
+        lm.export(
+            lm.compose("mode=export", f"run={run}", f"out={out}{use}", "checkpoint=newest", f"use_ema={use}"), run
+        )
+        read = from_hf(f"{out}{use}", dtype="float32")[1]
+        same(read, last.state.averaged if use == "true" else last.state.params)
+        judged = lm.compose("mode=eval", f"run={run}", "checkpoint=newest", f"use_ema={use}")
+        corpus_loss[use] = lm.evaluate(judged, run)["validation/loss"]
+    assert corpus_loss["true"] != corpus_loss["false"]
+    config = generate.Config(run=str(run), checkpoint="newest", use_ema=True)
+    same(generate.load(config.run, config, "run").params, last.state.averaged)
+
+
+def test_an_average_that_is_not_kept_is_refused(tmp_path, one_device):
+    flags = (*SIZES, f"data.path={text(tmp_path)}", "train.steps=1")
+    with pytest.raises(UsageError, match="use_ema=true asks for an average .* give tuning.ema"):
+        lm.train(lm.compose(*flags, "use_ema=true"), tmp_path / "run")
