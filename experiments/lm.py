@@ -35,6 +35,7 @@ from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
     LMConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     Sampling,
     Trainer,
@@ -95,6 +96,9 @@ class Config(PipelineConfig):
       optimizer: Update rule and schedule.
       train: Length and events.
       adapter: What is trained beside a frozen model, in its place.
+      objective: What training makes smaller.
+      teacher: hf:folder or run:folder, a frozen model of the same tokens whose laws training takes a share of, as
+        objective.distil says; read anew when a run is resumed.
       tuning: What of the model is frozen, rates by depth, and a running average.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
@@ -116,6 +120,8 @@ class Config(PipelineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     adapter: AdapterConfig = AdapterConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: str = _run.identifying("", before=lambda teacher: {"teacher": teacher} if teacher else {})
     tuning: TuningConfig = TuningConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
@@ -161,7 +167,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     mixed = open_corpora(config.data, folder / "data", tokenizer, say)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
-    trainer, data, length = make_trainer(config), config.data, config.train
+    teacher, given = _teacher(config, corpus.tokenizer)
+    trainer, data, length = make_trainer(config, teacher), config.data, config.train
     windows = training_batches(mixed, data, config.seed)
     run = Run(
         config,
@@ -180,7 +187,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         extending="stretches its schedule",
         first=None if start is None else functools.partial(_first_state, config, trainer, start),
     )
-    result = _train.train(trainer, lambda step: place(config, functools.partial(windows, step)), run)
+    result = _train.train(trainer, lambda step: place(config, functools.partial(windows, step)) | given, run)
     _tell_end(config, folder, corpus, result)
     return result
 
@@ -202,6 +209,22 @@ def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathl
         return merge_adapters(load(start, dataclasses.replace(config, checkpoint="best"))[1])
 
     return _init.first_state(trainer, config.seed, read)
+
+
+def _teacher(config: Config, tokenizer: Tokenizer) -> tuple[LMConfig | None, dict[str, PyTree]]:
+    """Returns the model that `config.teacher` names, and its parameters as batches hold them: frozen, in `model.dtype`."""
+    start = _init.source(config.teacher, "teacher")
+    if start is None:
+        return None, {}
+    found, params, theirs = load(start, dataclasses.replace(config, checkpoint="best", use_ema=False))
+    if theirs.identity != tokenizer.identity:
+        raise UsageError(
+            f"teacher={config.teacher} has the tokenizer {theirs.identity[:16]}, and the model "
+            f"{tokenizer.identity[:16]}; legal is a teacher of the same tokens."
+        )
+    dtype = config.model.dtype
+    held = jax.tree.map(lambda x: x.astype(dtype), merge_adapters(params))
+    return _init.as_told(found.model, config.model), {"teacher": held}
 
 
 def sample(config: Config, folder: pathlib.Path) -> None:
@@ -257,15 +280,17 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
     return config
 
 
-def make_trainer(config: Config) -> Trainer | AdapterTrainer:
+def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | AdapterTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
     counts = config.train.steps, parts, config.train.max_skipped
-    trainer = Trainer(config.model, config.optimizer, *counts, schedule, config.tuning)
+    trainer = Trainer(config.model, config.optimizer, *counts, schedule, config.tuning, config.objective, teacher)
     if config.adapter.kind != "none":
         if config.pipeline != "none":
             raise UsageError(f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out.")
-        trainer = AdapterTrainer(config.model, config.adapter, config.optimizer, *counts, config.tuning)
+        trainer = AdapterTrainer(
+            config.model, config.adapter, config.optimizer, *counts, config.tuning, config.objective, teacher
+        )
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
@@ -309,7 +334,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
-        tuning=saved.tuning,
+        tuning=saved.tuning, objective=saved.objective, teacher=saved.teacher,
         adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge), init=saved.init,
     )  # fmt: skip
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)

@@ -71,7 +71,7 @@ from jaxpar.decode import (
 )
 from jaxpar.env.picture import Animation
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
-from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, Trainer, TuningConfig
+from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, ObjectiveConfig, Trainer, TuningConfig
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -212,6 +212,7 @@ TABLE = {
         "score_cap score_dim logit_cap rope_theta_local": FRACTION_FROM_0,
         "rope_share": OVER_0,
     },
+    ObjectiveConfig: {"label_smoothing": UNDER_1, "distil": OVER_0, "temperature beta": POSITIVE},
     TuningConfig: {"layer_decay": OVER_0, "ema": UNDER_1},
     AdapterConfig: {"rank": LEAST_0, "alpha": POSITIVE, "dropout": UNDER_1},
     AdapterTrainer: {"num_steps accumulate max_skipped": COUNT},

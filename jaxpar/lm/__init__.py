@@ -6,7 +6,7 @@
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
-| `objectives` | params, batch -> log-likelihood of each target [B, T] | `evaluation` |
+| `objectives` | params, batch -> log-likelihoods [B, T]; losses [] of other kinds | `train`, `evaluation` |
 | `tuning` | parameters -> those that are trained; what their rates are multiplied by | `train`, `adapters` |
 | `train` | state, batch -> next state | `jaxpar.loop` |
 | `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
@@ -35,6 +35,7 @@ from jaxpar.lm.distil import DraftTrainer, accept_rates
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
+from jaxpar.lm.objectives import ObjectiveConfig
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
 from jaxpar.lm.peft import from_peft, to_peft
 from jaxpar.lm.sample import Decoder, generate
@@ -50,6 +51,7 @@ __all__ = [
     "Decoder",
     "DraftTrainer",
     "LMConfig",
+    "ObjectiveConfig",
     "OptimizerConfig",
     "Sampling",
     "TrainState",

@@ -25,8 +25,9 @@ from flax import struct
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
+from jaxpar.lm.objectives import ObjectiveConfig, with_objective
 from jaxpar.lm.stages import stages
-from jaxpar.lm.train import Health, one_step
+from jaxpar.lm.train import Health, check_teacher, one_step, with_teacher
 from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
@@ -342,6 +343,8 @@ class AdapterTrainer:
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once, but for dropout.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
       tuning: Rates by depth, and whether an average is kept; the base is frozen anyway.
+      objective: What is made smaller; of preferences the reference is the base.
+      teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
     """
 
     model: LMConfig
@@ -351,10 +354,13 @@ class AdapterTrainer:
     accumulate: int = field(1, AtLeast(1))
     max_skipped: int = field(10, AtLeast(1))
     tuning: TuningConfig = TuningConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: LMConfig | None = None
 
     def __post_init__(self):
         """Refuses what cannot be trained."""
         check_fields(self)
+        check_teacher(self.model, self.objective, self.teacher)
         adapter, model = self.adapter, self.model
         if self.tuning.freeze:
             raise UsageError(
@@ -403,7 +409,9 @@ class AdapterTrainer:
 
     def step(self, key: PRNGKey, state: AdaptedState, inputs: dict[str, Array]) -> tuple[AdaptedState, Info]:
         """Makes one optimizer step of the adapters; returns what `jaxpar.lm.Trainer.step` does. Consumes `key`."""
+        inputs, teacher = with_teacher(inputs, self.teacher)
         plain, rate = stages(self.model), self.adapter.dropout
+        plain = with_objective(plain, self.model, self.objective, teacher=teacher, reference=state.base)
 
         def whole(adapters: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
             own = jax.random.fold_in(key, zlib.crc32(b"adapters")) if rate and key is not None else None

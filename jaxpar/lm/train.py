@@ -11,6 +11,7 @@ from flax import struct
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
+from jaxpar.lm.objectives import ObjectiveConfig, with_objective
 from jaxpar.lm.stages import stages
 from jaxpar.lm.tuning import (
     TuningConfig,
@@ -63,6 +64,7 @@ class TrainState:
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
       average: Running average of what is not frozen; None where `TuningConfig.ema` is 0.
+      reference: What is not frozen, as it was at the start, where the objective is of preferences; else None.
     """
 
     params: PyTree
@@ -70,6 +72,7 @@ class TrainState:
     step: jax.Array
     health: Health
     average: PyTree = None
+    reference: PyTree = None
 
     @property
     def averaged(self) -> PyTree:
@@ -89,6 +92,8 @@ class Trainer:
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
       schedule: How the gradients of microbatches are made, a `jaxpar.nn.schedule.Schedule`: by default in turn.
       tuning: What is frozen, rates by depth, and whether an average is kept.
+      objective: What is made smaller.
+      teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
     """
 
     model: LMConfig
@@ -98,10 +103,17 @@ class Trainer:
     max_skipped: int = field(10, AtLeast(1))
     schedule: Any = InTurn()
     tuning: TuningConfig = TuningConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: LMConfig | None = None
 
     def __post_init__(self):
         """Refuses what cannot be trained."""
         check_fields(self)
+        check_teacher(self.model, self.objective, self.teacher)
+        if not (self.objective.is_usual and self.teacher is None) and not isinstance(self.schedule, InTurn):
+            raise UsageError(
+                "a pipeline knows the loss of the next token alone; leave objective and teacher, or it, out."
+            )
         if self._frozen and not isinstance(self.schedule, InTurn):
             raise UsageError(f"tuning.freeze={','.join(self.tuning.freeze)} has no pipeline; leave one out.")
 
@@ -118,7 +130,8 @@ class Trainer:
         health = Health(count, count, count, zero, zero)
         trained = self._trained(params)
         average = average_of(trained, self.tuning.ema)
-        return TrainState(params, self.make_optimizer().init(trained), count, health, average)
+        reference = jax.tree.map(jnp.copy, trained) if self.objective.kind == "dpo" else None
+        return TrainState(params, self.make_optimizer().init(trained), count, health, average, reference)
 
     def axes(self) -> TrainState:
         """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
@@ -128,6 +141,10 @@ class Trainer:
     def step(self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]) -> tuple[TrainState, Info]:
         """Makes one optimizer step on a batch as `jaxpar.lm.loss` takes it. Consumes `key` for dropout.
 
+        Of preferences a batch is as `jaxpar.lm.objectives.preference_loss` takes it; with a teacher it has "teacher"
+        besides, its parameters, the same at every step: in `jaxpar.loop.fit` take a chunk of 1, which alone does not
+        copy them.
+
         A step whose loss, gradient or new parameters are not finite changes no parameter and no
         optimizer state; it is counted.
 
@@ -136,7 +153,9 @@ class Trainer:
           skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
           mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
         """
-        pieces = stages(self.model)
+        inputs, teacher = with_teacher(inputs, self.teacher)
+        start = None if state.reference is None else laid_over(state.params, state.reference)
+        pieces = with_objective(stages(self.model), self.model, self.objective, teacher=teacher, reference=start)
         if self._frozen:
             plain = pieces
 
@@ -154,7 +173,8 @@ class Trainer:
         average = state.average
         if average is not None:
             average = next_average(average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
-        return TrainState(laid_over(state.params, trained), opt_state, state.step + 1, health, average), info
+        params = laid_over(state.params, trained)
+        return TrainState(params, opt_state, state.step + 1, health, average, state.reference), info
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
@@ -173,6 +193,24 @@ class Trainer:
     def _trained(self, params: PyTree) -> PyTree:
         """The part of a tree of the parameters that is not frozen."""
         return without(params, self._frozen)
+
+
+def check_teacher(model: LMConfig, objective: ObjectiveConfig, teacher: LMConfig | None) -> None:
+    """Refuses a teacher of other symbols, and one that nothing heeds."""
+    if teacher is not None and teacher.vocab_size != model.vocab_size:
+        raise UsageError(f"the teacher has {teacher.vocab_size} symbols, and the model {model.vocab_size}; "
+                         "legal is a teacher of the same.")  # fmt: skip
+    if teacher is not None and objective.kind != "tokens":
+        raise UsageError(f"objective.kind={objective.kind} has no teacher; leave one out.")
+
+
+def with_teacher(
+    inputs: dict[str, PyTree], teacher: LMConfig | None
+) -> tuple[dict[str, PyTree], tuple[LMConfig, PyTree] | None]:
+    """Returns a batch without a teacher's parameters, and those beside its model."""
+    if teacher is None:
+        return inputs, None
+    return {name: x for name, x in inputs.items() if name != "teacher"}, (teacher, inputs["teacher"])
 
 
 def one_step(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments import generate, lm
-from jaxpar.lm import from_hf
+from jaxpar.lm import from_hf, to_hf
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
@@ -62,3 +62,29 @@ def test_an_average_that_is_not_kept_is_refused(tmp_path, one_device):
     flags = (*SIZES, f"data.path={text(tmp_path)}", "train.steps=1")
     with pytest.raises(UsageError, match="use_ema=true asks for an average .* give tuning.ema"):
         lm.train(lm.compose(*flags, "use_ema=true"), tmp_path / "run")
+
+
+@pytest.mark.slow  # 20 s
+def test_a_run_learns_a_teachers_laws_and_resumes(tmp_path, one_device, capsys):
+    flags = (*SIZES, f"data.path={text(tmp_path)}")
+    lm.train(lm.compose(*flags, "train.steps=1"), tmp_path / "teacher")
+    taught = (f"teacher=run:{tmp_path / 'teacher'}", "objective.distil=0.3", "objective.label_smoothing=0.1")
+    whole = lm.train(lm.compose(*flags, *taught, "train.steps=2"), tmp_path / "whole")
+    lm.train(lm.compose(*flags, *taught, "train.steps=1"), tmp_path / "run")
+    parts = lm.train(lm.compose(*flags, *taught, "train.steps=2"), tmp_path / "run")
+    same(parts.state.params, whole.state.params)
+    assert whole.metrics["train/teacher_kl"] > 0
+    to_hf(load_best(tmp_path / "teacher"), lm.compose(*flags).model, tmp_path / "other")
+    with pytest.raises(UsageError, match="there is no tokenizer file"):
+        lm.train(lm.compose(*flags, f"teacher=hf:{tmp_path / 'other'}"), tmp_path / "no")
+    with pytest.raises(UsageError, match="teacher=x names no model; legal are hf:folder, run:folder, or nothing"):
+        lm.train(lm.compose(*flags, "teacher=x"), tmp_path / "no")
+    other = tuple(flag for flag in flags if "embed" not in flag)
+    lm.train(lm.compose(*other, "data.tokenizer=bpe:300", "train.steps=1"), tmp_path / "words")
+    with pytest.raises(UsageError, match="has the tokenizer bpe:.*, and the model bytes"):
+        lm.train(lm.compose(*flags, f"teacher=run:{tmp_path / 'words'}"), tmp_path / "no")
+
+
+def load_best(folder):
+    config = lm.compose("mode=eval", f"run={folder}")
+    return lm.load(folder, config)[1]
