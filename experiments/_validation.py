@@ -10,7 +10,8 @@ import numpy as np
 
 from experiments._mesh import check_split, shares
 from jaxpar.lm import LMConfig, loss
-from jaxpar.lm.data import Corpus, Windows, sweep
+from jaxpar.lm.data import Corpus, Pairs, Windows, sweep, sweep_pairs
+from jaxpar.lm.objectives import num_pairs, preference_loss
 from jaxpar.mesh import place_rows
 from jaxpar.parallel.context import in_order, padded
 from jaxpar.types import PyTree, UsageError
@@ -73,6 +74,8 @@ def _sums(params: PyTree, batch: dict[str, jax.Array], model: LMConfig) -> jax.A
 def make_evaluate(config: Config, corpus: Corpus):
     """Returns a function `state or params -> {"validation/loss": nats a token}`."""
     data = config.data
+    if data.pairs:
+        return _make_preference_evaluate(config, corpus)
 
     def batches():
         if not config.train.eval_batches:
@@ -86,5 +89,27 @@ def make_evaluate(config: Config, corpus: Corpus):
         params = judged_weights(config, state) if hasattr(state, "params") else state
         total = np.sum([np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()], axis=0)
         return {"validation/loss": float(total[0] / total[1])}
+
+    return evaluate
+
+
+@functools.partial(jax.jit, static_argnames=("model", "beta"))
+def _preference_sums(params: PyTree, start: PyTree, batch: dict[str, jax.Array], model: LMConfig, beta: float):
+    value, told = preference_loss(params, start, batch, model, beta, jnp.float32(1))
+    return jnp.stack([value, told.metrics["preference_accuracy"].value, num_pairs(batch)])
+
+
+def _make_preference_evaluate(config: Config, corpus: Corpus):
+    """Returns a function of a state to its loss on held-out pairs, and the share of them that it ranks right."""
+    pairs = Pairs(corpus.validation, config.data.seq_len, config.data.batch_size, config.seed + 1)
+    pairs.read(np.arange(0))  # what is too long is refused before the run, not at its end
+
+    def evaluate(state) -> Mapping[str, float]:
+        steps = range(config.train.eval_batches)
+        params, total = judged_weights(config, state), np.zeros(3)
+        for batch in map(pairs, steps) if steps else sweep_pairs(pairs):
+            placed = place(config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()})
+            total += np.asarray(_preference_sums(params, state.start, placed, config.model, config.objective.beta))
+        return {"validation/loss": float(total[0] / total[2]), "validation/accuracy": float(total[1] / total[2])}
 
     return evaluate

@@ -134,6 +134,14 @@ class Config(PipelineConfig):
     prompt: str = ""
     out: str = ""
 
+    def __post_init__(self):
+        """Has a run of preferences read pairs, and no other."""
+        super().__post_init__()
+        if self.data.pairs and self.objective.kind != "dpo":
+            raise UsageError("data.pairs=true is of objective.kind=dpo; give that alone.")
+        if self.objective.kind == "dpo":
+            object.__setattr__(self, "data", dataclasses.replace(self.data, pairs=True))
+
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
@@ -212,7 +220,7 @@ def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathl
 
 
 def _teacher(config: Config, tokenizer: Tokenizer) -> tuple[LMConfig | None, dict[str, PyTree]]:
-    """Returns the model that `config.teacher` names, and its parameters as batches hold them: frozen, in `model.dtype`."""
+    """Returns the model that `config.teacher` names, and its parameters as batches hold them, in `model.dtype`."""
     start = _init.source(config.teacher, "teacher")
     if start is None:
         return None, {}
@@ -242,6 +250,9 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
         return _evaluate.evaluate(config, params, tokenizer)
     check_split("data.batch_size", config.data.batch_size, "batch")
     check_length(config)
+    if config.data.pairs:
+        raise UsageError("mode=eval of a run of preferences knows no start to compare with; give eval.kind, legal are "
+                         "documents, choices, exact.")  # fmt: skip
     corpus = open_corpora(config.data, pathlib.Path(config.run) / "data", tokenizer).first
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))

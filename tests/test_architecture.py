@@ -226,9 +226,9 @@ def test_the_language_model_stays_small():
     # took two hundred lines, Llama's kin four, the flags of mixers two, and what a pipeline sends seventy; data of
     # one's own (JSONL, its parts and templates, arrays, mixtures) took six hundred, adapters and PEFT's files seven,
     # what judges a model four,
-    # objectives and what is frozen three;
+    # objectives, pairs and what is frozen six;
     # layers, attention and optimizers are not its own.
-    assert sum(file.num_lines for file in library() if file.part == "lm") < 6300
+    assert sum(file.num_lines for file in library() if file.part == "lm") < 6500
 
 
 def shared(names):

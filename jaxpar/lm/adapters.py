@@ -326,6 +326,11 @@ class AdaptedState:
         return with_adapters(self.base, self.adapters, self.scale)
 
     @property
+    def start(self) -> PyTree:
+        """The parameters that preferences are compared with: the base."""
+        return self.base
+
+    @property
     def averaged(self) -> PyTree:
         """The same, of the running average where there is one."""
         return with_adapters(self.base, self.adapters if self.average is None else self.average, self.scale)
@@ -421,9 +426,7 @@ class AdapterTrainer:
             lambda adapters: InTurn()(plain._replace(whole=whole), adapters, inputs, key, self.accumulate),
             self.make_optimizer(), state.adapters, state.opt_state, state.health,
         )  # fmt: skip
-        average = state.average
-        if average is not None:
-            average = next_average(average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
         new = {
             "adapters": trained,
             "opt_state": opt_state,

@@ -154,7 +154,7 @@ def read_documents(path: str | Path, tokenizer: Tokenizer, template: str = "") -
     if not path.is_file():
         raise UsageError(f"there is no file {path}; give one of JSONL.")
     for offset, line in lines_of(str(path), 0, path.stat().st_size):
-        ids, counts = encode_pieces(*read_line(str(path), offset, line, written), tokenizer)
+        ids, counts = encode_pieces(*read_line(str(path), offset, line, written)[0], tokenizer)
         if not counts[1:].any():
             raise UsageError(f"{place_of(str(path), offset)} has no token that counts behind another.")
         found.append((ids, counts))

@@ -65,6 +65,22 @@ def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[li
     return _turns(value["messages"], where, template), False
 
 
+def pair_of(line: bytes, where: str) -> list[tuple[list[tuple[str, bool]], bool]]:
+    """Reads one line of preferences, {"prompt", "chosen", "rejected"}: the two documents, as `pieces_of` returns one.
+
+    Raises:
+      UsageError: It is none, or both completions are the same.
+    """
+    legal = 'legal are {"prompt", "chosen", "rejected"}, strings of which the latter two are not empty'
+    value = object_of(line, where, legal)
+    for key in ("prompt", "chosen", "rejected"):
+        if not isinstance(value.get(key), str) or (key != "prompt" and not value[key]):
+            raise UsageError(f"{where} has {key}={brief(value.get(key))}; {legal}.")
+    if value["chosen"] == value["rejected"]:
+        raise UsageError(f"{where} rejects what it chooses, {brief(value['chosen'])}; {legal}, and not the same.")
+    return [([(value["prompt"], False), (value[key], True)], True) for key in ("chosen", "rejected")]
+
+
 def _turns(messages: object, where: str, template: Template) -> list[tuple[str, bool]]:
     """The text of messages in pieces; what the assistant wrote, to the end of its turn, counts."""
     if not isinstance(messages, list) or not messages:

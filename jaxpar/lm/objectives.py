@@ -32,7 +32,7 @@ from jaxpar.nn.auxiliary import Aux, Sum, both
 from jaxpar.nn.schedule import Stages
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["ObjectiveConfig", "token_log_likelihoods"]
+__all__ = ["ObjectiveConfig", "num_pairs", "preference_loss", "token_log_likelihoods"]
 
 KINDS = ("tokens", "dpo")
 

@@ -75,6 +75,11 @@ class TrainState:
     reference: PyTree = None
 
     @property
+    def start(self) -> PyTree:
+        """The parameters that preferences are compared with: those of the start."""
+        return laid_over(self.params, self.reference)
+
+    @property
     def averaged(self) -> PyTree:
         """The parameters, of their running average where there is one."""
         return self.params if self.average is None else laid_over(self.params, self.average)
@@ -154,7 +159,7 @@ class Trainer:
           mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
         """
         inputs, teacher = with_teacher(inputs, self.teacher)
-        start = None if state.reference is None else laid_over(state.params, state.reference)
+        start = None if state.reference is None else state.start
         pieces = with_objective(stages(self.model), self.model, self.objective, teacher=teacher, reference=start)
         if self._frozen:
             plain = pieces
@@ -170,9 +175,7 @@ class Trainer:
             state.opt_state,
             state.health,
         )
-        average = state.average
-        if average is not None:
-            average = next_average(average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
         params = laid_over(state.params, trained)
         return TrainState(params, opt_state, state.step + 1, health, average, state.reference), info
 

@@ -106,7 +106,9 @@ def average_of(trained: PyTree, decay: float) -> PyTree:
 
 
 def next_average(average: PyTree, trained: PyTree, decay: float, good: Array) -> PyTree:
-    """Returns the running average after a step, which is the old one where the step changed nothing."""
+    """Returns the running average after a step, the old one where the step changed nothing; None of None."""
+    if average is None:
+        return None
     new = optax.incremental_update(trained, average, 1 - decay)
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, average)
 

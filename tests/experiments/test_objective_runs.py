@@ -1,5 +1,7 @@
 """Runs whose objective or part is not the usual: begun, stopped, resumed, and what is written back."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -88,3 +90,34 @@ def test_a_run_learns_a_teachers_laws_and_resumes(tmp_path, one_device, capsys):
 def load_best(folder):
     config = lm.compose("mode=eval", f"run={folder}")
     return lm.load(folder, config)[1]
+
+
+@pytest.mark.slow  # 15 s
+def test_preferences_are_learnt_beside_a_start_that_is_kept(tmp_path, one_device, capsys):
+    pairs = [{"prompt": f"{i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no" * (1 + i % 2)} for i in range(40)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    flags = (*SIZES, f"data.path={path}", "objective.kind=dpo", "train.eval_batches=0")
+    first = lm.train(lm.compose(*flags, "train.steps=1"), tmp_path / "run")
+    last = lm.train(lm.compose(*flags, "train.steps=9"), tmp_path / "run")
+    assert "resuming at step 1" in capsys.readouterr().out
+    same(last.state.reference, first.state.reference)
+    assert last.metrics["validation/accuracy"] == 1 and last.metrics["validation/loss"] < 0.69
+    with pytest.raises(UsageError, match="mode=eval of a run of preferences"):
+        lm.evaluate(lm.compose("mode=eval", f"run={tmp_path / 'run'}", "checkpoint=newest"), tmp_path)
+
+
+def test_flags_of_preferences_that_do_not_fit_are_refused(tmp_path, one_device):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "chosen": "a" * 9, "rejected": "b"}) + "\n" for i in range(40))
+    )
+    flags = (*SIZES, f"data.path={path}", "objective.kind=dpo")
+    with pytest.raises(UsageError, match="has 12 tokens with its prompt, and data.seq_len=4; give at least 11"):
+        lm.train(lm.compose(*flags, "data.seq_len=4", "train.steps=1"), tmp_path / "run")
+    with pytest.raises(UsageError, match="data.pairs=true is of objective.kind=dpo"):
+        lm.compose("data.pairs=true")
+    with pytest.raises(UsageError, match="has no pairs; legal is a file that ends in .jsonl"):
+        lm.train(lm.compose(*SIZES, f"data.path={text(tmp_path)}", "objective.kind=dpo"), tmp_path / "no")
+    with pytest.raises(UsageError, match="pairs are neither packed nor mixed"):
+        lm.train(lm.compose(*flags, "data.pack=true"), tmp_path / "no")
