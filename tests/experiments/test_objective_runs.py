@@ -121,3 +121,48 @@ def test_flags_of_preferences_that_do_not_fit_are_refused(tmp_path, one_device):
         lm.train(lm.compose(*SIZES, f"data.path={text(tmp_path)}", "objective.kind=dpo"), tmp_path / "no")
     with pytest.raises(UsageError, match="pairs are neither packed nor mixed"):
         lm.train(lm.compose(*flags, "data.pack=true"), tmp_path / "no")
+
+
+def test_a_mixture_that_is_stopped_goes_on_with_the_same_batches_to_the_same_loss(tmp_path, one_device, monkeypatch):
+    for name, letters in (("a", "abc"), ("b", "xyz")):
+        lines = [{"prompt": letters[i % 3] * (3 + i % 5), "completion": letters * (1 + i % 4)} for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = f"mix:3*{tmp_path / 'a.jsonl'}+1*{tmp_path / 'b.jsonl'}"
+    flags = (*SIZES, f"data.path='{path}'", "data.pack=true", "train.steps=4")
+    batches, opened = {}, lm.training_batches
+
+    class Stopped(Exception):
+        pass
+
+    def recorded(stop):
+        def training_batches(*options):
+            windows = opened(*options)
+
+            def draw(step, rows=slice(None)):
+                if step == stop:
+                    raise Stopped
+                batches.setdefault(step, []).append(windows(step, rows))
+                return batches[step][-1]
+
+            return draw
+
+        return training_batches
+
+    monkeypatch.setattr(lm, "training_batches", recorded(None))
+    whole = lm.train(lm.compose(*flags), tmp_path / "whole")
+    monkeypatch.setattr(lm, "training_batches", recorded(2))
+    with pytest.raises(Stopped):
+        lm.train(lm.compose(*flags), tmp_path / "run")
+    before = {step: len(drawn) for step, drawn in batches.items()}
+    monkeypatch.setattr(lm, "training_batches", recorded(None))
+    again = lm.train(lm.compose(*flags), tmp_path / "run")
+    assert before == {0: 2, 1: 2, 2: 1, 3: 1}
+    resumed_at = min(step for step, drawn in batches.items() if len(drawn) > before[step])
+    assert 1 <= resumed_at <= 2 and all(len(drawn) >= 2 for drawn in batches.values())
+    for drawn in batches.values():
+        for other in drawn[1:]:
+            same(other, drawn[0])
+    same(again.state.params, whole.state.params)
+    assert again.metrics["validation/loss"] == whole.metrics["validation/loss"]
+    sources = [bytes(row.tolist()).strip(b"abc") == b"" for drawn in batches.values() for row in drawn[0]["tokens"]]
+    assert sum(sources) == 3 * len(sources) // 4  # shares are exact over a round
