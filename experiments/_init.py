@@ -20,15 +20,15 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "gene
 """What says how a folder's texts become tokens; a run keeps a copy, so that it needs the folder no longer."""
 
 
-def source(init: str) -> pathlib.Path | None:
-    """Returns the folder that `init` names; None for a run that starts from random numbers."""
+def source(init: str, flag: str = "init") -> pathlib.Path | None:
+    """Returns the folder that `init`, or a flag like it, names; None where there is none."""
     if not init:
         return None
     kind, _, name = init.partition(":")
     if kind not in ("hf", "run") or not name:
-        raise UsageError(
-            f"init={init} names no start; legal are hf:folder, run:folder, or nothing to start from random numbers."
-        )
+        nothing = "nothing to start from random numbers" if flag == "init" else "nothing"
+        raise UsageError(f"{flag}={init} names no {'start' if flag == 'init' else 'model'}; "
+                         f"legal are hf:folder, run:folder, or {nothing}.")  # fmt: skip
     return pathlib.Path(name)
 
 

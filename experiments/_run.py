@@ -230,7 +230,7 @@ def identity(config: Any) -> dict[str, Any]:
         if flag.metadata.get("identity") is True:
             value, before = getattr(config, flag.name), flag.metadata.get("before")
             flat |= before(value) if before else {flag.name: value}
-    for part in ("model", "data", "optimizer", "adapter"):
+    for part in ("model", "data", "optimizer", "adapter", "tuning", "objective"):
         value = getattr(config, part, None)
         for declared in dataclasses.fields(value) if value is not None else ():
             chosen, counts = getattr(value, declared.name), declared.metadata.get("identity", True)

@@ -32,7 +32,9 @@ from jaxpar.fields import OneOf, field
 from jaxpar.lm import (
     AdapterConfig,
     LMConfig,
+    ObjectiveConfig,
     OptimizerConfig,
+    TuningConfig,
     config_from_hf,
     flops_per_token,
     loss,
@@ -60,6 +62,8 @@ class Config(PipelineConfig):
       optimizer: Update rule, for its state.
       train: Only accumulate matters.
       adapter: What is trained beside a frozen model, in its place.
+      objective: What training makes smaller; that of preferences has other batches, and no estimate.
+      tuning: What of the model is frozen, and whether an average is kept; gradients are counted as if nothing was.
       pipeline: As of any run; "search" ranks all schedules, and those found for the memory that is left.
       topology: Chips to estimate for, such as v5p:4x4x4 or h100:8; empty for this machine's devices. With it, the mesh
         is fsdp=all unless it is given.
@@ -81,6 +85,8 @@ class Config(PipelineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     adapter: AdapterConfig = AdapterConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    tuning: TuningConfig = TuningConfig()
     pipeline: str = field("none", OneOf(("none", *PIPELINES, "search")))
     topology: str = ""
     hf: str = ""
@@ -232,6 +238,8 @@ def make_job(config: Config, devices: list[Any]) -> aot.Job:
 
 def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     """Returns one optimizer step."""
+    if config.objective.kind != "tokens":
+        raise UsageError(f"objective.kind={config.objective.kind} has no estimate; legal is tokens.")
     check_split("data.seq_len", config.data.seq_len, "seq")  # a run pads its rows; a plan says what divides
     trainer, data = make_trainer(config), config.data
     key = jax.eval_shape(lambda: jax.random.key(0))

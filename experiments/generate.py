@@ -44,6 +44,7 @@ class Config(_run.RunConfig):
       hf: A Hugging Face folder, in place of `run`.
       adapter: A folder of adapters in PEFT's files, for the model of `run` or `hf`.
       checkpoint: "best" or "newest", of a run.
+      use_ema: Whether to take the running average of a run with tuning.ema.
       dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
       prompt: One to continue.
       prompts: A file of them instead: JSON objects {"prompt", "seed", "id"} where its name ends in .jsonl, else plain
@@ -64,6 +65,7 @@ class Config(_run.RunConfig):
     hf: str = ""
     adapter: str = ""
     checkpoint: str = field("best", OneOf(("best", "newest")))
+    use_ema: bool = False
     dtype: str = field("auto", OneOf(("auto", "bfloat16", "float16", "float32")))
     prompt: str = ""
     prompts: str = ""
@@ -131,7 +133,7 @@ def load(name: str, config: Config, flag: str) -> Saved:
         raise UsageError(f"{flag}= must name an existing folder, not {name!r}.")
     if flag == "hf" and not (folder / "config.json").is_file():
         raise UsageError(f"hf={name} is no Hugging Face folder: it has no config.json.")
-    found, params, tokenizer = lm.load(folder, lm.Config(checkpoint=config.checkpoint))
+    found, params, tokenizer = lm.load(folder, lm.Config(checkpoint=config.checkpoint, use_ema=config.use_ema))
     dtype = found.model.dtype if config.dtype == "auto" else config.dtype
     return Saved(dataclasses.replace(found.model, dtype=dtype), params, tokenizer)
 

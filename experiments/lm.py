@@ -4,6 +4,7 @@
     python -m experiments.lm preset=gpt2_124m data.path=corpus.txt mesh.fsdp=4
     python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
     python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d
+    python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d eval.kind=choices eval.path=questions.jsonl
     python -m experiments.lm mode=export run=runs/lm/tiny-1a2b3c4d out=tiny_hf
     python -m experiments.lm init=hf:llama-folder adapter=lora adapter.rank=16 adapter.base=nf4 data.path=mine.jsonl
 
@@ -14,43 +15,43 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from experiments import _experts, _export, _init, _run, _train
+from experiments import _evaluate, _experts, _export, _init, _run, _train
 from experiments._folder import owning
 from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
 from experiments._pipeline import PipelineConfig, make_schedule
 from experiments._run import say
 from experiments._texts import decode, draw, encode
 from experiments._train import Run
+from experiments._validation import check_length, judged_weights, make_evaluate, place, row_length
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
     LMConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     Sampling,
     Trainer,
+    TuningConfig,
     axes,
     flops_per_token,
     from_hf,
-    loss,
     merge_adapters,
     num_adapted,
     num_params,
 )
-from jaxpar.lm.data import Corpus, DataConfig, Windows, sweep
+from jaxpar.lm.data import Corpus, DataConfig, Windows
 from jaxpar.lm.mixture import open_corpora, training_batches
 from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
-from jaxpar.mesh import named_shardings, partition, place_rows
-from jaxpar.parallel.context import in_order, padded
+from jaxpar.mesh import named_shardings, partition
 from jaxpar.types import PyTree, UsageError
 
 
@@ -95,16 +96,23 @@ class Config(PipelineConfig):
       optimizer: Update rule and schedule.
       train: Length and events.
       adapter: What is trained beside a frozen model, in its place.
+      objective: What training makes smaller.
+      teacher: hf:folder or run:folder, a frozen model of the same tokens whose laws training takes a share of, as
+        objective.distil says; read anew when a run is resumed.
+      tuning: What of the model is frozen, rates by depth, and a running average.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
+      eval: What mode=eval measures, and on which file.
       init: hf:folder or run:folder to train on from a Hugging Face folder or a run: its model, parameters and
         tokenizer. Of the flags of `model` those count that say how to compute, and dtype.
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
+      use_ema: Whether validation, samples and exports are of the running average of a run with tuning.ema.
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
         folder of its own name there.
       prompt: Where the sample begins; by default with the validation text.
-      out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz.
+      out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz. With eval.kind a
+        file of JSONL, of what was found of each record.
     """
 
     model: LMConfig = LMConfig()
@@ -112,14 +120,27 @@ class Config(PipelineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     adapter: AdapterConfig = AdapterConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: str = _run.identifying("", before=lambda teacher: {"teacher": teacher} if teacher else {})
+    tuning: TuningConfig = TuningConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
+    eval: _evaluate.EvalConfig = _evaluate.EvalConfig()
     init: str = _run.identifying("", before=lambda init: {"init": init} if init else {})
     run: str = ""
     checkpoint: str = "best"
+    use_ema: bool = False
     checkpoints: str = ""
     prompt: str = ""
     out: str = ""
+
+    def __post_init__(self):
+        """Has a run of preferences read pairs, and no other."""
+        super().__post_init__()
+        if self.data.pairs and self.objective.kind != "dpo":
+            raise UsageError("data.pairs=true is of objective.kind=dpo; give that alone.")
+        if self.objective.kind == "dpo":
+            object.__setattr__(self, "data", dataclasses.replace(self.data, pairs=True))
 
 
 def compose(*flags: str) -> Config:
@@ -142,6 +163,8 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 @owning
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
+    if config.use_ema and not config.tuning.ema:
+        raise UsageError("use_ema=true asks for an average that this run does not keep; give tuning.ema=0.999.")
     start = _init.source(config.init)
     if start is not None and config.init.startswith("run:"):
         config, tokenizer = _on_from(config, start, folder)
@@ -152,7 +175,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     mixed = open_corpora(config.data, folder / "data", tokenizer, say)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
-    trainer, data, length = make_trainer(config), config.data, config.train
+    teacher, given = _teacher(config, corpus.tokenizer)
+    trainer, data, length = make_trainer(config, teacher), config.data, config.train
     windows = training_batches(mixed, data, config.seed)
     run = Run(
         config,
@@ -171,7 +195,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         extending="stretches its schedule",
         first=None if start is None else functools.partial(_first_state, config, trainer, start),
     )
-    result = _train.train(trainer, lambda step: _place(config, functools.partial(windows, step)), run)
+    result = _train.train(trainer, lambda step: place(config, functools.partial(windows, step)) | given, run)
     _tell_end(config, folder, corpus, result)
     return result
 
@@ -195,6 +219,22 @@ def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathl
     return _init.first_state(trainer, config.seed, read)
 
 
+def _teacher(config: Config, tokenizer: Tokenizer) -> tuple[LMConfig | None, dict[str, PyTree]]:
+    """Returns the model that `config.teacher` names, and its parameters as batches hold them, in `model.dtype`."""
+    start = _init.source(config.teacher, "teacher")
+    if start is None:
+        return None, {}
+    found, params, theirs = load(start, dataclasses.replace(config, checkpoint="best", use_ema=False))
+    if theirs.identity != tokenizer.identity:
+        raise UsageError(
+            f"teacher={config.teacher} has the tokenizer {theirs.identity[:16]}, and the model "
+            f"{tokenizer.identity[:16]}; legal is a teacher of the same tokens."
+        )
+    dtype = config.model.dtype
+    held = jax.tree.map(lambda x: x.astype(dtype), merge_adapters(params))
+    return _init.as_told(found.model, config.model), {"teacher": held}
+
+
 def sample(config: Config, folder: pathlib.Path) -> None:
     """Prints a sample of a saved run or a Hugging Face folder."""
     config, params, tokenizer = _load(config)
@@ -203,11 +243,16 @@ def sample(config: Config, folder: pathlib.Path) -> None:
 
 
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
-    """Prints the loss over the whole validation split of a saved run, or of a Hugging Face folder on `data.path`."""
+    """Prints what `config.eval` asks of a saved run or a Hugging Face folder: by default the loss over a split."""
     config, params, tokenizer = _load(config)
     refuse_idle("a language model", (axes(config.model), LM_AXES))
+    if config.eval.kind != "split":
+        return _evaluate.evaluate(config, params, tokenizer)
     check_split("data.batch_size", config.data.batch_size, "batch")
     check_length(config)
+    if config.data.pairs:
+        raise UsageError("mode=eval of a run of preferences knows no start to compare with; give eval.kind, legal are "
+                         "documents, choices, exact.")  # fmt: skip
     corpus = open_corpora(config.data, pathlib.Path(config.run) / "data", tokenizer).first
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))
@@ -246,15 +291,17 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
     return config
 
 
-def make_trainer(config: Config) -> Trainer | AdapterTrainer:
+def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | AdapterTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
     counts = config.train.steps, parts, config.train.max_skipped
-    trainer = Trainer(config.model, config.optimizer, *counts, schedule)
+    trainer = Trainer(config.model, config.optimizer, *counts, schedule, config.tuning, config.objective, teacher)
     if config.adapter.kind != "none":
         if config.pipeline != "none":
             raise UsageError(f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out.")
-        trainer = AdapterTrainer(config.model, config.adapter, config.optimizer, *counts)
+        trainer = AdapterTrainer(
+            config.model, config.adapter, config.optimizer, *counts, config.tuning, config.objective, teacher
+        )
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
@@ -266,58 +313,6 @@ def make_trainer(config: Config) -> Trainer | AdapterTrainer:
     return trainer
 
 
-def row_length(config: Config) -> int:
-    """Returns the tokens of a row on the devices: `data.seq_len`, and what is padded where it does not divide.
-
-    Where it does not divide over the N devices of a split sequence, it becomes a multiple of 2 N, for any order.
-    """
-    length, count = config.data.seq_len, shares("seq_layer")
-    return length if length % count == 0 else -(-length // (2 * count)) * 2 * count
-
-
-def check_length(config: Config) -> None:
-    """Refuses sequences that neither divide over the devices that share them nor may be padded."""
-    length, model = row_length(config), config.model
-    if length != config.data.seq_len:
-        if model.num_experts:  # routers would choose for padding: loads and capacities were others
-            check_split("data.seq_len", config.data.seq_len, "seq_layer")
-        if model.positions == "learned" and length > model.max_seq_len:
-            raise UsageError(
-                f"data.seq_len={config.data.seq_len} is padded to {length} over mesh.context={shares('seq_layer')}, "
-                f"which is over model.max_seq_len={model.max_seq_len}, that bounds learned positions."
-            )
-    check_split("data.seq_len", length, "seq")
-    if (count := shares("seq_layer")) > 1:
-        model.order(length).places(length, count)
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def _sums(params: PyTree, batch: dict[str, jax.Array], model: LMConfig) -> jax.Array:
-    """Returns the loss summed over a batch, and the sum of its weights."""
-    weights = batch.get("weights", jnp.ones(batch["targets"].shape))
-    return jnp.stack([loss(params, batch, model, normaliser=jnp.float32(1)), weights.sum()])
-
-
-def make_evaluate(config: Config, corpus: Corpus):
-    """Returns a function `state or params -> {"validation/loss": nats a token}`."""
-    data = config.data
-
-    def batches():
-        if not config.train.eval_batches:
-            for batch in sweep(corpus.validation, data.seq_len, data.batch_size):
-                yield _place(config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()})
-        windows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
-        for step in range(config.train.eval_batches):
-            yield _place(config, functools.partial(windows, step))
-
-    def evaluate(state) -> Mapping[str, float]:
-        params = getattr(state, "params", state)
-        total = np.sum([np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()], axis=0)
-        return {"validation/loss": float(total[0] / total[1])}
-
-    return evaluate
-
-
 def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: str) -> str:
     """Returns the prompt and its continuation, which begins and ends as the tokenizer's texts do."""
     ids, added = encode(tokenizer, prompt, config.model.vocab_size)
@@ -326,15 +321,6 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
     drawn = draw(key, params, rows, config.model, config.sampling, stop_tokens=ends)
     text = np.asarray(drawn.tokens)[0, added : int(drawn.lengths[0])]
     return decode(tokenizer, text[: -1 if text[-1] in ends else None])
-
-
-def _place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyTree:
-    """Brings a batch to the devices, its tokens in the order in which they share a sequence."""
-    length, count = row_length(config), shares("seq_layer")
-    order = config.model.order(length)
-    return place_rows(
-        lambda part: in_order(padded(rows(part), length), order, count), config.data.batch_size, ("batch", "seq_layer")
-    )
 
 
 def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
@@ -351,12 +337,15 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     Of `config` count the checkpoint that it asks for, and for a Hugging Face folder its model's dtype.
     """
     if (folder / "config.json").is_file():
+        if config.use_ema:
+            raise UsageError(f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none.")
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
     saved = _run.load(folder, Config)
     corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
+        tuning=saved.tuning, objective=saved.objective, teacher=saved.teacher,
         adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge), init=saved.init,
     )  # fmt: skip
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
@@ -371,7 +360,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     state = checkpoints.restore(step, abstract)
     checkpoints.close()
     say(f"checkpoint of step {step} of {_run.short(folder)}")
-    return config, state.params, corpus.tokenizer
+    return config, judged_weights(config, state), corpus.tokenizer
 
 
 def _make_check(config: Config):
@@ -431,10 +420,12 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         plots["experts"] = plot.with_name("experts.png")
         data = config.data
         rows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
-        batch = _place(config, functools.partial(rows, 0))
-        _experts.draw(config.model, result.state.params, batch, folder / "metrics.jsonl", plots["experts"])
+        batch = place(config, functools.partial(rows, 0))
+        _experts.draw(
+            config.model, judged_weights(config, result.state), batch, folder / "metrics.jsonl", plots["experts"]
+        )
     prompt = config.prompt or corpus.tokenizer.decode(corpus.validation.read(0, min(32, len(corpus.validation))))
-    text = draw_sample(config, result.state.params, corpus.tokenizer, prompt)
+    text = draw_sample(config, judged_weights(config, result.state), corpus.tokenizer, prompt)
     say(f"\nsample     {'-' * 60}\n{text}\n{'-' * 71}")
     say(f"validation loss {result.metrics['validation/loss']:.4f} nats a token after {result.step} steps")
     for what, path in (plots | {"metrics": folder / "metrics.jsonl"}).items():

@@ -32,6 +32,7 @@ from envs.puzzles import (
     tour_levels,
 )
 from experiments import (
+    _evaluate,
     _life_neat,
     compare,
     digits,
@@ -70,7 +71,7 @@ from jaxpar.decode import (
 )
 from jaxpar.env.picture import Animation
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
-from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, Trainer
+from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, ObjectiveConfig, Trainer, TuningConfig
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -212,6 +213,8 @@ TABLE = {
         "score_cap score_dim logit_cap rope_theta_local": FRACTION_FROM_0,
         "rope_share": OVER_0,
     },
+    ObjectiveConfig: {"label_smoothing": UNDER_1, "distil": OVER_0, "temperature beta": POSITIVE},
+    TuningConfig: {"layer_decay": OVER_0, "ema": UNDER_1},
     AdapterConfig: {"rank": LEAST_0, "alpha": POSITIVE, "dropout": UNDER_1},
     AdapterTrainer: {"num_steps accumulate max_skipped": COUNT},
     OptimizerConfig: {
@@ -409,6 +412,7 @@ TABLE = {
         "eval_every eval_batches save_every": LEAST_0,
         "keep_every_s": FRACTION_FROM_0,
     },
+    _evaluate.EvalConfig: {"batch_size": COUNT, "length": LEAST_0},
     rnn.ModelConfig: {"size layers heads width mlp memory": COUNT, "window": LEAST_0, "theta": POSITIVE},
     rnn.OptimizerConfig: {
         "learning_rate clip_norm": POSITIVE,

@@ -225,8 +225,9 @@ def test_the_language_model_stays_small():
     # Tokens, embedding, head, loss, data, distillation and files of others, of which Mixtral, Qwen3-MoE and Mamba-2
     # took two hundred lines, Llama's kin four, the flags of mixers two, and what a pipeline sends seventy; data of
     # one's own (JSONL, its parts and templates, arrays, mixtures) took six hundred, adapters and PEFT's files seven,
-    # reading files ahead, by threads, one and a half; layers, attention and optimizers are not its own.
-    assert sum(file.num_lines for file in library() if file.part == "lm") < 5600
+    # reading files ahead, by threads, one and a half, what judges a model four, objectives, pairs and what is frozen
+    # six; layers, attention and optimizers are not its own.
+    assert sum(file.num_lines for file in library() if file.part == "lm") < 6700
 
 
 def shared(names):

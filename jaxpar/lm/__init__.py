@@ -6,11 +6,14 @@
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
+| `objectives` | params, batch -> log-likelihoods [B, T]; losses [] of other kinds | `train`, `evaluation` |
+| `tuning` | parameters -> those that are trained; what their rates are multiplied by | `train`, `adapters` |
 | `train` | state, batch -> next state | `jaxpar.loop` |
 | `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
+| `evaluation` | params, records of JSONL -> likelihoods [N], accuracy and perplexity with their errors | experiments |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
 | `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
 """
@@ -32,10 +35,12 @@ from jaxpar.lm.distil import DraftTrainer, accept_rates
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
+from jaxpar.lm.objectives import ObjectiveConfig
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
 from jaxpar.lm.peft import from_peft, to_peft
 from jaxpar.lm.sample import Decoder, generate
 from jaxpar.lm.train import Trainer, TrainState
+from jaxpar.lm.tuning import TuningConfig
 from jaxpar.optim import OptimizerConfig
 
 __all__ = [
@@ -46,10 +51,12 @@ __all__ = [
     "Decoder",
     "DraftTrainer",
     "LMConfig",
+    "ObjectiveConfig",
     "OptimizerConfig",
     "Sampling",
     "TrainState",
     "Trainer",
+    "TuningConfig",
     "accept_rates",
     "apply",
     "axes",

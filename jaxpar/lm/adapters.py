@@ -25,8 +25,10 @@ from flax import struct
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
+from jaxpar.lm.objectives import ObjectiveConfig, with_objective
 from jaxpar.lm.stages import stages
-from jaxpar.lm.train import Health, one_step
+from jaxpar.lm.train import Health, check_teacher, one_step, with_teacher
+from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Frozen, Lora, Weight, whole_weight
@@ -306,6 +308,7 @@ class AdaptedState:
       opt_state: Of the optimizer, for the adapters alone.
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
+      average: Running average of the adapters; None where `TuningConfig.ema` is 0.
       scale: Of the changes.
     """
 
@@ -314,12 +317,23 @@ class AdaptedState:
     opt_state: PyTree
     step: Array
     health: Health
+    average: PyTree = None
     scale: float = struct.field(pytree_node=False, default=1.0)
 
     @property
     def params(self) -> PyTree:
         """The adapted model's, as `jaxpar.lm.apply` takes them; `merge_adapters` makes arrays of them."""
         return with_adapters(self.base, self.adapters, self.scale)
+
+    @property
+    def start(self) -> PyTree:
+        """The parameters that preferences are compared with: the base."""
+        return self.base
+
+    @property
+    def averaged(self) -> PyTree:
+        """The same, of the running average where there is one."""
+        return with_adapters(self.base, self.adapters if self.average is None else self.average, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +347,9 @@ class AdapterTrainer:
       num_steps: Length of the run, which the learning-rate schedule needs.
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once, but for dropout.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
+      tuning: Rates by depth, and whether an average is kept; the base is frozen anyway.
+      objective: What is made smaller; of preferences the reference is the base.
+      teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
     """
 
     model: LMConfig
@@ -341,11 +358,20 @@ class AdapterTrainer:
     num_steps: int = field(1000, AtLeast(1))
     accumulate: int = field(1, AtLeast(1))
     max_skipped: int = field(10, AtLeast(1))
+    tuning: TuningConfig = TuningConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: LMConfig | None = None
 
     def __post_init__(self):
         """Refuses what cannot be trained."""
         check_fields(self)
+        check_teacher(self.model, self.objective, self.teacher)
         adapter, model = self.adapter, self.model
+        if self.tuning.freeze:
+            raise UsageError(
+                f"tuning.freeze={','.join(self.tuning.freeze)} beside adapters, whose base is frozen; leave it out, or "
+                "change adapter.target."
+            )
         if adapter.kind == "none" or not adapter.rank:
             raise UsageError(
                 f"adapter.kind={adapter.kind} of adapter.rank={adapter.rank} has nothing to train; give a rank over 0."
@@ -376,7 +402,8 @@ class AdapterTrainer:
         base = frozen(params, self.model, self.adapter.base)
         adapters = begin_adapters(key, base, self.model, self.adapter)
         health, opt_state = Health(count, count, count, zero, zero), self.make_optimizer().init(adapters)
-        return AdaptedState(base, adapters, opt_state, count, health, self.adapter.scale)
+        average = average_of(adapters, self.tuning.ema)
+        return AdaptedState(base, adapters, opt_state, count, health, average, self.adapter.scale)
 
     def axes(self) -> AdaptedState:
         """Returns the logical axes of every leaf of the state; moments lie as their adapters."""
@@ -387,7 +414,9 @@ class AdapterTrainer:
 
     def step(self, key: PRNGKey, state: AdaptedState, inputs: dict[str, Array]) -> tuple[AdaptedState, Info]:
         """Makes one optimizer step of the adapters; returns what `jaxpar.lm.Trainer.step` does. Consumes `key`."""
+        inputs, teacher = with_teacher(inputs, self.teacher)
         plain, rate = stages(self.model), self.adapter.dropout
+        plain = with_objective(plain, self.model, self.objective, teacher=teacher, reference=state.base)
 
         def whole(adapters: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
             own = jax.random.fold_in(key, zlib.crc32(b"adapters")) if rate and key is not None else None
@@ -397,8 +426,15 @@ class AdapterTrainer:
             lambda adapters: InTurn()(plain._replace(whole=whole), adapters, inputs, key, self.accumulate),
             self.make_optimizer(), state.adapters, state.opt_state, state.health,
         )  # fmt: skip
-        state = state.replace(adapters=trained, opt_state=opt_state, step=state.step + 1, health=health)  # type: ignore[attr-defined]
-        return state, info
+        average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        new = {
+            "adapters": trained,
+            "opt_state": opt_state,
+            "step": state.step + 1,
+            "health": health,
+            "average": average,
+        }
+        return state.replace(**new), info  # type: ignore[attr-defined]
 
     def done(self, state: AdaptedState) -> Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
@@ -406,7 +442,8 @@ class AdapterTrainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `AdaptedState.opt_state`."""
-        return make_optimizer(self.optimizer, self.num_steps, decays=_decays)
+        scales = depth_scales(self.model, self.tuning.layer_decay) if self.tuning.layer_decay != 1 else None
+        return make_optimizer(self.optimizer, self.num_steps, decays=_decays, scales=scales)
 
 
 def _decays(adapters: PyTree) -> PyTree:

@@ -49,6 +49,7 @@ class DataConfig:
         pack: mark the documents within each window, so that attention can stay inside them.
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
         workers: processes that tokenise JSONL.
+        pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
     """
 
     path: str = ""
@@ -59,6 +60,7 @@ class DataConfig:
     pack: bool = False
     template: str = field("", identity="changed")
     workers: int = field(1, AtLeast(1), identity=False)
+    pairs: bool = field(False, None, identity="changed")
 
     def __post_init__(self):
         check_fields(self, "data.")
@@ -155,6 +157,8 @@ def open_corpus(
     JSONL is tokenised. A `UsageError`
     says: no text there, not UTF-8, a split under `seq_len + 1` tokens, a cache that is not writable.
     """
+    if config.pairs and not config.path.endswith(".jsonl"):
+        raise UsageError(f"data path {config.path!r} has no pairs; legal is a file that ends in .jsonl.")
     if config.path.endswith((".jsonl", ".npy")) or (Path(config.path) / "tokens.npy").is_file():
         return _open_shards(config, Path(cache), tokenizer, say)
     try:
@@ -186,7 +190,7 @@ def _streams(
     for side, chosen in (("training", ~validation), ("validation", validation)):
         chosen &= lengths > 0  # a tokenizer may find nothing in a document
         streams.append(Tokens(data, starts[chosen], lengths[chosen], counts))
-        if len(streams[-1]) <= config.seq_len:
+        if len(streams[-1]) <= (0 if config.pairs else config.seq_len):
             raise UsageError(
                 f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
                 f"window needs {config.seq_len + 1}; lower seq_len={config.seq_len}, change "
@@ -205,11 +209,12 @@ def _open_shards(config: DataConfig, cache: Path, tokenizer: Tokenizer | None, s
         name, stat = config.tokenizer if tokenizer is None else tokenizer.identity, path.stat()
         writes = [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
         key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
+        key += ["pairs"] if config.pairs else []
         folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         tokenizer = tokenizer or _tokenizer(config, folder.with_suffix(".json"), str(path), template)
         if not folder.exists():
             try:
-                tokenise(str(path), folder, tokenizer, template, split, config.workers, say)
+                tokenise(str(path), folder, tokenizer, template, split, config.workers, say, config.pairs)
             except OSError as error:
                 raise UsageError(f"the cache folder {cache} cannot be written: {error.strerror}") from error
     else:
@@ -233,7 +238,8 @@ def _tokenizer(config: DataConfig, file: Path, path: str, template: Template) ->
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".partial-{uuid.uuid4().hex}")
         lines = lines_of(path, 0, 64 * _MIB)
-        texts = (text for offset, line in lines for text, _ in read_line(path, offset, line, template)[0])
+        read = (read_line(path, offset, line, template, config.pairs)[-1] for offset, line in lines)
+        texts = (text for pieces, _ in read for text, _ in pieces)
         train_bpe(texts, vocab_size_of(config.tokenizer)).save(partial)
         partial.rename(file)
     return load_tokenizer(file)

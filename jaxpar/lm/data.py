@@ -6,6 +6,7 @@ number i of a run. A resumed run needs no saved iterator, and hosts draw their r
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from jaxpar.fields import AtLeast, Finite, check_fields, field
 from jaxpar.lm.corpus import Corpus, DataConfig, Tokens, open_corpus
 from jaxpar.types import UsageError
 
-__all__ = ["Corpus", "DataConfig", "Windows", "open_corpus", "permuted", "sweep"]
+__all__ = ["Corpus", "DataConfig", "Pairs", "Windows", "open_corpus", "permuted", "sweep", "sweep_pairs"]
 
 _ROUNDS = 8
 
@@ -109,6 +110,66 @@ class Windows:
             same = (index[:, 1:] == index[:, :-1]).astype(np.float32)
             batch["weights"] = same * batch.get("weights", np.float32(1))
         return batch
+
+
+class Pairs(NamedTuple):
+    """Shuffled pairs of preferences, `batch_size` a step over all hosts; each comes once an epoch.
+
+    Sample `i = step * batch_size + row` is pair `permuted(i % N)` of epoch `i // N`.
+
+    Attributes:
+        tokens: documents 2 i and 2 i + 1 are what line i chose and rejected.
+        seq_len: tokens of a row; each holds one document, and nothing counts behind it.
+        batch_size: pairs of a step.
+        seed: of the order.
+    """
+
+    tokens: Tokens
+    seq_len: int
+    batch_size: int
+    seed: int
+
+    @property
+    def num_windows(self) -> int:
+        """N, pairs of an epoch."""
+        return len(self.tokens.lengths) // 2
+
+    def __call__(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
+        """Draws the given rows of the global batch of a step, as `read` returns them."""
+        samples = int(step) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
+        epochs, slots = np.divmod(samples, self.num_windows)
+        return self.read(permuted(slots, self.num_windows, self.seed, epochs))
+
+    def read(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads pairs by their numbers.
+
+        Returns:
+            "tokens", "targets" int32 and "weights" float32, all `[b, T]`, of what was chosen, and the same behind
+            "rejected_". Weights are 1 where a target is the completion's. Of numbers from N on they are 0.
+
+        Raises:
+            UsageError: a document is over `seq_len` + 1.
+        """
+        if (most := int(self.tokens.lengths.max())) > self.seq_len + 1:
+            number = int(self.tokens.lengths.argmax()) // 2 + 1
+            raise UsageError(f"a completion of pair {number} of its split has {most} tokens with its prompt, and "
+                             f"data.seq_len={self.seq_len}; give at least {most - 1}, or shorten it.")  # fmt: skip
+        out = {}
+        for which, prefix in enumerate(("", "rejected_")):
+            made = [np.zeros((len(numbers), self.seq_len), dtype) for dtype in (np.int32, np.int32, np.float32)]
+            for row, number in enumerate(np.minimum(numbers, self.num_windows - 1).tolist()):
+                start, n = int(self.tokens.begins[2 * number + which]), int(self.tokens.lengths[2 * number + which])
+                ids, counts = self.tokens.read(start, n), self.tokens.read_counts(start, n)
+                for x, values in zip(made, (ids[:-1], ids[1:], counts[1:] * (numbers[row] == number)), strict=True):
+                    x[row, : n - 1] = values
+            out |= dict(zip((f"{prefix}tokens", f"{prefix}targets", f"{prefix}weights"), made, strict=True))
+        return out
+
+
+def sweep_pairs(pairs: Pairs) -> Iterator[dict[str, np.ndarray]]:
+    """Reads every pair once, in order, for evaluation; the last batch is filled up, with what counts nothing."""
+    for start in range(0, pairs.num_windows, pairs.batch_size):
+        yield pairs.read(np.arange(start, start + pairs.batch_size))
 
 
 def sweep(tokens: Tokens, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:

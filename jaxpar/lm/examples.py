@@ -21,6 +21,21 @@ def chat_ml(messages: Sequence[dict], answer: bool) -> str:
     return text + "<|im_start|>assistant\n" * answer
 
 
+def object_of(line: bytes, where: str, legal: str) -> dict:
+    """Returns the JSON object that a line is.
+
+    Raises:
+      UsageError: It is none; `where` is the line's file and number, and `legal` says what it may be.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{where} is not JSON: {brief(line.decode(errors='replace').rstrip())}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} is not a JSON object; {legal}.")
+    return value
+
+
 def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[list[tuple[str, bool]], bool]:
     """Reads one line of JSONL.
 
@@ -37,12 +52,7 @@ def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[li
     Raises:
       UsageError: If the line is none of these, or the template does not write a conversation turn by turn.
     """
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UsageError(f"{where} is not JSON: {brief(line.decode(errors='replace').rstrip())}") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{where} is not a JSON object; {_KINDS}.")
+    value = object_of(line, where, _KINDS)
     if len({"text", "prompt", "messages"} & value.keys()) != 1 or ("prompt" in value) != ("completion" in value):
         raise UsageError(f"{where} has the keys {', '.join(value) or 'none'}; {_KINDS}.")
     for key in ("text", "prompt", "completion"):
@@ -53,6 +63,22 @@ def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[li
     if "prompt" in value:
         return [(value["prompt"], False), (value["completion"], True)], True
     return _turns(value["messages"], where, template), False
+
+
+def pair_of(line: bytes, where: str) -> list[tuple[list[tuple[str, bool]], bool]]:
+    """Reads one line of preferences, {"prompt", "chosen", "rejected"}: the two documents, as `pieces_of` returns one.
+
+    Raises:
+      UsageError: It is none, or both completions are the same.
+    """
+    legal = 'legal are {"prompt", "chosen", "rejected"}, strings of which the latter two are not empty'
+    value = object_of(line, where, legal)
+    for key in ("prompt", "chosen", "rejected"):
+        if not isinstance(value.get(key), str) or (key != "prompt" and not value[key]):
+            raise UsageError(f"{where} has {key}={brief(value.get(key))}; {legal}.")
+    if value["chosen"] == value["rejected"]:
+        raise UsageError(f"{where} rejects what it chooses, {brief(value['chosen'])}; {legal}, and not the same.")
+    return [([(value["prompt"], False), (value[key], True)], True) for key in ("chosen", "rejected")]
 
 
 def _turns(messages: object, where: str, template: Template) -> list[tuple[str, bool]]:

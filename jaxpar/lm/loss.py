@@ -42,6 +42,7 @@ def losses(
     normaliser: jax.Array | None = None,
     share: float = 1.0,
     dropout_key: PRNGKey | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Float[Array, ""], Aux]:
     """Computes what training makes smaller, and all that was told on the way.
 
@@ -53,6 +54,7 @@ def losses(
       normaliser: What the weighted sum is divided by; by default the sum of the weights.
       share: Of the losses that layers tell: 1 / M for one of M microbatches, whose losses are averaged.
       dropout_key: Switches dropout on; consumed.
+      smoothing: Share of a target that is spread over all V symbols alike (arXiv:1512.00567, section 7).
 
     Returns:
       The negative log-likelihood a token, `config.z_loss` times the mean square of the log normaliser, and the losses
@@ -67,7 +69,7 @@ def losses(
         places=batch.get("places"),
         dropout_key=dropout_key,
     )
-    value, told = last(x, head(params), batch, config, normaliser)
+    value, told = last(x, head(params), batch, config, normaliser, smoothing)
     extra = sum(aux.losses.values(), jnp.zeros((), value.dtype))
     return (value + share * extra if aux.losses else value), both(aux, told)
 
@@ -78,12 +80,13 @@ def last(
     batch: dict[str, jax.Array],
     config: LMConfig,
     normaliser: jax.Array | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Float[Array, ""], Aux]:
     """Computes the loss of the last residual stream, after its norm; the arguments are those of `losses`."""
     weights = weights_of(batch, jnp.promote_types(x.dtype, jnp.float32))
     if normaliser is None:
         normaliser = weights.sum()
-    options = (config.loss_chunk, config.low_logits, config.z_loss, config.logit_cap)
+    options = (config.loss_chunk, config.low_logits, config.z_loss, config.logit_cap, smoothing)
     parts: Any = cross_entropy_and_z(x, head, batch["targets"], weights / normaliser, *options)
     value, z = parts
     return value, told_of(z, config)
@@ -129,7 +132,7 @@ def cross_entropy(
     return parts[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def cross_entropy_and_z(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -139,13 +142,15 @@ def cross_entropy_and_z(
     low_logits: bool,
     z_loss: float,
     logit_cap: float = 0.0,
+    smoothing: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Computes `cross_entropy` plus z = z_loss * sum over tokens of weights * (log sum exp(x head^T))^2, and z alone.
 
-    Of `logit_cap` c the logits are c tanh(x head^T / c); 0 for none. z keeps the normaliser near 1, so that logits do
-    not drift away (arXiv:2204.02311, section 5). It is told, not differentiated: the gradient is that of the sum.
+    Of `smoothing` s a target's law is s / V of every symbol and 1 - s of the target besides. Of `logit_cap` c the
+    logits are c tanh(x head^T / c); 0 for none. z keeps the normaliser near 1, so that logits do not drift away
+    (arXiv:2204.02311, section 5). It is told, not differentiated: the gradient is that of the sum.
     """
-    return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, with_grads=False))
+    return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, smoothing, with_grads=False))
 
 
 def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -153,21 +158,20 @@ def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (value[0], value[1]) if value.ndim else (value, jnp.zeros_like(value))
 
 
-def _forward(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap):
-    value, dx, dhead = _sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, with_grads=True)
+def _forward(x, head, targets, weights, *options):
+    value, dx, dhead = _sharded(x, head, targets, weights, *options, with_grads=True)
     return _told(value), (dx, constrain(dhead, "vocab", "embed_grad").astype(head.dtype))
 
 
-def _backward(chunk, low_logits, z_loss, logit_cap, grads, g):
-    del chunk, low_logits, z_loss, logit_cap
-    dx, dhead = grads
+def _backward(*options_and_residuals):
+    *_, (dx, dhead), g = options_and_residuals
     return (g[0] * dx).astype(dx.dtype), (g[0] * dhead).astype(dhead.dtype), None, None
 
 
 cross_entropy_and_z.defvjp(_forward, _backward)
 
 
-def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, with_grads):
+def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, smoothing, with_grads):
     """Runs `_on_device` on every device's tokens and symbols."""
     value_axes = (None,) if z_loss else ()
     tokens = ("batch", "seq_layer")
@@ -181,6 +185,8 @@ def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, wi
         low_logits=low_logits,
         z_loss=z_loss,
         logit_cap=logit_cap,
+        kept=1 - smoothing,
+        spread=smoothing / head.shape[0],
         with_grads=with_grads,
         vocab_axes=mesh_axes("vocab"),
         batch_axes=batch_axes,
@@ -192,8 +198,10 @@ def _sum(x, axes):
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, logit_cap, with_grads, vocab_axes, batch_axes):
-    """The loss of this device's tokens against this device's symbols, chunk by chunk."""
+def _on_device(
+    x, head, targets, weights, *, chunk, low_logits, z_loss, logit_cap, kept, spread, with_grads, vocab_axes, batch_axes
+):
+    """The loss of a device's tokens against its symbols, chunk by chunk; all get `spread` of a target."""
     width, total = x.shape[-1], targets.size
     count = math.ceil(total / chunk)
     size = math.ceil(total / count)
@@ -214,6 +222,8 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, logit_ca
         mine = (place >= 0) & (place < head.shape[0])
         chosen = jnp.take_along_axis(logits, jnp.where(mine, place, 0)[:, None], axis=1)[:, 0].astype(wide)
         chosen = jnp.where(mine, chosen, 0)
+        if spread:
+            chosen = kept * chosen + spread * logits.astype(wide).sum(-1)
         top, norm = _row_sums(logits.astype(wide))
         if vocab_axes:
             highest = jax.lax.pmax(top, vocab_axes)
@@ -233,7 +243,7 @@ def _on_device(x, head, targets, weights, *, chunk, low_logits, z_loss, logit_ca
         share = jnp.exp(logits.astype(wide) - log_norm[:, None])
         if z_loss:
             share = share * (1 + 2 * z_loss * log_norm)[:, None]
-        dlogits = (share - hit) * weight[:, None]
+        dlogits = (share - (kept * hit + spread if spread else hit)) * weight[:, None]
         if logit_cap:  # of c tanh(z / c), told from its value
             dlogits = dlogits * (1 - jnp.square(logits.astype(wide) / logit_cap))
         dlogits = dlogits.astype(x.dtype)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus, permuted
+from jaxpar.lm.data import Corpus, DataConfig, Pairs, Windows, open_corpus, permuted
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
@@ -138,8 +138,12 @@ def open_corpora(
     return Corpora(sources, tuple(found))
 
 
-def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows | Mixture:
+def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows | Mixture | Pairs:
     """Returns the training batches of a run, by step and rows."""
+    if config.pairs:
+        if config.pack or corpora.sources:
+            raise UsageError("pairs are neither packed nor mixed; leave data.pack=true and mix: out.")
+        return Pairs(corpora.first.train, config.seq_len, config.batch_size, seed)
     size = (config.seq_len, config.batch_size, seed, config.pack)
     windows = tuple(Windows(corpus.train, *size) for corpus in corpora.each)
     if not corpora.sources:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.lm.examples import Template, encode_pieces, pieces_of
+from jaxpar.lm.examples import Template, encode_pieces, pair_of, pieces_of
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
@@ -47,6 +47,7 @@ class PartOfFile(NamedTuple):
     tokenizer: Tokenizer
     template: Template
     limit: float
+    pairs: bool = False
 
 
 def lines_of(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -69,12 +70,18 @@ def place_of(path: str, offset: int) -> str:
     return f"{path}, line {number}"
 
 
-def read_line(path: str, offset: int, line: bytes, template: Template) -> tuple[list[tuple[str, bool]], bool]:
-    """Returns what `pieces_of` does, with the number of the line found where it is refused."""
+def read_line(
+    path: str, offset: int, line: bytes, template: Template, pairs: bool = False
+) -> list[tuple[list[tuple[str, bool]], bool]]:
+    """Returns the documents of a line, one or of preferences two, with its number found where it is refused."""
+
+    def read(where: str) -> list[tuple[list[tuple[str, bool]], bool]]:
+        return pair_of(line, where) if pairs else [pieces_of(line, where, template)]
+
     try:
-        return pieces_of(line, "", template)
+        return read("")
     except UsageError:
-        return pieces_of(line, place_of(path, offset), template)
+        return read(place_of(path, offset))
 
 
 def tokenise_part(job: PartOfFile) -> str:
@@ -88,13 +95,16 @@ def tokenise_part(job: PartOfFile) -> str:
     digest, lengths, validation = hashlib.sha256(), [], []
     with (partial / "tokens").open("wb") as tokens, (partial / "counts").open("wb") as counts:
         for offset, line in lines_of(job.path, job.start, job.stop):
-            ids, count = encode_pieces(*read_line(job.path, offset, line, job.template), job.tokenizer)
             key = hashlib.sha256(line.strip()).digest()
             digest.update(key)
-            tokens.write(ids.astype(dtype).tobytes())
-            counts.write(count.tobytes())
-            lengths.append(len(ids))
-            validation.append(int.from_bytes(key[:8], "big") < job.limit)
+            for document in read_line(job.path, offset, line, job.template, job.pairs):
+                ids, count = encode_pieces(*document, job.tokenizer)
+                if job.pairs and not count[1:].any():
+                    raise UsageError(f"{place_of(job.path, offset)} has a completion without a token behind another.")
+                tokens.write(ids.astype(dtype).tobytes())
+                counts.write(count.tobytes())
+                lengths.append(len(ids))
+                validation.append(int.from_bytes(key[:8], "big") < job.limit)
     np.save(partial / "lengths.npy", np.array(lengths, np.int64))
     np.save(partial / "validation.npy", np.array(validation, bool))
     (partial / "digest").write_bytes(digest.digest())
@@ -116,6 +126,7 @@ def tokenise(
     split: tuple[str, float],
     workers: int = 1,
     say: Callable[[str], None] = lambda text: None,
+    pairs: bool = False,
 ) -> None:
     """Makes the folder of tokens `entry` of a file of JSONL; what was done before a kill is not done again.
 
@@ -127,6 +138,7 @@ def tokenise(
       split: ("hash", f) holds out lines by their content, ("tail", f) the last lines.
       workers: Processes, each with a part of 16 MiB at a time.
       say: Is told the progress, a sentence a part.
+      pairs: Whether lines are preferences, `jaxpar.lm.examples.pair_of`: two documents each, on one side of the split.
 
     Raises:
       UsageError: A line cannot be read; it is named by its file and number.
@@ -137,7 +149,9 @@ def tokenise(
     beside.mkdir(parents=True, exist_ok=True)
     limit = fraction * 2**64 if kind == "hash" else 0
     jobs = [
-        PartOfFile(path, start, min(start + PART, size), str(beside / f"{number:06d}"), tokenizer, template, limit)
+        PartOfFile(
+            path, start, min(start + PART, size), str(beside / f"{number:06d}"), tokenizer, template, limit, pairs
+        )
         for number, start in enumerate(range(0, size, PART))
     ]
     left = [job for job in jobs if not Path(job.out).exists()]
@@ -151,7 +165,7 @@ def tokenise(
         if not entry.is_dir():
             raise
         return
-    _join([Path(job.out) for job in jobs], entry, tokenizer, fraction if kind == "tail" else 0.0)
+    _join([Path(job.out) for job in jobs], entry, tokenizer, fraction if kind == "tail" else 0.0, 1 + pairs)
     shutil.rmtree(beside, ignore_errors=True)
 
 
@@ -170,15 +184,15 @@ def _tokenised(jobs: list[PartOfFile], workers: int) -> Iterator[str]:
             raise
 
 
-def _join(parts: list[Path], entry: Path, tokenizer: Tokenizer, tail: float) -> None:
-    """Puts the parts one behind the other, a block at a time."""
+def _join(parts: list[Path], entry: Path, tokenizer: Tokenizer, tail: float, together: int) -> None:
+    """Puts the parts one behind the other, a block at a time; of a tail so many documents are on one side together."""
     partial = entry.with_name(f".partial-{uuid.uuid4().hex}")
     partial.mkdir()
     try:
         lengths = np.concatenate([np.load(part / "lengths.npy") for part in parts])
         validation = np.concatenate([np.load(part / "validation.npy") for part in parts])
         if tail:
-            validation = np.arange(len(lengths)) >= int((1 - tail) * len(lengths))
+            validation = np.arange(len(lengths)) // together >= int((1 - tail) * (len(lengths) // together))
         total, dtype = int(lengths.sum()), np.min_scalar_type(tokenizer.vocab_size - 1)
         for name, kind in (("tokens", dtype), ("counts", np.dtype(np.uint8))):
             with (partial / f"{name}.npy").open("wb") as file:

@@ -11,12 +11,22 @@ from flax import struct
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
+from jaxpar.lm.objectives import ObjectiveConfig, with_objective
 from jaxpar.lm.stages import stages
+from jaxpar.lm.tuning import (
+    TuningConfig,
+    average_of,
+    depth_scales,
+    frozen_names,
+    laid_over,
+    next_average,
+    without,
+)
 from jaxpar.mesh import axes_like
 from jaxpar.nn.auxiliary import Aux, scalars
 from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
-from jaxpar.types import Info, PRNGKey, PyTree
+from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["Health", "TrainState", "Trainer", "one_step"]
 
@@ -50,15 +60,29 @@ class TrainState:
 
     Attributes:
       params: Master weights, float32 unless the model runs in float64.
-      opt_state: Of the optimizer.
+      opt_state: Of the optimizer, for what is not frozen.
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
+      average: Running average of what is not frozen; None where `TuningConfig.ema` is 0.
+      reference: What is not frozen, as it was at the start, where the objective is of preferences; else None.
     """
 
     params: PyTree
     opt_state: PyTree
     step: jax.Array
     health: Health
+    average: PyTree = None
+    reference: PyTree = None
+
+    @property
+    def start(self) -> PyTree:
+        """The parameters that preferences are compared with: those of the start."""
+        return laid_over(self.params, self.reference)
+
+    @property
+    def averaged(self) -> PyTree:
+        """The parameters, of their running average where there is one."""
+        return self.params if self.average is None else laid_over(self.params, self.average)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +96,9 @@ class Trainer:
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
       schedule: How the gradients of microbatches are made, a `jaxpar.nn.schedule.Schedule`: by default in turn.
+      tuning: What is frozen, rates by depth, and whether an average is kept.
+      objective: What is made smaller.
+      teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
     """
 
     model: LMConfig
@@ -80,8 +107,20 @@ class Trainer:
     accumulate: int = field(1, AtLeast(1))
     max_skipped: int = field(10, AtLeast(1))
     schedule: Any = InTurn()
+    tuning: TuningConfig = TuningConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: LMConfig | None = None
 
-    __post_init__ = check_fields
+    def __post_init__(self):
+        """Refuses what cannot be trained."""
+        check_fields(self)
+        check_teacher(self.model, self.objective, self.teacher)
+        if not (self.objective.is_usual and self.teacher is None) and not isinstance(self.schedule, InTurn):
+            raise UsageError(
+                "a pipeline knows the loss of the next token alone; leave objective and teacher, or it, out."
+            )
+        if self._frozen and not isinstance(self.schedule, InTurn):
+            raise UsageError(f"tuning.freeze={','.join(self.tuning.freeze)} has no pipeline; leave one out.")
 
     def init(self, key: PRNGKey, inputs: PyTree = None) -> TrainState:
         """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
@@ -94,7 +133,10 @@ class Trainer:
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
         zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
         health = Health(count, count, count, zero, zero)
-        return TrainState(params, self.make_optimizer().init(params), count, health)
+        trained = self._trained(params)
+        average = average_of(trained, self.tuning.ema)
+        reference = jax.tree.map(jnp.copy, trained) if self.objective.kind == "dpo" else None
+        return TrainState(params, self.make_optimizer().init(trained), count, health, average, reference)
 
     def axes(self) -> TrainState:
         """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
@@ -104,6 +146,10 @@ class Trainer:
     def step(self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]) -> tuple[TrainState, Info]:
         """Makes one optimizer step on a batch as `jaxpar.lm.loss` takes it. Consumes `key` for dropout.
 
+        Of preferences a batch is as `jaxpar.lm.objectives.preference_loss` takes it; with a teacher it has "teacher"
+        besides, its parameters, the same at every step: in `jaxpar.loop.fit` take a chunk of 1, which alone does not
+        copy them.
+
         A step whose loss, gradient or new parameters are not finite changes no parameter and no
         optimizer state; it is counted.
 
@@ -112,14 +158,26 @@ class Trainer:
           skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
           mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
         """
-        params, opt_state, health, info = one_step(
-            lambda params: self.schedule(stages(self.model), params, inputs, key, self.accumulate),
+        inputs, teacher = with_teacher(inputs, self.teacher)
+        start = None if state.reference is None else state.start
+        pieces = with_objective(stages(self.model), self.model, self.objective, teacher=teacher, reference=start)
+        if self._frozen:
+            plain = pieces
+
+            def whole(trained: PyTree, *rest: Any):  # those of `Stages.whole`
+                return plain.whole(laid_over(state.params, trained), *rest)
+
+            pieces = plain._replace(whole=whole)
+        trained, opt_state, health, info = one_step(
+            lambda trained: self.schedule(pieces, trained, inputs, key, self.accumulate),
             self.make_optimizer(),
-            state.params,
+            self._trained(state.params),
             state.opt_state,
             state.health,
         )
-        return TrainState(params, opt_state, state.step + 1, health), info
+        average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        params = laid_over(state.params, trained)
+        return TrainState(params, opt_state, state.step + 1, health, average, state.reference), info
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
@@ -127,8 +185,35 @@ class Trainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `TrainState.opt_state`."""
-        axes, decays = declared.axes(self.model), declared.decay_mask(self.model)
-        return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays)
+        axes, decays = map(self._trained, (declared.axes(self.model), declared.decay_mask(self.model)))
+        scales = depth_scales(self.model, self.tuning.layer_decay) if self.tuning.layer_decay != 1 else None
+        return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays, scales=scales)
+
+    @property
+    def _frozen(self) -> frozenset[str]:
+        return frozen_names(self.model, self.tuning.freeze) if self.tuning.freeze else frozenset()
+
+    def _trained(self, params: PyTree) -> PyTree:
+        """The part of a tree of the parameters that is not frozen."""
+        return without(params, self._frozen)
+
+
+def check_teacher(model: LMConfig, objective: ObjectiveConfig, teacher: LMConfig | None) -> None:
+    """Refuses a teacher of other symbols, and one that nothing heeds."""
+    if teacher is not None and teacher.vocab_size != model.vocab_size:
+        raise UsageError(f"the teacher has {teacher.vocab_size} symbols, and the model {model.vocab_size}; "
+                         "legal is a teacher of the same.")  # fmt: skip
+    if teacher is not None and objective.kind != "tokens":
+        raise UsageError(f"objective.kind={objective.kind} has no teacher; leave one out.")
+
+
+def with_teacher(
+    inputs: dict[str, PyTree], teacher: LMConfig | None
+) -> tuple[dict[str, PyTree], tuple[LMConfig, PyTree] | None]:
+    """Returns a batch without a teacher's parameters, and those beside its model."""
+    if teacher is None:
+        return inputs, None
+    return {name: x for name, x in inputs.items() if name != "teacher"}, (teacher, inputs["teacher"])
 
 
 def one_step(

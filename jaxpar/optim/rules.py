@@ -1,5 +1,7 @@
 """From a configuration to an optimizer: each name's rule."""
 
+from collections.abc import Callable
+
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
@@ -15,7 +17,12 @@ __all__ = ["make_optimizer"]
 
 
 def make_optimizer(
-    config: OptimizerConfig, num_steps: int | None = None, *, axes: PyTree = None, decays: PyTree = matrices
+    config: OptimizerConfig,
+    num_steps: int | None = None,
+    *,
+    axes: PyTree = None,
+    decays: PyTree = matrices,
+    scales: Callable[[PyTree], PyTree] | None = None,
 ) -> Optimizer:
     """Returns the optimizer of a configuration: `init(params)`, `update(grads, state, params)`.
 
@@ -25,6 +32,7 @@ def make_optimizer(
       axes: Logical axes of each parameter, which Muon needs to find stacks of matrices.
       decays: What decays: bools in the structure of the parameters, or a function of the parameters that returns them.
         Where these are bools, Muon takes no other leaf.
+      scales: What the steps of each parameter are multiplied by, as `Optimizer.scales`.
 
     Raises:
       UsageError: Where Muon is asked for and no axes name a stack of matrices.
@@ -40,7 +48,8 @@ def make_optimizer(
         rule = _muon(config, axes, decays)
     schedule = None if num_steps is None else learning_rate(config, num_steps)
     # Muon's decay comes last, apart: what optax's Muon hands to Adam it would decay whole, norms and biases too.
-    return Optimizer(rule, schedule, config.clip_norm, config.weight_decay, decays, decay_last=config.name == "muon")
+    last = config.name == "muon"
+    return Optimizer(rule, schedule, config.clip_norm, config.weight_decay, decays, decay_last=last, scales=scales)
 
 
 def _muon(config: OptimizerConfig, axes: PyTree, decays: PyTree) -> optax.GradientTransformation:

@@ -1,6 +1,7 @@
 """One step of gradient descent: clip, rule, decay, rate, and nothing that is not finite is kept."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ class Optimizer:
       clip_norm: Largest global norm of a gradient; 0 switches clipping off.
       weight_decay: Decoupled decay.
       decays: What decays: a pytree of bools, or a function of the parameters that returns one.
+      scales: None, or a function of the parameters that returns, for each, what its steps are multiplied by: a number,
+        or an array that broadcasts.
       decay_last: Adds -(rate * weight_decay) * params to the step instead, equal but for rounding: Muon's order.
     """
 
@@ -39,6 +42,7 @@ class Optimizer:
     weight_decay: float = field(0.0, AtLeast(0))
     decays: Any = matrices
     decay_last: bool = False
+    scales: Callable[[PyTree], PyTree] | None = None
 
     __post_init__ = check_fields
 
@@ -105,10 +109,21 @@ class Optimizer:
         scale = optax.scale_by_learning_rate(schedule)
         if self.decay_last:
             last = optax.add_decayed_weights(lambda count: -self.weight_decay * schedule(count), self.decays)
-            return optax.chain(clip, optax.chain(self.rule, scale), last)
-        return optax.chain(
-            clip, optax.chain(self.rule, optax.add_decayed_weights(self.weight_decay, self.decays), scale)
+            return self._scaled(optax.chain(clip, optax.chain(self.rule, scale), last))
+        return self._scaled(
+            optax.chain(clip, optax.chain(self.rule, optax.add_decayed_weights(self.weight_decay, self.decays), scale))
         )
+
+    def _scaled(self, chain: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Returns the chain with its steps multiplied by `scales`; its state is the same."""
+        if (scales := self.scales) is None:
+            return chain
+
+        def update(updates, state, params=None):
+            steps, state = chain.update(updates, state, params)
+            return jax.tree.map(lambda x, by: (x * by).astype(x.dtype), steps, scales(steps)), state
+
+        return optax.GradientTransformation(chain.init, update)
 
     def _stepped(self, grads: PyTree, state: PyTree, params: PyTree, rate: ArrayLike) -> tuple[PyTree, PyTree]:
         """Returns what is added to the parameters, and the next state; `grads` are clipped."""

@@ -19,7 +19,7 @@ from envs.puzzles.knapsack import Items, Knapsack
 from jaxpar import rl
 from jaxpar.decode import PromptTokens
 from jaxpar.life import Jitter, Lstm, Reflex, World
-from jaxpar.lm import DraftTrainer, LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import DraftTrainer, LMConfig, ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
@@ -51,6 +51,13 @@ class Row:
 def tokens():
     rows = np.random.default_rng(0).integers(0, 16, (4, 7), dtype=np.int32)
     return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+def pairs():
+    counts = np.ones((4, 6), np.float32)
+    return tokens() | {f"rejected_{name}": x[::-1].copy() for name, x in tokens().items()} | {
+        "weights": counts, "rejected_weights": counts
+    }  # fmt: skip
 
 
 def model_and_tokens():
@@ -119,6 +126,8 @@ ROWS = {
         Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
     ),
     "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
+    "lm-tuned": Row(Trainer(MODEL, tuning=TuningConfig(("embedding", "w_*"), 0.5, 0.9)), tokens),
+    "lm-preferences": Row(Trainer(MODEL, objective=ObjectiveConfig("dpo")), pairs),
     "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
     "lm-gla": Row(Trainer(dataclasses.replace(MODEL, mixer="gla")), tokens),
     "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),
@@ -178,6 +187,8 @@ SLOW = (
     "life-lstm",
     "lm-gla",
     "lm-draft",
+    "lm-tuned",
+    "lm-preferences",
     "lm-muon-dropout-accumulate",
     "a2c-para-gru",
     "a2c-stack",

@@ -128,5 +128,7 @@ def padded(batch: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray
         raise UsageError(f"rows of {tokens} tokens cannot be padded to {length}; the smallest length is {tokens}.")
     batch = {"weights": np.ones((rows, tokens), np.float32), **batch}
     made = {name: np.pad(x, ((0, 0), (0, length - tokens)), "edge") for name, x in batch.items()}
-    made["weights"][:, tokens:] = 0
+    for name, x in made.items():
+        if name.endswith("weights"):  # those of what is rejected, too
+            x[:, tokens:] = 0
     return made

@@ -1,0 +1,131 @@
+"""Which parameters a run updates and how fast: freezing by pattern, rates by depth; and their running average.
+
+Example:
+    import jax, jax.numpy as jnp
+
+    from jaxpar.lm import LMConfig, Trainer, TuningConfig
+
+    model = LMConfig(vocab_size=8, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
+    trainer = Trainer(model, tuning=TuningConfig(freeze=("embedding", "w_*"), layer_decay=0.5))
+    state = trainer.init(jax.random.key(0))
+    batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))
+    after, _ = jax.jit(trainer.step)(jax.random.key(1), state, batch)
+    assert (after.params["embedding"] == state.params["embedding"]).all()
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Collection
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.fields import Between, check_fields, field
+from jaxpar.lm.config import LMConfig
+from jaxpar.lm.params import Leaf, leaves
+from jaxpar.types import Array, PyTree, UsageError
+
+__all__ = ["TuningConfig"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """What of a model is updated, and how fast.
+
+    Attributes:
+      freeze: Patterns of parameters that stay as they are, as of a shell: of names such as embedding, head, final_norm,
+        wq or w_up, or of layers.wq. They have neither gradients nor moments.
+      layer_decay: d, of rates by depth: layer l of L has d^(L - l) of the rate, embeddings d^(L + 1), final norm and
+        head all of it.
+      ema: d, of a running average a <- d a + (1 - d) p of what is trained, kept beside it; 0 keeps none.
+    """
+
+    freeze: tuple[str, ...] = field((), None, identity="changed")
+    layer_decay: float = field(1.0, Between(0, 1, "(]"), identity="changed")
+    ema: float = field(0.0, Between(0, 1, "[)"), identity="changed")
+
+    def __post_init__(self):
+        """Refuses numbers that are none."""
+        check_fields(self, "tuning.")
+        object.__setattr__(self, "freeze", tuple(self.freeze))  # flags are lists
+
+
+def frozen_names(model: LMConfig, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Returns the parameters that patterns mean, by names such as "layers.wq".
+
+    Raises:
+      UsageError: A pattern means none, or all together mean every one.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf))
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in names if any(fnmatch.fnmatchcase(part, pattern) for part in _called(name))}
+        if not hits:
+            legal = ", ".join(name.removeprefix("layers.") for name in names)
+            raise UsageError(f"tuning.freeze={pattern} matches no parameter; legal are patterns of {legal}.")
+        found |= hits
+    if len(found) == len(names):
+        raise UsageError(f"tuning.freeze={','.join(patterns)} leaves nothing to train; leave a parameter out.")
+    return frozenset(found)
+
+
+def _called(name: str) -> tuple[str, ...]:
+    """What a pattern may call a parameter: all of its path, that within the layers, or its end."""
+    return name, name.removeprefix("layers."), name.rpartition(".")[2]
+
+
+def without(tree: PyTree, names: Collection[str], prefix: str = "") -> PyTree:
+    """Returns nested dicts without the leaves of these dotted names, nor dicts that are left empty."""
+    if not names:
+        return tree
+    out = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            value = without(value, names, f"{name}.")
+            if not value:
+                continue
+        if name not in names:
+            out[key] = value
+    return out
+
+
+def laid_over(tree: PyTree, over: PyTree) -> PyTree:
+    """Returns nested dicts of the leaves of both; of those that both have, those of `over`."""
+    if not isinstance(tree, dict):
+        return over
+    return tree | {key: laid_over(tree[key], value) if key in tree else value for key, value in over.items()}
+
+
+def average_of(trained: PyTree, decay: float) -> PyTree:
+    """Returns the running average before the first step: a copy, or None where none is kept."""
+    return jax.tree.map(jnp.copy, trained) if decay else None
+
+
+def next_average(average: PyTree, trained: PyTree, decay: float, good: Array) -> PyTree:
+    """Returns the running average after a step, the old one where the step changed nothing; None of None."""
+    if average is None:
+        return None
+    new = optax.incremental_update(trained, average, 1 - decay)
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, average)
+
+
+def depth_scales(model: LMConfig, decay: float) -> Callable[[PyTree], PyTree]:
+    """Returns a function of (a part of) the parameters, or of adapters, to what their rates are multiplied by.
+
+    That is a number a leaf, or of stacked layers an array [L, 1, ...].
+    """
+
+    def one(path, leaf):
+        names, num = [part.key for part in path], model.num_layers
+        if names[0] == "layers":
+            period = model.stack().period
+            place = int(names[1]) if period > 1 else 0
+            layers = np.arange(leaf.shape[0]) * period + place
+            return (decay ** (num - layers)).reshape(-1, *[1] * (leaf.ndim - 1))
+        return decay ** (num + 1) if names[0] in ("embedding", "positions") else 1.0
+
+    return lambda tree: jax.tree_util.tree_map_with_path(one, tree)
