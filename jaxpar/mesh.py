@@ -45,6 +45,7 @@ __all__ = [
     "simulate_devices",
     "unsplit",
     "use_mesh",
+    "whole_weights",
 ]
 
 Axes = tuple[str | None, ...]
@@ -205,12 +206,10 @@ def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") 
     for name, value in changes.items():
         if name not in RULES:
             raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")
-        axes = () if value in ("", "none") else tuple(value.split("+"))
-        for axis in axes:
-            if axis not in AXES:
-                legal = f"{', '.join(AXES)}, several joined by +, or none"
-                raise UsageError(f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {legal}.")
-        rules[name] = axes
+        rules[name] = () if value in ("", "none") else tuple(value.split("+"))
+        for axis in set(rules[name]) - set(AXES):
+            legal = f"{', '.join(AXES)}, several joined by +, or none"
+            raise UsageError(f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {legal}.")
     return rules
 
 
@@ -219,6 +218,11 @@ def use_mesh(mesh: Mesh, rules: Mapping[str, tuple[str, ...]] | None = None):
     """Makes `mesh` and the rule table ambient for `shard`, `constrain` and everything built on them."""
     with jax.set_mesh(mesh), _table(tuple((rules or RULES).items())), _platform(_kind(mesh.devices.flat[0].platform)):
         yield mesh
+
+
+def whole_weights() -> contextlib.AbstractContextManager:
+    """Has layers take weights for gathered; into what their gradients are summed stays as it is."""
+    return _table(tuple((dict(_table.value) | {"embed_weight": ()}).items()))
 
 
 def _ambient() -> Mesh | AbstractMesh:
@@ -288,8 +292,7 @@ def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array
             owner[axis] = logical
         parts = num_shares(*over)
         if shape is not None and shape[dim] % parts:
-            below = shape[dim] // parts * parts
-            choices = f"{below} or {below + parts}" if below else f"{parts}"
+            choices = " or ".join(str(n * parts) for n in (shape[dim] // parts, shape[dim] // parts + 1) if n)
             raise UsageError(
                 f"{name}: dimension {dim} ({logical}) of size {shape[dim]} does not divide over "
                 f"{'*'.join(over)}={parts}; the nearest legal sizes are {choices}."
@@ -402,11 +405,8 @@ def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:
     }
 
     def find(path, leaf):
-        for start in range(len(path)):
-            shape, axes = known.get(jax.tree_util.keystr(path[start:]), (None, None))
-            if shape == leaf.shape:
-                return axes
-        return (None,) * len(leaf.shape)
+        found = (known.get(jax.tree_util.keystr(path[start:]), (None, None)) for start in range(len(path)))
+        return next((axes for shape, axes in found if shape == leaf.shape), (None,) * len(leaf.shape))
 
     return jax.tree_util.tree_map_with_path(find, tree)
 
@@ -422,8 +422,8 @@ def place_rows(rows: Callable[[slice], PyTree], num_rows: int, axes: Axes = ("ba
     if _ambient().empty:
         return jax.tree.map(jax.numpy.asarray, rows(slice(0, num_rows)))
     mesh, over = jax.sharding.get_mesh(), partition(axes[:1], (num_rows,), "batch")
-    indices: Any = NamedSharding(mesh, over).addressable_devices_indices_map((num_rows,))
-    mine = [index[0].indices(num_rows)[:2] for index in indices.values()]
+    indices: Any = NamedSharding(mesh, over).addressable_devices_indices_map((num_rows,)).values()
+    mine = [index[0].indices(num_rows)[:2] for index in indices]
     first, last = min(start for start, _ in mine), max(stop for _, stop in mine)
 
     def place(block: np.ndarray) -> jax.Array:

@@ -63,6 +63,10 @@ def stages(config: LMConfig) -> Stages:
         leaves = stack.leaves()["layers"]
         return jax.tree.map(lambda leaf: leaf.is_product, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
 
+    def turn_axes():
+        leaves = stack.leaves()["layers"]
+        return jax.tree.map(lambda leaf: leaf.axes[1:], leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+
     turns = config.num_layers // stack.period
     split_head = Head(
         "embedding" if config.tied else "head",
@@ -72,7 +76,8 @@ def stages(config: LMConfig) -> Stages:
         lambda z: told_of(z, config),
         config.z_loss,
     )
-    return Stages(_total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns, split_head)
+    pieces = _total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns
+    return Stages(*pieces, split_head, turn_axes)
 
 
 def _positions(data: dict) -> jax.Array:

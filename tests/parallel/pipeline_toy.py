@@ -51,6 +51,7 @@ def stages(num_turns, keep=lambda body: body):
         remat=keep,
         products=lambda: {"up": True, "down": True, "scale": False},
         num_turns=num_turns,
+        axes=lambda: {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "scale": (None,)},
     )
     return pieces._replace(whole=layer_by_layer(pieces))
 

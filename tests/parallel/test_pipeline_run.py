@@ -28,6 +28,8 @@ from jaxpar.parallel.pipeline import (
     PIPELINES,
     Pipelined,
     TaskCosts,
+    blockwise,
+    breadth_first,
     gpipe,
     mirrored,
     named_schedule,
@@ -38,6 +40,7 @@ from jaxpar.parallel.pipeline import (
     simulate_schedule,
     vee,
     with_gathers,
+    with_reductions,
     with_vocabulary,
     zb_h1,
     zb_h2,
@@ -80,6 +83,36 @@ def test_in_float32_too():
 )
 def test_on_other_meshes(schedule, turns, sizes, options, x64):
     assert_equals_in_turn(schedule, turns, "float64", TOLERANCE, sizes, **options)
+
+
+def gathered_in(text):
+    """Gathers over devices of each computation that a loop of a compiled module runs."""
+    blocks = re.split(r"\n(?=%|ENTRY)", text)
+    counts = [len(re.findall(r" all-gather(?:-start)?\(", block)) for block in blocks]
+    return [count for count in counts if count]
+
+
+@pytest.mark.parametrize(
+    "schedule, sizes",
+    [
+        (with_gathers(breadth_first(2, 4, 2)), {"fsdp": 2, "tensor": 2}),
+        *(
+            pytest.param(schedule, sizes, marks=pytest.mark.slow)  # 5 s each
+            for schedule, sizes in (
+                (with_gathers(blockwise(4, 8, 2, 4), 1), {"fsdp": 2}),
+                (with_gathers(zb_v(2, 5)), {"fsdp": 4}),
+                (with_gathers(one_f_one_b(2, 4)), {"fsdp": 2, "data": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_weights_that_are_gathered_for_many_microbatches(schedule, sizes, x64):
+    """Equal gradients; and gathers of layers stand nowhere but in the one place that the table counts."""
+    run = assert_equals_in_turn(schedule, LAYERS, "float64", TOLERANCE, sizes)
+    plain, _ = program(dataclasses.replace(schedule, sides=()), LAYERS, "float64", sizes)
+    assert sum(gathered_in(run.as_text())) == 2, gathered_in(run.as_text())  # of two products
+    assert sum(gathered_in(plain.as_text())) > 2
 
 
 def test_a_schedule_that_was_searched(x64):
@@ -193,7 +226,7 @@ def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
         ),
         (gpipe(4, 4), 2, 4, 4, "2 layers do not divide over the 4 chunks of gpipe; the nearest legal numbers are 4"),
         (pipedream(4, 4), 4, 4, 4, "pipedream changes weights in between and has no one gradient; PipeDream runs it"),
-        (with_gathers(gpipe(4, 4)), 4, 4, 4, "gpipe has what no program here runs: sides"),
+        (with_reductions(gpipe(4, 4)), 4, 4, 4, "gpipe has what no program here runs: sides of kind reduce"),
         (with_vocabulary(gpipe(4, 4)), 4, 4, 4, "gpipe+vocabulary needs a model with a head of rows"),
     ],
 )
