@@ -142,19 +142,23 @@ class _Packing:
             self.rows[tick, device, self.columns.index(name)] = value
 
     def gather(self, gathers: dict[Side, int]) -> None:
-        """Weights of chunks, each from its gather to the last task that reads them; gathered before a tick's task."""
+        """Weights of chunks, each from its gather to the last task that reads them; gathered before a tick's task.
+
+        A gather that nobody reads, since that of the other direction came meanwhile, is left out.
+        """
         for device, row in enumerate(self.schedule.rows):
-            mine = [side for side in gathers if side.device == device]
             own, read = self.schedule.chunks_of(device), {}
-            for place, task in enumerate(row):
-                if task.op in READERS:
-                    last = max((side for side in mine if side.chunk == task.chunk and side.place <= place), default=None)
-                    if last is None:
-                        raise UsageError(
-                            f"{task} of {self.schedule.name} reads weights that were not gathered; `with_gathers` has "
-                            "all of them gathered."
-                        )
-                    read.setdefault(last, []).append(self.ticks[task])
+            for task in row:
+                if task.op not in READERS:
+                    continue
+                mine = [side for side in gathers if (side.device, side.chunk) == (device, task.chunk)]
+                before = [side for side in mine if gathers[side] <= self.ticks[task]]
+                if not before:
+                    raise UsageError(
+                        f"{task} of {self.schedule.name} reads weights that were not gathered; `with_gathers` has "
+                        "all of them gathered."
+                    )
+                read.setdefault(max(before, key=lambda side: gathers[side]), []).append(self.ticks[task])
             for side, users in read.items():
                 tick = gathers[side]
                 self.put(tick, device, gather=own.index(side.chunk))

@@ -100,7 +100,8 @@ class Pipelined:
         They are whole here, and split within a stage as batch and weights are. Arguments may be shapes.
 
         Returns:
-          "inbox", "stash", "factors", "head", "host", "weights" -> shapes of one stage, [slots, ...], as its loop over ticks carries them.
+          "inbox", "stash", "factors", "head", "host", "weights" -> shapes of one stage, [slots, ...], as its loop over
+          ticks carries them.
         """
 
         def start(params, batch, key):
@@ -179,7 +180,9 @@ class Pipelined:
                 f"{schedule.name} has what no program here runs: sides of kind reduce, since GSPMD sums gradients in "
                 "each task, or gather of a model that does not say how its weights are split; legal are the others."
             )
-        if kinds & {"offload", "fetch"} and "pinned_host" not in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
+        if kinds & {"offload", "fetch"} and "pinned_host" not in {
+            memory.kind for memory in jax.devices()[0].addressable_memories()
+        }:
             raise UsageError(
                 f"{schedule.name} keeps activations in the memory pinned_host, which devices of the kind "
                 f"{jax.devices()[0].device_kind} do not have; take it without offload, or model.remat=full."
