@@ -62,11 +62,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "time": ("context",),  # of a video's tokens; while layers look along the one, the other is split
     "space": ("context",),
     # parameters: `embed` at rest, with the optimizer's state; `embed_weight` as a step holds them from its forward to
-    # its backward pass; `embed_grad` what their gradients are summed into
+    # its backward pass; `embed_grad` what their gradients are summed into; `embed_product` as they are multiplied
     # (inner first: a share over more axes is then a slice of the share over fewer)
     "embed": ("inner", "fsdp"),
     "embed_weight": ("inner", "fsdp"),
     "embed_grad": ("inner", "fsdp"),
+    "embed_product": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -97,6 +98,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "stages": {"layers": ("stage",)},  # of a pipeline, which holds its own at rest
     # Beside tensor parallelism: the residual stream split over the sequence (arXiv:2205.05198).
     "sequence": {"seq": ("context", "tensor")},
+    "2d": {"batch": ("data", "fsdp", "expert"), "embed_product": ("inner",)},  # products split by rows and columns
 }
 """Named changes to `RULES`; "zero2+sequence" is both."""
 

@@ -120,7 +120,7 @@ def _product(how: tuple, x: Array, weight: Array) -> Array:
     if platform() == "gpu" and x.dtype.itemsize == 2 and not any(mesh_axes(name) for name in (*axes, "batch") if name):
         filled = _with_enough_rows(equation, x, weight)
         return jnp.einsum(equation, filled, weight, precision=precision)[:, : x.shape[1]]
-    return jnp.einsum(equation, x, constrain(weight, *in_role(axes, "use"), name="a weight"), precision=precision)
+    return jnp.einsum(equation, x, constrain(weight, *in_role(axes, "product"), name="a weight"), precision=precision)
 
 
 def _with_enough_rows(equation: str, x: Array, weight: Array) -> Array:
@@ -142,7 +142,7 @@ def _product_backward(how: tuple, kept: tuple, g: Array) -> tuple[Array, Array]:
     x, weight = kept
     if apart and mesh_axes("embed_weight"):
         weight, g = jax.lax.optimization_barrier((weight, g))
-    weight = constrain(weight, *in_role(axes, "use"), name="a weight")
+    weight = constrain(weight, *in_role(axes, "product"), name="a weight")
     product = functools.partial(jnp.einsum, equation, precision=precision)
     (dx,) = jax.linear_transpose(lambda x: product(x, weight), x)(g)
     return dx, _weight_gradient(how, weight, x, g)
@@ -196,7 +196,7 @@ def _fixed_backward(how: tuple, w: PyTree, g: Array) -> tuple[Array, PyTree]:
     equation, axes, precision, apart, shape = how
     if apart:  # else the weight would be found to be that of the forward pass, and kept wide
         w, g = jax.lax.optimization_barrier((w, g))
-    weight = constrain(whole_weight(w).astype(g.dtype), *in_role(axes, "use"), name="a weight")
+    weight = constrain(whole_weight(w).astype(g.dtype), *in_role(axes, "product"), name="a weight")
     product = functools.partial(jnp.einsum, equation, precision=precision)
     (dx,) = jax.linear_transpose(lambda x: product(x, weight), jax.ShapeDtypeStruct(shape, g.dtype))(g)
     return dx, jax.tree.map(_no_gradient, w)
@@ -410,7 +410,7 @@ def _deferring_forward(how: tuple, x: Array, weight: Array, slot: tuple) -> tupl
 def _deferring_backward(how: tuple, kept: tuple, g: Array) -> tuple:
     equation, axes, precision, _ = how
     x, weight = kept
-    used = constrain(weight, *in_role(axes, "use"), name="a weight")
+    used = constrain(weight, *in_role(axes, "product"), name="a weight")
     (dx,) = jax.linear_transpose(lambda x: jnp.einsum(equation, x, used, precision=precision), x)(g)
     return dx, jnp.zeros_like(weight), (x, g)
 
