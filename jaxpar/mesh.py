@@ -86,14 +86,12 @@ RULES: dict[str, tuple[str, ...]] = {
 
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "zero3": {},  # weights gathered layer by layer, and again in the backward pass (ZeRO-3, FSDP)
-    # Weights gathered once a step and held; gradients summed into shares (ZeRO-2).
-    "zero2": {"embed_weight": ()},
+    "zero2": {"embed_weight": ()},  # weights gathered once a step and held; gradients summed into shares (ZeRO-2)
     # The same with gradients summed whole: only the optimizer and its state are split (ZeRO-1).
     "zero1": {"embed_weight": (), "embed_grad": ()},
     # Split inside a node, one copy a node (hybrid sharding).
     "hybrid": {"embed": ("inner",), "embed_weight": ("inner",), "embed_grad": ("inner",)},
-    # Three levels: weights over the inner axis, gradients over fsdp, the optimizer over data as well; the backward pass
-    # gathers from the inner, secondary partition (arXiv:2501.04266).
+    # Three levels: weights over the inner axis, gradients over fsdp, the optimizer over data too (arXiv:2501.04266).
     "nested": {"embed": ("inner", "fsdp", "data"), "embed_weight": ("inner",)},
     "stages": {"layers": ("stage",)},  # of a pipeline, which holds its own at rest
     # Beside tensor parallelism: the residual stream split over the sequence (arXiv:2205.05198).
@@ -425,8 +423,8 @@ def place_rows(rows: Callable[[slice], PyTree], num_rows: int, axes: Axes = ("ba
         return jax.tree.map(jax.numpy.asarray, rows(slice(0, num_rows)))
     mesh, over = jax.sharding.get_mesh(), partition(axes[:1], (num_rows,), "batch")
     indices: Any = NamedSharding(mesh, over).addressable_devices_indices_map((num_rows,)).values()
-    mine = [index[0].indices(num_rows)[:2] for index in indices]
-    first, last = min(start for start, _ in mine), max(stop for _, stop in mine)
+    starts, stops, _ = zip(*(index[0].indices(num_rows) for index in indices), strict=True)
+    first, last = min(starts), max(stops)
 
     def place(block: np.ndarray) -> jax.Array:
         def piece(index):
