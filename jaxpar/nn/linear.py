@@ -126,7 +126,7 @@ def _product(how: tuple, x: Array, weight: Array) -> Array:
 
 
 def _in_columns(how: tuple, which: int, x: Array) -> Array:
-    """Splits an input (0) or a result (2) as its weight is split by the layout "2d"; otherwise GSPMD gathers weights."""
+    """Splits an input (0) or a result (2) as its weight is by the layout "2d"; otherwise GSPMD gathers weights."""
     over, letters = mesh_axes("embed_product"), _letters(how[0])
     split = {letter for letter, name in zip(letters[1], how[1], strict=True) if name == "embed"} & set(letters[which])
     if not over or not split:

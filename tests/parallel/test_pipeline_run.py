@@ -116,6 +116,20 @@ def test_weights_that_are_gathered_for_many_microbatches(schedule, sizes, x64):
     assert len(weights_gathered(plain.as_text())) > 2  # forward and backward, of each turn
 
 
+MESHES = [
+    (2, {"data": 4}), (2, {"fsdp": 4}), (2, {"tensor": 4}), (2, {"data": 2, "tensor": 2}),
+    (2, {"fsdp": 2, "tensor": 2}), (2, {"data": 2, "fsdp": 2}), (4, {"data": 2}), (4, {"fsdp": 2}), (8, {}),
+]  # fmt: skip
+
+
+@pytest.mark.slow  # WALL_TIME
+@pytest.mark.parametrize("stages, sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name != "pipedream"])
+def test_every_schedule_on_every_mesh(name, stages, sizes, x64):
+    schedule = named_schedule(name, stages, 4)
+    assert_equals_in_turn(schedule, schedule.depth, "float64", TOLERANCE, sizes)
+
+
 def test_a_schedule_that_was_searched(x64):
     schedule = search_schedule(vee(2), 5, TaskCosts(F=1, B=1.3, W=0.7), cap=4)
     assert_equals_in_turn(schedule, 4, "float64", TOLERANCE)

@@ -212,7 +212,7 @@ class _Packing:
             self.send(device, tick, schedule.backward(chunk - 1, j))
         if op in (Op.B, Op.BW) and chunk == path[-1] and schedule.has_vocabulary:
             merged = max(self.ticks[Task(Op.S, d, j)] for d in range(schedule.devices))
-            self.arrive(device, merged, "merged", task)
+            self.intervals.append(self.inbox(device, merged, merged, "merged", task))  # where it is, without a message
 
     def send(self, device: int, tick: int, reader: Task) -> None:
         goal, devices = self.schedule.device_of(reader), self.schedule.devices
@@ -368,7 +368,7 @@ class _Walk:
             return
         j = next(iter(names))
         goal = self.schedule.placement[self.schedule.path(j)[-1]]
-        self.way.setdefault(tick + self.table.latency - 1, []).append((goal, "merged", ("merged", j)))
+        self.way.setdefault(tick, []).append((goal, "merged", ("merged", j)))
 
 
 def _say(what: object) -> str:

@@ -187,8 +187,10 @@ class Pipelined:
                 f"{schedule.name} keeps activations in the memory pinned_host, which devices of the kind "
                 f"{jax.devices()[0].device_kind} do not have; take it without offload, or model.remat=full."
             )
-        if schedule.has_vocabulary and (stages.head is None or self.latency > 1):
-            raise UsageError(f"{schedule.name} needs a model with a head of rows, and latency=1, not {self.latency}.")
+        if schedule.has_vocabulary and stages.head is None:
+            raise UsageError(
+                f"{schedule.name} needs a model with a head of rows, `Stages.head`, which this one has not."
+            )
         if stages.num_turns % schedule.depth:
             below = stages.num_turns // schedule.depth * schedule.depth
             legal = f"{below} or {below + schedule.depth}" if below else f"{schedule.depth}"
