@@ -21,7 +21,7 @@ __all__ = ["stages"]
 def stages(config: LMConfig) -> Stages:
     """Returns the model in pieces; data are batches as `jaxpar.lm.losses` takes them.
 
-    A microbatch's key is used for dropout alone: without dropout it may be None.
+    A microbatch's key is used for dropout and experts that fail: without both it may be None.
     """
     stack = config.stack()
 
@@ -92,4 +92,4 @@ def _total(batch: dict) -> jax.Array:
 
 
 def _dropped(key: PRNGKey | None, config: LMConfig) -> PRNGKey | None:
-    return key if config.dropout else None
+    return key if config.dropout or config.expert_failures else None
