@@ -2,6 +2,7 @@
 
     python bench/expert_losses.py                        # two layers of 32, three seeds
     python bench/expert_losses.py --presets --steps 100 --seeds 0
+    python bench/expert_losses.py --failures 0,0.1,0.3,0.5 --seeds 0 --plot failures.png   # Learning@home's question
 
 Both are language models over bytes of the default corpus. They see the same batches and differ in their mlps alone.
 """
@@ -47,14 +48,40 @@ MODELS = {
 PRESETS = {"dense": ["preset=tiny"], "experts": ["preset=moe_tiny"]}
 
 
+def by_failures(options: argparse.Namespace, flags: list[str]) -> None:
+    """Prints the mixture's losses by the share of its experts that fail in training, and draws them."""
+    rows = {}
+    model = (PRESETS if options.presets else MODELS)["experts"]
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])), tempfile.TemporaryDirectory() as folder:
+        print("| failures | validation loss of each seed, all experts answering |\n|---|---|")
+        for rate in options.failures:
+            config = lm.compose(*model, *flags, f"model.expert_failures={rate}")
+            corpus = open_corpus(config.data, pathlib.Path(folder))
+            configs = [dataclasses.replace(config, seed=seed) for seed in options.seeds]
+            rows[rate] = [validation_loss(one, corpus)[0] for one in configs]
+            print(f"| {rate} | {', '.join(f'{loss:.4f}' for loss in rows[rate])} |", flush=True)
+    if options.plot:
+        from matplotlib.figure import Figure
+
+        figure = Figure()
+        axes = figure.subplots()
+        axes.errorbar(rows, [np.mean(x) for x in rows.values()], [np.ptp(x) / 2 for x in rows.values()], marker="o")
+        axes.set(xlabel="share of experts that fail in training", ylabel="validation loss, nats a byte")
+        figure.savefig(options.plot)
+
+
 def main() -> None:
     """Prints a row a seed, and the means."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--presets", action="store_true", help="presets tiny and moe_tiny instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--failures", type=lambda s: [float(x) for x in s.split(",")], help="of the mixture alone")
+    parser.add_argument("--plot", type=pathlib.Path, help="of the losses by the share that fails")
     options = parser.parse_args()
     flags = [f"train.steps={options.steps}", "train.eval_batches=40"]
+    if options.failures:
+        return by_failures(options, flags)
     models = PRESETS if options.presets else MODELS
     configs = {name: lm.compose(*model, *flags) for name, model in models.items()}
     for name, config in configs.items():

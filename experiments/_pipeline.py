@@ -9,7 +9,7 @@ from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.lm import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.nn.schedule import InTurn, Schedule
-from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule, with_offload, with_vocabulary
+from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule, with_gathers, with_offload, with_vocabulary
 from jaxpar.types import UsageError
 
 
@@ -22,6 +22,8 @@ class PipelineConfig(_run.RunConfig):
       microbatches: Parts of a batch that pass through a pipeline; 0 for two a stage.
       chunks: Groups of layers on each stage, where the schedule leaves it open.
       split_head: Whether all stages share the product with the head; rules.vocab=stage+tensor has them hold it so.
+      gather_chunks: Whether weights that lie over mesh.fsdp are gathered once for consecutive microbatches of a chunk,
+        and not in each task.
       offload: Whether what forward passes keep waits on the host, wherever there is a tick in between.
     """
 
@@ -29,6 +31,7 @@ class PipelineConfig(_run.RunConfig):
     microbatches: int = field(0, AtLeast(0))
     chunks: int = field(2, AtLeast(1))
     split_head: bool = False
+    gather_chunks: bool = False
     offload: bool = False
 
     def __post_init__(self):
@@ -61,15 +64,18 @@ def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Schedu
         if config.offload:
             legal = ", ".join(PIPELINES)
             raise UsageError(f"offload=true needs pipeline=, legal are {legal}; or take model.remat=offload.")
+        if config.gather_chunks:
+            raise UsageError("gather_chunks=true needs pipeline=; without, layout=zero2 gathers weights once a step.")
         return InTurn(), accumulate, "train.accumulate"
     if accumulate > 1:
         raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
     parts = config.microbatches or 2 * num_stages
     schedule = named_schedule(config.pipeline, num_stages, parts, config.chunks)
     schedule = with_vocabulary(schedule) if config.split_head else schedule
+    schedule = with_gathers(schedule) if config.gather_chunks else schedule
     if config.offload:
         schedule = with_offload(schedule, lockstep=True)
-        if not schedule.sides:
+        if not any(side.kind == "offload" for side in schedule.sides):
             raise UsageError(
                 f"offload=true finds nothing in {schedule}, whose backward tasks come in the tick after their F; take "
                 "another schedule, or model.remat=offload."

@@ -77,7 +77,7 @@ class RunConfig:
       resume: Whether to go on in the run's folder; false starts anew in a new one.
       mesh: Sizes of the mesh axes. Left alone, it is data=all on accelerators, and on eight simulated CPU devices what
         suits the experiment: data=2 fsdp=2 tensor=2 for language models.
-      layout: What is split when, of zero3, zero2, zero1, hybrid, nested and sequence; two are joined by +.
+      layout: What is split when, of zero3, zero2, zero1, hybrid, nested, sequence and 2d; two are joined by +.
       rules: Changes to the table of logical axes, such as rules.embed=none.
       cpu_devices: CPU devices of this process where there is no accelerator; 0 means 8, or 1 if it is one of several.
       metrics: Where metrics go besides metrics.jsonl: tensorboard, wandb.

@@ -45,6 +45,7 @@ __all__ = [
     "simulate_devices",
     "unsplit",
     "use_mesh",
+    "whole_weights",
 ]
 
 Axes = tuple[str | None, ...]
@@ -61,11 +62,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "time": ("context",),  # of a video's tokens; while layers look along the one, the other is split
     "space": ("context",),
     # parameters: `embed` at rest, with the optimizer's state; `embed_weight` as a step holds them from its forward to
-    # its backward pass; `embed_grad` what their gradients are summed into
+    # its backward pass; `embed_grad` what their gradients are summed into; `embed_product` as they are multiplied
     # (inner first: a share over more axes is then a slice of the share over fewer)
     "embed": ("inner", "fsdp"),
     "embed_weight": ("inner", "fsdp"),
     "embed_grad": ("inner", "fsdp"),
+    "embed_product": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -84,18 +86,17 @@ RULES: dict[str, tuple[str, ...]] = {
 
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "zero3": {},  # weights gathered layer by layer, and again in the backward pass (ZeRO-3, FSDP)
-    # Weights gathered once a step and held; gradients summed into shares (ZeRO-2).
-    "zero2": {"embed_weight": ()},
+    "zero2": {"embed_weight": ()},  # weights gathered once a step and held; gradients summed into shares (ZeRO-2)
     # The same with gradients summed whole: only the optimizer and its state are split (ZeRO-1).
     "zero1": {"embed_weight": (), "embed_grad": ()},
     # Split inside a node, one copy a node (hybrid sharding).
     "hybrid": {"embed": ("inner",), "embed_weight": ("inner",), "embed_grad": ("inner",)},
-    # Three levels: weights over the inner axis, gradients over fsdp, the optimizer over data as well; the backward pass
-    # gathers from the inner, secondary partition (arXiv:2501.04266).
+    # Three levels: weights over the inner axis, gradients over fsdp, the optimizer over data too (arXiv:2501.04266).
     "nested": {"embed": ("inner", "fsdp", "data"), "embed_weight": ("inner",)},
     "stages": {"layers": ("stage",)},  # of a pipeline, which holds its own at rest
     # Beside tensor parallelism: the residual stream split over the sequence (arXiv:2205.05198).
     "sequence": {"seq": ("context", "tensor")},
+    "2d": {"batch": ("data", "fsdp", "expert"), "embed_product": ("inner",)},  # products split by rows and columns
 }
 """Named changes to `RULES`; "zero2+sequence" is both."""
 
@@ -205,12 +206,10 @@ def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") 
     for name, value in changes.items():
         if name not in RULES:
             raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")
-        axes = () if value in ("", "none") else tuple(value.split("+"))
-        for axis in axes:
-            if axis not in AXES:
-                legal = f"{', '.join(AXES)}, several joined by +, or none"
-                raise UsageError(f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {legal}.")
-        rules[name] = axes
+        rules[name] = () if value in ("", "none") else tuple(value.split("+"))
+        for axis in set(rules[name]) - set(AXES):
+            legal = f"{', '.join(AXES)}, several joined by +, or none"
+            raise UsageError(f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {legal}.")
     return rules
 
 
@@ -219,6 +218,11 @@ def use_mesh(mesh: Mesh, rules: Mapping[str, tuple[str, ...]] | None = None):
     """Makes `mesh` and the rule table ambient for `shard`, `constrain` and everything built on them."""
     with jax.set_mesh(mesh), _table(tuple((rules or RULES).items())), _platform(_kind(mesh.devices.flat[0].platform)):
         yield mesh
+
+
+def whole_weights() -> contextlib.AbstractContextManager:
+    """Has layers take weights for gathered; into what their gradients are summed stays as it is."""
+    return _table(tuple((dict(_table.value) | {"embed_weight": ()}).items()))
 
 
 def _ambient() -> Mesh | AbstractMesh:
@@ -288,8 +292,7 @@ def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array
             owner[axis] = logical
         parts = num_shares(*over)
         if shape is not None and shape[dim] % parts:
-            below = shape[dim] // parts * parts
-            choices = f"{below} or {below + parts}" if below else f"{parts}"
+            choices = " or ".join(str(n * parts) for n in (shape[dim] // parts, shape[dim] // parts + 1) if n)
             raise UsageError(
                 f"{name}: dimension {dim} ({logical}) of size {shape[dim]} does not divide over "
                 f"{'*'.join(over)}={parts}; the nearest legal sizes are {choices}."
@@ -402,11 +405,8 @@ def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:
     }
 
     def find(path, leaf):
-        for start in range(len(path)):
-            shape, axes = known.get(jax.tree_util.keystr(path[start:]), (None, None))
-            if shape == leaf.shape:
-                return axes
-        return (None,) * len(leaf.shape)
+        found = (known.get(jax.tree_util.keystr(path[start:]), (None, None)) for start in range(len(path)))
+        return next((axes for shape, axes in found if shape == leaf.shape), (None,) * len(leaf.shape))
 
     return jax.tree_util.tree_map_with_path(find, tree)
 
@@ -422,9 +422,9 @@ def place_rows(rows: Callable[[slice], PyTree], num_rows: int, axes: Axes = ("ba
     if _ambient().empty:
         return jax.tree.map(jax.numpy.asarray, rows(slice(0, num_rows)))
     mesh, over = jax.sharding.get_mesh(), partition(axes[:1], (num_rows,), "batch")
-    indices: Any = NamedSharding(mesh, over).addressable_devices_indices_map((num_rows,))
-    mine = [index[0].indices(num_rows)[:2] for index in indices.values()]
-    first, last = min(start for start, _ in mine), max(stop for _, stop in mine)
+    indices: Any = NamedSharding(mesh, over).addressable_devices_indices_map((num_rows,)).values()
+    starts, stops, _ = zip(*(index[0].indices(num_rows) for index in indices), strict=True)
+    first, last = min(starts), max(stops)
 
     def place(block: np.ndarray) -> jax.Array:
         def piece(index):

@@ -207,6 +207,7 @@ TABLE = {
         "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
         "rope_factor": FACTOR,
         "dropout": UNDER_1,
+        "expert_failures": SHARE,
         "experts_per_token mixer_chunk mixer_groups mixer_window mixer_states": COUNT,
         "capacity": POSITIVE,
         "z_loss balance_loss router_z_loss router_bias": FRACTION_FROM_0,

@@ -140,6 +140,7 @@ def test_layouts_are_changes_of_the_table():
         "nested": ((*whole, "data"), inner, whole),
         "stages": (whole, whole, whole),
         "sequence": (whole, whole, whole),
+        "2d": (whole, whole, whole),
     }
     assert held.keys() == LAYOUTS.keys()
     for name, changes in LAYOUTS.items():

@@ -98,6 +98,7 @@ class LMConfig:
       router_z_loss: Weight of the mean square of the router's log normaliser.
       router_bias: Weight of the gradient that corrects the choice by a bias of each expert, in place of a loss.
       transport: How tokens reach experts that devices share, of `jaxpar.parallel.experts.TRANSPORTS`.
+      expert_failures: Share of the experts that do not answer a row of the batch in training; others count for them.
       shared_experts: n, of which all tokens pass: one mlp of width n F, added to what the chosen experts make.
       qk_norm: Whether queries and keys of a head are normalised, by `norm`, before they are rotated.
       weights: "full", or "ternary": -1, 0 and 1 where layers multiply; with mixer=hgrn the MatMul-free language model.
@@ -168,6 +169,7 @@ class LMConfig:
     router_z_loss: float = _later(0.0, AtLeast(0))
     router_bias: float = _later(0.0, AtLeast(0))
     transport: str = _execution("auto", OneOf(TRANSPORTS))
+    expert_failures: float = _later(0.0, Between(0, 1))
     shared_experts: int = _later(0, AtLeast(0))
     qk_norm: bool = _later(False, None)
     weights: str = _later("full", OneOf(WEIGHTS))
@@ -267,15 +269,14 @@ def _experts(config: LMConfig) -> Experts:
     k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
     sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
     bias, shared, transport = config.router_bias, config.shared_experts, transport_for(config.transport)
-    group = config.capacity_group
-    return Experts(*sizes, k > 1, *losses, bias=bias, transport=transport, shared=shared, capacity_group=group)
+    more = dict(capacity_group=config.capacity_group, failures=config.expert_failures)
+    return Experts(*sizes, k > 1, *losses, bias=bias, transport=transport, shared=shared, **more)
 
 
 def _check_experts(config: LMConfig) -> None:
-    fields = "experts_per_token capacity capacity_group router_scores balance_loss router_z_loss router_bias".split()
-    changed = [
-        name for name in (*fields, "transport", "shared_experts") if getattr(config, name) != getattr(LMConfig, name)
-    ]
+    fields = "experts_per_token capacity capacity_group router_scores balance_loss router_z_loss router_bias"
+    names = (*fields.split(), "transport", "shared_experts", "expert_failures")
+    changed = [name for name in names if getattr(config, name) != getattr(LMConfig, name)]
     if changed and not config.num_experts:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
     if config.num_experts and not config.mlp_dim:

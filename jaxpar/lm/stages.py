@@ -21,7 +21,7 @@ __all__ = ["stages"]
 def stages(config: LMConfig) -> Stages:
     """Returns the model in pieces; data are batches as `jaxpar.lm.losses` takes them.
 
-    A microbatch's key is used for dropout alone: without dropout it may be None.
+    A microbatch's key is used for dropout and experts that fail: without both it may be None.
     """
     stack = config.stack()
 
@@ -63,6 +63,10 @@ def stages(config: LMConfig) -> Stages:
         leaves = stack.leaves()["layers"]
         return jax.tree.map(lambda leaf: leaf.is_product, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
 
+    def turn_axes():
+        leaves = stack.leaves()["layers"]
+        return jax.tree.map(lambda leaf: leaf.axes[1:], leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+
     turns = config.num_layers // stack.period
     split_head = Head(
         "embedding" if config.tied else "head",
@@ -72,7 +76,8 @@ def stages(config: LMConfig) -> Stages:
         lambda z: told_of(z, config),
         config.z_loss,
     )
-    return Stages(_total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns, split_head)
+    pieces = _total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns
+    return Stages(*pieces, split_head, turn_axes)
 
 
 def _positions(data: dict) -> jax.Array:
@@ -87,4 +92,4 @@ def _total(batch: dict) -> jax.Array:
 
 
 def _dropped(key: PRNGKey | None, config: LMConfig) -> PRNGKey | None:
-    return key if config.dropout else None
+    return key if config.dropout or config.expert_failures else None

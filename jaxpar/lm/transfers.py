@@ -176,11 +176,12 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         is_weight, leaf = not isinstance(leaf.init, str), leaf._replace(axes=_of_layer(leaf.axes))
         width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
         whole = math.prod(leaf.shape) * width / trips
-        used = whole / num_shares(*_over(in_role(leaf.axes, "use")))
+        multiplied = _over(in_role(leaf.axes, "product" if leaf.is_product and in_layer else "use"))
+        used = whole / num_shares(*multiplied)
         if is_weight and in_layer:
             held, rest = _over(in_role(leaf.axes, "weight")), _over(leaf.axes)
             add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}, once")
-            gathered = _minus(held, _over(in_role(leaf.axes, "use")))
+            gathered = _minus(held, multiplied)
             # Experts gather theirs anew for their backward pass, within a layer that is recomputed as well.
             times = 3 if "experts" in leaf.axes and config.remat != "none" else 2
             add("gather", gathered, times * trips, used, f"{name}, each layer, forward and backward")
@@ -197,6 +198,23 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         add("sum", inside, 1, shape, "gradient of the embedding, as the head")
     if optimizer == "muon":
         _exchanges(config, add)
+
+
+def _columns(config: LMConfig, tokens: float, times: int, add) -> None:
+    """What products of two dimensions send: results of their parts are summed, those in shares gathered."""
+    over, width = mesh_axes("embed_product"), jnp.dtype(config.dtype).itemsize
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        leaves(config)["layers"], is_leaf=lambda x: isinstance(x, Leaf)
+    ):
+        if not leaf.is_product:
+            continue
+        name, inside = (
+            jax.tree_util.keystr(path, simple=True, separator="/"),
+            [x for x in leaf.axes[1:] if x != "embed"],
+        )
+        branch = math.prod(leaf.shape[1:]) / config.embed_dim / num_shares(*_over(tuple(inside)))
+        add("sum", over, leaf.shape[0] * (times + 1), tokens * branch * width, f"parts of a product with {name}")
+        add("gather", over, leaf.shape[0] * (times + 1), tokens * config.embed_dim * width, f"the stream, by {name}")
 
 
 def _exchanges(config: LMConfig, add) -> None:
@@ -248,6 +266,7 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     add("gather", apart, branches, stream, "out of a branch, backward")
     add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
     add("gather", apart, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "into the embedding, backward")
+    _columns(config, tokens / num_shares(*inside), times, add)
     chunk = tokens / num_shares(*inside)
     parts = math.ceil(chunk / config.loss_chunk)
     add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import constrain, in_role, mesh_axes, platform
 from jaxpar.types import Array, PyTree, UsageError
@@ -120,7 +121,17 @@ def _product(how: tuple, x: Array, weight: Array) -> Array:
     if platform() == "gpu" and x.dtype.itemsize == 2 and not any(mesh_axes(name) for name in (*axes, "batch") if name):
         filled = _with_enough_rows(equation, x, weight)
         return jnp.einsum(equation, filled, weight, precision=precision)[:, : x.shape[1]]
-    return jnp.einsum(equation, x, constrain(weight, *in_role(axes, "use"), name="a weight"), precision=precision)
+    weight = constrain(weight, *in_role(axes, "product"), name="a weight")
+    return _in_columns(how, 2, jnp.einsum(equation, _in_columns(how, 0, x), weight, precision=precision))
+
+
+def _in_columns(how: tuple, which: int, x: Array) -> Array:
+    """Splits an input (0) or a result (2) as its weight is by the layout "2d"; otherwise GSPMD gathers weights."""
+    over, letters = mesh_axes("embed_product"), _letters(how[0])
+    split = {letter for letter, name in zip(letters[1], how[1], strict=True) if name == "embed"} & set(letters[which])
+    if not over or not split:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*(over if c in split else P.UNCONSTRAINED for c in letters[which])))
 
 
 def _with_enough_rows(equation: str, x: Array, weight: Array) -> Array:
@@ -138,19 +149,24 @@ def _with_enough_rows(equation: str, x: Array, weight: Array) -> Array:
 
 
 def _product_backward(how: tuple, kept: tuple, g: Array) -> tuple[Array, Array]:
-    equation, axes, precision, apart = how
     x, weight = kept
-    if apart and mesh_axes("embed_weight"):
+    if how[3] and mesh_axes("embed_weight"):
         weight, g = jax.lax.optimization_barrier((weight, g))
-    weight = constrain(weight, *in_role(axes, "use"), name="a weight")
+    return _input_gradient(how, weight, jax.ShapeDtypeStruct(x.shape, x.dtype), g), _weight_gradient(how, weight, x, g)
+
+
+def _input_gradient(how: tuple, weight: Array, x: jax.ShapeDtypeStruct, g: Array) -> Array:
+    equation, axes, precision, *_ = how
+    weight = constrain(weight, *in_role(axes, "product"), name="a weight")
     product = functools.partial(jnp.einsum, equation, precision=precision)
-    (dx,) = jax.linear_transpose(lambda x: product(x, weight), x)(g)
-    return dx, _weight_gradient(how, weight, x, g)
+    (dx,) = jax.linear_transpose(lambda x: product(x, weight), x)(_in_columns(how, 2, g))
+    return _in_columns(how, 0, dx)
 
 
 def _weight_gradient(how: tuple, weight: Array, x: Array, g: Array) -> Array:
     equation, axes, precision, _ = how
     product = functools.partial(jnp.einsum, equation, precision=precision)
+    x, g = _in_columns(how, 0, x), _in_columns(how, 2, g)
     (dweight,) = jax.linear_transpose(lambda weight: product(x, weight), weight)(g)
     return constrain(dweight, *in_role(axes, "grad"), name="gradient of a weight")
 
@@ -193,13 +209,11 @@ def _fixed(how: tuple, x: Array, w: PyTree) -> Array:
 
 
 def _fixed_backward(how: tuple, w: PyTree, g: Array) -> tuple[Array, PyTree]:
-    equation, axes, precision, apart, shape = how
+    *_, apart, shape = how
     if apart:  # else the weight would be found to be that of the forward pass, and kept wide
         w, g = jax.lax.optimization_barrier((w, g))
-    weight = constrain(whole_weight(w).astype(g.dtype), *in_role(axes, "use"), name="a weight")
-    product = functools.partial(jnp.einsum, equation, precision=precision)
-    (dx,) = jax.linear_transpose(lambda x: product(x, weight), jax.ShapeDtypeStruct(shape, g.dtype))(g)
-    return dx, jax.tree.map(_no_gradient, w)
+    like = jax.ShapeDtypeStruct(shape, g.dtype)
+    return _input_gradient(how, whole_weight(w).astype(g.dtype), like, g), jax.tree.map(_no_gradient, w)
 
 
 def _no_gradient(x: Array) -> Array | np.ndarray:
@@ -408,10 +422,8 @@ def _deferring_forward(how: tuple, x: Array, weight: Array, slot: tuple) -> tupl
 
 
 def _deferring_backward(how: tuple, kept: tuple, g: Array) -> tuple:
-    equation, axes, precision, _ = how
     x, weight = kept
-    used = constrain(weight, *in_role(axes, "use"), name="a weight")
-    (dx,) = jax.linear_transpose(lambda x: jnp.einsum(equation, x, used, precision=precision), x)(g)
+    dx = _input_gradient(how, weight, jax.ShapeDtypeStruct(x.shape, x.dtype), g)
     return dx, jnp.zeros_like(weight), (x, g)
 
 

@@ -60,6 +60,7 @@ class Stages(NamedTuple):
       products: () -> of a turn's params, which arrays `jaxpar.nn.linear.contract` multiplies and nothing else reads.
       num_turns: N.
       head: The last product and its loss in pieces, where the rows of the vocabulary may be split over stages; or None.
+      axes: () -> logical axes of a turn's params, where a schedule may gather them by itself; or None.
     """
 
     total: Callable[[PyTree], Array]
@@ -73,6 +74,7 @@ class Stages(NamedTuple):
     products: Callable[[], PyTree]
     num_turns: int
     head: "Head | None" = None
+    axes: Callable[[], PyTree] | None = None
 
 
 class Head(NamedTuple):

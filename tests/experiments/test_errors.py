@@ -45,7 +45,7 @@ FIXED = [
     ("rules.emb=fsdp", "rule for unknown axis 'emb'; logical axes are .*embed"),
     ("mesh.data=1 mesh.fsdp=8 mesh.inner=3", "mesh inner=3 does not divide fsdp=8; legal are 1, 2, 4, 8"),
     ("rules.embed_weight=up", "rule embed_weight=up names unknown mesh axis 'up'"),
-    ("layout=zero9", "layout 'zero9' is unknown; legal are zero3, zero2, .*sequence, several joined by [+]"),
+    ("layout=zero9", "layout 'zero9' is unknown; legal are zero3, zero2, .*sequence, 2d, several joined by [+]"),
     ("layout=zero2+", "layout '' is unknown; legal are zero3"),
     ("processes.coordinator=host:1", "coordinator=host:1 also needs num_processes"),
     # model, optimizer, data, sampling

@@ -30,6 +30,8 @@ COMBINATIONS = {
     "tensor and sequence, pipeline": (dict(stage=2, data=2, tensor=2), "sequence", "zb_v", "none"),
     "context, tensor, pipeline": (dict(stage=2, context=2, tensor=2), "zero3", "interleaved", "names"),
     "optimizer sharding, pipeline": (dict(stage=2, data=2, fsdp=2), "zero1", "zb_v", "none"),
+    "2-D tensor, pipeline": (dict(stage=2, fsdp=2, inner=2, tensor=2), "2d", "zb_h1", "none"),
+    "2-D tensor, data, remat": (dict(data=2, fsdp=2, inner=2, tensor=2), "2d", "", "full"),
     "gradient sharding, pipeline, remat": (dict(stage=4, fsdp=2), "zero2", "zb_h2", "full"),
 }
 
@@ -67,7 +69,8 @@ def test_ten_steps_are_those_of_one_device(name, x64):
     if schedule:
         layout = f"{layout}+stages"
         trainer = dataclasses.replace(trainer, schedule=Pipelined(named_schedule(schedule, sizes["stage"], PARTS)))
-    with use_mesh(make_mesh(MeshSpec(**sizes), jax.devices()[: math.prod(sizes.values())]), rules_from(layout=layout)):
+    count = math.prod(size for axis, size in sizes.items() if axis != "inner")  # a part of fsdp
+    with use_mesh(make_mesh(MeshSpec(**sizes), jax.devices()[:count]), rules_from(layout=layout)):
         got = trained(trainer)
         run = jit(lambda params, batch: loss(params, batch, SMALL))
         evaluated = run(shard(got, axes(SMALL)), batch_of(99)) if name == EVALUATED else None

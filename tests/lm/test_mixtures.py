@@ -15,7 +15,9 @@ from jaxpar.io import Checkpoints
 from jaxpar.lm import LMConfig, Sampling, Trainer, apply, flops_per_token, generate, num_params, to_hf
 from jaxpar.lm.params import abstract, axes, decay_mask
 from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
+from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import muon_dimensions
 from jaxpar.parallel.context import in_order
 from jaxpar.parallel.experts import chosen_experts
@@ -78,6 +80,22 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(layout, flags):
     config = verify.compose(*small.split(), "model.num_experts=4", *flags.split(), "dtypes=[float64]", "topology=none")
     for row in verify.verify_lm(config, [verify.parse_layout(layout)]):
         assert not row.refused and not row.breaches, row
+
+
+def test_experts_fail_in_training_alone():
+    """Where all fail only attention is left; where none does no number is drawn; evaluation asks all."""
+    data = {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]}
+    losses, worst = {}, dataclasses.replace(SMALL, expert_failures=1.0)
+    params = noisy_params(SMALL, np.float32)
+    for config in (SMALL, dataclasses.replace(SMALL, expert_failures=0.5), worst):
+        run = jit(lambda key, config=config: InTurn()(stages(config), params, data, key, 2)[0][0])
+        losses[config.expert_failures] = float(run(jax.random.key(0)))
+        assert (losses[config.expert_failures] == float(run(jax.random.key(1)))) == (config.expert_failures != 0.5)
+    silent = {**params, "layers": {**params["layers"], "w_down": jnp.zeros_like(params["layers"]["w_down"])}}
+    left = float(jit(lambda: InTurn()(stages(SMALL), silent, data, None, 2)[0][0])())
+    assert len(set(losses.values())) == 3
+    np.testing.assert_allclose(losses[1.0], left, rtol=1e-5)
+    np.testing.assert_array_equal(apply(params, data["tokens"], worst), apply(params, data["tokens"], SMALL))
 
 
 def test_a_step_tells_loads_and_drops_and_moves_the_bias():

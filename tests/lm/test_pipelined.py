@@ -13,7 +13,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.schedule import InTurn
-from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, with_vocabulary, zb_h1, zb_v
+from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, with_gathers, with_vocabulary, zb_h1, zb_v
 from jaxpar.types import UsageError
 
 TOLERANCE = 1e-12  # float64; sums in another order
@@ -55,7 +55,7 @@ MODELS = {
     ),
     "a hybrid in a ladder": (
         LMConfig(**{**SMALL, "num_kv_heads": 4}, mixers=("gla", "attention"), residual="ladder", ladder_from=1),
-        one_f_one_b(2, 2),
+        with_gathers(one_f_one_b(2, 2)),
         dict(stage=2, fsdp=2),
     ),
 }  # fmt: skip
@@ -83,7 +83,8 @@ def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
         assert want[0][1].losses  # which count
 
 
-def test_rows_of_the_vocabulary_lie_on_all_stages(x64):
+@pytest.mark.parametrize("latency", [1, pytest.param(2, marks=pytest.mark.slow)])  # 15 s
+def test_rows_of_the_vocabulary_lie_on_all_stages(latency, x64):
     config, m = LMConfig(**{**SMALL, "num_layers": 2}, z_loss=0.1, dropout=0.3), 2
     params, batch, key = noisy_params(config, np.float64), batch_of(m), jax.random.key(3)
     want = jit(lambda *args: InTurn()(stages(config), *args, m))(params, batch, key)
@@ -93,7 +94,7 @@ def test_rows_of_the_vocabulary_lie_on_all_stages(x64):
         assert {x.data.shape[0] for x in params["head"].addressable_shards} == {4}  # 16 rows on 4 devices
         assert {x.data.shape[0] for x in params["layers"]["wq"].addressable_shards} == {1}  # of 2 layers
         assert {x.data.shape[0] for x in params["embedding"].addressable_shards} == {4}
-        got = jit(lambda *args: Pipelined(schedule)(stages(config), *args, m))(params, batch, key)
+        got = jit(lambda *args: Pipelined(schedule, latency)(stages(config), *args, m))(params, batch, key)
     assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
 
 

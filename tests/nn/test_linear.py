@@ -1,5 +1,7 @@
 """Products with weights: plain, adapted, of eight bits, and with the weight's gradient made later."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.aot import hlo
+from jaxpar.mesh import MeshSpec, constrain, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.linear import (
     Deferred,
     Frozen,
@@ -69,6 +72,27 @@ def test_it_is_the_same_on_a_mesh(equation, spec):
     with use_mesh(make_mesh(spec)):
         got = value_and_gradients(ours, *args)
     assert_close(jax.device_get(got), jax.device_get(want), EXACT_MATHS["float32"])
+
+
+@each
+def test_a_product_of_two_dimensions_gathers_no_weight(equation):
+    """Equal in value and gradients; the weight lies in four parts, and each device multiplies its own."""
+    x, w = drawn(equation)
+    want = value_and_gradients(functools.partial(contract, equation, axes=AXES[equation]), x, w)
+
+    def value(x, w):
+        y = contract(equation, x, w, AXES[equation])
+        y = constrain(y, "batch", None, *((None,) if equation == OUT else ("heads", None)))
+        return (y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)).sum()
+
+    with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, inner=2, tensor=2)), rules_from(layout="2d")) as mesh:
+        args = shard((x, w), (("batch", *(None,) * (x.ndim - 1)), AXES[equation]))
+        assert args[1].addressable_shards[0].data.size * 4 == w.size
+        run = jit(jax.value_and_grad(value, (0, 1))).lower(*args).compile()
+        assert_close(jax.device_get(run(*args)), jax.device_get(want), EXACT_MATHS["float32"])
+        found = [(c.kind, c.axes, shape) for c in hlo.collectives(run.as_text(), mesh) for shape in c.shapes]
+    assert any("inner" in axes for _, axes, _ in found)
+    assert not [shape for kind, _, shape in found if kind == "all-gather" and shape[1:2] != (3,)], found  # but tokens
 
 
 def test_precision_reaches_the_product():

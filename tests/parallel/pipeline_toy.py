@@ -10,12 +10,13 @@ import numpy as np
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.mesh import MeshSpec, constrain, make_mesh, use_mesh
+from jaxpar.mesh import MeshSpec, constrain, make_mesh, shard, use_mesh
 from jaxpar.nn.auxiliary import NOTHING, Aux, Max, Mean
 from jaxpar.nn.linear import contract
 from jaxpar.nn.schedule import InTurn, Stages, layer_by_layer
 from jaxpar.parallel.pipeline import Pipelined, pack_schedule
 
+AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "scale": (None,)}
 WIDTH, HIDDEN, TOKENS, LENGTH, ROWS = 16, 8, 6, 3, 4  # rows of a microbatch
 
 
@@ -51,6 +52,7 @@ def stages(num_turns, keep=lambda body: body):
         remat=keep,
         products=lambda: {"up": True, "down": True, "scale": False},
         num_turns=num_turns,
+        axes=lambda: AXES,
     )
     return pieces._replace(whole=layer_by_layer(pieces))
 
@@ -85,6 +87,9 @@ def program(schedule, num_turns, dtype, sizes, *, latency=1, keep=lambda body: b
     count = schedule.devices * math.prod(size for axis, size in sizes.items() if axis != "inner")
     args = params_of(num_turns, dtype), batch_of(m, dtype)
     with use_mesh(make_mesh(mesh, jax.devices()[:count])):
+        if "fsdp" in sizes:  # as a run has them at rest
+            at_rest = {name: (None, *axes) for name, axes in AXES.items()}
+            args = {**args[0], "layers": shard(args[0]["layers"], at_rest)}, args[1]
         run = jit(lambda params, batch: Pipelined(schedule, latency)(stages(num_turns, keep), params, batch, None, m))
         return run.lower(*args).compile(), args
 

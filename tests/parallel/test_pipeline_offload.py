@@ -29,6 +29,7 @@ from jaxpar.parallel.pipeline import (
     pack_schedule,
     run,
     simulate_schedule,
+    with_gathers,
     with_offload,
     zb_v,
 )
@@ -174,7 +175,8 @@ def test_devices_without_the_hosts_memory_are_refused(monkeypatch):
 
 def test_a_run_asks_for_it_by_a_flag():
     def asked(**flags):
-        config = dict(pipeline="gpipe", microbatches=4, chunks=2, split_head=False, offload=True) | flags
+        config = dict(pipeline="gpipe", microbatches=4, chunks=2, split_head=False, gather_chunks=False)
+        config |= dict(offload=True) | flags
         return make_schedule(SimpleNamespace(**config), LMConfig(num_layers=4), 1)
 
     with use_mesh(make_mesh(MeshSpec(stage=2), jax.devices()[:2])):
@@ -182,9 +184,13 @@ def test_a_run_asks_for_it_by_a_flag():
         assert isinstance(schedule, Pipelined) and parts == 4
         assert schedule.schedule == with_offload(gpipe(2, 4), lockstep=True) != gpipe(2, 4)
         assert asked(offload=False)[0] == Pipelined(gpipe(2, 4))
+        assert asked(offload=False, gather_chunks=True)[0] == Pipelined(with_gathers(gpipe(2, 4)))
+        assert {side.kind for side in asked(gather_chunks=True)[0].schedule.sides} == {"gather", "offload", "fetch"}
     with use_mesh(make_mesh(MeshSpec(stage=1), jax.devices()[:1])):
         with pytest.raises(UsageError, match="offload=true needs pipeline="):
             asked(pipeline="none")
+        with pytest.raises(UsageError, match="gather_chunks=true needs pipeline="):
+            asked(pipeline="none", offload=False, gather_chunks=True)
         with pytest.raises(UsageError, match="offload=true finds nothing in"):
             asked(pipeline="1f1b")
 

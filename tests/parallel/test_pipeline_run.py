@@ -28,6 +28,8 @@ from jaxpar.parallel.pipeline import (
     PIPELINES,
     Pipelined,
     TaskCosts,
+    blockwise,
+    breadth_first,
     gpipe,
     mirrored,
     named_schedule,
@@ -38,6 +40,7 @@ from jaxpar.parallel.pipeline import (
     simulate_schedule,
     vee,
     with_gathers,
+    with_reductions,
     with_vocabulary,
     zb_h1,
     zb_h2,
@@ -80,6 +83,51 @@ def test_in_float32_too():
 )
 def test_on_other_meshes(schedule, turns, sizes, options, x64):
     assert_equals_in_turn(schedule, turns, "float64", TOLERANCE, sizes, **options)
+
+
+def weights_gathered(text):
+    """Shapes of weights that a compiled module gathers: those of activations have as many dimensions as a batch."""
+    found = re.findall(r"\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
+    shapes = [tuple(map(int, shape.split(","))) for shape in found]
+    return [shape for shape in shapes if shape[-2:] in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))]
+
+
+@pytest.mark.parametrize(
+    "schedule, sizes",
+    [
+        (with_gathers(breadth_first(2, 4, 2)), {"fsdp": 2, "data": 2}),
+        *(
+            pytest.param(schedule, sizes, marks=pytest.mark.slow)  # 5 s each
+            for schedule, sizes in (
+                (with_gathers(blockwise(4, 8, 2, 4), 1), {"fsdp": 2}),
+                (with_gathers(zb_v(2, 5)), {"fsdp": 4}),
+                (with_gathers(one_f_one_b(2, 4)), {"fsdp": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_weights_that_are_gathered_for_many_microbatches(schedule, sizes, x64):
+    """Equal gradients; layers are gathered in one place, a chunk of two weights at once, and not in their tasks."""
+    run = assert_equals_in_turn(schedule, LAYERS, "float64", TOLERANCE, sizes)
+    turns = LAYERS // schedule.depth
+    assert sorted(weights_gathered(run.as_text())) == [(turns, HIDDEN, WIDTH), (turns, WIDTH, HIDDEN)]
+    plain, _ = program(dataclasses.replace(schedule, sides=()), LAYERS, "float64", sizes)
+    assert len(weights_gathered(plain.as_text())) > 2  # forward and backward, of each turn
+
+
+MESHES = [
+    (2, {"data": 4}), (2, {"fsdp": 4}), (2, {"tensor": 4}), (2, {"data": 2, "tensor": 2}),
+    (2, {"fsdp": 2, "tensor": 2}), (2, {"data": 2, "fsdp": 2}), (4, {"data": 2}), (4, {"fsdp": 2}), (8, {}),
+]  # fmt: skip
+
+
+@pytest.mark.slow  # WALL_TIME
+@pytest.mark.parametrize("stages, sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name != "pipedream"])
+def test_every_schedule_on_every_mesh(name, stages, sizes, x64):
+    schedule = named_schedule(name, stages, 4)
+    assert_equals_in_turn(schedule, schedule.depth, "float64", TOLERANCE, sizes)
 
 
 def test_a_schedule_that_was_searched(x64):
@@ -193,7 +241,7 @@ def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
         ),
         (gpipe(4, 4), 2, 4, 4, "2 layers do not divide over the 4 chunks of gpipe; the nearest legal numbers are 4"),
         (pipedream(4, 4), 4, 4, 4, "pipedream changes weights in between and has no one gradient; PipeDream runs it"),
-        (with_gathers(gpipe(4, 4)), 4, 4, 4, "gpipe has what no program here runs: sides"),
+        (with_reductions(gpipe(4, 4)), 4, 4, 4, "gpipe has what no program here runs: sides of kind reduce"),
         (with_vocabulary(gpipe(4, 4)), 4, 4, 4, "gpipe+vocabulary needs a model with a head of rows"),
     ],
 )

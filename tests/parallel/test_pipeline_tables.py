@@ -132,6 +132,48 @@ def test_sides_have_ticks():
     assert [(tick, side.chunk) for tick, side in table.sides if side.device == 0] == [(0, 0), (3, 2), (6, 2), (11, 0)]
 
 
+@pytest.mark.parametrize("p, m, v", [(2, 4, 2), (4, 8, 2), (2, 6, 3)])
+def test_tables_gather_as_often_as_the_closed_forms_say(p, m, v):
+    """2v times breadth first, 2v ceil(m / U) in units; depth first 2v m / P or less. Slots are as simulated."""
+    counts = {
+        breadth_first(p, m, v): 2 * v,
+        interleaved(p, m, v): 2 * v * m // p,
+        blockwise(p, m, v, 2 * p): 2 * v * -(-m // (2 * p)),
+    }
+    for schedule, count in counts.items():
+        for ahead in (0, 1):
+            schedule_of = with_gathers(schedule, ahead)
+            table, timing = pack_schedule(schedule_of), simulate_schedule(schedule_of, lockstep=True)
+            assert check_table(table) == [] and table.rows.shape[-1] == len(COLUMNS) + 3
+            gathers = (table.column("gather") >= 0).sum(0)
+            assert (gathers <= count).all() and timing.gathers == (count,) * p
+            if not ahead:
+                assert table.slots["weights"] == max(timing.gathered) <= 2
+                assert schedule.name == "interleaved" or (gathers == count).all()
+
+
+def test_wrong_gathers_are_said():
+    schedule = with_gathers(breadth_first(2, 3, 2))
+    table = pack_schedule(schedule)
+    columns = table.columns
+
+    def changed(tick, name, value):
+        rows = table.rows.copy()
+        rows[tick, 0, columns.index(name)] = value
+        return check_table(dataclasses.replace(table, rows=rows))
+
+    second = int(np.flatnonzero(table.column("gather")[:, 0] == 1)[0])
+    held = table.column("weights")[second, 0]
+    assert changed(second, "gather", 0)[0].endswith(
+        f"weights slot {held} holds weights of chunk 0, not weights of chunk 2"
+    )
+    assert "not weights of chunk 2" in changed(second + 1, "weights", 1 - held)[0]
+    assert "holds nothing, not weights of chunk 0" in changed(0, "gather", -1)[0]
+    some = dataclasses.replace(schedule, sides=schedule.sides[1:])
+    with pytest.raises(UsageError, match=r"F0\.0 of breadth_first reads weights that were not gathered"):
+        pack_schedule(some)
+
+
 # ---------------------------------------------------------------- searches
 
 

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.mesh import constrain, in_role, is_axes
+from jaxpar.nn.linear import on_weight
+from jaxpar.nn.schedule import Stages
 from jaxpar.parallel.pipeline.ops import Schedule
 from jaxpar.types import Array, PyTree
 
@@ -92,6 +95,17 @@ def collect_chunks(gradients: PyTree, schedule: Schedule) -> PyTree:
         return out.reshape(-1, *x.shape[2:])
 
     return jax.tree.map(one, gradients)
+
+
+def gathered_chunk(layers: PyTree, stages: Stages) -> PyTree:
+    """Returns a chunk's layers, [turns, ...], as products read them: whole, but for what tensor parallelism splits."""
+    assert stages.axes is not None  # which `Pipelined.check` says
+
+    def one(axes: tuple, x: PyTree) -> PyTree:
+        split, whole = ((None, *in_role(axes, role)) for role in ("weight", "use"))
+        return on_weight(lambda w: constrain(constrain(w, *split), *whole), x)
+
+    return jax.tree.map(one, stages.axes(), layers, is_leaf=is_axes)
 
 
 def _moved(x: Array, pairs: tuple[tuple[int, int], ...]) -> Array:

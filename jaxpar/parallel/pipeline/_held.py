@@ -15,6 +15,7 @@ class Slots(NamedTuple):
       factors: Of weights whose gradients are put off, the same.
       head: Of a head that is split over stages, what S leaves to T.
       host: As the stash, in the host's memory.
+      weights: Of gathered chunks, like a chunk's layers, [slots, turns of a chunk, ...].
     """
 
     inbox: PyTree
@@ -22,6 +23,7 @@ class Slots(NamedTuple):
     factors: list[tuple[Array, Array]]
     head: PyTree = ()
     host: Sequence[Array] = ()
+    weights: PyTree = ()
 
 
 class Sums(NamedTuple):

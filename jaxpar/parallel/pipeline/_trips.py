@@ -1,4 +1,4 @@
-"""In which tick of a program something goes to the host or comes back."""
+"""In which tick of a program something goes to the host or comes back, and weights are gathered."""
 
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
 from jaxpar.types import UsageError
@@ -7,6 +7,19 @@ from jaxpar.types import UsageError
 def tick_of_side(schedule: Schedule, ticks: dict[Task, int], side: Side) -> int:
     """Returns the tick after the last task before a side's place."""
     return ticks[schedule.rows[side.device][side.place - 1]] + 1 if side.place else 0
+
+
+def ticks_of_gathers(schedule: Schedule, ticks: dict[Task, int]) -> dict[Side, int]:
+    """Returns the tick of each gather of weights: that of its place, but one on a device at a time.
+
+    Two of a device never have the same place but at the start of its row, so each still comes before what reads it.
+    """
+    found: dict[Side, int] = {}
+    free = [0] * schedule.devices
+    for side in sorted((side for side in schedule.sides if side.kind == "gather"), key=lambda side: side[1:3]):
+        found[side] = max(tick_of_side(schedule, ticks, side), free[side.device])
+        free[side.device] = found[side] + 1
+    return found
 
 
 def ticks_of_transfers(schedule: Schedule, ticks: dict[Task, int]) -> dict[Side, int]:

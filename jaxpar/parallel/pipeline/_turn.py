@@ -1,5 +1,6 @@
 """One turn of layers as a pipeline runs it: forward, what is kept, and both stages of its backward pass."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxpar.mesh import whole_weights
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.linear import Deferred
 from jaxpar.nn.schedule import Stages
@@ -41,6 +43,7 @@ class Turn:
       again: (parameters, number, data, key as one list) -> what the backward pass reads that does not depend on the
         input, as a gathered weight or a mask: it is made again.
       told: Shapes of what a turn tells.
+      is_whole: Whether its weights come gathered.
     """
 
     stages: Stages
@@ -52,10 +55,12 @@ class Turn:
     kept: tuple[jax.ShapeDtypeStruct, ...]
     again: Callable[..., list[Array]]
     told: Aux
+    is_whole: bool = False
 
     def forward(self, params: PyTree, x: PyTree, where: Where) -> tuple[PyTree, list[Array], Aux]:
         """Returns the residual stream, what is kept for the backward pass, and what was told."""
-        (x, _), pull, told = _differentiated(self.stages, self.products, params, x, where)
+        with _of_weights(self.is_whole):
+            (x, _), pull, told = _differentiated(self.stages, self.products, params, x, where)
         leaves = jax.tree.leaves(pull)
         kept: list[Any] = [None] * len(self.kept)
         for leaf, place in zip(leaves, self.places, strict=True):
@@ -77,7 +82,8 @@ class Turn:
             leaves.append(leaf)
         pull = jax.tree.unflatten(self.pull, leaves)
         extra = jnp.asarray(share, self.told_dtype)
-        pairs, rest, g = pull((g, extra))
+        with _of_weights(self.is_whole):
+            pairs, rest, g = pull((g, extra))
         return g, pairs, rest
 
     @property
@@ -92,9 +98,18 @@ class Turn:
         return [product.gradient(weight, pair) for product, weight, pair in zip(products, weights, pairs, strict=True)]
 
 
-def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where) -> Turn:
+def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: bool = False) -> Turn:
     """Returns how to run a turn, from one turn's parameters, its input and what else it reads; or from their shapes."""
+    with _of_weights(is_whole):
+        return _turn_of(stages, params, x, where, is_whole)
 
+
+def _of_weights(is_whole: bool) -> contextlib.AbstractContextManager:
+    """Under it layers gather weights, or take them for gathered."""
+    return whole_weights() if is_whole else contextlib.nullcontext()
+
+
+def _turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: bool) -> Turn:
     def layer(params, x, index, data, key):
         return stages.layer(params, index, x, data, key)
 
@@ -125,7 +140,7 @@ def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where) -> Turn:
         for number, is_kept in zip(numbers, (True, False), strict=True)
     )
     kept = tuple(like for like, is_kept in zip(kept, depends, strict=True) if is_kept)
-    return Turn(stages, products, found["pull"], found["known"], places, fresh, kept, again, told)
+    return Turn(stages, products, found["pull"], found["known"], places, fresh, kept, again, told, is_whole)
 
 
 def _without(program: jex.ClosedJaxpr, last: int, results: int) -> tuple[list[bool], Callable[..., list[Array]]]:

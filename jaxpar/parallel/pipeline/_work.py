@@ -13,7 +13,7 @@ from jaxpar.mesh import constrain
 from jaxpar.nn.mixer import TRAINING
 from jaxpar.nn.schedule import Head, Stages, key_of_part
 from jaxpar.nn.two_stage import put_together, take_apart
-from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, spread_chunks
+from jaxpar.parallel.pipeline._chunks import AXIS, collect_chunks, gathered_chunk, spread_chunks
 from jaxpar.parallel.pipeline._head import Share, merge_shares, rows_gradient, share_of
 from jaxpar.parallel.pipeline._held import Given, Slots, State, Sums
 from jaxpar.parallel.pipeline._host import empty_on_host, exchanged
@@ -69,7 +69,8 @@ class Work:
         where = self.where(0, 0, 0)
         self.vocabulary = program.vocabulary
         self.x = jax.eval_shape(lambda: self.enter(where, 0))
-        self.turn = turn_of(self.stages, self.params_of(0, 0), self.x, where)
+        self.gathers = "weights" in self.table.slots
+        self.turn = turn_of(self.stages, self.params_of(0, 0), self.x, where, self.gathers)
         self.loss, self.last = jax.eval_shape(lambda x: self.lose(x, where), self.x)
         self.kept = [raw_shape(like) for like in self.turn.kept]
         self.ops = {task.op for task in self.schedule.tasks}
@@ -85,6 +86,18 @@ class Work:
     def params_of(self, chunk: Index, turn: Index) -> PyTree:
         return jax.tree.map(lambda x: _at(x, chunk, turn), self.layers)
 
+    def params_in(self, cell: dict, slots: Slots) -> Callable[[Index], PyTree]:
+        """How a task reads its chunk's parameters, by the turn: gathered ones, or those that lie here."""
+        if self.gathers:
+            return lambda turn: jax.tree.map(lambda x: _at(x, cell["weights"], turn), slots.weights)
+        return functools.partial(self.params_of, cell["chunk"])
+
+    def gather(self, cell: dict, state: State) -> State:
+        """Gathers the weights of a chunk into a slot."""
+        chunk = gathered_chunk(_at_all(self.layers, cell["gather"]), self.stages)
+        weights = jax.tree.map(lambda x, new: _with(x, new, cell["gather_to"]), state.slots.weights, chunk)
+        return state._replace(slots=state.slots._replace(weights=weights))
+
     def start(self) -> tuple[State, tuple]:
         """What is carried from tick to tick, empty: the state, and messages under way."""
         slots, turn, m = self.table.slots, self.turn, self.schedule.microbatches
@@ -97,7 +110,9 @@ class Work:
         told = _zeros(turn.told, num_chunks, m, self.size)
         flying = tuple(_zeros(self.x) for _ in range(self.table.latency - 1))
         host = empty_on_host(self.kept, slots["host"] + 1, self.size) if "host" in slots else []
-        held = Slots(streams, stash, factors, host=host)
+        weights = gathered_chunk(_zeros(jax.tree.map(lambda x: x[0], self.layers)), self.stages) if self.gathers else ()
+        weights = jax.tree.map(lambda x: jnp.broadcast_to(x, (slots["weights"], *x.shape)), weights)
+        held = Slots(streams, stash, factors, host=host, weights=weights)
         return State(_zeros(self.x), held, Sums(wide, ends), _zeros(self.loss), told, _zeros(self.last, m)), flying
 
     def tick(self, carry: tuple[State, tuple], row: Array) -> tuple[tuple[State, tuple], None]:
@@ -108,6 +123,8 @@ class Work:
         if state.slots.host:
             stash, host = exchanged(state.slots.stash, state.slots.host, cell)
             state = state._replace(slots=state.slots._replace(stash=stash, host=host))
+        if self.gathers:
+            state = at_most_once(cell["gather"] >= 0, self.gather, cell, state)
         for op, task in self.tasks().items():
             if op in self.ops:
                 state = at_most_once(cell["op"] == op, task, cell, state)
@@ -142,6 +159,7 @@ class Work:
         """The forward pass of a chunk, from the data or from what has come."""
         chunk, j, slot = cell["chunk"], cell["microbatch"], cell["stash"]
         where, slots = self.where(chunk, 0, j), state.slots
+        params_of = self.params_in(cell, slots)
 
         def enter(cell, x):
             del x
@@ -153,7 +171,7 @@ class Work:
         def one(carry, turn):
             x, stash, all_told = carry
             here = dataclasses.replace(where, index=where.index + turn)
-            x, kept, told = self.turn.forward(self.params_of(chunk, turn), x, here)
+            x, kept, told = self.turn.forward(params_of(turn), x, here)
             stash = [_with(slots, each, slot, turn) for slots, each in zip(stash, kept, strict=True)]
             return (x, stash, jax.tree.map(lambda x, new: _with(x, new, chunk, j, turn), all_told, told)), None
 
@@ -162,7 +180,7 @@ class Work:
 
     def backward(self, cell: dict, state: State, fused: bool) -> State:
         """The gradient of a chunk's input, from what has come or from the loss; and of its weights, if fused."""
-        chunk, slots = cell["chunk"], state.slots
+        chunk, slots, params_of = cell["chunk"], state.slots, self.params_in(cell, state.slots)
         where = self.where(chunk, 0, cell["microbatch"])
         state = state._replace(message=_split(_at_all(slots.inbox, cell["input"])))
         if self.loses:
@@ -171,7 +189,7 @@ class Work:
         def one(carry, turn):
             g, factors, layers = carry
             here = dataclasses.replace(where, index=where.index + turn)
-            params, kept = self.params_of(chunk, turn), [_at(leaf, cell["stash"], turn) for leaf in slots.stash]
+            params, kept = params_of(turn), [_at(leaf, cell["stash"], turn) for leaf in slots.stash]
             g, pairs, rest = self.turn.backward(params, kept, here, g, self.share)
             late = None
             if fused:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxpar.parallel.pipeline._trips import tick_of_side, ticks_of_transfers
+from jaxpar.parallel.pipeline._trips import tick_of_side, ticks_of_gathers, ticks_of_transfers
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
 from jaxpar.parallel.pipeline.timing import tick_of_each
 from jaxpar.types import UsageError
@@ -35,6 +35,12 @@ HOST_COLUMNS: tuple[str, ...] = (  # of tables of schedules that offload, after 
     "fetch",  # slot of the host that comes back before the tick's task, of what is in it as the tick begins
     "fetch_to",  # slot of the stash for it
 )
+WEIGHT_COLUMNS: tuple[str, ...] = (  # of tables of schedules that gather weights, after the others
+    "gather",  # the number of the chunk, among those of its device, that is gathered before the tick's task
+    "gather_to",  # slot of the weights for it
+    "weights",  # slot of the weights that F, BW or B reads
+)
+READERS = (Op.F, Op.B, Op.BW)  # of weights: W has its factors
 NOTHING, NEXT, BEFORE, ITSELF, ALL = range(5)
 
 
@@ -48,7 +54,7 @@ class TickTable:
     Attributes:
       rows: int32 [ticks, P, columns], -1 where a column says nothing.
       slots: How many of "inbox", "stash", "factors" and "head" each device needs: what the fullest one does. Of a
-        schedule that offloads also of "host", in the host's memory.
+        schedule that offloads also of "host", in the host's memory; of one that gathers also of "weights".
       latency: Ticks from a task to the one on another device that reads its message.
       sides: What begins beside the tasks, with its tick.
       schedule: Whose table it is.
@@ -62,8 +68,11 @@ class TickTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """`COLUMNS`, and after them "offload", "offload_to", "fetch" and "fetch_to" where something is offloaded."""
-        return (*COLUMNS, *HOST_COLUMNS)[: self.rows.shape[-1]]
+        """`COLUMNS`, and after them "offload", "offload_to", "fetch" and "fetch_to" where something is offloaded.
+
+        Then "gather", "gather_to" and "weights" where weights are gathered.
+        """
+        return _columns_of(self.schedule)
 
     def column(self, name: str) -> np.ndarray:
         """Returns a column, int32 [ticks, P]."""
@@ -76,15 +85,15 @@ def pack_schedule(schedule: Schedule, latency: int = 1) -> TickTable:
     Slots are given by colouring intervals in order of their start, which takes as many as are ever full at once; those
     of "stash" and "factors" are the activations and factors that `simulate_schedule` counts in lock-step, and those of
     "host" what it counts as hosted. What is offloaded has a slot of the stash until it goes, and perhaps another one
-    from when it is back.
+    from when it is back. Gathered weights have one until the last task that reads them.
 
     Args:
       schedule: That `check_schedule` finds nothing wrong with.
       latency: Ticks until a message to another device can be read, at least 1.
 
     Raises:
-      UsageError: If devices wait for ever, a message goes further than one device on, the latency is under 1, or what
-        is offloaded has no time for both ways.
+      UsageError: If devices wait for ever, a message goes further than one device on, the latency is under 1, what
+        is offloaded has no time for both ways, or only some of the weights are gathered.
     """
     if latency < 1:
         raise UsageError(f"a message cannot be read in the tick that sends it; latency={latency} must be at least 1.")
@@ -92,7 +101,7 @@ def pack_schedule(schedule: Schedule, latency: int = 1) -> TickTable:
         raise UsageError("the head of two copies has two broadcasts in a tick; take a schedule of one copy.")
     ticks = tick_of_each(schedule, latency)
     moves = ticks_of_transfers(schedule, ticks)
-    columns = (*COLUMNS, *HOST_COLUMNS) if moves else COLUMNS
+    columns, gathers = _columns_of(schedule), ticks_of_gathers(schedule, ticks)
     rows = np.full((max(ticks.values()) + 1, schedule.devices, len(columns)), -1, np.int32)
     rows[..., COLUMNS.index("op")] = Op.IDLE
     rows[..., COLUMNS.index("send")] = NOTHING
@@ -104,9 +113,17 @@ def pack_schedule(schedule: Schedule, latency: int = 1) -> TickTable:
         packing.put(tick, device, op=task.op, chunk=chunk, microbatch=task.microbatch)
         packing.keep(task)
         packing.route(task)
-    slots = packing.color()
+    if gathers:
+        packing.gather(gathers)
+    slots, moves = packing.color(), moves | gathers
     begun = [(moves[side] if side in moves else tick_of_side(schedule, ticks, side), side) for side in schedule.sides]
     return TickTable(rows, slots, latency, tuple(begun), schedule)
+
+
+def _columns_of(schedule: Schedule) -> tuple[str, ...]:
+    kinds = {side.kind for side in schedule.sides}
+    away = HOST_COLUMNS if kinds & {"offload", "fetch"} else ()
+    return (*COLUMNS, *away, *(WEIGHT_COLUMNS if "gather" in kinds else ()))
 
 
 class _Packing:
@@ -116,12 +133,37 @@ class _Packing:
         self, schedule: Schedule, ticks: dict[Task, int], moves: dict[Side, int], latency: int, rows: np.ndarray
     ):
         self.schedule, self.ticks, self.latency, self.rows = schedule, ticks, latency, rows
+        self.columns = _columns_of(schedule)
         self.moves = {(side.kind, side.chunk, side.microbatch): tick for side, tick in moves.items()}
         self.intervals: list[tuple[str, int, float, float, list[tuple[int, str]]]] = []
 
     def put(self, tick: int, device: int, **cells: int) -> None:
         for name, value in cells.items():
-            self.rows[tick, device, (*COLUMNS, *HOST_COLUMNS).index(name)] = value
+            self.rows[tick, device, self.columns.index(name)] = value
+
+    def gather(self, gathers: dict[Side, int]) -> None:
+        """Weights of chunks, each from its gather to the last task that reads them; gathered before a tick's task.
+
+        A gather that nobody reads, since that of the other direction came meanwhile, is left out.
+        """
+        for device, row in enumerate(self.schedule.rows):
+            own, read = self.schedule.chunks_of(device), {}
+            for task in row:
+                if task.op not in READERS:
+                    continue
+                mine = [side for side in gathers if (side.device, side.chunk) == (device, task.chunk)]
+                before = [side for side in mine if gathers[side] <= self.ticks[task]]
+                if not before:
+                    raise UsageError(
+                        f"{task} of {self.schedule.name} reads weights that were not gathered; `with_gathers` has "
+                        "all of them gathered."
+                    )
+                read.setdefault(max(before, key=lambda side: gathers[side]), []).append(self.ticks[task])
+            for side, users in read.items():
+                tick = gathers[side]
+                self.put(tick, device, gather=own.index(side.chunk))
+                cells = [(tick, "gather_to"), *((user, "weights") for user in users)]
+                self.intervals.append(("weights", device, tick - 0.25, max(users), cells))
 
     def keep(self, task: Task) -> None:
         """What a task leaves on its own device."""
@@ -170,7 +212,7 @@ class _Packing:
             self.send(device, tick, schedule.backward(chunk - 1, j))
         if op in (Op.B, Op.BW) and chunk == path[-1] and schedule.has_vocabulary:
             merged = max(self.ticks[Task(Op.S, d, j)] for d in range(schedule.devices))
-            self.arrive(device, merged, "merged", task)
+            self.intervals.append(self.inbox(device, merged, merged, "merged", task))  # where it is, without a message
 
     def send(self, device: int, tick: int, reader: Task) -> None:
         goal, devices = self.schedule.device_of(reader), self.schedule.devices
@@ -196,8 +238,8 @@ class _Packing:
     def color(self) -> dict[str, int]:
         """Gives each interval a slot that no other has meanwhile; one may begin in the tick in which another ends."""
         slots: dict[str, int] = {"inbox": 0, "stash": 0, "factors": 0, "head": 0}
-        if self.moves:
-            slots["host"] = 0
+        slots |= {"host": 0} if self.moves else {}
+        slots |= {"weights": 0} if "weights" in self.columns else {}
         groups: dict[tuple[str, int], list] = {}
         for kind, device, *rest in self.intervals:
             groups.setdefault((kind, device), []).append(rest)
@@ -244,6 +286,9 @@ class _Walk:
         cells = [dict(zip(self.table.columns, map(int, row), strict=True)) for row in self.table.rows[tick]]
         for device, cell in enumerate(cells):
             self.move(tick, device, cell)
+            if cell.get("gather", -1) >= 0:
+                gathered = self.schedule.chunks_of(device)[cell["gather"]]
+                self.slots[device]["weights", cell["gather_to"]] = ("weights", gathered)
             if cell["op"] != Op.IDLE:
                 self.do(tick, device, cell)
         self.merge(tick, cells)
@@ -291,6 +336,8 @@ class _Walk:
             before[op] = merged if is_last else schedule.backward(chunk + 1, j)
         if before.get(op) is not None:
             self.read(tick, device, "inbox", cell["input"], before[op])
+        if op in READERS and "weights" in cell:
+            self.read(tick, device, "weights", cell["weights"], ("weights", chunk))
         reads = {Op.B: ("stash", Op.F), Op.BW: ("stash", Op.F), Op.W: ("factors", Op.B), Op.T: ("head", Op.S)}
         if op in reads:
             kind, writer = reads[op]
@@ -321,8 +368,10 @@ class _Walk:
             return
         j = next(iter(names))
         goal = self.schedule.placement[self.schedule.path(j)[-1]]
-        self.way.setdefault(tick + self.table.latency - 1, []).append((goal, "merged", ("merged", j)))
+        self.way.setdefault(tick, []).append((goal, "merged", ("merged", j)))
 
 
 def _say(what: object) -> str:
-    return f"the gradient of the head for {what[1]}" if type(what) is tuple else str(what)
+    if type(what) is not tuple:
+        return str(what)
+    return f"weights of chunk {what[1]}" if what[0] == "weights" else f"the gradient of the head for {what[1]}"

@@ -58,7 +58,7 @@ class Pipelined:
 
     Attributes:
       schedule: Tasks of each stage, as from `one_f_one_b` or `zb_v`; those of `with_offload` keep on the host what they
-        say, on TPUs and GPUs.
+        say, on TPUs and GPUs; those of `with_gathers` gather each chunk's weights when they say, not in each task.
       latency: Ticks until a message is read; with 2, messages travel while the next tick is computed.
     """
 
@@ -100,7 +100,8 @@ class Pipelined:
         They are whole here, and split within a stage as batch and weights are. Arguments may be shapes.
 
         Returns:
-          "inbox", "stash", "factors", "head" -> shapes of one stage, [slots, ...], as its loop over ticks carries them.
+          "inbox", "stash", "factors", "head", "host", "weights" -> shapes of one stage, [slots, ...], as its loop over
+          ticks carries them.
         """
 
         def start(params, batch, key):
@@ -173,18 +174,23 @@ class Pipelined:
             raise UsageError(f"the schedule {schedule} has {schedule.microbatches} microbatches, not {count}.")
         if schedule.asynchronous:
             raise UsageError(f"{schedule.name} changes weights in between and has no one gradient; PipeDream runs it.")
-        if others := sorted({side.kind for side in schedule.sides} - {"offload", "fetch"}):
+        kinds = {side.kind for side in schedule.sides}
+        if "reduce" in kinds or ("gather" in kinds and stages.axes is None):
             raise UsageError(
-                f"{schedule.name} has what no program here runs: sides of kind {' and '.join(others)}, which GSPMD "
-                "places by itself; legal are offload and fetch."
+                f"{schedule.name} has what no program here runs: sides of kind reduce, since GSPMD sums gradients in "
+                "each task, or gather of a model that does not say how its weights are split; legal are the others."
             )
-        if schedule.sides and "pinned_host" not in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
+        if kinds & {"offload", "fetch"} and "pinned_host" not in {
+            memory.kind for memory in jax.devices()[0].addressable_memories()
+        }:
             raise UsageError(
                 f"{schedule.name} keeps activations in the memory pinned_host, which devices of the kind "
                 f"{jax.devices()[0].device_kind} do not have; take it without offload, or model.remat=full."
             )
-        if schedule.has_vocabulary and (stages.head is None or self.latency > 1):
-            raise UsageError(f"{schedule.name} needs a model with a head of rows, and latency=1, not {self.latency}.")
+        if schedule.has_vocabulary and stages.head is None:
+            raise UsageError(
+                f"{schedule.name} needs a model with a head of rows, `Stages.head`, which this one has not."
+            )
         if stages.num_turns % schedule.depth:
             below = stages.num_turns // schedule.depth * schedule.depth
             legal = f"{below} or {below + schedule.depth}" if below else f"{schedule.depth}"

@@ -389,13 +389,13 @@ def _intervals(schedule: Schedule, at: dict) -> list[dict[str, list[tuple[float,
 
 
 def _gathered(schedule: Schedule, device: int, row: tuple[Task, ...], at: dict) -> list[tuple[float, float]]:
-    """A gathered chunk stays until the last task with it before its next gather."""
+    """A gathered chunk stays until the last task that reads it before its next gather; W has its factors."""
     gathers = [side for side in schedule.sides if side.device == device and side.kind == "gather"]
     spans = []
     for number, side in enumerate(gathers):
         later = [other.place for other in gathers[number + 1 :] if other.chunk == side.chunk]
         users = row[side.place : later[0] if later else len(row)]
-        ends = [at[task][1] for task in users if task.chunk == side.chunk and task.op not in (Op.S, Op.T)]
+        ends = [at[task][1] for task in users if task.chunk == side.chunk and task.op in (Op.F, Op.B, Op.BW)]
         spans.append((at[side][0], max(ends, default=at[side][1])))
     return spans
 
