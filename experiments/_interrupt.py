@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from experiments import before_start
+from . import before_start
 
 SHUTDOWN_S = 3.0
 """Seconds that a process of several which ends early waits for the others to end as well."""

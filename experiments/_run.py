@@ -30,11 +30,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 import jaxpar
-from experiments import _interrupt
-from experiments._folder import fresh_folder as fresh_folder
-from experiments._folder import replace_text
-from experiments._folder import short as short
-from experiments._mistakes import CONF, FLAG_ERRORS, conf_of, presets_of, sentence_of
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.mesh import (
     MeshSpec,
@@ -45,6 +40,12 @@ from jaxpar.mesh import (
 )
 from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
+
+from . import _interrupt
+from ._folder import fresh_folder as fresh_folder
+from ._folder import replace_text
+from ._folder import short as short
+from ._mistakes import CONF, FLAG_ERRORS, conf_of, presets_of, sentence_of
 
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
@@ -312,12 +313,15 @@ def write_start(folder: pathlib.Path, config: Any) -> None:
     if jax.process_index():
         return
     replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=CONF, check=False)
+    commit = ""
+    if (CONF.parents[1] / ".git").exists():  # an installed jaxpar may lie in another project's repository
+        git = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, cwd=CONF, check=False).stdout.strip()
     facts = {
         "jaxpar": jaxpar.__version__,
         "jax": jax.__version__,
         "python": sys.version.split()[0],
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
         "devices": [device.device_kind for device in jax.devices()],
         "processes": jax.process_count(),
     }

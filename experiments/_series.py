@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments import _memory
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import UsageError
+
+from . import _memory
 
 __all__ = ["SeriesConfig", "Task", "handwritten", "held_out_batches", "open_task", "read_series"]
 

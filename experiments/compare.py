@@ -27,10 +27,6 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments import _run, lm
-from experiments._folder import owning, replace_text
-from experiments._run import identifying, say
-from experiments._train import Run, train
 from jaxpar.fields import AtLeast, Between, Positive, field
 from jaxpar.io import plot_fits, read_jsonl
 from jaxpar.lm import LMConfig, OptimizerConfig, num_params
@@ -39,6 +35,11 @@ from jaxpar.lm.mixers import with_mixer
 from jaxpar.loop import Fit, FitResult, compile_step
 from jaxpar.mesh import MeshSpec, named_shardings, place_rows
 from jaxpar.types import UsageError
+
+from . import _run, lm
+from ._folder import owning, replace_text
+from ._run import identifying, say
+from ._train import Run, train
 
 COLUMNS = ("mixer", "parameters", "tokens/s", "tokens", "loss", "nats a doubling", "seconds taken")
 ROUNDS = 5

@@ -13,10 +13,6 @@ import pathlib
 
 import numpy as np
 
-from experiments import _run
-from experiments._folder import owning
-from experiments._series import Task, handwritten, held_out_batches
-from experiments.rnn import OptimizerConfig, TrainConfig, check_layout, learn
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.loop import FitResult
 from jaxpar.nn.attention import Attention, Visible
@@ -26,6 +22,11 @@ from jaxpar.nn.norm import Norm
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.vision import ImageClassifier
 from jaxpar.types import UsageError
+
+from . import _run
+from ._folder import owning
+from ._series import Task, handwritten, held_out_batches
+from .rnn import OptimizerConfig, TrainConfig, check_layout, learn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,14 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import _estimate_report as report
-from experiments import _run
-from experiments._estimate_moves import moves
-from experiments._estimate_pipeline import estimate_pipeline, schedules, table_of
-from experiments._mesh import check_split, parse_layout, refuse_idle, shares
-from experiments._pipeline import PipelineConfig
-from experiments._run import say
-from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
 from jaxpar.fields import OneOf, field
 from jaxpar.lm import (
@@ -46,6 +38,15 @@ from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
 from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.types import UsageError
+
+from . import _estimate_report as report
+from . import _run
+from ._estimate_moves import moves
+from ._estimate_pipeline import estimate_pipeline, schedules, table_of
+from ._mesh import check_split, parse_layout, refuse_idle, shares
+from ._pipeline import PipelineConfig
+from ._run import say
+from .lm import TrainConfig, make_trainer
 
 REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4), 8  # what a search tries
 

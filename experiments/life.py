@@ -18,12 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run
-from experiments._folder import owning
-from experiments._life_neat import NeatBrain
-from experiments._mesh import check_split, refuse_idle
-from experiments._run import identifying, say
-from experiments._train import Run, TrainConfig, train
 from jaxpar.env import gif
 from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import plot_metrics
@@ -31,6 +25,13 @@ from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import UsageError
+
+from . import _run
+from ._folder import owning
+from ._life_neat import NeatBrain
+from ._mesh import check_split, refuse_idle
+from ._run import identifying, say
+from ._train import Run, TrainConfig, train
 
 PANELS = {
     "energy a step": ("train/regrowth", "train/heat", "train/eaten"),

@@ -21,13 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _experts, _export, _init, _run, _train
-from experiments._folder import owning
-from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
-from experiments._pipeline import PipelineConfig, make_schedule
-from experiments._run import say
-from experiments._texts import decode, draw, encode
-from experiments._train import Run
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
@@ -52,6 +45,14 @@ from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition, place_rows
 from jaxpar.parallel.context import in_order, padded
 from jaxpar.types import PyTree, UsageError
+
+from . import _experts, _export, _init, _run, _train
+from ._folder import owning
+from ._mesh import LM_AXES, check_split, refuse_idle, shares
+from ._pipeline import PipelineConfig, make_schedule
+from ._run import say
+from ._texts import decode, draw, encode
+from ._train import Run
 
 
 @dataclasses.dataclass(frozen=True)

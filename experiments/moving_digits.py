@@ -17,11 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from experiments import _run
-from experiments._folder import owning
-from experiments._series import Task
-from experiments.digits import head_size
-from experiments.rnn import OptimizerConfig, TrainConfig, check_layout, learn
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import plot_frames
 from jaxpar.loop import FitResult
@@ -33,6 +28,12 @@ from jaxpar.nn.network import SequenceTrainer
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.stack import Stack
 from jaxpar.types import PRNGKey
+
+from . import _run
+from ._folder import owning
+from ._series import Task
+from .digits import head_size
+from .rnn import OptimizerConfig, TrainConfig, check_layout, learn
 
 FONT = (  # 0 to 9, each in five rows of three pixels
     "###  #  ### ### # # ### ### ### ### ###",

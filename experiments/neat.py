@@ -24,14 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxpar.envs.classic.double_pole import DoublePole, generalisation_starts
 
-import envs
-from envs.classic.double_pole import DoublePole, generalisation_starts
-from experiments import _run
-from experiments._folder import owning
-from experiments._mesh import check_split, refuse_idle
-from experiments._run import identifying, say
-from experiments._train import Run, TrainConfig, train
+from jaxpar import envs
 from jaxpar.fields import AtLeast, Between, field
 from jaxpar.io import plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, run_until
@@ -56,6 +51,12 @@ from jaxpar.neat import (
     xor,
 )
 from jaxpar.types import PyTree, UsageError
+
+from . import _run
+from ._folder import owning
+from ._mesh import check_split, refuse_idle
+from ._run import identifying, say
+from ._train import Run, TrainConfig, train
 
 TABLES: dict[str, Callable[[], dict[str, Any]]] = {
     "xor": xor,

@@ -16,10 +16,6 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._mesh import refuse_idle
-from experiments._run import identifying, say
 from jaxpar.fields import AtLeast, Each, OneOf
 from jaxpar.mesh import MeshSpec
 from jaxpar.parallel.pipeline import (
@@ -37,6 +33,11 @@ from jaxpar.parallel.pipeline import (
     with_vocabulary,
 )
 from jaxpar.types import UsageError
+
+from . import _run
+from ._folder import run_folder
+from ._mesh import refuse_idle
+from ._run import identifying, say
 
 NAMES = (*PIPELINES, "searched", "searched_v")
 COLUMNS = ("schedule", "time", "idle", "kept", "kept, of layers", "messages", "chunks")

@@ -19,15 +19,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._mesh import refuse_idle
-from experiments._run import identifying, say
-from experiments._ticks import VOCAB, Schedule, Ticks, expected_ticks, simulate
 from jaxpar.fields import AtLeast, Between, Each
 from jaxpar.io import open_writers, plot_metrics
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import UsageError
+
+from . import _run
+from ._folder import run_folder
+from ._mesh import refuse_idle
+from ._run import identifying, say
+from ._ticks import VOCAB, Schedule, Ticks, expected_ticks, simulate
 
 COLUMNS = ("acceptance", "schedule", "simulated", "closed form", "runs", "cancelled", "stale", "work", "in vain")
 

@@ -28,13 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run
-from experiments._folder import owning
-from experiments._mesh import check_split, refuse_idle
-from experiments._policy_run import FILMED, PolicyRun, older_prng, on_one_device, player, save_film
-from experiments._run import identifying, say
-from experiments._train import Run, TrainConfig, train
-from experiments._world import changes, make_world
 from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
@@ -44,6 +37,14 @@ from jaxpar.rl import RENAMED, A2c, Dqn, Items, LastActionReward, Pbt, Ppo, Pqn,
 from jaxpar.rollout import NextStep, NoReset, evaluate, init, rollout
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
+
+from . import _run
+from ._folder import owning
+from ._mesh import check_split, refuse_idle
+from ._policy_run import FILMED, PolicyRun, older_prng, on_one_device, player, save_film
+from ._run import identifying, say
+from ._train import Run, TrainConfig, train
+from ._world import changes, make_world
 
 ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ppo": (Ppo, {}),

@@ -20,11 +20,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments import _run, _sums
-from experiments._folder import owning
-from experiments._mesh import refuse_idle
-from experiments._run import identifying, say
-from experiments._train import Run, train
 from jaxpar.decode import Sampling, conformal_rejects, empty_calibration
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, field
 from jaxpar.io import open_writers, plot_metrics
@@ -32,6 +27,12 @@ from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, generate, num_p
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, place_rows
 from jaxpar.types import PyTree, UsageError
+
+from . import _run, _sums
+from ._folder import owning
+from ._mesh import refuse_idle
+from ._run import identifying, say
+from ._train import Run, train
 
 COLUMNS = ("rule", "level", "rewritten", "right", "target tokens", "of the target's FLOPs")
 

@@ -21,10 +21,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._mesh import LM_AXES, parse_layout, refuse_idle, shares, staged
-from experiments._run import say
 from jaxpar.aot import topology
 from jaxpar.fields import AtLeast, field
 from jaxpar.io import plot_layouts
@@ -38,6 +34,11 @@ from jaxpar.parallel.context import in_order
 from jaxpar.parallel.pipeline import PIPELINES, Pipelined, Schedule, named_schedule
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
+
+from . import _run
+from ._folder import run_folder
+from ._mesh import LM_AXES, parse_layout, refuse_idle, shares, staged
+from ._run import say
 
 
 @dataclasses.dataclass(frozen=True)
