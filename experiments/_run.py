@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hydra
@@ -27,6 +27,7 @@ import jax
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from jax.sharding import Mesh
 from omegaconf import DictConfig, OmegaConf
 
 import jaxpar
@@ -41,7 +42,7 @@ from jaxpar.mesh import (
 from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
 
-from . import _interrupt
+from . import _interrupt, _silence
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
@@ -305,7 +306,16 @@ def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
             size = math.prod(dataclasses.astuple(usual))
             if size == 8 or jax.process_count() == 1:  # every process needs devices of its own in the mesh
                 spec, devices = usual, devices[:size]
-    return use_mesh(make_mesh(spec, devices), rules_from(config.rules, config.layout))
+    return _opened(use_mesh(make_mesh(spec, devices), rules_from(config.rules, config.layout)))
+
+
+@contextlib.contextmanager
+def _opened(mesh: contextlib.AbstractContextManager) -> Iterator[Mesh]:
+    """Is `mesh`; inside, process 0 of a command says where it is silent for long."""
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0 and "ipykernel" not in sys.modules:
+            stack.enter_context(_silence.broken())
+        yield stack.enter_context(mesh)
 
 
 def write_start(folder: pathlib.Path, config: Any) -> None:

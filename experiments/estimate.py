@@ -40,7 +40,7 @@ from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.types import UsageError
 
 from . import _estimate_report as report
-from . import _run
+from . import _run, _silence
 from ._estimate_moves import moves
 from ._estimate_pipeline import estimate_pipeline, schedules, table_of
 from ._mesh import check_split, parse_layout, refuse_idle, shares
@@ -98,6 +98,7 @@ def compose(*flags: str) -> Config:
     return _run.compose("estimate", Config, list(flags))
 
 
+@_silence.broken()
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Estimates, prints the report and writes it into the run folder."""
     if config.search and (config.mesh != MeshSpec(data=-1) or config.show or config.source):

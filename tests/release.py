@@ -2,8 +2,8 @@
 
     python tests/release.py python3.12 python3.11         # two cores: three minutes an interpreter and archive
 
-`make release` calls it with every interpreter that it finds; the archives stay in dist/. Commands run in an empty folder,
-away from the checkout, so that all they find is what was installed.
+`make release` calls it with every interpreter that it finds; the archives stay in dist/. Commands run in an empty
+folder, away from the checkout, so that all they find is what was installed.
 """
 
 import argparse
@@ -76,9 +76,7 @@ def try_out(interpreter: str, archive: pathlib.Path, folder: pathlib.Path) -> in
 def main() -> None:
     """Ends with 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "interpreters", nargs="+", help="python3.12 and others, each of which gets environments of its own"
-    )
+    parser.add_argument("interpreters", nargs="+", help="python3.12 and others; each gets environments of its own")
     asked = parser.parse_args()
     failed = 0
     for archive in build(ROOT / "dist"):
