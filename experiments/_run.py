@@ -42,7 +42,7 @@ from jaxpar.mesh import (
 from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
 
-from . import _interrupt, _silence
+from . import _help, _interrupt, _silence
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
@@ -58,7 +58,13 @@ _LOST = re.compile(r"gloo|nccl|connection|socket|peer|heartbeat|coordination|una
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """How this process finds the others; empty on one machine, and where the cluster can be detected."""
+    """How this process finds the others; empty on one machine, and where the cluster can be detected.
+
+    Attributes:
+      coordinator: Where process 0 listens, as host:port.
+      num_processes: How many there are.
+      process_id: Which of them this is, from 0.
+    """
 
     coordinator: str = ""
     num_processes: int = field(0, AtLeast(0))
@@ -130,6 +136,10 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
         mistakes, code = [], 0
         try:
             _register(name, schema)
+            if set(_help.ASKED) & set(sys.argv[1:]):
+                given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
+                print(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
+                return
             _refuse_malformed(name, sys.argv[1:])
             _main(name, execute, mistakes)()
         except (UsageError, OSError, *FLAG_ERRORS) as error:

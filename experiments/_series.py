@@ -35,7 +35,7 @@ class SeriesConfig:
       length: Of the synthetic tasks: T of adding and s5; of copying and recall the silent steps, of delayed_copy the
         delay, of mqar the places among which each key is asked for.
       symbols: Of the copy tasks: how many are to be remembered; of recall and mqar the pairs of a key and a value.
-      batch_size: B.
+      batch_size: B, rows of a step.
     """
 
     task: str = "digits"

@@ -1,6 +1,7 @@
 """Trains the same byte model with one mixer after the other, all for as many seconds of the device.
 
     python -m experiments.compare                                       # two CPU cores, 7 mixers, 3 seeds, 15 minutes
+    python -m experiments.compare mixers=[attention,gla] seconds=10 num_seeds=1        # a minute
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
     python -m experiments.compare mixers=[windowed,block_recurrent] model.mixer=windowed model.mixer_window=64
     python -m experiments.compare mixers=[attention,mamba2] model.embed_dim=512 model.num_layers=8 data.seq_len=1024

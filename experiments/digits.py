@@ -2,6 +2,8 @@
 
     python -m experiments.digits                                  # two CPU cores, about a minute
     python -m experiments.digits model.patch=4 model.layers=4
+    python -m experiments.digits train.steps=200 seed=1           # a first look
+    python -m experiments.digits data.shift=0 model.dropout=0     # what moving the images about is worth
     python -m experiments.digits mesh.data=2 mesh.tensor=4 cpu_devices=8
 
 A third of the digits is held out, and their accuracy told at the end. The same command resumes a run that was ended, on
@@ -59,7 +61,7 @@ class DataConfig:
     """The digits.
 
     Attributes:
-      batch_size: B.
+      batch_size: B, rows of a step.
       held_out: Share of the digits that are not trained on.
       shift: Pixels by which a digit is moved at random while training, in each direction.
     """

@@ -3,6 +3,7 @@
     python -m experiments.estimate preset=llama_8b topology=v5p:4x4x4 mesh.fsdp=16 mesh.tensor=4
     python -m experiments.estimate preset=llama_1b topology=v5e:4x4 search=true
     python -m experiments.estimate hf=config.json topology=h100:8 data.seq_len=4096 data.batch_size=64
+    python -m experiments.estimate preset=llama_8b topology=h100:8 decode=true
     python -m experiments.estimate preset=gpt2_124m show=true             # compiled for this machine's own devices
 
 TPU slices are compiled for by libtpu, without a TPU; GPUs that are not here are estimated by the analytic model alone.

@@ -2,6 +2,7 @@
 
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="def " num_samples=3
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompts=prompts.jsonl out=texts.jsonl draft=copy
+    python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="import " sampling.temperature=0.5 seed=3
     python -m experiments.generate hf=llama-folder prompts=prompts.txt out=texts.jsonl preset=greedy
     python -m experiments.generate hf=llama-folder prompt="Once " mesh.data=1 mesh.context=4 rules.slots=context
 

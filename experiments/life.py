@@ -3,6 +3,7 @@
     python -m experiments.life                                     # 128 agents with LSTMs, 32 robots
     python -m experiments.life brain=neat                          # their networks grow
     python -m experiments.life agents=1024 robots=256 size=256 births=64
+    python -m experiments.life train.steps=200 seed=1              # a first look
     python -m experiments.life laws.upkeep=0.5 laws.fee=32        # a harder life
 
 The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances

@@ -2,6 +2,8 @@
 
     python -m experiments.moving_digits                           # two CPU cores, three minutes
     python -m experiments.moving_digits data.digits=2 data.size=16 model.patch=4
+    python -m experiments.moving_digits train.steps=100 seed=1    # a first look
+    python -m experiments.moving_digits data.frames=16 model.pairs=4
     python -m experiments.moving_digits mesh.data=2 mesh.context=4 cpu_devices=8
 
 Its layers look along space and along time in turn, and `mesh.context` splits the axis along which they do not look. The
@@ -73,7 +75,7 @@ class DataConfig:
     """The films.
 
     Attributes:
-      batch_size: B.
+      batch_size: B, rows of a step.
       frames: T, of each of which the next is to be drawn.
       size: Pixels along a side of a frame.
       digits: How many fly about.

@@ -107,7 +107,9 @@ class Config(_run.RunConfig):
     max_species: int = identifying(20, AtLeast(1))
     activations: list[str] = identifying(default_factory=list)
     aggregations: list[str] = identifying(default_factory=lambda: ["sum"])
-    rates: dict[str, float] = identifying(default_factory=dict)
+    rates: dict[str, float] = identifying(
+        default_factory=dict, of=lambda config: CANONICAL if config.mode == "canonical" else FAST
+    )
     goal: float = identifying(float("inf"), Between(-math.inf, math.inf))
     episodes: int = identifying(1, AtLeast(1))
     max_steps: int = identifying(0, AtLeast(0))

@@ -2,6 +2,8 @@
 
     python -m experiments.pipelined_speculation                           # two CPU cores, about 20 s
     python -m experiments.pipelined_speculation stages=16 guesses=8 early=4 hit=0.9 streamed=2
+    python -m experiments.pipelined_speculation guesses=8 draft_ticks=2
+    python -m experiments.pipelined_speculation tokens=200 seed=1         # a first look
     python -m experiments.pipelined_speculation pipelined=4 acceptance=[0.9] tokens=10_000
 
 Plain decoding, speculation in turn, Mirror-SD (arXiv:2510.13161) and PipeInfer (arXiv:2407.11798) as schedules of one

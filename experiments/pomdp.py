@@ -96,7 +96,9 @@ class Config(_run.RunConfig):
     env: str = identifying("RockSample-7-8")
     env_fields: dict[str, Any] = identifying(default_factory=dict)
     params: dict[str, Any] = identifying(default_factory=dict)
-    planner: dict[str, Any] = identifying(default_factory=lambda: {"kind": "vopp"})
+    planner: dict[str, Any] = identifying(
+        default_factory=lambda: {"kind": "vopp"}, of=lambda config: PLANNERS.get(config.planner.get("kind"), Vopp)
+    )
     belief: dict[str, Any] = identifying(default_factory=dict)
     episodes: int = identifying(32, AtLeast(1))
     max_steps: int = identifying(40, AtLeast(1), before=lambda steps: {"steps": steps})

@@ -3,6 +3,7 @@
     python -m experiments.verify                                    # tiny, every layout of eight devices, 10 minutes
     python -m experiments.verify layouts=[data2.fsdp4,tensor2.fsdp4/zero2+sequence] topology=none
     python -m experiments.verify layouts=[stage2.fsdp2.tensor2/zb_v,stage4.data2/zero2+interleaved]
+    python -m experiments.verify layouts=[data8] topology=none dtypes=[float32]     # one row, a minute
     python -m experiments.verify preset=gpt2_124m model.num_layers=2 optimizer.name=muon dtypes=[float32]
 
 Loss, every gradient leaf and three optimizer steps, in float32 and float64; collectives here and, compiled by libtpu
