@@ -46,7 +46,7 @@ from . import _help, _interrupt, _silence
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
-from ._mistakes import CONF, FLAG_ERRORS, conf_of, presets_of, sentence_of
+from ._mistakes import CONF, FLAG_ERRORS, conf_of, refuse_malformed, sentence_of
 
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
@@ -140,7 +140,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
                 given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
                 print(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
                 return
-            _refuse_malformed(name, sys.argv[1:])
+            refuse_malformed(name, sys.argv[1:])
             _main(name, execute, mistakes)()
         except (UsageError, OSError, *FLAG_ERRORS) as error:
             mistakes.append(error)
@@ -182,23 +182,11 @@ def compose(name: str, schema: type, flags: list[str]) -> Any:
     """Returns the configuration that these command-line flags give, for notebooks and tests."""
     _register(name, schema)
     try:
-        _refuse_malformed(name, flags)
+        refuse_malformed(name, flags)
         with hydra.initialize_config_dir(str(conf_of(name)), version_base="1.3"):
             return _to_config(hydra.compose(name, overrides=flags))
     except FLAG_ERRORS as error:
         raise UsageError(sentence_of(error, schema)) from error
-
-
-def _refuse_malformed(name: str, flags: list[str]) -> None:
-    """Refuses flags such as =3 and preset=3, on which Hydra breaks."""
-    for flag in flags:
-        if re.match(r"[+~]*(=|$)", flag):
-            raise UsageError(f"flag {flag!r} has no name; flags are name=value, such as seed=3.")
-        group, _, preset = flag.partition("=")
-        if not ("=" in flag and group.isidentifier() and (legal := presets_of(name, group))):
-            continue
-        if "/" in preset or re.fullmatch(r"null|true|false|[\[{-]?[\d.].*|", preset, re.IGNORECASE):
-            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {legal}.")
 
 
 def load(folder: pathlib.Path, schema: type) -> Any:

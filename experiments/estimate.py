@@ -229,8 +229,23 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
 def make_job(config: Config, devices: list[Any]) -> aot.Job:
     """Returns the step of the configured model on these devices."""
     mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules, config.layout)
-    with use_mesh(mesh, rules):
-        return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
+    try:
+        with use_mesh(mesh, rules):
+            return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
+    except UsageError as error:
+        raise UsageError(f"{error}{_other_mesh(config, len(devices))}") from error
+
+
+def _other_mesh(config: Config, count: int) -> str:
+    """Says which mesh fits devices of which all are along fsdp, where their number is no power of two."""
+    largest = count & -count
+    if config.mesh != MeshSpec(data=config.mesh.data, fsdp=-1) or count == largest:
+        return ""
+    rows = max(1, round(config.data.batch_size / count)) * count
+    return (
+        f" {config.topology or 'This machine'} has {count} devices, over which mesh.data={count // largest} "
+        f"mesh.fsdp={largest} data.batch_size={rows} divides."
+    )
 
 
 def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:

@@ -14,6 +14,7 @@ box. The same command resumes a run that was ended, on any mesh; more steps exte
 """
 
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -100,7 +101,7 @@ class Config(_run.RunConfig):
     task: str = identifying("xor")
     mode: str = identifying("fast")
     kind: str = identifying("feedforward")
-    population: int = identifying(150, AtLeast(1))
+    population: int = identifying(150, AtLeast(2))
     train: TrainConfig = TrainConfig(300, 5, 100)
     max_nodes: int = identifying(32, AtLeast(1))
     max_conns: int = identifying(64, AtLeast(1))
@@ -162,9 +163,11 @@ def _environment(config: Config) -> tuple[Any, PyTree]:
     try:
         return envs.make(config.task)
     except UsageError as error:
-        raise UsageError(
-            f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment: {error}"
-        ) from None
+        if near := difflib.get_close_matches(config.task, [*TABLES, *envs.names()], n=1):
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = str(error)
+        raise UsageError(f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment; {hint}") from None
 
 
 def _examined(config: Config) -> tuple[GeneralizationTest, GeneralizationInputs]:
