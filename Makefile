@@ -25,7 +25,7 @@ PART = tests/rl/test_ppo.py tests/contracts/test_planners.py tests/scan/test_aff
   tests/solve/test_parallel_scan.py tests/lm/test_model.py tests/lm/test_config.py tests/io/test_digest.py \
   tests/experiments/test_runner.py tests/test_mesh.py tests/test_packaging.py tests/test_startup.py
 
-.PHONY: run test test-slow test-part install oldest lint docs bench notebooks release clean
+.PHONY: run test test-slow test-part install oldest lint docs bench notebooks release newcomer clean
 
 run: $(VENV)/.run
 	$(PY) -m experiments.$(exp) $(args)
@@ -59,6 +59,10 @@ bench: $(VENV)/.run
 # Also on the version that CI does not test.
 release: $(VENV)/.test
 	$(PY) tests/release.py $(PYTHONS) $(NEWEST) $(args)
+
+# What README shows, typed: prints what was slow, silent or red.
+newcomer: $(VENV)/.test
+	$(PY) tests/newcomer.py $(args)
 
 notebooks: $(VENV)/.test
 	$(VENV)/bin/jupytext --update --to ipynb notebooks/*.py

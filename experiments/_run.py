@@ -39,7 +39,7 @@ from jaxpar.mesh import (
     simulate_devices,
     use_mesh,
 )
-from jaxpar.processes import check_same_on_all_processes, start_processes
+from jaxpar.processes import check_same_on_all_processes, keep_programs, start_processes
 from jaxpar.types import UsageError
 
 from . import _help, _interrupt, _silence
@@ -88,6 +88,8 @@ class RunConfig:
       layout: What is split when, of zero3, zero2, zero1, hybrid, nested and sequence; two are joined by +.
       rules: Changes to the table of logical axes, such as rules.embed=none.
       cpu_devices: CPU devices of this process where there is no accelerator; 0 means 8, or 1 if it is one of several.
+      cache: Whether compiled programs are kept for the next run: in a folder of this machine's kind below
+        ~/.cache/jaxpar, or in JAX_COMPILATION_CACHE_DIR.
       metrics: Where metrics go besides metrics.jsonl: tensorboard, wandb.
       processes: Start-up of many processes.
     """
@@ -99,6 +101,7 @@ class RunConfig:
     layout: str = "zero3"
     rules: dict[str, str] = dataclasses.field(default_factory=dict)
     cpu_devices: int = field(0, AtLeast(0))
+    cache: bool = True
     metrics: list[str] = dataclasses.field(default_factory=list)
     processes: Processes = Processes()
 
@@ -293,8 +296,9 @@ def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
         say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")
     if joined and jax.default_backend() == "cpu":
         _hide_gloo()
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(pathlib.Path.home() / ".cache" / "jaxpar")
-    jax.config.update("jax_compilation_cache_dir", cache)
+    if config.cache:
+        keep_programs(lambda text: say(f"note: {text}; cache=false keeps none."))
+    jax.config.update("jax_enable_compilation_cache", config.cache)
     check_same_on_all_processes(repr(config).replace(repr(config.processes), ""), "the configuration")
     spec, devices = config.mesh, jax.devices()
     if spec == MeshSpec(data=-1):
