@@ -5,6 +5,8 @@
 PYTHONS = $(shell for p in python3.12 python3.11 python3 python $$(pyenv root 2>/dev/null)/versions/*/bin/python; \
   do $$p -c 'import ensurepip, sys; v = sys.version_info; (3, 11) <= v < (3, 13) and print(v.minor, sys.executable)' \
   2>/dev/null; done | sort -run -k1,1 | cut -d" " -f2)
+NEWEST = $(shell for p in python3.13 $$(pyenv root 2>/dev/null)/versions/3.13*/bin/python; do \
+  $$p -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null && break; done)
 PYTHON ?= $(firstword $(PYTHONS) $(shell command -v python3.13))
 # Each interpreter that is asked for by name has an environment of its own.
 VENV ?= .venv$(if $(filter-out file,$(origin PYTHON)),-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null))
@@ -23,7 +25,7 @@ PART = tests/rl/test_ppo.py tests/contracts/test_planners.py tests/scan/test_aff
   tests/solve/test_parallel_scan.py tests/lm/test_model.py tests/lm/test_config.py tests/io/test_digest.py \
   tests/experiments/test_runner.py tests/test_mesh.py tests/test_packaging.py tests/test_startup.py
 
-.PHONY: run test test-slow test-part install oldest lint docs bench notebooks clean
+.PHONY: run test test-slow test-part install oldest lint docs bench notebooks release newcomer clean
 
 run: $(VENV)/.run
 	$(PY) -m experiments.$(exp) $(args)
@@ -53,6 +55,14 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.run
 	$(PY) bench/lm_throughput.py $(args)
+
+# Also on the version that CI does not test.
+release: $(VENV)/.test
+	$(PY) tests/release.py $(PYTHONS) $(NEWEST) $(args)
+
+# What README shows, typed: prints what was slow, silent or red.
+newcomer: $(VENV)/.test
+	$(PY) tests/newcomer.py $(args)
 
 notebooks: $(VENV)/.test
 	$(VENV)/bin/jupytext --update --to ipynb notebooks/*.py

@@ -1,4 +1,4 @@
-"""Environments in families, used from a checkout; they come with `jaxpar.env`.
+"""Environments in families: `from jaxpar import envs`, in a checkout also `import envs`.
 
 `envs.make("RockSample-7-8")` gives an environment and its default parameters, `envs.names()` all names. A file holds an
 environment or variants of one; its docstring has the rules and their source. To add one, write a file whose `VARIANTS`

@@ -6,15 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments._completions import name_of
-from experiments._mesh import shares
-from experiments._requests import Request
-from experiments._texts import draw, encode, ending, ending_sequences, ending_tokens
 from jaxpar.decode import Draft, ModelDraft, Sampling
 from jaxpar.lm import Decoder, LMConfig
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.mesh import place_rows
 from jaxpar.types import PRNGKey, PyTree, UsageError
+
+from ._completions import name_of
+from ._mesh import shares
+from ._requests import Request
+from ._texts import draw, encode, ending, ending_sequences, ending_tokens
 
 CHUNK = 8
 """Passes between two looks at whether all texts have ended, which an accelerator waits for."""

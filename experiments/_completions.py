@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
-from experiments import _interrupt
-from experiments._folder import replace_text, short
-from experiments._requests import Request
 from jaxpar.types import UsageError
+
+from . import _interrupt
+from ._folder import replace_text, short
+from ._requests import Request
 
 NAME = ("prompt", "seed", "id", "sample")
 """The entries of a line that say which text it is."""

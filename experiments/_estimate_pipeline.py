@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from rich.table import Column, Table
 
-from experiments._estimate_report import size_text
-from experiments._mesh import shares
 from jaxpar import aot
 from jaxpar.lm import params as declared
 from jaxpar.lm.stages import stages
@@ -24,6 +22,9 @@ from jaxpar.parallel.pipeline import (
     with_vocabulary,
 )
 from jaxpar.types import UsageError
+
+from ._estimate_report import size_text
+from ._mesh import shares
 
 
 class Held(NamedTuple):

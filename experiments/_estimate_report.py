@@ -10,12 +10,13 @@ import jax
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments import _run
-from experiments._run import say
 from jaxpar import aot
 from jaxpar.aot.roofline import LINK_SHARE
 from jaxpar.io import plot_memory
 from jaxpar.lm import num_params
+
+from . import _run
+from ._run import say
 
 PARTS = ("parameters", "optimizer", "other", "temporaries")
 

@@ -9,16 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments._batches import Job, Saved, continued, make_tasks
-from experiments._folder import replace_text
-from experiments._mesh import check_split
-from experiments._requests import Request
-from experiments._run import say
 from jaxpar.decode import NoDraft
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.lm import evaluation
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.types import PyTree, UsageError
+
+from ._batches import Job, Saved, continued, make_tasks
+from ._folder import replace_text
+from ._mesh import check_split
+from ._requests import Request
+from ._run import say
 
 KINDS = ("split", "documents", "choices", "exact")
 

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments._policy_run import Revealing, on_one_device, player
-from experiments._run import say
-from experiments._world import changes
 from jaxpar.env import capabilities, is_adapter
 from jaxpar.rl import ActorCritic, Against, GuidedSearch, returns_by_trial
 from jaxpar.rl.guided_search import guide_of
 from jaxpar.rollout import NoReset, evaluate, init, rollout
 from jaxpar.types import PyTree, UsageError
+
+from ._policy_run import Revealing, on_one_device, player
+from ._run import say
+from ._world import changes
 
 __all__ = [
     "comparison_lines",

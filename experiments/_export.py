@@ -6,12 +6,13 @@ import tempfile
 
 import jax
 
-from experiments import _init, _run
-from experiments._run import say
 from jaxpar.io import write_arrays
 from jaxpar.lm import AdapterConfig, LMConfig, merge_adapters, to_hf, to_peft
 from jaxpar.lm.tokenizer import Bpe, Tokenizer
 from jaxpar.types import PyTree, UsageError
+
+from . import _init, _run
+from ._run import say
 
 ARRAYS = (".npz", ".safetensors")
 

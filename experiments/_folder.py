@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments import _interrupt
 from jaxpar.io import Checkpoints
 from jaxpar.types import UsageError
+
+from . import _interrupt
 
 LOCK = ".lock"
 """File that a run locks. The system takes the lock back when the run ends, however it ends; the file stays."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from experiments import before_start
+from . import before_start
 
 SHUTDOWN_S = 3.0
 """Seconds that a process of several which ends early waits for the others to end as well."""
@@ -122,8 +122,9 @@ def finish(code: int) -> None:
 
 def _leave_with(number: int, sentence: str) -> NoReturn:
     """Says a sentence and ends this process, from a signal handler: the main thread may be in the middle of a print."""
+    lead = getattr(sys.stderr, "lead", "")  # of `_silence`
     with contextlib.suppress(OSError):
-        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}{sentence}\n".encode())
+        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}{lead}{sentence}\n".encode())
     _end(128 + number)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import io
 import pathlib
 import re
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ CONF = pathlib.Path(__file__).resolve().parent / "conf"
 # What a flag that does not fit raises, by Hydra, by OmegaConf, and by a frozen dataclass that lacks it.
 FLAG_ERRORS = (HydraException, OmegaConfBaseException, dataclasses.FrozenInstanceError)
 
+HYDRA = ("--cfg", "--config-dir", "--config-name", "--config-path", "--experimental-rerun", "--hydra-help", "--info",
+         "--multirun", "--package", "--resolve", "--run", "--shell-completion", "--version", "-c", "-cd", "-cn", "-cp",
+         "-i", "-m", "-p", "-r", "-sc")  # fmt: skip
+"""Hydra's own flags, which go on to it."""
 
 RENAMED = {
     "generations": ("train.steps",),
@@ -40,10 +45,27 @@ def presets_of(name: str, group: str) -> str:
     return ", ".join(sorted(path.stem for path in (conf_of(name) / group).glob("*.yaml")))
 
 
+def refuse_malformed(name: str, flags: list[str]) -> None:
+    """Refuses flags such as =3, --seed=3 and preset=3, on which Hydra breaks or which it answers with its own flags."""
+    for flag in flags:
+        if (word := flag.partition("=")[0]).startswith("-") and word not in HYDRA:
+            meant = flag.lstrip("-") + ("" if "=" in flag else "=value")
+            raise UsageError(f"flag {flag!r} begins with -; flags have none: {meant}.")
+        if re.match(r"[+~]*(=|$)", flag):
+            raise UsageError(f"flag {flag!r} has no name; flags are name=value, such as seed=3.")
+        group, _, preset = flag.partition("=")
+        if not ("=" in flag and group.isidentifier() and (legal := presets_of(name, group))):
+            continue
+        if "/" in preset or re.fullmatch(r"null|true|false|[\[{-]?[\d.].*|", preset, re.IGNORECASE):
+            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {legal}.")
+
+
 def sentence_of(error: BaseException, schema: type | None = None) -> str:
     """Says in one sentence what the system says in a word or two, and Hydra in many lines."""
     if isinstance(error, OSError) and not isinstance(error, HydraException):
-        return f"{error.filename or 'a file'} cannot be opened or written: {error.strerror or error}."
+        return (
+            f"{error.filename or _file_of(error) or 'a file'} cannot be opened or written: {error.strerror or error}."
+        )
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -79,6 +101,19 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         return f"{several[1]} has several values; -m at the end makes a run of each."
     first = [str(link).strip().splitlines()[0] for link in chain if str(link).strip()]
     return ": ".join(dict.fromkeys([first[0], first[-1]]))
+
+
+def _file_of(error: OSError) -> str:
+    """Names the file that was being written when the disk was full, of which the error itself says nothing."""
+    place, found = error.__traceback__, ""
+    while place is not None:  # from the outside in: the last file, or else path, that a function had at hand
+        held = list(place.tb_frame.f_locals.values())
+        names = [
+            each.name for each in held if isinstance(each, io.IOBase) and isinstance(getattr(each, "name", 0), str)
+        ]
+        names += [str(each) for each in held if isinstance(each, pathlib.PurePath)]
+        found, place = names[0] if names else found, place.tb_next
+    return found
 
 
 def _type_name(kind: Any) -> str:

@@ -11,12 +11,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-import envs
-from experiments import _sums
+from jaxpar import envs
 from jaxpar.env import reset, step
 from jaxpar.mesh import local
 from jaxpar.own import OwnModel, from_nnx
 from jaxpar.types import PyTree
+
+from . import _sums
 
 
 @dataclasses.dataclass(frozen=True)

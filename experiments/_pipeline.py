@@ -3,14 +3,15 @@
 import dataclasses
 from typing import Any
 
-from experiments import _run
-from experiments._mesh import shares
 from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.lm import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.nn.schedule import InTurn, Schedule
 from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule, with_gathers, with_offload, with_vocabulary
 from jaxpar.types import UsageError
+
+from . import _run
+from ._mesh import shares
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxpar.envs.multi import combat, foraging, particles
 
-from envs.multi import combat, foraging, particles
-from experiments._run import say
 from jaxpar.env import Box, Fields, capabilities, gif, grid_of
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.rollout import (
@@ -29,6 +28,8 @@ from jaxpar.rollout import (
 )
 from jaxpar.rollout.env_state import per_env, where
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+
+from ._run import say
 
 POLICIES = ("random", "scripted", "noop")
 SCRIPTED: dict[type, Callable[[Any, PyTree, PyTree], Array]] = {

@@ -6,10 +6,10 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxpar.envs.pomdp.mars import Mars
+from jaxpar.envs.pomdp.navigation import Navigation
+from jaxpar.envs.pomdp.rocksample import GOOD, NOTHING, SAMPLE, RockSample
 
-from envs.pomdp.mars import Mars
-from envs.pomdp.navigation import Navigation
-from envs.pomdp.rocksample import GOOD, NOTHING, SAMPLE, RockSample
 from jaxpar.env import Environment
 from jaxpar.pomdp import BeliefUpdater, Evidence, ParticleBelief
 from jaxpar.pomdp.belief import Particles

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hydra
@@ -27,14 +27,10 @@ import jax
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from jax.sharding import Mesh
 from omegaconf import DictConfig, OmegaConf
 
 import jaxpar
-from experiments import _interrupt
-from experiments._folder import fresh_folder as fresh_folder
-from experiments._folder import replace_text
-from experiments._folder import short as short
-from experiments._mistakes import CONF, FLAG_ERRORS, conf_of, presets_of, sentence_of
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.mesh import (
     MeshSpec,
@@ -43,8 +39,14 @@ from jaxpar.mesh import (
     simulate_devices,
     use_mesh,
 )
-from jaxpar.processes import check_same_on_all_processes, start_processes
+from jaxpar.processes import check_same_on_all_processes, keep_programs, start_processes
 from jaxpar.types import UsageError
+
+from . import _help, _interrupt, _silence
+from ._folder import fresh_folder as fresh_folder
+from ._folder import replace_text
+from ._folder import short as short
+from ._mistakes import CONF, FLAG_ERRORS, conf_of, refuse_malformed, sentence_of
 
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
@@ -56,7 +58,13 @@ _LOST = re.compile(r"gloo|nccl|connection|socket|peer|heartbeat|coordination|una
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """How this process finds the others; empty on one machine, and where the cluster can be detected."""
+    """How this process finds the others; empty on one machine, and where the cluster can be detected.
+
+    Attributes:
+      coordinator: Where process 0 listens, as host:port.
+      num_processes: How many there are.
+      process_id: Which of them this is, from 0.
+    """
 
     coordinator: str = ""
     num_processes: int = field(0, AtLeast(0))
@@ -80,6 +88,8 @@ class RunConfig:
       layout: What is split when, of zero3, zero2, zero1, hybrid, nested, sequence and 2d; two are joined by +.
       rules: Changes to the table of logical axes, such as rules.embed=none.
       cpu_devices: CPU devices of this process where there is no accelerator; 0 means 8, or 1 if it is one of several.
+      cache: Whether compiled programs are kept for the next run: in a folder of this machine's kind below
+        ~/.cache/jaxpar, or in JAX_COMPILATION_CACHE_DIR.
       metrics: Where metrics go besides metrics.jsonl: tensorboard, wandb.
       processes: Start-up of many processes.
     """
@@ -91,6 +101,7 @@ class RunConfig:
     layout: str = "zero3"
     rules: dict[str, str] = dataclasses.field(default_factory=dict)
     cpu_devices: int = field(0, AtLeast(0))
+    cache: bool = True
     metrics: list[str] = dataclasses.field(default_factory=list)
     processes: Processes = Processes()
 
@@ -128,7 +139,11 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
         mistakes, code = [], 0
         try:
             _register(name, schema)
-            _refuse_malformed(name, sys.argv[1:])
+            if set(_help.ASKED) & set(sys.argv[1:]):
+                given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
+                print(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
+                return
+            refuse_malformed(name, sys.argv[1:])
             _main(name, execute, mistakes)()
         except (UsageError, OSError, *FLAG_ERRORS) as error:
             mistakes.append(error)
@@ -170,23 +185,11 @@ def compose(name: str, schema: type, flags: list[str]) -> Any:
     """Returns the configuration that these command-line flags give, for notebooks and tests."""
     _register(name, schema)
     try:
-        _refuse_malformed(name, flags)
+        refuse_malformed(name, flags)
         with hydra.initialize_config_dir(str(conf_of(name)), version_base="1.3"):
             return _to_config(hydra.compose(name, overrides=flags))
     except FLAG_ERRORS as error:
         raise UsageError(sentence_of(error, schema)) from error
-
-
-def _refuse_malformed(name: str, flags: list[str]) -> None:
-    """Refuses flags such as =3 and preset=3, on which Hydra breaks."""
-    for flag in flags:
-        if re.match(r"[+~]*(=|$)", flag):
-            raise UsageError(f"flag {flag!r} has no name; flags are name=value, such as seed=3.")
-        group, _, preset = flag.partition("=")
-        if not ("=" in flag and group.isidentifier() and (legal := presets_of(name, group))):
-            continue
-        if "/" in preset or re.fullmatch(r"null|true|false|[\[{-]?[\d.].*|", preset, re.IGNORECASE):
-            raise UsageError(f"there is no preset {preset!r}; legal for {group}= are {legal}.")
 
 
 def load(folder: pathlib.Path, schema: type) -> Any:
@@ -293,8 +296,9 @@ def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
         say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")
     if joined and jax.default_backend() == "cpu":
         _hide_gloo()
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(pathlib.Path.home() / ".cache" / "jaxpar")
-    jax.config.update("jax_compilation_cache_dir", cache)
+    if config.cache:
+        keep_programs(lambda text: say(f"note: {text}; cache=false keeps none."))
+    jax.config.update("jax_enable_compilation_cache", config.cache)
     check_same_on_all_processes(repr(config).replace(repr(config.processes), ""), "the configuration")
     spec, devices = config.mesh, jax.devices()
     if spec == MeshSpec(data=-1):
@@ -304,7 +308,16 @@ def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
             size = math.prod(dataclasses.astuple(usual))
             if size == 8 or jax.process_count() == 1:  # every process needs devices of its own in the mesh
                 spec, devices = usual, devices[:size]
-    return use_mesh(make_mesh(spec, devices), rules_from(config.rules, config.layout))
+    return _opened(use_mesh(make_mesh(spec, devices), rules_from(config.rules, config.layout)))
+
+
+@contextlib.contextmanager
+def _opened(mesh: contextlib.AbstractContextManager) -> Iterator[Mesh]:
+    """Is `mesh`; inside, process 0 of a command says where it is silent for long."""
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0 and "ipykernel" not in sys.modules:
+            stack.enter_context(_silence.broken())
+        yield stack.enter_context(mesh)
 
 
 def write_start(folder: pathlib.Path, config: Any) -> None:
@@ -312,12 +325,15 @@ def write_start(folder: pathlib.Path, config: Any) -> None:
     if jax.process_index():
         return
     replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=CONF, check=False)
+    commit = ""
+    if (CONF.parents[1] / ".git").exists():  # an installed jaxpar may lie in another project's repository
+        git = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, cwd=CONF, check=False).stdout.strip()
     facts = {
         "jaxpar": jaxpar.__version__,
         "jax": jax.__version__,
         "python": sys.version.split()[0],
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
         "devices": [device.device_kind for device in jax.devices()],
         "processes": jax.process_count(),
     }

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments import _memory
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import UsageError
+
+from . import _memory
 
 __all__ = ["SeriesConfig", "Task", "handwritten", "held_out_batches", "open_task", "read_series"]
 
@@ -34,7 +35,7 @@ class SeriesConfig:
       length: Of the synthetic tasks: T of adding and s5; of copying and recall the silent steps, of delayed_copy the
         delay, of mqar the places among which each key is asked for.
       symbols: Of the copy tasks: how many are to be remembered; of recall and mqar the pairs of a key and a value.
-      batch_size: B.
+      batch_size: B, rows of a step.
     """
 
     task: str = "digits"

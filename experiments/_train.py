@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 
-from experiments import _run
-from experiments._folder import saving
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import open_progress, open_writers
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.types import Algorithm, BatchFn, PyTree, SupportsAxes
+
+from . import _run
+from ._folder import saving
 
 
 @dataclasses.dataclass(frozen=True)

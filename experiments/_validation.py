@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments._mesh import check_split, shares
 from jaxpar.lm import LMConfig, loss
 from jaxpar.lm.data import Corpus, Pairs, Windows, sweep, sweep_pairs
 from jaxpar.lm.objectives import num_pairs, preference_loss
 from jaxpar.mesh import place_rows
 from jaxpar.parallel.context import in_order, padded
 from jaxpar.types import PyTree, UsageError
+
+from ._mesh import check_split, shares
 
 Config = Any  # that of `experiments.lm`, which imports this file
 

@@ -5,7 +5,7 @@ import difflib
 import math
 from typing import Any
 
-import envs
+from jaxpar import envs
 from jaxpar.fields import Between, check_value
 from jaxpar.types import UsageError
 

@@ -1,6 +1,7 @@
 """Trains the same byte model with one mixer after the other, all for as many seconds of the device.
 
     python -m experiments.compare                                       # two CPU cores, 8 mixers, 3 seeds, 17 minutes
+    python -m experiments.compare mixers=[attention,gla] seconds=10 num_seeds=1        # a minute
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
     python -m experiments.compare mixers=[windowed,block_recurrent] model.mixer=windowed model.mixer_window=64
     python -m experiments.compare mixers=[attention,mamba2] model.embed_dim=512 model.num_layers=8 data.seq_len=1024
@@ -27,10 +28,6 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments import _run, lm
-from experiments._folder import owning, replace_text
-from experiments._run import identifying, say
-from experiments._train import Run, train
 from jaxpar.fields import AtLeast, Between, Positive, field
 from jaxpar.io import plot_fits, read_jsonl
 from jaxpar.lm import LMConfig, OptimizerConfig, num_params
@@ -39,6 +36,11 @@ from jaxpar.lm.mixers import with_mixer
 from jaxpar.loop import Fit, FitResult, compile_step
 from jaxpar.mesh import MeshSpec, named_shardings, place_rows
 from jaxpar.types import UsageError
+
+from . import _run, lm
+from ._folder import owning, replace_text
+from ._run import identifying, say
+from ._train import Run, train
 
 COLUMNS = ("mixer", "parameters", "tokens/s", "tokens", "loss", "nats a doubling", "seconds taken")
 ROUNDS = 5

@@ -3,6 +3,8 @@
     python -m experiments.digits                                  # two CPU cores, about a minute
     python -m experiments.digits model.patch=4 model.layers=4
     python -m experiments.digits model.mixer=retention            # a recurrence over patches, of attention's size
+    python -m experiments.digits train.steps=200 seed=1           # a first look
+    python -m experiments.digits data.shift=0 model.dropout=0     # what moving the images about is worth
     python -m experiments.digits mesh.data=2 mesh.tensor=4 cpu_devices=8
 
 A third of the digits is held out, and their accuracy told at the end. The same command resumes a run that was ended, on
@@ -14,10 +16,6 @@ import pathlib
 
 import numpy as np
 
-from experiments import _run
-from experiments._folder import owning
-from experiments._series import Task, handwritten, held_out_batches
-from experiments.rnn import OptimizerConfig, TrainConfig, check_layout, learn
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.loop import FitResult
 from jaxpar.nn.attention import Attention, Visible
@@ -29,6 +27,11 @@ from jaxpar.nn.norm import Norm
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.vision import ImageClassifier
 from jaxpar.types import UsageError
+
+from . import _run
+from ._folder import owning
+from ._series import Task, handwritten, held_out_batches
+from .rnn import OptimizerConfig, TrainConfig, check_layout, learn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ class DataConfig:
     """The digits.
 
     Attributes:
-      batch_size: B.
+      batch_size: B, rows of a step.
       held_out: Share of the digits that are not trained on.
       shift: Pixels by which a digit is moved at random while training, in each direction.
     """

@@ -21,18 +21,19 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._mesh import check_split, refuse_idle
-from experiments._policy_run import POLICIES, Call, PolicyRun, older_prng, player, save_film
-from experiments._run import identifying, say
-from experiments._world import make_world
 from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec
 from jaxpar.rollout import Chunked, EpisodeResults, NextStep, NoReset, Pool, SameStep
 from jaxpar.rollout.prng import check_prng
+
+from . import _run
+from ._folder import run_folder
+from ._mesh import check_split, refuse_idle
+from ._policy_run import POLICIES, Call, PolicyRun, older_prng, player, save_film
+from ._run import identifying, say
+from ._world import make_world
 
 RESETS = {"chunked": Chunked, "same_step": SameStep, "next_step": NextStep, "none": NoReset, "pool": Pool}
 

@@ -3,6 +3,7 @@
     python -m experiments.estimate preset=llama_8b topology=v5p:4x4x4 mesh.fsdp=16 mesh.tensor=4
     python -m experiments.estimate preset=llama_1b topology=v5e:4x4 search=true
     python -m experiments.estimate hf=config.json topology=h100:8 data.seq_len=4096 data.batch_size=64
+    python -m experiments.estimate preset=llama_8b topology=h100:8 decode=true
     python -m experiments.estimate preset=gpt2_124m show=true             # compiled for this machine's own devices
 
 TPU slices are compiled for by libtpu, without a TPU; GPUs that are not here are estimated by the analytic model alone.
@@ -19,14 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import _estimate_report as report
-from experiments import _run
-from experiments._estimate_moves import moves
-from experiments._estimate_pipeline import estimate_pipeline, schedules, table_of
-from experiments._mesh import check_split, parse_layout, refuse_idle, shares
-from experiments._pipeline import PipelineConfig
-from experiments._run import say
-from experiments.lm import TrainConfig, make_trainer
 from jaxpar import aot
 from jaxpar.fields import OneOf, field
 from jaxpar.lm import (
@@ -48,6 +41,15 @@ from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
 from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.types import UsageError
+
+from . import _estimate_report as report
+from . import _run, _silence
+from ._estimate_moves import moves
+from ._estimate_pipeline import estimate_pipeline, schedules, table_of
+from ._mesh import check_split, parse_layout, refuse_idle, shares
+from ._pipeline import PipelineConfig
+from ._run import say
+from .lm import TrainConfig, make_trainer
 
 REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4), 8  # what a search tries
 
@@ -103,6 +105,7 @@ def compose(*flags: str) -> Config:
     return _run.compose("estimate", Config, list(flags))
 
 
+@_silence.broken()
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Estimates, prints the report and writes it into the run folder."""
     if config.search and (config.mesh != MeshSpec(data=-1) or config.show or config.source):
@@ -232,8 +235,23 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
 def make_job(config: Config, devices: list[Any]) -> aot.Job:
     """Returns the step of the configured model on these devices."""
     mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules, config.layout)
-    with use_mesh(mesh, rules):
-        return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
+    try:
+        with use_mesh(mesh, rules):
+            return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
+    except UsageError as error:
+        raise UsageError(f"{error}{_other_mesh(config, len(devices))}") from error
+
+
+def _other_mesh(config: Config, count: int) -> str:
+    """Says which mesh fits devices of which all are along fsdp, where their number is no power of two."""
+    largest = count & -count
+    if config.mesh != MeshSpec(data=config.mesh.data, fsdp=-1) or count == largest:
+        return ""
+    rows = max(1, round(config.data.batch_size / count)) * count
+    return (
+        f" {config.topology or 'This machine'} has {count} devices, over which mesh.data={count // largest} "
+        f"mesh.fsdp={largest} data.batch_size={rows} divides."
+    )
 
 
 def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:

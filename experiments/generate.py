@@ -2,6 +2,7 @@
 
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="def " num_samples=3
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompts=prompts.jsonl out=texts.jsonl draft=copy
+    python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="import " sampling.temperature=0.5 seed=3
     python -m experiments.generate hf=llama-folder prompts=prompts.txt out=texts.jsonl preset=greedy
     python -m experiments.generate hf=llama-folder prompt="Once " mesh.data=1 mesh.context=4 rules.slots=context
 
@@ -16,19 +17,20 @@ from typing import Any
 
 import jax
 
-from experiments import _run, lm
-from experiments._batches import Job, Saved, continued, make_tasks
-from experiments._completions import open_completions
-from experiments._mesh import check_split, refuse_idle
-from experiments._requests import Request, read_requests
-from experiments._run import say
-from experiments._texts import fingerprint
 from jaxpar.decode import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling
 from jaxpar.fields import Between, OneOf, check_value, field
 from jaxpar.io import open_progress
 from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
 from jaxpar.mesh import MeshSpec, named_shardings
 from jaxpar.types import PyTree, UsageError
+
+from . import _run, lm
+from ._batches import Job, Saved, continued, make_tasks
+from ._completions import open_completions
+from ._mesh import check_split, refuse_idle
+from ._requests import Request, read_requests
+from ._run import say
+from ._texts import fingerprint
 
 DRAFTS = ("none", "copy", "jacobi", "lookahead", "model")
 MOST_NEW = 2**20

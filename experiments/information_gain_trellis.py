@@ -21,10 +21,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from experiments._series import handwritten
 from jaxpar.nn.experts import grouped_matmul
 from jaxpar.nn.experts.dispatch import combine, rows_of, sort_choices
 from jaxpar.nn.experts.losses import information_gain, load
+
+from ._series import handwritten
 
 CLASSES = 10
 

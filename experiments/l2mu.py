@@ -22,9 +22,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from experiments._series import SeriesConfig, open_task
 from jaxpar.nn.mixers.legendre import legendre, memory
 from jaxpar.nn.mixers.spikes import integrate_and_fire
+
+from ._series import SeriesConfig, open_task
 
 BETA, TRACE, SYNAPSE, RANGE = 0.9, 0.95, 0.9, 2.0  # RANGE: of z, in the unit in which populations have it in [-1, 1]
 

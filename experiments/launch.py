@@ -20,8 +20,9 @@ import tempfile
 import threading
 from typing import Any, NoReturn
 
-from experiments import _interrupt, _run, before_start
 from jaxpar.types import UsageError
+
+from . import _interrupt, _run, before_start
 
 DEVICES = 8
 """Devices of all processes together, if nothing else is asked for: as many as a run in one process simulates."""
@@ -124,7 +125,7 @@ def main(arguments: list[str]) -> int:
         asked = _parse(arguments)
         flags = _flags(asked.processes, asked.devices_per_process or max(1, DEVICES // asked.processes))
         folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxpar-launch-"))
-        command = [sys.executable, "-m", f"experiments.{asked.experiment}", *asked.flags]
+        command = [sys.executable, "-m", f"{__package__}.{asked.experiment}", *asked.flags]
         code = _finish(command, flags, folder)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

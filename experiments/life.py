@@ -3,6 +3,7 @@
     python -m experiments.life                                     # 128 agents with LSTMs, 32 robots
     python -m experiments.life brain=neat                          # their networks grow
     python -m experiments.life agents=1024 robots=256 size=256 births=64
+    python -m experiments.life train.steps=200 seed=1              # a first look
     python -m experiments.life laws.upkeep=0.5 laws.fee=32        # a harder life
 
 The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances
@@ -18,12 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run
-from experiments._folder import owning
-from experiments._life_neat import NeatBrain
-from experiments._mesh import check_split, refuse_idle
-from experiments._run import identifying, say
-from experiments._train import Run, TrainConfig, train
 from jaxpar.env import gif
 from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import plot_metrics
@@ -31,6 +26,13 @@ from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import UsageError
+
+from . import _run
+from ._folder import owning
+from ._life_neat import NeatBrain
+from ._mesh import check_split, refuse_idle
+from ._run import identifying, say
+from ._train import Run, TrainConfig, train
 
 PANELS = {
     "energy a step": ("train/regrowth", "train/heat", "train/eaten"),

@@ -21,14 +21,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import _evaluate, _experts, _export, _init, _run, _train
-from experiments._folder import owning
-from experiments._mesh import LM_AXES, check_split, refuse_idle, shares
-from experiments._pipeline import PipelineConfig, make_schedule
-from experiments._run import say
-from experiments._texts import decode, draw, encode
-from experiments._train import Run
-from experiments._validation import check_length, judged_weights, make_evaluate, place, row_length
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
@@ -53,6 +45,15 @@ from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
 from jaxpar.types import PyTree, UsageError
+
+from . import _evaluate, _experts, _export, _init, _run, _train
+from ._folder import owning
+from ._mesh import LM_AXES, check_split, refuse_idle, shares
+from ._pipeline import PipelineConfig, make_schedule
+from ._run import say
+from ._texts import decode, draw, encode
+from ._train import Run
+from ._validation import check_length, judged_weights, make_evaluate, place, row_length
 
 
 @dataclasses.dataclass(frozen=True)

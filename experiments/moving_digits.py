@@ -2,6 +2,8 @@
 
     python -m experiments.moving_digits                           # two CPU cores, three minutes
     python -m experiments.moving_digits data.digits=2 data.size=16 model.patch=4
+    python -m experiments.moving_digits train.steps=100 seed=1    # a first look
+    python -m experiments.moving_digits data.frames=16 model.pairs=4
     python -m experiments.moving_digits mesh.data=2 mesh.context=4 cpu_devices=8
 
 Its layers look along space and along time in turn, and `mesh.context` splits the axis along which they do not look. The
@@ -17,11 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from experiments import _run
-from experiments._folder import owning
-from experiments._series import Task
-from experiments.digits import head_size
-from experiments.rnn import OptimizerConfig, TrainConfig, check_layout, learn
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import plot_frames
 from jaxpar.loop import FitResult
@@ -33,6 +30,12 @@ from jaxpar.nn.network import SequenceTrainer
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.stack import Stack
 from jaxpar.types import PRNGKey
+
+from . import _run
+from ._folder import owning
+from ._series import Task
+from .digits import head_size
+from .rnn import OptimizerConfig, TrainConfig, check_layout, learn
 
 FONT = (  # 0 to 9, each in five rows of three pixels
     "###  #  ### ### # # ### ### ### ### ###",
@@ -72,7 +75,7 @@ class DataConfig:
     """The films.
 
     Attributes:
-      batch_size: B.
+      batch_size: B, rows of a step.
       frames: T, of each of which the next is to be drawn.
       size: Pixels along a side of a frame.
       digits: How many fly about.

@@ -14,6 +14,7 @@ box. The same command resumes a run that was ended, on any mesh; more steps exte
 """
 
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -24,14 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxpar.envs.classic.double_pole import DoublePole, generalisation_starts
 
-import envs
-from envs.classic.double_pole import DoublePole, generalisation_starts
-from experiments import _run
-from experiments._folder import owning
-from experiments._mesh import check_split, refuse_idle
-from experiments._run import identifying, say
-from experiments._train import Run, TrainConfig, train
+from jaxpar import envs
 from jaxpar.fields import AtLeast, Between, field
 from jaxpar.io import plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, run_until
@@ -56,6 +52,12 @@ from jaxpar.neat import (
     xor,
 )
 from jaxpar.types import PyTree, UsageError
+
+from . import _run
+from ._folder import owning
+from ._mesh import check_split, refuse_idle
+from ._run import identifying, say
+from ._train import Run, TrainConfig, train
 
 TABLES: dict[str, Callable[[], dict[str, Any]]] = {
     "xor": xor,
@@ -99,14 +101,16 @@ class Config(_run.RunConfig):
     task: str = identifying("xor")
     mode: str = identifying("fast")
     kind: str = identifying("feedforward")
-    population: int = identifying(150, AtLeast(1))
+    population: int = identifying(150, AtLeast(2))
     train: TrainConfig = TrainConfig(300, 5, 100)
     max_nodes: int = identifying(32, AtLeast(1))
     max_conns: int = identifying(64, AtLeast(1))
     max_species: int = identifying(20, AtLeast(1))
     activations: list[str] = identifying(default_factory=list)
     aggregations: list[str] = identifying(default_factory=lambda: ["sum"])
-    rates: dict[str, float] = identifying(default_factory=dict)
+    rates: dict[str, float] = identifying(
+        default_factory=dict, of=lambda config: CANONICAL if config.mode == "canonical" else FAST
+    )
     goal: float = identifying(float("inf"), Between(-math.inf, math.inf))
     episodes: int = identifying(1, AtLeast(1))
     max_steps: int = identifying(0, AtLeast(0))
@@ -159,9 +163,11 @@ def _environment(config: Config) -> tuple[Any, PyTree]:
     try:
         return envs.make(config.task)
     except UsageError as error:
-        raise UsageError(
-            f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment: {error}"
-        ) from None
+        if near := difflib.get_close_matches(config.task, [*TABLES, *envs.names()], n=1):
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = str(error)
+        raise UsageError(f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment; {hint}") from None
 
 
 def _examined(config: Config) -> tuple[GeneralizationTest, GeneralizationInputs]:

@@ -19,19 +19,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import _own, _run, _train
-from experiments._folder import owning
-from experiments._mesh import parse_layout
-from experiments._run import identifying, say
-from experiments._train import Run
-from experiments.rnn import TrainConfig
-from experiments.verify import line_of
 from jaxpar.fields import AtLeast, OneOf, Positive, field
 from jaxpar.io import plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.own import check_finite, examples_in_batches, lay_out, mean_loss, predictions, verify_own
 from jaxpar.types import UsageError
+
+from . import _own, _run, _train
+from ._folder import owning
+from ._mesh import parse_layout
+from ._run import identifying, say
+from ._train import Run
+from .rnn import TrainConfig
+from .verify import line_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
     python -m experiments.pipeline                                        # every schedule, about 10 s
     python -m experiments.pipeline devices=8 microbatches=16 backward=1.3 weights=0.7 latency=0.1
+    python -m experiments.pipeline 'schedules=[1f1b]' text=true                # as letters
+    python -m experiments.pipeline devices=2 chunks=4 latency=0.5
     python -m experiments.pipeline 'schedules=[1f1b,zb_v,searched]' cap=8 softmax=2 rows=1 lockstep=true
 
 Nothing is trained: schedules are tables, and time is counted. `experiments.lm pipeline=` runs them. PipeDream has the
@@ -16,10 +18,6 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._mesh import refuse_idle
-from experiments._run import identifying, say
 from jaxpar.fields import AtLeast, Each, OneOf
 from jaxpar.mesh import MeshSpec
 from jaxpar.parallel.pipeline import (
@@ -38,6 +36,11 @@ from jaxpar.parallel.pipeline import (
 )
 from jaxpar.types import UsageError
 
+from . import _run
+from ._folder import run_folder
+from ._mesh import refuse_idle
+from ._run import identifying, say
+
 NAMES = (*PIPELINES, "searched", "searched_v")
 COLUMNS = ("schedule", "time", "idle", "kept", "kept, of layers", "messages", "chunks")
 
@@ -47,12 +50,12 @@ class Config(_run.RunConfig):
     """The pipeline and the time of its tasks, in any unit: of all layers of a device and one microbatch.
 
     Attributes:
-      devices: P.
-      microbatches: m.
+      devices: P, stages in a row.
+      microbatches: m, parts of a batch.
       chunks: Groups of layers on each device, where a schedule leaves it open; each takes its share of the time.
       schedules: Which are compared, in order; "searched" and "searched_v" are found for these costs, of one and of two
         groups on each device. Empty for all.
-      forward: Of F.
+      forward: Of F, a forward pass.
       backward: Of B, the gradient of the input.
       weights: Of W, the gradient of the weights.
       softmax: Of S, a device's share of a head that is split over all; 0 for no such head.

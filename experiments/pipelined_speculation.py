@@ -2,6 +2,8 @@
 
     python -m experiments.pipelined_speculation                           # two CPU cores, about 20 s
     python -m experiments.pipelined_speculation stages=16 guesses=8 early=4 hit=0.9 streamed=2
+    python -m experiments.pipelined_speculation guesses=8 draft_ticks=2
+    python -m experiments.pipelined_speculation tokens=200 seed=1         # a first look
     python -m experiments.pipelined_speculation pipelined=4 acceptance=[0.9] tokens=10_000
 
 Plain decoding, speculation in turn, Mirror-SD (arXiv:2510.13161) and PipeInfer (arXiv:2407.11798) as schedules of one
@@ -19,15 +21,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._mesh import refuse_idle
-from experiments._run import identifying, say
-from experiments._ticks import VOCAB, Schedule, Ticks, expected_ticks, simulate
 from jaxpar.fields import AtLeast, Between, Each
 from jaxpar.io import open_writers, plot_metrics
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import UsageError
+
+from . import _run
+from ._folder import run_folder
+from ._mesh import refuse_idle
+from ._run import identifying, say
+from ._ticks import VOCAB, Schedule, Ticks, expected_ticks, simulate
 
 COLUMNS = ("acceptance", "schedule", "simulated", "closed form", "runs", "cancelled", "stale", "work", "in vain")
 

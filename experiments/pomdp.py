@@ -21,14 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._judge import Judge
-from experiments._mesh import refuse_idle
-from experiments._pomdp_film import Move, film, moves, planned
-from experiments._rocks import BELIEF, make_updater
-from experiments._run import identifying, say
-from experiments._world import changes, make_world
 from jaxpar.env import Environment, capabilities, gif, is_adapter
 from jaxpar.fields import AtLeast, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
@@ -49,6 +41,15 @@ from jaxpar.pomdp import (
 from jaxpar.pomdp.model import discount_of
 from jaxpar.pomdp.simulate import dishonesty
 from jaxpar.types import PRNGKey, PyTree, UsageError
+
+from . import _run
+from ._folder import run_folder
+from ._judge import Judge
+from ._mesh import refuse_idle
+from ._pomdp_film import Move, film, moves, planned
+from ._rocks import BELIEF, make_updater
+from ._run import identifying, say
+from ._world import changes, make_world
 
 PLANNERS: dict[str, Any] = {
     "vopp": Vopp,
@@ -95,7 +96,9 @@ class Config(_run.RunConfig):
     env: str = identifying("RockSample-7-8")
     env_fields: dict[str, Any] = identifying(default_factory=dict)
     params: dict[str, Any] = identifying(default_factory=dict)
-    planner: dict[str, Any] = identifying(default_factory=lambda: {"kind": "vopp"})
+    planner: dict[str, Any] = identifying(
+        default_factory=lambda: {"kind": "vopp"}, of=lambda config: PLANNERS.get(config.planner.get("kind"), Vopp)
+    )
     belief: dict[str, Any] = identifying(default_factory=dict)
     episodes: int = identifying(32, AtLeast(1))
     max_steps: int = identifying(40, AtLeast(1), before=lambda steps: {"steps": steps})

@@ -31,23 +31,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import _run
-from experiments._evaluation import (
-    compared,
-    comparison_lines,
-    evaluation_against_itself,
-    evaluation_by_search,
-    evaluation_by_trial,
-    evaluation_returns,
-    evaluation_while_learning,
-    in_play,
-)
-from experiments._folder import owning
-from experiments._mesh import check_split, refuse_idle
-from experiments._policy_run import FILMED, PolicyRun, older_prng, save_film
-from experiments._run import identifying, say
-from experiments._train import Run, TrainConfig, train
-from experiments._world import changes, make_world
 from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import Checkpoints, plot_metrics, plot_seeds, read_jsonl
@@ -72,6 +55,24 @@ from jaxpar.rl import (
 from jaxpar.rollout import NextStep
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
+
+from . import _run
+from ._evaluation import (
+    compared,
+    comparison_lines,
+    evaluation_against_itself,
+    evaluation_by_search,
+    evaluation_by_trial,
+    evaluation_returns,
+    evaluation_while_learning,
+    in_play,
+)
+from ._folder import owning
+from ._mesh import check_split, refuse_idle
+from ._policy_run import FILMED, PolicyRun, older_prng, save_film
+from ._run import identifying, say
+from ._train import Run, TrainConfig, train
+from ._world import changes, make_world
 
 ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ppo": (Ppo, {}),

@@ -23,12 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _run, _train
-from experiments._folder import owning
-from experiments._mesh import check_split, refuse_idle
-from experiments._run import say
-from experiments._series import SeriesConfig, Task, open_task
-from experiments._train import Run
 from jaxpar.fields import AtLeast, Positive, check_fields, field
 from jaxpar.io import Checkpoints, plot_metrics
 from jaxpar.loop import Fit, FitResult
@@ -42,6 +36,13 @@ from jaxpar.nn.solvers import solver
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.types import PyTree, UsageError
+
+from . import _run, _train
+from ._folder import owning
+from ._mesh import check_split, refuse_idle
+from ._run import say
+from ._series import SeriesConfig, Task, open_task
+from ._train import Run
 
 
 @dataclasses.dataclass(frozen=True)

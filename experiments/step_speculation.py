@@ -2,6 +2,8 @@
 
     python -m experiments.step_speculation                                  # two CPU cores, some five minutes
     python -m experiments.step_speculation score=target                     # the same models, another judge
+    python -m experiments.step_speculation terms=6 digits=2                 # longer sums
+    python -m experiments.step_speculation thresholds=[0.9] alphas=[0.2]    # one row of each table
     python -m experiments.step_speculation target_width=512 target_layers=8 target_steps=5000 terms=8
 
 A line is kept if its score is at least a threshold (SSR, arXiv:2505.15340), or if its conformal p-value among the same
@@ -20,11 +22,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments import _run, _sums
-from experiments._folder import owning
-from experiments._mesh import refuse_idle
-from experiments._run import identifying, say
-from experiments._train import Run, train
 from jaxpar.decode import Sampling, conformal_rejects, empty_calibration
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, field
 from jaxpar.io import open_writers, plot_metrics
@@ -32,6 +29,12 @@ from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, generate, num_p
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, place_rows
 from jaxpar.types import PyTree, UsageError
+
+from . import _run, _sums
+from ._folder import owning
+from ._mesh import refuse_idle
+from ._run import identifying, say
+from ._train import Run, train
 
 COLUMNS = ("rule", "level", "rewritten", "right", "target tokens", "of the target's FLOPs")
 
@@ -43,9 +46,12 @@ class Config(_run.RunConfig):
     Attributes:
       terms: Numbers of a sum, one more than its steps.
       digits: Of each at most.
-      target_layers: Of the larger model; the smaller one's flags are the same with draft.
+      target_layers: Of the larger model.
       target_width: Of its residual stream, a multiple of 32.
       target_steps: Of its training.
+      draft_layers: Of the smaller model.
+      draft_width: Of its residual stream, a multiple of 32.
+      draft_steps: Of its training.
       learning_rate: Highest, of both.
       batch_size: Sums of a training step.
       questions: Asked of both; none was trained on but by chance.

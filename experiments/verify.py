@@ -3,6 +3,7 @@
     python -m experiments.verify                                    # tiny, every layout of eight devices, 10 minutes
     python -m experiments.verify layouts=[data2.fsdp4,tensor2.fsdp4/zero2+sequence] topology=none
     python -m experiments.verify layouts=[stage2.fsdp2.tensor2/zb_v,stage4.data2/zero2+interleaved]
+    python -m experiments.verify layouts=[data8] topology=none dtypes=[float32]     # one row, a minute
     python -m experiments.verify preset=gpt2_124m model.num_layers=2 optimizer.name=muon dtypes=[float32]
 
 Loss, every gradient leaf and three optimizer steps, in float32 and float64; collectives here and, compiled by libtpu
@@ -21,10 +22,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments import _run
-from experiments._folder import run_folder
-from experiments._mesh import LM_AXES, parse_layout, refuse_idle, shares, staged
-from experiments._run import say
 from jaxpar.aot import topology
 from jaxpar.fields import AtLeast, field
 from jaxpar.io import plot_layouts
@@ -38,6 +35,11 @@ from jaxpar.parallel.context import in_order
 from jaxpar.parallel.pipeline import PIPELINES, Pipelined, Schedule, named_schedule
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
+
+from . import _run
+from ._folder import run_folder
+from ._mesh import LM_AXES, parse_layout, refuse_idle, shares, staged
+from ._run import say
 
 
 @dataclasses.dataclass(frozen=True)

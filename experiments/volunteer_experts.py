@@ -19,9 +19,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments._series import handwritten
 from jaxpar.nn.experts.route import heard
 from jaxpar.nn.experts.transport import mixture
+
+from ._series import handwritten
 
 CLASSES, WIDTH = 10, 32
 

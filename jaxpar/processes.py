@@ -1,19 +1,22 @@
-"""The processes of a run: finding each other, refusing what differs, and stopping together after a signal."""
+"""The processes of a run: finding each other, refusing what differs, stopping together; programs that they keep."""
 
 import contextlib
 import hashlib
 import importlib.util
 import math
 import os
+import platform
 import signal
 import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 from jaxpar.types import UsageError
@@ -24,6 +27,7 @@ __all__ = [
     "Interruption",
     "check_same_on_all_processes",
     "interruptible",
+    "keep_programs",
     "start_processes",
 ]
 
@@ -206,3 +210,40 @@ def interruptible() -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def keep_programs(tell: Callable[[str], object] = print) -> Path:
+    """Keeps compiled programs on disk from now on, so that each is compiled once on a machine, not once a process.
+
+    Nothing calls it on import: commands do, and notebooks. The folder is that of `JAX_COMPILATION_CACHE_DIR`, or the
+    one that JAX has been told, or one of this machine's kind below `$XDG_CACHE_HOME/jaxpar` or `~/.cache/jaxpar`:
+    programs of other versions, and of processors with other features, lie in other folders, so that a home that several
+    machines share is safe. There programs that took less than a tenth of a second are not kept, unless JAX was told
+    otherwise.
+
+    Args:
+      tell: Called with a line that names the folder, when it is made.
+
+    Returns:
+      The folder.
+    """
+    asked = os.environ.get("JAX_COMPILATION_CACHE_DIR") or jax.config.jax_compilation_cache_dir
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(asked or caches / "jaxpar" / _kind_of_machine())
+    if not asked:
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        if not folder.exists():
+            tell(f"compiled programs are kept in {folder}")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder
+
+
+def _kind_of_machine() -> str:
+    """Versions, and eight digits of a hash of what the processor can do."""
+    features = f"{platform.machine()} {platform.processor()}"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    able = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:8]
+    return f"jax-{jax.__version__}-jaxlib-{jaxlib.__version__}-{able}"

@@ -47,7 +47,10 @@ if root is None:
     subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
-sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
+sys.path.insert(0, str(root))  # this checkout comes first
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -60,12 +63,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Image, Markdown
 from jax.sharding import NamedSharding
+from jaxpar.commands.verify import as_json
 from matplotlib.patches import Circle, Rectangle
 
-from experiments import _estimate_report as report
-from experiments import estimate
-from experiments.verify import as_json
 from jaxpar import aot
+from jaxpar.commands import _estimate_report as report
+from jaxpar.commands import estimate
 from jaxpar.io import Checkpoints, plot_layouts, plot_memory
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
 from jaxpar.lm.transfers import declared_transfers

@@ -47,7 +47,10 @@ if root is None:
     subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
-sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
+sys.path.insert(0, str(root))  # this checkout comes first
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -57,9 +60,9 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from jaxpar.commands._memory import BLANK, KEYS
+from jaxpar.commands._series import SeriesConfig, open_task
 
-from experiments._memory import BLANK, KEYS
-from experiments._series import SeriesConfig, open_task
 from jaxpar.loop import run
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.leaf import init_leaves

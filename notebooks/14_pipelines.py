@@ -47,7 +47,10 @@ if root is None:
     subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
-sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
+sys.path.insert(0, str(root))  # this checkout comes first
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import os

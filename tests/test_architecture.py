@@ -32,6 +32,9 @@ ALLOWED["rollout"] = {"types", "fields", "mesh", "env"}
 ALLOWED |= {pillar: set().union(*ORDER) | {"env", "rollout"} for pillar in PILLARS}
 for pillar in ("lm", "life", "own"):
     ALLOWED[pillar] -= {"env", "rollout"}
+# In a checkout these are other names of folders beside the library, which wheels have inside of it.
+ALIASES = {"jaxpar/envs.py": "envs", "jaxpar/commands.py": "experiments"}
+ALLOWED |= {"_checkout": set(), "envs": {"_checkout"}, "commands": {"_checkout"}}
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -198,8 +201,22 @@ def test_what_begins_with_an_underscore_belongs_to_its_room():
 
 def test_the_library_knows_no_configuration_framework_nor_its_users():
     strangers = {"hydra", "omegaconf", "experiments", "envs", "notebooks", "tests"}
-    found = [(file, sorted({name.split(".")[0] for name in file.imported} & strangers)) for file in library()]
+    found = [(file, {name.split(".")[0] for name in file.imported} & strangers) for file in library()]
+    found = [(file, sorted(tops - {ALIASES.get(file.name)})) for file, tops in found]
     none_of(f"{file.name} must not import {tops}" for file, tops in found if tops)
+
+
+def test_two_short_files_are_other_names_of_folders():
+    """And what else they would be, should they grow, belongs into the folders."""
+    said = {file.name: file for file in library() if file.name in ALIASES}
+    assert said.keys() == ALIASES.keys()
+    for name, file in said.items():
+        assert file.num_lines <= 10 and f'alias(__name__, "{ALIASES[name]}")' in (ROOT / name).read_text()
+    names = {"jaxpar." + file.part for file in said.values()} | {"jaxpar._checkout"}
+    takers = [(file, taken) for file in library() for taken in file.imported if taken in names]
+    none_of(f"{file.name} must not import {taken}" for file, taken in takers if file.name not in ALIASES)
+    outside = [(file, taken) for file in everything() for taken in file.imported]
+    assert [file.name for file, taken in outside if taken == "jaxpar._checkout.alias"] == sorted(ALIASES)
 
 
 def test_environments_import_the_protocol_only():

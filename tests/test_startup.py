@@ -3,13 +3,15 @@
 import http.server
 import importlib.util
 import os
+import pathlib
+import re
 import socket
 import threading
 
 import jax
 import pytest
 
-from jaxpar.processes import start_processes
+from jaxpar.processes import keep_programs, start_processes
 from jaxpar.types import UsageError
 
 
@@ -87,6 +89,52 @@ def test_a_coordinator_that_is_not_there_is_named():
             start_processes(address, num_processes=2, process_id=1, timeout_s=0.2)
     with pytest.raises(UsageError, match="coordinator=localhost is not of the form host:port."):
         start_processes("localhost", num_processes=2, process_id=1)
+
+
+@pytest.fixture
+def told_nothing(monkeypatch, tmp_path):
+    """A home without compiled programs, and a JAX that has not been told where they are."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in names]
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update(names[0], None)
+    yield tmp_path / "jaxpar"
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+def test_programs_are_kept_by_versions_and_processor(told_nothing, monkeypatch):
+    said = []
+    folder = keep_programs(said.append)
+    assert folder.parent == told_nothing and said == [f"compiled programs are kept in {folder}"]
+    assert folder.name.startswith(f"jax-{jax.__version__}-jaxlib-")
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    jax.config.update("jax_compilation_cache_dir", None)
+    folder.mkdir(parents=True)
+    assert keep_programs(said.append) == folder and len(said) == 1, "its place is said once"
+
+    def another(path):
+        return "flags : sse avx512" if str(path) == "/proc/cpuinfo" else ""
+
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(pathlib.Path, "read_text", another)
+    other = keep_programs(said.append)
+    assert other.parent == folder.parent and other != folder, "a processor with other features has programs of its own"
+
+
+def test_programs_are_kept_where_one_says(told_nothing, monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", "here")
+    assert keep_programs() == pathlib.Path("here")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "there")
+    assert keep_programs() == pathlib.Path("there") and jax.config.jax_compilation_cache_dir == "there"
+
+
+def test_importing_the_library_keeps_no_programs():
+    root = pathlib.Path(__file__).parents[1]
+    texts = {path: path.read_text() for path in (root / "jaxpar").rglob("*.py")}
+    naming = [path for path, text in texts.items() if re.search("compilation_cache_dir|keep_programs", text)]
+    assert naming == [root / "jaxpar" / "processes.py"]
 
 
 def test_half_a_cluster_is_refused():

@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.arcade.sprites import FIGURES, stamp
 from jaxpar.env import Box, Discrete, picture
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
+from ..arcade.sprites import FIGURES, stamp
 from .answers import score_many
 from .arithmetic import apply_move, legal_moves, moves
 from .expressions import RULES, score, solve

@@ -4,7 +4,7 @@ A generator is a frozen dataclass that is called with a key and returns a level;
 shapes of that level (`level_shapes`). `Given` draws one of its instances with equal chances.
 
 Example:
-    from envs.puzzles.given import Given
+    from jaxpar.envs.puzzles.given import Given
     import jax
     import numpy as np
 

@@ -4,7 +4,7 @@ An ability is added to an environment by writing the method, as below. A new abi
 a field to `Capabilities`, whose name is what environments call it; its users read the field.
 
 Example:
-    import envs
+    from jaxpar import envs
     import jax
     import jax.numpy as jnp
     from jaxpar.env import capabilities, legal_sample

@@ -76,8 +76,12 @@ class JsonlWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the line of `step`."""
-        self._file.write(_line({"step": step, **{name: float(value) for name, value in values.items()}}))
-        self._file.flush()
+        try:
+            self._file.write(_line({"step": step, **{name: float(value) for name, value in values.items()}}))
+            self._file.flush()
+        except OSError as error:  # of a full disk says not which file
+            error.filename = self._file.name
+            raise
 
     def close(self) -> None:
         """Closes the file."""

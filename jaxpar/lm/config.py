@@ -42,7 +42,7 @@ class LMConfig:
     Attributes:
       vocab_size: V, symbols.
       max_seq_len: Longest T that learned positions cover; rope needs no such bound.
-      num_layers: L.
+      num_layers: L, of blocks.
       embed_dim: D, width of the residual stream.
       num_heads: H, query heads.
       num_kv_heads: G, key and value heads: H for multi-head, 1 for multi-query, between for grouped-query

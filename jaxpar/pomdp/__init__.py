@@ -45,7 +45,8 @@ new part is a function of the same arguments:
 
 Example:
     import dataclasses
-    import envs, jax
+    import jax
+    from jaxpar import envs
     import jax.numpy as jnp
     from jaxpar.pomdp import ParticleBelief, Pomcp
     from jaxpar.pomdp.tree import EMPTY

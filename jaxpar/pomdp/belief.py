@@ -6,7 +6,8 @@ planner sees. A `BeliefUpdater` is the filter, a frozen dataclass that makes the
 
 Example:
     import dataclasses
-    import envs, jax
+    import jax
+    from jaxpar import envs
     import jax.numpy as jnp
     from jaxpar.pomdp import Evidence, Pomcp, from_environment, simulate
 

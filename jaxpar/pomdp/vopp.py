@@ -90,7 +90,7 @@ class Vopp:
 
     Attributes:
         num_simulations: n, in parallel.
-        iterations: K.
+        iterations: K, batches of a plan.
         max_depth: D, steps.
         eta: inverse temperature, in units of one over reward; a float, which may be traced.
         discount: in (0, 1]; None takes `params.discount`.

@@ -1,7 +1,7 @@
 """What learners have in common: their state, its initialisation, and an update from a rollout.
 
 Example:
-    import envs
+    from jaxpar import envs
     import jax
     import jax.numpy as jnp
     from jaxpar.rl import A2c, Network, train

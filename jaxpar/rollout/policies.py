@@ -1,7 +1,7 @@
 """What acts in an environment: the protocol of a policy, and the policy that needs no learning.
 
 Example:
-    import envs
+    from jaxpar import envs
     import jax
     from jaxpar.rollout import init, rollout
 

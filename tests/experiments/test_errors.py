@@ -1,5 +1,6 @@
 """Bad input ends in one sentence and exit code 2, before anything is compiled."""
 
+import errno
 import os
 import pathlib
 import re
@@ -7,8 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 
 import pytest
+
+from experiments._mistakes import sentence_of
+from jaxpar.io.metrics import JsonlWriter
 
 FIXED = [
     # layout
@@ -73,6 +78,8 @@ FIXED = [
     ("preset=3", "there is no preset '3'; legal for preset= are finetune, gpt2_124m, .*tiny"),
     ("model.num_layers", "flag 'model.num_layers' cannot be read; flags are name=value"),
     ("metrics=[", r"flag 'metrics=\[' cannot be read"),
+    ("--train.steps=20", r"flag '--train.steps=20' begins with -; flags have none: train.steps=20\.$"),
+    ("--seed 3", r"flag '--seed' begins with -; flags have none: seed=value\.$"),
     ("=3", "flag '=3' has no name; flags are name=value"),
     ("+x=3 hydra.run.dir=run", "unknown flag 'x'"),
     ("layout=zero2,zero3", "layout=zero2,zero3 has several values; -m at the end makes a run of each"),
@@ -296,6 +303,33 @@ def test_a_full_disk(command, copied):
     assert "the checkpoint of step 40 could not be written" in said and "file too large" in said
     assert "the last whole one is step 36 and is intact" in said
     assert contents(copied / "checkpoints" / "36") == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no file that is always full")
+def test_a_full_disk_names_its_file(tmp_path):
+    full = tmp_path / "champion.json"
+    full.symlink_to("/dev/full")
+
+    def no_room(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = JsonlWriter(tmp_path / "metrics.jsonl", None)
+    log.close()
+    log._file = types.SimpleNamespace(name=log._file.name, write=no_room)
+
+    def by_hand():
+        with full.open("w") as file:
+            file.write("text")
+
+    for write, name in (
+        (lambda: full.write_text("text"), "champion.json"),
+        (by_hand, "champion.json"),
+        (lambda: log.write(1, {"loss": 2.0}), "metrics.jsonl"),
+    ):
+        with pytest.raises(OSError) as error:
+            write()
+        sentence = f"{tmp_path / name} cannot be opened or written: No space left on device."
+        assert sentence_of(error.value) == sentence
 
 
 @pytest.mark.slow

@@ -60,6 +60,11 @@ def test_parameters_are_the_published_ones(name, tmp_path):
     assert num_params(config_from_hf(tmp_path / "config.json")) == num_params(config_from_hf(tmp_path)) == count
 
 
+def told(err):
+    """What is said on standard error but for what takes long."""
+    return re.sub(r"^(compiling|running)\b.* \d+ s\n", "", err, flags=re.MULTILINE)
+
+
 @pytest.fixture
 def main(monkeypatch, capfd, tmp_path):
     """`main(*flags)` is the command in this process, in `tmp_path`: exit code, stdout, stderr."""
@@ -76,7 +81,8 @@ def main(monkeypatch, capfd, tmp_path):
             code = 0
         except SystemExit as exit_:
             code = exit_.code
-        return code, *capfd.readouterr()
+        out, err = capfd.readouterr()
+        return code, out, told(err)
 
     yield call
     jax.config.update("jax_compilation_cache_dir", before)
@@ -187,6 +193,12 @@ def test_the_layout_is_heeded():
     assert weights("nested")["w_up"] == (None, ("inner", "fsdp", "data"), None)
 
 
+def test_a_number_of_devices_that_divides_nothing_gets_a_mesh_that_fits():
+    config = estimate.compose("preset=llama_8b", "topology=v5p:4x4x5")
+    sentence = " v5p:4x4x5 has 80 devices, over which mesh.data=5 mesh.fsdp=16 data.batch_size=160 divides."
+    assert estimate._other_mesh(config, 80) == sentence and estimate._other_mesh(config, 64) == ""
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -246,7 +258,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def test_a_slice_that_is_not_here(tmp_path):
     flags = "topology=v5e:2x2 mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 model.embed_dim=256 model.head_dim=64"
     done = on_tpu(tmp_path, *flags.split(), "data.seq_len=128", "data.batch_size=8", "model.dtype=bfloat16")
-    assert (done.returncode, done.stderr) == (0, "")  # nothing of libtpu's start-up
+    assert (done.returncode, told(done.stderr)) == (0, "")  # nothing of libtpu's start-up
     assert "fits: " in done.stdout and "of 15.75 GiB" in done.stdout
     report = report_of(tmp_path)
     assert report["compiled"] and report["roofline"]["step_s"] > 0 and report["notes"] == []
@@ -261,7 +273,7 @@ def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
     """Eight by eight of 4x4x4: no axes of the torus multiply to eight."""
     flags = "topology=v5p:4x4x4 mesh.fsdp=8 mesh.tensor=8 model.num_heads=8 model.num_kv_heads=8 model.num_layers=1"
     done = on_tpu(tmp_path, *flags.split(), "data.batch_size=8", "data.seq_len=16", "effort=none")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, told(done.stderr)) == (0, "")
     assert "278,912 parameters" in done.stdout and "fsdp=8 tensor=8 on 64 v5p devices" in done.stdout
     norms = 3 * 128  # whole on every device; of all else each has a 64th
     assert report_of(tmp_path)["parameters"] == 4 * (norms + (278_912 - norms) // 64)
@@ -274,7 +286,7 @@ def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
     flags = "preset=llama_8b topology=v5p:4x4x4 mesh.context=64 rules.embed=context model.context=two_way effort=none"
     flags += " model.context_order=zigzag model.remat=full data.batch_size=1 data.seq_len=1048576"
     done = on_tpu(tmp_path, *flags.split())
-    assert (done.returncode, done.stderr) == (0, "") and "fits: " in done.stdout
+    assert (done.returncode, told(done.stderr)) == (0, "") and "fits: " in done.stdout
     sizes = Sizes(1, 2**20 // 64, 32, 8, 128, 2)
     forward, backward = (move_for("two_way", 64).bytes(sizes, is_back) for is_back in (False, True))
     assert report_of(tmp_path)["context"] == {way: 32 * (2 * forward[way] + backward[way]) for way in forward}

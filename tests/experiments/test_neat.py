@@ -67,7 +67,9 @@ def test_presets_are_the_papers(preset):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["task=xorr"], "task='xorr' is neither of xor"),
+        (["task=xro"], "nor an environment; did you mean xor?"),
+        (["task=CartPol-v1"], "nor an environment; did you mean CartPole-v1?"),
+        (["population=1"], "population=1 must be at least 2."),
         (["rates.treshold=3"], "there is no rates.treshold"),
         (["max_conns=2"], "max_conns=2 is too small"),
         (["population=9"], "does not divide"),

@@ -1,0 +1,60 @@
+"""What README shows can be typed: `make newcomer` hears what is slow, silent or red, and its short half runs here."""
+
+import os
+import re
+
+import newcomer
+import pytest
+import release
+from newcomer import Line, Seen
+
+from jaxpar.commands import __main__ as command
+
+
+def test_lines_are_those_of_the_blocks_with_their_times():
+    page = (
+        "```bash\nmake run   # about two minutes on 2 cores\na --b \\\n  c=1\n# no\n\nmake run\n```\n```text\nno\n```\n"
+    )
+    assert newcomer.lines_of(page) == [Line("make run", 120), Line("a --b    c=1", 0)]
+    shown = newcomer.lines_of((newcomer.ROOT / "README.md").read_text())
+    assert {"jaxpar", "jaxpar lm", "make run"} <= {line.text for line in shown} and len(shown) > 10
+    assert shown[0].text.startswith("pip install"), "pip comes first"
+
+
+@pytest.mark.parametrize(
+    ("comment", "seconds"),
+    [("", 0), ("half an hour on two cores", 1800), ("about a minute", 60), ("2.5 seconds", 2.5), ("8 copies", 0)],
+)
+def test_times_are_read(comment, seconds):
+    assert newcomer.seconds_in(comment) == seconds
+
+
+def test_what_is_slow_silent_or_red_is_said():
+    line = Line("x", 10)
+    assert newcomer.verdict(line, Seen(19, 4.9, 0, "")) == []
+    assert newcomer.verdict(line, Seen(21, 5.1, 3, "")) == ["RED", "silent", "slow"]
+    assert newcomer.verdict(Line("x"), Seen(299, 0, 0, "")) == []
+
+
+def test_silence_is_heard(tmp_path):
+    seen = newcomer.watch("echo a; sleep 0.4; echo b >&2; exit 3", tmp_path, dict(os.environ))
+    assert seen.code == 3 and seen.last == "a\nb\n" and 0.35 < seen.silence <= seen.seconds
+
+
+def test_the_short_half_runs(capsys):
+    assert newcomer.main(["--short"]) == 0, capsys.readouterr().out
+    assert re.findall(r"(?:ok|silent) +(jaxpar(?: lm --help)?)$", capsys.readouterr().out, re.MULTILINE) == [
+        "jaxpar",
+        "jaxpar lm --help",
+    ]
+
+
+def test_a_release_runs_a_command_of_every_pillar():
+    named = {flags.split()[0] for flags in release.COMMANDS}
+    assert named <= command.commands().keys() and {"lm", "pomdp", "neat", "rl", "life", "own"} <= named
+
+
+@pytest.mark.slow  # half an hour on two cores
+@pytest.mark.timeout(7200)
+def test_what_the_readme_shows_runs():
+    assert newcomer.main([]) == 0
