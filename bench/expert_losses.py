@@ -65,7 +65,9 @@ def by_failures(options: argparse.Namespace, flags: list[str]) -> None:
 
         figure = Figure()
         axes = figure.subplots()
-        axes.errorbar(rows, [np.mean(x) for x in rows.values()], [np.ptp(x) / 2 for x in rows.values()], marker="o")
+        axes.errorbar(
+            list(rows), [np.mean(x) for x in rows.values()], [np.ptp(x) / 2 for x in rows.values()], marker="o"
+        )
         axes.set(xlabel="share of experts that fail in training", ylabel="validation loss, nats a byte")
         figure.savefig(options.plot)
 

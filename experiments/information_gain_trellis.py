@@ -1,10 +1,11 @@
 """Routes digits through a trellis of blocks: each level sends a digit to one block, by what that says of its class.
 
-    python -m experiments.information_gain_trellis                # two CPU cores, half a minute
+    python -m experiments.information_gain_trellis                # two CPU cores, two minutes
     python -m experiments.information_gain_trellis --blocks 2 4 --weight 0
 
-Conditional Information Gain Trellis (Bicici, Meral and Akarun 2024): level l has K_l blocks, and a router that reads
-the features x of the level before. The loss of the classes trains blocks and the head; the routers learn from
+Conditional Information Gain Trellis (Bicici, Meral and Akarun 2024): level l has K_l blocks, convolutions of 3 x 3, and
+a router that reads the features x of the level before, means of 2 x 2 places as the head does. The loss of the classes
+trains blocks and the head; the routers learn from
 
     - weight * sum_l (H(route_l) - H(route_l | class)),
 
@@ -14,6 +15,7 @@ is that of a path. The plain form computes all blocks and masks all but one; bot
 
 import argparse
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,38 +32,62 @@ from ._series import handwritten
 CLASSES = 10
 
 
-def init(seed: int, features: int, width: int, blocks: tuple[int, ...]) -> dict:
-    """Draws the root, each level's router [D, K] and blocks [K, D, D], and the head; float32."""
+def init(seed: int, pixels: int, width: int, blocks: tuple[int, ...]) -> dict:
+    """Draws root [9, C], each level's router [P / 4 C, K] and blocks [K, 9 C, C], and the head; float32."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-2]), jnp.float32)
 
-    levels = [{"router": draw(width, k), "block": draw(k, width, width)} for k in blocks]
-    return {"root": draw(features, width), "levels": levels, "head": draw(width, CLASSES)}
+    seen = pixels // 4 * width
+    levels = [{"router": draw(seen, k), "block": draw(k, 9 * width, width)} for k in blocks]
+    return {"root": draw(9, width), "levels": levels, "head": draw(seen, CLASSES)}
 
 
-def by_rows(x: Float[Array, "N D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]) -> Float[Array, "N F"]:
-    """Multiplies each row by the block of its route: rows sorted by block, so that each computes its own alone."""
-    plan = sort_choices(route[:, None], len(weights))
-    return combine(grouped_matmul(rows_of(x, plan), weights, plan.sizes), jnp.ones((len(x), 1), x.dtype), plan)
+def patches(h: Float[Array, "N S S C"]) -> Float[Array, "N S*S 9*C"]:
+    """The 3 x 3 places around each, zeros beyond the edge: a convolution is a product with these."""
+    num, side, _, width = h.shape
+    padded = jnp.pad(h, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    shifted = [padded[:, i : i + side, j : j + side] for i in range(3) for j in range(3)]
+    return jnp.concatenate(shifted, -1).reshape(num, side * side, 9 * width)
 
 
-def by_mask(x: Float[Array, "N D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]) -> Float[Array, "N F"]:
+def means(h: Float[Array, "N S S C"]) -> Float[Array, "N S*S*C/4"]:
+    """Features of 2 x 2 places each, which router and head read."""
+    num, side, _, width = h.shape
+    return h.reshape(num, side // 2, 2, side // 2, 2, width).mean((2, 4)).reshape(num, -1)
+
+
+def by_rows(x: Float[Array, "N M D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]) -> Float[Array, "N M F"]:
+    """Multiplies a digit's rows by the block of its route: sorted by block, so that each computes its own alone."""
+    plan = sort_choices(jnp.repeat(route, x.shape[1])[:, None], len(weights))
+    rows = grouped_matmul(rows_of(x.reshape(-1, x.shape[2]), plan), weights, plan.sizes)
+    return combine(rows, jnp.ones((len(rows), 1), x.dtype), plan).reshape(*x.shape[:2], -1)
+
+
+def by_mask(x: Float[Array, "N M D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]) -> Float[Array, "N M F"]:
     """The same by all blocks, of which one is kept."""
     kept = jax.nn.one_hot(route, len(weights), dtype=x.dtype)
-    return jnp.einsum("nk,nkf->nf", kept, jnp.einsum("nd,kdf->nkf", x, weights))
+    return jnp.einsum("nk,nkmf->nmf", kept, jnp.einsum("nmd,kdf->nkmf", x, weights))
 
 
 def forward(params: dict, x: Float[Array, "N P"], choose=by_rows) -> tuple[Float[Array, "N 10"], list[jax.Array]]:
     """Returns logits, and each level's routes [N, K] as shares; `choose` is `by_rows` or `by_mask`."""
-    h, routes = jax.nn.relu(x @ params["root"]), []
+    num, side, routes = len(x), math.isqrt(x.shape[1]), []
+    h = jax.nn.relu(patches(x.reshape(num, side, side, 1)) @ params["root"]).reshape(num, side, side, -1)
     for level in params["levels"]:
-        logits = h @ level["router"]
+        logits = means(h) @ level["router"]
         routes.append(jax.nn.softmax(logits))
         # A residual: blocks refine what all paths share.
-        h = h + jax.nn.relu(choose(h, jnp.argmax(logits, -1), level["block"]))
-    return h @ params["head"], routes
+        h = h + jax.nn.relu(choose(patches(h), jnp.argmax(logits, -1), level["block"])).reshape(h.shape)
+    return means(h) @ params["head"], routes
+
+
+def multiplications(params: dict, pixels: int) -> tuple[int, int]:
+    """Counts those of one digit along its path, and of all blocks."""
+    always = pixels * params["root"].size + params["head"].size + sum(x["router"].size for x in params["levels"])
+    each = [(pixels * level["block"][0].size, len(level["block"])) for level in params["levels"]]
+    return always + sum(one for one, _ in each), always + sum(one * k for one, k in each)
 
 
 def loss(params: dict, x: jax.Array, y: Int[Array, " N"], weight: float, choose=by_rows) -> jax.Array:
@@ -78,8 +104,7 @@ def train(params: dict, x: np.ndarray, y: np.ndarray, *, steps: int, weight: flo
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, x, y):
-        grads = jax.grad(loss)(params, x, y, weight)
-        updates, state = optimizer.update(grads, state)
+        updates, state = optimizer.update(jax.grad(loss)(params, x, y, weight), state)
         return optax.apply_updates(params, updates), state
 
     for _ in range(steps):
@@ -92,10 +117,7 @@ def judge(params: dict, x: np.ndarray, y: np.ndarray) -> tuple[float, list[float
     """Returns accuracy, and of each level the information gain in nats and the largest block's load over the mean."""
     logits, routes = forward(params, jnp.asarray(x))
     gains = [float(information_gain(route, jnp.asarray(y), CLASSES)) for route in routes]
-    hard = [route.argmax(-1)[:, None] for route in routes]
-    loads = [
-        float(route.shape[1] * load(taken, route.shape[1]).max()) for taken, route in zip(hard, routes, strict=True)
-    ]
+    loads = [float(r.shape[1] * load(r.argmax(-1)[:, None], r.shape[1]).max()) for r in routes]
     return float((logits.argmax(-1) == y).mean()), gains, loads
 
 
@@ -103,19 +125,20 @@ def main() -> None:
     """Prints a row for the trellis and one for a single path, which costs the same a digit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, nargs="+", default=[2, 4], help="of each level")
-    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--width", type=int, default=6, help="channels")
     parser.add_argument("--weight", type=float, default=0.5, help="of the information gain")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     if min(options.blocks) < 1 or options.weight < 0:
         parser.error("legal are --blocks of at least 1 and a --weight of at least 0.")
     x, y = handwritten("the trellis")
     x, y = x.reshape(len(x), -1).astype(np.float32), y.astype(np.int32)
+    path, every = multiplications(init(0, x.shape[1], options.width, tuple(options.blocks)), x.shape[1])
+    print(f"A digit's path takes {path:,} multiplications, all blocks {every:,}.\n")
     print("| seed | blocks | held-out accuracy | information gain of a level | largest load |\n|---|---|---|---|---|")
     for seed in options.seeds:
-        order = np.random.default_rng(seed).permutation(len(x))
-        held, rest = np.split(order, [len(x) // 3])
+        held, rest = np.split(np.random.default_rng(seed).permutation(len(x)), [len(x) // 3])
         for blocks in (tuple(options.blocks), (1,) * len(options.blocks)):
             params = init(seed, x.shape[1], options.width, blocks)
             params = train(params, x[rest], y[rest], steps=options.steps, weight=options.weight, seed=seed)

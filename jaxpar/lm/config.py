@@ -269,8 +269,9 @@ def _experts(config: LMConfig) -> Experts:
     k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
     sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
     bias, shared, transport = config.router_bias, config.shared_experts, transport_for(config.transport)
-    more = dict(capacity_group=config.capacity_group, failures=config.expert_failures)
-    return Experts(*sizes, k > 1, *losses, bias=bias, transport=transport, shared=shared, **more)
+    group, fail = config.capacity_group, config.expert_failures
+    more = (0.0, bias, 0.0, fail, transport, shared, group)  # without information gain and noise
+    return Experts(*sizes, k > 1, *losses, *more)
 
 
 def _check_experts(config: LMConfig) -> None:
