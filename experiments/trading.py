@@ -31,7 +31,7 @@ CASH, PRICE = 1_000_000, 10_000  # cents to begin with, and the first price
 
 
 @flax.struct.dataclass
-class Numbers:
+class _Numbers:
     """Basis points of a trade's value that it costs, rounded up; days; how trends last, and what moves prices."""
 
     fee: Any = 10
@@ -79,26 +79,26 @@ class Market:
     __post_init__ = check_fields
 
     @property
-    def default_params(self) -> Numbers:
+    def default_params(self) -> _Numbers:
         """Ten basis points, sixty days."""
-        return Numbers()
+        return _Numbers()
 
-    def observation_space(self, params: Numbers) -> Box:
+    def observation_space(self, params: _Numbers) -> Box:
         """Moves, in hundredths, and the shares of wealth in each asset."""
         return Box(-jnp.inf, jnp.inf, (9 * self.assets,))
 
-    def action_space(self, params: Numbers) -> Discrete:
+    def action_space(self, params: _Numbers) -> Discrete:
         """Keep; buy each; sell each."""
         return Discrete(2 * self.assets + 1)
 
-    def init(self, key: PRNGKey, params: Numbers) -> State:
+    def init(self, key: PRNGKey, params: _Numbers) -> State:
         """Cash alone; consumes `key`."""
         zero, k = jnp.int32(0), self.assets
         trend = params.drift * jax.random.normal(key, (k,))
         shares = jnp.zeros(k, jnp.int32)
         return State(jnp.int32(CASH), shares, shares + PRICE, zero, zero, trend, jnp.zeros((k, 8)), zero)
 
-    def _trade(self, state: State, action: Array, params: Numbers) -> tuple[Array, Array, Array]:
+    def _trade(self, state: State, action: Array, params: _Numbers) -> tuple[Array, Array, Array]:
         """The change of shares `[K]`, what they cost in cents, and the fee; nothing where cash or shares lack."""
         which, buys = (action - 1) % self.assets, action <= self.assets
         here = (jnp.arange(self.assets) == which) & (action > 0)
@@ -108,7 +108,7 @@ class Market:
         able = jnp.all(state.shares + change >= 0) & (state.cash >= cost + fee)
         return jnp.where(able, change, 0), jnp.where(able, cost, 0), jnp.where(able, fee, 0)
 
-    def transition(self, key: PRNGKey, state: State, action: Array, params: Numbers) -> State:
+    def transition(self, key: PRNGKey, state: State, action: Array, params: _Numbers) -> State:
         """Trades at today's prices, then prices move; consumes `key`."""
         change, cost, fee = self._trade(state, action, params)
         trend_key, move_key = jax.random.split(key)
@@ -124,20 +124,20 @@ class Market:
             jnp.concatenate([state.moves[:, 1:], move[:, None]], 1), state.time + 1,
         )  # fmt: skip
 
-    def observe(self, key: PRNGKey, state: State, action: Array | None, params: Numbers) -> Array:
+    def observe(self, key: PRNGKey, state: State, action: Array | None, params: _Numbers) -> Array:
         """Deterministic."""
         held = state.shares * state.price / jnp.maximum(wealth(state), 1)
         return jnp.concatenate([100 * state.moves.reshape(-1), held])
 
-    def reward(self, state: State, action: Array, next_state: State, params: Numbers) -> Array:
+    def reward(self, state: State, action: Array, next_state: State, params: _Numbers) -> Array:
         """The change of wealth, as a share of what was begun with."""
         return (wealth(next_state) - wealth(state)) / CASH
 
-    def terminal(self, state: State, params: Numbers) -> Array:
+    def terminal(self, state: State, params: _Numbers) -> Array:
         """Never."""
         return jnp.zeros((), bool)
 
-    def truncated(self, state: State, params: Numbers) -> Array:
+    def truncated(self, state: State, params: _Numbers) -> Array:
         """After the last day."""
         return state.time >= params.max_steps
 
@@ -149,8 +149,8 @@ def majority(actions: Array, num_actions: int) -> Array:
 
 def days(market: Market, policy: Any, weights: Any, episodes: int, carry: Any = ()) -> np.ndarray:
     """Rewards `[days, episodes]` of a policy."""
-    start = init(jax.random.key(1), market, Numbers(), episodes, carry)
-    go = jax.jit(lambda start, weights: rollout(jax.random.key(2), start, market, Numbers(), policy, weights, 60,
+    start = init(jax.random.key(1), market, _Numbers(), episodes, carry)
+    go = jax.jit(lambda start, weights: rollout(jax.random.key(2), start, market, _Numbers(), policy, weights, 60,
                                                 reset=NoReset())[1].reward)  # fmt: skip
     return np.asarray(go(start, weights), np.float64)
 
@@ -164,7 +164,7 @@ def told(rewards: np.ndarray) -> tuple[float, float, float]:
 
 def steps_per_second(market: Market, lanes: int, steps: int) -> float:
     """Of random play, every reward summed."""
-    play = jax.jit(lambda key: jnp.sum(evaluate(key, market, Numbers(), random_policy(market), Numbers(), lanes,
+    play = jax.jit(lambda key: jnp.sum(evaluate(key, market, _Numbers(), random_policy(market), _Numbers(), lanes,
                                                 steps).returns))  # fmt: skip
     play(jax.random.key(0)).block_until_ready()
     began = time.perf_counter()
@@ -181,8 +181,8 @@ def main() -> None:
     market = Market()
     rates = PpoRates(learning_rate=1e-3, discount=0.95, reward_scale=20.0, anneal=float(flags.updates))
     ppo = Ppo(market, Network(hidden=(64, 64)), rates, num_envs=64, num_steps=60)
-    members, agent = Seeds(ppo, flags.members, Numbers()), ppo.agent(greedy=True)
-    state, _ = jax.jit(lambda key: train(members, key, Numbers(), flags.updates))(jax.random.key(0))
+    members, agent = Seeds(ppo, flags.members, _Numbers()), ppo.agent(greedy=True)
+    state, _ = jax.jit(lambda key: train(members, key, _Numbers(), flags.updates))(jax.random.key(0))
 
     def ensemble(key, weights, obs, carry):
         actions = jax.vmap(lambda one: agent(key, one, obs, agent.first_carry())[0])(weights)

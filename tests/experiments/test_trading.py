@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from fast import jit
 
-from experiments.trading import CASH, PRICE, Market, Numbers, fee_of, majority, told, wealth
+from experiments.trading import CASH, PRICE, Market, fee_of, majority, told, wealth
 from jaxpar.env import check_environment
 
 
 def test_the_book_balances_at_every_step_and_equals_integers_of_python():
-    market, params = Market(3, 25), Numbers(fee=7, drift=0.05)
+    market = Market(3, 25)
+    params = market.default_params.replace(fee=7, drift=0.05)
     rng, go = np.random.default_rng(0), jit(market.transition)
     state = market.init(jax.random.key(0), params)
     cash, shares, fees, gained, traded = CASH, [0, 0, 0], 0, 0, 0
@@ -45,7 +46,7 @@ def test_fees_are_rounded_up_and_never_overflow():
 
 
 def test_it_keeps_the_contract_and_a_majority_is_counted():
-    check_environment(Market(), Numbers(max_steps=4))
+    check_environment(Market(), Market().default_params.replace(max_steps=4))
     assert int(majority(jnp.array([2, 1, 2, 0]), 4)) == 2 and int(majority(jnp.array([3, 1, 3, 1]), 4)) == 1
     mean, ratio, fall = told(np.array([[0.5, 0.0], [-0.75, 0.0], [0.25, 0.1]]))
     np.testing.assert_allclose([mean, fall], [0.05, (1 - 0.75 / 1.5 + 0) / 2])
