@@ -49,6 +49,7 @@ from experiments import (
     rl,
     rnn,
     step_speculation,
+    trading,
     verify,
 )
 from experiments._pipeline import PipelineConfig
@@ -448,6 +449,7 @@ TABLE = {
         "agents": ((0, -1), (16,)),
         "mutation": ((-1, 11), (0, 10)),
     },
+    trading.Market: {"assets": ((0, 9), (1, 8)), "lot": COUNT},
     _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},
     Laws: {
         "start": ((-1, 1025), (0, 1024)),

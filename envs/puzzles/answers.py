@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from jaxpar.fields import OneOf, check_value
 from jaxpar.types import UsageError
@@ -106,10 +107,10 @@ class _Tokens:
             blob = "\n".join(text.replace("\n", " ") for text in texts)
         if not blob.isascii():
             blob = blob.replace("×", "*").replace("÷", "/")
-        data = np.frombuffer((blob + "\n").encode("ascii", "replace"), np.uint8)
-        kind = KIND[data]
-        begins = kind != 0
-        begins[1:] &= ~((kind[1:] == NUMBER) & (kind[:-1] == NUMBER))  # the other figures of a number
+        read = (blob + "\n").encode("ascii", "replace")
+        data, kind = np.frombuffer(read, np.uint8), np.frombuffer(read.translate(KIND), np.uint8)
+        begins, figure = kind != 0, kind == NUMBER
+        begins[1:] &= ~(figure[1:] & figure[:-1])  # the other figures of a number
         places = np.flatnonzero(begins)
         self.codes = kind[places]
         ends = np.flatnonzero(self.codes == NEWLINE)
@@ -121,7 +122,7 @@ class _Tokens:
         self.figures[which] = data[going] - 48
         for _ in range(9):
             going = going + 1
-            more = kind[going] == NUMBER
+            more = figure[going]
             which, going = which[more], going[more]
             if not len(which):
                 break
@@ -137,9 +138,9 @@ class _Tokens:
         for group in np.split(rows, np.flatnonzero(np.diff(order[rows])) + 1):
             length = self.lengths[group[0]]
             alike = self.lengths[group] == length
+            begin = np.minimum(self.first[group], len(self.codes) - length)  # of others, which are not alike
             shape = self.codes[self.first[group[0]] : self.first[group[0]] + length]
-            inside = np.minimum(self.first[group][:, None] + np.arange(length), len(self.codes) - 1)
-            alike &= (self.codes[inside] == shape).all(axis=1)
+            alike &= (sliding_window_view(self.codes, length)[begin] == shape).all(axis=1)
             yield group[alike], True
             if not alike.all():
                 yield group[~alike], False
@@ -154,14 +155,14 @@ class _Tokens:
         return self.figures[self.first[rows][:, None] + np.flatnonzero(row == NUMBER)]
 
 
-def _kinds() -> np.ndarray:
-    """The code of every character; 0 for spaces."""
+def _kinds() -> bytes:
+    """The code of every character, for `bytes.translate`; 0 for spaces."""
     table = np.full(256, ord("?"), np.uint8)
     table[np.frombuffer(b" \t\r\f\v", np.uint8)] = 0
     for character in b"+-*/()\n":
         table[character] = character
     table[48:58] = NUMBER
-    return table
+    return table.tobytes()
 
 
 KIND, NEWLINE = _kinds(), 10
