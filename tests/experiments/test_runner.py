@@ -116,7 +116,7 @@ SAME = [
     "mesh.fsdp=4 mesh.data=2", "rules.embed=none", "cpu_devices=2", "train.steps=7", "train.accumulate=2",
     "train.save_every=3 train.eval_every=9 train.keep=5 train.profile=1:2", "metrics=[tensorboard]", "prompt=once",
     "model.remat=full", "model.attention=xla", "model.scan_layers=false", "model.loss_chunk=64",
-    "sampling.temperature=0", "name=other", "resume=false", "mode=eval", "checkpoint=newest",
+    "sampling.temperature=0", "name=other", "resume=false", "mode=eval", "checkpoint=newest", "use_ema=true",
 ]  # fmt: skip
 OTHER = [
     "seed=1", "model.num_layers=2", "model.dtype=bfloat16", "model.dropout=0.1", "model.vocab_size=320",
@@ -141,7 +141,12 @@ def test_what_a_run_computes_is_its_identity():
 
 
 def test_a_flag_that_came_later_leaves_the_names_of_runs_as_they_were():
-    assert "optimizer.warmup_start" not in _run.identity(lm.compose())
+    later = ("optimizer.warmup_start", "tuning.", "objective.", "teacher", "data.pairs", "eval.")
+    assert not [name for name in _run.identity(lm.compose()) if name.startswith(later)]
+    flags = ["tuning.freeze=[wq]", "tuning.ema=0.5", "objective.distil=0.3", "teacher=run:x"]
+    known = _run.identity(lm.compose(*flags))
+    assert known["tuning.freeze"] == ["wq"] and known["teacher"] == "run:x" and known["objective.distil"] == 0.3
+    assert _run.identity(lm.compose("objective.kind=dpo"))["data.pairs"]
     assert _run.identity(lm.compose("optimizer.warmup_start=0"))["optimizer.warmup_start"] == 0
 
 
