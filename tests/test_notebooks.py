@@ -49,6 +49,11 @@ def test_all_are_set_up_by_the_same_short_cell():
     assert [source.name for source in SOURCES if set_up(source) != set_up(SOURCES[0])] == []
 
 
+@each_notebook
+def test_what_it_compiles_is_kept(source):
+    assert content(jupytext.read(source))[4][1].count("\nkeep_programs()  # what this notebook compiles") == 1
+
+
 @pytest.mark.parametrize("below", ["", "notebooks"])
 def test_the_set_up_finds_a_checkout(below, monkeypatch):
     monkeypatch.chdir(ROOT / below)
