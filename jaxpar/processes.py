@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 
 from jaxpar.types import UsageError
@@ -246,4 +246,4 @@ def _kind_of_machine() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
     able = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:8]
-    return f"jax-{jax.__version__}-jaxlib-{jaxlib.__version__}-{able}"
+    return f"jax-{jax.__version__}-jaxlib-{importlib.metadata.version('jaxlib')}-{able}"

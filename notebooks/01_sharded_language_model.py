@@ -47,9 +47,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -69,6 +66,9 @@ from jaxpar.io import read_jsonl
 from jaxpar.lm import axes, loss
 from jaxpar.lm.data import Windows, open_corpus
 from jaxpar.mesh import MeshSpec, make_mesh, place_rows, shard, use_mesh
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 # %% [markdown]
 # ## The run

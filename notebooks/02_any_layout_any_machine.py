@@ -48,9 +48,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -74,8 +71,11 @@ from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
 from jaxpar.lm.transfers import declared_transfers
 from jaxpar.loop import Fit, Hooks, fit
 from jaxpar.mesh import MeshSpec, in_role, make_mesh, partition, place_rows, rules_from, simulate_devices, use_mesh
+from jaxpar.processes import keep_programs
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, Model, verify
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 jax.config.update("jax_platforms", "cpu")
 simulate_devices(64)  # eight to compute on; all of them to stand for a pod's

@@ -48,9 +48,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import functools
@@ -60,6 +57,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+from jaxpar.processes import keep_programs
 from jaxpar.scan import affine_scan
 from jaxpar.solve import (
     GaussSeidel,
@@ -72,6 +70,8 @@ from jaxpar.solve import (
     lyapunov,
     parallel_scan,
 )
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 jax.config.update("jax_enable_x64", True)
 STATES, STEPS = 32, 256

@@ -48,9 +48,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import os
@@ -65,6 +62,9 @@ from jaxpar import envs
 from jaxpar.env import reset, step
 from jaxpar.pomdp import ParticleBelief, Vopp, from_environment, solve_exact
 from jaxpar.pomdp.outline import outline
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 

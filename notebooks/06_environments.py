@@ -48,9 +48,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -67,6 +64,7 @@ import numpy as np
 
 from jaxpar import envs
 from jaxpar.env import Animation, Box, Discrete, check_environment, grid_of, picture, reset, step
+from jaxpar.processes import keep_programs
 from jaxpar.rollout import (
     Chunked,
     NextStep,
@@ -78,6 +76,8 @@ from jaxpar.rollout import (
     random_policy,
     rollout,
 )
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 SIDE = 16 if FAST else 24  # moons a side of the last picture

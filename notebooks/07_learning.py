@@ -49,9 +49,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -69,8 +66,11 @@ from jaxpar.neat import Episodes, Neat, NeatConfig, apply, init_carry, io_sizes
 from jaxpar.neat.episodes import act
 from jaxpar.pomdp import ParticleBelief, Vopp, from_environment, solve_exact
 from jaxpar.pomdp.simulate import simulate_many
+from jaxpar.processes import keep_programs
 from jaxpar.rl import LastActionReward, Network, Ppo, PpoRates, train
 from jaxpar.rollout import NoReset, init, rollout
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 

@@ -50,9 +50,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import os
@@ -64,8 +61,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
+from jaxpar.processes import keep_programs
 from jaxpar.solve import lyapunov, parallel_scan
 from jaxpar.solve.systems import intervals, ode_step
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 jax.config.update("jax_enable_x64", True)
 FAST = bool(os.environ.get("FAST"))

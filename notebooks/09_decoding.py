@@ -49,9 +49,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import argparse
@@ -71,6 +68,9 @@ import numpy as np
 from jaxpar.decode import CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling
 from jaxpar.lm import Decoder, LMConfig, OptimizerConfig, Trainer, generate
 from jaxpar.loop import Fit, fit
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 STEPS, NEW, ROWS = (30, 24, 2) if FAST else (300, 120, 8)

@@ -48,9 +48,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -74,7 +71,10 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
+from jaxpar.processes import keep_programs
 from jaxpar.rl import StackMemory
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 B, T, D, L = 4, 24 if FAST else 48, 32, 2

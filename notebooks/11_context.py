@@ -50,9 +50,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import math
@@ -67,6 +64,9 @@ import numpy as np
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
 from jaxpar.parallel.context import MOVES, Order, Sizes, context_attention, move_for
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 jax.config.update("jax_platforms", "cpu")
 simulate_devices(8)

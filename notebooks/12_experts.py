@@ -48,9 +48,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import os
@@ -68,6 +65,9 @@ from jaxpar.nn.experts.losses import load
 from jaxpar.nn.leaf import init_leaves
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.mlp import Mlp
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 jax.config.update("jax_platforms", "cpu")
 FAST = bool(os.environ.get("FAST"))

@@ -48,9 +48,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import dataclasses
@@ -69,6 +66,9 @@ from jaxpar.nn.leaf import init_leaves
 from jaxpar.nn.mixer import DECODING, Context
 from jaxpar.nn.mixers import LAYERS, MatrixState, delta_rule, layer_of, linear_attention
 from jaxpar.nn.mixers.linear_attention import gates_of
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 jax.config.update("jax_platforms", "cpu")
 FAST = bool(os.environ.get("FAST"))

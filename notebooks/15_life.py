@@ -47,9 +47,6 @@ if root is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
 sys.path.insert(0, str(root))  # this checkout comes first
-from jaxpar.processes import keep_programs
-
-keep_programs()  # what this notebook compiles is loaded the next time
 
 # %%
 import os
@@ -62,6 +59,9 @@ import numpy as np
 from jaxpar.env.picture import Animation
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World, automaton_ring, draw_world, ring_bits
 from jaxpar.loop import run
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 

@@ -49,6 +49,12 @@ def test_all_are_set_up_by_the_same_short_cell():
     assert [source.name for source in SOURCES if set_up(source) != set_up(SOURCES[0])] == []
 
 
+@each_notebook
+def test_what_it_compiles_is_kept(source):
+    code = [text for kind, text in content(jupytext.read(source)) if kind == "code"]
+    assert "\nkeep_programs()  # what" in code[1] and "keep_programs" not in code[0]  # set-up, then imports
+
+
 @pytest.mark.parametrize("below", ["", "notebooks"])
 def test_the_set_up_finds_a_checkout(below, monkeypatch):
     monkeypatch.chdir(ROOT / below)

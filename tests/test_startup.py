@@ -114,8 +114,10 @@ def test_programs_are_kept_by_versions_and_processor(told_nothing, monkeypatch):
     folder.mkdir(parents=True)
     assert keep_programs(said.append) == folder and len(said) == 1, "its place is said once"
 
-    def another(path):
-        return "flags : sse avx512" if str(path) == "/proc/cpuinfo" else ""
+    plain = pathlib.Path.read_text
+
+    def another(path, *args, **kinds):
+        return "flags : sse avx512" if str(path) == "/proc/cpuinfo" else plain(path, *args, **kinds)
 
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(pathlib.Path, "read_text", another)
