@@ -19,6 +19,7 @@ SIDES = {
     "rows": {"jaxpar": ["kernel", "chunked"], "torch": ["fla gla"]},
     "heads": {"jaxpar": ["kernel", "chunked"], "torch": ["fla simple_gla", "fla retention"]},
     "none": {"jaxpar": ["kernel", "chunked", "cudnn attention"], "torch": []},
+    "delta": {"jaxpar": ["chunked", "chunked, loop"], "torch": ["fla gated_delta_rule"]},
     "exponential": {"jaxpar": ["kernel", "chunked"], "torch": ["mlstm_kernels limit", "mlstm_kernels xl"]},
 }
 CASES = {
@@ -28,6 +29,10 @@ CASES = {
 }
 STEP = {"jaxpar": ["sequential"], "torch": ["fla step"]}
 """Rows of D1 and D2: one token and a state, in float32, that is read and written."""
+
+
+WIDE = ("log_decay", "log_input", "beta", "log_state")
+"""Arrays that are float32 whatever the others are, in the order of a row's arguments."""
 
 
 def rows_of(case: dict) -> dict:
@@ -54,10 +59,13 @@ def arrays(request: dict) -> dict[str, np.ndarray]:
         made["log_decay"] = -np.log1p(np.exp(-normal(*tokens, depth))) / 16
     elif "retention" in request["row"]:
         made["log_decay"] = np.broadcast_to(np.log1p(-(2.0 ** (-5 - np.arange(heads)))), tokens).astype(np.float32)
-    elif request["decay"] == "heads":
+    elif request["decay"] in ("heads", "delta"):
         made["log_decay"] = -np.log1p(np.exp(-normal(*tokens))) / 16
     elif request["decay"] == "exponential":
         made |= {"log_decay": -np.log1p(np.exp(-normal(*tokens) - 3)), "log_input": normal(*tokens)}
+    if request["decay"] == "delta":
+        made["k"] /= np.linalg.norm(made["k"], axis=-1, keepdims=True)
+        made["beta"] = 1 / (1 + np.exp(-normal(*tokens)))
     if request["direction"] == "step":
         width += request["decay"] == "exponential"
         made["log_state"] = normal(batch, heads, depth, width)
@@ -69,6 +77,6 @@ def num_bytes(request: dict) -> float:
     batch, length, heads, depth, width = request["sizes"]
     if request["direction"] == "step":
         return 8.0 * batch * heads * depth * width
-    decays = {"rows": 4 * depth, "heads": 4, "none": 0, "exponential": 8}[request["decay"]]
+    decays = {"rows": 4 * depth, "heads": 4, "none": 0, "exponential": 8, "delta": 8}[request["decay"]]
     once = batch * length * heads * (2 * (2 * depth + 2 * width) + decays)
     return once * (3 if request["direction"] == "fwd+bwd" else 1)

@@ -28,12 +28,42 @@ def function_of(request: dict) -> Callable:
             raise ValueError("attention here has values as wide as keys")
         how = None if jax.default_backend() == "cpu" else "cudnn"
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=True, implementation=how)
+    if request["decay"] == "delta":
+        return delta_of(request["row"].endswith("loop"), impl.strip(","))
     if request["decay"] == "exponential":
         # From log gates: keys are scaled as queries are, for both frameworks.
         return lambda q, k, v, forget, gate: exponential_attention(q, k, v, forget, gate, impl=impl)[0].astype(
             jnp.bfloat16 if q.dtype == jnp.bfloat16 else q.dtype
         )
     return lambda q, k, v, *decay: linear_attention(q, k, v, *decay, impl=impl)[0]
+
+
+def delta_of(loop: bool, impl: str) -> Callable:
+    """Returns the gated delta rule, whose states go from chunk to chunk by an affine scan of matrices, or by a loop."""
+    import importlib
+
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpar.scan import affine_scan
+
+    module = importlib.import_module("jaxpar.nn.mixers.delta_rule")  # whose name is a function's in its package
+
+    def in_turn(a, b, state, *, kind, axis, axis_name):
+        del kind, axis_name
+        a, b = (jnp.moveaxis(x, axis, 0) for x in (a, b))
+
+        def step(state, now):
+            state = jnp.einsum("...ij,...jk->...ik", now[0], state, precision="highest") + now[1]
+            return state, state
+
+        return jnp.moveaxis(jax.lax.scan(step, state, (a, b))[1], 0, axis)
+
+    def run(q, k, v, decay, beta):
+        module.affine_scan = in_turn if loop else affine_scan
+        return module.delta_rule(q, k, v, beta, decay, impl=impl)[0]
+
+    return run
 
 
 def step_of(request: dict, impl: str) -> Callable:
@@ -61,6 +91,8 @@ def truth(request: dict, args: tuple):
     g, *rest = (x[:1, :, :2].astype(jnp.float32) for x in args)
 
     def run(*rest):
+        if request["decay"] == "delta":
+            return delta_of(False, "chunked")(*rest)
         if request["decay"] == "exponential":
             return exponential_attention(*rest, impl="chunked")[0]
         return linear_attention(*rest, impl="chunked")[0]
@@ -91,8 +123,8 @@ class Call:
         import jax.numpy as jnp
 
         made = linear_cases.arrays(request)
-        narrow = {name: jnp.asarray(x, request["dtype"]) for name, x in made.items() if not name.startswith("log")}
-        wide = [jnp.asarray(made[name]) for name in ("log_decay", "log_input", "log_state") if name in made]
+        narrow = {name: jnp.asarray(x, request["dtype"]) for name, x in made.items() if name not in linear_cases.WIDE}
+        wide = [jnp.asarray(made[name]) for name in linear_cases.WIDE if name in made]
         self.args = (narrow["g"], narrow["q"], narrow["k"], narrow["v"], *wide)
         begin, self.spend_s = time.perf_counter(), request["spend_s"]
         self.program = jax.jit(both_ways(function_of(request), request)).lower(*self.args).compile()

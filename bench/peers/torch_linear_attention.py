@@ -51,6 +51,10 @@ def function_of(request: dict):
         from fla.ops.simple_gla import chunk_simple_gla
 
         return lambda q, k, v, g: chunk_simple_gla(q, k, v, g, scale=1.0)[0]
+    if name == "fla gated_delta_rule":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g, beta.to(q.dtype), scale=1.0)[0]
     if name.endswith("limit"):
         from mlstm_kernels.torch.chunkwise.triton_limit_chunk import mlstm_chunkwise__limit_chunk as mlstm
 
@@ -98,8 +102,8 @@ class Call:
         made = linear_cases.arrays(request)
         here = {name: torch.from_numpy(x.copy()).to(DEVICE) for name, x in made.items()}
         dtype = FLOATS[request["dtype"]]
-        order = [name for name in ("q", "k", "v", "log_decay", "log_input", "log_state") if name in here]
-        self.args = [here[name] if name.startswith("log") else here[name].to(dtype) for name in order]
+        order = [name for name in ("q", "k", "v", *linear_cases.WIDE) if name in here]
+        self.args = [here[name] if name in linear_cases.WIDE else here[name].to(dtype) for name in order]
         self.args = [x.detach().requires_grad_() for x in arranged(request["row"], self.args)]
         g = here["g"].to(dtype)
         self.g = g.transpose(1, 2).contiguous() if "mlstm" in request["row"] else g
