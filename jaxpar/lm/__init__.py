@@ -12,6 +12,7 @@
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
+| `stored` | files -> blocks of leaves on their devices, read ahead by threads | `exchange` |
 | `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
 """
 
