@@ -9,9 +9,10 @@
 
 A step is the whole one of `jaxpar.lm.Trainer` or `AdapterTrainer`: loss, gradient, clip, AdamW; bfloat16 where layers
 multiply, float32 master weights, random numbers for weights and tokens. LoRA is of rank 16 on all products of the
-layers; its base is kept as the row's name says, float32 if it says nothing. "packed" has documents of 64 to 1,024
-tokens a row, which do not see each other, and is timed in turns with the same batch unpacked ("of unpacked" is its
-tokens/s by that one's). The peer is `torch.compile` of transformers' LlamaForCausalLM with SDPA and fused AdamW: once
+layers; its base is kept as the row's name says, float32 if it says nothing. "scanned" has the layers in a loop, which
+may need less memory for their weights; the others' are unrolled. "packed" has documents of 64 to 1,024 tokens a row,
+which do not see each other, and is timed in turns with the same batch unpacked ("of unpacked" is its tokens/s by that
+one's). The peer is `torch.compile` of transformers' LlamaForCausalLM with SDPA and fused AdamW: once
 under bfloat16 autocast with float32 weights, as ours, and once with weights, gradients and moments all in bfloat16.
 
 Every row is a process of its own and is printed as soon as it is measured. "step" is what the compiled program asks
@@ -43,7 +44,7 @@ LLAMA_1B = dict(
     rope_theta=500000.0, tied=True, dtype="bfloat16",
 )  # fmt: skip
 TINY = LLAMA_1B | dict(vocab_size=256, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128)
-HOW = dict(scan_layers=False, low_logits=True, loss_chunk=8192)
+HOW = dict(low_logits=True, loss_chunk=8192)
 """How ours computes."""
 
 OURS = {
@@ -51,6 +52,7 @@ OURS = {
     "jaxpar full packed": {},
     "jaxpar lora": {"base": "full"},
     "jaxpar lora bfloat16": {"base": "bfloat16"},
+    "jaxpar lora bfloat16 scanned": {"base": "bfloat16"},
     "jaxpar lora int8": {"base": "int8"},
     "jaxpar lora nf4": {"base": "nf4"},
 }
@@ -70,7 +72,8 @@ def steps_of(name: str, args: argparse.Namespace) -> list[dict]:
     found = [common | {"do": "step", "row": row, "side": "torch", "model": shape} for row in PEERS if not args.no_peer]
     for row, adapter in OURS.items():
         adapter = adapter | {"kind": "lora", "rank": 16, "alpha": 32.0} if adapter else {}
-        said = {"do": "step", "row": row, "side": "jaxpar", "adapter": adapter, "model": shape | HOW | given}
+        model = shape | HOW | {"scan_layers": "scanned" in row} | given
+        said = {"do": "step", "row": row, "side": "jaxpar", "adapter": adapter, "model": model}
         found.append(common | said)
     return found
 

@@ -15,6 +15,7 @@
 | `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
 | `evaluation` | params, records of JSONL -> likelihoods [N], accuracy and perplexity with their errors | experiments |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
+| `stored` | files -> blocks of leaves on their devices, read ahead by threads | `exchange` |
 | `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
 """
 

@@ -272,7 +272,7 @@ def _cut(
         cuts.append(slice(begin + start * stride, begin + stop * stride))
         lengths += [stop - start, *(sizes[axis] for axis in rest)]
         inner += [slice(None), *(slice(*ranges[axis]) for axis in rest)]
-    return tensor[tuple(cuts)].reshape(lengths)[tuple(inner)]
+    return tensor.read(tuple(cuts)).reshape(lengths)[tuple(inner)]
 
 
 _pick = jax.jit(lambda leaf, at: leaf[at])

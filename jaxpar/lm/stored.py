@@ -6,7 +6,6 @@ bytes as the file has them, and the device turns, widens and stacks them.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -39,8 +38,7 @@ LARGE = 2**24
 """Bytes from which a leaf's block is stacked on its device; the program that does it costs more than small ones do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor of a safetensors file, of which parts are read."""
 
     path: Path
@@ -48,7 +46,7 @@ class Stored:
     shape: tuple[int, ...]
     begin: int  # byte of the file
 
-    def __getitem__(self, cuts: tuple[slice, ...]) -> np.ndarray:
+    def read(self, cuts: tuple[slice, ...]) -> np.ndarray:
         """Reads a part into memory of its own: only rows of the first axis that it needs, of step 1."""
         dtype = FILE_DTYPES[self.dtype]
         (start, stop), *_ = ranges = [cut.indices(size)[:2] for cut, size in zip(cuts, self.shape, strict=True)]
