@@ -45,7 +45,7 @@ if root is None:
     subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
-sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
+sys.path.insert(0, str(root))  # this checkout comes first
 
 # %%
 import dataclasses
@@ -57,13 +57,16 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-import envs
 from envs.puzzles.tiles2048 import State, legal_slides, slide_left
+from jaxpar import envs
 from jaxpar.loop import run
 from jaxpar.neat import Episodes, Neat, NeatConfig, apply, init_carry, io_sizes
 from jaxpar.neat.episodes import act
+from jaxpar.processes import keep_programs
 from jaxpar.rl import GuidedSearch, Network, Ppo, PpoRates, train
 from jaxpar.rl.guided_search import guide_of
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 

@@ -48,7 +48,7 @@ if root is None:
     subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
     assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
-sys.path.insert(0, str(root))  # envs/ and experiments/ are used from the checkout
+sys.path.insert(0, str(root))  # this checkout comes first
 
 # %%
 import argparse
@@ -70,6 +70,9 @@ from jaxpar.io import read_jsonl
 from jaxpar.lm import from_hf, from_peft, loss, merge_adapters, num_adapted, num_params, with_adapters
 from jaxpar.lm.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
+from jaxpar.processes import keep_programs
+
+keep_programs()  # what this notebook compiles is loaded the next time
 
 FAST = bool(os.environ.get("FAST"))
 BASE_STEPS, STEPS, ASKED = (80, 100, 4) if FAST else (150, 150, 8)
