@@ -134,7 +134,7 @@ def _flag_text(name: str, value: Any, legal: str, said: str) -> str:
     if isinstance(value, bool) or value is None:
         value = {True: "true", False: "false", None: "null"}[value]
     elif isinstance(value, list | tuple):
-        value = f"[{','.join(map(str, value))}]"
+        value = f"[{','.join(map(str, value))}]".replace("\n", "\\n")
     return f"  {name}={value}" + (f"   ({legal})" if legal else "") + (f"\n{_wrapped(said, '      ')}" if said else "")
 
 
