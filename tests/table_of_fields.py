@@ -1,61 +1,24 @@
 """What is legal of each number of each configuration: of library, environments and experiments."""
 
-import math
+from ranges_of_fields import (
+    AXIS,
+    COUNT,
+    FACTOR,
+    FRACTION_FROM_0,
+    LEAST_0,
+    LEAST_MINUS_1,
+    OVER_0,
+    PAIR,
+    POSITIVE,
+    SHARE,
+    SIGNED,
+    UNBOUNDED,
+    UNDER_1,
+)
+from table_of_environment_fields import ENVIRONMENTS
+from table_of_experiment_fields import EXPERIMENTS
 
-from envs.arcade.mine_sweeper import MineSweeper
-from envs.arcade.tetris import Tetris
-from envs.grid import rooms
-from envs.grid.rulesets import Tree
-from envs.grid.survival import Survival
-from envs.grid.xland import XLand
-from envs.memory import card_games
-from envs.multi import particles
-from envs.multi.combat import Combat
-from envs.multi.foraging import Foraging
-from envs.pomdp.crowd import Crowd
-from envs.pomdp.laser_tag import LaserTag
-from envs.pomdp.light_dark import LightDark
-from envs.pomdp.mars import Mars
-from envs.pomdp.navigation import Navigation
-from envs.pomdp.rocksample import RockSample
-from envs.pomdp.sub_hunt import SubHunt
-from envs.puzzles import (
-    bin_pack,
-    connector_boards,
-    countdown,
-    job_shop,
-    knapsack,
-    rubiks_cube,
-    sliding_tile,
-    sokoban_levels,
-    tiles2048,
-    tour_levels,
-)
-from experiments import (
-    _evaluate,
-    _life_neat,
-    compare,
-    digits,
-    env,
-    generate,
-    life,
-    lm,
-    moving_digits,
-    neat,
-    own,
-    pipeline,
-    pipelined_speculation,
-    pomdp,
-    rl,
-    rnn,
-    step_speculation,
-    trading,
-    verify,
-)
-from experiments._pipeline import PipelineConfig
-from experiments._run import Processes, RunConfig
-from experiments._series import SeriesConfig
-from experiments._train import TrainConfig
+from envs.puzzles import bin_pack
 from jaxpar.decode import (
     Beams,
     BlockTopK,
@@ -146,27 +109,14 @@ from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, ParallelBackward, Qua
 from jaxpar.solve.fixed_point import Picard
 from jaxpar.solve.fused import Fused
 
-NAN, INF = math.nan, math.inf
-# What is illegal just outside of a range, and what is legal at its ends.
-COUNT = (0, -1), (1,)
-PAIR = (1, 0), (2,)
-LEAST_0 = (-1,), (0,)
-LEAST_MINUS_1 = (-2,), (-1, 0)
-FRACTION_FROM_0 = (-1e-9,), (0.0,)
-POSITIVE = (0.0, -1.0), (1e-30,)
-FACTOR = (0.0, 0.5), (1.0,)
-SHARE = (-0.1, 1.1), (0.0, 1.0)
-UNDER_1 = (-0.1, 1.0), (0.0,)
-OVER_0 = (0.0, 1.1), (1.0,)
-OPEN = (0.0, 1.0), (0.5,)
-AXIS = (0, -2), (-1, 1)
-SEED = (-1, 2**32), (0, 2**32 - 1)
-VIEW = (1, 2, 33), (0, 3, 31)
-SIGNED = (), (-5, 0)
-UNBOUNDED = (), (INF, -INF, 0.0)
-
 TABLE = {
-    Attention: {"num_heads num_kv_heads head_dim": COUNT, "dropout": UNDER_1, "score_cap score_dim": FRACTION_FROM_0},
+    **ENVIRONMENTS,
+    **EXPERIMENTS,
+    Attention: {
+        "num_heads num_kv_heads head_dim": COUNT,
+        "dropout": UNDER_1,
+        "score_cap score_dim": FRACTION_FROM_0,
+    },
     ConvEmbedding: {"size num_convs": COUNT, "taps": PAIR, "beta": SHARE},
     SpikingMlp: {"size": COUNT, "beta": SHARE},
     Lmu: {"units channels memory": COUNT, "theta": POSITIVE, "beta": SHARE},
@@ -403,54 +353,7 @@ TABLE = {
     Fused: {"window unroll": COUNT},
     structure.Block: {"k": COUNT},
     structure.Dense: {"batch_dims": LEAST_0},
-    RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
-    Processes: {"num_processes": LEAST_0, "process_id": LEAST_MINUS_1},
-    PipelineConfig: {"microbatches": LEAST_0, "chunks": COUNT},
-    verify.Config: {"microbatches chunks": COUNT},
     Pipelined: {"latency": COUNT},
-    TrainConfig: {"steps chunk": COUNT, "save_every": LEAST_0},
-    lm.TrainConfig: {
-        "steps accumulate keep max_skipped": COUNT,
-        "eval_every eval_batches save_every": LEAST_0,
-        "keep_every_s": FRACTION_FROM_0,
-    },
-    _evaluate.EvalConfig: {"batch_size": COUNT, "length": LEAST_0},
-    rnn.ModelConfig: {"size layers heads width mlp memory": COUNT, "window": LEAST_0, "theta": POSITIVE},
-    rnn.OptimizerConfig: {
-        "learning_rate clip_norm": POSITIVE,
-        "warmup_steps": LEAST_0,
-        "weight_decay": FRACTION_FROM_0,
-    },
-    rnn.TrainConfig: {"steps keep": COUNT, "eval_every save_every": LEAST_0},
-    digits.ModelConfig: {"patch layers width heads mlp": COUNT, "dropout": UNDER_1},
-    digits.DataConfig: {"batch_size": COUNT, "held_out": OPEN, "shift": ((-1, 8), (0, 7))},
-    compare.Config: {
-        "seconds timed_s": POSITIVE,
-        "num_seeds": ((0, 1001), (1, 1000)),
-        "evaluations": PAIR,
-        "eval_batches": COUNT,
-    },
-    moving_digits.ModelConfig: {"patch pairs width heads mlp": COUNT},
-    moving_digits.DataConfig: {"batch_size frames digits": COUNT, "size": ((5,), (6,))},
-    SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
-    rl.Config: {
-        "num_seeds eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
-        "num_envs num_steps epochs minibatches exploit_every eval_every": LEAST_0,
-    },
-    neat.Config: {
-        "max_nodes max_conns max_species episodes num_seeds": COUNT,
-        "population": PAIR,
-        "max_steps together": LEAST_0,
-        "goal": UNBOUNDED,
-    },
-    life.Config: {
-        "robots": PAIR,
-        "size lattice window births hidden frames": COUNT,
-        "agents": ((0, -1), (16,)),
-        "mutation": ((-1, 11), (0, 10)),
-    },
-    trading.Market: {"assets": ((0, 9), (1, 8)), "lot": COUNT},
-    _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},
     Laws: {
         "start": ((-1, 1025), (0, 1024)),
         "child": ((0, 1025), (0.01, 1024)),
@@ -472,79 +375,6 @@ TABLE = {
     Lstm: {"hidden width heads": COUNT},
     Jitter: {"std": LEAST_0},
     Reflex: {"std": LEAST_0},
-    own.Config: {"width": ((3,), (4,)), "layers batch_size": COUNT, "learning_rate": POSITIVE},
-    pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
-    env.Config: {"num_envs num_steps frames": COUNT},
-    generate.Config: {
-        "num_samples": ((0, 1025), (1, 1024)),
-        "batch_size": ((0, 4097), (1, 4096)),
-        "draft_length": ((-1, 65), (0, 64)),
-    },
-    pipeline.Config: {
-        "devices microbatches chunks": COUNT,
-        "forward backward weights softmax rows latency cap": LEAST_0,
-    },
-    pipelined_speculation.Config: {
-        "stages draft_ticks": ((0, 1025), (1, 1024)),
-        "guesses pipelined": ((0, 65), (1, 64)),
-        "streamed early": COUNT,
-        "hit acceptance": SHARE,
-        "tokens": ((1, 2**20 + 1), (2, 2**20)),
-    },
-    step_speculation.Config: {
-        "terms": ((1, 11), (2, 10)),
-        "digits": ((0, 10), (1, 9)),
-        "target_layers target_steps draft_layers draft_steps batch_size": COUNT,
-        "target_width draft_width": ((31,), (32,)),
-        "learning_rate": POSITIVE,
-        "questions": ((0, 2**16 + 1), (1, 2**16)),
-        "thresholds": FRACTION_FROM_0,
-        "alphas": SHARE,
-    },
-    Combat: {"size": ((3,), (4,))},
-    Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
-    Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},
-    tiles2048.Start: {"size": ((1, 9), (2, 8))},
-    rubiks_cube.Scramble: {"size": ((1, 4), (2, 3)), "moves": ((0, 1001), (1, 1000)), "least": LEAST_0},
-    sliding_tile.Shuffle: {"size": ((1, 9), (2, 8))},
-    sokoban_levels.ReversePlay: {
-        "size": ((4, 33), (5, 32)),
-        "boxes played": COUNT,
-        "carved": ((7,), (8,)),
-    },
-    connector_boards.RandomWalks: {"size": ((2, 33), (3, 32)), "num_agents walked": COUNT},
-    rooms.Empty: {"size": ((3,), (4,))},
-    rooms.DoorKey: {"size": ((4,), (5,))},
-    rooms.FourRooms: {"size": ((6,), (7,)), "max_steps": COUNT},
-    rooms.Memory: {"size": ((6,), (7,))},
-    rooms.GridWorld: {"view": VIEW},
-    LaserTag: {"width height": PAIR, "num_obstacles layout start": LEAST_0},
-    LightDark: {"radius big_step": COUNT, "light": SIGNED},
-    Mars: {"size": ((2, 128), (3, 127)), "num_rocks": COUNT, "layout": LEAST_0},
-    card_games.RepeatFirst: {"num_cards num_kinds": PAIR},
-    card_games.RepeatPrevious: {"num_cards num_kinds": PAIR, "k": COUNT},
-    card_games.CountRecall: {"num_cards num_kinds": PAIR},
-    card_games.Autoencode: {"num_cards": PAIR, "num_kinds": ((1, 128), (2, 127))},
-    MineSweeper: {"size": PAIR, "num_mines": COUNT},
-    Tetris: {"width": ((3, 10), (4, 9))},
-    Navigation: {"size": ((4, 16), (5, 15)), "num_obstacles layout": LEAST_0},
-    particles.Spread: {"num_agents num_landmarks": COUNT},
-    particles.Tag: {"num_chasers num_prey": COUNT, "num_obstacles": LEAST_0},
-    countdown.Uniform: {"num_numbers": ((1, 9), (2, 8)), "low high least most": COUNT},
-    countdown.Reverse: {"num_numbers": ((1, 9), (2, 8)), "low high most": COUNT},
-    knapsack.Items: {"num_items": COUNT, "tightness": POSITIVE},
-    knapsack.Integer: {"num_items most": COUNT, "share": POSITIVE},
-    tour_levels.Uniform: {"num_places": PAIR},
-    tour_levels.Clustered: {"num_places": PAIR, "num_clusters": COUNT, "spread": POSITIVE},
-    tour_levels.Demands: {"capacity most": COUNT},
-    bin_pack.Split: {"num_items": COUNT},
-    bin_pack.BinPack: {"num_spaces": COUNT},
-    job_shop.Random: {"num_jobs": COUNT, "num_machines": ((0, 65), (1, 64)), "longest": ((0, 10_001), (1, 10_000))},
-    RockSample: {"size num_rocks": COUNT, "layout": LEAST_0},
-    Tree: {"depth distractors false_rules": LEAST_0, "prune": SHARE, "kinds": ((0, 12), (1, 11))},
-    SubHunt: {"size": ((2,), (3,)), "speed": COUNT},
-    Survival: {"size": ((15,), (16,)), "view": ((4,), (5,))},
-    XLand: {"size": ((4,), (5,)), "rooms num_tasks": COUNT, "view": VIEW},
 }
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 

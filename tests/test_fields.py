@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from table_of_fields import BY_HAND, INF, NAN, RESULTS, TABLE
+from ranges_of_fields import INF, NAN
+from table_of_fields import BY_HAND, RESULTS, TABLE
 
 import envs
 import experiments

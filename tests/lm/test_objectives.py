@@ -197,6 +197,18 @@ def test_the_reference_of_adapters_is_their_base():
     assert told["loss"] < math.log(2)
 
 
+def test_adapters_learn_a_teachers_laws():
+    objective = ObjectiveConfig(distil=0.4, temperature=2.0)
+    trainer = AdapterTrainer(NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=objective, teacher=NARROW)
+    state, teacher = trainer.init(jax.random.key(0)), drawn(1, NARROW)
+    told = stepped(trainer, state, [batch_of() | {"teacher": teacher}])[1]
+    plain = with_objective(stages(NARROW), NARROW, objective, teacher=(NARROW, teacher))
+    (value, aux), _ = jax.jit(lambda params: InTurn()(plain, params, batch_of(), None, 1))(state.params)
+    apart = aux.metrics["teacher_kl"].value
+    assert apart > 0
+    np.testing.assert_allclose((told["loss"], told["teacher_kl"]), (value, apart), rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("teacher", marks=pytest.mark.slow)])  # 5 s each
 def test_eight_devices_make_the_same_steps(kind):
     trainer = Trainer(NARROW, FAST, 10, objective=ObjectiveConfig("dpo" if kind == "dpo" else "tokens", distil=0.4))

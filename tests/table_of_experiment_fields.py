@@ -1,0 +1,120 @@
+"""What is legal of each number of a configuration of experiments."""
+
+from ranges_of_fields import (
+    COUNT,
+    FRACTION_FROM_0,
+    LEAST_0,
+    LEAST_MINUS_1,
+    OPEN,
+    PAIR,
+    POSITIVE,
+    SEED,
+    SHARE,
+    UNBOUNDED,
+    UNDER_1,
+)
+
+from experiments import (
+    _evaluate,
+    _life_neat,
+    compare,
+    digits,
+    env,
+    generate,
+    life,
+    lm,
+    moving_digits,
+    neat,
+    own,
+    pipeline,
+    pipelined_speculation,
+    pomdp,
+    rl,
+    rnn,
+    step_speculation,
+    trading,
+    verify,
+)
+from experiments._pipeline import PipelineConfig
+from experiments._run import Processes, RunConfig
+from experiments._series import SeriesConfig
+from experiments._train import TrainConfig
+
+EXPERIMENTS = {
+    RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
+    Processes: {"num_processes": LEAST_0, "process_id": LEAST_MINUS_1},
+    PipelineConfig: {"microbatches": LEAST_0, "chunks": COUNT},
+    verify.Config: {"microbatches chunks": COUNT},
+    TrainConfig: {"steps chunk": COUNT, "save_every": LEAST_0},
+    lm.TrainConfig: {
+        "steps accumulate keep max_skipped": COUNT,
+        "eval_every eval_batches save_every": LEAST_0,
+        "keep_every_s": FRACTION_FROM_0,
+    },
+    _evaluate.EvalConfig: {"batch_size": COUNT, "length": LEAST_0},
+    rnn.ModelConfig: {"size layers heads width mlp memory": COUNT, "window": LEAST_0, "theta": POSITIVE},
+    rnn.OptimizerConfig: {
+        "learning_rate clip_norm": POSITIVE,
+        "warmup_steps": LEAST_0,
+        "weight_decay": FRACTION_FROM_0,
+    },
+    rnn.TrainConfig: {"steps keep": COUNT, "eval_every save_every": LEAST_0},
+    digits.ModelConfig: {"patch layers width heads mlp": COUNT, "dropout": UNDER_1},
+    digits.DataConfig: {"batch_size": COUNT, "held_out": OPEN, "shift": ((-1, 8), (0, 7))},
+    compare.Config: {
+        "seconds timed_s": POSITIVE,
+        "num_seeds": ((0, 1001), (1, 1000)),
+        "evaluations": PAIR,
+        "eval_batches": COUNT,
+    },
+    moving_digits.ModelConfig: {"patch pairs width heads mlp": COUNT},
+    moving_digits.DataConfig: {"batch_size frames digits": COUNT, "size": ((5,), (6,))},
+    SeriesConfig: {"length symbols batch_size": COUNT, "validation": OPEN},
+    rl.Config: {
+        "num_seeds eval_episodes eval_steps frames memory_size encoder hidden conv": COUNT,
+        "num_envs num_steps epochs minibatches exploit_every eval_every": LEAST_0,
+    },
+    neat.Config: {
+        "max_nodes max_conns max_species episodes num_seeds": COUNT,
+        "population": PAIR,
+        "max_steps together": LEAST_0,
+        "goal": UNBOUNDED,
+    },
+    life.Config: {
+        "robots": PAIR,
+        "size lattice window births hidden frames": COUNT,
+        "agents": ((0, -1), (16,)),
+        "mutation": ((-1, 11), (0, 10)),
+    },
+    trading.Market: {"assets": ((0, 9), (1, 8)), "lot": COUNT},
+    _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},
+    own.Config: {"width": ((3,), (4,)), "layers batch_size": COUNT, "learning_rate": POSITIVE},
+    pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
+    env.Config: {"num_envs num_steps frames": COUNT},
+    generate.Config: {
+        "num_samples": ((0, 1025), (1, 1024)),
+        "batch_size": ((0, 4097), (1, 4096)),
+        "draft_length": ((-1, 65), (0, 64)),
+    },
+    pipeline.Config: {
+        "devices microbatches chunks": COUNT,
+        "forward backward weights softmax rows latency cap": LEAST_0,
+    },
+    pipelined_speculation.Config: {
+        "stages draft_ticks": ((0, 1025), (1, 1024)),
+        "guesses pipelined": ((0, 65), (1, 64)),
+        "streamed early": COUNT,
+        "hit acceptance": SHARE,
+        "tokens": ((1, 2**20 + 1), (2, 2**20)),
+    },
+    step_speculation.Config: {
+        "terms": ((1, 11), (2, 10)),
+        "digits": ((0, 10), (1, 9)),
+        "target_layers target_steps draft_layers draft_steps batch_size": COUNT,
+        "target_width draft_width": ((31,), (32,)),
+        "learning_rate": POSITIVE,
+        "questions": ((0, 2**16 + 1), (1, 2**16)),
+        "thresholds": FRACTION_FROM_0,
+        "alphas": SHARE,
+    },
+}
