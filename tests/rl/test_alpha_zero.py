@@ -127,8 +127,9 @@ def test_targets_are_the_loop_s():
     params = dataclasses.replace(env.default_params, max_steps=2)
     learner = AlphaZero(env, TINY, GuidedSearch(3), AlphaZeroRates(td_lambda=0.7), 12, 4, minibatches=1)
     weights = learner.init(jax.random.key(0), params).weights
-    play = jit(learner.play)
-    decisions, _ = play(jax.random.key(1), weights, params)
+    # A sweep's rates are those of the state: other ones than the learner's own.
+    other = dataclasses.replace(learner, rates=AlphaZeroRates(discount=0.5, td_lambda=0.1))
+    decisions, _ = jit(other.play)(jax.random.key(1), weights, params, rates=learner.rates)
     seen = jax.tree.map(lambda x: np.asarray(x).reshape(4, 12, *x.shape[1:]), decisions)
 
     first_key, key = jax.random.split(jax.random.key(1))
