@@ -54,6 +54,8 @@ def test_each_pair_comes_once_an_epoch_and_lies_on_one_side(tmp_path, split):
 
 def test_padding_over_devices_counts_nothing(tmp_path):
     batch = Pairs(opened(tmp_path).train, 8, 4, 0)(0)
+    for name in ("weights", "rejected_weights"):
+        batch[name][:, -1] = 1  # what lies at the edge would be repeated
     wide = padded(batch, 12)
     for name in ("weights", "rejected_weights"):
         assert (wide[name][:, :8] == batch[name]).all() and not wide[name][:, 8:].any()
