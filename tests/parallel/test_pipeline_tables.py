@@ -350,3 +350,12 @@ def test_figures_of_the_page_are_those_of_the_simulator():
         timing = simulate_schedule(made[name] if name in made else getattr(pipeline, name)(4, 8))
         shown = f"{100 * timing.idle_fraction:.1f}", max(timing.held), max(timing.weights)
         assert shown == (idle, int(kept), int(chunks)), name
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("schedule", [interleaved(2, 4, 3), breadth_first(2, 4, 2)])
+def test_a_device_gathers_one_chunk_a_tick_and_before_it_is_read(schedule, ahead):
+    table = pack_schedule(with_gathers(schedule, ahead))
+    begun = [(tick, side) for tick, side in table.sides if side.kind == "gather"]
+    assert len({(tick, side.device) for tick, side in begun}) == len(begun)
+    assert not check_table(table)  # which reads the weights of every task off the columns
