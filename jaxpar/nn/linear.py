@@ -152,10 +152,11 @@ def _product_backward(how: tuple, kept: tuple, g: Array) -> tuple[Array, Array]:
     x, weight = kept
     if how[3] and mesh_axes("embed_weight"):
         weight, g = jax.lax.optimization_barrier((weight, g))
-    return _input_gradient(how, weight, jax.ShapeDtypeStruct(x.shape, x.dtype), g), _weight_gradient(how, weight, x, g)
+    return _input_gradient(how, weight, x, g), _weight_gradient(how, weight, x, g)
 
 
-def _input_gradient(how: tuple, weight: Array, x: jax.ShapeDtypeStruct, g: Array) -> Array:
+def _input_gradient(how: tuple, weight: Array, x: Array | jax.ShapeDtypeStruct, g: Array) -> Array:
+    # Of `x` only the type is read, and over which manual axes it varies.
     equation, axes, precision, *_ = how
     weight = constrain(weight, *in_role(axes, "product"), name="a weight")
     product = functools.partial(jnp.einsum, equation, precision=precision)
@@ -200,7 +201,8 @@ def fixed_product(
     equation: str, x: Array, w: Array | Weight, axes: Axes, precision: PrecisionLike = None, apart: bool = False
 ) -> Array:
     """Multiplies by `whole_weight(w)`, without a gradient: the backward pass keeps `w` as it is stored, and not `x`."""
-    return _fixed((equation, axes, precision, apart, x.shape), x, w)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+    return _fixed((equation, axes, precision, apart, like), x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -209,10 +211,9 @@ def _fixed(how: tuple, x: Array, w: PyTree) -> Array:
 
 
 def _fixed_backward(how: tuple, w: PyTree, g: Array) -> tuple[Array, PyTree]:
-    *_, apart, shape = how
+    *_, apart, like = how
     if apart:  # else the weight would be found to be that of the forward pass, and kept wide
         w, g = jax.lax.optimization_barrier((w, g))
-    like = jax.ShapeDtypeStruct(shape, g.dtype)
     return _input_gradient(how, whole_weight(w).astype(g.dtype), like, g), jax.tree.map(_no_gradient, w)
 
 
@@ -423,7 +424,7 @@ def _deferring_forward(how: tuple, x: Array, weight: Array, slot: tuple) -> tupl
 
 def _deferring_backward(how: tuple, kept: tuple, g: Array) -> tuple:
     x, weight = kept
-    dx = _input_gradient(how, weight, jax.ShapeDtypeStruct(x.shape, x.dtype), g)
+    dx = _input_gradient(how, weight, x, g)
     return dx, jnp.zeros_like(weight), (x, g)
 
 

@@ -53,6 +53,16 @@ MODELS = {
         zb_h1(2, 2),
         dict(stage=2, expert=2, data=2),
     ),
+    "experts that are gathered": (
+        LMConfig(**{**SMALL, "num_layers": 2}, num_experts=4, experts_per_token=2, balance_loss=0.1),
+        with_gathers(zb_h1(2, 2)),
+        dict(stage=2, expert=2, fsdp=2),
+    ),
+    "blocks that are gathered": (
+        LMConfig(**{**SMALL, "num_layers": 2}, remat="blockwise"),
+        with_gathers(zb_h1(2, 2)),
+        dict(stage=2, fsdp=2),
+    ),
     "a hybrid in a ladder": (
         LMConfig(**{**SMALL, "num_kv_heads": 4}, mixers=("gla", "attention"), residual="ladder", ladder_from=1),
         with_gathers(one_f_one_b(2, 2)),
@@ -61,9 +71,10 @@ MODELS = {
 }  # fmt: skip
 
 
-# 6 s: a head over all stages has, below, the same losses and draws on a shorter schedule.
+# 6 s each: a head over all stages has, below, the same losses and draws on a shorter schedule; gathers have the hybrid.
+SLOW = {"a head over all stages", "experts that are gathered", "blocks that are gathered"}
 each_model = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "head" in name else []) for name in MODELS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
 )
 
 
@@ -79,7 +90,7 @@ def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
     assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
     if name == "all of a transformer":
         assert set(want[0][1].metrics) == {"z_loss", "residual_max"}
-    if name == "experts":
+    if name.startswith("experts"):
         assert want[0][1].losses  # which count
 
 
