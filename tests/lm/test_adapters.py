@@ -163,6 +163,13 @@ def test_what_is_recomputed_changes_nothing(changes, plain):
     assert_close((got[0].adapters, got[1]), (plain[0].adapters, plain[1]), LAYOUT["float32"])
 
 
+@pytest.mark.slow  # 8 s
+def test_blocks_of_tokens_on_a_mesh(plain):
+    trainer = dataclasses.replace(PLAIN, model=dataclasses.replace(MODEL, remat="blockwise"))
+    got = trained(trainer, spec=MeshSpec(data=2, fsdp=2, tensor=2))
+    assert_close((got[0].adapters, got[1]), (plain[0].adapters, plain[1]), LAYOUT["float32"])
+
+
 @pytest.mark.slow  # 5 s
 def test_parts_are_the_whole_batch(plain):
     got = trained(dataclasses.replace(PLAIN, accumulate=2))
