@@ -145,7 +145,7 @@ class Pairs(NamedTuple):
 
         Returns:
             "tokens", "targets" int32 and "weights" float32, all `[b, T]`, of what was chosen, and the same behind
-            "rejected_". Weights are 1 where a target is the completion's. Of numbers from N on they are 0.
+            ``rejected_``. Weights are 1 where a target is the completion's. Of numbers from N on they are 0.
 
         Raises:
             UsageError: a document is over `seq_len` + 1.

@@ -168,7 +168,7 @@ def preference_loss(
       params: The model's.
       reference: Of the same model, frozen.
       batch: "tokens", "targets" int and "weights" float [B, T], whose weights are 1 where a token is the completion's,
-        of what was chosen; the same with "rejected_" before their names.
+        of what was chosen; the same with ``rejected_`` before their names.
       config: The model; static.
       beta: How much a nat of difference counts.
       total: What the sum over pairs is divided by; by default how many there are.

@@ -253,7 +253,7 @@ class Frozen:
 class Lora:
     """A weight and a low-rank change of it: x W + scale (x A) B (LoRA: arXiv:2106.09685, eq. 3).
 
-    With a magnitude m it is x (W + scale A B) m / |W + scale A B|, norms being those of each output's numbers (DoRA:
+    With a magnitude m it is x (W + scale A B) m / norm(W + scale A B), norms being those of each output's numbers (DoRA:
     arXiv:2402.09353, eq. 5). The norm counts as a constant in gradients (section 4.3 there).
 
     Attributes:
@@ -308,7 +308,7 @@ class Lora:
         return wide + self.scale * jnp.tensordot(self.down, self.up, 1, precision="highest").astype(wide.dtype)
 
     def norm(self) -> Array:
-        """Returns |W + scale A B| of each output, float32 at least; leading axes of stacks are not taken."""
+        """Returns the norm of W + scale A B of each output, float32 at least; leading axes of stacks are not taken."""
         summed = self._sum()
         norm = jnp.sqrt(jnp.sum(summed * summed, tuple(range(self.down.ndim - 1))))
         return jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)  # outputs of zeros stay zero
