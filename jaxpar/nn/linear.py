@@ -253,8 +253,8 @@ class Frozen:
 class Lora:
     """A weight and a low-rank change of it: x W + scale (x A) B (LoRA: arXiv:2106.09685, eq. 3).
 
-    With a magnitude m it is x (W + scale A B) m / norm(W + scale A B), norms being those of each output's numbers (DoRA:
-    arXiv:2402.09353, eq. 5). The norm counts as a constant in gradients (section 4.3 there).
+    With a magnitude m it is x (W + scale A B) m / norm(W + scale A B), of each output's numbers (DoRA: arXiv:2402.09353,
+    eq. 5). The norm counts as a constant in gradients (section 4.3 there).
 
     Attributes:
       weight: W, an array or a `Weight`; `Frozen` or narrower where the change alone is trained.
