@@ -253,7 +253,7 @@ class Frozen:
 class Lora:
     """A weight and a low-rank change of it: x W + scale (x A) B (LoRA: arXiv:2106.09685, eq. 3).
 
-    With a magnitude m it is x (W + scale A B) m / norm(W + scale A B), of each output's numbers (DoRA: arXiv:2402.09353,
+    With a magnitude m it is x (W + scale A B) m / norm(W + scale A B), of each output (DoRA: arXiv:2402.09353,
     eq. 5). The norm counts as a constant in gradients (section 4.3 there).
 
     Attributes:
