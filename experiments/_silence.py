@@ -50,7 +50,8 @@ class Pulse:
         if event.startswith(COMPILING) and threading.current_thread() is threading.main_thread():
             with self._lock:
                 self._phases.append(fun_name)
-                self._compiles(re.sub(r"^jit[_(](.*?)\)?$", r"\1", self._phases[0]))
+                name = re.sub(r"^jit[_(](.*?)\)?$", r"\1", self._phases[0])
+                self._compiles("a program" if "lambda" in name else name)
 
     def ended(self, event: str, value: float, fun_name: str = "", **kinds: Any) -> None:
         """Listens to JAX's durations, told when a phase ends."""

@@ -43,8 +43,9 @@ def test_a_compilation_is_one_line_with_its_seconds():
     clocked.wait(1)
     assert clocked.said() == "compiling play ... 14 s\n"  # a look later
     clocked.compile("next", 2)
+    clocked.compile("<lambda>", 2)
     clocked.pulse.close()
-    assert clocked.said().splitlines()[1:] == ["compiling next . 3 s"]
+    assert clocked.said().splitlines()[1:] == ["compiling next . 3 s", "compiling a program . 3 s"]
 
 
 def test_what_is_short_or_speaks_is_left_alone():
