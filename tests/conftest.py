@@ -61,6 +61,14 @@ def fresh_compiler():
         compilation_cache.reset_cache()
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Gives Ctrl-C back to pytest: a command that runs in this process ends it where Ctrl-C is a command's own."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def x64():
     """Double precision for one test: what separates rounding from bugs."""

@@ -187,7 +187,7 @@ def predictions(model: OwnModel, state: OwnState, examples: Sequence[object], ba
     if not len(examples):
         raise UsageError("there is no example to predict.")
     _check_divides(batch_size)
-    parts, predict = [], _predict_of(model)
+    parts, predict = [], _predict_of(model, jax.sharding.get_mesh())
     for first in range(0, len(examples), batch_size):
         rows = [examples[min(i, len(examples) - 1)] for i in range(first, first + batch_size)]
         batch = place_rows(lambda part, rows=rows: collated(model, rows[part]), batch_size)
@@ -201,9 +201,8 @@ def predictions(model: OwnModel, state: OwnState, examples: Sequence[object], ba
 
 
 @functools.lru_cache(maxsize=8)
-def _predict_of(model: OwnModel) -> Callable:
+def _predict_of(model: OwnModel, mesh: jax.sharding.Mesh) -> Callable:
     def predict(params, collections, batch):
         return model.predict(variables_of(params, collections), batch)
 
-    mesh = jax.sharding.get_mesh()
     return jax.jit(predict, out_shardings=None if mesh.empty else NamedSharding(mesh, P()))
