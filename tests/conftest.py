@@ -54,7 +54,7 @@ def fresh_compiler():
     before = jax.config.jax_compilation_cache_dir
     yield
     pieces = Path("/proc/self/maps")
-    if not pieces.exists() or pieces.read_bytes().count(b"\n") > 15_000:
+    if not pieces.exists() or pieces.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
     if jax.config.jax_compilation_cache_dir != before:
         jax.config.update("jax_compilation_cache_dir", before)
