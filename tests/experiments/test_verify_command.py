@@ -1,5 +1,6 @@
 """`python -m experiments.verify` as a user runs it, on a model that compiles in seconds."""
 
+import itertools
 import json
 import re
 import sys
@@ -11,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxpar.lm import LMConfig
 from jaxpar.lm.transfers import pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
+from jaxpar.parallel.context import MOVES, ORDERS
 from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.verify import sum_by_axis
 
@@ -58,13 +60,26 @@ def test_rows_table_plot_and_exit_code(verify, tmp_path):
     assert (tmp_path / "run" / "plots" / "layouts.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_split_sequence_is_verified_by_any_move_and_order(verify, tmp_path):
-    code, said = verify(
-        "layouts=[data2.context4]", "dtypes=[float32]", "model.context=ring", "model.context_order=striped"
-    )
+SENT = {"gather": {"all-gather"}, "swap": {"all-to-all"}, "swap_ring": {"all-to-all", "collective-permute"}}
+QUICK = [("ring", "striped"), ("token_ring", "contiguous"), ("swap_ring", "zigzag")]
+EVERY = [*QUICK, *(case for case in itertools.product(MOVES, ORDERS) if case not in QUICK)]
+
+
+@pytest.mark.parametrize(
+    ("move", "order"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in EVERY],  # 3 CPU s each
+)
+def test_a_split_sequence_is_verified_by_any_move_and_order(move, order, verify, tmp_path):
+    """Three optimizer steps too, and nothing is sent that the move's table does not declare."""
+    heads = "model.num_kv_heads=4" if move == "swap" else "model.num_kv_heads=2"  # it exchanges whole key heads
+    flags = f"model.context={move}", f"model.context_order={order}", heads
+    code, said = verify("layouts=[data2.context4]", "dtypes=[float32]", *flags)
     assert code == 0 and "1 of 1 rows hold" in said, said
     (row,) = json.loads((tmp_path / "run" / "layouts.json").read_text())
-    assert row["kinds"]["collective-permute context"] and "all-gather context" not in row["kinds"]
+    kinds = {name.split(" ")[0] for name in row["kinds"]}
+    kinds -= {"all-reduce", "reduce-scatter"}  # sums of gradients, here over data too
+    by_places = {"all-gather"} if order == "striped" and move.startswith("swap") else set()  # of no table
+    assert kinds == SENT.get(move, {"collective-permute"}) | by_places
 
 
 def test_stages_are_verified_by_their_schedule(verify, tmp_path, monkeypatch):
