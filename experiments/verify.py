@@ -95,7 +95,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     with _run.open_devices(config):
         layouts = chosen_layouts(config, jax.device_count())
     if config.gather_chunks and not any(layout.schedule for layout in layouts):
-        raise UsageError("gather_chunks=true is of stages; name a layout with some, such as layouts=[stage2.fsdp4/zb_v].")
+        raise UsageError("gather_chunks=true is of stages; name a layout of some, as layouts=[stage2.fsdp4/zb_v].")
     for layout in layouts:
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
