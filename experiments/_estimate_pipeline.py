@@ -19,12 +19,12 @@ from jaxpar.parallel.pipeline import (
     search_schedule,
     simulate_schedule,
     vee,
-    with_vocabulary,
 )
 from jaxpar.types import UsageError
 
 from ._estimate_report import size_text
 from ._mesh import shares
+from ._pipeline import with_sides
 
 
 class Held(NamedTuple):
@@ -50,17 +50,14 @@ def schedules(config: Any) -> dict[str, Schedule]:
     count, found = shares("stage"), {}
     parts = config.microbatches or 2 * count
     if config.pipeline != "search":
-        found[config.pipeline] = named_schedule(config.pipeline, count, parts, config.chunks)
-    else:
-        for name in PIPELINES:
-            try:
-                made = named_schedule(name, count, parts, config.chunks)
-            except UsageError:
-                continue
-            if stages(config.model).num_turns % made.depth == 0:
-                found[name] = made
-    if config.split_head:
-        return {name: with_vocabulary(made) for name, made in found.items() if made.copies == 1}
+        return {config.pipeline: with_sides(config, named_schedule(config.pipeline, count, parts, config.chunks))}
+    for name in PIPELINES:
+        try:
+            made = with_sides(config, named_schedule(name, count, parts, config.chunks))
+        except UsageError:
+            continue
+        if stages(config.model).num_turns % made.depth == 0:
+            found[name] = made
     return found
 
 
@@ -89,7 +86,10 @@ def row_of(config: Any, name: str, schedule: Schedule, held: Held, capacity: flo
     events, steps = (simulate_schedule(schedule, costs, lockstep=each) for each in (False, True))
     slots = bytes_of(config, schedule)
     kept = sum(slots.values())
-    device = held.by(schedule) + kept / (shares("batch") * shares("seq_layer"))
+    # Gathered weights lie as products read them: split by tensor and experts, but for their norms, not as the batch is.
+    weights = slots["weights"] / (shares("mlp") * shares("experts"))
+    rest = (kept - slots["weights"] - slots["host"]) / (shares("batch") * shares("seq_layer"))
+    device = held.by(schedule) + rest + weights
     return {
         "schedule": name, "bubble": events.idle_fraction, "lockstep": steps.idle_fraction, "time": steps.makespan,
         "microbatches": schedule.microbatches, "kept": max(steps.held), "slots": slots, "stage": kept,
@@ -109,7 +109,7 @@ def estimate_pipeline(config: Any, job: aot.Job, capacity: float | None) -> list
         if not found:
             raise UsageError(f"no schedule has layers for each chunk of mesh.stage={shares('stage')}.")
         rows = [row_of(config, name, schedule, Held(fixed, layers), capacity) for name, schedule in found.items()]
-        if config.pipeline == "search":
+        if config.pipeline == "search" and not config.offload:  # which has no cap on what is kept
             rows += searched(config, rows, Held(fixed, layers), capacity)
     return sorted(rows, key=lambda row: (row["fits"] is False, row["time"], row["device"]))
 
@@ -125,7 +125,7 @@ def searched(config: Any, rows: list[dict[str, Any]], held: Held, capacity: floa
         while True:
             costs = TaskCosts(1 / chunks, 1 / chunks, 1 / chunks, S=0, T=0)
             made = search_schedule(placement, parts, costs, cap)
-            row = row_of(config, name, with_vocabulary(made) if config.split_head else made, held, capacity)
+            row = row_of(config, name, with_sides(config, made), held, capacity)
             if row["fits"] is not False or cap <= chunks:
                 break
             # Less by what is over, at least by one; each kept microbatch of a chunk takes its share.

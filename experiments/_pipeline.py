@@ -6,8 +6,17 @@ from typing import Any
 from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.lm import LMConfig
 from jaxpar.lm.stages import stages
-from jaxpar.nn.schedule import InTurn, Schedule
-from jaxpar.parallel.pipeline import PIPELINES, Pipelined, named_schedule, with_gathers, with_offload, with_vocabulary
+from jaxpar.nn import schedule as nn_schedule
+from jaxpar.nn.schedule import InTurn
+from jaxpar.parallel.pipeline import (
+    PIPELINES,
+    Pipelined,
+    Schedule,
+    named_schedule,
+    with_gathers,
+    with_offload,
+    with_vocabulary,
+)
 from jaxpar.types import UsageError
 
 from . import _run
@@ -47,7 +56,7 @@ class PipelineConfig(_run.RunConfig):
             object.__setattr__(self, "layout", f"{self.layout}+stages")
 
 
-def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Schedule, int, str]:
+def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[nn_schedule.Schedule, int, str]:
     """Returns how the gradient of a batch is made of its parts, how many there are, and the flag that says so.
 
     Args:
@@ -71,7 +80,17 @@ def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Schedu
     if accumulate > 1:
         raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
     parts = config.microbatches or 2 * num_stages
-    schedule = named_schedule(config.pipeline, num_stages, parts, config.chunks)
+    made = Pipelined(with_sides(config, named_schedule(config.pipeline, num_stages, parts, config.chunks)))
+    made.check(stages(model), parts)
+    return made, parts, "microbatches"
+
+
+def with_sides(config: PipelineConfig, schedule: Schedule) -> Schedule:
+    """Returns the schedule with what the flags have run beside its tasks.
+
+    Raises:
+      UsageError: If nothing can be offloaded, or the schedule has no place for a split head.
+    """
     schedule = with_vocabulary(schedule) if config.split_head else schedule
     schedule = with_gathers(schedule) if config.gather_chunks else schedule
     if config.offload:
@@ -81,6 +100,4 @@ def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Schedu
                 f"offload=true finds nothing in {schedule}, whose backward tasks come in the tick after their F; take "
                 "another schedule, or model.remat=offload."
             )
-    made = Pipelined(schedule)
-    made.check(stages(model), parts)
-    return made, parts, "microbatches"
+    return schedule

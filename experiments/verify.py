@@ -32,7 +32,7 @@ from jaxpar.lm.transfers import declared_transfers, pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.nn.schedule import InTurn
 from jaxpar.parallel.context import in_order
-from jaxpar.parallel.pipeline import PIPELINES, Pipelined, Schedule, named_schedule
+from jaxpar.parallel.pipeline import PIPELINES, Pipelined, Schedule, named_schedule, with_gathers
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
 
@@ -54,6 +54,7 @@ class Config(_run.RunConfig):
         a schedule take 1f1b.
       microbatches: Parts of a batch that pass through stages.
       chunks: Groups of layers on each stage, where a schedule leaves it open.
+      gather_chunks: Whether stages gather the weights of a chunk once for consecutive microbatches.
       dtypes: Of float32 and float64.
       topology: Slice to compile for: "auto" takes v5e chips, as many as there are devices, if libtpu is installed.
       train: Taken from presets and ignored, as are sampling.
@@ -66,6 +67,7 @@ class Config(_run.RunConfig):
     layouts: list[str] = dataclasses.field(default_factory=lambda: ["all"])
     microbatches: int = field(4, AtLeast(1))
     chunks: int = field(2, AtLeast(1))
+    gather_chunks: bool = False
     dtypes: list[str] = dataclasses.field(default_factory=lambda: list(TOLERANCE))
     topology: str = "auto"
     train: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -92,6 +94,8 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     """Verifies, prints the table, writes layouts.json and plots/layouts.png."""
     with _run.open_devices(config):
         layouts = chosen_layouts(config, jax.device_count())
+    if config.gather_chunks and not any(layout.schedule for layout in layouts):
+        raise UsageError("gather_chunks=true is of stages; name a layout of some, as layouts=[stage2.fsdp4/zb_v].")
     for layout in layouts:
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
@@ -241,7 +245,8 @@ def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Layou
 
 def schedule_of(config: Config, layout: Layout) -> Schedule:
     """Returns the schedule that a layout's stages run."""
-    return named_schedule(layout.schedule, layout.mesh.stage, config.microbatches, config.chunks)
+    schedule = named_schedule(layout.schedule, layout.mesh.stage, config.microbatches, config.chunks)
+    return with_gathers(schedule) if config.gather_chunks else schedule
 
 
 def line_of(row: LayoutReport) -> str:

@@ -67,10 +67,19 @@ def mixers_of(config: "LMConfig") -> Mixer | tuple[Mixer, ...]:
 
 
 def with_mixer(config: "LMConfig", mixer: str) -> "LMConfig":
-    """Returns the configuration with another mixer, at attention's size; fields that it does not read are the usual."""
+    """Returns the configuration with another mixer, at attention's size; fields that it does not read are the usual.
+
+    A block-recurrent mixer has no units of its own: its heads get the even size that comes nearest.
+    """
     reads = MIXERS[mixer].reads if mixer in MIXERS else ()
     usual = {name: getattr(type(config), name) for name in OWN if name not in reads or name == "mixer_dim"}
-    return dataclasses.replace(config, mixer=mixer, **usual)
+    changed = dataclasses.replace(config, mixer=mixer, **usual)
+    if mixer not in BLOCK_RECURRENT:
+        return changed
+    size = _size_of_attention(changed)
+    return dataclasses.replace(
+        changed, head_dim=min(range(2, config.head_dim + 2, 2), key=lambda k: abs(_size_of_heads(changed, k) - size))
+    )
 
 
 def check_mixers(config: "LMConfig") -> None:
@@ -123,6 +132,13 @@ def _units(config: "LMConfig", name: str) -> int:
 
 def _size_of_attention(config: "LMConfig") -> int:
     return 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+
+
+def _size_of_heads(config: "LMConfig", head_dim: int) -> int:
+    """Parameters of a block-recurrent mixer whose heads are of this size."""
+    mixer = dataclasses.replace(_windowed(config, config.mixer, 0), head_dim=head_dim)
+    leaves = mixer.leaves(config.embed_dim, 1.0, 1.0)["mixer"]
+    return sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 
 def _attention(config: "LMConfig", name: str, units: int) -> Attention:
@@ -204,7 +220,8 @@ def _equal_lmus(config: "LMConfig", name: str) -> int:
     return equal_units(config.embed_dim, config.num_heads, config.mixer_states, _size_of_attention(config))
 
 
-WINDOWED = ("windowed", "block_recurrent", "block_recurrent_lstm", "tcnca")
+BLOCK_RECURRENT = ("block_recurrent", "block_recurrent_lstm")
+WINDOWED = ("windowed", *BLOCK_RECURRENT, "tcnca")
 
 MIXERS: dict[str, Row] = {
     "attention": Row(_attention, None, OF_ATTENTION),
@@ -213,9 +230,7 @@ MIXERS: dict[str, Row] = {
     **dict.fromkeys(LAYERS, Row(_matrix_state, _equal_layers, ("mixer_dim", "mixer_key_dim"))),
     "mamba2": Row(_mamba2, _equal_layers, ("mixer_dim", "mixer_key_dim", "mixer_groups")),
     **dict.fromkeys(("lmu", "spiking_lmu"), Row(_lmu, _equal_lmus, ("mixer_dim", "mixer_window", "mixer_states"))),
-    **dict.fromkeys(
-        ("block_recurrent", "block_recurrent_lstm"), Row(_windowed, None, ("mixer_window", "mixer_states"))
-    ),
+    **dict.fromkeys(BLOCK_RECURRENT, Row(_windowed, None, ("mixer_window", "mixer_states"))),
     "windowed": Row(_windowed, None, ("mixer_window",)),
     "tcnca": Row(_tcnca, None, ("mixer_window",)),
 }

@@ -27,6 +27,10 @@ from jaxpar.verify import Transfer
 __all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_transfers"]
 
 
+EACH_LAYER = "each layer, forward and backward"
+"""Ends what is told of weights that a layer gathers whenever it is computed."""
+
+
 def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Transfer]:
     """Returns the collectives of arrays that one step may make on the ambient mesh, and what each is for.
 
@@ -66,11 +70,18 @@ def pipeline_transfers(
     """
     ticks, m, stage = len(pack_schedule(schedule).rows), schedule.microbatches, ("stage",)
     layers = config.num_layers // schedule.depth
+    gathers = any(side.kind == "gather" for side in schedule.sides)
     with as_in_stage():
         chunk = declared_transfers(dataclasses.replace(config, num_layers=layers), rows // m, length)
-    out = [t._replace(arrays=2 * ticks * t.arrays, bytes=2 * ticks * t.bytes) for t in chunk]
+    out = [
+        t._replace(arrays=2 * ticks * t.arrays, bytes=2 * ticks * t.bytes)
+        for t in chunk
+        if not (gathers and t.why.endswith(EACH_LAYER))
+    ]
 
     def add(kind: str, axes: tuple[str, ...], arrays: int, size: float, why: str) -> None:
+        if gathers and why.endswith(EACH_LAYER):  # in a place of its own, at most one chunk a tick, and in no task
+            arrays, size, why = ticks, size * layers, f"{why.removesuffix(EACH_LAYER)}a chunk a tick"
         if axes and arrays:
             out.append(Transfer(kind, axes, arrays, int(arrays * size), why))
 
@@ -184,7 +195,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             gathered = _minus(held, multiplied)
             # Experts gather theirs anew for their backward pass, within a layer that is recomputed as well.
             times = 3 if "experts" in leaf.axes and config.remat != "none" else 2
-            add("gather", gathered, times * trips, used, f"{name}, each layer, forward and backward")
+            add("gather", gathered, times * trips, used, f"{name}, {EACH_LAYER}")
             if config.weights == "ternary":
                 add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:

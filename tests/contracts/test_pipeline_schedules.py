@@ -69,16 +69,22 @@ def test_what_runs_beside_changes_no_task(name, side):
     assert own == schedule.tasks and check_schedule(more) == [] and hash(more) == hash(SIDES[side](schedule))
 
 
+# Rows of programs, and of what may run beside their tasks; `with_reductions` is a table alone.
+PROGRAMS = [(name, "") for name in PIPELINES]
+PROGRAMS += [("breadth_first", "gathers"), ("gpipe", "offload"), ("zb_v", "vocabulary")]
+QUICK = [("gpipe", ""), ("bitpipe", ""), ("breadth_first", "gathers"), ("zb_v", "vocabulary")]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in ("gpipe", "zb_v", "bitpipe") else pytest.mark.slow) for name in PIPELINES],
+    ("name", "side"), [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in PROGRAMS]
 )  # 1.5 s each
-def test_its_program_is_a_schedule_of_gradients(name):
+def test_its_program_is_a_schedule_of_gradients(name, side):
     """Argument names of the protocol; static and hashable; results of the shapes and dtypes of the plain one's."""
-    made = Pipelined(named_schedule(name, 2, 2))
+    schedule = SIDES.get(side, lambda schedule: schedule)(named_schedule(name, 2, 2))
+    made = Pipelined(schedule)
     for method in (type(made).__call__, InTurn.__call__):
         assert list(inspect.signature(method).parameters) == list(inspect.signature(Schedule.__call__).parameters)
-    assert hash(made) == hash(Pipelined(named_schedule(name, 2, 2)))
+    assert hash(made) == hash(Pipelined(dataclasses.replace(schedule)))
     config = dataclasses.replace(CONFIG, num_layers=made.schedule.depth)
     tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
     args = jax.eval_shape(lambda: init(jax.random.key(0), config)), {"tokens": tokens, "targets": tokens}

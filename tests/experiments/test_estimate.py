@@ -338,6 +338,24 @@ def test_a_search_of_schedules_keeps_to_the_memory_and_ranks_by_time(ranked):
     assert found["fits"] and found["cap"] < 4 and found["kept"] < free["searched"]["kept"]
 
 
+def test_gathered_weights_and_what_waits_on_the_host_count_where_they_lie():
+    """Weights are whole on a device of fsdp, in two slots; what is on the host is on no device."""
+
+    def row(*flags):
+        config, devices, _ = estimate.find_devices(estimate.compose("topology=h100:8", *flags, *PIPED))
+        (found,) = estimate.estimate_pipeline(config, estimate.pipeline_job(config, devices), None)
+        return found
+
+    plain, gathered = (row("pipeline=breadth_first", f"gather_chunks={on}") for on in ("false", "true"))
+    layer = 16 * (3 * 32 + 4 * 16) + 2 * 16  # products and two norms
+    assert plain["slots"]["weights"] == 0 < gathered["slots"]["weights"] <= 2 * layer * 4
+    assert gathered["slots"]["weights"] >= 2 * layer * 2  # in bfloat16, of one layer a chunk
+    assert gathered["device"] - plain["device"] == gathered["slots"]["weights"]
+    plain, away = (row("pipeline=gpipe", f"offload={on}") for on in ("false", "true"))
+    less = plain["slots"]["stash"] - away["slots"]["stash"]
+    assert away["slots"]["host"] > 0 < less and plain["device"] - away["device"] == less / 4  # rows lie over fsdp=4
+
+
 def test_a_pipeline_is_printed_and_written(main, tmp_path):
     code, out, _ = main("topology=h100:8", "pipeline=1f1b", *PIPED)
     (report,) = tmp_path.glob("run/*/report.json")

@@ -1,5 +1,6 @@
 """`python -m experiments.verify` as a user runs it, on a model that compiles in seconds."""
 
+import itertools
 import json
 import re
 import sys
@@ -11,7 +12,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxpar.lm import LMConfig
 from jaxpar.lm.transfers import pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.parallel.pipeline import PIPELINES
+from jaxpar.parallel.context import MOVES, ORDERS
+from jaxpar.parallel.pipeline import PIPELINES, pack_schedule, with_gathers
 from jaxpar.verify import sum_by_axis
 
 TINY = (
@@ -58,13 +60,26 @@ def test_rows_table_plot_and_exit_code(verify, tmp_path):
     assert (tmp_path / "run" / "plots" / "layouts.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_split_sequence_is_verified_by_any_move_and_order(verify, tmp_path):
-    code, said = verify(
-        "layouts=[data2.context4]", "dtypes=[float32]", "model.context=ring", "model.context_order=striped"
-    )
+SENT = {"gather": {"all-gather"}, "swap": {"all-to-all"}, "swap_ring": {"all-to-all", "collective-permute"}}
+QUICK = [("ring", "striped"), ("token_ring", "contiguous"), ("swap_ring", "zigzag")]
+EVERY = [*QUICK, *(case for case in itertools.product(MOVES, ORDERS) if case not in QUICK)]
+
+
+@pytest.mark.parametrize(
+    ("move", "order"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in EVERY],  # 3 CPU s each
+)
+def test_a_split_sequence_is_verified_by_any_move_and_order(move, order, verify, tmp_path):
+    """Three optimizer steps too, and nothing is sent that the move's table does not declare."""
+    heads = "model.num_kv_heads=4" if move == "swap" else "model.num_kv_heads=2"  # it exchanges whole key heads
+    flags = f"model.context={move}", f"model.context_order={order}", heads
+    code, said = verify("layouts=[data2.context4]", "dtypes=[float32]", *flags)
     assert code == 0 and "1 of 1 rows hold" in said, said
     (row,) = json.loads((tmp_path / "run" / "layouts.json").read_text())
-    assert row["kinds"]["collective-permute context"] and "all-gather context" not in row["kinds"]
+    kinds = {name.split(" ")[0] for name in row["kinds"]}
+    kinds -= {"all-reduce", "reduce-scatter"}  # sums of gradients, here over data too
+    by_places = {"all-gather"} if order == "striped" and move.startswith("swap") else set()  # of no table
+    assert kinds == SENT.get(move, {"collective-permute"}) | by_places
 
 
 def test_stages_are_verified_by_their_schedule(verify, tmp_path, monkeypatch):
@@ -89,6 +104,42 @@ def test_stages_are_verified_by_their_schedule(verify, tmp_path, monkeypatch):
     most_arrays, most = sum_by_axis(asked)["exchange", "stage"]
     # Two a tick and none else; where there are two stages, both go to the other one, and a compiler may send one.
     assert arrays in (most_arrays // 2, most_arrays) and size * most_arrays == most * arrays
+
+
+def pipeline_declared(gather_chunks):
+    from experiments.verify import Config, schedule_of
+    from jaxpar.verify import Layout
+
+    layout = Layout(MeshSpec(stage=2, fsdp=2), schedule="breadth_first")
+    config = LMConfig(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64)
+    with use_mesh(make_mesh(layout.mesh, jax.devices()[:4]), rules_from(layout="stages")):
+        schedule = schedule_of(Config(gather_chunks=gather_chunks), layout)
+        return pipeline_transfers(config, 8, 16, schedule), len(pack_schedule(schedule).rows)
+
+
+def test_weights_that_are_gathered_once_are_declared_a_chunk_a_tick():
+    (each, _), (once, ticks) = (pipeline_declared(on) for on in (False, True))
+    whole, chunk = ("w_up, each layer, forward and backward", "w_up, a chunk a tick")
+    assert any(t.why.endswith(whole) for t in each) and not any(t.why.endswith(whole) for t in once)
+    (one,) = [t for t in once if t.why.endswith(chunk)]
+    assert (one.kind, one.axes, one.arrays) == ("gather", ("fsdp",), ticks)
+    assert one.bytes == ticks * 32 * 64 * 2  # of one layer, in bfloat16
+    assert sum_by_axis(once)["sum", "fsdp"] == sum_by_axis(each)["sum", "fsdp"]
+
+
+@pytest.mark.slow  # 15 CPU s
+def test_weights_that_are_gathered_once_are_verified(verify, monkeypatch):
+    """Also that a program which gathers in its tasks is one too many for that table."""
+    from experiments import verify as experiment
+
+    flags = "layouts=[stage2.fsdp2/breadth_first]", "model.num_layers=4", "data.seq_len=8", "dtypes=[float32]"
+    code, said = verify(*flags, "gather_chunks=true")
+    assert code == 0 and "1 of 1 rows hold" in said, said
+    declared = experiment.pipeline_transfers
+    once = lambda config, rows, length, schedule, name: declared(config, rows, length, with_gathers(schedule), name)  # noqa: E731
+    monkeypatch.setattr(experiment, "pipeline_transfers", once)
+    code, said = verify(*flags)
+    assert code == 1 and "are gathered over fsdp, where the table declares" in said.replace("\n", " "), said
 
 
 @pytest.mark.parametrize(("heads", "kinds"), [(1, {"gather"}), (2, {"gather", "exchange"})])
@@ -120,6 +171,7 @@ def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
         (["layouts=[foo8]"], "layout 'foo8' is unknown; legal are sizes such as data2.fsdp4"),
         (["layouts=[data8/zero9]"], "layout 'data8/zero9' has after the slash what is none of zero3, zero2"),
         (["layouts=[stage2.data4/zb_v+1f1b]"], "layout 'stage2.data4/zb_v+1f1b' has after the slash what is none of"),
+        (["layouts=[data8]", "gather_chunks=true"], "gather_chunks=true is of stages; name a layout of some, as "),
         (["dtypes=[int8]"], "dtypes=int8 has no tolerance; legal are float32, float64."),
         (["topology=v9:2x2"], "topology='v9:2x2' is unknown; legal are"),
     ],

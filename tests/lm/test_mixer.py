@@ -12,6 +12,7 @@ from tolerance import EXACT_MATHS, assert_close
 
 from experiments import verify
 from jaxpar.lm import LMConfig, Sampling, apply, flops_per_token, generate, loss, num_params, to_hf
+from jaxpar.lm.mixers import with_mixer
 from jaxpar.lm.params import axes, decay_mask, leaves
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -152,6 +153,17 @@ def test_mixers_without_cells_mix_in_a_language_model(name):
 def test_a_legendre_memory_is_as_large_as_attention_would_be():
     big = LMConfig(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
     assert abs(num_params(dataclasses.replace(big, mixer="lmu")) / num_params(big) - 1) < 0.02
+
+
+@pytest.mark.parametrize("name", ["block_recurrent", "block_recurrent_lstm", "windowed"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_mixer_beside_attention_has_its_size(name, heads):
+    """Of heads whose size is even, since nothing else of it can change."""
+    big = LMConfig(embed_dim=64, num_heads=heads, num_kv_heads=heads, mlp_dim=192)
+    config = with_mixer(big, name)
+    away = num_params(config) - num_params(big)
+    step = 2 * heads * 64 * 16 * big.num_layers  # two more a head, in 16 products at most
+    assert abs(away) <= step / 2 and config.mixer == name and (config.head_dim == big.head_dim) == (name == "windowed")
 
 
 @pytest.mark.slow  # 40 s each

@@ -28,8 +28,9 @@ FLOAT64, FLOAT32 = 1e-10, 1e-5  # sums are taken in another order, over some ten
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks that do not divide the lengths below: several, the last of them filled up."""
-    monkeypatch.setattr(blockwise, "BLOCK", 5)
+    """Blocks that do not divide the lengths below, fewer of keys: several, the last of them filled up."""
+    monkeypatch.setattr(blockwise, "QUERIES", 5)
+    monkeypatch.setattr(blockwise, "KEYS", 8)
     monkeypatch.setattr(mlp_module, "BLOCK", 7)
 
 
@@ -106,23 +107,29 @@ def test_any_length_is_cut(length, small_blocks, x64):
     assert_close(got, want, FLOAT64)
 
 
-def test_blocks_are_few_and_of_one_size(small_blocks):
-    cuts = [blockwise._Cut.of(length) for length in (1, 5, 6, 10, 11, T)]
+@pytest.mark.parametrize("sizes", [(8, 3), pytest.param((6, T), marks=pytest.mark.slow)])  # 1 s each
+def test_blocks_of_queries_and_of_keys_have_any_sizes(sizes, monkeypatch, x64):
+    for name, size in zip(("QUERIES", "KEYS"), sizes, strict=True):
+        monkeypatch.setattr(blockwise, name, size)
+    q, k, v = (normal(B, T, heads, K, seed=n) for n, heads in enumerate((H, G, G)))
+    anew = jit(mixed.__wrapped__, static_argnames=("by_blocks", "visible"))  # the sizes are no arguments
+    rule = RULES["documents in a window"]
+    assert_close(anew(q, k, v, **rule), wanted(q, k, v, **rule), FLOAT64)
+
+
+def test_blocks_are_few_and_of_one_size():
+    cuts = [blockwise._Cut.of(length, 5) for length in (1, 5, 6, 10, 11, T)]
     assert [(cut.count, cut.size) for cut in cuts] == [(1, 1), (1, 5), (2, 3), (2, 5), (3, 4), (5, 5)]
 
 
-def test_blocks_that_the_rule_hides_are_not_visited(small_blocks):
-    """Of 5 x 5 blocks: 15 on and under the diagonal, and a window of 7 tokens reaches two blocks back at most."""
-    cut = blockwise._Cut.of(T)
-
-    def visited(visible):
-        return [[j for j in range(5) if cut.is_seen(i, j, visible)] for i in range(5)]
-
-    assert (cut.count, cut.size) == (5, 5)
-    assert visited(Visible()) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    assert visited(Visible(window=7)) == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
-    assert visited(Visible(window=6)) == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
-    assert visited(Visible(window=1)) == [[0], [1], [2], [3], [4]]
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 8), (8, 5), (23, 4), (4, 23)])
+@pytest.mark.parametrize("visible", [Visible(), Visible(window=7), Visible(window=6), Visible(window=1)], ids=str)
+def test_blocks_that_the_rule_hides_are_not_visited(sizes, visible):
+    pairs = blockwise._Pairs(*(blockwise._Cut.of(T, size) for size in sizes))
+    seen = visible(np.arange(T)[None], np.arange(T)[None])[0]
+    for i, j in itertools.product(range(pairs.queries.count), range(pairs.keys.count)):
+        rows, columns = (slice(n * cut.size, (n + 1) * cut.size) for n, cut in ((i, pairs.queries), (j, pairs.keys)))
+        assert bool(pairs.is_seen(i, j, visible)) == bool(seen[rows, columns].any()), (i, j)
 
 
 # ---------------------------------------------------------------- the mlp
@@ -318,7 +325,8 @@ def temporaries(remat, length, mlp_dim=32, scan_layers=True):
 
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])  # 5 s
 def test_memory_grows_with_the_length_and_not_with_its_square(scan_layers, monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK", 128)
+    for name in ("QUERIES", "KEYS"):
+        monkeypatch.setattr(blockwise, name, 128)
     monkeypatch.setattr(mlp_module, "BLOCK", 128)
     sizes = [temporaries("blockwise", length, scan_layers=scan_layers) for length in (2048, 4096, 8192)]
     assert all(twice <= 2.1 * once for once, twice in itertools.pairwise(sizes)), sizes
@@ -329,7 +337,8 @@ def test_memory_grows_with_the_length_and_not_with_its_square(scan_layers, monke
 
 def test_no_memory_is_of_all_tokens_by_the_width_of_the_mlp(monkeypatch):
     """Four times the width of the mlp costs what the weights and one block need."""
-    monkeypatch.setattr(blockwise, "BLOCK", 128)
+    for name in ("QUERIES", "KEYS"):
+        monkeypatch.setattr(blockwise, name, 128)
     monkeypatch.setattr(mlp_module, "BLOCK", 64)
     narrow, wide = (temporaries("blockwise", 1024, width) for width in (256, 1024))
     assert wide - narrow < 4 * 1024 * 768, (narrow, wide)

@@ -19,7 +19,7 @@ from tolerance import assert_close
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import merge_parts
+from jaxpar.nn.attention import attend, finish, merge, merge_parts
 from jaxpar.parallel.context import attend_split_cache, spread_blocks
 from jaxpar.parallel.context import shares_kernel as kernel
 from jaxpar.scan.monoid import LogSumExp
@@ -204,6 +204,37 @@ def test_two_all_reduces_whatever_the_length(slots):
     assert sorted((each.kind, math.prod(each.shapes[0])) for each in found) == [
         ("all-reduce", B * T * H), ("all-reduce", B * T * H * (K + 1)),
     ]  # fmt: skip
+
+
+def by_a_ring(q, keys, values):
+    """On one device: a token's attention where queries stay and every device's keys and values pass by."""
+    ring = [(i, (i + 1) % N) for i in range(N)]
+    seen = jnp.ones((B, T, keys.shape[1]), bool)
+
+    def hop(carry, _):
+        state, *both = carry
+        both = [jax.lax.ppermute(x, "context", ring) for x in both]
+        return (merge(state, attend(q, *both, seen)), *both), None
+
+    return finish(jax.lax.scan(hop, (attend(q, keys, values, seen), keys, values), length=N - 1)[0][0])
+
+
+def test_a_ring_sends_the_whole_cache_and_the_sums_send_little():
+    slots = N * 16
+    mesh, args = make_mesh(MeshSpec(context=N)), drawn(slots, np.float32)
+    whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, "context")
+    ring = jax.shard_map(by_a_ring, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False)
+    lengths = jnp.full((B, N), slots // N, jnp.int32)
+    shardings = [jax.sharding.NamedSharding(mesh, part) for part in (whole, split, split, split)]
+    args = [jax.device_put(x, where) for x, where in zip((*args, lengths), shardings, strict=True)]
+    with use_mesh(mesh):
+        programs = jit(attend_split_cache).lower(*args).compile(), jit(ring).lower(*args[:3]).compile()
+    found = [hlo.collectives(program.as_text(), mesh) for program in programs]
+    assert [{each.kind for each in one} for one in found] == [{"all-reduce"}, {"collective-permute"}]
+    by_sums, by_ring = (sum(each.bytes * each.trips for each in one) for one in found)
+    assert by_sums == 4 * B * T * H * (K + 2) and by_ring == 4 * B * 2 * G * K * (N - 1) * slots // N
+    assert by_ring > 70 * by_sums  # of 16 tokens a device; in proportion to them
+    assert_close(programs[0](*args), programs[1](*args[:3]), 1e-5)
 
 
 def test_parts_of_all_devices_are_added_up(x64):

@@ -21,8 +21,11 @@ from jaxpar.types import PyTree
 
 __all__ = ["block_gradient", "attention_by_blocks"]
 
-BLOCK = 512
-"""Most queries, and most keys, whose scores exist at the same time."""
+QUERIES, KEYS = 512, 512
+"""Most queries, and most keys, whose scores exist at the same time: any two sizes give the same numbers.
+
+More queries read the keys less often, and more keys add to a block's sums less often; the scores grow with both.
+"""
 
 CAUSAL = Visible()
 
@@ -51,7 +54,7 @@ def attention_by_blocks(
       cap: Of the scores, as of `jaxpar.nn.attention.state.attend`.
 
     Cost: 4 B H T^2 K operations forward, 10 backward, half of both where causal. Memory: O(B T H K), and the scores of
-    one pair of blocks, B H BLOCK^2. Reverse mode only. The gradient is FlashAttention-2's (arXiv:2307.08691,
+    one pair of blocks, B H QUERIES KEYS. Reverse mode only. The gradient is FlashAttention-2's (arXiv:2307.08691,
     algorithm 2).
     """
     return _attention(visible, cap, q, k, v, segments, slopes)
@@ -82,8 +85,8 @@ class _Cut:
     size: int
 
     @classmethod
-    def of(cls, length: int) -> "_Cut":
-        count = -(-length // BLOCK)
+    def of(cls, length: int, most: int) -> "_Cut":
+        count = -(-length // most)
         return cls(length, count, -(-length // count))
 
     def blocks(self, x: PyTree, segments: Array | None) -> _Piece:
@@ -101,6 +104,18 @@ class _Cut:
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.length]
 
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """Blocks of the queries beside those of the keys."""
+
+    queries: _Cut
+    keys: _Cut
+
+    @classmethod
+    def of(cls, length: int) -> "_Pairs":
+        return cls(_Cut.of(length, QUERIES), _Cut.of(length, KEYS))
+
     def over_keys(
         self, block: Array, visible: Visible, of_keys: Callable, nothing: PyTree, add: Callable, sums: PyTree
     ) -> PyTree:
@@ -114,12 +129,13 @@ class _Cut:
             return add(sums, j, more), None
 
         # Of known length, so that estimates count it.
-        return jax.lax.scan(one, sums, jnp.arange(self.count))[0]
+        return jax.lax.scan(one, sums, jnp.arange(self.keys.count))[0]
 
-    def is_seen(self, queries: Array, keys: Array, visible: Visible) -> Array:
+    def is_seen(self, i: Array, j: Array, visible: Visible) -> Array:
         """Whether a causal rule lets a block of queries see anything of a block of keys."""
-        seen = keys <= queries
-        return seen & ((queries - keys - 1) * self.size + 1 < visible.window) if visible.window else seen
+        seen = j * self.keys.size < (i + 1) * self.queries.size
+        nearest = i * self.queries.size - (j + 1) * self.keys.size + 1  # of the first query and the last key
+        return seen & (nearest < visible.window) if visible.window else seen
 
 
 def _at(piece: _Piece, index: Array) -> _Piece:
@@ -138,8 +154,8 @@ def _bias(queries: _Piece, keys: _Piece, slopes: Array | None) -> Array | None:
 
 
 def _forward(visible: Visible, cap: float, q: Array, k: Array, v: Array, segments: Array | None, slopes: Array | None):
-    cut = _Cut.of(q.shape[1])
-    keys = cut.blocks((k, v), segments)
+    pairs = _Pairs.of(q.shape[1])
+    keys = pairs.keys.blocks((k, v), segments)
 
     def some(_, queries):
         def of_keys(j):
@@ -151,19 +167,19 @@ def _forward(visible: Visible, cap: float, q: Array, k: Array, v: Array, segment
         zero = jnp.zeros(queries.x.shape, wide)
         nothing = LogSumExp(jnp.full(zero.shape[:-1], -jnp.inf, wide), zero[..., 0], zero)
         add = lambda state, _, more: merge(state, more)  # noqa: E731
-        state = cut.over_keys(queries.number, visible, of_keys, nothing, add, nothing)
+        state = pairs.over_keys(queries.number, visible, of_keys, nothing, add, nothing)
         return None, (finish(state).astype(q.dtype), state.log_sum)
 
-    _, (out, log_sum) = jax.lax.scan(some, None, cut.blocks(q, segments))
-    out = cut.whole(out)
-    return out, (q, k, v, segments, slopes, out, cut.whole(log_sum))
+    _, (out, log_sum) = jax.lax.scan(some, None, pairs.queries.blocks(q, segments))
+    out = pairs.queries.whole(out)
+    return out, (q, k, v, segments, slopes, out, pairs.queries.whole(log_sum))
 
 
 def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
     q, k, v, segments, slopes, out, log_sum = kept
-    cut, wide = _Cut.of(q.shape[1]), jnp.promote_types(q.dtype, jnp.float32)
+    pairs, wide = _Pairs.of(q.shape[1]), jnp.promote_types(q.dtype, jnp.float32)
     delta = (out.astype(wide) * g.astype(wide)).sum(-1)
-    keys, none = cut.blocks((k, v), segments), None if slopes is None else jnp.zeros(slopes.shape, wide)
+    keys, none = pairs.keys.blocks((k, v), segments), None if slopes is None else jnp.zeros(slopes.shape, wide)
 
     def some(sums, queries):
         q, log_sum, delta, g = queries.x
@@ -184,14 +200,14 @@ def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
 
         zero = jnp.zeros(q.shape, wide)
         nothing = zero, *(jnp.zeros(x.shape[1:], wide) for x in keys.x), none
-        dq, *sums = cut.over_keys(queries.number, visible, of_keys, nothing, add, (zero, *sums))
+        dq, *sums = pairs.over_keys(queries.number, visible, of_keys, nothing, add, (zero, *sums))
         return tuple(sums), dq.astype(q.dtype)
 
-    queries = cut.blocks((q, log_sum, delta, g), segments)
+    queries = pairs.queries.blocks((q, log_sum, delta, g), segments)
     zeros = [jnp.zeros(x.shape, wide) for x in keys.x]
     (dk, dv, dslopes), dq = jax.lax.scan(some, (*zeros, none), queries)
-    dk, dv = (cut.whole(x).astype(k.dtype) for x in (dk, dv))
-    return cut.whole(dq), dk, dv, None, None if slopes is None else jnp.asarray(dslopes, slopes.dtype)
+    dk, dv = (pairs.keys.whole(x).astype(k.dtype) for x in (dk, dv))
+    return pairs.queries.whole(dq), dk, dv, None, None if slopes is None else jnp.asarray(dslopes, slopes.dtype)
 
 
 _attention.defvjp(_forward, _backward)
