@@ -49,7 +49,8 @@ def make_optimizer(
     schedule = None if num_steps is None else learning_rate(config, num_steps)
     # Muon's decay comes last, apart: what optax's Muon hands to Adam it would decay whole, norms and biases too.
     last = config.name == "muon"
-    return Optimizer(rule, schedule, config.clip_norm, config.weight_decay, decays, decay_last=last, scales=scales)
+    return Optimizer(rule, schedule, config.clip_norm, config.weight_decay, decays, decay_last=last, scales=scales,
+                     elementwise=not last)  # fmt: skip
 
 
 def _muon(config: OptimizerConfig, axes: PyTree, decays: PyTree) -> optax.GradientTransformation:

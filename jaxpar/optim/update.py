@@ -2,18 +2,35 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.optim.masks import matrices
 from jaxpar.types import Array, Info, PyTree, UsageError
 
-__all__ = ["Optimizer", "finite_or_old"]
+__all__ = ["Joined", "Optimizer", "finite_or_old"]
+
+
+class Joined(NamedTuple):
+    """Parameters and an optimizer's state as `Optimizer.joined` gives them.
+
+    Attributes:
+      params: Float `[N]`, all of them; or as they were.
+      state: The optimizer's state for these.
+      part: From such parameters to those of before.
+      part_state: From such a state to one of those.
+    """
+
+    params: PyTree
+    state: PyTree
+    part: Callable[[PyTree], PyTree]
+    part_state: Callable[[PyTree], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +51,7 @@ class Optimizer:
       scales: None, or a function of the parameters that returns, for each, what its steps are multiplied by: a number,
         or an array that broadcasts.
       decay_last: Adds -(rate * weight_decay) * params to the step instead, equal but for rounding: Muon's order.
+      elementwise: Whether the rule treats every number alike, whichever leaf it is in, so that leaves may be `joined`.
     """
 
     rule: optax.GradientTransformation
@@ -43,12 +61,34 @@ class Optimizer:
     decays: Any = matrices
     decay_last: bool = False
     scales: Callable[[PyTree], PyTree] | None = None
+    elementwise: bool = False
 
     __post_init__ = check_fields
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the first state."""
         return self.rule.init(params) if self.schedule is None else self.transformation().init(params)
+
+    def joined(self, params: PyTree, state: PyTree) -> Joined:
+        """Returns the parameters as one vector, and the state for it, where the rule allows: for loops over updates.
+
+        Compilers make programs of their own of every leaf's step, a dozen each; of one vector's a dozen in all. What a
+        loss reads is `part` of the vector, whose gradient is a vector, too. Steps are equal but for the rounding of the
+        gradient's norm, which sums in another order. Not for parameters that are split over devices.
+        """
+        if not self.elementwise or self.weight_decay or self.scales is not None:
+            return Joined(params, state, lambda params: params, lambda state: state)
+        structure = jax.tree.structure(params)
+
+        def is_whole(x):
+            return jax.tree.structure(x) == structure
+
+        def part_state(moved):
+            return jax.tree.map(lambda old, new: part(new) if is_whole(old) else new, state, moved, is_leaf=is_whole)
+
+        vector, part = ravel_pytree(params)
+        vectors = jax.tree.map(lambda x: ravel_pytree(x)[0] if is_whole(x) else x, state, is_leaf=is_whole)
+        return Joined(vector, vectors, part, part_state)
 
     def update(
         self,

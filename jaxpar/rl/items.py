@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpar.env import Adapter, Box, Discrete, Environment, Space, capabilities
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
-from jaxpar.rl.network import ACTIVATIONS, Outputs, orthogonal
+from jaxpar.rl.network import ACTIVATIONS, Outputs, drawn, with_gain
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Items"]
@@ -74,7 +74,7 @@ class Items:
             moves: int32 `[A, 1 + k]`, of each action its kind and its items.
         """
         sizes = tuple((name, width, gain) for name, (width, gain) in sorted(heads.items()))
-        return self._layers(sizes, moves).init(key, jnp.zeros((1, *shape)))
+        return drawn(key, self._layers(sizes, moves).init(key, jnp.zeros((1, *shape))))
 
     def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree, moves: np.ndarray) -> Outputs:
         """Heads `[T, B, width]` of items `[T, B, N, F]`; `starts` and `carry` are as of a `Network`, and not read."""
@@ -155,7 +155,7 @@ class _ItemLayers(linen.Module):
         net, act = self.net, ACTIVATIONS[self.net.activation]
 
         def dense(size: int, name: str, gain: float = 1.0) -> linen.Dense:
-            return linen.Dense(size, kernel_init=orthogonal(gain), name=name)
+            return linen.Dense(size, kernel_init=with_gain(gain), name=name)
 
         waves = [wave(math.pi * 2**k * x) for wave in (jnp.sin, jnp.cos) for k in range(net.waves)]
         x = jnp.concatenate([x, *waves], -1)
@@ -180,10 +180,10 @@ class _ItemLayers(linen.Module):
                 continue
             moves, seen = np.array(self.moves), seen[..., None, :]
             for slot in range(1, moves.shape[1]):
-                own = linen.Dense(net.width, use_bias=False, kernel_init=orthogonal(1.0), name=f"slot_{slot}_{name}")(h)
+                own = linen.Dense(net.width, use_bias=False, kernel_init=with_gain(1.0), name=f"slot_{slot}_{name}")(h)
                 seen = seen + own[..., moves[:, slot], :]
             kinds = int(moves[:, 0].max()) + 1  # of a single one, a bias would change nothing
-            every = linen.Dense(kinds, use_bias=kinds > 1, kernel_init=orthogonal(gain), name=f"head_{name}")(act(seen))
+            every = linen.Dense(kinds, use_bias=kinds > 1, kernel_init=with_gain(gain), name=f"head_{name}")(act(seen))
             kind = np.broadcast_to(np.arange(every.shape[-1])[None] == moves[:, :1], every.shape)
             heads[name] = jnp.sum(jnp.where(kind, every, 0), -1)
         return heads

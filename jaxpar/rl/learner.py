@@ -365,10 +365,11 @@ def minibatch_updates(
     """
     rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
     rate = annealed(rates.learning_rate, rates.anneal, state.updates)
+    joined = optimizer.joined(state.weights, state.opt_state)
 
     def update(carry, minibatch):
         weights, opt_state, stopped = carry
-        grads, info = jax.grad(loss, has_aux=True)(weights, agent, minibatch)
+        grads, info = jax.grad(lambda joint: loss(joined.part(joint), agent, minibatch), has_aux=True)(weights)
         *moved, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
         if too_far is not None:
             stopped |= too_far(info)
@@ -377,11 +378,11 @@ def minibatch_updates(
             info |= {"stopped": stopped.astype(jnp.float32)}
         return (*moved, stopped), info | optimizer_info
 
-    first = state.weights, state.opt_state, jnp.bool_(False)
+    first = joined.params, joined.state, jnp.bool_(False)
     (weights, opt_state, _), infos = scan_minibatches(
         key, first, batch, update, learner.epochs, learner.minibatches, learner.has_memory
     )
-    return weights, opt_state, infos
+    return joined.part(weights), joined.part_state(opt_state), infos
 
 
 def mean_metrics(infos: Info) -> Info:
