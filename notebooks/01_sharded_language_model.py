@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # One language model, any layout
+# # A language model trained on a mesh, sampled and resumed
 #
 # **The question.** A transformer is cut over eight devices three ways at once: its batch, its parameters and its
 # heads. Is it still the same model? And if the run is ended half-way and started again, is it still the same run?

@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # Any layout, any machine
+# # Layouts of a mesh: verified, changed half-way, estimated
 #
 # **The question.** One transformer lies on eight devices in six ways. Do all six compute what one device computes, and
 # send between devices only what they declare? Can a run change from one to another half-way? And what would each of

@@ -12,7 +12,10 @@
 # ---
 
 # %% [markdown]
-# # Recurrences solved over the whole sequence at once
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
+# # Nonlinear recurrences in parallel (parallel_scan, Newton's method)
 #
 # **The question.** A nonlinear recurrence h[t] = f(h[t-1], x[t]) looks like a loop that nothing can shorten. Newton's
 # method treats all its steps as one system of equations and solves them together. When does that take four iterations,
@@ -38,7 +41,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

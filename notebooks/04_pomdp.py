@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # What one believes, and what one does about it
+# # Planning under uncertainty (POMDPs: particle beliefs, tree search)
 #
 # **The question.** A partly observable problem is planned over beliefs, and both halves are loops: a filter moves
 # particles one by one, a planner runs simulations one by one down a tree. Here each is one parallel program. Do the

@@ -15,7 +15,7 @@
 # [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
 
 # %% [markdown]
-# # Networks that grow, a whole population at once
+# # Networks that grow (NEAT)
 #
 # **The question.** NEAT evolves networks whose structure differs from one to the next: nodes and connections appear,
 # mate and die. That is usually a loop over graphs of objects. Here a population is one set of arrays and a generation

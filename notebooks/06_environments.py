@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # A thousand worlds at once
+# # A thousand environments at once (rollouts)
 #
 # **The question.** An environment is usually an object that one steps in a Python loop. Here it is a few pure
 # functions, and a thousand of them run in one compiled program. Is that program still the loop, to the bit? What

@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # Learn it, evolve it, plan it
+# # One task learned, evolved and planned (PPO, NEAT, POMDP search)
 #
 # **The question.** A model of the world is usually written once for the planner, once for the learner and once for
 # whoever evolves. Here it is one object, and three methods run on it: do they agree on how good one can be? And what

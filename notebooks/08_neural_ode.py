@@ -12,7 +12,10 @@
 # ---
 
 # %% [markdown]
-# # A neural differential equation at times of its own
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
+# # A neural differential equation at irregular times (neural ODE)
 #
 # **The question.** A pendulum is pushed about and seen at times that no clock keeps: now a hundredth of a second apart,
 # now half a second. A network is to learn its law of motion from those sightings: it is integrated from one to the
@@ -40,7 +43,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

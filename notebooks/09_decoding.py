@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # Several tokens from one pass
+# # Speculative decoding: several tokens from one pass
 #
 # **The question.** A language model is asked for one token at a time, and each time the machine reads all weights. If
 # somebody guesses the next tokens, one pass can look at all guesses together and keep those that are right. Who can

@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # One stack for everyone
+# # One stack of layers: attention and recurrences, in parallel and step by step
 #
 # **The question.** A transformer is a stack of layers in which something mixes the tokens: attention, or a recurrence.
 # Training wants all tokens at once; a language model that writes and a policy that acts want one after the other, from

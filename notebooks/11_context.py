@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # One sequence on several devices
+# # One sequence on several devices (context parallelism)
 #
 # **The question.** A sequence is too long for one device, so N devices have a share of its tokens each. Attention looks
 # from each token at all before it: whose keys must a device see, when do they come by, and by which way? There are six

@@ -12,7 +12,10 @@
 # ---
 
 # %% [markdown]
-# # Experts: each token by a few of many mlps
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
+# # Mixtures of experts: each token by a few of many MLPs
 #
 # **The question.** An mlp computes every token with all of its weights. A mixture of experts has eight smaller ones,
 # and a router sends each token to two of them: as many products a token as an mlp of twice an expert's width, and four
@@ -38,7 +41,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

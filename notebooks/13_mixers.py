@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # Mixers with a matrix state
+# # Mixers with a matrix state (linear attention, delta rule)
 #
 # **The question.** A head can keep a matrix in place of all earlier tokens: each token lets it decay, writes a key and
 # a value, and reads it with a query. Step by step that is a recurrence; in chunks it is a few products of matrices. Are

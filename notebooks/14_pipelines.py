@@ -12,7 +12,10 @@
 # ---
 
 # %% [markdown]
-# # One model in a pipeline, by every schedule
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
+# # Pipeline parallelism: one model by every schedule
 #
 # **The question.** Four devices hold a quarter of the layers each, and a batch passes through them in microbatches,
 # forward and back. In which order should a device do its tasks, so that it waits little and keeps little? Ten
@@ -38,7 +41,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

@@ -12,7 +12,10 @@
 # ---
 
 # %% [markdown]
-# # A world that evolves
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
+# # A world that evolves (artificial life)
 #
 # **The question.** Agents eat, act and have children in a world whose step is one program for all of them. Is the
 # energy that they live on kept to the unit? Does eating well really make a lineage win, or only luck? And can robots
@@ -37,7 +40,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

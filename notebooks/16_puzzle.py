@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # Learn it, plan it, evolve it, solve it
+# # 2048 on four cells: learned, planned, evolved and solved
 #
 # **The question.** 2048 on four cells is small enough to be solved: how near do a learner, a search that the learner
 # leads, and evolution come to the best play there is, and does anything come out above it?

@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # A model learns to shout
+# # Fine-tuning with adapters (LoRA): a model learns to shout
 #
 # **The question.** Somebody hands you a language model as a folder. You want it to answer in another voice, and have
 # a few hundred examples of that, and no wish to train, store and ship all of its weights again. How little can be
