@@ -12,6 +12,9 @@
 # ---
 
 # %% [markdown]
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: full size
+
+# %% [markdown]
 # # A tour: six loops turned parallel
 #
 # **The question.** The rows of a batch, the steps of a recurrence, the simulations of a planner, the members of a

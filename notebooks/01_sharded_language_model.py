@@ -12,6 +12,9 @@
 # ---
 
 # %% [markdown]
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
 # # A language model trained on a mesh, sampled and resumed
 #
 # **The question.** A transformer is cut over eight devices three ways at once: its batch, its parameters and its
@@ -37,7 +40,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

@@ -12,6 +12,9 @@
 # ---
 
 # %% [markdown]
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
 # # Layouts of a mesh: verified, changed half-way, estimated
 #
 # **The question.** One transformer lies on eight devices in six ways. Do all six compute what one device computes, and
@@ -38,7 +41,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

@@ -12,6 +12,9 @@
 # ---
 
 # %% [markdown]
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
 # # Planning under uncertainty (POMDPs: particle beliefs, tree search)
 #
 # **The question.** A partly observable problem is planned over beliefs, and both halves are loops: a filter moves
@@ -38,7 +41,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

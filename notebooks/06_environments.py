@@ -12,6 +12,9 @@
 # ---
 
 # %% [markdown]
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
 # # A thousand environments at once (rollouts)
 #
 # **The question.** An environment is usually an object that one steps in a Python loop. Here it is a few pure
@@ -38,7 +41,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

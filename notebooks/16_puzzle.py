@@ -12,6 +12,9 @@
 # ---
 
 # %% [markdown]
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
 # # 2048 on four cells: learned, planned, evolved and solved
 #
 # **The question.** 2048 on four cells is small enough to be solved: how near do a learner, a search that the learner
@@ -36,7 +39,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
 places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files

@@ -75,8 +75,8 @@ def digest(notebook) -> str:
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
-def execute(notebook, name: str) -> None:
-    """Fills the outputs of a notebook, in an empty folder, as on a machine that has compiled nothing before."""
+def execute(notebook, fast: bool = True, **env: str) -> None:
+    """Fills the outputs of a notebook, in an empty folder, on the CPU, as where nothing was compiled before."""
     import nbclient
 
     with tempfile.TemporaryDirectory() as folder:
@@ -84,17 +84,16 @@ def execute(notebook, name: str) -> None:
         place.mkdir()
         (place / "matplotlibrc").write_text(STYLE)
         own = {
-            "FAST": "" if name in FULL_SIZE else "1",
+            "FAST": "1" if fast else "",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "IPYTHONDIR": f"{folder}/ipython",
             "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",
+            "JAX_PLATFORMS": "cpu",
+            "TF_CPP_MIN_LOG_LEVEL": "3",  # a slow machine is told that it compiles slowly
         }
-        os.environ.update(own)
         resources = {"metadata": {"path": str(place)}}
-        client = nbclient.NotebookClient(
-            notebook, timeout=LIMIT_S, kernel_name="python3", resources=resources, record_timing=False
-        )
-        client.execute()
+        options = dict(timeout=LIMIT_S, kernel_name="python3", resources=resources, record_timing=False)
+        nbclient.NotebookClient(notebook, **options).execute(env=os.environ | own | env)
         for cell in code_cells(notebook):
             cell.outputs = [cleaned(output, place) for output in cell.outputs]
 
@@ -173,7 +172,7 @@ def write(source: pathlib.Path, anyhow: bool) -> str:
             cell.outputs, cell.execution_count = same.outputs, same.execution_count
         done = "kept"
     else:
-        execute(notebook, source.stem)
+        execute(notebook, source.stem not in FULL_SIZE)
         done = f"executed in {time.monotonic() - began:.0f} s"
     if found := warned(notebook):
         return f"RED: it warns, and was not written\n{''.join(found)}"
