@@ -1,6 +1,5 @@
-"""Sphinx configuration: MyST pages, executed notebooks, the API from docstrings."""
+"""Sphinx configuration: MyST pages, notebooks with their outputs, the API from docstrings."""
 
-import os
 import pathlib
 import re
 import sys
@@ -20,7 +19,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-# docs/notebooks is a link to notebooks/, where each .py stands beside a twin of the same name.
+# docs/notebooks is a link to notebooks/, where each .ipynb stands beside its source of the same name.
 exclude_patterns = [
     "_build",
     "conf.py",
@@ -29,7 +28,7 @@ exclude_patterns = [
     "forest.py",
     "picture.py",
     "saliency.py",
-    "notebooks/*.ipynb",
+    "notebooks/*.py",
 ]
 html_theme = "sphinx_book_theme"
 html_title = "jaxpar"
@@ -41,15 +40,9 @@ html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# Notebooks are executed at their small size (about a minute each), from the checkout, leaving nothing behind.
-nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
-nb_execution_mode = "auto"
-nb_execution_in_temp = True
-nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+# Notebooks are shown as they are stored, with what they printed and drew when `make notebooks` executed them.
+nb_execution_mode = "off"
 nb_merge_streams = True
-os.environ.setdefault("FAST", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 default_role = "code"  # docstrings set names in single backticks
 autodoc_member_order = "bysource"

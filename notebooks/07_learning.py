@@ -12,7 +12,10 @@
 # ---
 
 # %% [markdown]
-# # Learn it, evolve it, plan it
+# [Open in Colab](https://colab.research.google.com): File > Upload notebook, from <https://example.org/jaxpar> · shown below: small size, `FAST=1`
+
+# %% [markdown]
+# # One task learned, evolved and planned (PPO, NEAT, POMDP search)
 #
 # **The question.** A model of the world is usually written once for the planner, once for the learner and once for
 # whoever evolves. Here it is one object, and three methods run on it: do they agree on how good one can be? And what
@@ -28,27 +31,31 @@
 # %% [markdown]
 # ## Set-up
 #
-# In a checkout this cell only finds it. In Colab, first set `REPOSITORY` to the git address that this notebook was
-# opened from: the cell clones and installs it. A JAX that is there stays if its version fits, and with it the
-# accelerator; if it does not fit, write `[notebooks,cuda]` or `[notebooks,tpu]` where there is an accelerator.
+# Works as it stands in a checkout, from `pip install`, and in Colab, where it installs what is missing: from an archive
+# (`jaxpar*.zip`, `.whl` or `.tar.gz`) that you put beside the notebook, else from `REPOSITORY`. A JAX that fits stays,
+# and with it the accelerator; for another one write `[notebooks,cuda]` or `[notebooks,tpu]`.
 
 # %%
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = ""
+REPOSITORY = "https://example.org/jaxpar"
 
 here = Path.cwd()
-places = [here, *here.parents, here / "jaxpar", *map(Path, sys.path)]
-root = next((place for place in places if (place / "experiments" / "lm.py").is_file()), None)
-if root is None:
-    assert REPOSITORY, "this is no checkout of jaxpar: set REPOSITORY to its git address and run the cell again."
-    root = here / "jaxpar"
-    subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(root)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{root}[notebooks]"], check=True)
-    assert "jax" not in sys.modules, "JAX was in use: choose Runtime > Restart session, then run from the top."
-sys.path.insert(0, str(root))  # this checkout comes first
+places = (here, *here.parents, here / "jaxpar")  # a clone that broke off lacks its last files
+checkout = next((place for place in places if (place / "tests" / "test_notebooks.py").is_file()), None)
+archive = next((file.as_uri() for kind in ("zip", "whl", "tar.gz") for file in here.glob(f"jaxpar*.{kind}")), None)
+pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+if find_spec("pip") and subprocess.run([*pip, "--no-index", "jaxpar[notebooks]"], capture_output=True).returncode:
+    source = f"{checkout}[notebooks]" if checkout else f"jaxpar[notebooks] @ {archive or f'git+{REPOSITORY}'}"
+    failed = subprocess.run([*pip, *["--editable"] * bool(checkout), source]).returncode
+    assert not failed, "pip could not install it: put an archive of jaxpar beside the notebook, or correct REPOSITORY."
+for name in {"jax", "jaxlib", "numpy"} & set(sys.modules):  # imported before pip changed them?
+    assert sys.modules[name].__version__ == version(name), "choose Runtime > Restart session, then run from the top."
+sys.path[:] = [str(checkout), *sys.path] if checkout else filter(None, sys.path)  # no folder that is no checkout
 
 # %%
 import dataclasses

@@ -157,7 +157,7 @@ CLAIMS = {
     "`data=2, fsdp=2, tensor=2` prints the same number": "test_docs.py::readme_snippet_learns_the_same_on_both_meshes",
     "the pillars `lm`, `pomdp`, `neat`, `rl`, `life`": "test_claims.py::the_rooms_named_are_those_of_the_library",
     "environments in families, one a file": "env/test_page.py::every_environment_is_named_once",
-    "01: one language model": "test_notebooks.py::runs_small",
+    "01: A language model trained on a mesh": "test_notebooks.py::runs_small",
     "[Quick start](docs/quickstart.md)": "test_docs.py::links_resolve",
 }
 
