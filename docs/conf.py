@@ -6,7 +6,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import jaxpar  # noqa: E402
 
@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "names",
 ]
 # docs/notebooks is a link to notebooks/, where each .py stands beside a twin of the same name.
 exclude_patterns = [
@@ -27,6 +28,7 @@ exclude_patterns = [
     "collectives.py",
     "cut_episode.py",
     "forest.py",
+    "names.py",
     "picture.py",
     "saliency.py",
     "notebooks/*.ipynb",
@@ -53,7 +55,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 
 default_role = "code"  # docstrings set names in single backticks
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # docstrings say shapes and types; jaxtyping's full names would drown the signatures
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88  # longer ones have a line for each parameter
+autodoc_preserve_defaults = True
+autodoc_default_options = {"no-value": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
