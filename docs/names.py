@@ -5,12 +5,14 @@ and are read as text. A name in backticks becomes a link where it can only mean 
 """
 
 import ast
+import builtins
 import functools
 import pathlib
 import re
 
 from docutils import nodes
-from sphinx.domains.python import PyObject
+from sphinx.addnodes import pending_xref
+from sphinx.domains.python import PyModule, PyObject
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -55,6 +57,13 @@ def as_imported(name: str) -> str:
         head, _, last = head.rpartition(".")
         rest = f".{last}{rest}"
     return name
+
+
+def _run_module(directive, plain=PyModule.run):
+    """Describes a file; where what people import from it has the file's own name, a link means that."""
+    if directive.arguments[0].strip() in public_names().values():
+        directive.options["no-index"] = None
+    return plain(directive)
 
 
 def _run(directive):
@@ -117,6 +126,13 @@ class Links(SphinxPostTransform):
         reference += node
 
 
+def _read(app, doctree):
+    """A type of Python's own, such as bytes, is nobody's attribute of that name."""
+    for node in doctree.findall(pending_xref):
+        if node.get("refdomain") == "py" and hasattr(builtins, node.get("reftarget", "")):
+            node["reftarget"] = f"builtins.{node['reftarget']}"
+
+
 def _missing(app, env, node, contnode):
     """Types in signatures name the file that an object is in."""
     target = node.get("reftarget", "")
@@ -132,7 +148,8 @@ def _missing(app, env, node, contnode):
 
 def setup(app):
     """Connects the above."""
-    PyObject.run = _run
+    PyObject.run, PyModule.run = _run, _run_module
     app.add_post_transform(Links)
+    app.connect("doctree-read", _read)
     app.connect("missing-reference", _missing)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
