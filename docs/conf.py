@@ -5,7 +5,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import jaxpar  # noqa: E402
 
@@ -18,6 +18,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "names",
 ]
 # docs/notebooks is a link to notebooks/, where each .ipynb stands beside its source of the same name.
 exclude_patterns = [
@@ -26,6 +27,7 @@ exclude_patterns = [
     "collectives.py",
     "cut_episode.py",
     "forest.py",
+    "names.py",
     "picture.py",
     "saliency.py",
     "notebooks/*.py",
@@ -46,7 +48,11 @@ nb_merge_streams = True
 
 default_role = "code"  # docstrings set names in single backticks
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # docstrings say shapes and types; jaxtyping's full names would drown the signatures
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88  # longer ones have a line for each parameter
+autodoc_preserve_defaults = True
+autodoc_default_options = {"no-value": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
