@@ -50,6 +50,8 @@ from ._mistakes import CONF, FLAG_ERRORS, conf_of, refuse_malformed, sentence_of
 
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
+MAKING = ("train", "plan", "fast", "canonical")
+"""Values of `mode` that make a run; those of others read the one in `run`, or need none."""
 SHOWN = MeshSpec(data=2, fsdp=2, tensor=2)
 """What eight simulated devices are for: a mesh of three axes."""
 # What Gloo, NCCL and the coordination service say where another process is gone.
@@ -363,9 +365,10 @@ def _register(name: str, schema: type) -> None:
 
     def folder(_root_: DictConfig) -> str:
         config = _to_config(_root_)
-        if hasattr(config, "run") and config.mode != "train":
-            return "."  # Hydra makes the folder, and these modes need none of their own
-        return getattr(config, "run", "") or str(pathlib.Path("runs") / name / folder_name(config))
+        run = getattr(config, "run", "")
+        if hasattr(config, "run") and config.mode not in MAKING:
+            return run if run and os.path.isdir(run) else "."  # Hydra makes the folder, which a typing error is not
+        return run or str(pathlib.Path("runs") / name / folder_name(config))
 
     OmegaConf.register_new_resolver("run_folder", folder, replace=True)
 

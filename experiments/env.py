@@ -178,8 +178,9 @@ def _tell_end(config: Config, folder: pathlib.Path, policy_run: PolicyRun, calls
     plot = _tell_first(config, folder, first, calls[-1].num_steps)
     if jax.process_index() == 0:
         film = folder / "plots" / "environments.gif"
-        shot = save_film(config.seed, policy_run, config.env, film, config.frames, fps=10) if config.gif else None
-        for what, path in (("film", shot), ("plot", plot), ("metrics", folder / "metrics.jsonl")):
+        if config.gif:
+            save_film(config.seed, policy_run, config.env, film, config.frames, fps=10)
+        for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl")):
             if path:
                 say(f"{what:10} {_run.short(path)}")
 
