@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.neat import Episodes, Neat, Networks, NeatState, Table, apply, init_carry, play
+from jaxpar.neat import Episodes, Neat, NeatState, Networks, Table, apply, init_carry, play
 from jaxpar.neat.episodes import act
 from jaxpar.rollout import NextStep
 from jaxpar.types import Array, PRNGKey, PyTree
@@ -38,16 +38,17 @@ def evaluate_table(neat: Neat, problem: Table, state: NeatState, inputs: PyTree)
         genomes, champion, inputs = jax.device_get((state.genomes, state.champion, inputs))
         score = jax.jit(lambda genomes: problem(jax.random.key(0), neat.express(genomes), inputs))
         one, all_ = jax.device_get((score(champion), score(genomes)))
-    say(f"champion   fitness {one.fitness[0]:.6g}, {'solves' if one.solved[0] else 'does not solve'} it")
-    _tell_population(all_.fitness, all_.solved, "")
+    solved = [each.solved | (each.fitness >= float(state.rates.target)) for each in (one, all_)]
+    say(f"champion   fitness {one.fitness[0]:.6g}, {'solves' if solved[0][0] else 'does not solve'} it")
+    _tell_population(all_.fitness, solved[1], "")
     return one.fitness
 
 
-def evaluate_episodes(
-    config: Any, neat: Neat, problem: Episodes, state: NeatState, params: PyTree
-) -> np.ndarray:
-    """Tells what fresh episodes return: `config.eval_episodes` of the champion, whose returns `[E]` are returned, and
-    `problem.episodes` of each network of the population."""
+def evaluate_episodes(config: Any, neat: Neat, problem: Episodes, state: NeatState, params: PyTree) -> np.ndarray:
+    """Tells what fresh episodes return, and returns those of the champion, `[E]`.
+
+    It plays `config.eval_episodes`, and each network of the population plays `problem.episodes`.
+    """
 
     def played(key: PRNGKey, genomes: PyTree, params: PyTree, episodes: int, num_envs: int) -> tuple[Array, Array]:
         found = play(key, neat.express(genomes), problem.env, params, episodes, num_envs, problem.max_steps,
@@ -67,7 +68,7 @@ def evaluate_episodes(
     say(f"champion   return {returns.mean():.5g}{error}, {returns.min():.5g} to {returns.max():.5g}, mean length "
         f"{lengths.mean():.4g}")  # fmt: skip
     means = others.mean(1)
-    _tell_population(means, means >= problem.goal, f" over {problem.episodes:,} fresh episode(s) each")
+    _tell_population(means, means >= min(problem.goal, float(state.rates.target)), f" over {problem.episodes:,} fresh episode(s) each")
     return returns
 
 

@@ -174,7 +174,7 @@ def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitRes
         f"lineages; {float(state.ledger.heat.units()):,.1f} units of energy become heat a step")  # fmt: skip
     if jax.process_index():
         return
-    plot_metrics(folder / "metrics.jsonl", plots / "life.png", PANELS)
+    plot_metrics(folder / "metrics.jsonl", plots / "life.png", PANELS, title=folder.name)
     for what in ("plots", "metrics.jsonl", "checkpoints"):
         say(f"{what:14} {_run.short(folder / what)}")
 

@@ -295,7 +295,9 @@ def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Pat
             raise UsageError(f"mode=film needs an environment, and task={saved.task} is a table; {run}/plots has its "
                              "champion as a picture.")  # fmt: skip
         return evaluate_table(neat, problem, state, inputs)
-    episodes, params = (problem.training, inputs.params) if isinstance(problem, GeneralizationTest) else (problem, inputs)
+    episodes, params = (
+        (problem.training, inputs.params) if isinstance(problem, GeneralizationTest) else (problem, inputs)
+    )
     if config.mode == "film":
         return film_champion(asked, neat, episodes, state, params, folder / "plots")
     if isinstance(problem, GeneralizationTest):
@@ -326,12 +328,14 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, 
     plots, metrics = folder / "plots", folder / "metrics.jsonl"
     panels = {"fitness": ("train/best", "train/fitness_max", "train/fitness_mean"), "species": ("train/species",),
               "size": ("train/nodes", "train/conns")}  # fmt: skip
-    title = f"{config.task}: fitness {float(state.best):.4g}"
+    title = f"{config.task}: the champion, fitness {float(state.best):.4g}"
     plots.mkdir(exist_ok=True)
     (folder / "champion.json").write_text(to_json(neat.config, champion, metadata={"fitness": float(state.best)}))
     (folder / "champion.dot").write_text(to_dot(neat.config, champion))
-    plot_metrics(metrics, plots / "fitness.png", panels)
-    plot_stream(metrics, plots / "species.png", "train/size_", ylabel="members by species", title=config.task)
+    plot_metrics(metrics, plots / "fitness.png", panels, along="generation",
+                 title=f"{config.task}: {config.mode}, population {config.population:,}")  # fmt: skip
+    plot_stream(metrics, plots / "species.png", "train/size_", ylabel="members by species",
+                along="generation", title=f"{config.task}: networks of each species, a colour each")  # fmt: skip
     draw_network(neat.config, champion, plots / "champion.png", title=title)
     for what in ("plots", "metrics.jsonl", "champion.json", "champion.dot", "checkpoints"):
         say(f"{what:14} {_run.short(folder / what)}")

@@ -368,12 +368,14 @@ def _tell_end(config: Config, found: Results) -> None:
         f"discount^0), mean length {found.lengths.mean():.3g}")  # fmt: skip
     optimism, error = mean_and_error(found.optimism)
     promised = float(found.promised.mean())
-    say(f"promise    {promised:.4g} at the start, {optimism:+.3g} ± {error:.2g} beside what was earned")
+    say(f"promise    {promised:.4g} at the start, {optimism:+.3g} ± {error:.2g} beside what was earned "
+        "(standard error of the same episodes)")  # fmt: skip
     if why := dishonesty(optimism, error, promised):
         say(f"note: {why}.")
     if found.losses is not None:
         loss, error = mean_and_error(found.losses)
-        say(f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g} (exact regret of decisions)")
+        say(f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g} (standard error of "
+            "the episodes' exact regrets)")  # fmt: skip
     say(f"time       {found.latency:.4g} s a step of {together} episode(s) together, "
         f"{found.seconds / max(steps, 1):.4g} s a step made; {found.seconds:.1f} s in all")  # fmt: skip
     for name, what in (
@@ -389,7 +391,8 @@ def _tell_end(config: Config, found: Results) -> None:
 def _draw(config: Config, folder: pathlib.Path, setting: Setting, found: Results) -> None:
     plot = folder / "plots" / "returns.png"
     panels = {"discounted return": found.returns, "steps": found.lengths}
-    plot_histograms(panels, plot, title=f"{config.env}, {config.planner['kind']}: {len(found.returns):,} episodes")
+    plot_histograms(panels, plot, title=f"{config.env}, {config.planner['kind']}: {len(found.returns):,} episodes",
+                    counted="episodes")  # fmt: skip
     if config.gif:
         save_film(config, folder, setting)
     for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl")):

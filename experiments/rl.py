@@ -344,11 +344,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
 
 
 def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Path | None:
-    """Plays or films the run in `config.run`, as it was at its newest checkpoint.
-
-    With mode=eval it plays whole episodes, by likeliest actions or by searches, and returns `[S]` returns; with
-    mode=film it films the first seed's agent into `folder/plots/agent.gif`, and returns that path.
-    """
+    """Plays the newest checkpoint of `config.run`, by likeliest actions or searches; returns `[S]` returns, or a film."""
     run, saved, asked = saved_run(config, ("seed", "eval_episodes", "eval_steps", "frames"))
     asked = dataclasses.replace(asked, mode=config.mode, search=config.search)
     learner, params = make_learner(saved)
@@ -379,7 +375,7 @@ def _film_agent(
 
 def _tell_returns(config: Config, name: str, how: str, returns: np.ndarray) -> None:
     error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")
-    say(f"{name:10} {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
+    say(f"{name:10} {returns.mean():.5g}" + (f" ± {error:.2g} (standard error over seeds)" if len(returns) > 1 else "")
         + f", {config.eval_episodes} episodes a seed, {how}: " + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
 
 
@@ -415,7 +411,8 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     trials = evaluation_by_trial(config, learner, params, result.state)
     if trials is not None:
         spread = trials.std(0, ddof=1) / np.sqrt(len(trials)) if len(trials) > 1 else np.full(len(trials[0]), np.nan)
-        say("trials     " + ", ".join(f"{x:.3g} ± {e:.2g}" for x, e in zip(trials.mean(0), spread, strict=True)))
+        say("trials     " + ", ".join(f"{x:.3g} ± {e:.2g}" for x, e in zip(trials.mean(0), spread, strict=True))
+            + " (standard errors over seeds)")  # fmt: skip
     if result.metrics.get("train/converged", 1.0) < 1:
         say("note       the memory's solver did not converge in the last update (train/converged); method=sequential "
             "has none")  # fmt: skip
@@ -439,7 +436,7 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
               "value": ("train/explained_variance",), "gradient": ("train/grad_norm",),
               "Q": ("train/q_mean", "train/q_loss", "train/critic_loss"),
               "temperature": ("train/temperature",), "solved": ("train/solved", "train/ended")}  # fmt: skip
-    plot_metrics(metrics, plots / "learning.png", panels)
+    plot_metrics(metrics, plots / "learning.png", panels, along="update", title=f"{config.env}, {config.algorithm}")
     if config.gif:
         _film_agent(config, learner, params, result.state, plots)
     for path in (plots, metrics, folder / "checkpoints"):

@@ -313,7 +313,7 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         }
         if result.metrics.get("train/iterations"):  # a sequential run and a closed form make none
             panels["iterations of the solver"] = ("train/iterations",)
-        plot_metrics(folder / "metrics.jsonl", plot, panels)
+        plot_metrics(folder / "metrics.jsonl", plot, panels, title=folder.name)
     chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}
     say(f"after {result.step} steps: {_text(chosen)}")
     if "train/iterations" in result.metrics:

@@ -57,6 +57,19 @@ def test_a_budget_of_time_and_a_film(main, tmp_path):
         assert (folder / "plots" / name).stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_a_saved_planner_plans_other_episodes_and_is_filmed(main, tmp_path):
+    first = main(*TINY, "gif=false", "seed=4", of="pomdp")
+    files = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    again = [main("mode=eval", "run=run", "cpu_devices=8", *more, of="pomdp") for more in ([], ["seed=9"])]
+    told = [next(line for line in said.out.splitlines() if line.startswith("return")) for said in (first, *again)]
+    assert told[0] == told[1] != told[2], told
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == files, "nothing is written"
+    filmed = main("mode=film", "run=run", "cpu_devices=8", "max_steps=2", of="pomdp")
+    assert filmed.code == 0 and "film       run/plots/episode.gif" in filmed.out, filmed
+    assert (tmp_path / "run/plots/episode.gif").stat().st_size > 1000
+
+
 def test_losses_are_what_decisions_fall_short_by():
     """Tiger: listening twice with one answer, then the right door, loses nothing; a door at once 19.37 + 26.60."""
     judge = Judge(*envs.make("Tiger"))
@@ -91,6 +104,11 @@ def test_every_planner_plans(main, tmp_path, planner):
         ("env=CartPole-v1", "parameters have no discount"),
         ("episodes=0", "episodes=0 must be at least 1"),
         ("max_steps=0", "max_steps=0 must be at least 1"),
+        ("mode=eval", "mode=eval needs run= to name the folder of a run, not ''"),
+        ("mode=film run=nowhere", "mode=film needs run= to name the folder of a run, not 'nowhere'"),
+        ("mode=eval run=.", "is no run folder: it has no config.yaml"),
+        ("mode=train", "mode='train' is unknown; legal are plan, eval, film"),
+        ("run=run", "run is of mode=eval and mode=film"),
         ("budget_s=-1", "budget_s=-1.0 must be at least 0"),
         ("judge=true budget_s=1", "leave budget_s=0"),
         (
