@@ -67,8 +67,8 @@ def evaluate_episodes(config: Any, neat: Neat, problem: Episodes, state: NeatSta
     error = f" ± {returns.std(ddof=1) / np.sqrt(count):.2g} (standard error of {count:,} episodes)" if count > 1 else ""
     say(f"champion   return {returns.mean():.5g}{error}, {returns.min():.5g} to {returns.max():.5g}, mean length "
         f"{lengths.mean():.4g}")  # fmt: skip
-    means = others.mean(1)
-    _tell_population(means, means >= min(problem.goal, float(state.rates.target)), f" over {problem.episodes:,} fresh episode(s) each")
+    means, goal = others.mean(1), min(problem.goal, float(state.rates.target))
+    _tell_population(means, means >= goal, f" over {problem.episodes:,} fresh episode(s) each")
     return returns
 
 

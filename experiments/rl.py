@@ -344,7 +344,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
 
 
 def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Path | None:
-    """Plays the newest checkpoint of `config.run`, by likeliest actions or searches; returns `[S]` returns, or a film."""
+    """Plays the run in `config.run` by likeliest actions or searches; returns `[S]` returns, or where its film is."""
     run, saved, asked = saved_run(config, ("seed", "eval_episodes", "eval_steps", "frames"))
     asked = dataclasses.replace(asked, mode=config.mode, search=config.search)
     learner, params = make_learner(saved)

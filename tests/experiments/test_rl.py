@@ -68,7 +68,7 @@ def test_a_saved_policy_is_filmed_and_plays_again(main, first, tmp_path):
     assert main("mode=film", "run=run", "frames=3", "cpu_devices=8", "seed=3", of="rl").code == 0
     assert film.read_bytes() != before
     (tmp_path / "run/config.yaml").write_text("env: CartPole-v1\npolicy: random\n")
-    said = main("mode=eval", "run=run", of="rl")
+    said = main("mode=eval", "run=run", "cpu_devices=8", of="rl")
     assert "run/config.yaml is not the configuration of such a run (unknown flag 'policy'" in said.sentence()
 
 
