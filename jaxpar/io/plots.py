@@ -343,11 +343,14 @@ def plot_histograms(panels: Mapping[str, ArrayLike], out: Path, *, title: str = 
         if np.array_equal(values, np.round(values)):  # as many integers in each bar
             width = np.ceil((high - low + 1) / 40)
             bins = np.arange(low - 0.5, high + width, width)
+            panel.xaxis.get_major_locator().set_params(integer=True)
         count, _, _ = panel.hist(values, bins, color=BLUE, edgecolor="white", linewidth=0.4)
         if count.max() > 50 * np.median(count[count > 0]):  # the others would be invisible
             panel.set(yscale="log", ylim=(0.5, 2 * count.max()))
         panel.axvline(values.mean(), color=VERMILION, linewidth=1.5, label=f"mean {values.mean():.4g}")
         panel.set(xlabel=label, ylabel=counted)
-        panel.legend(frameon=False)
+        if not varies:
+            panel.set_xlim(low - 2, high + 2)
+        panel.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
         tidy(panel, "y")
     save(figure, out, title)

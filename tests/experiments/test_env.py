@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from experiments import _run, env
-from experiments._policy_run import FirstAction, save_film
-from jaxpar.env import Box, Fields
+from experiments._policy_run import FirstAction, Shot, captions, save_film
+from jaxpar.env import Box, Discrete, Fields
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.rollout import episode_stats, first_episodes, init, rollout
 from jaxpar.types import UsageError
@@ -164,6 +164,17 @@ def test_noop_takes_the_first_legal_action():
 def test_an_environment_without_a_picture_is_not_filmed(tmp_path, capsys):
     assert save_film(0, policy_run_of("env=Breakout-MinAtar"), "Breakout-MinAtar", tmp_path, 5, fps=10) is None
     assert "Breakout-MinAtar has no render" in capsys.readouterr().out
+
+
+def test_captions_have_step_return_and_the_action_by_its_name():
+    images, steps = np.zeros((2, 1, 4, 4, 3), np.uint8), np.array([[7], [8]])
+    over, actions = np.array([[False], [True]]), np.array([[1], [0]])
+    told = captions(Discrete(2, names=("left", "right")), Shot(images, steps, np.array([[2.5], [3]]), over, actions))
+    assert told == ["step 7  return 2.5\nright", "step 8  return 3\nended"]
+    team = Shot(images[:1], steps[:1], np.array([[[1.0, 2.0]]]), over[:1], np.array([[[2, 1]]]))
+    assert captions(Discrete(3, (2,)), team) == ["step 7  return 1.5 (mean)\n2, 1"]
+    push = team._replace(actions=np.array([[[0.25]]], np.float32))
+    assert captions(Box(-1.0, 1.0, (1,)), push) == ["step 7  return 1.5 (mean)\n0.25"]
 
 
 def test_fields_and_parameters_are_changed():

@@ -41,7 +41,8 @@ def test_it_solves_and_tells(main, tmp_path):
     other = main("mode=film", "run=run", "cpu_devices=8", of="life")
     assert "run/config.yaml is not the configuration of such a run" in other.sentence()
     (folder / "checkpoints").rename(folder / "elsewhere")
-    assert "run has no checkpoint yet; train it first" in main("mode=eval", "run=run", "cpu_devices=8", of="neat").sentence()
+    untrained = main("mode=eval", "run=run", "cpu_devices=8", of="neat")
+    assert "run has no checkpoint yet; train it first" in untrained.sentence()
 
 
 def test_it_goes_on_where_it_was(main, tmp_path):

@@ -14,9 +14,10 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.rocksample import RockSample
 from experiments import _run, pomdp
 from experiments._judge import Judge
-from experiments._pomdp_film import moves, planned
+from experiments._pomdp_film import _draw_tree, moves, planned
 from experiments._rocks import RockBelief
 from jaxpar.env import reset, step
+from jaxpar.pomdp.outline import Branch
 from jaxpar.types import UsageError
 
 TINY = (
@@ -95,6 +96,18 @@ def test_every_planner_plans(main, tmp_path, planner):
     said = main(TINY[0], *flags, "max_steps=2", "hydra.run.dir=run", "cpu_devices=8", of="pomdp")
     assert said.code == 0 and f"planner    {planner}" in said.out, said
     assert (tmp_path / "run" / "plots" / "episode.gif").stat().st_size > 1000
+
+
+def test_actions_of_a_tree_have_room_for_their_names():
+    from matplotlib.figure import Figure
+
+    many = tuple(Branch("o", 9, 0.0, tuple(Branch("a", 3, 0.0) for _ in range(9))) for _ in range(3))
+    root = Branch("belief", 100, 1.0, (Branch("left", 90, 1.0, many), Branch("stay", 7, 0.5), Branch("right", 3, -1.0)))
+    panel = Figure().subplots()
+    _draw_tree(panel, root)
+    labels = {text.get_text(): text.xy for text in panel.texts}
+    assert labels.keys() == {"left\n1.0", "stay\n0.5", "right\n-1.0"} and {y for _, y in labels.values()} == {-1}
+    assert np.diff([x for x, _ in labels.values()]).min() > 1 / 7, labels
 
 
 @pytest.mark.parametrize(
