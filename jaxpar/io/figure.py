@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "COLORS", "GRAY", "GREEN", "PURPLE", "VERMILION", "empty_figure", "save", "tidy"]
+__all__ = ["BLUE", "COLORS", "GRAY", "VERMILION", "empty_figure", "save", "tidy"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PURPLE, GRAY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#999999"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,6 +10,9 @@ from numpy.typing import ArrayLike
 from jaxpar.io.figure import BLUE, COLORS, GRAY, GREEN, VERMILION, empty_figure, save, tidy
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
+
+if TYPE_CHECKING:  # matplotlib is an extra
+    from matplotlib.figure import Figure
 
 __all__ = ["plot_graph", "plot_seeds", "plot_stream"]
 
@@ -88,7 +91,7 @@ def _clear_bend(places: np.ndarray, start: int, end: int, drawn: list[np.ndarray
     return best[1]
 
 
-def _explain(figure: Any, kinds: Mapping[str, str], has_dashed: bool) -> None:
+def _explain(figure: "Figure", kinds: Mapping[str, str], has_dashed: bool) -> None:
     """Draws the legend of a graph below it."""
     from matplotlib.lines import Line2D
 

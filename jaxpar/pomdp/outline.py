@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxpar.env import Environment, capabilities
+from jaxpar.env import Discrete, Environment, capabilities
 from jaxpar.fields import AtLeast, check_value
 from jaxpar.pomdp.planner import SearchPlanner
 from jaxpar.pomdp.simulations import SearchState
@@ -70,9 +70,10 @@ def outline(
     """
     for name, value in (("depth", depth), ("width", width)):
         check_value(name, value, AtLeast(0), int)
-    actions = actions or getattr(env.action_space(params), "names", ())
-    if capabilities(env).obs_key is None:  # then the keys are the observations
-        observations = observations or getattr(env.observation_space(params), "names", ())
+    choices, seen = env.action_space(params), env.observation_space(params)
+    actions = actions or (choices.names if isinstance(choices, Discrete) else ())
+    if isinstance(seen, Discrete) and capabilities(env).obs_key is None:  # then the keys are the observations
+        observations = observations or seen.names
     tree = jax.tree.map(np.asarray, search.tree)
     links = children_of(planner.children, env, params).links(search.tree.children)
     edge, key, node = (np.asarray(x) for x in links)

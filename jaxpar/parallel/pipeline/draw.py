@@ -93,7 +93,7 @@ def draw_schedule(
         handlelength=1.2, columnspacing=1.2,
     )  # fmt: skip
     axes.set(yticks=range(schedule.devices), ylabel="device", xlim=(0, timing.makespan))
-    axes.set_xlabel("time, in those of a forward; numbers are microbatches" + PALER * has_chunks)
+    axes.set_xlabel("time, in units of the costs; numbers are microbatches" + PALER * has_chunks)
     axes.set_title(f"{schedule}: idle {timing.idle_fraction:.1%}, keeps {max(timing.held)}", fontsize=8, loc="left")
     axes.invert_yaxis()
     tidy(axes, "")
