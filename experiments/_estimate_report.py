@@ -202,7 +202,7 @@ def write(folder: pathlib.Path, content: dict[str, Any], bars: dict[str, aot.Est
     if bars:
         parts = {name: {part: getattr(found, part) for part in PARTS} for name, found in bars.items()}
         capacity = next(iter(bars.values())).capacity
-        plot_memory(parts, capacity, folder / "memory.png")
+        plot_memory(parts, capacity, folder / "memory.png", title="Memory of a device, estimated")
     say(f"report     {_run.short(folder / 'report.json')}")
 
 

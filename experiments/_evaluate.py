@@ -66,7 +66,7 @@ def evaluate(config: Any, params: PyTree, tokenizer: Tokenizer) -> dict[str, flo
     if config.out and jax.process_index() == 0:
         replace_text(pathlib.Path(config.out), "".join(json.dumps(line) + "\n" for line in lines))
     for name, each in measured.items():
-        say(f"{name:22} {each.value:.4f} +- {each.error:.4f} of {each.count} records")
+        say(f"{name:22} {each.value:.4f} ± {each.error:.4f} (standard error of {each.count} records)")
     if config.out:
         say(f"written    {config.out}")
     pairs = [{name: each.value, f"{name}_error": each.error} for name, each in measured.items()]

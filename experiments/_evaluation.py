@@ -151,12 +151,15 @@ def comparison_lines(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarr
 
     (mean, error), (least, blur) = spread(returns), spread(chance)
     above = over(mean - least, np.hypot(error, blur))
-    lines = [f"random     {least:.5g} ± {blur:.2g}; what was learned is {above:.1f} standard errors above"]
+    lines = [
+        f"random     {least:.5g} ± {blur:.2g} (standard error over episodes); what was learned is {above:.1f} standard "
+        "errors above"
+    ]
     if scripted is not None:
         most, blur = spread(scripted)
         lines.append(
-            f"scripted   {most:.5g} ± {blur:.2g}; learned / scripted {over(mean, most):.3g}, (learned - random) / "
-            f"(scripted - random) {over(mean - least, most - least):.3f}"
+            f"scripted   {most:.5g} ± {blur:.2g} (likewise); learned / scripted {over(mean, most):.3g}, "
+            f"(learned - random) / (scripted - random) {over(mean - least, most - least):.3f}"
         )
     return lines
 

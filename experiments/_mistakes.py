@@ -45,6 +45,13 @@ def presets_of(name: str, group: str) -> str:
     return ", ".join(sorted(path.stem for path in (conf_of(name) / group).glob("*.yaml")))
 
 
+def with_presets(name: str, flags: list[str]) -> list[str]:
+    """Returns the flags of an experiment with presets with `preset=tiny` for `model=tiny`, which people try first."""
+    if not presets_of(name, "preset"):
+        return flags
+    return [re.sub(r"^model=(?=[A-Za-z]\w*(,[A-Za-z]\w*)*$)", "preset=", flag) for flag in flags]
+
+
 def refuse_malformed(name: str, flags: list[str]) -> None:
     """Refuses flags such as =3, --seed=3 and preset=3, on which Hydra breaks or which it answers with its own flags."""
     for flag in flags:
@@ -80,8 +87,6 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
     text, flags = str(error), dict(_flags(schema)) if schema else {}
     if wrong := re.match(r"Error merging override ([^=\s]*)=(.*)", text):
         whole = get_args(flags.get(wrong[1].rpartition(".")[0]))  # of rules, for rules.embed
-        if wrong[1] == "model" and wrong[2] in {path.stem for path in CONF.glob("*/preset/*.yaml")}:
-            return f"model={wrong[2]} is preset={wrong[2]} now; model has flags of its own, such as model.num_layers=3."
         if kind := flags.get(wrong[1]) or (whole and whole[-1]):
             value = wrong[2].split(":")[0]
             listed = f", such as {wrong[1]}=[{value}]" if get_origin(kind) is list and value[:1] not in "[{" else ""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxpar.envs.multi import combat, foraging, particles
 
-from jaxpar.env import Box, Fields, capabilities, gif, grid_of
+from jaxpar.env import Box, Fields, capabilities, captioned, gif, grid_of
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.rollout import (
     EnvState,
@@ -29,6 +29,7 @@ from jaxpar.rollout import (
 from jaxpar.rollout.env_state import per_env, where
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
+from ._folder import short
 from ._run import say
 
 POLICIES = ("random", "scripted", "noop")
@@ -204,10 +205,28 @@ def _consumed(row: Trajectory) -> Trajectory:
     return dataclasses.replace(row, obs=total, action=None, bootstrap=None, extras=None, info=None)
 
 
+class Shot(NamedTuple):
+    """What a film shows of T steps of B environments, on the host.
+
+    Attributes:
+      images: uint8 `[T, B, H, W, 3]`, of the state that each step began with.
+      steps: int32 `[T, B]`, made in the episode before it.
+      returns: float32 `[T, B]` or `[T, B, N]`, earned in the episode before it.
+      over: bool `[T, B]`, whether the episode has ended with that state, and the step begins the next.
+      actions: of the steps, leaves `[T, B, ...]`.
+    """
+
+    images: np.ndarray
+    steps: np.ndarray
+    returns: np.ndarray
+    over: np.ndarray
+    actions: PyTree
+
+
 def film(
     key: PRNGKey, policy_run: PolicyRun, num_envs: int, num_frames: int, *, weights: PyTree = None, carry: PyTree = ()
-) -> np.ndarray:
-    """Pictures uint8 `[T, B, H, W, 3]` of the first environments of a rollout.
+) -> Shot:
+    """Films the first environments of a rollout.
 
     Their first episodes are those of the rollout of the same key. The last state of an episode is one frame, faded,
     before the next begins (`NextStep`). `weights` are the policy's parameters where they are not the environment's,
@@ -218,23 +237,47 @@ def film(
         def show(env_state, _):
             images = jax.vmap(policy_run.env.render, (0, None))(env_state.state, params)
             images = jnp.where(per_env(env_state.ended, images), 128 + images // 2, images)
-            env_state, _ = rollout(
+            known = env_state.episode_length, env_state.episode_return, env_state.ended
+            env_state, actions = rollout(
                 key, env_state, policy_run.env, params, policy_run.policy, params if weights is None else weights, 1,
-                reset=NextStep(), prng=policy_run.prng, keep=lambda row: row.ended,
+                reset=NextStep(), prng=policy_run.prng, keep=lambda row: row.action,
             )  # fmt: skip
-            return env_state, images
+            return env_state, Shot(images, *known, jax.tree.map(lambda x: x[0], actions))
 
         return show
 
     env_state = init(key, policy_run.env, policy_run.params, num_envs, carry, prng=policy_run.prng)
     shown = jax.jit(lambda env_state, params: jax.lax.scan(frame(params), env_state, None, num_frames)[1])
-    return np.asarray(shown(env_state, policy_run.params))
+    return jax.device_get(shown(env_state, policy_run.params))
+
+
+def action_text(space: Any, action: PyTree) -> str:
+    """Returns an action as films tell it: by its names, else as numbers; "" of more than four."""
+    if isinstance(space, Fields) or np.size(action) > 4:
+        return ""
+    numbers = np.ravel(action).tolist()
+    if names := getattr(space, "names", ()):
+        return ", ".join(names[number] for number in numbers)
+    return ", ".join(f"{number:.2f}" if isinstance(number, float) else str(number) for number in numbers)
+
+
+def captions(space: Any, shot: Shot) -> list[str]:
+    """Returns what stands under the picture of each step and environment: `[T B]` texts of two lines."""
+    texts = []
+    for at in np.ndindex(*shot.steps.shape):
+        earned = float(np.mean(shot.returns[at]))
+        did = action_text(space, jax.tree.map(lambda x, at=at: x[at], shot.actions))
+        mean = " (mean)" if np.ndim(shot.returns[at]) else ""
+        texts.append(f"step {shot.steps[at]}  return {earned:.4g}{mean}\n" + ("ended" if shot.over[at] else did))
+    return texts
 
 
 def save_film(
     seed: int, policy_run: PolicyRun, name: str, path: pathlib.Path, num_frames: int, fps: float, **policy: PyTree
 ) -> pathlib.Path | None:
     """Films the first environments of a rollout side by side into a GIF, on one device of this process.
+
+    Under each stand the step, the return so far, which is the mean of several agents, and the action.
 
     Args:
       seed: Of its key.
@@ -246,7 +289,7 @@ def save_film(
       policy: `weights` and `carry`, as `film` takes them.
 
     Returns:
-      The path, or None, which is told, where the environment has no `render`.
+      The path, or None, either of which is told: None where the environment has no `render`.
     """
     if capabilities(policy_run.env).render is None:
         say(f"note       no film, since {name} has no render.")
@@ -254,10 +297,13 @@ def save_film(
     params, policy = jax.device_get((policy_run.params, policy))  # which may lie on another mesh
     with on_one_device():
         policy_run = dataclasses.replace(policy_run, params=params)
-        frames = film(jax.random.key(seed), policy_run, min(FILMED, policy_run.num_envs), num_frames, **policy)
-    scale = max(1, _WIDTH // max(frames.shape[2:4]))
-    path.parent.mkdir(exist_ok=True)
-    gif(grid_of(frames.repeat(scale, 2).repeat(scale, 3), gap=6), path, fps=fps)
+        shot = film(jax.random.key(seed), policy_run, min(FILMED, policy_run.num_envs), num_frames, **policy)
+    scale = max(1, _WIDTH // max(shot.images.shape[2:4]))
+    images = shot.images.repeat(scale, 2).repeat(scale, 3)
+    told = captioned(images.reshape(-1, *images.shape[2:]), captions(policy_run.env.action_space(params), shot))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    gif(grid_of(told.reshape(*images.shape[:2], *told.shape[1:]), gap=6), path, fps=fps)
+    say(f"film       {short(path)}")
     return path
 
 

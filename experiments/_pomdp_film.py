@@ -1,6 +1,6 @@
 """A planned episode step by step on the host, and its film: the state, what is believed of it, the tree."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Environment, capabilities, own_discount, reset, step
+from jaxpar.io.figure import BLUE, GRAY, VERMILION, empty_figure, tidy
 from jaxpar.pomdp import Belief, BeliefUpdater, Evidence, PlanInfo, Planner, SearchPlanner, TreeSearch
 from jaxpar.pomdp.outline import Branch, outline
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-_BLUE, _VERMILION, _GRAY = "#0072B2", "#D55E00", "#888888"
+from ._policy_run import action_text
 
 
 class Move(NamedTuple):
@@ -109,67 +110,76 @@ def film(episode: list[Move], env: Environment, params: PyTree, key: PRNGKey, ti
         return render(state, params), jnp.mean(drawn.astype(jnp.float32), axis=0) / 255
 
     frames, total, weight = [], 0.0, 1.0
-    own = own_discount(params)
+    own, space = own_discount(params), env.action_space(params)
     discount = 1.0 if own is None else float(own)
     for t, move in enumerate(episode):
         total, weight = total + weight * move.reward, weight * discount
         shown, believed = pictures(jax.random.fold_in(key, t), move.state, move.belief)
-        text = f"{title}\nstep {t}: action {move.action} earns {move.reward:g}; so far {total:.2f}"
-        frames.append(_frame(np.asarray(shown), np.asarray(believed), move, text))
+        did = f"action {action_text(space, move.action)} earns {move.reward:g}"
+        sofar = f"discounted return so far {total:.2f}" if discount < 1 else f"return so far {total:.2f}"
+        text = f"{title}\nstep {t}: {did}, {sofar}" + ("; the episode ends" if move.terminated else "")
+        frames.append(_frame(np.asarray(shown), np.asarray(believed), move, getattr(space, "names", ()), text))
     return np.stack(frames)
 
 
-def _frame(shown: np.ndarray, believed: np.ndarray, move: Move, text: str) -> np.ndarray:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError('the film needs matplotlib: pip install "jaxpar[experiments]"') from error
-    figure = Figure(figsize=(10, 3.8), dpi=80, layout="constrained")
+def _frame(shown: np.ndarray, believed: np.ndarray, move: Move, names: Sequence[str], text: str) -> np.ndarray:
+    figure = empty_figure(10, 4)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.set_dpi(80)
     canvas = FigureCanvasAgg(figure)
-    state, belief, plan = figure.subplots(1, 3, width_ratios=(1, 1, 1.4))
-    for panel, image, name in ((state, shown, "the state"), (belief, believed, "what is believed")):
+    state, belief, plan = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
+    for panel, image, name in ((state, shown, "the state"), (belief, believed, "the belief: mean of 64 states")):
         panel.imshow(image, interpolation="nearest")
         panel.set_title(name, fontsize=9)
         panel.set_axis_off()
+    found = f"{int(move.info.nodes):,} beliefs, {int(move.info.depth)} deep, value {float(move.info.value):.2f}"
     if move.tree is None:
-        _draw_policy(plan, np.asarray(move.info.policy), move.action)
+        _draw_policy(plan, np.asarray(move.info.policy), move.action, names)
+        plan.set_title(f"the plan: {found}", fontsize=9)
     else:
         _draw_tree(plan, move.tree)
-    value = float(move.info.value)
-    plan.set_title(f"{int(move.info.nodes):,} beliefs, value {value:.2f}, {int(move.info.depth)} deep", fontsize=9)
+        plan.set_title(f"the tree: {found}\nblue: actions, with their values; gray: beliefs; thick: visits", fontsize=9)
     figure.suptitle(text, fontsize=10)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def _draw_policy(panel: Any, policy: np.ndarray, action: int) -> None:
-    panel.bar(np.arange(len(policy)), policy, color=[_VERMILION if i == action else _BLUE for i in range(len(policy))])
-    panel.set(xlabel="action", ylabel="share")
-    panel.spines[["top", "right"]].set_visible(False)
+def _draw_policy(panel: Any, policy: np.ndarray, action: int, names: Sequence[str]) -> None:
+    panel.bar(np.arange(len(policy)), policy, color=[VERMILION if i == action else BLUE for i in range(len(policy))])
+    panel.set(xlabel="action (red: chosen)", ylabel="share", ylim=(0, 1))
+    if names and len(names) <= 20:
+        panel.set_xticks(range(len(names)), names, rotation=0 if len(names) < 4 else 90, fontsize=8)
+    tidy(panel, "y")
 
 
 def _draw_tree(panel: Any, root: Branch) -> None:
-    """Draws actions as blue and beliefs as gray dots; lines are as thick as their share of visits."""
-    placed = 0
+    """Draws actions as blue and beliefs as gray dots; lines are as thick as their share of visits.
 
-    def draw(branch: Branch, depth: int) -> float:
-        nonlocal placed
-        ends = [draw(below, depth + 1) for below in branch.below]
-        if not ends:
-            placed += 1
-        x = float(np.mean(ends)) if ends else float(placed)
-        for end, below in zip(ends, branch.below, strict=True):
+    Each action of the root has at least a quarter of the width of the widest, so that their labels have room.
+    """
+
+    def leaves(branch: Branch) -> int:
+        return sum(map(leaves, branch.below)) or 1
+
+    def draw(branch: Branch, depth: int, left: float, right: float) -> float:
+        sizes = np.array([leaves(below) for below in branch.below], float)
+        if depth == 0 and len(sizes):
+            sizes = np.maximum(sizes, sizes.max() / 4)
+        edges = left + (right - left) * np.concatenate([[0], np.cumsum(sizes) / max(sizes.sum(), 1)])
+        x = (left + right) / 2
+        for i, below in enumerate(branch.below):
+            end = draw(below, depth + 1, edges[i], edges[i + 1])
             width = 0.3 + 4 * below.visits / max(root.visits, 1)
-            panel.plot([x, end], [-depth, -depth - 1], color=_GRAY, linewidth=width, zorder=1)
+            panel.plot([x, end], [-depth, -depth - 1], color=GRAY, linewidth=width, zorder=1)
         is_action = depth % 2 == 1
-        panel.scatter([x], [-depth], s=14 if is_action else 24, color=_BLUE if is_action else _GRAY, zorder=2)
+        panel.scatter([x], [-depth], s=14 if is_action else 24, color=BLUE if is_action else GRAY, zorder=2)
         if depth == 1:
-            panel.annotate(
-                f"{branch.name}\n{branch.value:.1f}", (x, -depth), (4, 0), textcoords="offset points", fontsize=7
-            )
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+            panel.annotate(f"{branch.name}\n{branch.value:.1f}", (x, -depth), (0, 5), textcoords="offset points",
+                           fontsize=8, ha="center", va="bottom", bbox=box, zorder=3)  # fmt: skip
         return x
 
-    draw(root, 0)
+    draw(root, 0, 0.0, 1.0)
     panel.margins(0.08)
     panel.set_axis_off()

@@ -46,10 +46,12 @@ from . import _help, _interrupt, _silence
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
-from ._mistakes import CONF, FLAG_ERRORS, conf_of, refuse_malformed, sentence_of
+from ._mistakes import CONF, FLAG_ERRORS, conf_of, refuse_malformed, sentence_of, with_presets
 
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
+MAKING = ("train", "plan", "fast", "canonical")
+"""Values of `mode` that make a run; those of others read the one in `run`, or need none."""
 SHOWN = MeshSpec(data=2, fsdp=2, tensor=2)
 """What eight simulated devices are for: a mesh of three axes."""
 # What Gloo, NCCL and the coordination service say where another process is gone.
@@ -139,6 +141,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
         mistakes, code = [], 0
         try:
             _register(name, schema)
+            sys.argv[1:] = with_presets(name, sys.argv[1:])
             if set(_help.ASKED) & set(sys.argv[1:]):
                 given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
                 print(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
@@ -184,6 +187,7 @@ def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list
 def compose(name: str, schema: type, flags: list[str]) -> Any:
     """Returns the configuration that these command-line flags give, for notebooks and tests."""
     _register(name, schema)
+    flags = with_presets(name, flags)
     try:
         refuse_malformed(name, flags)
         with hydra.initialize_config_dir(str(conf_of(name)), version_base="1.3"):
@@ -363,9 +367,10 @@ def _register(name: str, schema: type) -> None:
 
     def folder(_root_: DictConfig) -> str:
         config = _to_config(_root_)
-        if hasattr(config, "run") and config.mode != "train":
-            return "."  # Hydra makes the folder, and these modes need none of their own
-        return getattr(config, "run", "") or str(pathlib.Path("runs") / name / folder_name(config))
+        run = getattr(config, "run", "")
+        if hasattr(config, "run") and config.mode not in MAKING:
+            return run if run and os.path.isdir(run) else "."  # Hydra makes the folder, which a typing error is not
+        return run or str(pathlib.Path("runs") / name / folder_name(config))
 
     OmegaConf.register_new_resolver("run_folder", folder, replace=True)
 

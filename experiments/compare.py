@@ -246,7 +246,11 @@ def tell(folder: pathlib.Path, rows: list[dict]) -> None:
     """Prints the table, best first; writes rows.jsonl and the plot."""
     of = {mixer: [row for row in rows if row["mixer"] == mixer] for mixer in dict.fromkeys(r["mixer"] for r in rows)}
     mean = {mixer: np.mean([row["loss"] for row in each]) for mixer, each in of.items()}
-    table = Table(*(Column(name, justify="right") for name in COLUMNS), title="equal seconds", title_justify="left")
+    table = Table(
+        *(Column(name, justify="right") for name in COLUMNS),
+        title="equal seconds; ± standard deviation over seeds",
+        title_justify="left",
+    )
     for mixer in sorted(of, key=lambda mixer: mean[mixer]):
         first, each = of[mixer][0], {name: [row[name] for row in of[mixer]] for name in ("loss", "slope", "took_s")}
         sizes = (f"{first[name]:,.0f}" for name in ("params", "tokens_per_s", "tokens"))
@@ -256,14 +260,15 @@ def tell(folder: pathlib.Path, rows: list[dict]) -> None:
     if jax.process_index() == 0:
         replace_text(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         lines = {mixer: [(r["points"], r["slope"], r["line_at_end"]) for r in each] for mixer, each in of.items()}
-        plot_fits(lines, folder / "plots" / "fits.png", along="seconds of training", value="nats a byte, held out")
+        plot_fits(lines, folder / "plots" / "fits.png", along="seconds of training", value="nats a byte, held out",
+                  title="Equal seconds of training: loss on held-out text")  # fmt: skip
     say(f"plot       {_run.short(folder / 'plots' / 'fits.png')}\nrows       {_run.short(folder / 'rows.jsonl')}")
 
 
 def _spread(values: list[float]) -> str:
     """The mean, and the standard deviation over seeds where there are several."""
     text = f"{statistics.mean(values):.4f}"
-    return text if len(values) < 2 else f"{text} +- {statistics.stdev(values):.4f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.4f}"
 
 
 if __name__ == "__main__":

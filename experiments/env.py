@@ -178,8 +178,9 @@ def _tell_end(config: Config, folder: pathlib.Path, policy_run: PolicyRun, calls
     plot = _tell_first(config, folder, first, calls[-1].num_steps)
     if jax.process_index() == 0:
         film = folder / "plots" / "environments.gif"
-        shot = save_film(config.seed, policy_run, config.env, film, config.frames, fps=10) if config.gif else None
-        for what, path in (("film", shot), ("plot", plot), ("metrics", folder / "metrics.jsonl")):
+        if config.gif:
+            save_film(config.seed, policy_run, config.env, film, config.frames, fps=10)
+        for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl")):
             if path:
                 say(f"{what:10} {_run.short(path)}")
 
@@ -195,7 +196,9 @@ def _tell_first(config: Config, folder: pathlib.Path, first: EpisodeResults, num
         f"{name} {x.mean():.4g} ± {x.std():.4g} ({x.min():.4g} to {x.max():.4g})"
         for name, x in ((f"return{mean}", returns), ("length", lengths))
     ]
-    say(f"first      one episode each: {', '.join(parts)}, {first.truncated[done].mean():.1%} cut")
+    say(
+        f"first      one episode each, ± standard deviation: {', '.join(parts)}, {first.truncated[done].mean():.1%} cut"
+    )
     title = f"{config.env}, policy={config.policy}: the first episode of {done.sum():,} environments"
     if not done.all():
         title += f" (of {done.size:,}: the others are longer)"
@@ -203,7 +206,7 @@ def _tell_first(config: Config, folder: pathlib.Path, first: EpisodeResults, num
             "favoured: raise num_steps")  # fmt: skip
     plot = folder / "plots" / "episodes.png"
     if jax.process_index() == 0:
-        plot_histograms({f"return{mean}": returns, "length in steps": lengths}, plot, title=title)
+        plot_histograms({f"return{mean}": returns, "length in steps": lengths}, plot, title=title, counted="episodes")
     return plot
 
 

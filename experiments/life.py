@@ -5,6 +5,7 @@
     python -m experiments.life agents=1024 robots=256 size=256 births=64
     python -m experiments.life train.steps=200 seed=1              # a first look
     python -m experiments.life laws.upkeep=0.5 laws.fee=32        # a harder life
+    python -m experiments.life mode=film run=runs/life/... frames=300   # what comes after a saved step
 
 The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances
 to the unit, or the run ends.
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import gif
+from jaxpar.env import captioned, gif
 from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import plot_metrics
 from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
@@ -32,6 +33,7 @@ from ._folder import owning
 from ._life_neat import NeatBrain
 from ._mesh import check_split, refuse_idle
 from ._run import identifying, say
+from ._saved import newest_state, saved_run
 from ._train import Run, TrainConfig, train
 
 PANELS = {
@@ -60,6 +62,9 @@ class Config(_run.RunConfig):
       train: Length and checkpoints; train.steps are the world's.
       gif: Whether to film what comes after the last step.
       frames: Of the film.
+      mode: "train", or "film": what comes after the newest checkpoint of the run in run=, of whose settings all but
+        frames count.
+      run: That run's folder; the film goes there, or to hydra.run.dir.
     """
 
     name: str = "life"
@@ -76,10 +81,14 @@ class Config(_run.RunConfig):
     train: TrainConfig = TrainConfig(2000, 50, 500)
     gif: bool = True
     frames: int = field(150, AtLeast(1))
+    mode: str = field("train", OneOf(("train", "film")))
+    run: str = ""
 
     def __post_init__(self):
         """Refuses laws that there are none of."""
         super().__post_init__()
+        if self.run and self.mode == "train":
+            raise UsageError("run is of mode=film; hydra.run.dir= moves a new run.")
         if self.births > self.agents:
             raise UsageError(f"births={self.births} must be at most agents={self.agents}.")
         known = [each.name for each in dataclasses.fields(Laws)]
@@ -109,8 +118,19 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
     """Lives under the mesh of the flags."""
     with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
         refuse_idle("a world", "population")
+        if config.mode == "film":
+            return film_saved(config, folder)
         check_split("agents", config.agents, "population")
         return evolve(config, folder)
+
+
+def film_saved(config: Config, folder: pathlib.Path) -> pathlib.Path:
+    """Films what comes after the newest checkpoint of the run in `config.run`; returns where the film is."""
+    run, saved, asked = saved_run(config, ("frames",))
+    check_split("agents", saved.agents, "population")
+    world = make_world(saved)
+    step, state = newest_state(run, world, _run.identity(saved), {}, "step")
+    return _save_film(asked, folder / "plots", world, state, step)
 
 
 @owning
@@ -145,35 +165,40 @@ def _check_book(step: int, metrics: Mapping[str, float]) -> None:
 
 def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitResult) -> None:
     state: WorldState = result.state
-    film = _film(config, world, state, result.step) if config.gif else None
+    plots = folder / "plots"
+    if config.gif:
+        _save_film(config, plots, world, state, result.step)
     alive = np.asarray(jax.device_get(state.agents.alive))
     lineages = len(np.unique(np.asarray(state.agents.lineage)[alive]))
     say(f"after      {result.step:,} steps {alive.sum():,} agents live, of {lineages:,} of {int(state.lineages):,} "
         f"lineages; {float(state.ledger.heat.units()):,.1f} units of energy become heat a step")  # fmt: skip
     if jax.process_index():
         return
-    plots = folder / "plots"
-    plots.mkdir(exist_ok=True)
-    plot_metrics(folder / "metrics.jsonl", plots / "life.png", PANELS)
-    if film is not None:
-        gif(film, plots / "life.gif", fps=20)
+    plot_metrics(folder / "metrics.jsonl", plots / "life.png", PANELS, title=folder.name)
     for what in ("plots", "metrics.jsonl", "checkpoints"):
         say(f"{what:14} {_run.short(folder / what)}")
 
 
-def _film(config: Config, world: World, state: WorldState, start: int) -> np.ndarray:
-    """What comes next, a frame a step: uint8 `[frames, H, W, 3]`."""
+def _save_film(config: Config, plots: pathlib.Path, world: World, state: WorldState, start: int) -> pathlib.Path:
+    """Films what comes after step `start`, a frame a step, on all processes; the first writes it."""
     scale = max(1, 256 // config.size)
 
     @jax.jit
     def go_on(key, state):
         def body(state, step):
             state, _ = world.step(jax.random.fold_in(key, step), state, None)
-            return state, draw_world(state, scale)
+            return state, (draw_world(state, scale), jnp.sum(state.agents.alive))
 
         return jax.lax.scan(body, state, start + jnp.arange(config.frames))[1]
 
-    return np.asarray(jax.device_get(go_on(jax.random.key(config.seed), state)))
+    frames, alive = jax.device_get(go_on(jax.random.key(config.seed), state))
+    texts = [f"step {start + 1 + t:,}\n{count:,} agents live" for t, count in enumerate(alive.tolist())]
+    path = plots / "life.gif"
+    if jax.process_index() == 0:
+        plots.mkdir(parents=True, exist_ok=True)
+        gif(captioned(frames, texts), path, fps=20)
+        say(f"film           {_run.short(path)}")
+    return path
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class Config(PipelineConfig):
     """The language-model experiment.
 
     Attributes:
-      model: The transformer; its vocabulary grows to the tokenizer's if that is larger.
+      model: The transformer; its vocabulary grows to the tokenizer's if that is larger. model=tiny is preset=tiny.
       data: Corpus, tokenizer, split, window and batch.
       optimizer: Update rule and schedule.
       train: Length and events.
@@ -415,7 +415,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
     plot = folder / "plots" / "loss.png"
     if jax.process_index() == 0:
         plot.parent.mkdir(exist_ok=True)
-        plot_loss(folder / "metrics.jsonl", plot)
+        plot_loss(folder / "metrics.jsonl", plot, title=folder.name)
     plots = {"loss plot": plot}
     if config.model.num_experts:
         plots["experts"] = plot.with_name("experts.png")

@@ -141,7 +141,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 
         films = {"next frame": batch["targets"][0], "predicted": np.asarray(drawn(result.state.params))}
         if jax.process_index() == 0:
-            plot_frames(films, plot := folder / "plots" / "frames.png")
+            plot_frames(films, plot := folder / "plots" / "frames.png", title="Each next frame, and what is predicted")
             _run.say(f"{'frames':10} {_run.short(plot)}")
     return result
 

@@ -8,6 +8,8 @@
     python -m experiments.neat preset=double_pole_no_velocities        # as in the paper: damping fitness, 625 starts
     python -m experiments.neat preset=paper_xor num_seeds=100          # how often, and after how many evaluations?
     python -m experiments.neat rates.threshold=3 rates.add_node=0.05
+    python -m experiments.neat mode=eval run=runs/neat/... eval_episodes=1000   # a saved champion and its population
+    python -m experiments.neat mode=film run=runs/neat/... seed=7
 
 Tasks are xor, multiplexer, regression, and every environment of `envs` and of gymnax whose actions are one number or a
 box. The same command resumes a run that was ended, on any mesh; more steps extend it.
@@ -28,7 +30,7 @@ import numpy as np
 from jaxpar.envs.classic.double_pole import DoublePole, generalisation_starts
 
 from jaxpar import envs
-from jaxpar.fields import AtLeast, Between, field
+from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, run_until
 from jaxpar.mesh import MeshSpec
@@ -54,9 +56,11 @@ from jaxpar.neat import (
 from jaxpar.types import PyTree, UsageError
 
 from . import _run
+from ._champions import evaluate_episodes, evaluate_table, film_champion
 from ._folder import owning
 from ._mesh import check_split, refuse_idle
 from ._run import identifying, say
+from ._saved import newest_state, saved_run
 from ._train import Run, TrainConfig, train
 
 TABLES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -68,6 +72,7 @@ GOALS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0, "DoublePole": 100_000.0, "D
          "DoublePole-NoVelocities-Discrete": 100_000.0}  # fmt: skip
 """Mean returns that count as solved, where a task has a usual one."""
 STEPS = {"CartPole-v1": 500, "Acrobot-v1": 500}
+SEARCHES = ("fast", "canonical")
 EXAMINED = "DoublePole-NoVelocities"
 """The task whose best network of each generation is examined, as in the paper, unless another goal is given."""
 
@@ -78,7 +83,9 @@ class Config(_run.RunConfig):
 
     Attributes:
       task: A table (xor, multiplexer, regression) or an environment.
-      mode: "fast" or "canonical".
+      mode: How it searches, "fast" or "canonical"; or, of a saved run, "eval", which plays episodes that it was not
+        evolved on, or "film", of its champion. Of the flags beside run= those count that say which episodes and how
+        many: seed, eval_episodes, frames.
       kind: "feedforward", "recurrent" or "ctrnn".
       population: Genomes, on all devices together.
       train: Length and checkpoints; train.steps are generations, at most.
@@ -95,11 +102,14 @@ class Config(_run.RunConfig):
       max_steps: Of an episode; 0 takes the usual number.
       num_seeds: Searches; of more than one, only how each ended is told, with means, and nothing is saved or resumed.
       together: Of these, in one batched program, which ends with the longest; a divisor of num_seeds, 0 means all.
+      run: The folder of the run that mode=eval and mode=film read; a film goes there, or to hydra.run.dir.
+      eval_episodes: Of the champion, with mode=eval.
+      frames: Of a film, a step each.
     """
 
     name: str = "neat"
     task: str = identifying("xor")
-    mode: str = identifying("fast")
+    mode: str = identifying("fast", OneOf((*SEARCHES, "eval", "film")))
     kind: str = identifying("feedforward")
     population: int = identifying(150, AtLeast(2))
     train: TrainConfig = TrainConfig(300, 5, 100)
@@ -116,10 +126,15 @@ class Config(_run.RunConfig):
     max_steps: int = identifying(0, AtLeast(0))
     num_seeds: int = field(1, AtLeast(1))
     together: int = field(0, AtLeast(0))
+    run: str = ""
+    eval_episodes: int = field(100, AtLeast(1))
+    frames: int = field(200, AtLeast(1))
 
     def __post_init__(self):
         """Refuses counts that no search can have, and unknown rates."""
         super().__post_init__()
+        if self.run and self.mode in SEARCHES:
+            raise UsageError("run is of mode=eval and mode=film; hydra.run.dir= moves a new run.")
         if self.num_seeds % (self.together or self.num_seeds):
             raise UsageError(f"together={self.together} must divide num_seeds={self.num_seeds}, or be 0.")
         known = [field.name for field in dataclasses.fields(Rates)]
@@ -186,8 +201,10 @@ def _curve() -> dict[str, Any]:
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
-    """Searches under the mesh of the flags."""
+    """Searches under the mesh of the flags, or evaluates or films what a search has saved."""
     with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+        if config.mode not in SEARCHES:
+            return play_saved(config, folder)
         refuse_idle("a search", "population")
         check_split("population", config.population, "population")
         return (search if config.num_seeds == 1 else repeat)(config, folder)
@@ -260,6 +277,34 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
     return result
 
 
+def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Path | None:
+    """Plays, or with mode=film films, the run in `config.run`, as it was at its newest checkpoint.
+
+    Returns:
+      The champion's returns `[E]`, or its fitness `[1]` on a table; or where its film is.
+    """
+    run, saved, asked = saved_run(config, ("seed", "eval_episodes", "frames"))
+    if saved.num_seeds > 1:
+        raise UsageError(f"{run} has num_seeds={saved.num_seeds}, of which nothing is saved but how each ended.")
+    neat, inputs = make_search(saved)
+    check_split("population", saved.population, "population")
+    _, state = newest_state(run, neat, _run.identity(saved), RENAMED, "generation")
+    problem: Any = neat.problem
+    if isinstance(problem, Table):
+        if config.mode == "film":
+            raise UsageError(f"mode=film needs an environment, and task={saved.task} is a table; {run}/plots has its "
+                             "champion as a picture.")  # fmt: skip
+        return evaluate_table(neat, problem, state, inputs)
+    episodes, params = (
+        (problem.training, inputs.params) if isinstance(problem, GeneralizationTest) else (problem, inputs)
+    )
+    if config.mode == "film":
+        return film_champion(asked, neat, episodes, state, params, folder / "plots")
+    if isinstance(problem, GeneralizationTest):
+        _tell_test(asked, neat, problem, jax.device_get(state.champion), inputs)
+    return evaluate_episodes(asked, neat, episodes, state, params)
+
+
 def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, result: FitResult) -> None:
     state: Any = result.state
     if result.interrupted:
@@ -283,12 +328,14 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, 
     plots, metrics = folder / "plots", folder / "metrics.jsonl"
     panels = {"fitness": ("train/best", "train/fitness_max", "train/fitness_mean"), "species": ("train/species",),
               "size": ("train/nodes", "train/conns")}  # fmt: skip
-    title = f"{config.task}: fitness {float(state.best):.4g}"
+    title = f"{config.task}: the champion, fitness {float(state.best):.4g}"
     plots.mkdir(exist_ok=True)
     (folder / "champion.json").write_text(to_json(neat.config, champion, metadata={"fitness": float(state.best)}))
     (folder / "champion.dot").write_text(to_dot(neat.config, champion))
-    plot_metrics(metrics, plots / "fitness.png", panels)
-    plot_stream(metrics, plots / "species.png", "train/size_", ylabel="members by species", title=config.task)
+    plot_metrics(metrics, plots / "fitness.png", panels, along="generation",
+                 title=f"{config.task}: {config.mode}, population {config.population:,}")  # fmt: skip
+    plot_stream(metrics, plots / "species.png", "train/size_", ylabel="members by species",
+                along="generation", title=f"{config.task}: networks of each species, a colour each")  # fmt: skip
     draw_network(neat.config, champion, plots / "champion.png", title=title)
     for what in ("plots", "metrics.jsonl", "champion.json", "champion.dot", "checkpoints"):
         say(f"{what:14} {_run.short(folder / what)}")

@@ -161,7 +161,7 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         return
     plot = folder / "plots" / "training.png"
     if jax.process_index() == 0:
-        plot_metrics(folder / "metrics.jsonl", plot, {"loss": ("train/loss", "validation/loss")})
+        plot_metrics(folder / "metrics.jsonl", plot, {"loss": ("train/loss", "validation/loss")}, title=folder.name)
     chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}
     say(f"after {result.step} steps: " + "  ".join(f"{name} {value:.4f}" for name, value in chosen.items()))
     for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl"), ("checkpoint", folder / "checkpoints")):

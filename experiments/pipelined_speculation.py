@@ -145,7 +145,8 @@ def tell(config: Config, folder: pathlib.Path, found: dict[str, Ticks]) -> None:
     shown = {"ticks a token": "ticks", "closed form": "closed_form", "stages at work": "work"}
     panels = {label: [f"{name}/{key}" for name in found if name != "not_cancelled"] for label, key in shown.items()}
     plot = folder / "plots" / "ticks.png"
-    plot_metrics(folder / "metrics.jsonl", plot, panels, along="acceptance, percent")
+    plot_metrics(folder / "metrics.jsonl", plot, panels, along="acceptance, percent",
+                 title=f"{config.stages} stages, {config.guesses} guesses")  # fmt: skip
     say(f"plot       {_run.short(plot)}\nmetrics    {_run.short(folder / 'metrics.jsonl')}")
 
 

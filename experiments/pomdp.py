@@ -6,6 +6,8 @@
     python -m experiments.pomdp env=Tiger planner.leaf=zero planner.eta=1 judge=true    # and what its decisions lose
     python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 max_steps=90
     python -m experiments.pomdp env=Navigation-13 belief.num_particles=20000 belief.flips=0.001 budget_s=0.1 episodes=4
+    python -m experiments.pomdp mode=eval run=runs/pomdp/... seed=1 episodes=200    # the same planner, other episodes
+    python -m experiments.pomdp mode=film run=runs/pomdp/... seed=7
 
 With budget_s=0 each plan makes planner.iterations batches, and all episodes of a batch run in one compiled program;
 with a budget plans stop at the clock, one episode after another. There are no checkpoints: the same command writes its
@@ -15,6 +17,7 @@ folder anew, resume=false writes another one.
 import dataclasses
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Environment, capabilities, gif, is_adapter
-from jaxpar.fields import AtLeast, field
+from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec
 from jaxpar.pomdp import (
@@ -49,6 +52,7 @@ from ._mesh import refuse_idle
 from ._pomdp_film import Move, film, moves, planned
 from ._rocks import BELIEF, make_updater
 from ._run import identifying, say
+from ._saved import saved_run
 from ._world import changes, make_world
 
 PLANNERS: dict[str, Any] = {
@@ -90,6 +94,10 @@ class Config(_run.RunConfig):
         states that has `tabular`; the error is then far smaller than that of returns. Needs budget_s=0.
       at_once: Most episodes that are planned together, in one program; more fill an accelerator.
       gif: Whether to film the first episode.
+      mode: "plan", or, with the settings of the run in run=, "eval", other episodes, of which nothing is written, or
+        "film", of one. Of the flags beside run= those count that say which episodes and how many: seed, episodes,
+        max_steps, budget_s, judge, at_once.
+      run: The folder of the run whose settings mode=eval and mode=film read; a film goes there, or to hydra.run.dir.
     """
 
     name: str = "pomdp"
@@ -106,10 +114,14 @@ class Config(_run.RunConfig):
     judge: bool = identifying(False)
     at_once: int = field(32, AtLeast(1))
     gif: bool = True
+    mode: str = field("plan", OneOf(("plan", "eval", "film")))
+    run: str = ""
 
     def __post_init__(self):
         """Refuses counts that no run can have."""
         super().__post_init__()
+        if self.run and self.mode == "plan":
+            raise UsageError("run is of mode=eval and mode=film; hydra.run.dir= moves a new run.")
         if self.judge and self.budget_s:
             raise UsageError("judge=true judges plans of a fixed number of batches; leave budget_s=0.")
 
@@ -151,15 +163,31 @@ def compose(*flags: str) -> Config:
     return _run.compose("pomdp", Config, list(flags))
 
 
-def execute(config: Config, folder: pathlib.Path) -> None:
+def execute(config: Config, folder: pathlib.Path) -> Any:
     """Plans, on one device; writes metrics.jsonl, plots/returns.png and plots/episode.gif."""
     with _run.open_devices(config, MeshSpec()):
         refuse_idle("planning", ())
+        if config.mode != "plan":
+            return play_saved(config, folder)
         setting = make_setting(config)
         with run_folder(folder, config.resume) as folder:
             _run.write_start(folder, config)
             _tell_start(config, folder, setting)
-            _tell_end(config, folder, run(config, folder, setting))
+            found = run(config, folder, setting)
+            _tell_end(config, found)
+            _draw(config, folder, setting, found)
+
+
+def play_saved(config: Config, folder: pathlib.Path) -> Results | pathlib.Path | None:
+    """Plans other episodes by the settings of the run in `config.run`, or with mode=film films one; returns either."""
+    run, _, asked = saved_run(config, ("seed", "episodes", "max_steps", "budget_s", "judge", "at_once"))
+    setting = make_setting(asked)
+    _tell_start(asked, run, setting)
+    if config.mode == "film":
+        return save_film(asked, folder, setting)
+    found = play(asked, setting, lambda done, rows: None)
+    _tell_end(asked, found)
+    return found
 
 
 def make_setting(config: Config) -> Setting:
@@ -195,9 +223,14 @@ def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
                 writer.write(done, values | ({"episodes/error": error} if np.isfinite(error) else {}))
                 progress.update(done, {"return": mean})
 
-            return (clocked if config.budget_s else batched)(config, setting, told)
+            return play(config, setting, told)
     finally:
         writer.close()
+
+
+def play(config: Config, setting: Setting, told: Callable[[int, dict[str, np.ndarray]], None]) -> Results:
+    """Plans all episodes; `told` gets how many are done and what came of these."""
+    return (clocked if config.budget_s else batched)(config, setting, told)
 
 
 def batched(config: Config, setting: Setting, told: Any) -> Results:
@@ -306,9 +339,10 @@ def save_film(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib
     key, draw_key = jax.random.fold_in(jax.random.key(config.seed), 0), jax.random.key(config.seed)
     made = list(moves(key, env, params, setting.updater, config.max_steps, planned(planner, env, params)))
     path = folder / "plots" / "episode.gif"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     frames = film(made, env, params, draw_key, f"{config.env}, {config.planner['kind']}")
     gif(frames, path, fps=1.5)
+    say(f"film       {_run.short(path)}")
     return path
 
 
@@ -326,7 +360,7 @@ def _tell_start(config: Config, folder: pathlib.Path, setting: Setting) -> None:
         f"{jax.devices()[0].device_kind} device")  # fmt: skip
 
 
-def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
+def _tell_end(config: Config, found: Results) -> None:
     mean, error = mean_and_error(found.returns)
     steps = int(found.lengths.sum())
     together = 1 if config.budget_s else min(config.at_once, config.episodes)
@@ -334,12 +368,14 @@ def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
         f"discount^0), mean length {found.lengths.mean():.3g}")  # fmt: skip
     optimism, error = mean_and_error(found.optimism)
     promised = float(found.promised.mean())
-    say(f"promise    {promised:.4g} at the start, {optimism:+.3g} ± {error:.2g} beside what was earned")
+    say(f"promise    {promised:.4g} at the start, {optimism:+.3g} ± {error:.2g} beside what was earned "
+        "(standard error of the same episodes)")  # fmt: skip
     if why := dishonesty(optimism, error, promised):
         say(f"note: {why}.")
     if found.losses is not None:
         loss, error = mean_and_error(found.losses)
-        say(f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g} (exact regret of decisions)")
+        say(f"loss       {loss:.3g} ± {error:.2g} of the best policy's {found.best:.4g} (standard error of "
+            "the episodes' exact regrets)")  # fmt: skip
     say(f"time       {found.latency:.4g} s a step of {together} episode(s) together, "
         f"{found.seconds / max(steps, 1):.4g} s a step made; {found.seconds:.1f} s in all")  # fmt: skip
     for name, what in (
@@ -350,14 +386,17 @@ def _tell_end(config: Config, folder: pathlib.Path, found: Results) -> None:
     ):
         if total := int(vars(found)[name].sum()):
             say(f"note: {total:,} {what}.")
-    setting = make_setting(config)
+
+
+def _draw(config: Config, folder: pathlib.Path, setting: Setting, found: Results) -> None:
     plot = folder / "plots" / "returns.png"
     panels = {"discounted return": found.returns, "steps": found.lengths}
-    plot_histograms(panels, plot, title=f"{config.env}, {config.planner['kind']}: {len(found.returns):,} episodes")
-    shot = save_film(config, folder, setting) if config.gif else None
-    for what, path in (("film", shot), ("plot", plot), ("metrics", folder / "metrics.jsonl")):
-        if path:
-            say(f"{what:10} {_run.short(path)}")
+    plot_histograms(panels, plot, title=f"{config.env}, {config.planner['kind']}: {len(found.returns):,} episodes",
+                    counted="episodes")  # fmt: skip
+    if config.gif:
+        save_film(config, folder, setting)
+    for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl")):
+        say(f"{what:10} {_run.short(path)}")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,15 @@
     python -m experiments.rl preset=rl2                                        # RL^2: the return of each trial
     python -m experiments.rl preset=self_play                                  # against its own past
     python -m experiments.rl preset=cube_zero                                  # AlphaZero: it learns what a search says
-    python -m experiments.rl mode=eval run=runs/rl/... search.simulations=64   # a saved policy leads a search
+    python -m experiments.rl mode=eval run=runs/rl/... eval_episodes=1000      # a saved policy plays again
+    python -m experiments.rl mode=eval run=runs/rl/... search.simulations=64   # and leads a search
+    python -m experiments.rl mode=film run=runs/rl/... seed=7 frames=400
 
 `algorithm` is one of those below, `memory` none or a sequence layer of the library, which is then trained over whole
 rollouts at once. The same command resumes a run that was ended, on any mesh; more steps extend it, if rates are not
 annealed over them (anneal=false).
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -33,8 +34,8 @@ import numpy as np
 
 from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, Each, field
-from jaxpar.io import Checkpoints, plot_metrics, plot_seeds, read_jsonl
-from jaxpar.loop import Fit, FitResult, Hooks, resume
+from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
+from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.rl import (
     RENAMED,
@@ -71,6 +72,7 @@ from ._folder import owning
 from ._mesh import check_split, refuse_idle
 from ._policy_run import FILMED, PolicyRun, older_prng, save_film
 from ._run import identifying, say
+from ._saved import newest_state, saved_run
 from ._train import Run, TrainConfig, train
 from ._world import changes, make_world
 
@@ -87,6 +89,7 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 OLDER_RATES = {new[6:]: old[6:] for new, old in RENAMED.items() if new.startswith("rates/")}
 OLDER_FIELDS = {"gradient_steps": "gradients", "decomposition_size": "mixer_size"}
+MODES = ("train", "eval", "film")
 METHODS: dict[str, Any] = {
     "auto": None, "sequential": Sequential(), "newton": Newton(), "quasi": Quasi(), "gauss_seidel": GaussSeidel(),
 }  # fmt: skip
@@ -147,8 +150,9 @@ class Config(_run.RunConfig):
       beside: Whether to tell at the end what chance and scripted play return, where there is such play.
       gif: Whether to film the first seed's agent, where the environment can be rendered.
       frames: Of the film.
-      mode: "train", or "eval": a saved run plays eval_episodes again, of whose settings all but these count.
-      run: The folder of the run that mode=eval reads.
+      mode: "train", or of a saved run "eval", whole episodes, or "film". Of the flags beside run= those count that say
+        which episodes and how many: seed, eval_episodes, eval_steps, frames.
+      run: The folder of the run that mode=eval and mode=film read; a film goes there, or to hydra.run.dir.
       search: With mode=eval, changes to the tree search that the saved policy and value then lead, such as
         search.simulations=64; none: likeliest actions.
     """
@@ -195,12 +199,14 @@ class Config(_run.RunConfig):
     def __post_init__(self):
         """Refuses counts that no run can have, and unknown names."""
         super().__post_init__()
-        for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS), ("mode", ("train", "eval"))):
+        for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS), ("mode", MODES)):
             if getattr(self, name) not in legal:
                 near = difflib.get_close_matches(getattr(self, name), legal, n=3) or legal
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown; the nearest are {', '.join(near)}.")
-        if self.mode == "train" and (self.search or self.run):
-            raise UsageError("run and search are of mode=eval; a search to learn from is algorithm=alpha_zero.")
+        if self.search and self.mode != "eval":
+            raise UsageError("search is of mode=eval; a search to learn from is algorithm=alpha_zero.")
+        if self.run and self.mode == "train":
+            raise UsageError("run is of mode=eval and mode=film; hydra.run.dir= moves a new run.")
 
 
 def compose(*flags: str) -> Config:
@@ -294,13 +300,13 @@ def num_updates(config: Config, learner: Any) -> int:
     return -(-length.steps // (learner.num_envs * learner.num_steps * length.chunk)) * length.chunk
 
 
-def execute(config: Config, folder: pathlib.Path) -> FitResult | np.ndarray:
+def execute(config: Config, folder: pathlib.Path) -> FitResult | np.ndarray | pathlib.Path | None:
     """Learns under the mesh of the flags; writes metrics.jsonl, checkpoints, plots/returns.png and plots/agent.gif.
 
-    With mode=eval it plays a saved run's episodes, and writes nothing.
+    With mode=eval it plays a saved run's episodes and writes nothing; with mode=film it writes plots/agent.gif.
     """
     with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
-        return learn(config, folder) if config.mode == "train" else play_saved(config)
+        return learn(config, folder) if config.mode == "train" else play_saved(config, folder)
 
 
 @owning
@@ -337,36 +343,39 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     return result
 
 
-def play_saved(config: Config) -> np.ndarray:
-    """Plays whole episodes of the run in `config.run`, by likeliest actions or by searches; returns `[S]` returns."""
-    folder = pathlib.Path(config.run)
-    if not config.run or not folder.is_dir():
-        raise UsageError(f"mode=eval needs run= to name the folder of a run, not {config.run!r}.")
-    saved, usual = _run.load(folder, Config), Config()
-    given = {name: getattr(config, name) for name in ("eval_episodes", "eval_steps")
-             if getattr(config, name) != getattr(usual, name)}  # fmt: skip
-    saved = dataclasses.replace(saved, mode="eval", search=config.search, **given)
+def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Path | None:
+    """Plays the run in `config.run` by likeliest actions or searches; returns `[S]` returns, or where its film is."""
+    run, saved, asked = saved_run(config, ("seed", "eval_episodes", "eval_steps", "frames"))
+    asked = dataclasses.replace(asked, mode=config.mode, search=config.search)
     learner, params = make_learner(saved)
-    seeds, checkpoints = side_by_side(saved, learner, params), Checkpoints(folder / "checkpoints", read_only=True)
     metadata = _run.identity(saved) | ({"steps": saved.train.steps} if saved.anneal else {})
-    with contextlib.closing(checkpoints):
-        found = resume(seeds, Hooks(axes=seeds.axes(), checkpoints=checkpoints, metadata=metadata, renamed=RENAMED))
-    if found is None:
-        raise UsageError(f"{folder} has no checkpoint yet; train it first.")
+    _, state = newest_state(run, side_by_side(saved, learner, params), metadata, RENAMED, "update")
     params = in_play(learner, params)
-    say(f"checkpoint of update {found[0]} of {_run.short(folder)}")
-    plain = evaluation_returns(saved, learner, params, found[1])
-    _tell_returns(saved, "return", "likeliest actions", plain)
+    if config.mode == "film":
+        return _film_agent(asked, learner, params, state, folder / "plots")
+    plain = evaluation_returns(asked, learner, params, state)
+    _tell_returns(asked, "return", "likeliest actions", plain)
     if not config.search:
         return plain
-    searched = evaluation_by_search(saved, learner, params, found[1])
-    _tell_returns(saved, "searched", " ".join(f"{name}={x}" for name, x in config.search.items()), searched)
+    searched = evaluation_by_search(asked, learner, params, state)
+    _tell_returns(asked, "searched", " ".join(f"{name}={x}" for name, x in config.search.items()), searched)
     return searched
+
+
+def _film_agent(
+    config: Config, learner: Any, params: PyTree, state: PyTree, plots: pathlib.Path
+) -> pathlib.Path | None:
+    """Films the first seed's agent by its likeliest actions; None where there is nothing to see."""
+    agent = learner.agent(greedy=True)
+    policy_run = PolicyRun(learner.env, params, agent, FILMED, NextStep(), config.prng)
+    first = jax.tree.map(lambda x: x[0], jax.device_get(state.weights))
+    return save_film(config.seed, policy_run, config.env, plots / "agent.gif", config.frames, fps=20, weights=first,
+                     carry=agent.first_carry())  # fmt: skip
 
 
 def _tell_returns(config: Config, name: str, how: str, returns: np.ndarray) -> None:
     error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")
-    say(f"{name:10} {returns.mean():.5g}" + (f" ± {error:.2g} (s.e. over seeds)" if len(returns) > 1 else "")
+    say(f"{name:10} {returns.mean():.5g}" + (f" ± {error:.2g} (standard error over seeds)" if len(returns) > 1 else "")
         + f", {config.eval_episodes} episodes a seed, {how}: " + ", ".join(f"{x:.4g}" for x in returns))  # fmt: skip
 
 
@@ -402,7 +411,8 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     trials = evaluation_by_trial(config, learner, params, result.state)
     if trials is not None:
         spread = trials.std(0, ddof=1) / np.sqrt(len(trials)) if len(trials) > 1 else np.full(len(trials[0]), np.nan)
-        say("trials     " + ", ".join(f"{x:.3g} ± {e:.2g}" for x, e in zip(trials.mean(0), spread, strict=True)))
+        say("trials     " + ", ".join(f"{x:.3g} ± {e:.2g}" for x, e in zip(trials.mean(0), spread, strict=True))
+            + " (standard errors over seeds)")  # fmt: skip
     if result.metrics.get("train/converged", 1.0) < 1:
         say("note       the memory's solver did not converge in the last update (train/converged); method=sequential "
             "has none")  # fmt: skip
@@ -426,15 +436,11 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
               "value": ("train/explained_variance",), "gradient": ("train/grad_norm",),
               "Q": ("train/q_mean", "train/q_loss", "train/critic_loss"),
               "temperature": ("train/temperature",), "solved": ("train/solved", "train/ended")}  # fmt: skip
-    plot_metrics(metrics, plots / "learning.png", panels)
-    agent = learner.agent(greedy=True)
-    policy_run = PolicyRun(learner.env, params, agent, FILMED, NextStep(), config.prng)
-    first = jax.tree.map(lambda x: x[0], jax.device_get(result.state.weights))
-    shot = save_film(config.seed, policy_run, config.env, plots / "agent.gif", config.frames, fps=20, weights=first,
-                 carry=agent.first_carry()) if config.gif else None  # fmt: skip
-    for path in (shot, plots, metrics, folder / "checkpoints"):
-        if path:
-            say(f"{path.name:14} {_run.short(path)}")
+    plot_metrics(metrics, plots / "learning.png", panels, along="update", title=f"{config.env}, {config.algorithm}")
+    if config.gif:
+        _film_agent(config, learner, params, result.state, plots)
+    for path in (plots, metrics, folder / "checkpoints"):
+        say(f"{path.name:14} {_run.short(path)}")
 
 
 if __name__ == "__main__":

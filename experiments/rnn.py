@@ -41,6 +41,7 @@ from . import _run, _train
 from ._folder import owning
 from ._mesh import check_split, refuse_idle
 from ._run import say
+from ._saved import saved_run
 from ._series import SeriesConfig, Task, open_task
 from ._train import Run
 
@@ -188,10 +189,7 @@ def learn(config: Any, folder: pathlib.Path, trainer: SequenceTrainer, task: Tas
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     """Prints the validation metrics of a saved run, and those of its network run one step at a time."""
     del folder
-    if not config.run:
-        raise UsageError("mode=eval needs run= to name a run folder.")
-    run = pathlib.Path(config.run)
-    saved = _run.load(run, Config)
+    run, saved, _ = saved_run(config)
     task = open_task(saved.data, saved.seed)
     trainer = make_trainer(saved, task)
     checkpoints = Checkpoints(run / "checkpoints", read_only=True)
@@ -315,7 +313,7 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         }
         if result.metrics.get("train/iterations"):  # a sequential run and a closed form make none
             panels["iterations of the solver"] = ("train/iterations",)
-        plot_metrics(folder / "metrics.jsonl", plot, panels)
+        plot_metrics(folder / "metrics.jsonl", plot, panels, title=folder.name)
     chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}
     say(f"after {result.step} steps: {_text(chosen)}")
     if "train/iterations" in result.metrics:

@@ -218,7 +218,8 @@ def tell(config: Config, folder: pathlib.Path, models: dict, params: dict) -> No
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     plot = folder / "plots" / "steps.png"
     panels = {"right": ["right"], "share": ["flops", "target_tokens", "rewritten"]}
-    plot_metrics(folder / "metrics.jsonl", plot, panels, along="row of the table")
+    plot_metrics(folder / "metrics.jsonl", plot, panels, along="row of the table",
+                 title="Right answers, and what they cost in shares of the large model alone")  # fmt: skip
     say(f"plot       {_run.short(plot)}\nmetrics    {_run.short(folder / 'metrics.jsonl')}")
 
 

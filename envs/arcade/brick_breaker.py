@@ -90,7 +90,7 @@ class BrickBreaker:
 
     def action_space(self, params: Params) -> Discrete:
         """Left, stay, right."""
-        return Discrete(3)
+        return Discrete(3, names=("left", "stay", "right"))
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """All bricks, the ball under them; consumes `key`."""

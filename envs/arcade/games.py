@@ -60,6 +60,7 @@ class CatcherState:
 class Catcher:
     """Left (0), stay (1), right (2); the player is in the last row."""
 
+    names = ("left", "stay", "right")
     side, actions, steps, fruit = 8, 3, 1000, 5  # the last fruit ends it long before
 
     def start(self, key: PRNGKey) -> CatcherState:
@@ -110,6 +111,7 @@ class SkittlesState:
 class Skittles:
     """Left (0), stay (1), right (2); the player is in the last row. A cell that comes into sight has a rock in 15 %."""
 
+    names = ("left", "stay", "right")
     side, actions, steps, density = 8, 3, 64, 0.15
 
     def start(self, key: PRNGKey) -> SkittlesState:
@@ -154,6 +156,7 @@ class NavigatorState:
 class Navigator:
     """Up (0), down (1), left (2), right (3); walls stop. Four of the nine cells with odd row and column are pits."""
 
+    names = ("up", "down", "left", "right")
     side, actions, steps, num_pits = 6, 4, 30, 4
 
     def start(self, key: PRNGKey) -> NavigatorState:
@@ -285,7 +288,7 @@ class Arcade:
 
     def action_space(self, params: Params) -> Discrete:
         """Choices."""
-        return Discrete(self.game.actions)
+        return Discrete(self.game.actions, names=getattr(self.game, "names", ()))
 
     def init(self, key: PRNGKey, params: Params) -> Any:
         """The game's start; consumes `key`."""

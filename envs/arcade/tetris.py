@@ -65,6 +65,7 @@ class Tetris:
     """
 
     width: int = field(6, Between(4, ROWS - 1))
+    names = ("left", "stay", "right", "turn", "drop")
     side, actions, steps, goal = ROWS, 5, 500, 10
 
     def __post_init__(self):

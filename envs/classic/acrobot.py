@@ -65,7 +65,7 @@ class Acrobot:
 
     def action_space(self, params: AcrobotParams) -> Discrete:
         """Torque -1, 0, 1."""
-        return Discrete(3)
+        return Discrete(3, names=("torque -1", "no torque", "torque +1"))
 
     def init(self, key: PRNGKey, params: AcrobotParams) -> AcrobotState:
         """All four uniform in ±0.1."""

@@ -65,7 +65,7 @@ class CartPole:
 
     def action_space(self, params: CartPoleParams) -> Discrete:
         """Left, right."""
-        return Discrete(2)
+        return Discrete(2, names=("left", "right"))
 
     def init(self, key: PRNGKey, params: CartPoleParams) -> CartPoleState:
         """All four uniform in ±0.05."""

@@ -156,7 +156,7 @@ class DoublePole:
 
     def action_space(self, params: Params) -> Box | Discrete:
         """See `discrete`."""
-        return Discrete(2) if self.discrete else Box(-1.0, 1.0, (1,))
+        return Discrete(2, names=("left", "right")) if self.discrete else Box(-1.0, 1.0, (1,))
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """The published start, which is always the same; `key` is not needed."""

@@ -61,7 +61,7 @@ class MountainCar:
 
     def action_space(self, params: CarParams) -> Any:
         """Left, nothing, right."""
-        return Discrete(3)
+        return Discrete(3, names=("left", "coast", "right"))
 
     def init(self, key: PRNGKey, params: CarParams) -> CarState:
         """At rest, uniform in -0.6 to -0.4."""

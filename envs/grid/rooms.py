@@ -240,7 +240,7 @@ class GridWorld:
 
     def action_space(self, params: Params) -> Discrete:
         """`envs.scene.ACTIONS`."""
-        return Discrete(len(scene.ACTIONS))
+        return Discrete(len(scene.ACTIONS), names=scene.ACTIONS)
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """Begins a level of the layout; consumes `key`."""

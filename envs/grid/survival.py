@@ -163,7 +163,7 @@ class Survival:
 
     def action_space(self, params: Params) -> Discrete:
         """`ACTIONS`."""
-        return Discrete(len(ACTIONS))
+        return Discrete(len(ACTIONS), names=ACTIONS)
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """Draws an island with its cows; consumes `key`. Costly."""

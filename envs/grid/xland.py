@@ -153,7 +153,7 @@ class XLand:
 
     def action_space(self, params: Params) -> Discrete:
         """`envs.scene.ACTIONS`."""
-        return Discrete(len(scene.ACTIONS))
+        return Discrete(len(scene.ACTIONS), names=scene.ACTIONS)
 
     def sample_level(self, key: PRNGKey, params: Params) -> Level:
         """Draws a task of `params.tasks` and places its objects; consumes `key`."""

@@ -58,6 +58,7 @@ class AsterixState:
 class Asterix:
     """Stay (0), left (1), up (2), right (3), down (4). Channels: player, enemies, where things were, gold."""
 
+    names = ("stay", "left", "up", "right", "down")
     actions, channels, params = 5, 4, AsterixParams()
 
     def start(self, key: PRNGKey, params: AsterixParams) -> AsterixState:

@@ -50,6 +50,7 @@ class BreakoutState:
 class Breakout:
     """Stay (0), left (1), right (2). Channels: paddle, ball, where it was, bricks."""
 
+    names = ("stay", "left", "right")
     actions, channels, params = 3, 4, BreakoutParams()
 
     def start(self, key: PRNGKey, params: BreakoutParams) -> BreakoutState:

@@ -39,6 +39,7 @@ class Game(Protocol):
     """What a game gives; its states have `score` (int32), `over` (bool) and `time` (int32)."""
 
     actions: int
+    names: tuple[str, ...]
     channels: int
     params: Any
 
@@ -84,7 +85,7 @@ class MinAtar:
 
     def action_space(self, params: Any) -> Discrete:
         """Those that the game uses."""
-        return Discrete(self.game.actions)
+        return Discrete(self.game.actions, names=self.game.names)
 
     def init(self, key: PRNGKey, params: Any) -> Any:
         """The game's start; consumes `key`."""

@@ -48,6 +48,7 @@ class FreewayState:
 class Freeway:
     """Stay (0), up (1), down (2). Channels: player, cars, and where those of each of five paces were."""
 
+    names = ("stay", "up", "down")
     actions, channels, params = 3, 7, FreewayParams()
 
     def start(self, key: PRNGKey, params: FreewayParams) -> FreewayState:

@@ -58,6 +58,7 @@ class SpaceInvadersState:
 class SpaceInvaders:
     """Stay (0), left (1), right (2), shoot (3). Channels: player, aliens, those going left, right, shots of both."""
 
+    names = ("stay", "left", "right", "shoot")
     actions, channels, params = 4, 6, SpaceInvadersParams()
 
     def start(self, key: PRNGKey, params: SpaceInvadersParams) -> SpaceInvadersState:

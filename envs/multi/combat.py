@@ -166,7 +166,8 @@ class Combat:
 
     def action_space(self, params: Params) -> Discrete:
         """Of all agents, `[N]`."""
-        return Discrete(len(MOVES) + self.width, (self.num_agents,))
+        names = ("rest", "up", "down", "left", "right", *(f"target {i}" for i in range(self.width)))
+        return Discrete(len(names), (self.num_agents,), names=names)
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """Both teams whole, each unit anywhere in the two columns of its side; consumes `key`."""

@@ -122,7 +122,7 @@ class Foraging:
 
     def action_space(self, params: Params) -> Discrete:
         """Of all agents, `[N]`: rest, up, down, left, right, load."""
-        return Discrete(len(MOVES), (self.num_agents,))
+        return Discrete(len(MOVES), (self.num_agents,), names=("rest", "up", "down", "left", "right", "load"))
 
     def sample_level(self, key: PRNGKey, params: Params) -> Level:
         """Agents anywhere, then food off the walls and well apart, each uniform over what is left; consumes `key`.

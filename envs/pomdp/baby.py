@@ -61,7 +61,7 @@ class CryingBaby:
 
     def action_space(self, params: BabyParams) -> Discrete:
         """Ignore, feed."""
-        return Discrete(2)
+        return Discrete(2, names=("ignore", "feed"))
 
     def init(self, key: PRNGKey, params: BabyParams) -> BabyState:
         """Not hungry."""

@@ -100,7 +100,7 @@ class Crowd:
 
     def action_space(self, params: CrowdParams) -> Discrete:
         """North, east, south, west, stay, call."""
-        return Discrete(6)
+        return Discrete(6, names=("north", "east", "south", "west", "stay", "call"))
 
     def init(self, key: PRNGKey, params: CrowdParams) -> CrowdState:
         """Draws characters."""

@@ -108,7 +108,7 @@ class LaserTag:
 
     def action_space(self, params: LaserTagParams) -> Discrete:
         """North, east, south, west, tag."""
-        return Discrete(5)
+        return Discrete(5, names=("north", "east", "south", "west", "tag"))
 
     def init(self, key: PRNGKey, params: LaserTagParams) -> LaserTagState:
         """Both anywhere; the robot at `start` if there is one."""

@@ -87,7 +87,7 @@ class LightDark:
 
     def action_space(self, params: LightDarkParams) -> Discrete:
         """Five."""
-        return Discrete(5)
+        return Discrete(5, names=(f"-{self.big_step}", "-1", "stop", "+1", f"+{self.big_step}"))
 
     def init(self, key: PRNGKey, params: LightDarkParams) -> LightDarkState:
         """Anywhere in the middle half."""

@@ -125,7 +125,8 @@ class Mars:
 
     def action_space(self, params: MarsParams) -> Discrete:
         """Pairs."""
-        return Discrete(self.base**2)
+        own = ("north", "east", "south", "west", "sample", *(f"check {i}" for i in range(self.base - 5)))
+        return Discrete(self.base**2, names=tuple(f"{a}, {b}" for a in own for b in own))
 
     def init(self, key: PRNGKey, params: MarsParams) -> MarsState:
         """Both at the west edge, every rock good or bad."""

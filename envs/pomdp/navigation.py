@@ -114,7 +114,7 @@ class Navigation:
 
     def action_space(self, params: NavigationParams) -> Discrete:
         """Eight steps, stay."""
-        return Discrete(9)
+        return Discrete(9, names=("N", "NE", "E", "SE", "S", "SW", "W", "NW", "stay"))
 
     def init(self, key: PRNGKey, params: NavigationParams) -> NavigationState:
         """Draws the obstacles, the gate, and a free cell of row 0 (any, should there be none)."""

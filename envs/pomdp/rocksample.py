@@ -114,11 +114,12 @@ class RockSample:
 
     def observation_space(self, params: RockSampleParams) -> Discrete:
         """Nothing, bad, good."""
-        return Discrete(3)
+        return Discrete(3, names=("nothing", "bad", "good"))
 
     def action_space(self, params: RockSampleParams) -> Discrete:
         """Four moves, sample, k checks."""
-        return Discrete(5 + self.num_rocks)
+        names = ("north", "east", "south", "west", "sample", *(f"check {i}" for i in range(self.num_rocks)))
+        return Discrete(len(names), names=names)
 
     def init(self, key: PRNGKey, params: RockSampleParams) -> RockSampleState:
         """West edge, every rock good or bad."""

@@ -97,7 +97,7 @@ class SubHunt:
 
     def action_space(self, params: SubHuntParams) -> Discrete:
         """North, east, south, west, ping, engage."""
-        return Discrete(6)
+        return Discrete(6, names=("north", "east", "south", "west", "ping", "engage"))
 
     def init(self, key: PRNGKey, params: SubHuntParams) -> SubHuntState:
         """The target along the edge from which it is bound for the other."""

@@ -77,7 +77,7 @@ class Tag:
 
     def action_space(self, params: TagParams) -> Discrete:
         """North, east, south, west, tag."""
-        return Discrete(5)
+        return Discrete(5, names=("north", "east", "south", "west", "tag"))
 
     def init(self, key: PRNGKey, params: TagParams) -> TagState:
         """Both anywhere."""

@@ -56,11 +56,11 @@ class Tiger:
 
     def observation_space(self, params: TigerParams) -> Discrete:
         """Heard left, heard right."""
-        return Discrete(2)
+        return Discrete(2, names=("heard left", "heard right"))
 
     def action_space(self, params: TigerParams) -> Discrete:
         """Listen, open left, open right."""
-        return Discrete(3)
+        return Discrete(3, names=("listen", "open left", "open right"))
 
     def init(self, key: PRNGKey, params: TigerParams) -> TigerState:
         """Either door."""

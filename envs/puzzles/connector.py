@@ -98,7 +98,7 @@ class Connector:
 
     def action_space(self, params: Params) -> Discrete:
         """Of all agents, `[N]`: rest, up, right, down, left."""
-        return Discrete(5, (self.num_agents,))
+        return Discrete(5, (self.num_agents,), names=("rest", "up", "right", "down", "left"))
 
     def sample_level(self, key: PRNGKey, params: Params) -> Wires:
         """The generator's; consumes `key`."""

@@ -197,7 +197,8 @@ class RubiksCube:
 
     def action_space(self, params: Params) -> Discrete:
         """12 turns, or 18."""
-        return Discrete(len(cube_turns(self.size, self.half_turns)))
+        ways = ("", "'", "2") if self.half_turns else ("", "'")
+        return Discrete(6 * len(ways), names=tuple(face + way for face in FACES for way in ways))
 
     def sample_level(self, key: PRNGKey, params: Params) -> Cube:
         """The generator's; consumes `key`."""

@@ -102,7 +102,7 @@ class Sokoban:
 
     def action_space(self, params: Params) -> Discrete:
         """Up, right, down, left."""
-        return Discrete(4)
+        return Discrete(4, names=("up", "right", "down", "left"))
 
     def sample_level(self, key: PRNGKey, params: Params) -> Room:
         """The generator's; consumes `key`."""

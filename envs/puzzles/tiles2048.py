@@ -182,7 +182,7 @@ class Tiles2048:
 
     def action_space(self, params: Params) -> Discrete:
         """Up, right, down, left."""
-        return Discrete(4)
+        return Discrete(4, names=("up", "right", "down", "left"))
 
     def sample_level(self, key: PRNGKey, params: Params) -> Board:
         """The generator's; consumes `key`."""

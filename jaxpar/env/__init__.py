@@ -22,7 +22,7 @@ from jaxpar.env.adapt import Adapted, adapt
 from jaxpar.env.capabilities import Capabilities, capabilities, is_adapter, own_discount
 from jaxpar.env.check import check_action, check_environment, check_params
 from jaxpar.env.kernel import reset, step
-from jaxpar.env.picture import Animation, gif, grid_of
+from jaxpar.env.picture import Animation, captioned, gif, grid_of
 from jaxpar.env.protocols import Adapter, Environment, PartiallyObserved, Transition
 from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, legal_sample, mask_shape
 
@@ -49,6 +49,7 @@ __all__ = [
     "check_action",
     "check_environment",
     "check_params",
+    "captioned",
     "gif",
     "grid_of",
     "is_adapter",

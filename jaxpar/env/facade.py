@@ -223,7 +223,7 @@ def _of_one(space: Space, place: int) -> Space:
     """The space of one agent out of the stacked space of all."""
     match space:
         case Discrete():
-            return Discrete(space.n, space.shape[1:], space.dtype)
+            return Discrete(space.n, space.shape[1:], space.dtype, space.names)
         case MultiDiscrete():
             return Discrete(space.ns[place], (), space.dtype)
         case Box():

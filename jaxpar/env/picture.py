@@ -23,6 +23,7 @@ from jaxpar.types import Array, UsageError
 __all__ = [
     "Animation",
     "canvas",
+    "captioned",
     "disc",
     "gif",
     "grid_of",
@@ -125,6 +126,42 @@ def grid_of(frames: ArrayLike, columns: int | None = None, gap: int = 2) -> np.n
         top, left = index // columns * (height + gap), index % columns * (width + gap)
         page[..., top : top + height, left : left + width, :] = frames[..., index, :, :, :]
     return page
+
+
+def captioned(frames: ArrayLike, texts: Sequence[str]) -> np.ndarray:
+    """Writes a text under each picture, in black on white: uint8 `[N, H, W, 3]` to `[N, H + h, W, 3]`, on the host.
+
+    Letters are the largest, up to 12 pixels, in which every line is within the width; from 7 on they are legible.
+
+    Args:
+        frames: N pictures.
+        texts: N of them, of one line or more; all pictures get room for the longest.
+
+    Raises:
+        UsageError: another number of texts, or Pillow is not installed.
+    """
+    frames = np.asarray(frames)
+    if len(texts) != len(frames):
+        raise UsageError(f"{len(frames)} pictures take as many texts, not {len(texts)}.")
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError:
+        raise UsageError("writing on pictures needs Pillow, which is not installed: pip install pillow") from None
+    lines, width = [line for text in texts for line in text.splitlines()], frames.shape[2] - 4
+    for size in range(12, 6, -1):
+        font = ImageFont.load_default(size)
+        if max(map(font.getlength, lines), default=0) <= width:
+            break
+    step = size + 2
+    strip = np.full((step * max(len(text.splitlines()) for text in texts) + 3, frames.shape[2], 3), 255, np.uint8)
+    shown = []
+    for frame, text in zip(frames, texts, strict=True):
+        below = Image.fromarray(strip)
+        draw = ImageDraw.Draw(below)
+        for row, line in enumerate(text.splitlines()):
+            draw.text((2, 1 + row * step), line, (0, 0, 0), font)
+        shown.append(np.concatenate([frame, np.asarray(below)]))
+    return np.stack(shown)
 
 
 def gif(frames: ArrayLike, path: str | os.PathLike | BinaryIO, fps: float = 15) -> None:

@@ -16,11 +16,25 @@ __all__ = ["Box", "Discrete", "Fields", "MultiDiscrete", "Space", "legal_sample"
 
 @dataclasses.dataclass(frozen=True)
 class Discrete:
-    """The integers `0 .. n - 1`, as an int32 scalar (or any `shape` of them, each below the same `n`)."""
+    """The integers `0 .. n - 1`, as an int32 scalar (or any `shape` of them, each below the same `n`).
+
+    Attributes:
+        n: How many.
+        shape: Of what is drawn.
+        dtype: Its type.
+        names: What films, trees and tables call the integers, n of them; or none. Spaces that differ in these alone
+            are equal.
+    """
 
     n: int
     shape: tuple[int, ...] = ()
     dtype: DTypeLike = jnp.int32
+    names: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    def __post_init__(self):
+        """Refuses another number of names."""
+        if self.names and len(self.names) != self.n:
+            raise UsageError(f"{self.n} choices take as many names, not {len(self.names)}.")
 
     def sample(self, key: PRNGKey) -> Array:
         """A uniform draw; consumes `key`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxpar.io._figure import BLUE, COLORS, GREEN, PURPLE, VERMILION, empty_figure, save
+from jaxpar.io.figure import BLUE, COLORS, GREEN, PURPLE, VERMILION, empty_figure, save, tidy
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
 
@@ -21,11 +21,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -> None:
+def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token", title: str = "") -> None:
     """Draws `metrics_jsonl` into the PNG `out`: losses above, gradient norm and learning rate below.
 
     Reads "train/loss", "validation/loss", "train/grad_norm" and "train/learning_rate", whichever are there;
-    numbers that are not finite leave gaps. `unit` is the unit of the losses.
+    numbers that are not finite leave gaps. `unit` is the unit of the losses, `title` stands above.
 
     Raises:
       UsageError: The file is absent or holds neither loss, or matplotlib is missing.
@@ -44,20 +44,21 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token") -
     if len(heights) > 1:
         _draw_optimizer(panels[1], norm, rate)
     for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25, linewidth=0.6)
+        tidy(panel)
         panel.margins(x=0.01)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.align_ylabels(panels)
-    save(figure, out)
+    save(figure, out, title)
 
 
-def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[str]], *, along: str = "step") -> None:
+def plot_metrics(
+    metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[str]], *, along: str = "step", title: str = ""
+) -> None:
     """Draws `metrics_jsonl` into the PNG `out`: a panel for each entry of `panels`, from its label to its metrics.
 
     Metrics of every step are drawn with their running mean, seldom ones as points. Panels without any are left out.
-    `along` says what the steps are.
+    `along` says what the steps are, `title` stands above.
 
     Raises:
       UsageError: The file is absent or holds none of the metrics, or matplotlib is missing.
@@ -74,24 +75,26 @@ def plot_metrics(metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[s
     figure = empty_figure(8, 1 + 2 * len(series))
     axes = figure.subplots(len(series), sharex=True, squeeze=False)[:, 0]
     for panel, (label, found) in zip(axes, series.items(), strict=True):
-        for (name, points), color in zip(found.items(), (BLUE, VERMILION, GREEN, PURPLE), strict=False):
+        # Thinner and thinner, so that those that coincide are all seen.
+        for (name, points), color, thin in zip(found.items(), (BLUE, VERMILION, GREEN, PURPLE), range(4), strict=False):
             steps, values = np.array(points).T
             if len(steps) > 50:
                 panel.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-                panel.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=name)
+                panel.plot(steps, _smoothed(values), color=color, linewidth=2.2 - 0.5 * thin, label=f"{name}, smoothed")
             else:
-                panel.plot(steps, values, "o--", color=color, markersize=4.5, linewidth=1, label=name)
+                size = {"markersize": 6 - 1.4 * thin, "linewidth": 2 - 0.5 * thin}
+                panel.plot(steps, values, "o-", color=color, **size, label=name)
         panel.set_ylabel(label)
-        panel.legend(frameon=False)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        tidy(panel)
         panel.margins(x=0.01)
     axes[-1].set_xlabel(along)
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.align_ylabels(axes)
-    save(figure, out)
+    save(figure, out, title)
 
 
-def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path) -> None:
+def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path, *, title: str = "") -> None:
     """Draws into the PNG `out` how evenly experts are used: each layer's loads above, and below how they came about.
 
     Reads "train/expert_load", "train/expert_load_min", "train/dropped" and "train/balance_loss", whichever are there.
@@ -100,6 +103,7 @@ def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path) -> None:
       metrics_jsonl: Of a run.
       loads: [L, E], the load of each expert over the mean one.
       out: A path.
+      title: What stands above.
 
     Raises:
       UsageError: matplotlib is missing.
@@ -132,23 +136,25 @@ def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path) -> None:
             panel.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             panel.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=name)
         panel.set(ylabel=label, xlabel="step")
-        panel.legend(frameon=False)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        tidy(panel)
         panel.margins(x=0.01)
-    save(figure, out)
+    save(figure, out, title)
 
 
 def plot_fits(
-    runs: Mapping[str, Sequence[tuple[ArrayLike, float, float]]], out: Path, *, along: str, value: str
+    runs: Mapping[str, Sequence[tuple[ArrayLike, float, float]]], out: Path, *, along: str, value: str, title: str = ""
 ) -> None:
     """Draws points of several runs into the PNG `out`, x logarithmic, and of each a line: thin, its kind's mean thick.
+
+    The legend names the mean lines, in the order of their ends.
 
     Args:
       runs: Label -> of each run points [N, 2], slope over log2(x), and the line's value at the last x.
       out: A path.
       along: What x is.
       value: What y is.
+      title: What stands above.
 
     Raises:
       UsageError: matplotlib is missing.
@@ -169,17 +175,22 @@ def plot_fits(
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
     panel.set(xlabel=along, ylabel=value)
-    panel.legend(frameon=False, fontsize=8)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(alpha=0.25, linewidth=0.6)
-    save(figure, out)
+    tidy(panel)
+    handles, labels = panel.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: -handles[i].get_ydata()[-1])
+    figure.legend([handles[i] for i in order], [labels[i] for i in order], loc="outside right upper", frameon=False,
+                  fontsize=8, title="thick: mean of seeds\nthin: each seed", title_fontsize=8)  # fmt: skip
+    save(figure, out, title)
 
 
-def plot_frames(films: Mapping[str, ArrayLike], out: Path) -> None:
-    """Draws films [T, H, W] of numbers from 0 to 1 into the PNG `out`: a row for each, from its label to its frames."""
+def plot_frames(films: Mapping[str, ArrayLike], out: Path, *, title: str = "") -> None:
+    """Draws films [T, H, W] of numbers from 0 to 1 into the PNG `out`: a row for each, from its label to its frames.
+
+    Above stand `title` and the frames' numbers, from 1.
+    """
     rows = {label: np.asarray(film) for label, film in films.items()}
     num, height, width = next(iter(rows.values())).shape
-    figure = empty_figure(0.9 * num + 0.4, (0.9 * height / width + 0.12) * len(rows) + 0.2)
+    figure = empty_figure(0.9 * num + 0.4, (0.9 * height / width + 0.12) * len(rows) + (0.55 if title else 0.3))
     grid = figure.subplots(len(rows), num, squeeze=False)
     for line, (label, film) in zip(grid, rows.items(), strict=True):
         for panel, frame in zip(line, film, strict=True):
@@ -187,8 +198,8 @@ def plot_frames(films: Mapping[str, ArrayLike], out: Path) -> None:
             panel.set(xticks=[], yticks=[])
         line[0].set_ylabel(label, fontsize=8)
     for number, panel in enumerate(grid[0]):
-        panel.set_title(str(number + 1), fontsize=8)
-    save(figure, out)
+        panel.set_title(f"frame {number + 1}" if not number else str(number + 1), fontsize=8)
+    save(figure, out, title)
 
 
 def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> None:
@@ -225,9 +236,8 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
         title="over axis", fontsize=7, title_fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False
     )
     for panel in (above, below):
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25, linewidth=0.6, axis="y")
-    save(figure, out)
+        tidy(panel, "y")
+    save(figure, out, f"{len(names)} layouts beside one device")
 
 
 def _draw_losses(panel: "Axes", train: np.ndarray, validation: np.ndarray, unit: str) -> None:
@@ -279,13 +289,14 @@ def _smoothed(values: np.ndarray) -> np.ndarray:
     return np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 0)
 
 
-def plot_memory(estimates: dict[str, dict[str, float]], capacity: float | None, out: Path) -> None:
+def plot_memory(estimates: dict[str, dict[str, float]], capacity: float | None, out: Path, *, title: str = "") -> None:
     """Draws into the PNG `out` one bar an estimate: its parts in GiB a device, and what a device has as a line.
 
     Args:
       estimates: Name -> part -> bytes; all with the same parts.
       capacity: Bytes of a device, if known.
       out: A path.
+      title: What stands above.
 
     Raises:
       UsageError: matplotlib is missing.
@@ -305,20 +316,19 @@ def plot_memory(estimates: dict[str, dict[str, float]], capacity: float | None, 
         panel.set_xlim(0, 1.05 * max(capacity / 2**30, left.max()))
     panel.invert_yaxis()
     panel.set_xlabel("GiB a device")
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    tidy(panel, "x")
+    save(figure, out, title)
 
 
-def plot_histograms(panels: Mapping[str, ArrayLike], out: Path, *, title: str = "") -> None:
+def plot_histograms(panels: Mapping[str, ArrayLike], out: Path, *, title: str = "", counted: str = "count") -> None:
     """Draws into the PNG `out`, side by side, how often each value occurs, and the mean as a line.
 
     Args:
       panels: Label of an axis -> finite numbers `[N]`, N > 0. Bars of integers hold equally many.
       out: A path.
       title: What stands above all panels.
+      counted: What the bars count.
 
     Raises:
       UsageError: matplotlib is missing.
@@ -333,12 +343,14 @@ def plot_histograms(panels: Mapping[str, ArrayLike], out: Path, *, title: str = 
         if np.array_equal(values, np.round(values)):  # as many integers in each bar
             width = np.ceil((high - low + 1) / 40)
             bins = np.arange(low - 0.5, high + width, width)
+            panel.xaxis.get_major_locator().set_params(integer=True)
         count, _, _ = panel.hist(values, bins, color=BLUE, edgecolor="white", linewidth=0.4)
         if count.max() > 50 * np.median(count[count > 0]):  # the others would be invisible
             panel.set(yscale="log", ylim=(0.5, 2 * count.max()))
         panel.axvline(values.mean(), color=VERMILION, linewidth=1.5, label=f"mean {values.mean():.4g}")
-        panel.set(xlabel=label, ylabel="count")
-        panel.legend(frameon=False)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    save(figure, out)
+        panel.set(xlabel=label, ylabel=counted)
+        if not varies:
+            panel.set_xlim(low - 2, high + 2)
+        panel.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+        tidy(panel, "y")
+    save(figure, out, title)

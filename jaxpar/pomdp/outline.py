@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxpar.env import Environment
+from jaxpar.env import Discrete, Environment, capabilities
 from jaxpar.fields import AtLeast, check_value
 from jaxpar.pomdp.planner import SearchPlanner
 from jaxpar.pomdp.simulations import SearchState
@@ -62,14 +62,18 @@ def outline(
         params: the environment's parameters.
         depth: steps, each an action and an observation.
         width: branches at each place.
-        actions: names of the actions; without them "a3".
-        observations: names of the observation keys; without them "o7".
+        actions: names of the actions, instead of those of the environment's space; without any "a3".
+        observations: names of the observation keys, likewise; without any "o7".
 
     Raises:
         UsageError: a negative depth or width.
     """
     for name, value in (("depth", depth), ("width", width)):
         check_value(name, value, AtLeast(0), int)
+    choices, seen = env.action_space(params), env.observation_space(params)
+    actions = actions or (choices.names if isinstance(choices, Discrete) else ())
+    if isinstance(seen, Discrete) and capabilities(env).obs_key is None:  # then the keys are the observations
+        observations = observations or seen.names
     tree = jax.tree.map(np.asarray, search.tree)
     links = children_of(planner.children, env, params).links(search.tree.children)
     edge, key, node = (np.asarray(x) for x in links)

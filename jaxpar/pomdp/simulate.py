@@ -251,7 +251,7 @@ def dishonesty(optimism: Scalar, error: Scalar, promised: Scalar) -> str:
     if not optimism > max(4 * error, 0.05 * abs(promised)):  # not of a NaN, either
         return ""
     return (
-        f"the planner promised {promised:.4g} at the start, {optimism:.3g} ± {error:.2g} more than was earned: leaf "
-        "values (heuristic, rollouts) that no policy reaches, nodes with too few states each to be a belief "
-        "(expand_after), or too few simulations"
+        f"the planner promised {promised:.4g} at the start, {optimism:.3g} ± {error:.2g} (standard error) more than "
+        "was earned: leaf values (heuristic, rollouts) that no policy reaches, nodes with too few states each to be a "
+        "belief (expand_after), or too few simulations"
     )

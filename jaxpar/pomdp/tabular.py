@@ -198,11 +198,11 @@ class TabularEnvironment:
 
     def observation_space(self, params: TabularPomdp) -> Discrete:
         """The observations."""
-        return Discrete(len(self.observations))
+        return Discrete(len(self.observations), names=tuple(map(str, self.observations)))
 
     def action_space(self, params: TabularPomdp) -> Discrete:
         """The actions."""
-        return Discrete(len(self.actions))
+        return Discrete(len(self.actions), names=tuple(map(str, self.actions)))
 
     def init(self, key: PRNGKey, params: TabularPomdp) -> Array:
         """Drawn from `start`."""

@@ -9,8 +9,9 @@ from worlds import Corridor, Team
 
 import envs
 from experiments._policy_run import Revealing
-from jaxpar.env import adapt, capabilities, is_adapter, own_discount
+from jaxpar.env import Discrete, adapt, capabilities, is_adapter, own_discount
 from jaxpar.rl import LastActionReward
+from jaxpar.types import UsageError
 
 
 def abilities(env):
@@ -21,6 +22,23 @@ def abilities(env):
         for field in dataclasses.fields(found)
         if getattr(found, field.name) is not None and getattr(found, field.name) is not False
     }
+
+
+def test_actions_are_named_as_their_space_describes_them():
+    """Where the line of `action_space` is the list of actions, in order, that is what the space calls them."""
+    told = 0
+    for name in envs.names():
+        env, params = envs.make(name)
+        space, line = env.action_space(params), (type(env).action_space.__doc__ or "").split(": ")[-1]
+        words = [word.strip().lower() for word in line.strip().rstrip(".").split(",")]
+        if isinstance(space, Discrete) and len(words) == space.n:
+            told += 1
+            listed = ["coast" if word == "nothing" else word for word in words]
+            assert list(space.names) == listed or name == "Acrobot-v1", name
+    assert told > 25
+    with pytest.raises(UsageError, match="3 choices take as many names, not 2"):
+        Discrete(3, names=("left", "right"))
+    assert Discrete(2, names=("left", "right")) == Discrete(2)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from experiments import _run, env
-from experiments._policy_run import FirstAction, save_film
-from jaxpar.env import Box, Fields
+from experiments._policy_run import FirstAction, Shot, captions, save_film
+from jaxpar.env import Box, Discrete, Fields
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.rollout import episode_stats, first_episodes, init, rollout
 from jaxpar.types import UsageError
@@ -47,7 +47,10 @@ def test_it_counts_what_happened(main, tmp_path, monkeypatch):
     assert rows[-1]["rollout/first_length"] == rows[-1]["rollout/first_return"] == 5
     assert all(row["rollout/steps_per_s"] > 0 for row in rows)
     assert "96 in " in said.out and "ended      16 episodes, at 16.667% of the steps; 100.0% were cut" in said.out
-    assert "return 5 ± 0 (5 to 5), length 5 ± 0 (5 to 5), 100.0% cut" in said.out and "favoured" not in said.out
+    assert (
+        "one episode each, ± standard deviation: return 5 ± 0 (5 to 5), length 5 ± 0 (5 to 5), 100.0% cut" in said.out
+        and "favoured" not in said.out
+    )
     assert (folder / "plots" / "episodes.png").stat().st_size > 1000
     with image.open(folder / "plots" / "environments.gif") as gif:
         shown = [
@@ -55,7 +58,8 @@ def test_it_counts_what_happened(main, tmp_path, monkeypatch):
             for frame in image_sequence.Iterator(gif)
             for _ in range(frame.info["duration"] // 100)  # equal frames became one that lasts longer
         ]
-    assert [frame.min() >= 120 for frame in shown] == [False] * 5 + [True, False]  # the end is faded
+    pictures = [frame[: frame.shape[0] // 4] for frame in shown]  # of the first row, above its caption
+    assert [frame.min() >= 120 for frame in pictures] == [False] * 5 + [True, False]  # the end is faded
 
 
 def test_what_did_not_finish_is_told(main):
@@ -160,6 +164,17 @@ def test_noop_takes_the_first_legal_action():
 def test_an_environment_without_a_picture_is_not_filmed(tmp_path, capsys):
     assert save_film(0, policy_run_of("env=Breakout-MinAtar"), "Breakout-MinAtar", tmp_path, 5, fps=10) is None
     assert "Breakout-MinAtar has no render" in capsys.readouterr().out
+
+
+def test_captions_have_step_return_and_the_action_by_its_name():
+    images, steps = np.zeros((2, 1, 4, 4, 3), np.uint8), np.array([[7], [8]])
+    over, actions = np.array([[False], [True]]), np.array([[1], [0]])
+    told = captions(Discrete(2, names=("left", "right")), Shot(images, steps, np.array([[2.5], [3]]), over, actions))
+    assert told == ["step 7  return 2.5\nright", "step 8  return 3\nended"]
+    team = Shot(images[:1], steps[:1], np.array([[[1.0, 2.0]]]), over[:1], np.array([[[2, 1]]]))
+    assert captions(Discrete(3, (2,)), team) == ["step 7  return 1.5 (mean)\n2, 1"]
+    push = team._replace(actions=np.array([[[0.25]]], np.float32))
+    assert captions(Box(-1.0, 1.0, (1,)), push) == ["step 7  return 1.5 (mean)\n0.25"]
 
 
 def test_fields_and_parameters_are_changed():

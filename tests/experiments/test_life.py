@@ -26,6 +26,10 @@ def test_it_lives_tells_and_goes_on(main, tmp_path):
     assert told[0] == told[1] and "after      8 steps" in told[0]
     films = [(tmp_path / run / "plots" / "life.gif").read_bytes() for run in ("run", "whole")]
     assert films[0] == films[1] and (tmp_path / "run" / "plots" / "life.png").stat().st_size > 50
+    filmed = main("mode=film", "run=run", "cpu_devices=8", "hydra.run.dir=film", of="life")
+    assert filmed.code == 0 and "checkpoint of step 8 of run\nfilm           film/plots/life.gif" in filmed.out, filmed
+    assert (tmp_path / "film/plots/life.gif").read_bytes() == films[0], "as at the end of the run"
+    assert "run is of mode=film" in main(*TINY, "run=run", of="life").sentence()
 
 
 def test_children_of_growing_networks_are_sound():

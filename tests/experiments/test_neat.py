@@ -3,11 +3,15 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 
 from experiments import neat
-from jaxpar.neat import GeneralizationTest, from_json, init_carry
+from experiments._champions import NetworkPolicy
+from jaxpar.neat import GeneralizationTest, from_json, init_carry, play
+from jaxpar.rollout import evaluate
 from jaxpar.types import UsageError
 
 TINY = (
@@ -28,6 +32,17 @@ def test_it_solves_and_tells(main, tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sizes = [sum(v for k, v in row.items() if k.startswith("train/size_")) for row in rows if "train/best" in row]
     assert sizes == [16] * 2  # it looks up after a chunk
+    played = main("mode=eval", "run=run", "cpu_devices=8", of="neat")
+    assert played.code == 0 and "checkpoint of generation 2 of run\nchampion   fitness " in played.out, played
+    fitness = said.out.split("best fitness so far ")[1].split()[0]
+    assert f"champion   fitness {fitness}, solves it\npopulation 16 networks: " in played.out, played
+    filmed = main("mode=film", "run=run", "cpu_devices=8", of="neat")
+    assert "mode=film needs an environment, and task=xor is a table" in filmed.sentence()
+    other = main("mode=film", "run=run", "cpu_devices=8", of="life")
+    assert "run/config.yaml is not the configuration of such a run" in other.sentence()
+    (folder / "checkpoints").rename(folder / "elsewhere")
+    untrained = main("mode=eval", "run=run", "cpu_devices=8", of="neat")
+    assert "run has no checkpoint yet; train it first" in untrained.sentence()
 
 
 def test_it_goes_on_where_it_was(main, tmp_path):
@@ -76,6 +91,11 @@ def test_presets_are_the_papers(preset):
         (["activations=[blub]"], "'blub' is no activation"),
         (["train.steps=0"], "train.steps=0"),
         (["max_steps=-1"], "max_steps=-1"),
+        (["mode=eval"], "mode=eval needs run= to name the folder of a run, not ''"),
+        (["mode=film", "run=nowhere"], "mode=film needs run= to name the folder of a run, not 'nowhere'"),
+        (["mode=eval", "run=."], "is no run folder: it has no config.yaml"),
+        (["mode=evil"], "mode='evil' is unknown; legal are fast, canonical, eval, film"),
+        (["run=run"], "run is of mode=eval and mode=film; hydra.run.dir= moves a new run"),
         (["num_seeds=4", "together=3"], "together=3 must divide num_seeds=4"),
         (["preset=xorr"], "there is no preset 'xorr'"),
     ],
@@ -83,6 +103,42 @@ def test_presets_are_the_papers(preset):
 def test_mistakes_are_told(main, flags, words):
     said = main(*TINY, *flags, of="neat")
     assert said.code == 2 and words in said.err, said
+
+
+def test_a_saved_network_acts_as_where_it_was_evolved():
+    """The poles start upright and nothing is random, so both ways play one episode."""
+    search, params = neat.make_search(neat.compose("task=DoublePole-Discrete", "population=4", "max_steps=40"))
+    problem, state = search.problem, search.init(jax.random.key(5), None)
+    networks = search.express(state.genomes)
+
+    @jit
+    def both(networks):
+        played = play(jax.random.key(0), networks, problem.env, params, 1, 4, 40, compacts=False).lengths[:, 0]
+
+        def alone(i):
+            one = jax.tree.map(lambda x: x[i][None] if jnp.ndim(x) else x, networks)
+            policy = NetworkPolicy(problem)
+            return evaluate(jax.random.key(1), problem.env, params, policy, (one, params), 1, 40,
+                            carry=init_carry(one)).lengths[0]  # fmt: skip
+
+        return played, jax.lax.map(alone, jnp.arange(4))
+
+    played, alone = both(networks)
+    np.testing.assert_array_equal(played, alone)
+    assert len(set(np.asarray(played).tolist())) > 1
+
+
+@pytest.mark.slow  # 40 s
+def test_a_champion_plays_fresh_episodes_and_is_filmed(main, tmp_path):
+    flags = "task=CartPole-v1 max_steps=30 goal=1000 train.steps=2".split()
+    assert main(*TINY, *flags, of="neat", compiles=True).code == 0
+    asked = "run=run cpu_devices=8 eval_episodes=20".split()
+    said = [main("mode=eval", *asked, *seed, of="neat").out.split("champion ")[1] for seed in ([], [], ["seed=3"])]
+    assert "(standard error of 20 episodes)" in said[0] and said[0] == said[1] != said[2], said
+    filmed = main("mode=film", "run=run", "cpu_devices=8", "frames=3", of="neat")
+    assert filmed.code == 0 and "film       run/plots/champion.gif" in filmed.out, filmed
+    assert main("mode=film", "run=run", "frames=3", "hydra.run.dir=elsewhere", of="neat").code == 0
+    assert (tmp_path / "elsewhere/plots/champion.gif").stat().st_size > 1000
 
 
 def test_environments_by_name():

@@ -14,9 +14,10 @@ from envs.pomdp.mars import Mars
 from envs.pomdp.rocksample import RockSample
 from experiments import _run, pomdp
 from experiments._judge import Judge
-from experiments._pomdp_film import moves, planned
+from experiments._pomdp_film import _draw_tree, moves, planned
 from experiments._rocks import RockBelief
 from jaxpar.env import reset, step
+from jaxpar.pomdp.outline import Branch
 from jaxpar.types import UsageError
 
 TINY = (
@@ -57,6 +58,19 @@ def test_a_budget_of_time_and_a_film(main, tmp_path):
         assert (folder / "plots" / name).stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_a_saved_planner_plans_other_episodes_and_is_filmed(main, tmp_path):
+    first = main(*TINY, "gif=false", "seed=4", of="pomdp")
+    files = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    again = [main("mode=eval", "run=run", "cpu_devices=8", *more, of="pomdp") for more in ([], ["seed=9"])]
+    told = [next(line for line in said.out.splitlines() if line.startswith("return")) for said in (first, *again)]
+    assert told[0] == told[1] != told[2], told
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == files, "nothing is written"
+    filmed = main("mode=film", "run=run", "cpu_devices=8", "max_steps=2", of="pomdp")
+    assert filmed.code == 0 and "film       run/plots/episode.gif" in filmed.out, filmed
+    assert (tmp_path / "run/plots/episode.gif").stat().st_size > 1000
+
+
 def test_losses_are_what_decisions_fall_short_by():
     """Tiger: listening twice with one answer, then the right door, loses nothing; a door at once 19.37 + 26.60."""
     judge = Judge(*envs.make("Tiger"))
@@ -84,6 +98,18 @@ def test_every_planner_plans(main, tmp_path, planner):
     assert (tmp_path / "run" / "plots" / "episode.gif").stat().st_size > 1000
 
 
+def test_actions_of_a_tree_have_room_for_their_names():
+    from matplotlib.figure import Figure
+
+    many = tuple(Branch("o", 9, 0.0, tuple(Branch("a", 3, 0.0) for _ in range(9))) for _ in range(3))
+    root = Branch("belief", 100, 1.0, (Branch("left", 90, 1.0, many), Branch("stay", 7, 0.5), Branch("right", 3, -1.0)))
+    panel = Figure().subplots()
+    _draw_tree(panel, root)
+    labels = {text.get_text(): text.xy for text in panel.texts}
+    assert labels.keys() == {"left\n1.0", "stay\n0.5", "right\n-1.0"} and {y for _, y in labels.values()} == {-1}
+    assert np.diff([x for x, _ in labels.values()]).min() > 1 / 7, labels
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
@@ -91,6 +117,11 @@ def test_every_planner_plans(main, tmp_path, planner):
         ("env=CartPole-v1", "parameters have no discount"),
         ("episodes=0", "episodes=0 must be at least 1"),
         ("max_steps=0", "max_steps=0 must be at least 1"),
+        ("mode=eval", "mode=eval needs run= to name the folder of a run, not ''"),
+        ("mode=film run=nowhere", "mode=film needs run= to name the folder of a run, not 'nowhere'"),
+        ("mode=eval run=.", "is no run folder: it has no config.yaml"),
+        ("mode=train", "mode='train' is unknown; legal are plan, eval, film"),
+        ("run=run", "run is of mode=eval and mode=film"),
         ("budget_s=-1", "budget_s=-1.0 must be at least 0"),
         ("judge=true budget_s=1", "leave budget_s=0"),
         (

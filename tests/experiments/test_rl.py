@@ -58,6 +58,20 @@ def test_it_learns_and_goes_on_where_it_was(main, first, tmp_path):
     assert tails[0] == tails[1]
 
 
+def test_a_saved_policy_is_filmed_and_plays_again(main, first, tmp_path):
+    film = tmp_path / "run/plots/agent.gif"
+    before = film.read_bytes()
+    film.unlink()
+    said = main("mode=film", "run=run", "frames=3", "cpu_devices=8", of="rl")
+    assert said.code == 0 and "checkpoint of update 4 of run\nfilm       run/plots/agent.gif\n" in said.out, said
+    assert film.read_bytes() == before, "the same film as at the end of training"
+    assert main("mode=film", "run=run", "frames=3", "cpu_devices=8", "seed=3", of="rl").code == 0
+    assert film.read_bytes() != before
+    (tmp_path / "run/config.yaml").write_text("env: CartPole-v1\npolicy: random\n")
+    said = main("mode=eval", "run=run", "cpu_devices=8", of="rl")
+    assert "run/config.yaml is not the configuration of such a run (unknown flag 'policy'" in said.sentence()
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -90,7 +104,9 @@ def test_it_learns_and_goes_on_where_it_was(main, first, tmp_path):
         (["algorithm=alpha_zero", "prng=batch"], "prng=batch does not apply: algorithm=alpha_zero has none"),
         (["algorithm=alpha_zero", "fields.noise=2"], "noise=2.0 must be at least 0 and at most 1"),
         (["mode=evall"], "mode='evall' is unknown; the nearest are eval"),
-        (["search.simulations=3"], "run and search are of mode=eval; a search to learn from is algorithm=alpha_zero"),
+        (["search.simulations=3"], "search is of mode=eval; a search to learn from is algorithm=alpha_zero"),
+        (["run=run"], "run is of mode=eval and mode=film; hydra.run.dir= moves a new run"),
+        (["mode=film", "run=nowhere"], "mode=film needs run= to name the folder of a run, not 'nowhere'"),
         (["mode=eval"], "mode=eval needs run= to name the folder of a run, not ''"),
         (["algorithm=dqn", "train.steps=64"], "train.steps=64 end before the warmup of 4096 experiences"),
     ],

@@ -58,8 +58,9 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
         ("train.steps=0", "train.steps=0 must be at least 1"),
         ("mesh.data=8 data.batch_size=12", "data.batch_size=12 does not divide over mesh.data=8"),
         ("mode=test", "mode='test' is unknown; legal are train, eval"),
-        ("mode=eval", "mode=eval needs run= to name a run folder"),
-        ("mode=eval run=nowhere", "nowhere is no run folder"),
+        ("mode=eval", "mode=eval needs run= to name the folder of a run, not ''"),
+        ("mode=eval run=nowhere", "mode=eval needs run= to name the folder of a run, not 'nowhere'"),
+        ("mode=eval run=.", "is no run folder: it has no config.yaml"),
     ],
 )
 def test_mistakes_end_in_a_sentence(main, flags, sentence):

@@ -181,7 +181,6 @@ def test_one_word_means_one_thing_in_every_experiment():
 @pytest.mark.parametrize(
     "experiment, flag, new",
     [
-        (lm, "model=tiny", "preset=tiny"),
         (lm, "steps=3", "train.steps"),
         (rl, "steps=3", "train.steps"),
         (rl, "chunk=3", "train.chunk"),
@@ -200,6 +199,14 @@ def test_a_flag_by_its_old_name_gets_the_new_one(experiment, flag, new):
     with pytest.raises(UsageError) as error:
         experiment.compose(flag)
     assert re.search(rf"(is|is called) {re.escape(new)} now", str(error.value)), error.value
+
+
+def test_a_preset_may_be_given_as_the_model():
+    assert lm.compose("model=gpt2_124m", "model.num_layers=2") == lm.compose("preset=gpt2_124m", "model.num_layers=2")
+    with pytest.raises(UsageError, match="there is no preset 'tinny'; legal for preset= are .*tiny"):
+        lm.compose("model=tinny")
+    with pytest.raises(UsageError, match="model=3 is of the wrong type; model takes no value but flags of its own"):
+        lm.compose("model=3")
 
 
 @pytest.mark.parametrize("flag", ["preset=null", "preset=3", "preset=", "preset=lm/tiny", "preset=tiny"])

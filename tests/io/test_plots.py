@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxpar.io import plots
+from jaxpar.io import graphs, plots
 from jaxpar.io.metrics import JsonlWriter
 from jaxpar.types import UsageError
 
@@ -114,3 +114,37 @@ def test_experts_are_drawn_with_what_is_there(tmp_path, drawn, keys):
     assert [panel.get_ylabel() for panel in below] == list(dict.fromkeys(labels.get(k, "balance loss") for k in keys))
     for panel in below:
         np.testing.assert_allclose(panel.lines[0].get_ydata(), [1 / 3, 2 / 3, 1])
+
+
+def test_edges_keep_clear_of_nodes_and_of_each_other():
+    places, drawn = np.array([[0.0, 0], [2, 0], [4, 0], [4, 2]]), []
+    assert graphs._clear_bend(places, 0, 1, drawn) == 0, "straight where nothing is in the way"
+    assert abs(graphs._clear_bend(places, 0, 2, drawn)) > 0.1, "around the node between"
+    again = graphs._clear_bend(places, 0, 1, drawn)
+    assert again != 0, "not on the edge that is there"
+    t = np.linspace(0, 1, 33)[8:25]
+    middle = places[1] / 2 - again * np.array([0, places[1][0]])
+    arc = 2 * (t * (1 - t))[:, None] * middle + (t**2)[:, None] * places[1]
+    np.testing.assert_allclose(drawn[-1], arc)
+
+
+def test_curves_of_seeds_say_what_their_band_is(tmp_path, drawn):
+    several, one = np.arange(12.0).reshape(4, 3), np.ones((1, 3))
+    graphs.plot_seeds({"a": (np.arange(3), several), "b": (np.arange(3), one)}, tmp_path / "s.png", title="all")
+    texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert texts == ["a: mean of 4 seeds, band: its 95 % interval over seeds", "b: mean of 1 seed"]
+    assert drawn[0].get_suptitle() == "all"
+
+
+def test_a_graph_says_what_its_colours_are(tmp_path, drawn):
+    places, edges = np.array([[0.0, 0], [0, 1], [1, 0.5]]), np.array([[0, 2], [1, 2], [2, 2]])
+    graphs.plot_graph(places, ["x0", "x1", "y0"], ["in", "in", "out"], edges, np.array([1.0, -2, 1]),
+                      np.array([False, False, True]), tmp_path / "g.png")  # fmt: skip
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "input",
+        "output",
+        "weight > 0",
+        "weight < 0",
+        "disabled",
+    ]

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.io.figure import COLORS, empty_figure, save, tidy
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.parallel.controller.transfer import move
 from jaxpar.types import PyTree, UsageError
@@ -276,31 +277,27 @@ def plot_trace(trace: Sequence[Event], out: Path) -> None:
     Raises:
       UsageError: No node of the trace is done, or matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError('plots need matplotlib: pip install "jaxpar[experiments]"') from error
     done = [event for event in trace if np.isfinite(event.ready)]
     if not done:
         raise UsageError("no node of this trace is done; make the client with trace=True, and wait for it.")
     rows = {name: row for row, name in enumerate(dict.fromkeys(event.mesh for event in done))}
     ends, free = {}, {}
-    figure = Figure(figsize=(9, 1.2 + 0.8 * len(rows)), dpi=150, layout="constrained")
+    figure = empty_figure(9, 1.4 + 0.8 * len(rows))
     axes = figure.subplots()
     for index, event in enumerate(done):
         begin = max([event.dispatched, free.get(event.mesh, 0.0), *(ends.get(name, 0.0) for name in event.after)])
-        row, color = rows[event.mesh], f"C{index % 10}"
+        row, color = rows[event.mesh], COLORS[index % len(COLORS)]
         axes.barh(row, max(event.ready - begin, 0), left=begin, height=0.6, color=color)
         axes.hlines(row - 0.38, event.dispatched, max(begin, event.dispatched), color="0.75", linewidth=1)
         axes.plot([event.dispatched] * 2, [row - 0.42, row - 0.34], color="black", linewidth=0.8)
         if event.ready - begin > 0.04 * done[-1].ready:
             axes.text((begin + event.ready) / 2, row, event.node, ha="center", va="center", fontsize=7)
         ends[event.node] = free[event.mesh] = event.ready
-    axes.set(yticks=list(rows.values()), yticklabels=list(rows), xlabel="seconds", xlim=(0, None))
+    axes.set(yticks=list(rows.values()), yticklabels=list(rows), xlim=(0, None), ylabel="mesh")
+    axes.set_xlabel("seconds (tick: dispatched; bar: computed)")
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png")
+    tidy(axes, "")
+    save(figure, out)
 
 
 def _is_future(value: object) -> bool:

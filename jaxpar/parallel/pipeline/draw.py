@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+from jaxpar.io.figure import COLORS as COLORS_IN_TURN
+from jaxpar.io.figure import empty_figure, save, tidy
 from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
 from jaxpar.parallel.pipeline.timing import UNITS, TaskCosts, Timing, simulate_schedule, tick_of_each
-from jaxpar.types import UsageError
 
 __all__ = ["draw_schedule", "schedule_text"]
 
-# Okabe and Ito's colours: forward, gradient of inputs, of weights, of both, and the vocabulary's.
-COLORS = {Op.F: "#0072B2", Op.B: "#D55E00", Op.W: "#009E73", Op.BW: "#E69F00", Op.S: "#AA4499", Op.T: "#56B4E9"}
+COLORS = dict(zip((Op.F, Op.B, Op.W, Op.S, Op.BW, Op.T), COLORS_IN_TURN, strict=False))
+WORDS = {Op.F: "forward", Op.B: "gradient of inputs", Op.W: "gradient of weights", Op.BW: "gradient of both",
+         Op.S: "softmax of the vocabulary", Op.T: "gradient of the vocabulary"}  # fmt: skip
+PALER = ", paler boxes later chunks"
 LETTERS = {Op.F: "F", Op.B: "B", Op.W: "W", Op.BW: "D", Op.S: "S", Op.T: "T"}
 ROWS = {"offload": 0, "fetch": 1, "gather": 0, "reduce": 1}
 
@@ -58,14 +61,11 @@ def draw_schedule(
     Raises:
       UsageError: If matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise UsageError('plots need matplotlib: pip install "jaxpar[experiments]"') from error
+    figure = empty_figure(11, 1.5 + 0.45 * schedule.devices)
+    from matplotlib.patches import Patch
+
     timing = simulate_schedule(schedule, costs, latency=latency, lockstep=lockstep)
-    figure = Figure(figsize=(11, 1.3 + 0.45 * schedule.devices), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    axes, has_chunks = figure.subplots(), any(len(schedule.chunks_of(d)) > 1 for d in range(schedule.devices))
     for what, device, start, end in timing.times:
         if isinstance(what, Side):
             axes.barh(device + 0.41 + 0.06 * ROWS[what.kind], end - start, left=start, height=0.05, color="0.3")
@@ -77,16 +77,25 @@ def draw_schedule(
         )
         if (end - start) * 90 > timing.makespan:
             text = str(what.microbatch)
-            axes.text((start + end) / 2, device, text, ha="center", va="center", fontsize=6, color="white")
+            axes.text(
+                (start + end) / 2,
+                device,
+                text,
+                ha="center",
+                va="center",
+                fontsize=6,
+                color="white" if alpha > 0.6 else "black",
+            )
     used = sorted({entry.what.op for entry in timing.times if isinstance(entry.what, Task)})
     axes.legend(
-        handles=[Patch(color=COLORS[op], label=op.name) for op in used],
+        handles=[Patch(color=COLORS[op], label=WORDS[op]) for op in used],
         ncols=len(used), fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderpad=0,
+        handlelength=1.2, columnspacing=1.2,
     )  # fmt: skip
-    axes.set(yticks=range(schedule.devices), ylabel="device", xlabel="time", xlim=(0, timing.makespan))
+    axes.set(yticks=range(schedule.devices), ylabel="device", xlim=(0, timing.makespan))
+    axes.set_xlabel("time, in units of the costs; numbers are microbatches" + PALER * has_chunks)
     axes.set_title(f"{schedule}: idle {timing.idle_fraction:.1%}, keeps {max(timing.held)}", fontsize=8, loc="left")
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png")
+    tidy(axes, "")
+    save(figure, out)
     return timing
