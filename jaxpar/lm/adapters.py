@@ -25,8 +25,7 @@ from flax import struct
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.objectives import ObjectiveConfig, with_objective
-from jaxpar.lm.stages import stages
+from jaxpar.lm.objectives import ObjectiveConfig, objective_stages
 from jaxpar.lm.train import Health, check_teacher, one_step, with_teacher
 from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
 from jaxpar.mesh import axes_like
@@ -415,8 +414,8 @@ class AdapterTrainer:
     def step(self, key: PRNGKey, state: AdaptedState, inputs: dict[str, Array]) -> tuple[AdaptedState, Info]:
         """Makes one optimizer step of the adapters; returns what `jaxpar.lm.Trainer.step` does. Consumes `key`."""
         inputs, teacher = with_teacher(inputs, self.teacher)
-        plain, rate = stages(self.model), self.adapter.dropout
-        plain = with_objective(plain, self.model, self.objective, teacher=teacher, reference=state.base)
+        plain = objective_stages(self.model, self.objective, teacher=teacher, reference=state.base)
+        rate = self.adapter.dropout
 
         def whole(adapters: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
             own = jax.random.fold_in(key, zlib.crc32(b"adapters")) if rate and key is not None else None

@@ -25,8 +25,9 @@ from jaxtyping import Array, Float
 
 from jaxpar.fields import Between, OneOf, Positive, check_fields, field
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.loss import last, losses, weights_of
+from jaxpar.lm.loss import last, weights_of
 from jaxpar.lm.model import head, hidden, logits
+from jaxpar.lm.stages import stages
 from jaxpar.mesh import constrain, mesh_axes
 from jaxpar.nn.auxiliary import Aux, Sum, both
 from jaxpar.nn.schedule import Stages
@@ -63,45 +64,38 @@ class ObjectiveConfig:
                 f"objective.label_smoothing={self.label_smoothing} is of objective.kind=tokens; take 0 with dpo."
             )
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether it is the loss of the next token, or with a teacher its share of the loss."""
-        return self.kind == "tokens" and not self.label_smoothing
 
-
-def with_objective(
-    plain: Stages,
+def objective_stages(
     model: LMConfig,
     objective: ObjectiveConfig,
     *,
     teacher: tuple[LMConfig, PyTree] | None = None,
     reference: PyTree = None,
 ) -> Stages:
-    """Returns a model whose loss is that of an objective; only `Stages.whole` and `total` know it, as `InTurn` reads.
+    """Returns a model in pieces whose loss is that of an objective.
+
+    With a teacher, and of preferences, only `Stages.whole` and `total` know the loss, as `InTurn` reads.
 
     Args:
-      plain: The model with the usual loss.
       model: Its configuration.
       objective: What its loss shall be.
       teacher: A frozen model of the same symbols, and its parameters.
       reference: Of preferences, frozen parameters of the same model: those that it began with.
     """
+    plain = stages(model, objective.label_smoothing)
     if objective.kind == "dpo":
 
         def preferred(params: PyTree, data: dict, key: PRNGKey | None, total: Array, share: float):
             return preference_loss(params, reference, data, model, objective.beta, total, share, _dropped(key, model))
 
         return plain._replace(whole=preferred, total=num_pairs)
-    if teacher is None and objective.is_usual:
+    if teacher is None:
         return plain
 
-    def whole(params: PyTree, data: dict, key: PRNGKey | None, total: Array, share: float):
-        options = {"share": share, "dropout_key": _dropped(key, model), "smoothing": objective.label_smoothing}
-        if teacher is None:
-            return losses(params, data, model, normaliser=total, **options)
+    def distilled(params: PyTree, data: dict, key: PRNGKey | None, total: Array, share: float):
         return _distilled(params, data, model, objective, *teacher, total, share, _dropped(key, model))
 
-    return plain._replace(whole=whole)
+    return plain._replace(whole=distilled)
 
 
 def _dropped(key: PRNGKey | None, config: LMConfig) -> PRNGKey | None:

@@ -18,10 +18,11 @@ from jaxpar.types import PRNGKey, PyTree
 __all__ = ["stages"]
 
 
-def stages(config: LMConfig) -> Stages:
+def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
     """Returns the model in pieces; data are batches as `jaxpar.lm.losses` takes them.
 
-    A microbatch's key is used for dropout and experts that fail: without both it may be None.
+    A microbatch's key is used for dropout and experts that fail: without both it may be None. `smoothing` is as in
+    `jaxpar.lm.losses`.
     """
     stack = config.stack()
 
@@ -47,13 +48,14 @@ def stages(config: LMConfig) -> Stages:
         return gather(stack.norm.apply(params["final_norm"], x), rules.outside, rules.inside)
 
     def end(params: PyTree, stream: Stream, data: dict, total: jax.Array):
-        return last(ready(params, stream), head(params), data, config, total)
+        return last(ready(params, stream), head(params), data, config, total, smoothing)
 
     def targets(data: dict, total: jax.Array):
         return data["targets"], weights_of(data, jnp.promote_types(config.dtype, jnp.float32)) / total
 
     def whole(params: PyTree, data: dict, key: PRNGKey | None, total: jax.Array, share: float):
-        return losses(params, data, config, normaliser=total, share=share, dropout_key=_dropped(key, config))
+        options = {"share": share, "dropout_key": _dropped(key, config), "smoothing": smoothing}
+        return losses(params, data, config, normaliser=total, **options)
 
     def release(params: PyTree, gradient: PyTree):
         wide = dataclasses.replace(stack, dtype=str(jnp.promote_types(config.dtype, jnp.float32)))
@@ -75,6 +77,7 @@ def stages(config: LMConfig) -> Stages:
         targets,
         lambda z: told_of(z, config),
         config.z_loss,
+        smoothing,
     )
     pieces = _total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns
     return Stages(*pieces, split_head, turn_axes)

@@ -11,11 +11,11 @@ from flax import struct
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.objectives import ObjectiveConfig, with_objective
-from jaxpar.lm.stages import stages
+from jaxpar.lm.objectives import ObjectiveConfig, objective_stages
 from jaxpar.lm.tuning import (
     TuningConfig,
     average_of,
+    beside_frozen,
     depth_scales,
     frozen_names,
     laid_over,
@@ -115,12 +115,10 @@ class Trainer:
         """Refuses what cannot be trained."""
         check_fields(self)
         check_teacher(self.model, self.objective, self.teacher)
-        if not (self.objective.is_usual and self.teacher is None) and not isinstance(self.schedule, InTurn):
-            raise UsageError(
-                "a pipeline knows the loss of the next token alone; leave objective and teacher, or it, out."
-            )
-        if self._frozen and not isinstance(self.schedule, InTurn):
-            raise UsageError(f"tuning.freeze={','.join(self.tuning.freeze)} has no pipeline; leave one out.")
+        second = "objective.kind=dpo" if self.objective.kind == "dpo" else "a teacher" if self.teacher else ""
+        if second and not isinstance(self.schedule, InTurn):
+            raise UsageError(f"{second} runs a second model, whose layers no stage of a pipeline holds; leave out one.")
+        frozen_names(self.model, self.tuning.freeze)  # refuses patterns that mean nothing
 
     def init(self, key: PRNGKey, inputs: PyTree = None) -> TrainState:
         """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
@@ -160,14 +158,9 @@ class Trainer:
         """
         inputs, teacher = with_teacher(inputs, self.teacher)
         start = None if state.reference is None else state.start
-        pieces = with_objective(stages(self.model), self.model, self.objective, teacher=teacher, reference=start)
+        pieces = objective_stages(self.model, self.objective, teacher=teacher, reference=start)
         if self._frozen:
-            plain = pieces
-
-            def whole(trained: PyTree, *rest: Any):  # those of `Stages.whole`
-                return plain.whole(laid_over(state.params, trained), *rest)
-
-            pieces = plain._replace(whole=whole)
+            pieces = beside_frozen(pieces, state.params, self._frozen)
         trained, opt_state, health, info = one_step(
             lambda trained: self.schedule(pieces, trained, inputs, key, self.accumulate),
             self.make_optimizer(),

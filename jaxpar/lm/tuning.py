@@ -25,7 +25,8 @@ import optax
 from jaxpar.fields import Between, check_fields, field
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.params import Leaf, leaves
-from jaxpar.types import Array, PyTree, UsageError
+from jaxpar.nn.schedule import Stages
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["TuningConfig"]
 
@@ -98,6 +99,21 @@ def laid_over(tree: PyTree, over: PyTree) -> PyTree:
     if not isinstance(tree, dict):
         return over
     return tree | {key: laid_over(tree[key], value) if key in tree else value for key, value in over.items()}
+
+
+def beside_frozen(plain: Stages, params: PyTree, names: Collection[str]) -> Stages:
+    """Returns a model in pieces whose parameters are those without `names`, which are taken from `params`.
+
+    A schedule that makes gradients layer by layer, as a pipeline does, makes those of `names` too, and here they end.
+    """
+
+    def whole(trained: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
+        return plain.whole(laid_over(params, trained), data, key, total, share)
+
+    def release(trained: PyTree, gradient: PyTree):
+        return without(plain.release(laid_over(params, trained), gradient), names)
+
+    return plain._replace(hold=lambda trained: plain.hold(laid_over(params, trained)), whole=whole, release=release)
 
 
 def average_of(trained: PyTree, decay: float) -> PyTree:

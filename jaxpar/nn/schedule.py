@@ -87,6 +87,7 @@ class Head(NamedTuple):
       targets: (data, total) -> targets int [B, T] and what each token weighs [B, T].
       told: Of z -> what is told of it.
       z_loss: z is this times the weighted sum of squares of the log normaliser.
+      smoothing: Share of a target that is spread over all V rows alike.
     """
 
     rows: str
@@ -95,6 +96,7 @@ class Head(NamedTuple):
     targets: Callable[[PyTree, Array], tuple[Array, Array]]
     told: Callable[[Array], Aux]
     z_loss: float
+    smoothing: float = 0.0
 
 
 class Schedule(Protocol):

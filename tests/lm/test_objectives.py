@@ -26,8 +26,7 @@ from jaxpar.lm import (
     init,
 )
 from jaxpar.lm.loss import cross_entropy_and_z
-from jaxpar.lm.objectives import preference_loss, with_objective
-from jaxpar.lm.stages import stages
+from jaxpar.lm.objectives import objective_stages, preference_loss
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
 from jaxpar.nn.schedule import InTurn, layer_by_layer
 from jaxpar.types import UsageError
@@ -63,7 +62,7 @@ def logits_and_back(params, tokens, config=MODEL):
 
 def gradient(objective, params, batch, parts=1, **options):
     """Value and gradient as a trainer makes them, of so many microbatches."""
-    pieces = with_objective(stages(MODEL), MODEL, objective, **options)
+    pieces = objective_stages(MODEL, objective, **options)
     program = jax.jit(lambda params, batch: InTurn()(pieces, params, batch, None, parts))
     (value, told), grads = program(params, batch)
     return value, told, grads
@@ -202,7 +201,7 @@ def test_adapters_learn_a_teachers_laws():
     trainer = AdapterTrainer(NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=objective, teacher=NARROW)
     state, teacher = trainer.init(jax.random.key(0)), drawn(1, NARROW)
     told = stepped(trainer, state, [batch_of() | {"teacher": teacher}])[1]
-    plain = with_objective(stages(NARROW), NARROW, objective, teacher=(NARROW, teacher))
+    plain = objective_stages(NARROW, objective, teacher=(NARROW, teacher))
     (value, aux), _ = jax.jit(lambda params: InTurn()(plain, params, batch_of(), None, 1))(state.params)
     apart = aux.metrics["teacher_kl"].value
     assert apart > 0
@@ -235,5 +234,8 @@ def test_what_does_not_go_together_is_refused():
         Trainer(MODEL, teacher=dataclasses.replace(MODEL, vocab_size=32))
     with pytest.raises(UsageError, match="objective.kind=dpo has no teacher"):
         AdapterTrainer(MODEL, AdapterConfig("lora"), objective=ObjectiveConfig("dpo"), teacher=MODEL)
-    with pytest.raises(UsageError, match="a pipeline knows the loss of the next token alone"):
-        Trainer(MODEL, schedule=layer_by_layer, objective=ObjectiveConfig("dpo"))
+    for kind, teacher, second in (("dpo", None, "objective.kind=dpo"), ("tokens", MODEL, "a teacher")):
+        with pytest.raises(
+            UsageError, match=f"{second} runs a second model, whose layers no stage of a pipeline holds"
+        ):
+            Trainer(MODEL, schedule=layer_by_layer, objective=ObjectiveConfig(kind), teacher=teacher)

@@ -9,7 +9,7 @@ import pytest
 from fast import jit, noisy_params
 from tolerance import assert_close
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes
+from jaxpar.lm import LMConfig, ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig, axes
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.schedule import InTurn
@@ -107,6 +107,31 @@ def test_rows_of_the_vocabulary_lie_on_all_stages(latency, x64):
         assert {x.data.shape[0] for x in params["embedding"].addressable_shards} == {4}
         got = jit(lambda *args: Pipelined(schedule, latency)(stages(config), *args, m))(params, batch, key)
     assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
+
+
+@pytest.mark.parametrize("split_head", [True, pytest.param(False, marks=pytest.mark.slow)])  # 10 s each
+def test_objectives_and_tuning_are_those_of_one_device(split_head, x64):
+    """Moments are of the gradients; 18 symbols leave two rows of the head empty where four devices share it."""
+    config = LMConfig(**{**SMALL, "num_layers": 2, "vocab_size": 18}, tied=True, z_loss=0.1)
+    schedule = with_vocabulary(one_f_one_b(2, 2)) if split_head else zb_h1(2, 2)
+    tuning = TuningConfig(freeze=("wq", "w_up"), layer_decay=0.7, ema=0.6)
+    objective = ObjectiveConfig(label_smoothing=0.2)
+    one = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=2, tuning=tuning, objective=objective)
+    first, batch = one.init(jax.random.key(0)), batch_of(2)
+
+    def stepped(trainer, state):
+        step = jit(trainer.step)
+        for number in range(2):
+            state, told = step(jax.random.key(number), state, batch)
+        return jax.device_get((state, told))
+
+    want = stepped(one, first)
+    with use_mesh(mesh_of(dict(stage=2, tensor=2)), AT_REST):
+        got = stepped(dataclasses.replace(one, schedule=Pipelined(schedule)), shard(first, one.axes()))
+    assert_close(got[0], want[0], TOLERANCE)
+    assert_close(got[1], want[1], 1e-6)  # float32
+    kept, moved = (got[0].params["layers"][name] - first.params["layers"][name] for name in ("wq", "wk"))
+    assert not kept.any() and moved.any()
 
 
 def test_three_steps_of_training_with_a_sequence_that_is_split():

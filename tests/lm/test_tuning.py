@@ -19,7 +19,6 @@ from jaxpar.lm import (
 )
 from jaxpar.lm.tuning import depth_scales, frozen_names, laid_over, without
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
-from jaxpar.nn.schedule import layer_by_layer
 from jaxpar.types import UsageError
 
 MODEL = LMConfig(
@@ -179,5 +178,3 @@ def test_what_cannot_be_frozen_is_refused():
         Trainer(MODEL, tuning=TuningConfig(("*",)))
     with pytest.raises(UsageError, match="tuning.freeze=wq beside adapters"):
         AdapterTrainer(MODEL, AdapterConfig("lora"), tuning=TuningConfig(("wq",)))
-    with pytest.raises(UsageError, match="tuning.freeze=wq has no pipeline"):
-        Trainer(MODEL, schedule=layer_by_layer, tuning=TuningConfig(("wq",)))

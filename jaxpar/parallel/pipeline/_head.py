@@ -6,6 +6,7 @@ Logits of the rows on stage i are Y_i = X W_i^T, m_i their maximum, s_i = sum ex
     dX = sum_i w (f_i P_i W_i - W_i[target])    dW_i = (w f_i P_i - w onehot)^T X
 
 so P_i W_i and W_i[target] are made before the barrier, and dW_i at any time after it (arXiv:2411.05288, section 4).
+Of smoothed targets onehot is (1 - s) onehot + s / V, and W_i[target] is what that takes of the rows.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ class Share(NamedTuple):
       norm: s_i.
       chosen: The logit of the target, 0 where its row is on another stage.
       pulled: P_i W_i, [B, T, D].
-      row: W_i[target], [B, T, D]; 0 where it is on another stage.
+      row: W_i[target], [B, T, D]; 0 where it is on another stage; with s / V of the sum of the rows where smoothed.
       factor: w f_i (1 + 2 z log Z); of no meaning before the barrier.
     """
 
@@ -40,8 +41,8 @@ class Share(NamedTuple):
     factor: Array
 
 
-def share_of(rows: Array, x: Array, targets: Array, size: int) -> Share:
-    """Returns a stage's share; `rows` [n, D] are those from n times its place on, of which those over `size` are none.
+def share_of(rows: Array, x: Array, targets: Array, size: int, smoothing: float = 0.0) -> Share:
+    """Returns a stage's share; `rows` [n, D] are those from n times its place on, of which those over `size` are zeros.
 
     Sums are float32 at least. Cost: 4 B T n D operations.
     """
@@ -56,6 +57,8 @@ def share_of(rows: Array, x: Array, targets: Array, size: int) -> Share:
     soft = (soft / norm[..., None]).astype(x.dtype)
     pulled = jnp.einsum("btn,nd->btd", soft, rows)
     row = _looked_up(rows, targets - first)
+    if smoothing:
+        row = (1 - smoothing) * row + (smoothing / size * rows.sum(0, dtype=wide)).astype(row.dtype)[None, None]
     chosen = (x.astype(wide) * row.astype(wide)).sum(-1)
     return Share(soft, top, norm, chosen, pulled, row, jnp.zeros_like(top))
 
@@ -79,12 +82,13 @@ def merge_shares(share: Share, weights: Array, z_loss: float) -> tuple[Array, Ar
     return value, z, jax.lax.psum(dx, AXIS).astype(share.soft.dtype), factor
 
 
-def rows_gradient(share: Share, x: Array, targets: Array, weights: Array) -> Array:
-    """Returns the gradient of a stage's rows, after the barrier, [n, D], float32 at least."""
+def rows_gradient(share: Share, x: Array, targets: Array, weights: Array, size: int, smoothing: float = 0.0) -> Array:
+    """Returns the gradient of a stage's rows, after the barrier, [n, D], float32 at least; not of rows over `size`."""
     count = share.soft.shape[-1]
     hit = jnp.arange(count)[None, None] == (targets - jax.lax.axis_index(AXIS) * count)[..., None]
     wide = share.factor.dtype
-    dlogits = share.factor[..., None] * share.soft - jnp.where(hit, weights.astype(wide)[..., None], 0)
+    aims = (1 - smoothing) * hit + smoothing / size if smoothing else hit
+    dlogits = share.factor[..., None] * share.soft - aims * weights.astype(wide)[..., None]
     gradient = jnp.einsum("btn,btd->nd", dlogits.astype(x.dtype), x, preferred_element_type=wide)
     return constrain(gradient, "vocab", "embed_grad")
 

@@ -286,7 +286,7 @@ class HeadWork(Work):
         """What this stage says of the last layer's output."""
         head = self.head
         targets, _ = head.targets(where.data, self.total)
-        return share_of(self.given.rows, head.ready(self.ends, x), targets, self.vocabulary)
+        return share_of(self.given.rows, head.ready(self.ends, x), targets, self.vocabulary, head.smoothing)
 
     def start(self) -> tuple[State, tuple]:
         state, flying = super().start()
@@ -314,8 +314,9 @@ class HeadWork(Work):
     def rows_of_head(self, cell: dict, state: State) -> State:
         """Adds the gradient of this stage's rows."""
         x, share, j = _at_all(state.slots.head, cell["head"])
-        targets, weights = self.head.targets(self.where(0, 0, j).data, self.total)
-        more, rows = rows_gradient(share, self.head.ready(self.ends, x), targets, weights), state.sums.rows
+        head, rows = self.head, state.sums.rows
+        targets, weights = head.targets(self.where(0, 0, j).data, self.total)
+        more = rows_gradient(share, head.ready(self.ends, x), targets, weights, self.vocabulary, head.smoothing)
         return state._replace(sums=state.sums._replace(rows=rows + more.astype(rows.dtype)))
 
     def meet(self, cell: dict, state: State, message: PyTree) -> State:
