@@ -1,6 +1,6 @@
 """Environments in Python, many at once on threads: the first that are ready make the next batch, under jit too.
 
-    python -m experiments.hosted                      # two CPU cores, ten seconds
+    python -m experiments.hosted                      # beside gymnasium's, two CPU cores, a minute
 
 The pool of EnvPool (Weng et al. 2022, arXiv:2206.10558) for anything with Gymnasium's `reset(seed=)` and
 `step(action)`: `send` starts steps, `recv` gives the first M that are done. What an environment does depends on its
@@ -9,11 +9,13 @@ seed and its own actions alone, so its trajectory is that of a serial replay, wh
 
 import argparse
 import queue
+import statistics
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,12 +118,13 @@ class Hosted:
         return io_callback(both, shapes, actions, ids, ordered=True)
 
 
-class Sleeper:
+class Sleeper(gymnasium.Env):
     """A counter that sleeps for random times; what `main` measures."""
 
-    observation_space = type("Space", (), {"shape": (1,), "dtype": np.float32})
+    observation_space = gymnasium.spaces.Box(0, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
 
-    def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict]:
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         """Begins at 0."""
         self.rng, self.count = np.random.default_rng(seed), 0
         return np.zeros(1, np.float32), {}
@@ -133,26 +136,65 @@ class Sleeper:
         return np.float32([self.count]), 1.0, False, False, {}
 
 
-def rate(num_envs: int, num_threads: int, batch: int, steps: int) -> float:
-    """Steps a second of sleepers, in a jitted loop."""
-    pool = Hosted(Sleeper, num_envs, num_threads, batch)
-    first = pool.recv()
+def of_vector(vector: gymnasium.vector.VectorEnv) -> Callable[[int], int]:
+    """What makes about so many steps of a vector environment of gymnasium, and returns how many it made."""
+    vector.reset(seed=0)
+    actions = np.zeros(vector.num_envs, np.int64)
+
+    def go(steps: int) -> int:
+        turns = -(-steps // vector.num_envs)
+        for _ in range(turns):
+            vector.step(actions)
+        return turns * vector.num_envs
+
+    return go
+
+
+def of_pool(pool: Hosted) -> Callable[[int], int]:
+    """The same of a pool, in a jitted loop, which is compiled beforehand."""
+    ids = jnp.asarray(pool.recv().ids)
 
     @jax.jit
-    def go(ids):
-        return jax.lax.scan(lambda ids, _: (pool.exchange(jnp.zeros_like(ids), ids).ids, None), ids, None, steps)[0]
+    def turns(ids, count):
+        return jax.lax.fori_loop(0, count, lambda _, ids: pool.exchange(jnp.zeros_like(ids), ids).ids, ids)
 
-    began = time.perf_counter()
-    last = jax.block_until_ready(go(first.ids))
-    seconds = time.perf_counter() - began
-    assert last.shape == (batch,)
-    pool.close()
-    return steps * batch / seconds
+    def go(steps: int) -> int:
+        nonlocal ids
+        count = -(-steps // pool.batch)
+        ids = jax.block_until_ready(turns(ids, count))
+        return count * pool.batch
+
+    go(1)
+    return go
+
+
+def main() -> None:
+    """Measures sleepers in a pool beside gymnasium's vector environments, in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=3000, help="of all environments, a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-envs", type=int, default=16)
+    flags = parser.parse_args()
+    n = flags.num_envs
+    # Processes first: they are forked, which is safe before JAX has threads.
+    asynchronous = [gymnasium.vector.AsyncVectorEnv([Sleeper] * n, shared_memory=shared) for shared in (True, False)]
+    vectors = [gymnasium.vector.SyncVectorEnv([Sleeper] * n), *asynchronous]
+    pools = [Hosted(Sleeper, n, threads, batch) for threads, batch in ((1, n), (n, n), (n, n // 2))]
+    names = ["gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv", "the same without shared memory", "one thread",
+             f"{n} threads, all of them", f"the first {n // 2} of them"]  # fmt: skip
+    sides = [of_vector(vector) for vector in vectors] + [of_pool(pool) for pool in pools]
+    rates = [[] for _ in sides]
+    for _ in range(flags.rounds):
+        for go, found in zip(sides, rates, strict=True):
+            began = time.perf_counter()
+            found.append(go(flags.steps) / (time.perf_counter() - began))
+    for name, found in zip(names, rates, strict=True):
+        print(
+            f"{name:32} {statistics.median(found):7,.0f} steps/s ({min(found):,.0f} to {max(found):,.0f})", flush=True
+        )
+    for made in (*vectors, *pools):
+        made.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    flags = parser.parse_args()
-    for threads, batch, name in ((1, 16, "one thread"), (16, 16, "16 threads, all of them"), (16, 8, "the first 8")):
-        print(f"{name:24} {rate(16, threads, batch, flags.steps * 8 // batch):,.0f} steps/s", flush=True)
+    main()

@@ -244,6 +244,7 @@ VARIANTS = {
     "TSP-20": Tours,
     "TSP-50": lambda: Tours(Uniform(50)),
     "TSP-20-Clustered": lambda: Tours(Clustered()),
+    "CVRP-10": lambda: Tours(Demands(Uniform(11), 20)),
     "CVRP-20": lambda: Tours(Demands(Uniform(21))),
     "CVRP-50": lambda: Tours(Demands(Uniform(51), 40)),
 }

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.hosted import Hosted, Ready, Sleeper
+from experiments.hosted import Hosted, Ready, Sleeper, of_pool, of_vector
 from jaxpar.types import UsageError
 
 
@@ -74,3 +74,15 @@ def test_mistakes_are_told():
     with pytest.raises(AssertionError, match="invalid"):
         pool.recv()
     pool.close()
+
+
+def test_what_is_measured_makes_the_steps_that_it_counts():
+    vector, pool = gymnasium.vector.SyncVectorEnv([Sleeper] * 4), Hosted(Sleeper, 4, 2, 2)
+    assert of_vector(vector)(6) == 8
+    assert [env.unwrapped.count for env in vector.envs] == [2] * 4
+    assert of_pool(pool)(5) == 6
+    while pool.under_way:
+        pool.batch = 1
+        pool.recv()
+    pool.close()
+    assert sum(env.count for env in pool.envs) == 6 + 2  # one turn compiles
