@@ -109,8 +109,11 @@ def cleaned(output, place: pathlib.Path):
 
     if output.output_type == "stream":
         output.text = plain(output.text)
-    for kind, value in output.get("data", {}).items():
-        output.data[kind] = smaller(value) if kind == "image/png" else plain(value)
+    data = output.get("data", {})
+    for kind, value in data.items():
+        data[kind] = smaller(value) if kind == "image/png" else plain(value)
+    if len(data) > 1:  # of a film this would be its numbers
+        data["text/plain"] = data["text/plain"].partition("(")[0]
     return output
 
 
