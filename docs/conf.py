@@ -36,6 +36,7 @@ exclude_patterns = [
 html_theme = "sphinx_book_theme"
 html_title = "jaxpar"
 html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_logo = "_static/logo.svg"
 html_favicon = "_static/logo.svg"
 html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
