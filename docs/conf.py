@@ -8,6 +8,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no page needs an accelerator, nor to wait for one to be looked for
+
 import jaxpar  # noqa: E402
 
 project = "jaxpar"

@@ -126,8 +126,10 @@ class Links(SphinxPostTransform):
 
 
 def _read(app, doctree):
-    """A type of Python's own, such as bytes, is nobody's attribute of that name."""
+    """A type of Python's own, such as bytes, is nobody's attribute of that name; docs/notebooks is a link."""
     for node in doctree.findall(pending_xref):
+        if node.get("refdomain") == "doc" and node["reftarget"].startswith(str(ROOT / "notebooks")):
+            node["reftarget"] = f"notebooks/{pathlib.Path(node['reftarget']).name}"
         if node.get("refdomain") == "py" and hasattr(builtins, node.get("reftarget", "")):
             node["reftarget"] = f"builtins.{node['reftarget']}"
 
