@@ -7,6 +7,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no page needs an accelerator, nor to wait for one to be looked for
+
 import jaxpar  # noqa: E402
 
 project = "jaxpar"
@@ -35,6 +37,7 @@ exclude_patterns = [
 html_theme = "sphinx_book_theme"
 html_title = "jaxpar"
 html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_logo = "_static/logo.svg"
 html_favicon = "_static/logo.svg"
 html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}

@@ -1,6 +1,6 @@
-"""Names on the pages are those that people import, and lead to where they are explained, here or in JAX's documentation.
+"""Names on the pages are those that people import, and lead to where they are explained, here or in JAX's own pages.
 
-`jaxpar.scan.affine.affine_scan` is `jaxpar.scan.affine_scan` to whoever uses it: the imports of each `__init__.py` say so,
+`jaxpar.scan.affine.affine_scan` is `jaxpar.scan.affine_scan` to whoever uses it: the imports of `__init__.py` say so,
 and are read as text. A name in backticks becomes a link where it can only mean one thing.
 """
 
@@ -20,13 +20,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Pages of JAX's documentation, one a name.
 JAX_PAGE = "https://docs.jax.dev/en/latest/_autosummary/{}.html"
 JAX = set(
-    """jax.Array jax.ShapeDtypeStruct jax.block_until_ready jax.checkpoint jax.default_backend jax.default_matmul_precision
-    jax.device_put jax.devices jax.distributed.initialize jax.grad jax.hessian jax.jacfwd jax.jacrev jax.jit jax.jvp
-    jax.lax.all_gather jax.lax.all_to_all jax.lax.associative_scan jax.lax.cond jax.lax.conv_general_dilated
-    jax.lax.custom_root jax.lax.fori_loop jax.lax.ppermute jax.lax.psum jax.lax.psum_scatter jax.lax.ragged_all_to_all
-    jax.lax.ragged_dot jax.lax.scan jax.lax.split jax.lax.switch jax.lax.top_k jax.lax.while_loop jax.make_jaxpr
-    jax.make_mesh jax.nn.dot_product_attention jax.numpy.asarray jax.numpy.einsum jax.numpy.nonzero jax.random.fold_in
-    jax.random.key jax.random.poisson jax.random.split jax.shard_map jax.tree.map jax.value_and_grad jax.vjp jax.vmap
+    """jax.Array jax.ShapeDtypeStruct jax.block_until_ready jax.checkpoint jax.default_backend
+    jax.default_matmul_precision jax.device_put jax.devices jax.distributed.initialize jax.grad jax.hessian
+    jax.jacfwd jax.jacrev jax.jit jax.jvp jax.lax.all_gather jax.lax.all_to_all jax.lax.associative_scan
+    jax.lax.cond jax.lax.conv_general_dilated jax.lax.custom_root jax.lax.fori_loop jax.lax.ppermute
+    jax.lax.psum jax.lax.psum_scatter jax.lax.ragged_all_to_all jax.lax.ragged_dot jax.lax.scan jax.lax.split
+    jax.lax.switch jax.lax.top_k jax.lax.while_loop jax.make_jaxpr jax.make_mesh jax.nn.dot_product_attention
+    jax.numpy.asarray jax.numpy.einsum jax.numpy.nonzero jax.random.fold_in jax.random.key jax.random.poisson
+    jax.random.split jax.shard_map jax.tree.map jax.value_and_grad jax.vjp jax.vmap
     """.split()
 )
 SHORT = {"lax.": "jax.lax.", "jnp.": "jax.numpy."}
@@ -43,8 +44,6 @@ def public_names(root: pathlib.Path = ROOT) -> dict[str, str]:
                 for name in node.names:
                     if name.asname in (None, name.name) and not name.name.startswith("_"):
                         found.setdefault(f"{node.module}.{name.name}", f"{package}.{name.name}")
-    while chained := {name: found[public] for name, public in found.items() if public in found}:
-        found |= chained  # a package that takes names from a package below it
     return found
 
 
@@ -127,8 +126,10 @@ class Links(SphinxPostTransform):
 
 
 def _read(app, doctree):
-    """A type of Python's own, such as bytes, is nobody's attribute of that name."""
+    """A type of Python's own, such as bytes, is nobody's attribute of that name; docs/notebooks is a link."""
     for node in doctree.findall(pending_xref):
+        if node.get("refdomain") == "doc" and node["reftarget"].startswith(str(ROOT / "notebooks")):
+            node["reftarget"] = f"notebooks/{pathlib.Path(node['reftarget']).name}"
         if node.get("refdomain") == "py" and hasattr(builtins, node.get("reftarget", "")):
             node["reftarget"] = f"builtins.{node['reftarget']}"
 

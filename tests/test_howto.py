@@ -49,7 +49,7 @@ def test_a_page_beside_a_peer_says_what_the_peer_has(page):
 def test_the_address_of_the_install_page_is_the_project_s():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = (ROOT / "docs" / "install.md").read_text()
-    assert f"git+{urls['urls']['Repository']}\"" in page
+    assert f'git+{urls["urls"]["Repository"]}"' in page
     extras = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
     assert urls["optional-dependencies"].keys() <= extras
 
