@@ -192,7 +192,8 @@ def _save_film(config: Config, plots: pathlib.Path, world: World, state: WorldSt
         return jax.lax.scan(body, state, start + jnp.arange(config.frames))[1]
 
     frames, alive = jax.device_get(go_on(jax.random.key(config.seed), state))
-    texts = [f"step {start + 1 + t:,}\n{count:,} agents live" for t, count in enumerate(alive.tolist())]
+    key = "green: energy; dark: robots\ncoloured: agents, by lineage"
+    texts = [f"step {start + 1 + t:,}, {count:,} agents live\n{key}" for t, count in enumerate(alive.tolist())]
     path = plots / "life.gif"
     if jax.process_index() == 0:
         plots.mkdir(parents=True, exist_ok=True)

@@ -148,10 +148,9 @@ def captioned(frames: ArrayLike, texts: Sequence[str]) -> np.ndarray:
     except ImportError:
         raise UsageError("writing on pictures needs Pillow, which is not installed: pip install pillow") from None
     lines, width = [line for text in texts for line in text.splitlines()], frames.shape[2] - 4
-    for size in range(12, 6, -1):
-        font = ImageFont.load_default(size)
-        if max(map(font.getlength, lines), default=0) <= width:
-            break
+    fits = (n for n in range(12, 7, -1) if max(map(ImageFont.load_default(n).getlength, lines), default=0) <= width)
+    size = next(fits, 7)
+    font = ImageFont.load_default(size)
     step = size + 2
     strip = np.full((step * max(len(text.splitlines()) for text in texts) + 3, frames.shape[2], 3), 255, np.uint8)
     shown = []

@@ -161,7 +161,7 @@ def plot_fits(
     """
     figure = empty_figure(8, 5)
     panel = figure.subplots()
-    styles = [(color, mark) for mark in "o^sD" for color in COLORS]
+    shown, styles = [], [(color, mark) for mark in "o^sD" for color in COLORS]
     for (label, each), (color, mark) in zip(runs.items(), styles, strict=False):
         ends, lines = [], []
         for points, slope, end in each:
@@ -171,15 +171,16 @@ def plot_fits(
             ends.append(x)
             lines.append(end + slope * np.log2(x / x[-1]))
             panel.plot(x, lines[-1], color=color, linewidth=0.6, alpha=0.5)
-        panel.plot(np.mean(ends, 0), np.mean(lines, 0), color=color, linewidth=1.8, marker=mark, label=label)
+        mean = np.mean(lines, 0)
+        (line,) = panel.plot(np.mean(ends, 0), mean, color=color, linewidth=1.8, marker=mark, label=label)
+        shown.append((mean[-1], line))
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
     panel.set(xlabel=along, ylabel=value)
     tidy(panel)
-    handles, labels = panel.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: -handles[i].get_ydata()[-1])
-    figure.legend([handles[i] for i in order], [labels[i] for i in order], loc="outside right upper", frameon=False,
-                  fontsize=8, title="thick: mean of seeds\nthin: each seed", title_fontsize=8)  # fmt: skip
+    downwards = [line for _, line in sorted(shown, key=lambda end: -end[0])]
+    figure.legend(handles=downwards, loc="outside right upper", frameon=False, fontsize=8,
+                  title="thick: mean of seeds\nthin: each seed", title_fontsize=8)  # fmt: skip
     save(figure, out, title)
 
 

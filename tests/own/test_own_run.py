@@ -126,7 +126,7 @@ def test_statistics_and_dropout_are_the_same_on_any_mesh():
     assert {"train/largest", "train/loss", "train/skipped", "train/grad_norm"} <= whole.metrics.keys()
     variables = {"params": alone.state.params} | alone.state.collections
     want = Noisy().apply(variables, EXAMPLES[:13], False)
-    for last in (8, 4):  # predictions are rows in their order, whatever fills up the last batch, on one mesh and the next
+    for last in (8, 4):  # on one mesh and the next: rows in their order, whatever fills up the last batch
         spec = dataclasses.replace(SIZES["eight"], data=last // 4)
         with use_mesh(make_mesh(spec, jax.devices()[8 - last :])):
             model = lay_out(model, collate(EXAMPLES[:8])).model

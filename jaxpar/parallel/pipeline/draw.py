@@ -9,7 +9,7 @@ from jaxpar.parallel.pipeline.timing import UNITS, TaskCosts, Timing, simulate_s
 
 __all__ = ["draw_schedule", "schedule_text"]
 
-COLORS = dict(zip((Op.F, Op.B, Op.W, Op.S, Op.BW, Op.T), COLORS_IN_TURN, strict=False))
+COLORS: dict[Op, str] = dict(zip((Op.F, Op.B, Op.W, Op.S, Op.BW, Op.T), COLORS_IN_TURN, strict=False))
 WORDS = {Op.F: "forward", Op.B: "gradient of inputs", Op.W: "gradient of weights", Op.BW: "gradient of both",
          Op.S: "softmax of the vocabulary", Op.T: "gradient of the vocabulary"}  # fmt: skip
 PALER = ", paler boxes later chunks"
