@@ -293,6 +293,26 @@ def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.slow  # 40 CPU s
+def test_experts_and_chips_that_grow_together_take_as_much_of_a_chip(tmp_path):
+    """GShard's 600 billion weights on 1,024 chips beside 39 billion on 64, within 10 %, by the analytic model."""
+    flags = "effort=none mesh.data=1 mesh.fsdp=1 model.experts_per_token=2 model.capacity=1.0 model.num_layers=36 "
+    flags += "model.embed_dim=1024 model.mlp_dim=8192 model.activation=gelu model.num_heads=16 model.num_kv_heads=16 "
+    flags += "model.vocab_size=32000 data.seq_len=1024 model.remat=full"
+    peaks, sent = [], []
+    for chips, topology in ((64, "4x4x4"), (1024, "8x8x16")):
+        folder = tmp_path / str(chips)
+        folder.mkdir()
+        of_size = f"topology=v5p:{topology} mesh.expert={chips} model.num_experts={chips} data.batch_size={4 * chips}"
+        done = on_tpu(folder, *flags.split(), *of_size.split())
+        assert (done.returncode, told(done.stderr)) == (0, ""), done.stderr
+        report = report_of(folder)
+        peaks.append(report["peak"])
+        sent.append(report["experts"]["all_to_all"])
+    assert peaks[0] < peaks[1] <= 1.1 * peaks[0] and sent[1] <= 1.1 * sent[0]
+
+
+@needs_libtpu
 @pytest.mark.slow
 def test_a_slice_that_is_too_small(tmp_path):
     done = on_tpu(tmp_path, "preset=llama_1b", "topology=v5e:1x1", "data.batch_size=4", "data.seq_len=2048",
