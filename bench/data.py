@@ -11,8 +11,8 @@ processor's seconds are counted, of all its threads: they hold on a machine that
 "tokenise" makes the tokens of a file by one BPE of 8,192 symbols and keeps them on disk: ours by `open_corpus`, the
 peer's by `load_dataset` and `map`. "tokenizer alone" encodes the same texts, which are in memory: the limit.
 "read" has batches of shuffled windows of those tokens. "windows alone" copies windows out of a memory map at places
-that are drawn before: the limit. "again" is what opening it takes a second time; "resumed" the first batch of a run that
-goes on at step 10,000. "packed" tells documents apart besides. grain reads the array that ours has made.
+that are drawn before: the limit. "again" is what opening it takes a second time; "resumed" the first batch of a run
+that goes on at step 10,000. "packed" tells documents apart besides. grain reads the array that ours has made.
 "memory" tokenises files of growing size, a byte a token: the most that the process has beside mapped files.
 """
 
