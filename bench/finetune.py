@@ -9,11 +9,12 @@
 
 A step is the whole one of `jaxpar.lm.Trainer` or `AdapterTrainer`: loss, gradient, clip, AdamW; bfloat16 where layers
 multiply, float32 master weights, random numbers for weights and tokens. LoRA is of rank 16 on all products of the
-layers; its base is kept as the row's name says, float32 if it says nothing. "scanned" has the layers in a loop, which
-may need less memory for their weights; the others' are unrolled. "packed" has documents of 64 to 1,024 tokens a row,
-which do not see each other, and is timed in turns with the same batch unpacked ("of unpacked" is its tokens/s by that
-one's). The peer is `torch.compile` of transformers' LlamaForCausalLM with SDPA and fused AdamW: once
-under bfloat16 autocast with float32 weights, as ours, and once with weights, gradients and moments all in bfloat16.
+layers; its base is kept as the row's name says, float32 if it says nothing. "names" makes again in its backward pass
+what lies between products that are kept (model.remat=names model.loss_chunk=2048), the others nothing. "packed" has
+documents of 64 to 1,024 tokens a row, which do not see each other, and is timed in turns with the same batch unpacked
+("of unpacked" is its tokens/s by that one's). The peer is `torch.compile` of transformers' LlamaForCausalLM with SDPA
+and fused AdamW: once under bfloat16 autocast with float32 weights, as ours, and once with weights, gradients and
+moments all in bfloat16.
 
 Every row is a process of its own and is printed as soon as it is measured. "step" is what the compiled program asks
 for (arguments, results that are not arguments, temporaries), of torch the most that was allocated while it was timed;
@@ -44,17 +45,19 @@ LLAMA_1B = dict(
     rope_theta=500000.0, tied=True, dtype="bfloat16",
 )  # fmt: skip
 TINY = LLAMA_1B | dict(vocab_size=256, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128)
-HOW = dict(low_logits=True, loss_chunk=8192)
+HOW = dict(low_logits=True, loss_chunk=8192, scan_layers=False)
 """How ours computes."""
+NAMES = dict(remat="names", loss_chunk=2048)
+"""How it does in less memory, as `preset=finetune`."""
 
 OURS = {
     "jaxpar full": {},
     "jaxpar full packed": {},
     "jaxpar lora": {"base": "full"},
     "jaxpar lora bfloat16": {"base": "bfloat16"},
-    "jaxpar lora bfloat16 scanned": {"base": "bfloat16"},
-    "jaxpar lora int8": {"base": "int8"},
-    "jaxpar lora nf4": {"base": "nf4"},
+    "jaxpar lora bfloat16 names": {"base": "bfloat16"},
+    "jaxpar lora int8 names": {"base": "int8"},
+    "jaxpar lora nf4 names": {"base": "nf4"},
 }
 PEERS = ("transformers full float32", "transformers full bfloat16")
 LOADS = ("disk", "jaxpar load bfloat16", "jaxpar load float32")
@@ -72,7 +75,7 @@ def steps_of(name: str, args: argparse.Namespace) -> list[dict]:
     found = [common | {"do": "step", "row": row, "side": "torch", "model": shape} for row in PEERS if not args.no_peer]
     for row, adapter in OURS.items():
         adapter = adapter | {"kind": "lora", "rank": 16, "alpha": 32.0} if adapter else {}
-        model = shape | HOW | {"scan_layers": "scanned" in row} | given
+        model = shape | HOW | (NAMES if "names" in row else {}) | given
         said = {"do": "step", "row": row, "side": "jaxpar", "adapter": adapter, "model": model}
         found.append(common | said)
     return found
