@@ -157,4 +157,5 @@ def test_commands_are_listed_and_run_as_themselves(capfd, monkeypatch):
 def test_the_address_stands_in_one_place():
     (address,) = PROJECT["project"]["urls"].values()
     tracked = subprocess.run(["git", "grep", "-lF", address], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert tracked == ["pyproject.toml"]
+    # The others are held to it: the page by tests/test_howto.py, notebooks by tests/test_notebooks.py.
+    assert {path for path in tracked if not path.startswith("notebooks/")} == {"pyproject.toml", "docs/install.md"}
