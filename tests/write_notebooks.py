@@ -101,13 +101,14 @@ def execute(notebook, fast: bool = True) -> None:
 def cleaned(output, place: pathlib.Path):
     """Returns an output without the names of this machine's folders, and its picture in few colours."""
     names = {f"{place}/": "", str(place): ".", f"{ROOT}/": "", str(ROOT): ".", str(pathlib.Path.home()): "~"}
-    names[tempfile.gettempdir()] = "TEMP"
+    names[str(place.parent)] = "TEMP"
     names |= {socket.gethostname(): "host"} if len(socket.gethostname()) > 8 else {}
 
     def plain(value):
         if isinstance(value, str):
             for found, instead in names.items():
                 value = value.replace(found, instead)
+            value = re.sub(rf"{re.escape(tempfile.gettempdir())}/[\w-]+", "TEMP", value)
         return value
 
     if output.output_type == "stream":
