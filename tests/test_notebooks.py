@@ -1,4 +1,4 @@
-"""Every notebook runs at its small size and is set up by the same cell; its .ipynb twin has what it printed and drew."""
+"""Every notebook runs at its small size and is set up by the same cell; its .ipynb twin has what that gave."""
 
 import re
 import subprocess
@@ -90,24 +90,43 @@ def test_a_new_address_replaces_the_old_one():
 # ---------------------------------------------------------------- what writes them
 
 
+SMALL = """# %% [markdown]
+# # Title
+
+# %% [markdown]
+# ## Set-up
+# Words.
+
+# %%
+REPOSITORY = ""
+
+# %%
+import os
+print(os.environ["FAST"], os.getcwd() + "/a")
+print("12\\r345")
+"""
+
+
 def test_a_twin_is_executed_when_its_code_has_changed(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONWARNINGS", "default")
-    source = tmp_path / "00_small.py"
-    cells = ["# %% [markdown]\n# # Title\n", f"# %% [markdown]\n# {write_notebooks.SET_UP}", '# %%\nREPOSITORY = ""\n']
-    work = "# %%\nimport os\nprint(os.environ['FAST'], os.getcwd() + '/a')\nprint('12\\r345')\n"
-    source.write_text("\n".join([*cells, work]))
+    source, twin = tmp_path / "00_small.py", tmp_path / "00_small.ipynb"
+    source.write_text(SMALL)
+    monkeypatch.setattr(write_notebooks, "FULL_SIZE", {"another"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jupyter_client and zmq warn of their own event loops
         assert write_notebooks.write(source, False).startswith("executed")
-        twin = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
-        assert [output.text for output in twin.cells[-1].outputs] == ["1 a\n345\n"]
-        source.write_text(source.read_text().replace("Title", "Other").replace("REPOSITORY =", "x = 1\nREPOSITORY ="))
-        assert write_notebooks.write(source, False).startswith("kept")
-        same = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
-        assert same.cells[-1] == twin.cells[-1] and same.cells[1].source == "# Other"
-        source.write_text(source.read_text().replace("345", "6") + "import warnings\nwarnings.warn('no')\n")
-        assert write_notebooks.write(source, False).startswith("RED")
-    assert nbformat.read(source.with_suffix(".ipynb"), as_version=4) == same
+    last = nbformat.read(twin, as_version=4).cells[-1]
+    assert [output.text for output in last.outputs] == ["1 a\n345\n"]  # no folder, and a line written over once
+
+    def warn(notebook, fast):
+        code_cells(notebook)[-1].outputs = [nbformat.v4.new_output("stream", name="stderr", text="UserWarning: no")]
+
+    monkeypatch.setattr(write_notebooks, "execute", warn)
+    source.write_text(source.read_text().replace("Title", "Other").replace("REPOSITORY =", "x = 1\nREPOSITORY ="))
+    assert write_notebooks.write(source, False).startswith("kept")
+    kept = twin.read_text()
+    assert nbformat.reads(kept, 4).cells[-1] == last and "# Other" in kept and "x = 1" in kept
+    source.write_text(source.read_text().replace("345", "6"))
+    assert "UserWarning: no" in write_notebooks.write(source, False) and twin.read_text() == kept
 
 
 # ---------------------------------------------------------------- the set-up cell

@@ -29,6 +29,8 @@ import nbformat
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
+FULL_SIZE = {"00_tour"}
+"""Executed at full size; the others with FAST=1."""
 SET_UP = "## Set-up\n"
 LIMIT_S = 900
 STYLE = "figure.dpi: 80\nsavefig.dpi: 80\n"
@@ -43,12 +45,13 @@ def repository() -> str:
 def colab(address: str, name: str) -> str:
     """Returns the line above a notebook's title, which opens it in Colab."""
     site = urlsplit(address)
+    size = "full size" if name in FULL_SIZE else "small size, `FAST=1`"
     if site.netloc == "github.com":
         path = f"{site.path.removesuffix('.git')}/blob/main/notebooks/{name}.ipynb"
         line = f"[Open in Colab](https://colab.research.google.com/github{path})"
     else:  # Colab opens addresses of GitHub alone
         line = f"[Open in Colab](https://colab.research.google.com): File > Upload notebook, from <{address}>"
-    return f"{line} · shown below: the small size, `FAST=1`"
+    return f"{line} · shown below: {size}"
 
 
 def with_address(text: str, address: str, name: str) -> str:
@@ -72,8 +75,8 @@ def digest(notebook) -> str:
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
-def execute(notebook) -> None:
-    """Fills the outputs of a notebook, at its small size, in an empty folder, on the CPU, with nothing compiled before."""
+def execute(notebook, fast: bool = True) -> None:
+    """Fills the outputs of a notebook, in an empty folder, on the CPU, with nothing compiled before."""
     import nbclient
 
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +84,7 @@ def execute(notebook) -> None:
         place.mkdir()
         (place / "matplotlibrc").write_text(STYLE)
         own = {
-            "FAST": "1",
+            "FAST": "1" if fast else "",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "IPYTHONDIR": f"{folder}/ipython",
             "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",
@@ -98,13 +101,14 @@ def execute(notebook) -> None:
 def cleaned(output, place: pathlib.Path):
     """Returns an output without the names of this machine's folders, and its picture in few colours."""
     names = {f"{place}/": "", str(place): ".", f"{ROOT}/": "", str(ROOT): ".", str(pathlib.Path.home()): "~"}
-    names[tempfile.gettempdir()] = "TEMP"
+    names[str(place.parent)] = "TEMP"
     names |= {socket.gethostname(): "host"} if len(socket.gethostname()) > 8 else {}
 
     def plain(value):
         if isinstance(value, str):
             for found, instead in names.items():
                 value = value.replace(found, instead)
+            value = re.sub(rf"{re.escape(tempfile.gettempdir())}/[\w-]+", "TEMP", value)
         return value
 
     if output.output_type == "stream":
@@ -172,7 +176,7 @@ def write(source: pathlib.Path, anyhow: bool) -> str:
             cell.outputs, cell.execution_count = same.outputs, same.execution_count
         done = "kept"
     else:
-        execute(notebook)
+        execute(notebook, source.stem not in FULL_SIZE)
         done = f"executed in {time.monotonic() - began:.0f} s"
     if found := warned(notebook):
         return f"RED: it warns, and was not written\n{''.join(found)}"
