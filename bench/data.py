@@ -78,14 +78,14 @@ def measure(args: argparse.Namespace) -> None:
             for size in args.sizes if case == "memory" else args.sizes[:1]:
                 request = common | {"bytes": size, "path": str(folder / f"{size}.jsonl")}
                 request |= {"tokenizer": "bytes" if case == "memory" else "bpe"}
-                bench.ask("jaxpar", request | {"do": "make"})
+                made = bench.ask("jaxpar", request | {"do": "make"})
                 bench.close()
                 limit = None
                 for row, side in ROWS[case].items():
                     if side == "peer" and args.no_peer:
                         continue
                     asked = request | {"row": row, "do": "read" if case == "read" else "tokenise"}
-                    found = {"row": row, "case": case, "bytes": size} | bench.ask(side, asked)
+                    found = {"row": row, "case": case, "bytes": made.get("bytes", size)} | bench.ask(side, asked)
                     bench.close()
                     if "cpu_s" in found:
                         rate = found["tokens"] / found["cpu_s"]

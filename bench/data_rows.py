@@ -66,7 +66,7 @@ def make(request: dict) -> dict:
             number += len(documents)
     if not (folder / "tokenizer.json").exists():
         train_bpe(iter(documents[:2000]), 8192).save(folder / "tokenizer.json")
-    return {}
+    return {"bytes": os.path.getsize(request["path"])}
 
 
 def answer(request: dict) -> dict:
