@@ -221,13 +221,15 @@ class World:
         paid = jnp.where(births.born, fee[births.parent], 0)
         slots, extinct = births.slot, jnp.zeros((), bool)
         have = lambda: self.children(key, agents, births, prices)  # noqa: E731
+        # Noise for genomes is much of a step's work: where nobody is born, rows that no slot takes do as well.
+        none = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(have))  # noqa: E731
+        cases, case = [none, have], jnp.any(births.born).astype(jnp.int32)
         if self.newcomers:
             extinct, number = ~jnp.any(agents.alive), jnp.arange(self.max_births)
-            come = lambda: self._newcomers(key, self.max_births, prices, state.lineages)  # noqa: E731
-            rows = jax.lax.cond(extinct, come, have)
+            cases.append(lambda: self._newcomers(key, self.max_births, prices, state.lineages))
+            case = jnp.where(extinct, 2, case)
             slots = jnp.where(extinct, jnp.where(number < self.newcomers, number, self.num_agents), slots)
-        else:
-            rows = have()
+        rows = jax.lax.switch(case, cases)
         payer = jnp.where(births.born, births.parent, self.num_agents)
         agents = agents._replace(energy=agents.energy.at[payer].add(-(paid + prices.child), mode="drop"))
         arrivals = jnp.where(extinct, self.newcomers * prices.start, 0)
