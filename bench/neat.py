@@ -57,15 +57,22 @@ def compiled(program: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any
     return ready, traced - began, time.perf_counter() - traced, time.process_time() - busy
 
 
+def our_run(args: argparse.Namespace, mode: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    """The program of ours, and what it is given: a key, and the first generation."""
+    config = NeatConfig(3, 1, args.population, args.nodes, args.conns, args.species, mode)
+    neat, data, count = Neat(config, Table(tolerance=0.0)), xor(), args.generations
+    first = jax.jit(neat.init)(jax.random.key(args.seed), None)
+    return lambda key, state: run_until(neat, key, state, data, count)[0], (jax.random.key(args.seed + 1), first)
+
+
 def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
     """`jaxpar.neat`, many generations a program, the population split over so many devices; 0 is no mesh."""
-    config = NeatConfig(3, 1, args.population, args.nodes, args.conns, args.species, mode)
-    neat, data = Neat(config, Table(tolerance=0.0)), xor()
-    key, count = jax.random.key(args.seed + 1), args.generations
+    count = args.generations
     mesh = use_mesh(make_mesh(MeshSpec(data=devices), jax.devices()[:devices])) if devices else contextlib.nullcontext()
     with mesh:
-        now = [jax.jit(neat.init)(jax.random.key(args.seed), None)]
-        program, *seconds = compiled(lambda key, state: run_until(neat, key, state, data, count)[0], key, now[0])
+        whole, (key, first) = our_run(args, mode)
+        now = [first]
+        program, *seconds = compiled(whole, key, first)
 
     def advance() -> int:
         now[0] = jax.block_until_ready(program(jax.random.fold_in(key, int(now[0].generation)), now[0]))
@@ -79,8 +86,8 @@ def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
     return Side(*seconds, advance, told)
 
 
-def tensorneat(args: argparse.Namespace) -> Side:
-    """TensorNEAT, from the checkout that the flag names, with its own defaults besides the sizes."""
+def tensorneat_run(args: argparse.Namespace) -> tuple[Callable[..., Any], Any, Any]:
+    """The program of TensorNEAT, from the checkout that the flag names, what it is given, and its algorithm."""
     sys.path.append(str(pathlib.Path(args.tensorneat) / "src"))
     from tensorneat import algorithm, common, genome
     from tensorneat.pipeline import Pipeline
@@ -96,10 +103,16 @@ def tensorneat(args: argparse.Namespace) -> Side:
                                 output_transform=common.ACT.sigmoid)  # fmt: skip
     search = algorithm.NEAT(pop_size=args.population, species_size=args.species, genome=form)
     pipeline = Pipeline(search, Xor(), seed=args.seed)
-    now, count = [pipeline.setup()], args.peer_generations
-    program, *seconds = compiled(
-        lambda state: jax.lax.fori_loop(0, count, lambda _, state: pipeline.step(state)[0], state), now[0]
-    )
+    count = args.peer_generations
+    whole = lambda state: jax.lax.fori_loop(0, count, lambda _, state: pipeline.step(state)[0], state)  # noqa: E731
+    return whole, pipeline.setup(), search
+
+
+def tensorneat(args: argparse.Namespace) -> Side:
+    """TensorNEAT, with its own defaults besides the sizes."""
+    whole, first, search = tensorneat_run(args)
+    now, count = [first], args.peer_generations
+    program, *seconds = compiled(whole, first)
 
     def advance() -> int:
         now[0] = jax.block_until_ready(program(now[0]))

@@ -7,6 +7,7 @@ import re
 import jax
 
 from jaxpar.mesh import LAYOUTS, RULES, MeshSpec, mesh_axes
+from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.types import PyTree, UsageError
 from jaxpar.verify import Layout
 
@@ -16,8 +17,6 @@ LM_AXES = ("batch", "seq", "seq_layer")
 
 def parse_layout(text: str) -> Layout:
     """Reads data2.fsdp4, fsdp4.tensor2/zero2+sequence, or with stages and their schedule stage2.data4/zero2+zb_v."""
-    from jaxpar.parallel.pipeline import PIPELINES  # here, since it takes longer to load than most commands' own code
-
     mesh, _, name = text.partition("/")
     sizes = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in mesh.split(".")]
     fields = {field.name for field in dataclasses.fields(MeshSpec)}

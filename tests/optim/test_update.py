@@ -254,3 +254,37 @@ def test_states_have_the_paths_of_checkpoints_that_there_are():
         *(f"{inner}/muon/inner_state/{path}" for path in ("count", "mean/layers/w")),
         "1/1/count", "2/inner_state/count",
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------- leaves joined
+
+
+@pytest.mark.parametrize("name", ["adamw", "radam", "rmsprop"])
+def test_one_vector_takes_the_steps_of_its_leaves(name):
+    optimizer, params = made(name, weight_decay=0.0), drawn(0)
+    apart = params, optimizer.init(params)
+    joined = optimizer.joined(*apart)
+    together = joined.params, joined.state
+    assert joined.params.shape == (33,)
+
+    @jit
+    def both(apart, together, grads):
+        numbers = {"rate": jnp.float32(0.1), "max_norm": jnp.float32(1.0)}
+        vector = jax.grad(lambda v: sum(map(jnp.vdot, *map(jax.tree.leaves, (joined.part(v), grads)))))(together[0])
+        *apart, told = optimizer.update(grads, apart[1], apart[0], **numbers)
+        *together, same_told = optimizer.update(vector, together[1], together[0], **numbers)
+        return apart, together, told, same_told
+
+    for seed in range(1, 4):
+        apart, together, *told = both(apart, together, drawn(seed))
+        assert_close(told[1], told[0], 2e-6)
+    whole = joined.part(together[0]), joined.part_state(together[1])
+    assert jax.tree.structure(whole) == jax.tree.structure(tuple(apart))
+    assert_close(whole, tuple(apart), 2e-6)
+
+
+@pytest.mark.parametrize("name, decay", [("muon", 0.0), ("adamw", 0.1)])
+def test_leaves_that_are_not_alike_stay_apart(name, decay):
+    optimizer, params = made(name, weight_decay=decay), drawn(0)
+    state = optimizer.init(params)
+    assert optimizer.joined(params, state)[:2] == (params, state)
