@@ -106,7 +106,7 @@ def by_hand(request: dict, turns: Turns, made: dict) -> None:
     model, rule = task.model, optax.adam(RATE, eps=1e-6)
     turns.begin(side)
     sizes = {"data": 1, "fsdp": 1, "tensor": 1} | request["mesh"]
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(tuple(sizes.values())), tuple(sizes))
     params = model.init_variables(jax.random.key(0))["params"]
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), hand_specs(params, request["layers"]))
     params = jax.device_put(params, places)
