@@ -73,7 +73,7 @@ def test_each_part_has_a_dropout_key_of_its_own(start, monkeypatch, parts):
     from jaxpar.lm import stages
     from jaxpar.nn.auxiliary import NOTHING
 
-    def drawn(params, batch, model, *, normaliser, share, dropout_key):
+    def drawn(params, batch, model, *, normaliser, share, dropout_key, smoothing):
         return jax.random.uniform(dropout_key) * batch["weights"].max() + 0 * params["embedding"].sum(), NOTHING
 
     monkeypatch.setattr(stages, "losses", drawn)
