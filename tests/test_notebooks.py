@@ -84,7 +84,7 @@ def test_a_new_address_replaces_the_old_one():
     assert moved.count(f"[Open in Colab]({link})") == 1 and f'\nREPOSITORY = "{github}"\n' in moved
     assert repository() not in moved and with_address(moved, repository(), "00_tour") == text
     assert f"]({link})" in colab(f"{github}.git", "00_tour")
-    assert "example.org" in colab("https://example.org/jaxpar", "00_tour")  # which Colab cannot open
+    assert "example.com" in colab("https://example.com/there", "00_tour")  # which Colab cannot open
 
 
 # ---------------------------------------------------------------- what writes them

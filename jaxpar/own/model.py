@@ -15,7 +15,7 @@ from jaxpar.optim import Optimizer
 from jaxpar.optim.update import finite_or_old
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["OwnModel", "OwnState"]
+__all__ = ["OwnModel", "OwnState", "path_of"]
 
 OWN_METRICS = ("loss", "grad_norm", "skipped")
 

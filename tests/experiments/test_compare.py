@@ -58,7 +58,7 @@ def test_rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once(main
         want = np.polyfit(np.log2(seconds), losses, 1)
         np.testing.assert_allclose([row["slope"], row["line_at_end"]], want, rtol=1e-6)
     one = [row["loss"] for row in rows if row["mixer"] == "min_gru"]
-    assert len(set(one)) == 2 and f"{np.mean(one):.4f} +- {np.std(one, ddof=1):.4f}" in said.out
+    assert len(set(one)) == 2 and f"{np.mean(one):.4f} ± {np.std(one, ddof=1):.4f}" in said.out
     assert (tmp_path / "run" / "plots" / "fits.png").stat().st_size > 1000
 
 
