@@ -30,9 +30,10 @@ from jaxpar.optim.config import OptimizerConfig
 from jaxpar.optim.masks import matrices, muon_dimensions
 from jaxpar.optim.rules import make_optimizer
 from jaxpar.optim.schedules import annealed, learning_rate
-from jaxpar.optim.update import Optimizer
+from jaxpar.optim.update import Joined, Optimizer
 
 __all__ = [
+    "Joined",
     "Optimizer",
     "OptimizerConfig",
     "annealed",

@@ -66,7 +66,7 @@ def test_each_kind_tells_what_the_model_says(folder, capsys):
     answers = [{"prompt": "w1", "answer": " ".join(text)}, {"prompt": "w1", "answer": "w0 w0 w0"}]
     found, lines = evaluate(folder, "exact", answers, "sampling.max_new_tokens=2")
     assert [line["text"].split() for line in lines] == [text, text] and found["exact_match"] == 0.5
-    assert "exact_match            0.5000 +- 0.5000 of 2 records" in capsys.readouterr().out
+    assert "exact_match            0.5000 ± 0.5000 (standard error of 2 records)" in capsys.readouterr().out
 
 
 def test_what_cannot_be_measured_is_refused(folder):

@@ -137,7 +137,7 @@ def test_a_champion_plays_fresh_episodes_and_is_filmed(main, tmp_path):
     assert "(standard error of 20 episodes)" in said[0] and said[0] == said[1] != said[2], said
     filmed = main("mode=film", "run=run", "cpu_devices=8", "frames=3", of="neat")
     assert filmed.code == 0 and "film       run/plots/champion.gif" in filmed.out, filmed
-    assert main("mode=film", "run=run", "frames=3", "hydra.run.dir=elsewhere", of="neat").code == 0
+    assert main("mode=film", "run=run", "cpu_devices=8", "frames=3", "hydra.run.dir=elsewhere", of="neat").code == 0
     assert (tmp_path / "elsewhere/plots/champion.gif").stat().st_size > 1000
 
 

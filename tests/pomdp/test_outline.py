@@ -46,4 +46,4 @@ def test_branches_add_up(planner):
     with pytest.raises(UsageError, match="depth=-1 must be at least 0"):
         outline(search, planner, env, params, depth=-1)
     assert short.below[0].visits == max(info.visits)
-    assert str(short).count("\n") == 2 and str(short).splitlines()[1].startswith("  a")
+    assert str(short).count("\n") == 2 and str(short).splitlines()[1].startswith("  listen")

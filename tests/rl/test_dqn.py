@@ -24,7 +24,7 @@ TEAM = dataclasses.replace(LONE, env=Forks(), decomposition="qmix", decompositio
 
 def lively(learner):
     """A state whose weights, and others of the target network, are none of them zero."""
-    state = jit(learner.init)(jax.random.key(0), None)
+    state = jit(learner.init)(jax.random.key(3), None)
     weights = perturbed(state.weights)
     return state.replace(weights=weights, target_weights=jax.tree.map(lambda x: 0.1 - 0.7 * x, weights))
 
@@ -126,7 +126,7 @@ def test_nothing_is_learned_before_the_warmup_and_the_target_waits_for_its_perio
     learner = dataclasses.replace(
         LONE, gradient_steps=2, warmup=50, num_steps=8, target_period=3, rates=RATES.replace(tau=1.0), n_step=1
     )
-    state, step = jit(learner.init)(jax.random.key(0), None), jit(learner.step)
+    state, step = jit(learner.init)(jax.random.key(3), None), jit(learner.step)
     first = state
     for update in range(12):
         before = state
