@@ -1,5 +1,6 @@
 """Sphinx configuration: MyST pages, notebooks with their outputs, the API from docstrings."""
 
+import os
 import pathlib
 import re
 import sys
