@@ -51,7 +51,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 docs: $(VENV)/.docs
-	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+	$(VENV)/bin/sphinx-build -W --keep-going -j 2 -b html docs docs/_build/html
 
 bench: $(VENV)/.run
 	$(PY) bench/lm_throughput.py $(args)

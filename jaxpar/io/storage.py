@@ -1,10 +1,12 @@
 """The folder of checkpoints: local or in a bucket, whether it can be written, what is kept there and for how long."""
 
+import contextlib
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import orbax.checkpoint as ocp
@@ -134,25 +136,41 @@ def open_manager(
         )
         retention.append(best)
     processes = jax.process_count()
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy(retention),
-        best_fn=None if order.metric is None else order,
-        best_mode=order.mode,
-        cleanup_tmp_directories=not read_only,
-        create=False,
-        read_only=read_only,
-        # Named processes meet through the coordinator. The default is a collective on the devices, which from a
-        # thread would come between those of the training step, in another order on each process.
-        multiprocessing_options=ocp.options.MultiprocessingOptions(
-            active_processes=set(range(processes)) if processes > 1 else None
-        ),
-    )
-    handlers = {
-        "state": ocp.StandardCheckpointHandler(),
-        "layout": ocp.JsonCheckpointHandler(),
-        "metadata": ocp.JsonCheckpointHandler(),
-    }
-    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
+    with _without_warnings_of_reading():
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(retention),
+            best_fn=None if order.metric is None else order,
+            best_mode=order.mode,
+            cleanup_tmp_directories=not read_only,
+            create=False,
+            read_only=read_only,
+            # Named processes meet through the coordinator. The default is a collective on the devices, which from a
+            # thread would come between those of the training step, in another order on each process.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=set(range(processes)) if processes > 1 else None
+            ),
+        )
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(),
+            "layout": ocp.JsonCheckpointHandler(),
+            "metadata": ocp.JsonCheckpointHandler(),
+        }
+        return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
+
+
+@contextlib.contextmanager
+def _without_warnings_of_reading() -> Iterator[None]:
+    """Orbax warns, twice, that a folder is only read, as it was told to."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "read_only" not in record.getMessage() and "read only" not in record.getMessage()
+
+    orbax = logging.getLogger("absl")
+    orbax.addFilter(is_news)
+    try:
+        yield
+    finally:
+        orbax.removeFilter(is_news)
 
 
 def storage_reason(error: BaseException | None) -> str | None:

@@ -137,11 +137,13 @@ def test_containers_may_be_of_other_classes(tmp_path, opened):
     assert bits(restored["optimizer"][0]["count"]) == bits(state.optimizer[0].count)
 
 
-def test_a_reader_beside_a_run_touches_nothing(tmp_path, opened):
+def test_a_reader_beside_a_run_touches_nothing_and_warns_of_nothing(tmp_path, opened, caplog):
     states = three_saved(tmp_path, opened)
     half = shutil.copytree(tmp_path / "2", tmp_path / "9.orbax-checkpoint-tmp")  # a save under way in the run
     before = sorted(path for path in tmp_path.rglob("*"))
+    caplog.clear()
     reader = opened(tmp_path, read_only=True)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], caplog.text
     assert reader.steps() == [1, 2, 3] and reader.best() == 1
     assert bits(reader.restore(3, abstract(states[3]))) == bits(states[3])
     with pytest.raises(UsageError, match="step 4 cannot be saved to .* read only"):
