@@ -56,7 +56,8 @@ def test_an_honest_promise_is_no_optimism_though_the_episode_is_cut():
 
 
 def test_a_promise_far_above_what_is_earned_is_told():
-    with pytest.warns(DishonestValues, match=r"promised -10 at the start, 1.85 ± 0 \(standard error\) more than was earned"):
+    told = r"promised -10 at the start, 1.85 ± 0 \(standard error\) more than was earned"
+    with pytest.warns(DishonestValues, match=told):
         got = summarize(listened(-10.0))
     np.testing.assert_allclose(got.optimism, 10 * (1 - 0.95**4), rtol=1e-4)
     with warnings.catch_warnings():
