@@ -120,7 +120,8 @@ def _product(how: tuple, x: Array, weight: Array) -> Array:
     equation, axes, precision, _ = how
     if platform() == "gpu" and x.dtype.itemsize == 2 and not any(mesh_axes(name) for name in (*axes, "batch") if name):
         filled = _with_enough_rows(equation, x, weight)
-        return jnp.einsum(equation, filled, weight, precision=precision)[:, : x.shape[1]]
+        y = jnp.einsum(equation, filled, weight, precision=precision)
+        return y if filled is x else y[:, : x.shape[1]]  # of an equation that turns axes, the second is another
     weight = constrain(weight, *in_role(axes, "product"), name="a weight")
     return _in_columns(how, 2, jnp.einsum(equation, _in_columns(how, 0, x), weight, precision=precision))
 

@@ -231,7 +231,8 @@ def test_what_is_done_to_a_weight_is_done_to_it_alone():
         ("btd,df->btf", (4, 4, 64), (64, 7), False),  # 16 rows
         ("btd,df->btf", (1, 4, 1000), (1000, 2500), False),  # 10^7 multiplications
         ("bd,dc->bc", (1, 8), (8, 5), False),  # no second axis of rows
-        ("btd,df->tbf", (1, 3, 64), (64, 8), False),  # the result has them in another order
+        ("btd,df->tbf", (3, 2, 64), (64, 8), False),  # the result has them in another order
+        ("tbn,nd->btd", (5, 2, 64), (64, 8), False),
         ("btd,tdf->btf", (1, 3, 64), (3, 64, 8), False),  # each row has a weight of its own
     ],
 )
