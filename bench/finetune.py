@@ -186,10 +186,9 @@ def load(bench: harness.Bench, table: harness.Table, args: argparse.Namespace) -
 
 def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases."""
-    paths = [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     with tempfile.TemporaryDirectory(prefix="finetune-programs-") as cache:
         env = {
-            "PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(HERE.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1",
             "JAX_COMPILATION_CACHE_DIR": args.cache or cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }  # fmt: skip
         if args.tiny:

@@ -28,7 +28,12 @@ class Worker:
     """A process that answers requests."""
 
     def __init__(self, command: list[str], env: dict[str, str], python: str = sys.executable):
-        """Starts `command` with `env` added to the environment, by this interpreter or the one that a peer needs."""
+        """Starts `command` with `env` added to the environment, by this interpreter or the one that a peer needs.
+
+        A PYTHONPATH in `env` comes before that of the environment: what is installed there is found, too.
+        """
+        paths = [*filter(None, (env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")))]
+        env = env | {"PYTHONPATH": os.pathsep.join(paths)} if paths else env
         self.log = tempfile.TemporaryFile("w+")
         # A process group of its own, so that a compiler that a row started does not outlive it.
         self.process = subprocess.Popen(

@@ -92,8 +92,7 @@ def tell_axes(axes: dict[str, dict[str, list[str]]]) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Measures each case in a process of its own."""
-    paths = [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    env = {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    env = {"PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
     bench = harness.Bench({"own": ([str(HERE / "own_rows.py")], env)}, args.budget_s, args.row_s)
     table = harness.Table(COLUMNS, args.out)
     try:
