@@ -56,7 +56,11 @@ COLUMNS = {
 
 def measure(args: argparse.Namespace) -> None:
     """Measures the rows of the chosen cases, on files that are removed then."""
-    env = {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+        "JAX_PLATFORMS": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     sides = {
         "jaxpar": ([str(HERE / "data_rows.py")], env),

@@ -29,7 +29,6 @@ most memory that the process had beside files it maps, over what it had before.
 
 import argparse
 import concurrent.futures
-import os
 import pathlib
 import shutil
 import sys

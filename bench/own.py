@@ -19,7 +19,6 @@ Then, of each case, how many parameters have the axes of the hand-written side, 
 """
 
 import argparse
-import os
 import pathlib
 import statistics
 import sys
