@@ -53,14 +53,7 @@ TOLERANCE = 1e-12  # float64; gradients pass eight layers, summed in another ord
 LAYERS = 8
 
 
-# One way of placing chunks each, with backward passes whole and split; 6 s for the others, whose tables have tests.
-RUN = {"gpipe", "interleaved", "zb_v", "bitpipe"}
-each_pipeline = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in RUN else [pytest.mark.slow]) for name in PIPELINES]
-)
-
-
-@each_pipeline
+@pytest.mark.parametrize("name", PIPELINES)
 def test_gradients_are_those_of_the_plain_model(name, x64):
     turns = 16 if name == "bitpipe" else LAYERS
     assert_equals_in_turn(named_schedule(name, 4, 4), turns, "float64", TOLERANCE, {"tensor": 2})
