@@ -4,7 +4,7 @@
     python bench/mixer_tasks.py --tasks s5,mqar --cells gru,gated_delta --steps 3000 --seeds 0,1,2
     python bench/mixer_tasks.py --tiny                            # checks that the script runs
 
-s5 composes permutations of five things, of which the state must be followed; mqar asks for the values of many keys, and
+s5 composes a swap and a cycle of five things, sixteen times, so the state must be followed; mqar asks for the values of many keys, and
 recall for the newest value of a key that came several times; delayed_copy tells again what came so many steps before.
 Two layers, of as many units as bring a network nearest to the parameters of a GRU of `--size` units; the same batches,
 rate and schedule for all. Accuracy is of what is asked, on rows that training does not see. JSON, which is written
@@ -33,7 +33,7 @@ from jaxpar.types import UsageError  # noqa: E402
 
 CELLS = "gru para_gru min_gru aaren gla mamba2 mlstm gated_delta"
 TASKS = {  # flags, and what guessing gets right
-    "s5": ("data.length=8", 1 / 120),
+    "s5": ("data.length=16 data.symbols=2", 1 / 120),
     "mqar": ("data.length=24 data.symbols=8", 1 / 16),
     "recall": ("data.length=4 data.symbols=8", 1 / 16),
     "delayed_copy": ("data.length=8 data.symbols=16", 1 / 16),

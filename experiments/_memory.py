@@ -69,15 +69,24 @@ def permutations(size: int) -> np.ndarray:
     return np.array(list(itertools.permutations(range(size))))
 
 
-def compose_permutations(rng: np.random.Generator, rows: int, length: int, size: int) -> Rows:
+def generators(size: int, count: int) -> np.ndarray:
+    """Returns the numbers of `count` permutations of at least two things: a swap and a cycle, which make all, first."""
+    table = permutations(size).tolist()
+    swap, cycle = [1, 0, *range(2, size)], [*range(1, size), 0]
+    first = list(dict.fromkeys((table.index(swap), table.index(cycle))))
+    return np.array([*first, *(number for number in range(len(table)) if number not in first)])[:count]
+
+
+def compose_permutations(rng: np.random.Generator, rows: int, length: int, size: int, count: int) -> Rows:
     """Draws numbers of permutations, at each of which that of all up to there is right, the first done first.
 
     The word problem of the symmetric group: of 5 things it is complete for NC^1, which no mixer whose state follows a
-    diagonal recurrence solves at all lengths (Merrill et al. 2024, arXiv:2404.08819).
+    diagonal recurrence solves at all lengths (Merrill et al. 2024, arXiv:2404.08819). Those of `generators` are drawn,
+    `count` of them; two make all others, so that a state is as hard to follow, but fewer steps are to be learned.
     """
     table = permutations(size)
     number = {tuple(row): index for index, row in enumerate(table)}
-    shown = rng.integers(0, len(table), (rows, length))
+    shown = rng.choice(generators(size, count), (rows, length))
     right, now = np.zeros_like(shown), np.tile(np.arange(size), (rows, 1))
     for step in range(length):
         now = np.take_along_axis(table[shown[:, step]], now, 1)

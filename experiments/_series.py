@@ -34,7 +34,8 @@ class SeriesConfig:
       validation: That share; of the digits too.
       length: Of the synthetic tasks: T of adding and s5; of copying and recall the silent steps, of delayed_copy the
         delay, of mqar the places among which each key is asked for.
-      symbols: Of the copy tasks: how many are to be remembered; of recall and mqar the pairs of a key and a value.
+      symbols: Of the copy tasks: how many are to be remembered; of recall and mqar the pairs of a key and a value; of
+        s5 how many of the 120 permutations come, first a swap and a cycle, of which all others are made.
       batch_size: B, rows of a step.
     """
 
@@ -179,9 +180,10 @@ def _s5(config: SeriesConfig, seed: int) -> Task:
     count = len(_memory.permutations(5))
 
     def make(rng: np.random.Generator, c: SeriesConfig) -> Batch:
-        return _one_hot(count, *_memory.compose_permutations(rng, c.batch_size, c.length, 5))
+        return _one_hot(count, *_memory.compose_permutations(rng, c.batch_size, c.length, 5, c.symbols))
 
-    text = f"s5: {config.length} permutations of five things, composed; guessing is 1/{count} right"
+    kinds = min(config.symbols, count)
+    text = f"s5: {config.length} of {kinds} permutations of five things, composed; guessing is 1/{count} right"
     return Task(count, count, True, config.length, *_drawn(make, config, seed), text)
 
 

@@ -63,6 +63,20 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(task):
     assert not np.array_equal(got["inputs"], opened.validation[5]["inputs"])
 
 
+def test_a_swap_and_a_cycle_make_every_permutation():
+    table = _memory.permutations(5)
+    swap, cycle = (table[number] for number in _memory.generators(5, 2))
+    assert swap.tolist() == [1, 0, 2, 3, 4] and cycle.tolist() == [1, 2, 3, 4, 0]
+    met, new = {tuple(range(5))}, [np.arange(5)]
+    while new:
+        new = [order[then] for order in new for then in (swap, cycle)]
+        new = [order for order in {tuple(order): order for order in new}.values() if tuple(order) not in met]
+        met |= {tuple(order) for order in new}
+    assert len(met) == 120 == len(set(_memory.generators(5, 1000)))
+    shown = batch("s5", length=9, symbols=2)[1]["inputs"].argmax(-1)
+    assert set(shown.ravel()) == set(_memory.generators(5, 2))
+
+
 def test_a_question_has_the_newest_value_and_keys_do_come_again():
     lines = batch("recall", length=1, symbols=12)[1]["inputs"].argmax(-1)
     again = [np.unique(line[:24:2]).size < 12 for line in lines]

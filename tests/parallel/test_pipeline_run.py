@@ -115,7 +115,7 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow  # 16 minutes for all on busy cores
+@pytest.mark.slow  # 90 s for all on a quiet core
 @pytest.mark.parametrize("stages, sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name != "pipedream"])
 def test_every_schedule_on_every_mesh(name, stages, sizes, x64):
