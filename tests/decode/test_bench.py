@@ -38,6 +38,18 @@ def test_the_limit_is_all_weights_and_the_tokens_that_are_seen(bench):
     assert {name for name, sizes in cases.items() if "full" not in sizes} == set()
 
 
+def test_a_process_finds_what_it_is_given_first_and_then_what_is_installed(bench, tmp_path, monkeypatch):
+    for folder, modules in {"given": ["ours"], "installed": ["ours", "kernels"]}.items():
+        (tmp_path / folder).mkdir()
+        for module in modules:
+            (tmp_path / folder / f"{module}.py").write_text(f"place = {folder!r}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
+    answer = "import json, kernels, ours; input(); print(json.dumps({'at': [ours.place, kernels.place]}), flush=True)"
+    worker = bench["harness"].Worker(["-c", answer], {"PYTHONPATH": str(tmp_path / "given")})
+    assert worker.ask({}, 30)["at"] == ["given", "installed"]
+    worker.close()
+
+
 def test_rows_are_timed_in_turns_and_a_failed_one_is_asked_no_more(bench):
     asked = []
 
