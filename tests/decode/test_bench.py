@@ -48,6 +48,9 @@ def test_a_process_finds_what_it_is_given_first_and_then_what_is_installed(bench
     worker = bench["harness"].Worker(["-c", answer], {"PYTHONPATH": str(tmp_path / "given")})
     assert worker.ask({}, 30)["at"] == ["given", "installed"]
     worker.close()
+    assert worker.lines.get(timeout=30) == ""  # its reader is done
+    for pipe in (worker.process.stdin, worker.process.stdout, worker.log):
+        pipe.close()
 
 
 def test_rows_are_timed_in_turns_and_a_failed_one_is_asked_no_more(bench):
