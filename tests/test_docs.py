@@ -185,7 +185,7 @@ COMMAND = re.compile(r"python (?:-m experiments|bench/|docs/)|^(?:jaxpar|make)\b
 COUNT = r"(?:[\d.]+|an?|half an?|two|three|four|five|six|seven|eight|nine|ten|some|a few)"
 STATED = re.compile(
     rf"\b{COUNT}(?: and a half)? (?:s|seconds?|minutes?|hours?)\b|\bcores\b|\baccelerators?\b"
-    r"|\b(?:an?|one|each|\d+|two|of) (?:\w+ )?(?:GPU|TPU|H100|H200|v5e)s?\b"
+    r"|\b(?:an?|one|each|\d+|two|of) (?:\w+ )?(?:GPU|TPU|H100|H200|v5e|card)s?\b"
 )
 """Words that tell how long a command takes, or on what it is to run."""
 TIMED = [page for page in PAGES if page.name != "benchmarks.md" and "docs" in page.parts]
