@@ -188,7 +188,7 @@ STATED = re.compile(
     r"|\b(?:an?|one|each|\d+|two|of) (?:\w+ )?(?:GPU|TPU|H100|H200|v5e|card)s?\b"
 )
 """Words that tell how long a command takes, or on what it is to run."""
-TIMED = [page for page in PAGES if page.name != "benchmarks.md" and "docs" in page.parts]
+TIMED = sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "benchmarks.md"})
 
 
 def untimed(text):
