@@ -52,6 +52,8 @@ from ._run import say
 from .lm import TrainConfig, make_trainer
 
 REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4), 8  # what a search tries
+UNSAID = (MeshSpec(data=-1), MeshSpec(data=1, fsdp=-1))
+"""The meshes of who gives none: the default, and that of presets of large models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ def compose(*flags: str) -> Config:
 @_silence.broken()
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Estimates, prints the report and writes it into the run folder."""
-    if config.search and (config.mesh != MeshSpec(data=-1) or config.show or config.source):
+    if config.search and (config.mesh not in UNSAID or config.show or config.source):
         raise UsageError("search=true tries every mesh; leave mesh, show and source out, or search.")
     if config.pipeline != "none" and (config.search or config.decode or config.show or config.source):
         raise UsageError(

@@ -176,6 +176,7 @@ axis.set(xlabel="discounted return (two standard errors)")
 axis.legend(fontsize=8)
 axis.invert_yaxis()
 plt.show()
+print("discounted return: mean over episodes ± its standard error")
 for name in methods:
     print(f"{name:20} {means[name]:.2f} ± {errors[name]:.2f}")
 

@@ -28,7 +28,7 @@ LONG = "make test"
 SET_UP = ("pip ", "make ", "git ")
 """Lines that only a fresh environment runs."""
 SHORT = ("jaxpar", "jaxpar lm --help")
-UNITS = {"second": 1, "minute": 60, "hour": 3600}
+UNITS = {"s": 1, "second": 1, "minute": 60, "hour": 3600}
 NUMBERS = {"a": 1, "an": 1, "half": 0.5, "two": 2, "three": 3, "four": 4, "five": 5, "ten": 10}
 
 
@@ -61,10 +61,9 @@ def lines_of(page: str) -> list[Line]:
 
 def seconds_in(comment: str) -> float:
     """Returns the last time that a comment states, such as "about a minute" or "half an hour", in seconds."""
-    stated = re.findall(r"(half an?|an?|two|three|four|five|ten|[\d.]+) (second|minute|hour)s?", comment)
-    return (
-        max((NUMBERS.get(count.split()[0]) or float(count)) * UNITS[unit] for count, unit in stated) if stated else 0.0
-    )
+    stated = re.findall(r"\b(half an?|an?|two|three|four|five|ten|[\d.]+) (?:(second|minute|hour)s?|(s))\b", comment)
+    times = ((NUMBERS.get(count.split()[0]) or float(count)) * UNITS[long or short] for count, long, short in stated)
+    return max(times, default=0.0)
 
 
 def watch(text: str, folder: pathlib.Path, env: dict[str, str]) -> Seen:

@@ -179,6 +179,51 @@ def test_collectives_script_takes_its_flags():
         compose(*shlex.split(command))
 
 
+# ---------------------------------------------------------------- times
+
+COMMAND = re.compile(r"python (?:-m experiments|bench/|docs/)|^(?:jaxpar|make)\b", re.MULTILINE)
+COUNT = r"(?:[\d.]+|an?|half an?|two|three|four|five|six|seven|eight|nine|ten|some|a few)"
+STATED = re.compile(
+    rf"\b{COUNT}(?: and a half)? (?:s|seconds?|minutes?|hours?)\b|\bcores\b|\baccelerators?\b"
+    r"|\b(?:an?|one|each|\d+|two|of) (?:\w+ )?(?:GPU|TPU|H100|H200|v5e|card)s?\b"
+)
+"""Words that tell how long a command takes, or on what it is to run."""
+TIMED = sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "benchmarks.md"})
+
+
+def untimed(text):
+    """The bash blocks of a page that run a command of ours, and neither whose comments, nor the paragraphs before and
+    after, say how long that takes or on what hardware."""
+    found = []
+    for block in re.finditer(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if not COMMAND.search(block[1]):
+            continue
+        before, after = text[: block.start()].rstrip().split("\n\n")[-1], text[block.end() :].lstrip().split("\n\n")[0]
+        near = [part for part in (before, after) if not part.startswith(("#", "```"))]
+        comments = re.findall(r"(?: |^)#(.*)$", block[1], re.MULTILINE)
+        if not any(STATED.search(" ".join(part.split())) for part in near + comments):
+            found.append(block[1])
+    return found
+
+
+def test_a_command_without_a_time_is_found():
+    shown = "Words.\n\n```bash\npython -m experiments.lm seconds=3{}\n```\n\nMore.{}\n\n## After a minute\n"
+    assert untimed(shown.format("", "")) and untimed(shown.format("  # the second of two runs", ""))
+    for comment, words in [
+        ("  # 24 s", ""),
+        ("  # about a minute", ""),
+        ("", " Two CPU cores."),
+        ("", " On one H100."),
+    ]:
+        assert untimed(shown.format(comment, words)) == []
+
+
+@pytest.mark.parametrize("page", TIMED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_say_how_long_they_take_or_on_what(page):
+    """docs/benchmarks.md states the hardware of its sections."""
+    assert untimed(page.read_text()) == []
+
+
 # ---------------------------------------------------------------- links
 
 

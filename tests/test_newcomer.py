@@ -23,7 +23,15 @@ def test_lines_are_those_of_the_blocks_with_their_times():
 
 @pytest.mark.parametrize(
     ("comment", "seconds"),
-    [("", 0), ("half an hour on two cores", 1800), ("about a minute", 60), ("2.5 seconds", 2.5), ("8 copies", 0)],
+    [
+        ("", 0),
+        ("half an hour on two cores", 1800),
+        ("about a minute", 60),
+        ("2.5 seconds", 2.5),
+        ("8 copies", 0),
+        ("24 s", 24),
+        ("8 seeds", 0),
+    ],
 )
 def test_times_are_read(comment, seconds):
     assert newcomer.seconds_in(comment) == seconds

@@ -134,6 +134,19 @@ def test_a_search_over_gpus(main, tmp_path):
     assert {"data", "fsdp", "tensor", "remat", "accumulate"} == rows[0]["candidate"].keys()
 
 
+@pytest.mark.parametrize("preset", sorted(path.stem for path in ROOT.glob("experiments/conf/lm/preset/*.yaml")))
+def test_a_preset_s_own_mesh_hinders_no_search(preset, monkeypatch, tmp_path):
+    class Reached(Exception):
+        pass
+
+    def reach(config):
+        raise Reached
+
+    monkeypatch.setattr(estimate, "with_model", reach)
+    with pytest.raises(Reached):
+        estimate.execute(estimate.compose(f"preset={preset}", "topology=v5e:4x4", "search=true"), tmp_path)
+
+
 def test_what_another_layout_would_send(main, tmp_path):
     flags = "topology=h100:8 preset=tiny data.batch_size=8 mesh.fsdp=4 mesh.tensor=2 source=fsdp8/zero2"
     code, out, _ = main(*flags.split())
