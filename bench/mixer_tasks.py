@@ -4,7 +4,7 @@
     python bench/mixer_tasks.py --tasks s5,mqar --cells gru,gated_delta --steps 3000 --seeds 0,1,2
     python bench/mixer_tasks.py --tiny                            # checks that the script runs
 
-s5 composes a swap and a cycle of five things, sixteen in all, so that a state must be followed; mqar asks for the values
+s5 composes a swap and a cycle of five things, sixteen in all, so a state must be followed; mqar asks for the values
 of many keys, and recall for the newest value of a key that came several times; delayed_copy tells again what came so
 many steps before.
 Two layers, of as many units as bring a network nearest to the parameters of a GRU of `--size` units; the same batches,
