@@ -8,6 +8,7 @@ from gymnax.experimental import RolloutWrapper
 from gymnax.wrappers.purerl import LogWrapper
 from worlds import Corridor, Params, Team
 
+from envs.multi.foraging import Foraging
 from jaxpar.env import Discrete, adapt, agents_view, reset, step, to_gymnax
 from jaxpar.env.check import check_types
 from jaxpar.types import UsageError
@@ -86,6 +87,12 @@ def test_dictionaries_over_agents():
     masks = view.action_masks(state.replace(places=jnp.asarray([-5, 0, 0])))
     assert not masks["agent_0"][0] and masks["agent_1"].all()
     assert view.action_space("agent_1") == Discrete(3) and view.observation_space("agent_0").shape == (2,)
+
+
+def test_an_agents_actions_keep_their_names():
+    view = agents_view(Foraging())
+    assert view.action_space("agent_1").names == ("rest", "up", "down", "left", "right", "load")
+    assert agents_view(Team()).action_space("agent_1").names == ()
 
 
 def test_mistakes_are_named():

@@ -69,6 +69,11 @@ def updated(learner, hand, key, weights):
     return weights, np.mean(told, 0)
 
 
+def small_gates(weights):
+    """Gates' biases are drawn as far as -5, where float32 rounds what they move by, 1e-3, to the next 5e-7."""
+    return jax.tree.map_with_path(lambda path, x: x / 8 if path[-1] == jax.tree_util.DictKey("bz") else x, weights)
+
+
 @pytest.mark.parametrize(
     "learner",
     [PPO, PQN, *(pytest.param(dataclasses.replace(x, env=Tape()), marks=pytest.mark.slow) for x in (PPO, PQN))],
@@ -77,7 +82,7 @@ def updated(learner, hand, key, weights):
 def test_updates_equal_those_by_hand(learner):
     root, part = jax.random.key(11), "actor" if isinstance(learner, Ppo) else "network"
     state, step = jit(learner.init)(root, None), jit(learner.step)
-    state = state.replace(weights=perturbed(state.weights))
+    state = state.replace(weights=small_gates(perturbed(state.weights)))
     weights = jax.tree.map(lambda x: np.asarray(x, np.float64), state.weights[part])
     hand = Hand(jax.random.split(root)[1], learner.env, learner.num_envs, 3,
                 epsilon=None if isinstance(learner, Ppo) else 0.5)  # fmt: skip
@@ -92,7 +97,7 @@ def test_updates_equal_those_by_hand(learner):
             jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, *pair)
             for pair in ((state.weights[part], before.weights[part]), (then, weights))
         )
-        assert_close(moved, wanted, 2e-4)  # float32, differences of nearly equal numbers
+        assert_close(moved, wanted, 1e-4)  # float32, differences of nearly equal numbers
         weights = then
     kinds = ("with all",) if hand.lone else ("with all", "alone")
     assert set(itertools.product(range(STEPS), ENDS, kinds)) <= hand.seen

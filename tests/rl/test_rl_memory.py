@@ -20,7 +20,7 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
 from jaxpar.rl.memory import MEMORIES, STACKS, StackMemory, memory_of
-from jaxpar.rl.network import Network
+from jaxpar.rl.network import Network, drawn
 from jaxpar.solve import Newton
 from jaxpar.types import UsageError
 
@@ -286,6 +286,23 @@ def test_a_network_starts_orthogonal():
         gram = np.asarray(kernel).T @ np.asarray(kernel)
         np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5)
     assert params["encoder"]["params"]["Conv_0"]["kernel"].shape == (3, 3, 2, 4)
+
+
+def test_kernels_of_every_shape_are_orthonormal_times_their_gain():
+    shapes = {"tall": (9, 3), "wide": (2, 9), "square": (64, 64), "more": (64, 64), "board": (3, 3, 2, 4), "bias": (7,)}
+    gains = {"tall": np.sqrt(2), "wide": 0.01, "square": 1.0, "more": 3.0, "board": 0.5, "bias": 0.0}
+    first = {name: jnp.full(shape, gains[name], jnp.float32) for name, shape in shapes.items()}
+    keys = jax.random.split(jax.random.key(3), 3)
+    alone, seeds = jit(lambda keys: (drawn(keys[1], first), jax.vmap(lambda key: drawn(key, first))(keys)))(keys)
+    assert {name: kernel.shape for name, kernel in alone.items()} == shapes and not alone["bias"].any()
+    for name in sorted(set(shapes) - {"bias"}):
+        for kernel in (alone[name], *seeds[name]):
+            sides = np.asarray(kernel / gains[name]).reshape(-1, kernel.shape[-1])
+            gram = sides.T @ sides if sides.shape[0] >= sides.shape[1] else sides @ sides.T
+            np.testing.assert_allclose(gram, np.eye(len(gram)), atol=4e-6, err_msg=name)
+        np.testing.assert_allclose(seeds[name][1], alone[name], atol=1e-6, err_msg=name)
+        assert np.abs(seeds[name][0] - seeds[name][2]).max() > 0.1 * gains[name], name
+    assert np.abs(alone["square"] - alone["more"] / 3).max() > 0.1
 
 
 def test_a_memory_of_any_width_feeds_the_heads():

@@ -94,7 +94,6 @@ def test_the_shortest_schedule_of_ft06_takes_55():
     assert shortest == -total == 55
 
 
-@pytest.mark.slow  # 20 s
 def test_branch_and_bound_finds_the_best_of_all_orders():
     rng = np.random.default_rng(0)
     for _ in range(3):
