@@ -148,7 +148,7 @@ with tempfile.TemporaryDirectory() as folder:
 # ## One program runs any of them
 #
 # The table as integers: what each device does in a tick, which slots it reads and writes, and where it puts what
-# comes. The program is a loop over ticks, a switch over tasks, and two messages in every tick, to the next device and
+# comes. The program is a loop over ticks, in each a task, and two messages in every tick, to the next device and
 # to the one before. Within a stage two devices split heads, mlp and vocabulary, as they do without a pipeline.
 
 # %%

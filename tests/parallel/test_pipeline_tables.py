@@ -388,6 +388,13 @@ def test_figures_of_the_page_are_those_of_the_simulator():
         assert shown == (idle, int(kept), int(chunks)), name
 
 
+def test_the_page_says_what_both_stages_apart_gain():
+    (halves,) = re.findall(r"both wait ([\d.]+) % in place of ([\d.]+) %", PAGE)
+    for make in (gpipe, one_f_one_b):
+        shown = [f"{100 * simulate_schedule(make(4, 8, split)).idle_fraction:.1f}" for split in (True, False)]
+        assert shown == list(halves)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("schedule", [interleaved(2, 4, 3), breadth_first(2, 4, 2)])
 def test_a_device_gathers_one_chunk_a_tick_and_before_it_is_read(schedule, ahead):
