@@ -136,7 +136,7 @@ plt.show()
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
-    for name in ("1f1b", "zb_h1", "zb_v"):
+    for name in dict.fromkeys((*NAMES, "zb_v")):
         out = Path(folder) / f"{name}.png"
         draw_schedule(named_schedule(name, P, M), out, costs_of(named_schedule(name, P, M)))
         figure, axis = plt.subplots(figsize=(12, 3.4), layout="constrained")
