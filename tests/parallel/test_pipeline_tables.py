@@ -191,7 +191,7 @@ def test_a_search_is_never_worse_than_the_closed_forms(seed):
     assert simulate_schedule(found, costs, latency=latency).makespan <= end
 
 
-@pytest.mark.slow  # 200 searches, about 60 s
+@pytest.mark.slow  # 200 searches, 15 s
 def test_two_hundred_searches_are_never_worse_than_the_closed_forms():
     for seed in range(200):
         test_a_search_is_never_worse_than_the_closed_forms(1000 + seed)
@@ -214,7 +214,13 @@ def words(chunk, m, cap):
 
 @pytest.mark.parametrize(
     "costs, cap, latency, m",
-    [((1, 1, 1), 2, 0, 3), ((1, 1.5, 0.75), 2, 0.25, 3), ((1, 2, 0.5), 3, 0.5, 2), ((2, 1, 1), 1, 0, 3)],
+    [
+        ((1, 1, 1), 2, 0, 3),
+        ((1, 1.5, 0.75), 2, 0.25, 3),
+        ((1, 2, 0.5), 3, 0.5, 2),
+        ((2, 1, 1), 1, 0, 3),
+        *(pytest.param((1, 1.5, 0.75), 2, latency, 4, marks=pytest.mark.slow) for latency in (0, 0.25)),  # 4 s each
+    ],
 )
 def test_a_search_finds_what_brute_force_finds(costs, cap, latency, m):
     costs = TaskCosts(*costs)
