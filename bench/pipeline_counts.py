@@ -55,8 +55,10 @@ def tables(request: dict) -> list[dict]:
         check_schedule,
         loop,
         named_schedule,
+        search_schedule,
         simulate_schedule,
         vee,
+        with_gathers,
     )
 
     p, m = request["devices"], request["microbatches"]
@@ -86,6 +88,10 @@ def tables(request: dict) -> list[dict]:
         events, locked = simulate_schedule(schedule), simulate_schedule(schedule, lockstep=True)
         row |= {"bubble": events.idle_fraction, "makespan": events.makespan, "span": max(events.span)}
         row |= {"peak": max(events.held), "chunks": len(schedule.chunks_of(0)), "ticks": locked.ticks}
+        row |= {"gathers": max(simulate_schedule(with_gathers(schedule)).gathers), "searched": None}
+        if schedule.copies == 1:  # of which a search makes schedules
+            best = search_schedule(schedule.placement, m, cap=row["peak"])
+            row["searched"] = simulate_schedule(best).makespan
         peer = ours.get(name.removeprefix("torch "))
         if name.startswith("torch ") and peer:
             row["note"] = "the same rows as ours" if peer.rows == schedule.rows else "other rows than ours"
@@ -101,6 +107,8 @@ TABLES = {
     "makespan": number("makespan", ".0f"),
     "longest span": number("span", ".0f"),
     "most kept": number("peak"),
+    "makespan searched for as much": lambda r: "" if r["searched"] is None else f"{r['searched']:.0f}",
+    "gathers of a chunk": number("gathers"),
     "ticks": number("ticks"),
     "note": lambda r: r.get("note", ""),
 }
@@ -261,8 +269,9 @@ def ahead(request: dict) -> list[dict]:
     from jaxpar.aot import devices, parse_topology
     from jaxpar.lm import LMConfig
     from jaxpar.lm.params import num_params
-    from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-    from jaxpar.parallel.pipeline import named_schedule
+    from jaxpar.lm.stages import stages
+    from jaxpar.mesh import MeshSpec, make_mesh, mesh_axes, num_shares, rules_from, use_mesh
+    from jaxpar.parallel.pipeline import Pipelined, named_schedule
 
     topology = parse_topology(request["topology"])
     mesh = make_mesh(MeshSpec(**request["mesh"]), devices(topology))
@@ -270,6 +279,9 @@ def ahead(request: dict) -> list[dict]:
     config = LMConfig(**request["model"], remat=request["remat"])
     schedule = named_schedule(request["schedule"], request["mesh"]["stage"], m)
     program, args = program_of(config, schedule, mesh, rules, request["rows"], request["length"])
+    with use_mesh(mesh, rules):
+        kept = Pipelined(schedule).slots(stages(config), *args, None, m)
+        split = num_shares(*mesh_axes("batch"))
     begin = time.perf_counter()
     with use_mesh(mesh, rules):
         lowered = program.lower(*args)
@@ -278,6 +290,7 @@ def ahead(request: dict) -> list[dict]:
     row = {"row": request["schedule"], "lower_s": middle - begin, "compile_s": time.perf_counter() - middle}
     row |= {"chips": topology.num_devices, "parameters": num_params(config)}
     row |= {"arguments": stats.argument_size_in_bytes, "results": stats.output_size_in_bytes}
+    row["slots"] = sum(x.size * x.dtype.itemsize for part in kept.values() for x in part) // split
     return [row | {"temporary": stats.temp_size_in_bytes, "peak": stats.peak_memory_in_bytes}]
 
 
@@ -293,6 +306,7 @@ AOT = {
     "compile, s (bar: 60)": number("compile_s", ".1f"),
     "GiB of arguments": gib("arguments"),
     "of results": gib("results"),
+    "slots, split as the batch alone": gib("slots"),
     "temporary": gib("temporary"),
     "peak": gib("peak"),
     "note": lambda r: r.get("note", ""),

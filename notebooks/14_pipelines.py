@@ -136,7 +136,7 @@ plt.show()
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
-    for name in ("1f1b", "zb_h1", "zb_v"):
+    for name in dict.fromkeys((*NAMES, "zb_v")):
         out = Path(folder) / f"{name}.png"
         draw_schedule(named_schedule(name, P, M), out, costs_of(named_schedule(name, P, M)))
         figure, axis = plt.subplots(figsize=(12, 3.4), layout="constrained")
@@ -148,7 +148,7 @@ with tempfile.TemporaryDirectory() as folder:
 # ## One program runs any of them
 #
 # The table as integers: what each device does in a tick, which slots it reads and writes, and where it puts what
-# comes. The program is a loop over ticks, a switch over tasks, and two messages in every tick, to the next device and
+# comes. The program is a loop over ticks, in each a task, and two messages in every tick, to the next device and
 # to the one before. Within a stage two devices split heads, mlp and vocabulary, as they do without a pipeline.
 
 # %%

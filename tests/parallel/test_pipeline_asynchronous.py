@@ -23,9 +23,9 @@ from jaxpar.parallel.pipeline import Op, PipeDream, Pipelined, asynchronous, pip
 from jaxpar.parallel.pipeline.asynchronous import _packed
 from jaxpar.types import UsageError
 
-EXACT = 1e-12  # float64, after two runs of thirteen updates
+EXACT = 1e-12  # float64, after two runs of 25 updates
 ROUNDED = 1e-6  # float32
-M = 13
+M = 25  # twice that many updates
 ENDS = {"table": 0, "head": -1}  # the stage of each
 
 

@@ -22,20 +22,24 @@ from pipeline_toy import (
     program,
     stages,
 )
+from test_pipeline_tables import altered, tick_of
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.parallel.pipeline import (
     PIPELINES,
+    Op,
     Pipelined,
     TaskCosts,
     blockwise,
     breadth_first,
+    check_table,
     gpipe,
     mirrored,
     named_schedule,
     one_f_one_b,
     pack_schedule,
     pipedream,
+    run,
     search_schedule,
     simulate_schedule,
     vee,
@@ -71,11 +75,48 @@ def test_in_float32_too():
         (zb_h1(2, 4), 2, {"fsdp": 4}, {"latency": 2}),
         (gpipe(1, 3), 3, {"data": 2}, {}),
         (one_f_one_b(2, 4, split=True), 4, {"fsdp": 4, "inner": 2}, {"keep": jax.checkpoint}),
+        (named_schedule("interleaved", 2, 3), 4, {"tensor": 4}, {}),
+        (zb_v(2, 3), 4, {"data": 2, "fsdp": 2}, {}),
+        (blockwise(4, 5, 2, 4), 8, {"fsdp": 2}, {}),
     ],
-    ids=["eight stages", "data and tensor", "messages of two ticks", "one stage", "recomputed"],
-)
+    ids=["eight stages", "data and tensor", "messages of two ticks", "one stage", "recomputed", "tensor of four",
+         "data and fsdp", "fsdp of four stages"],
+)  # fmt: skip
 def test_on_other_meshes(schedule, turns, sizes, options, x64):
     assert_equals_in_turn(schedule, turns, "float64", TOLERANCE, sizes, **options)
+
+
+def late(table, column, device):
+    """The table with a column of a device a tick later."""
+    rows, place = table.rows.copy(), table.columns.index(column)
+    rows[1:, device, place], rows[0, device, place] = table.rows[:-1, device, place], -1
+    return dataclasses.replace(table, rows=rows)
+
+
+def swapped(table, device, *ticks):
+    rows = table.rows.copy()
+    rows[list(ticks), device] = rows[list(reversed(ticks)), device]
+    return dataclasses.replace(table, rows=rows)
+
+
+MUTATIONS = {
+    "W before its B": lambda t: swapped(t, 1, tick_of(t, 1, Op.B, 3), tick_of(t, 1, Op.W, 3)),
+    "a slot a tick early": lambda t: altered(t, tick_of(t, 0, Op.F, 1), 0, stash=t.column("stash")[0, 0]),
+    "the last W dropped": lambda t: altered(t, tick_of(t, 1, Op.W, 3), 1, op=Op.IDLE),
+    "a message a tick late": lambda t: late(t, "from_before", 1),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_wrong_tables_change_the_gradient(name, x64, monkeypatch):
+    """And `check_table` says so."""
+    schedule = zb_h1(2, 4)
+    table = pack_schedule(schedule)
+    wrong = MUTATIONS[name](table)
+    assert check_table(table) == [] != check_table(wrong)
+    monkeypatch.setattr(run, "_packed", lambda *args: wrong)
+    with pytest.raises(AssertionError, match="over 1e-06"):
+        assert_equals_in_turn(schedule, 2, "float64", 1e-6)
 
 
 def weights_gathered(text):
