@@ -216,12 +216,11 @@ def zb_h2(devices: int, microbatches: int) -> Schedule:
 def zb_v(devices: int, microbatches: int) -> Schedule:
     """Returns ZB-V: no idle time between a device's first and last task, as ZB-H2, in the memory of 1F1B.
 
-    Two chunks a device, there and back (`vee`); at most 2P of these halves are kept. Holds for F = B = W, m >= 2P.
+    Two chunks a device, there and back (`vee`); at most 2P of these halves are kept. Holds for F = B = W, m >= 2P - 1.
 
     Reference: arXiv:2401.10241, section 6.
     """
     require(devices, microbatches)
-    m = max(microbatches, 2 * devices)
     rows = []
     for device in range(devices):
         chunks = device, 2 * devices - 1 - device
@@ -232,7 +231,7 @@ def zb_v(devices: int, microbatches: int) -> Schedule:
             for _ in range(times):
                 for op, half in steps:
                     j = done.get((op, half), 0)
-                    if j < m:
+                    if j < microbatches:
                         row.append(Task(op, chunks[half], j))
                         done[op, half] = j + 1
 
@@ -240,11 +239,11 @@ def zb_v(devices: int, microbatches: int) -> Schedule:
         add(2 * (devices - device) - 1, (Op.F, 0))
         add(device, (Op.F, 1), (Op.F, 0))
         add(devices - device, (Op.F, 1), (Op.B, 1), (Op.W, 1))
-        while done.get((Op.F, 1), 0) < m:
+        while done.get((Op.F, 1), 0) < microbatches:
             add(1, (Op.F, 0), (Op.B, 0), (Op.W, 0), (Op.F, 1), (Op.B, 1), (Op.W, 1))
         add(device, (Op.B, 0), (Op.B, 1))  # gradients others wait for first
         add(devices - device, (Op.B, 0), (Op.W, 0))
-        add(m, (Op.W, 1))
-        add(m, (Op.W, 0))
+        add(microbatches, (Op.W, 1))
+        add(microbatches, (Op.W, 0))
         rows.append(row)
     return _schedule("zb_v", vee(devices), microbatches, rows)
