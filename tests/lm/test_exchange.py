@@ -1,6 +1,7 @@
 """Folders against slow NumPy twins written from the tensors' Hugging Face names, and against transformers itself."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -104,6 +105,26 @@ def test_read_tensors_compute_the_same_logits_as_numpy(config, folder):
     save_file(other, path)
     read, params = from_hf(folder, dtype="float32")
     np.testing.assert_allclose(logits(params, TOKENS, read), twin_logits(folder, TOKENS), rtol=1e-4, atol=2e-5)
+
+
+# Documents of one row, and where each begins: the last of row 0 and the first of row 1 stand for padding on either side.
+DOCUMENTS = ((0, 5, 6, 13), (0, 9, 16))
+SEGMENTS = np.stack([np.searchsorted(starts, np.arange(20), "right") - 1 for starts in DOCUMENTS])
+POSITIONS = np.stack([np.arange(20) - np.array(starts)[row] for starts, row in zip(DOCUMENTS, SEGMENTS, strict=True)])
+
+
+def test_packed_and_padded_rows_equal_the_twin_in_float64(config, folder):
+    tokens = TOKENS.copy()
+    tokens[0, 13:] = tokens[1, :9] = 0
+    with jax.enable_x64(True):
+        read, params = from_hf(folder, dtype="float64", param_dtype=jnp.float64)
+        assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float64)}
+        ours = np.asarray(logits(params, tokens, read, positions=POSITIONS, segments=SEGMENTS))
+    assert ours.dtype == np.float64 and np.abs(ours).max() > 0.5
+    for row, starts in enumerate(DOCUMENTS):
+        for start, stop in itertools.pairwise((*starts, 20)):
+            alone = twin_logits(folder, tokens[row : row + 1, start:stop])[0]
+            np.testing.assert_allclose(ours[row, start:stop], alone, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("limit", [None, 1500])
