@@ -14,11 +14,13 @@ from of_transformers import saved_with_other_values, scores
 from safetensors.numpy import load_file, save_file
 from twin_folders import twin_logits
 
+from jaxpar.decode import Sampling
 from jaxpar.lm import exchange, stored
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
+from jaxpar.lm.sample import generate
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 from jaxpar.types import UsageError
 
@@ -433,6 +435,17 @@ def test_transformers_agrees_in_both_directions(name, tmp_path):
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert model.dtype == torch.float32 and not any(report.values())
     np.testing.assert_allclose(logits(params, TOKENS, config), scores(model, TOKENS), atol=1e-4)
+    how = dict(experts_implementation="eager") if config.num_experts else {}  # grouped products have no float64
+    wide = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64, **how)
+    with jax.enable_x64(True):
+        read, exact = from_hf(tmp_path / "ours", dtype="float64", param_dtype=jnp.float64)
+        np.testing.assert_allclose(logits(exact, TOKENS, read), scores(wide, TOKENS), atol=1e-6, rtol=1e-5)
+    run = jax.jit(generate, static_argnums=(3, 4))
+    drawn = run(jax.random.key(0), params, TOKENS[:, :5], config, Sampling(8, temperature=0.0))
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    prompt = torch.from_numpy(TOKENS[:, :5])  # with a mask, or 0 in it would be taken for padding
+    best = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    np.testing.assert_array_equal(drawn.tokens, best.numpy())
 
     read, params = from_hf(saved_with_other_values(model, tmp_path / "theirs"), dtype="float32")
     assert read == config
