@@ -12,6 +12,9 @@ from jaxpar.types import UsageError
 Template = Callable[[Sequence[dict], bool], str]
 """(messages, whether the beginning of an answer follows) -> text."""
 
+ROLES = "system", "developer", "user", "assistant", "tool", "function", "ipython"
+"""Whose turns there are. Those of the assistant count: any other name for it would leave a run nothing to learn."""
+
 _KINDS = 'legal are {"text"}, {"prompt", "completion"} and {"messages"}'
 
 
@@ -40,8 +43,8 @@ def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[li
     """Reads one line of JSONL.
 
     Args:
-      line: A JSON object with "text"; "prompt" and "completion"; or "messages", a list of {"role", "content"}. Other
-        keys are left alone.
+      line: A JSON object with "text"; "prompt" and "completion"; or "messages", a list of {"role", "content"}, the role
+        one of `ROLES`. Other keys are left alone.
       where: What errors call the line: its file and number.
       template: How messages become text.
 
@@ -89,6 +92,8 @@ def _turns(messages: object, where: str, template: Template) -> list[tuple[str, 
         known = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not known:
             raise UsageError(f"{where} has the message {brief(message)}; legal are role and content, both strings.")
+        if message["role"] not in ROLES:
+            raise UsageError(f"{where} has the role {brief(message['role'])}; legal are {', '.join(ROLES)}.")
     pieces, done = [], 0
 
     def written(messages: Sequence[dict], answer: bool) -> str:

@@ -38,6 +38,7 @@ def parse_mixture(text: str) -> list[Source]:
     found = [match for part in parts if (match := _SOURCE.fullmatch(part))]
     sources = [Source(Fraction(match[1]), bool(match[2]), match[3]) for match in found]
     whole = len(sources) == len(parts) and all(source.amount > 0 for source in sources)
+    whole = whole and not any(re.search(r"\+[^+*/]*\*", source.path) for source in sources)  # an amount that is none
     if not whole or len({source.is_epochs for source in sources}) != 1:
         raise UsageError(f"mixture {text!r}; legal are shares 7*a.jsonl+3*b.jsonl, or epochs 1e*a.jsonl+2e*b.jsonl.")
     return sources

@@ -222,6 +222,8 @@ _NAMES = {"A": "lora_A.weight", "B": "lora_B.weight", "m": "lora_magnitude_vecto
 
 def _read_config(folder: Path) -> tuple[AdapterConfig, dict]:
     path = folder / CONFIG
+    if not path.is_file():
+        raise UsageError(f"there is no {path}; give a folder with {CONFIG} and {TENSORS}.")
     told = {key: value for key, value in read_json(path).items() if value is not None}
     if told.get("peft_type") != "LORA":
         raise UsageError(f"{path} has peft_type={brief(told.get('peft_type'))}; legal is 'LORA'.")

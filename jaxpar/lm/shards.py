@@ -25,6 +25,7 @@ from jaxpar.types import UsageError
 PART = 16 * 2**20
 """Bytes of JSONL that are tokenised at a time: what a process that is killed does again."""
 _COPY = 2**20
+_COUNTED = "texts, completions and turns of the assistant, of which one has a token"
 
 
 class Shards(NamedTuple):
@@ -141,7 +142,7 @@ def tokenise(
       pairs: Whether lines are preferences, `jaxpar.lm.examples.pair_of`: two documents each, on one side of the split.
 
     Raises:
-      UsageError: A line cannot be read; it is named by its file and number.
+      UsageError: A line cannot be read, and is named by its file and number; or nothing counts in the loss.
     """
     kind, fraction = split
     size = os.path.getsize(path)
@@ -161,6 +162,9 @@ def tokenise(
     try:
         for number, _ in enumerate(_tokenised(left, min(workers, len(left))), before + 1):
             say(f"{number} of {len(jobs)} parts of {path} are tokenised")
+        counts = (np.fromfile(Path(job.out) / "counts", np.uint8).any() for job in jobs)  # to the first that has some
+        if jobs and not any(counts):
+            raise UsageError(f"nothing in {path} counts in the loss; legal are {_COUNTED}.")
     except FileNotFoundError:  # another process has made the whole folder, and removed the parts
         if not entry.is_dir():
             raise

@@ -129,6 +129,11 @@ def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
     """
     waiting: collections.deque = collections.deque()
     under_way, held = 0, []
+    is_wide = jax.config.jax_enable_x64  # which a thread of its own does not take from a context of this one
+
+    def put(part: Part, devices: tuple[Device | None, ...]) -> list[jax.Array]:
+        with jax.enable_x64(is_wide):
+            return _put(part, devices)
 
     def oldest() -> Iterator[tuple[int, jax.Array]]:
         nonlocal under_way, held
@@ -155,7 +160,7 @@ def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
                     while waiting and under_way + part.num_bytes > UNDER_WAY:
                         yield from oldest()
                     under_way += part.num_bytes
-                    waiting.append((block, part, part is last, pool.submit(_put, part, block.devices)))
+                    waiting.append((block, part, part is last, pool.submit(put, part, block.devices)))
             while waiting:
                 yield from oldest()
         finally:

@@ -1,6 +1,7 @@
 """Folders against slow NumPy twins written from the tensors' Hugging Face names, and against transformers itself."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -13,11 +14,13 @@ from of_transformers import saved_with_other_values, scores
 from safetensors.numpy import load_file, save_file
 from twin_folders import twin_logits
 
+from jaxpar.decode import Sampling
 from jaxpar.lm import exchange, stored
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
+from jaxpar.lm.sample import generate
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 from jaxpar.types import UsageError
 
@@ -104,6 +107,26 @@ def test_read_tensors_compute_the_same_logits_as_numpy(config, folder):
     save_file(other, path)
     read, params = from_hf(folder, dtype="float32")
     np.testing.assert_allclose(logits(params, TOKENS, read), twin_logits(folder, TOKENS), rtol=1e-4, atol=2e-5)
+
+
+# Documents of one row, and where each begins: the last of row 0 and the first of row 1 stand for padding on either side.
+DOCUMENTS = ((0, 5, 6, 13), (0, 9, 16))
+SEGMENTS = np.stack([np.searchsorted(starts, np.arange(20), "right") - 1 for starts in DOCUMENTS])
+POSITIONS = np.stack([np.arange(20) - np.array(starts)[row] for starts, row in zip(DOCUMENTS, SEGMENTS, strict=True)])
+
+
+def test_packed_and_padded_rows_equal_the_twin_in_float64(config, folder):
+    tokens = TOKENS.copy()
+    tokens[0, 13:] = tokens[1, :9] = 0
+    with jax.enable_x64(True):
+        read, params = from_hf(folder, dtype="float64", param_dtype=jnp.float64)
+        assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float64)}
+        ours = np.asarray(logits(params, tokens, read, positions=POSITIONS, segments=SEGMENTS))
+    assert ours.dtype == np.float64 and np.abs(ours).max() > 0.5
+    for row, starts in enumerate(DOCUMENTS):
+        for start, stop in itertools.pairwise((*starts, 20)):
+            alone = twin_logits(folder, tokens[row : row + 1, start:stop])[0]
+            np.testing.assert_allclose(ours[row, start:stop], alone, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("limit", [None, 1500])
@@ -412,6 +435,17 @@ def test_transformers_agrees_in_both_directions(name, tmp_path):
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert model.dtype == torch.float32 and not any(report.values())
     np.testing.assert_allclose(logits(params, TOKENS, config), scores(model, TOKENS), atol=1e-4)
+    how = dict(experts_implementation="eager") if config.num_experts else {}  # grouped products have no float64
+    wide = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64, **how)
+    with jax.enable_x64(True):
+        read, exact = from_hf(tmp_path / "ours", dtype="float64", param_dtype=jnp.float64)
+        np.testing.assert_allclose(logits(exact, TOKENS, read), scores(wide, TOKENS), atol=1e-6, rtol=1e-5)
+    run = jax.jit(generate, static_argnums=(3, 4))
+    drawn = run(jax.random.key(0), params, TOKENS[:, :5], config, Sampling(8, temperature=0.0))
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    prompt = torch.from_numpy(TOKENS[:, :5])  # with a mask, or 0 in it would be taken for padding
+    best = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    np.testing.assert_array_equal(drawn.tokens, best.numpy())
 
     read, params = from_hf(saved_with_other_values(model, tmp_path / "theirs"), dtype="float32")
     assert read == config

@@ -103,6 +103,7 @@ def test_special_tokens_of_a_template_are_part_of_what_is_kept(tmp_path):
         ('{"text": 3}', "has text=3; legal is a string"),
         ('{"messages": []}', "legal is a list of at least one"),
         ('{"messages": [{"role": "user"}]}', "legal are role and content"),
+        ('{"messages": [{"role": "Assistant", "content": "a"}]}', "has the role 'Assistant'; legal are system, dev"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path, monkeypatch, line, says):
@@ -112,6 +113,15 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, monkeypatch, line, 
     with pytest.raises(UsageError, match=r"a\.jsonl, line 11 ") as raised:
         open_corpus(config_of(path), tmp_path / "cache")
     assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_file_of_which_nothing_counts_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "PART", 300)
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT[:1]}] * 40)
+    with pytest.raises(UsageError, match=r"nothing in .*a\.jsonl counts in the loss; legal are texts, completions"):
+        open_corpus(config_of(path), tmp_path / "cache")
+    write(path, [{"messages": CHAT[:1]}] * 39 + [{"messages": CHAT}])
+    assert open_corpus(config_of(path, split="tail:0.5"), tmp_path / "cache").validation.counts.any()
 
 
 def plain(path, fraction=0.1):

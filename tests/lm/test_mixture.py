@@ -25,7 +25,7 @@ def test_flags():
     assert counts_of_round([a, b], [50, 60]) == [7, 3]
     assert counts_of_round(parse_mixture("4*a+2*b"), [1, 1]) == [2, 1]
     assert counts_of_round(parse_mixture("1.5e*a+2e*b"), [8, 5]) == [12, 10]
-    for bad in ("a", "1*", "0*a+1*b", "1*a+1e*b", "-1*a"):
+    for bad in ("a", "1*", "0*a+1*b", "1*a+1e*b", "-1*a", "nan*a", "1*a+nan*b", "1*a+-2*b"):
         with pytest.raises(UsageError, match="legal are shares"):
             parse_mixture(bad)
     with pytest.raises(UsageError, match=r"1.5 epochs of a are 10.5 windows"):

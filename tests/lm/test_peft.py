@@ -110,6 +110,8 @@ def test_what_is_not_honoured_is_refused(tmp_path):
         to_peft(kept, model, folder, adapter)
     with pytest.raises(UsageError, match="no adapter among the parameters"):
         to_peft(params, model, tmp_path / "none", adapter)
+    with pytest.raises(UsageError, match=r"none/adapter_config.json; give a folder with .* adapter_model.safetensors"):
+        from_peft(tmp_path / "none", model)
     told, arrays = json.loads(config.read_text()), load_file(tensors)
     for change, sentence in (
         ({"peft_type": "IA3"}, "peft_type='IA3'; legal is 'LORA'"),
