@@ -19,7 +19,16 @@ from envs.puzzles.knapsack import Items, Knapsack
 from jaxpar import rl
 from jaxpar.decode import PromptTokens
 from jaxpar.life import Jitter, Lstm, Reflex, World
-from jaxpar.lm import DraftTrainer, LMConfig, ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig
+from jaxpar.lm import (
+    AdapterConfig,
+    AdapterTrainer,
+    DraftTrainer,
+    LMConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    Trainer,
+    TuningConfig,
+)
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
@@ -103,6 +112,7 @@ def short_swings():
 
 SHAPES_ALONE = "rollout.env_state evaluates shapes, and nothing else, with a key that was used"
 MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
+ADAPTED = OptimizerConfig(warmup_steps=1)
 FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
 VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
 STACK = Stack(1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window=3)), Mlp(4), init_std=0.5)
@@ -127,6 +137,10 @@ ROWS = {
     ),
     "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
     "lm-tuned": Row(Trainer(MODEL, tuning=TuningConfig(("embedding", "w_*"), 0.5, 0.9)), tokens),
+    "lm-adapters": Row(
+        AdapterTrainer(MODEL, AdapterConfig("lora", rank=2, dropout=0.1, dora=True, base="nf4"), ADAPTED, accumulate=2),
+        tokens,
+    ),
     "lm-preferences": Row(Trainer(MODEL, objective=ObjectiveConfig("dpo")), pairs),
     "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
     "lm-gla": Row(Trainer(dataclasses.replace(MODEL, mixer="gla")), tokens),
@@ -188,6 +202,7 @@ SLOW = (
     "lm-gla",
     "lm-draft",
     "lm-tuned",
+    "lm-adapters",
     "lm-preferences",
     "lm-muon-dropout-accumulate",
     "a2c-para-gru",

@@ -109,7 +109,7 @@ def test_read_tensors_compute_the_same_logits_as_numpy(config, folder):
     np.testing.assert_allclose(logits(params, TOKENS, read), twin_logits(folder, TOKENS), rtol=1e-4, atol=2e-5)
 
 
-# Documents of one row, and where each begins: the last of row 0 and the first of row 1 stand for padding on either side.
+# Where each document of a row begins: the last of row 0 and the first of row 1 stand for padding on either side.
 DOCUMENTS = ((0, 5, 6, 13), (0, 9, 16))
 SEGMENTS = np.stack([np.searchsorted(starts, np.arange(20), "right") - 1 for starts in DOCUMENTS])
 POSITIONS = np.stack([np.arange(20) - np.array(starts)[row] for starts, row in zip(DOCUMENTS, SEGMENTS, strict=True)])

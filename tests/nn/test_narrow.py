@@ -51,11 +51,12 @@ def test_errors_are_within_their_bounds_and_as_stated_beside_bfloat16(kind):
     w, x = drawn((2048, 256)), drawn((1, 64, 2048), seed=1)
     small = Frozen(w.astype(jnp.bfloat16)) if kind == "bfloat16" else KINDS[kind](w)
     off, size = np.abs(np.asarray(whole_weight(small).astype(np.float32) - w)), np.abs(np.asarray(w))
+    blocks = size.reshape(2048, 4, 64).max(2).repeat(64, 1)
     bound = {
         "bfloat16": size / 2**8,
         "int8": np.broadcast_to(size.max(0) / 254, w.shape),
-        "nf4": (np.diff(LEVELS).max() / 2 * size.reshape(2048, 4, 64).max(2, keepdims=True)).repeat(64, 2).reshape(w.shape),
-    }[kind]  # fmt: skip
+        "nf4": np.diff(LEVELS).max() / 2 * blocks,
+    }[kind]
     assert (off <= bound * (1 + 1e-5)).all()
     assert np.sqrt(np.square(off).mean() / np.square(size).mean()) == pytest.approx(STATED[kind], rel=0.02)
     got, want = contract("btd,df->btf", x, whole_weight(small).astype(np.float32), AXES), np.asarray(x) @ np.asarray(w)
