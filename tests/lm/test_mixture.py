@@ -1,5 +1,9 @@
-"""Mixtures: shares counted over rounds, each source as if it were alone, rows of hosts."""
+"""Mixtures: shares counted over rounds, each source as if it were alone, rows of hosts, kills."""
 
+import json
+import os
+import signal
+import warnings
 from collections import Counter
 from fractions import Fraction
 
@@ -83,3 +87,36 @@ def test_a_run_opens_a_mixture_by_one_flag(tmp_path):
         drawn = training_batches(corpora, config, 0)(step)["tokens"]
         assert ((drawn == ord("b")).any(1)).sum() == 2 and ((drawn == ord("a")).any(1)).sum() == 6
     assert isinstance(training_batches(alone, config, 0), Windows)
+
+
+def drawn_until_killed(config, folder):
+    """Runs in a child: opens the mixture, keeps the batches of three steps, and is killed before the fourth."""
+    batches = training_batches(open_corpora(config, folder / "cache"), config, 7)
+    for step in range(3):
+        np.savez(folder / f"{step}.npz", **batches(step))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_after_a_kill_the_batches_are_the_same(tmp_path):
+    for name in "ab":
+        lines = [{"prompt": f"{name}{i}", "completion": f"{i}" * (1 + i % 5)} for i in range(200)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mixture = f"mix:3*{tmp_path}/a.jsonl+1*{tmp_path}/b.jsonl"
+    config = DataConfig(mixture, seq_len=8, batch_size=8, split="tail:0.2", pack=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks; the child does not use it
+        child = os.fork()
+    if not child:
+        try:
+            drawn_until_killed(config, tmp_path)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    again = training_batches(open_corpora(config, tmp_path / "cache"), config, 7)
+    whole = training_batches(open_corpora(config, tmp_path / "other"), config, 7)
+    for step in range(6):
+        drawn, kept = again(step), np.load(tmp_path / f"{step}.npz") if step < 3 else whole(step)
+        assert set(drawn) == set(kept) >= {"tokens", "targets", "weights", "segments"}
+        for name in drawn:
+            np.testing.assert_array_equal(drawn[name], kept[name])
+    assert any((again(0)["tokens"] != again(step)["tokens"]).any() for step in range(1, 3))
