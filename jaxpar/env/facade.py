@@ -253,7 +253,7 @@ class _Named(gymnax_spaces.Dict):
     # An array, since under jit the answer is not known yet.
     def contains(self, x: PyTree) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether every field is in its space."""
-        found = [space.contains(x[k] if isinstance(x, dict) else vars(x)[k]) for k, space in self.spaces.items()]
+        found = [space.contains(x[k] if isinstance(x, dict) else getattr(x, k)) for k, space in self.spaces.items()]
         return jnp.all(jnp.asarray(found, bool))
 
 

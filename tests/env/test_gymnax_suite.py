@@ -69,6 +69,10 @@ def test_a_space_of_states_has_their_fields_and_refuses_others():
     assert space.spaces["time"].dtype == jnp.int32 and space.sample(KEYS[0])["x"].shape == ()
     nested = theirs("XLand-R1-5x5-Pick")[0].state_space()
     assert any(isinstance(inner, spaces.Dict) for inner in nested.spaces.values())
+    poles, _ = theirs("DoublePole")  # a named tuple within its state
+    state = poles.reset(KEYS[0])[1]
+    assert poles.state_space().contains(state)
+    assert not poles.state_space().contains(state.replace(motion=state.motion._replace(x=jnp.float32(jnp.nan))))
 
 
 def test_an_observation_can_be_asked_for():
