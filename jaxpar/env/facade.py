@@ -262,7 +262,10 @@ def _space_of(shape: PyTree) -> gymnax_spaces.Space:
     if isinstance(shape, jax.ShapeDtypeStruct):
         if jnp.issubdtype(shape.dtype, jnp.floating):
             return gymnax_spaces.Box(-jnp.inf, jnp.inf, shape.shape, shape.dtype)
-        low, high = (0, 1) if shape.dtype == bool else (jnp.iinfo(shape.dtype).min, jnp.iinfo(shape.dtype).max)
+        if shape.dtype == bool:
+            return gymnax_spaces.Box(0, 1, shape.shape, shape.dtype)
+        ends = jnp.iinfo(shape.dtype)  # of 32 bits without a sign the largest is no int that JAX takes
+        low, high = (jnp.asarray(end, shape.dtype) for end in (ends.min, ends.max))
         return gymnax_spaces.Box(low, high, shape.shape, shape.dtype)
     if dataclasses.is_dataclass(shape):
         fields = {field.name: vars(shape)[field.name] for field in dataclasses.fields(shape)}

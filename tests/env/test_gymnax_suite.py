@@ -69,6 +69,8 @@ def test_a_space_of_states_has_their_fields_and_refuses_others():
     assert space.spaces["time"].dtype == jnp.int32 and space.sample(KEYS[0])["x"].shape == ()
     nested = theirs("XLand-R1-5x5-Pick")[0].state_space()
     assert any(isinstance(inner, spaces.Dict) for inner in nested.spaces.values())
+    bits, _ = theirs("MARS-5-4")  # a word without a sign
+    assert bits.state_space().contains(bits.reset(KEYS[0])[1])
     poles, _ = theirs("DoublePole")  # a named tuple within its state
     state = poles.reset(KEYS[0])[1]
     assert poles.state_space().contains(state)
