@@ -16,8 +16,9 @@ made, which takes minutes: give few cases a call, or a larger `--row-s`.
 Rows of a case are made first, then timed in turns, a round at a time; medians, and the least in brackets. "of copy" is
 the time of reading and writing the arguments and results once, by a copy's bandwidth in this run, by the row's. "of
 peer" is how many times as fast as the best peer a row of ours is. Errors are norms of differences by norms, of the
-first row's first two heads: "error" of outputs, "worst" the largest of outputs and gradients. Ours are judged over all
-tokens by float32 in full precision, a peer's over the first `--check` tokens by its steps in float64.
+first row's first two heads: "error" of outputs, "worst" the largest of outputs and gradients, which the note
+names. Ours are judged over all tokens by float32 in full precision, a peer's over the first `--check` tokens by
+float64, step by step, the mLSTM's all tokens by all.
 """
 
 import argparse

@@ -80,3 +80,9 @@ def num_bytes(request: dict) -> float:
     decays = {"rows": 4 * depth, "heads": 4, "none": 0, "exponential": 8, "delta": 8}[request["decay"]]
     once = batch * length * heads * (2 * (2 * depth + 2 * width) + decays)
     return once * (3 if request["direction"] == "fwd+bwd" else 1)
+
+
+def told(parts: list[float], names: list[str]) -> dict:
+    """Returns the error of outputs, and where there are errors of gradients, the worst and each by its name."""
+    each = ", ".join(f"{name} {part:.1e}" for name, part in zip(names, parts[1:], strict=False))
+    return {"error": parts[0], "worst_error": max(parts)} | ({"note": each} if each else {})

@@ -124,8 +124,8 @@ class Call:
 
         made = linear_cases.arrays(request)
         narrow = {name: jnp.asarray(x, request["dtype"]) for name, x in made.items() if name not in linear_cases.WIDE}
-        wide = [jnp.asarray(made[name]) for name in linear_cases.WIDE if name in made]
-        self.args = (narrow["g"], narrow["q"], narrow["k"], narrow["v"], *wide)
+        names = ["q", "k", "v", *(name for name in linear_cases.WIDE if name in made)]
+        self.args = (narrow["g"], *(narrow[name] if name in narrow else jnp.asarray(made[name]) for name in names))
         begin, self.spend_s = time.perf_counter(), request["spend_s"]
         self.program = jax.jit(both_ways(function_of(request), request)).lower(*self.args).compile()
         self.made = {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
@@ -135,10 +135,10 @@ class Call:
         if "attention" not in request["row"] and request["direction"] != "step":
             want = truth(request, self.args)
             parts = [
-                jnp.linalg.norm(mine[:1, :, :2].astype(jnp.float32) - right) / jnp.linalg.norm(right)
+                float(jnp.linalg.norm(mine[:1, :, :2].astype(jnp.float32) - right) / jnp.linalg.norm(right))
                 for mine, right in zip(out, want, strict=True)
             ]
-            self.made |= {"error": float(parts[0]), "worst_error": float(max(parts))}
+            self.made |= linear_cases.told(parts, names)
 
     def round(self) -> dict:
         """Median of several queued calls."""

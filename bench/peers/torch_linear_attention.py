@@ -93,6 +93,20 @@ def truth(q, k, v, decay, g):
     return [out.detach(), *(x.grad for x in args)]
 
 
+def truth_of_mlstm(q, k, v, forget, gate, g):
+    """All tokens by all in float64: outputs of the first row's first two heads, and gradients, with heads before time."""
+    args = [x[:1, :2].detach().double().requires_grad_() for x in (q, k, v, forget, gate)]
+    q, k, v, forget, gate = args
+    decay = torch.nn.functional.logsigmoid(forget).cumsum(-1)
+    logs = decay[..., :, None] - decay[..., None, :] + gate[..., None, :]
+    logs = logs.masked_fill(torch.ones(logs.shape[-2:], device=logs.device).triu(1).bool(), -torch.inf)
+    largest = logs.detach().amax(-1, keepdim=True)
+    weight = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 * (logs - largest).exp()
+    out = weight @ v / torch.maximum(weight.sum(-1, keepdim=True).abs(), (-largest).exp())
+    out.backward(g[:1, :2].double())
+    return [out.detach(), *(x.grad for x in args)]
+
+
 class Call:
     """A row that calls one function."""
 
@@ -102,8 +116,8 @@ class Call:
         made = linear_cases.arrays(request)
         here = {name: torch.from_numpy(x.copy()).to(DEVICE) for name, x in made.items()}
         dtype = FLOATS[request["dtype"]]
-        order = [name for name in ("q", "k", "v", *linear_cases.WIDE) if name in here]
-        self.args = [here[name] if name in linear_cases.WIDE else here[name].to(dtype) for name in order]
+        self.names = [name for name in ("q", "k", "v", *linear_cases.WIDE) if name in here]
+        self.args = [here[name] if name in linear_cases.WIDE else here[name].to(dtype) for name in self.names]
         self.args = [x.detach().requires_grad_() for x in arranged(request["row"], self.args)]
         g = here["g"].to(dtype)
         self.g = g.transpose(1, 2).contiguous() if "mlstm" in request["row"] else g
@@ -119,21 +133,24 @@ class Call:
         self.made = {"compile_s": wait() - begin}
         if CUDA:
             self.made["peak_bytes"] = torch.cuda.max_memory_allocated()
-        if len(self.args) == 4 and not request["direction"] == "step" and request["row"] != "fla retention":
-            self.made |= self.errors(out, min(request["check"], out.shape[1]))
+        judged = request["row"] != "fla retention" and request["decay"] != "delta"
+        if judged and request["direction"] != "step":
+            self.made |= self.errors(out, "mlstm" in request["row"], request["check"])
 
-    def errors(self, out, length: int) -> dict:
+    def errors(self, out, heads_first: bool, length: int) -> dict:
         """Relative errors of a prefix: its outputs; its gradients from a call on it alone."""
-        prefix = [x[:, :length].detach().clone().requires_grad_() for x in self.args]
-        want = truth(*prefix, self.g[:, :length])
-        short = self.function(*prefix)
-        short.backward(self.g[:, :length].contiguous())
-        got = [out[:, :length], *(x.grad for x in prefix)]
+        time, heads, truth_of = (2, 1, truth_of_mlstm) if heads_first else (1, 2, truth)
+        length = min(length, out.shape[time])
+        prefix = [x.narrow(time, 0, length).detach().clone().requires_grad_() for x in self.args]
+        g = self.g.narrow(time, 0, length).contiguous()
+        want = truth_of(*prefix, g)
+        self.function(*prefix).backward(g)
+        got = [out.narrow(time, 0, length), *(x.grad for x in prefix)]
         parts = [
-            ((mine[:1, :, :2].detach().double() - right).norm() / right.norm()).item()
+            ((mine[:1].narrow(heads, 0, 2).detach().double() - right).norm() / right.norm()).item()
             for mine, right in zip(got, want, strict=True)
         ]
-        return {"error": parts[0]} | ({"worst_error": max(parts)} if self.both else {})
+        return linear_cases.told(parts, self.names)
 
     def call(self):
         """Computes the result, and all gradients."""

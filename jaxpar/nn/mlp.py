@@ -21,7 +21,7 @@ from jaxpar.verify import Transfer
 
 __all__ = ["ACTIVATIONS", "Mlp", "mlp_by_blocks"]
 
-BLOCK = 2048
+BLOCK = 8192
 """Most tokens of a device whose activations [tokens, F] exist at the same time, where they are taken by blocks."""
 
 

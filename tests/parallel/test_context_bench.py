@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,7 +106,7 @@ def test_a_guess_that_was_too_long_is_halved(bench):
     for length in bench["context_training"].guesses(sizes, 200, 4096, 1):
         asked.append(length)
         sizes[length] = length if length <= 150 else 1000
-    assert asked == [192, 112, 152, 128, 136] and bench["context_training"].rounded(1001) == 992
+    assert asked == [196, 114, 152, 132, 140] and bench["context_training"].rounded(1001) == 992
 
 
 class Process:
@@ -133,18 +134,18 @@ def test_a_row_of_training_keeps_what_it_found(bench):
     trained, said = bench["context_training"].trained, []
     process = Process({})
     row = trained(process, process.row, said.append)
-    assert process.asked == [("make", None), ("plan", 1024), ("time", 1024), ("plan", 2816), ("begin", 2816)]
-    assert (row["longest"], row["ms"], row["compile_s"], process.closed) == (2816, 7.0, 4.0, 1) and len(said) == 3
+    assert process.asked == [("make", None), ("plan", 1024), ("time", 1024), ("plan", 2944), ("begin", 2944)]
+    assert (row["longest"], row["ms"], row["compile_s"], process.closed) == (2944, 7.0, 4.0, 1) and len(said) == 3
     assert row["peak_bytes"] == 11_240 and row["note"].endswith("begun, not awaited")
 
     limits = {"plan": lambda x: {"failed": "no answer"} if x["length"] > 1024 else Process({}).ask("training", x, 1)}
     row = trained(process := Process(limits), process.row, said.append)
     assert (row["longest"], row["ms"]) == (1024, 7.0) and row["note"].endswith("not ended: no answer")
-    assert process.asked[-1] == ("plan", 2816) and process.closed == 1 and "failed" not in row
+    assert process.asked[-1] == ("plan", 2944) and process.closed == 1 and "failed" not in row
 
-    no_room = {"begin": lambda x: {"no_room": True} if x["length"] > 2700 else {"ran_s": 3.0}}
+    no_room = {"begin": lambda x: {"no_room": True} if x["length"] > 2800 else {"ran_s": 3.0}}
     row = trained(process := Process(no_room), process.row, said.append)
-    assert row["longest"] == 2560 and row["note"].endswith("2,816 planned, had no room; ran in 3.0 s")
+    assert row["longest"] == 2752 and row["note"].endswith("2,944 planned, had no room; ran in 3.0 s")
 
     row = trained(process := Process({}, at=4096), process.row, said.append)
     assert row["longest"] == 0 and "ms" not in row
@@ -201,3 +202,22 @@ def test_every_case_runs_without_peers(tmp_path):
     rows = json.loads(out.read_text())
     assert len(rows) > 50 and not [row for row in rows if "failed" in row], run.stdout
     assert all(row["error"] < LAYOUT["float32"] for row in rows if "error" in row)
+
+
+def test_a_longest_step_is_begun(bench, monkeypatch):
+    """One that holds whoever asks for it, too; one that fails says so."""
+    module = bench["context_training"]
+    monkeypatch.setattr(module, "BEGUN_S", 0.2)
+    train = object.__new__(module.Train)
+
+    def begun(step):
+        train.step = lambda length: step
+        return train.begin(8)
+
+    def refused():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    assert begun(lambda: time.sleep(0.6) or 1.0) == {"began": True} and begun(refused) == {"no_room": True}
+    assert begun(lambda: 1.0)["ran_s"] < 0.2
+    with pytest.raises(ValueError, match="not finite"):
+        begun(lambda: float("nan"))
