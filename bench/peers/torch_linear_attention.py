@@ -94,7 +94,7 @@ def truth(q, k, v, decay, g):
 
 
 def truth_of_mlstm(q, k, v, forget, gate, g):
-    """All tokens by all in float64: outputs of the first row's first two heads, and gradients, with heads before time."""
+    """All tokens by all in float64: outputs of the first row's first two heads, and gradients; heads before time."""
     args = [x[:1, :2].detach().double().requires_grad_() for x in (q, k, v, forget, gate)]
     q, k, v, forget, gate = args
     decay = torch.nn.functional.logsigmoid(forget).cumsum(-1)
