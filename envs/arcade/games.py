@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Box, Discrete, picture
+from jaxpar.env import Box, Discrete, distinct, picture
 from jaxpar.fields import OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey
 
@@ -166,7 +166,7 @@ class Navigator:
         corners, free = np.argwhere(odd), np.argwhere(~odd)
         chosen = jax.random.permutation(pits_key, len(corners)) < self.num_pits
         pits = jnp.zeros((self.side,) * 2, bool).at[corners[:, 0], corners[:, 1]].set(chosen)
-        player, goal = jnp.asarray(free, jnp.int32)[jax.random.permutation(cells_key, len(free))[:2]]
+        player, goal = jnp.asarray(free, jnp.int32)[distinct(cells_key, len(free), 2)]
         return NavigatorState(player, goal, pits, jnp.zeros((), jnp.int32))
 
     def move(self, key: PRNGKey, state: NavigatorState, action: Array) -> NavigatorState:

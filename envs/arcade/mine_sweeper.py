@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Box, Discrete, picture
+from jaxpar.env import Box, Discrete, distinct, picture
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
@@ -51,12 +51,16 @@ class Params:
 
 @flax.struct.dataclass
 class State:
-    """Mines and open cells, bool `[n, n]`; the cell opened last (int32, -1 at first); steps made."""
+    """Mines and open cells, bool `[n, n]`; the cell opened last (int32, -1 at first); steps made.
+
+    `spare`, int32, is the safe cell to which a mine goes that the first action would open; -1 where it stays.
+    """
 
     mines: Array
     opened: Array
     last: Array
     time: Array
+    spare: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,25 +119,28 @@ class MineSweeper:
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """All closed, mines drawn uniformly; consumes `key`."""
-        return self.init_level(key, self.sample_level(key, params), params)
+        level_key, spare_key = jax.random.split(key)
+        return self.init_level(spare_key, self.sample_level(level_key, params), params)
 
     def sample_level(self, key: PRNGKey, params: Params) -> Array:
         """Where the mines are, bool `[n, n]`; consumes `key`."""
-        return (jax.random.permutation(key, self.size**2) < self.num_mines).reshape(self.size, self.size)
+        here = jnp.arange(self.size**2)[:, None] == distinct(key, self.size**2, self.num_mines)[None]
+        return jnp.any(here, axis=1).reshape(self.size, self.size)
 
     def init_level(self, key: PRNGKey, level: Array, params: Params) -> State:
-        """All closed over the given mines; `key` is not needed."""
-        return State(level, jnp.zeros_like(level), jnp.full((), -1, jnp.int32), jnp.zeros((), jnp.int32))
+        """All closed over the given mines; consumes `key` if `first_safe`."""
+        nowhere, safe = jnp.full((), -1, jnp.int32), jnp.cumsum(~level.reshape(-1))
+        spare = jnp.argmax(safe > jax.random.randint(key, (), 0, safe[-1])) if self.first_safe else nowhere
+        return State(level, jnp.zeros_like(level), nowhere, jnp.zeros((), jnp.int32), spare.astype(jnp.int32))
 
     def transition(self, key: PRNGKey, state: State, action: Array, params: Params) -> State:
-        """Opens a cell; consumes `key` if `first_safe`, and is deterministic otherwise."""
-        here = np.arange(self.size**2).reshape(self.size, self.size) == action
-        mines = state.mines
+        """Opens a cell; deterministic."""
+        cells = np.arange(self.size**2).reshape(self.size, self.size)
+        here, mines = cells == action, state.mines
         if self.first_safe:
-            chance = jnp.where(mines | here, -1.0, jax.random.uniform(key, mines.shape))
-            moved = (mines & ~here) | (jnp.argmax(chance) == np.arange(self.size**2).reshape(mines.shape))
+            moved = (mines & ~here) | (cells == state.spare)
             mines = jnp.where((state.time == 0) & jnp.any(mines & here), moved, mines)
-        after = State(mines, state.opened | here, jnp.asarray(action, jnp.int32), state.time + 1)
+        after = State(mines, state.opened | here, jnp.asarray(action, jnp.int32), state.time + 1, state.spare)
         return unless(self.terminal(state, params), after, state)
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:

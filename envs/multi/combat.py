@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import picture
+from jaxpar.env import distinct, picture
 from jaxpar.env.spaces import Box, Discrete
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
@@ -174,7 +174,7 @@ class Combat:
         places = []
         for side, place_key in enumerate(jax.random.split(key)):
             count = int(np.sum(self.team == side))
-            cells = jax.random.permutation(place_key, 2 * self.size)[:count].astype(jnp.int32)
+            cells = distinct(place_key, 2 * self.size, count)
             places.append(jnp.stack([cells // 2, cells % 2 + side * (self.size - 2)], axis=1))
         health = self.by_unit(params.health)
         return State(jnp.concatenate(places), health, jnp.zeros_like(health), jnp.zeros((), jnp.int32))

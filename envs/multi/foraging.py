@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import picture
+from jaxpar.env import distinct, picture
 from jaxpar.env.spaces import Box, Discrete
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
@@ -131,7 +131,7 @@ class Foraging:
         beside two. Its level is uniform up to the sum of the three lowest strengths, or that sum if `together`.
         """
         place_key, strength_key, food_key, weight_key = jax.random.split(key, 4)
-        cells = jax.random.permutation(place_key, self.size**2)[: self.num_agents].astype(jnp.int32)
+        cells = distinct(place_key, self.size**2, self.num_agents)
         position = jnp.stack([cells // self.size, cells % self.size], axis=1)
         strength = jax.random.randint(strength_key, (self.num_agents,), 1, self.max_strength + 1)
         row, column = np.mgrid[: self.size, : self.size].astype(np.int32)

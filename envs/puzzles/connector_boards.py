@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.env import distinct
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
@@ -74,7 +75,7 @@ class RandomWalks:
         """One board, on which agents may be there from the start, and actions int32 `[walked, N]` that solve it."""
         place_key, length_key, walk_key = jax.random.split(key, 3)
         table, cells = jnp.asarray(next_cells(self.size)), np.arange(self.size**2, dtype=np.int32)
-        starts = jax.random.permutation(place_key, cells)[: self.num_agents]
+        starts = distinct(place_key, self.size**2, self.num_agents)
         lengths = jax.random.randint(length_key, (self.num_agents,), 1, self.walked + 1)
         free = jnp.append(~jnp.any(cells[:, None] == starts[None], axis=1), False)
 

@@ -6,6 +6,7 @@
 | `capabilities.py` | an environment -> its optional abilities as fields | everybody |
 | `kernel.py` | parts -> `reset`, `step` (six values, no reset inside) | everybody |
 | `spaces.py` | shapes and bounds -> draws, membership, masks | environments, learners |
+| `draws.py` | how many of how many -> numbers that are all different | environments |
 | `picture.py` | coordinates, tiles -> uint8 `[H, W, 3]`; frames -> GIF | renderers, experiments |
 | `check.py` | an environment -> a report, or what it breaks | tests, authors of environments |
 | `adapt.py`, `_suites.py`, `_convert.py` | another suite's environment -> `reset`, `step` | rollouts, `envs.make` |
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from jaxpar.env.adapt import Adapted, adapt
 from jaxpar.env.capabilities import Capabilities, capabilities, is_adapter, own_discount
 from jaxpar.env.check import check_action, check_environment, check_params
+from jaxpar.env.draws import distinct
 from jaxpar.env.kernel import reset, step
 from jaxpar.env.picture import Animation, captioned, gif, grid_of
 from jaxpar.env.protocols import Adapter, Environment, PartiallyObserved, Transition
@@ -50,6 +52,7 @@ __all__ = [
     "check_environment",
     "check_params",
     "captioned",
+    "distinct",
     "gif",
     "grid_of",
     "is_adapter",
