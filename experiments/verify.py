@@ -156,7 +156,9 @@ def nested(num_devices: int) -> list[Layout]:
 
 def with_experts(config: Config, num_devices: int) -> list[Layout]:
     """Returns every mesh that splits experts, if the model has any."""
-    rows = every_layout(num_devices, ("data", "fsdp", "expert", "tensor", "context")) if config.model.num_experts else []
+    if not config.model.num_experts:
+        return []
+    rows = every_layout(num_devices, ("data", "fsdp", "expert", "tensor", "context"))
     return [row for row in rows if row.mesh.expert > 1]
 
 
