@@ -27,11 +27,15 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, num_params  # noqa: E402
+from jaxpar.lm.mixers import with_mixer  # noqa: E402
 from jaxpar.lm.sample import empty_cache, extend  # noqa: E402
 from jaxpar.loop import compile_step  # noqa: E402
 from jaxpar.types import UsageError  # noqa: E402
 
-ALL = "attention gla simple_gla retention mlstm mlstm_sig mamba2 gated_delta rwkv6 min_gru para_gru"
+ALL = (
+    "attention gla simple_gla retention mlstm mlstm_sig mamba2 gated_delta rwkv6 min_gru para_gru hgrn matmul_free lmu "
+    "block_recurrent tcnca"
+)
 SIZES = {
     "cpu": dict(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, length=256, rows=4, dtype="float32"),
     "gpu": dict(num_layers=12, embed_dim=768, num_heads=6, mlp_dim=2048, length=4096, rows=8, dtype="bfloat16"),
@@ -40,9 +44,10 @@ SIZES = {
 
 
 def model_of(mixer: str, size: dict) -> LMConfig:
-    """Returns the model of a mixer, of attention's number of parameters."""
+    """Returns the model of a mixer, of attention's number of parameters; matmul_free is hgrn of ternary weights."""
     sizes = {name: value for name, value in size.items() if name not in ("length", "rows")}
-    return LMConfig(vocab_size=256, mixer=mixer, **sizes)
+    weights, of = ("ternary", "hgrn") if mixer == "matmul_free" else ("full", mixer)
+    return with_mixer(LMConfig(vocab_size=256, weights=weights, **sizes), of)
 
 
 def prepared(mixer: str, size: dict) -> dict:
@@ -138,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--tiny", action="store_true", help="the smallest model, one round")
-    parser.add_argument("--mixers", default=",".join(ALL.split()), help="names that model.mixer= takes, with commas")
+    parser.add_argument("--mixers", default=",".join(ALL.split()), help="of model.mixer=, or matmul_free, with commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--spend-s", type=float, default=0.5, help="for each timing")
     parser.add_argument("--peer-python", default="", help="an interpreter that has torch")

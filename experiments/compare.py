@@ -1,6 +1,6 @@
 """Trains the same byte model with one mixer after the other, all for as many seconds of the device.
 
-    python -m experiments.compare                                       # two CPU cores, 8 mixers, 3 seeds, 17 minutes
+    python -m experiments.compare                                       # two CPU cores, 9 mixers, 3 seeds, 20 minutes
     python -m experiments.compare mixers=[attention,gla] seconds=10 num_seeds=1        # a minute
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
     python -m experiments.compare mixers=[windowed,block_recurrent] model.mixer=windowed model.mixer_window=64
@@ -32,7 +32,7 @@ from jaxpar.fields import AtLeast, Between, Positive, field
 from jaxpar.io import plot_fits, read_jsonl
 from jaxpar.lm import LMConfig, OptimizerConfig, num_params
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus
-from jaxpar.lm.mixers import with_mixer
+from jaxpar.lm.mixers import BLOCK_RECURRENT, with_mixer
 from jaxpar.loop import Fit, FitResult, compile_step
 from jaxpar.mesh import MeshSpec, named_shardings, place_rows
 from jaxpar.types import UsageError
@@ -45,7 +45,9 @@ from ._train import Run, train
 COLUMNS = ("mixer", "parameters", "tokens/s", "tokens", "loss", "nats a doubling", "seconds taken")
 ROUNDS = 5
 """In each of which every mixer is timed once, so that all meet the same load of the machine."""
-USUAL = ("attention", "gla", "mlstm", "gated_delta", "mamba2", "min_gru", "para_gru", "matmul_free")
+USUAL = (
+    "attention", "gla", "mlstm", "gated_delta", "mamba2", "min_gru", "para_gru", "matmul_free", "block_recurrent"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Config(_run.RunConfig):
       seconds: Budget of a row, of steady training.
       num_seeds: Rows of a mixer, of seeds seed, seed + 1, ...
       model: What is the same for all. With `model.mixer=` one of them, fields of its own may be given, as
-        `model.mixer_window`; all that read them take them.
+        `model.mixer_window`; all that read them take them. Block-recurrent layers otherwise have windows of a quarter
+        of a row, and as many states: with one window a row nothing is carried.
       data: Corpus, window and batch.
       optimizer: By default of a constant rate after the warm-up, so that a loss on the way is that of a shorter budget.
       evaluations: Of each row, at equal distances: the points of its line.
@@ -93,6 +96,9 @@ class Config(_run.RunConfig):
         model, of = self.model, mixer
         if mixer == "matmul_free":
             model, of = dataclasses.replace(model, weights="ternary"), "hgrn"
+        if mixer in BLOCK_RECURRENT and model.mixer == "attention":
+            quarter = max(1, self.data.seq_len // 4)
+            model = dataclasses.replace(model, mixer=mixer, mixer_window=quarter, mixer_states=quarter)
         return lm.Config(
             name=f"{self.name}-{mixer}", seed=self.seed + seed, metrics=self.metrics, resume=self.resume,
             model=with_mixer(model, of), data=self.data, optimizer=self.optimizer,

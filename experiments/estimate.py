@@ -52,6 +52,8 @@ from ._run import say
 from .lm import TrainConfig, make_trainer
 
 REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4), 8  # what a search tries
+SEARCHED = ("data", "fsdp", "tensor", "expert")
+"""The axes of the meshes that a search tries; the last where the model has experts that it divides."""
 UNSAID = (MeshSpec(data=-1), MeshSpec(data=1, fsdp=-1))
 """The meshes of who gives none: the default, and that of presets of large models."""
 
@@ -75,7 +77,7 @@ class Config(PipelineConfig):
         bfloat16.
       decode: Estimates one token of sampling for batch_size rows with a cache of seq_len instead of a training step,
         with parameters in model.dtype.
-      search: Tries meshes (data, fsdp, tensor), remat and train.accumulate, and ranks them.
+      search: Tries meshes (data, fsdp, tensor, of a mixture expert), remat and train.accumulate, and ranks them.
       show: Prints how each parameter lies, and why.
       source: A layout of the same devices, such as fsdp64 or fsdp16.tensor4/zero2; prints what bringing parameters and
         optimizer from it into this one sends.
@@ -324,17 +326,20 @@ class Candidate:
     data: int
     fsdp: int
     tensor: int
+    expert: int
     remat: str
     accumulate: int
 
     def __str__(self):
-        sizes = " ".join(f"{n}={getattr(self, n)}" for n in ("data", "fsdp", "tensor") if getattr(self, n) > 1)
+        sizes = " ".join(f"{n}={getattr(self, n)}" for n in SEARCHED if getattr(self, n) > 1)
         return f"{sizes or 'one device'}, remat {self.remat}, accumulate {self.accumulate}"
 
 
 def candidates(config: Config, num_devices: int) -> list[Candidate]:
     """Returns what a search tries: meshes, and for training what is recomputed and in how many parts."""
-    meshes = [sizes for sizes in aot.factorisations(num_devices, 3) if sizes[2] <= MOST_TENSOR]
+    most = max(1, config.model.num_experts)
+    every = aot.factorisations(num_devices, len(SEARCHED))
+    meshes = [sizes for sizes in every if sizes[2] <= MOST_TENSOR and most % sizes[3] == 0]
     remats = (config.model.remat,) if config.decode else REMATS
     parts = (1,) if config.decode else sorted({*ACCUMULATES, config.train.accumulate})
     return [Candidate(*sizes, remat, count) for sizes in meshes for remat in remats for count in parts]
@@ -344,7 +349,7 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
     """Returns the configuration of one candidate."""
     return dataclasses.replace(
         config,
-        mesh=MeshSpec(data=candidate.data, fsdp=candidate.fsdp, tensor=candidate.tensor),
+        mesh=MeshSpec(**{name: getattr(candidate, name) for name in SEARCHED}),
         model=dataclasses.replace(config.model, remat=candidate.remat),
         train=dataclasses.replace(config.train, accumulate=candidate.accumulate),
     )

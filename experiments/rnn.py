@@ -28,8 +28,12 @@ from jaxpar.io import Checkpoints, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
 from jaxpar.nn.conv_embedding import ConvEmbedding
+from jaxpar.nn.mixer import Mixer
+from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
+from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.lmu import Lmu
 from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
+from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.solvers import solver
@@ -53,17 +57,18 @@ class ModelConfig:
     Attributes:
       cell: A recurrent cell; aaren, which is attention as a recurrence; a layer with a matrix state, such as gla; or
         lmu or spiking_lmu: layers of a stack, whose memories are Legendre's; lmuformer or spiking_lmuformer: the same
-        after convolutions, and in the latter the mlps spike as well.
+        after convolutions, and in the latter the mlps spike as well; or hgrn, block_recurrent, block_recurrent_lstm or
+        tcnca, as layers of a stack.
       size: Units of a layer.
       layers: Recurrent layers.
-      heads: Blocks of dense recurrent weights (gru, lstm), heads of aaren and of layers with a matrix state, channels
-        of lmu.
+      heads: Blocks of dense recurrent weights (gru, lstm), heads of aaren, of layers with a matrix state, of
+        block_recurrent and tcnca, channels of lmu.
       method: How recurrences are solved: "auto" takes a cell's closed form, and what suits its Jacobian otherwise.
       window: Steps that the method solves at once; 0 leaves that to it.
-      width: Of lmu and its kin: features between layers.
+      width: Of layers of a stack: features between them.
       mlp: Of these: units of a layer's mlp.
-      memory: Of these: numbers of a channel's memory.
-      theta: Of these: steps that it holds.
+      memory: Numbers of a channel's memory of lmu, states of block_recurrent.
+      theta: Steps that the former holds, and those of a window of block_recurrent and tcnca.
     """
 
     cell: str = "para_gru"
@@ -218,12 +223,30 @@ def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     return trainer
 
 
+STACKED = ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer", "hgrn", "block_recurrent", "block_recurrent_lstm",
+           "tcnca")  # fmt: skip
+"""Cells that stand in a stack, with an mlp behind each."""
+
+
+def _mixer(model: ModelConfig) -> Mixer:
+    if model.cell == "hgrn":
+        return Hgrn(model.size)
+    if "lmu" in model.cell:
+        return Lmu(model.size, model.heads, model.memory, model.theta, spiking=model.cell.startswith("spiking"))
+    if model.size % model.heads:
+        raise UsageError(f"model.size={model.size} is no multiple of model.heads={model.heads}.")
+    sizes = model.heads, model.size // model.heads, max(1, round(model.theta))
+    if model.cell == "tcnca":
+        return Tcnca(*sizes)
+    return BlockRecurrent(*sizes, model.memory, GATES[model.cell.endswith("lstm")])
+
+
 def _network(model: ModelConfig, task: Task) -> SequenceNetwork | StackNetwork:
-    if model.cell not in ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer"):
+    if model.cell not in STACKED:
         return SequenceNetwork(task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads,
                                solver(model.method, model.window), task.classes)  # fmt: skip
     spiking, former = model.cell.startswith("spiking"), model.cell.endswith("lmuformer")
-    layers, mixers, mlp = model.layers, Lmu(model.size, model.heads, model.memory, model.theta, spiking=spiking), None
+    layers, mixers, mlp = model.layers, _mixer(model), None
     if spiking and former:  # an mlp that spikes has a state, and is a mixer
         layers, mixers = 2 * layers, (mixers, SpikingMlp(model.mlp))
     else:

@@ -132,7 +132,7 @@ def chosen_layouts(config: Config, num_devices: int) -> list[Layout]:
     if config.layouts == ["all"]:
         plain = every_layout(num_devices)
         more = [Layout(row.mesh, name) for row in plain for name in variants(row.mesh)] + nested(num_devices)
-        return plain + more + piped(config, num_devices)
+        return plain + more + with_experts(config, num_devices) + piped(config, num_devices)
     return [staged(parse_layout(text)) for text in config.layouts]
 
 
@@ -152,6 +152,14 @@ def nested(num_devices: int) -> list[Layout]:
         Layout(MeshSpec(data=2, fsdp=4 * eighth, inner=2), "nested"),
         Layout(MeshSpec(fsdp=4 * eighth, inner=2, tensor=2), "hybrid+sequence"),
     ]
+
+
+def with_experts(config: Config, num_devices: int) -> list[Layout]:
+    """Returns every mesh that splits experts, if the model has any."""
+    if not config.model.num_experts:
+        return []
+    rows = every_layout(num_devices, ("data", "fsdp", "expert", "tensor", "context"))
+    return [row for row in rows if row.mesh.expert > 1]
 
 
 def piped(config: Config, num_devices: int) -> list[Layout]:

@@ -224,6 +224,8 @@ PAGES = {
     "docs/matrix_state.md": {
         "plain loops in NumPy, to 1e-9 in float64": "nn/test_mixer_papers.py"
         "::a_layer_is_its_papers_equations_in_value_and_gradient",
+        '"State" counts numbers a head': "nn/test_mixer_papers.py"
+        "::states_are_as_large_as_the_page_says_whatever_came_before",
     },
     "docs/mixers.md": {
         "Streamed outputs equal whole ones to 1e-10 in float64, and gradients too": "nn/test_lmuformer.py"

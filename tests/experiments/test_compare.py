@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import _run, compare
+from jaxpar.lm import num_params
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
@@ -115,6 +116,17 @@ def test_fields_of_one_mixer_are_given_to_all_that_read_them():
     assert models["gla"] == usual  # not of the size that lmu has
     free, plain = (compare.compose().row(mixer, 0, 4).model for mixer in ("matmul_free", "hgrn"))
     assert free == dataclasses.replace(plain, weights="ternary") and plain.weights != "ternary"
+
+
+def test_states_of_a_block_recurrent_row_are_carried():
+    """Over four windows of a row, unless it is said otherwise, at about attention's size."""
+    config = compare.compose("data.seq_len=64")
+    model, attention = (config.row(mixer, 0, 4).model for mixer in ("block_recurrent", "attention"))
+    assert (model.mixer_window, model.mixer_states) == (16, 16)
+    assert abs(num_params(model) / num_params(attention) - 1) < 0.05
+    given = "mixers=[block_recurrent]", "model.mixer=block_recurrent", "model.mixer_window=64", "model.mixer_states=7"
+    model = compare.compose(*given, "data.seq_len=64").row("block_recurrent", 0, 4).model
+    assert (model.mixer_window, model.mixer_states) == (64, 7)
 
 
 def test_more_mixers_and_seeds_are_the_same_run():

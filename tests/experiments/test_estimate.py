@@ -131,7 +131,18 @@ def test_a_search_over_gpus(main, tmp_path):
     assert code == 0 and "best" in out and "60 candidates" in out
     rows = report_of(tmp_path)["search"]
     assert rows[0]["verdict"] == "best" and len(rows) == 60
-    assert {"data", "fsdp", "tensor", "remat", "accumulate"} == rows[0]["candidate"].keys()
+    assert {"data", "fsdp", "tensor", "expert", "remat", "accumulate"} == rows[0]["candidate"].keys()
+
+
+@pytest.mark.parametrize(("num_experts", "sizes"), [(0, {1}), (4, {1, 2, 4}), (6, {1, 2})])
+def test_a_search_splits_experts_over_as_many_devices_as_divide_them(num_experts, sizes):
+    config = estimate.compose(f"model.num_experts={num_experts}", "search=true")
+    tried = estimate.candidates(config, 8)
+    assert {each.expert for each in tried} == sizes
+    assert all(each.data * each.fsdp * each.tensor * each.expert == 8 for each in tried)
+    legal = [each for each in tried if each.remat != "blockwise"]  # of experts a row of its own says why not
+    assert [estimate.with_candidate(config, each).mesh.expert for each in legal] == [each.expert for each in legal]
+    assert sizes == {1} or any("expert=2" in str(each) for each in tried)
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in ROOT.glob("experiments/conf/lm/preset/*.yaml")))

@@ -1,5 +1,6 @@
 """`python -m experiments.rnn`: it learns, resumes, streams; tasks and files; sentences and exit codes."""
 
+import dataclasses
 import json
 
 import jax
@@ -67,6 +68,23 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
     import re
 
     assert re.search(sentence, main(*TINY, *flags.split(), of="rnn").sentence())
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["block_recurrent", *(pytest.param(x, marks=pytest.mark.slow) for x in ("hgrn", "block_recurrent_lstm", "tcnca"))],
+)
+def test_mixers_of_a_stack_stream_what_they_make_of_the_whole(cell):
+    sizes = "heads=2 size=8 width=8 mlp=8 layers=1 memory=3 theta=4".split()
+    flags = "data.task=delayed_copy data.length=5 data.symbols=8 data.batch_size=4 train.steps=2".split()
+    config = rnn.compose(f"model.cell={cell}", *flags, *(f"model.{size}" for size in sizes))
+    task = open_task(config.data, 0)
+    trainer = rnn.make_trainer(config, task)
+    params = jax.tree.map(lambda x: 3 * x, jax.jit(trainer.init)(jax.random.key(0)).params)
+    assert rnn.streaming_error(trainer, task, params) < 1e-4
+    if cell != "hgrn":
+        with pytest.raises(UsageError, match="model.size=8 is no multiple of model.heads=3"):
+            rnn.make_trainer(dataclasses.replace(config, model=dataclasses.replace(config.model, heads=3)), task)
 
 
 def test_how_a_recurrence_is_solved_is_no_part_of_a_runs_identity():

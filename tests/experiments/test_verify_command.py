@@ -190,3 +190,7 @@ def test_all_layouts_cover_every_factorisation_and_variant():
         assert name in names
     piped = [name.split(" ") for name in names if "stage" in name]
     assert len(piped) == 15 and {schedule for *_, schedule in piped} == set(PIPELINES)
+    mixture = [str(layout) for layout in chosen_layouts(Config(model=LMConfig(num_experts=8)), 8)]
+    added = set(mixture) - set(names)
+    assert len(mixture) == len(names) + len(added) and len(added) == 15 and all("expert" in name for name in added)
+    assert {"expert8 zero3", "data2.fsdp2.expert2 zero3"} <= {name.replace("  ", " ") for name in added}, added

@@ -13,6 +13,7 @@ from experiments import verify
 from experiments._experts import expert_loads
 from jaxpar.io import Checkpoints
 from jaxpar.lm import LMConfig, Sampling, Trainer, apply, flops_per_token, generate, num_params, to_hf
+from jaxpar.lm.loss import losses
 from jaxpar.lm.params import abstract, axes, decay_mask
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.lm.stages import stages
@@ -85,17 +86,34 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(layout, flags):
 def test_experts_fail_in_training_alone():
     """Where all fail only attention is left; where none does no number is drawn; evaluation asks all."""
     data = {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]}
-    losses, worst = {}, dataclasses.replace(SMALL, expert_failures=1.0)
+    found, worst = {}, dataclasses.replace(SMALL, expert_failures=1.0)
     params = noisy_params(SMALL, np.float32)
     for config in (SMALL, dataclasses.replace(SMALL, expert_failures=0.5), worst):
         run = jit(lambda key, config=config: InTurn()(stages(config), params, data, key, 2)[0][0])
-        losses[config.expert_failures] = float(run(jax.random.key(0)))
-        assert (losses[config.expert_failures] == float(run(jax.random.key(1)))) == (config.expert_failures != 0.5)
+        found[config.expert_failures] = float(run(jax.random.key(0)))
+        assert (found[config.expert_failures] == float(run(jax.random.key(1)))) == (config.expert_failures != 0.5)
     silent = {**params, "layers": {**params["layers"], "w_down": jnp.zeros_like(params["layers"]["w_down"])}}
     left = float(jit(lambda: InTurn()(stages(SMALL), silent, data, None, 2)[0][0])())
-    assert len(set(losses.values())) == 3
-    np.testing.assert_allclose(losses[1.0], left, rtol=1e-5)
+    assert len(set(found.values())) == 3
+    np.testing.assert_allclose(found[1.0], left, rtol=1e-5)
     np.testing.assert_array_equal(apply(params, data["tokens"], worst), apply(params, data["tokens"], SMALL))
+
+
+def test_router_losses_are_of_a_microbatch_and_averaged_over_them(x64):
+    """Loads times mean scores are no sum over tokens: of the whole batch at once they are something else."""
+    config = dataclasses.replace(SMALL, dtype="float64", balance_loss=0.5, router_z_loss=0.1)
+    params, data = noisy_params(config, np.float64), {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]}
+
+    def plain(params):
+        values = [losses(params, {name: x[part::2] for name, x in data.items()}, config) for part in range(2)]
+        told = {name: (values[0][1].losses[name] + values[1][1].losses[name]) / 2 for name in values[0][1].losses}
+        return (values[0][0] + values[1][0]) / 2, told
+
+    (value, aux), grads = jit(InTurn(), static_argnums=(0, 4))(stages(config), params, data, None, 2)
+    (want, told), right = jit(jax.value_and_grad(plain, has_aux=True))(params)
+    assert_close((value, aux.losses, grads), (want, told, right), EXACT_MATHS["float64"])
+    whole = jit(losses, static_argnums=2)(params, data, config)[1].losses["balance_loss"]
+    assert abs(whole - aux.losses["balance_loss"]) > 1e-3
 
 
 def test_a_step_tells_loads_and_drops_and_moves_the_bias():

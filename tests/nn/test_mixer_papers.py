@@ -5,6 +5,7 @@ nothing drops out of an equation. Constants below the roots of norms are ours: p
 """
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -219,3 +220,30 @@ def test_a_layer_is_its_papers_equations_in_value_and_gradient(paper, x64):
     assert_close(got, loops(p), EXACT)
     slopes = {name: (grads[name] * ways[name]).sum() for name in p}
     assert_close(slopes, leaf_by_leaf(lambda p: (loops(p) * mix).sum(), p, ways), 1e-7)  # of a difference
+
+
+# Numbers of a head's state beside the words of the table of docs/matrix_state.md; W - 1 inputs are of D_x columns.
+STATED = {
+    "gla": ("K V", lambda k, v: k * v),
+    "simple_gla": ("K V", lambda k, v: k * v),
+    "retention": ("K V", lambda k, v: k * v),
+    "mlstm": ("K (V + 1) + 1", lambda k, v: k * (v + 1) + 1),
+    "mlstm_sig": ("K V", lambda k, v: k * v),
+    "mamba2": ("K V, and W - 1 inputs", lambda k, v: k * v + (TAPS - 1) * (v + 2 * k / H)),  # B and C are shared
+    "gated_delta": ("K V, and W - 1 inputs", lambda k, v: k * v + (TAPS - 1) * (2 * k + v)),
+    "rwkv6": ("K V; of a layer D", lambda k, v: k * v + D / H),
+    "hgrn": ("1 a unit", None),
+}
+
+
+def test_states_are_as_large_as_the_page_says_whatever_came_before():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "matrix_state.md").read_text()
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| `")]
+    said = {row[0].strip("|` "): row[-2] for row in rows if len(row) == 9 and row[-2] != "state"}
+    assert said == {name: words for name, (words, _) in STATED.items()}
+    for name, (_, numbers) in STATED.items():
+        mixer = Hgrn(H * V) if numbers is None else MatrixState(layer_of(name, H * V, H, K))
+        for slots in (1, 4096):
+            cache = jax.tree.leaves(jax.eval_shape(lambda m=mixer, n=slots: m.init_cache(B, n, D, jnp.bfloat16)))
+            assert sum(x.size for x in cache) == B * (H * V if numbers is None else round(H * numbers(K, V))), name
+            assert {x.dtype for x in cache} == {np.dtype("float32")}, name

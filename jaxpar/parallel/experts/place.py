@@ -96,8 +96,9 @@ def place_experts(
     Where a layer has at most 3,000 placements (8 experts on up to 4 devices, 12 on 2) the best of all is found: layers
     form a chain, along which the best of what came before is kept for each placement. Of more experts, each layer in
     turn is placed as is best for its neighbours, exactly, as an assignment, until nothing improves; the best of several
-    starts is taken. The source is Exploiting Inter-Layer Expert Affinity (arXiv:2401.08383), whose integer program has
-    the same optimum.
+    starts is taken, which need not be the best of all. Crossings are counted between consecutive layers and nothing
+    else: loads, links of several speeds and where a token lies before the first layer do not count. The source is
+    Exploiting Inter-Layer Expert Affinity (arXiv:2401.08383), whose integer program has the same objective.
 
     Args:
       counts: As from `count_transitions`.
