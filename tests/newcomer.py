@@ -112,9 +112,13 @@ def watch(text: str, folder: pathlib.Path, env: dict[str, str]) -> Seen:
 
 
 def verdict(line: Line, seen: Seen) -> list[str]:
-    """Returns which of red, silent and slow it was."""
+    """Returns which of red, silent and slow it was; a page's own Python and a notebook's may be silent."""
     slow = seen.seconds > (2 * line.stated_s or SLOW_S)
-    return [word for word, so in (("RED", seen.code), ("silent", seen.silence > SILENT_S), ("slow", slow)) if so]
+    return [
+        word
+        for word, so in (("RED", seen.code), ("silent", seen.silence > SILENT_S and not line.name), ("slow", slow))
+        if so
+    ]
 
 
 def in_this_environment(folder: pathlib.Path) -> dict[str, str]:

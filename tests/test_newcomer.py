@@ -43,6 +43,7 @@ def test_what_is_slow_silent_or_red_is_said():
     assert newcomer.verdict(line, Seen(19, 4.9, 0, "")) == []
     assert newcomer.verdict(line, Seen(21, 5.1, 3, "")) == ["RED", "silent", "slow"]
     assert newcomer.verdict(Line("x"), Seen(299, 0, 0, "")) == []
+    assert newcomer.verdict(Line("x", name="Python of a page"), Seen(9, 8, 0, "")) == []
 
 
 def test_what_another_machine_or_the_reader_has_is_left_out():

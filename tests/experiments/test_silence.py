@@ -1,9 +1,11 @@
 """Where a command prints nothing for long, a line says what it does and for how long."""
 
+import ast
 import io
 import re
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -150,3 +152,19 @@ def test_an_interrupt_begins_a_line_of_its_own(monkeypatch, capfd):
             _interrupt._leave_with(2, "interrupted.")
         sys.stderr._pulse._line = ""
     assert capfd.readouterr().err == "\ninterrupted.\n"
+
+
+def test_every_command_breaks_its_silences():
+    """Each runs inside of `open_devices` to its end, or breaks silences by itself."""
+    paths = sorted(Path(experiments.__file__).parent.glob("[a-z]*.py"))
+    for path in paths:
+        body = next((node for node in ast.parse(path.read_text()).body
+                     if isinstance(node, ast.FunctionDef) and node.name == "execute"), None)  # fmt: skip
+        if body is None or "_small" in path.read_text():  # whose runner does
+            continue
+        by_itself = any("_silence" in ast.unparse(each) for each in body.decorator_list)
+        within = body.body[-1]
+        while isinstance(within, ast.Try):
+            within = within.body[-1]
+        opened = isinstance(within, ast.With) and "open_devices" in ast.unparse(within.items[0])
+        assert by_itself or opened, path.name
