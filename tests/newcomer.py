@@ -98,16 +98,20 @@ def watch(text: str, folder: pathlib.Path, env: dict[str, str]) -> Seen:
     silence, said = 0.0, b""
     options = dict(cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(["bash", "-c", text], start_new_session=True, **options) as process:
-        while True:
-            heard, _, _ = select.select([process.stdout], [], [], max(0, began + LIMIT_S - time.monotonic()))
-            if not heard:
-                os.killpg(process.pid, signal.SIGKILL)
-            got = os.read(process.stdout.fileno(), 2**16)
-            now = time.monotonic()
-            silence, last = max(silence, now - last), now
-            if not got:
-                break
-            said = (said + got)[-4000:]
+        try:
+            while True:
+                heard, _, _ = select.select([process.stdout], [], [], max(0, began + LIMIT_S - time.monotonic()))
+                if not heard:
+                    os.killpg(process.pid, signal.SIGKILL)
+                got = os.read(process.stdout.fileno(), 2**16)
+                now = time.monotonic()
+                silence, last = max(silence, now - last), now
+                if not got:
+                    break
+                said = (said + got)[-4000:]
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # a session of its own, which Ctrl-C does not reach
+            raise
     return Seen(time.monotonic() - began, silence, process.returncode, said.decode(errors="replace"))
 
 
