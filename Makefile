@@ -60,7 +60,7 @@ bench: $(VENV)/.run
 release: $(VENV)/.test
 	$(PY) tests/release.py $(PYTHONS) $(NEWEST) $(args)
 
-# What README shows, typed: prints what was slow, silent or red.
+# What README, how-to pages and notebooks show, typed: prints what was slow, silent or red.
 newcomer: $(VENV)/.test
 	$(PY) tests/newcomer.py $(args)
 

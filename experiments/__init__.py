@@ -29,6 +29,36 @@ Flags mean the same in all: `preset`, `seed`, `num_seeds`, `num_envs`, `num_step
 import os
 import signal
 import sys
+import threading
+import time
+
+IS_COMMAND = sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) in ("jaxpar", "jaxpar.exe")
+"""Whether this process is a command that begins now, seconds before all is imported."""
+
+
+class Start:
+    """What takes long before a command can print: the modules that it imports, most of all the first time."""
+
+    QUIET_S = 4.0
+
+    def __init__(self, is_command: bool):
+        self._last, self._ended = time.monotonic(), threading.Event()
+        if is_command:
+            threading.Thread(target=self._tell, daemon=True).start()
+
+    def _tell(self) -> None:
+        while not self._ended.wait(self.QUIET_S):
+            self._last = time.monotonic()
+            os.write(2, b"starting: JAX and the rest are read, which is slowest the first time\n")
+
+    def end(self) -> float:
+        """Is silent from now on; returns when it spoke last, or began."""
+        self._ended.set()
+        return self._last
+
+
+start = Start(IS_COMMAND)
+"""Of this process; ended by what tells from then on how it goes."""
 
 
 def before_start(number: int, frame: object) -> None:

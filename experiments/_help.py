@@ -41,7 +41,8 @@ def text_of(name: str, schema: type, config: Any, shared: type) -> str:
         *_wrapped_paragraphs(words),
         *_presets(name),
         "\n\n".join(["flags, with the values that they have if nothing is said:", *_groups(schema, config, shared)]),
-        "Flags beside --help change what it shows, such as preset=; -m at the end runs each value of flag=a,b.",
+        "Flags beside --help change what it shows"
+        + (", such as preset=; -m at the end runs each value of flag=a,b." if conf_of(name).exists() else "."),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -150,7 +151,7 @@ def _wrapped_paragraphs(text: str) -> Iterator[str]:
 
 def _presets(name: str) -> Iterator[str]:
     """Yields each group of presets with what their files begin with: command, hardware, time, result."""
-    for group in sorted(path for path in conf_of(name).iterdir() if path.is_dir()):
+    for group in sorted(path for path in conf_of(name).glob("*") if path.is_dir()):
         rows = []
         for path in sorted(group.glob("*.yaml")):
             lines = [line[1:].strip() for line in _opening(path.read_text()) if not line.startswith("# @")]

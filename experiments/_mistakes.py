@@ -36,8 +36,8 @@ RENAMED = {
 
 
 def conf_of(name: str) -> pathlib.Path:
-    """Returns the folder that holds the configuration and the presets of an experiment."""
-    return next(CONF.glob(f"*/{name}.yaml")).parent
+    """Returns the folder that holds the configuration and the presets of an experiment, if it has any."""
+    return next((path.parent for path in CONF.glob(f"*/{name}.yaml")), CONF / name)
 
 
 def presets_of(name: str, group: str) -> str:

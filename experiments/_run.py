@@ -42,7 +42,7 @@ from jaxpar.mesh import (
 from jaxpar.processes import check_same_on_all_processes, keep_programs, start_processes
 from jaxpar.types import UsageError
 
-from . import _help, _interrupt, _silence
+from . import _help, _interrupt, _silence, start
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
@@ -137,17 +137,27 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
         ended it in good order, which becomes the exit code 128 + number.
     """
     _end_with_launcher()
+
+    def begin(mistakes: list[BaseException]) -> None:
+        _register(name, schema)
+        sys.argv[1:] = with_presets(name, sys.argv[1:])
+        if set(_help.ASKED) & set(sys.argv[1:]):
+            given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
+            print(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
+            return
+        refuse_malformed(name, sys.argv[1:])
+        _main(name, execute, mistakes)()
+
+    answered(schema, begin)
+
+
+def answered(schema: type, begin: Callable[[list[BaseException]], None]) -> None:
+    """Calls `begin` with a list for the user's mistakes, and ends the process with the code and sentence of its end."""
+    start.end()
     with _interrupt.answering() as answer:
         mistakes, code = [], 0
         try:
-            _register(name, schema)
-            sys.argv[1:] = with_presets(name, sys.argv[1:])
-            if set(_help.ASKED) & set(sys.argv[1:]):
-                given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
-                print(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
-                return
-            refuse_malformed(name, sys.argv[1:])
-            _main(name, execute, mistakes)()
+            begin(mistakes)
         except (UsageError, OSError, *FLAG_ERRORS) as error:
             mistakes.append(error)
         except KeyboardInterrupt:

@@ -16,8 +16,12 @@ from typing import Any, TextIO
 
 import jax
 
+from . import IS_COMMAND, start
+
 FIRST_S, QUIET_S, DOT_S, BEAT_S = 2.0, 4.0, 4.0, 0.5
 """Seconds of compiling, and of anything else, until a line begins; from one dot to the next; from look to look."""
+RUNNING = "running"
+"""The line of anything but a long compilation."""
 COMPILING = "/jax/core/compile/"
 """What JAX's events of tracing, lowering and compiling begin with."""
 
@@ -28,14 +32,16 @@ class Pulse:
     Args:
       out: Where to.
       clock: Seconds, ascending.
+      began: When the process did, by this clock; nothing was printed since then.
     """
 
-    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, began: float | None = None):
         self._out, self._clock = out, clock
         self._lock = threading.RLock()  # the thread of `tick` and those that print
         self._phases: list[str] = []  # the programs of phases that have begun, outermost first
         self._name, self._since = "", clock()  # what is compiled, "" for nothing, and since when
-        self._line, self._last = "", clock()  # the line that is being written, and when anything was printed last
+        self._line, self._from = "", clock()  # the line that is being written, and since when what it tells goes on
+        self._last = clock() if began is None else began  # when anything was printed last
         self._is_whole = True  # whether what others printed ended with a line's end
 
     def printed(self, text: str) -> None:
@@ -66,12 +72,16 @@ class Pulse:
             now = self._clock()
             if not self._phases and self._name:
                 self._compiles("")
+            if self._line == RUNNING and self._name and now - self._since >= FIRST_S:
+                self._end()  # short compilations are a part of it
             if self._line:
                 if now - self._last >= DOT_S:
                     self._print(".")
-            elif self._is_whole and now - max(self._since, self._last) >= (FIRST_S if self._name else QUIET_S):
-                self._line = f"compiling {self._name}" if self._name else "running"
-                self._since = self._since if self._name else max(self._since, self._last)
+                return
+            compiles = bool(self._name) and now - max(self._since, self._last) >= FIRST_S
+            if self._is_whole and (compiles or now - self._last >= QUIET_S):
+                self._line = f"compiling {self._name}" if compiles else RUNNING
+                self._from = self._since if compiles else self._last
                 self._print(f"{self._line} .")
 
     def close(self) -> None:
@@ -86,13 +96,14 @@ class Pulse:
 
     def _compiles(self, name: str) -> None:
         if name != self._name:
-            self._end()
+            if self._line != RUNNING:
+                self._end()
             self._name, self._since = name, self._clock()
 
     def _end(self) -> None:
         if self._line:
-            self._print(f" {self._clock() - self._since:.0f} s\n")
-            self._line, self._since = "", self._clock()
+            self._print(f" {self._clock() - self._from:.0f} s\n")
+            self._line = ""
 
     def _print(self, text: str) -> None:
         self._last = self._clock()
@@ -125,7 +136,8 @@ def broken() -> Iterator[None]:
     if isinstance(sys.stderr, _Heard):
         yield
         return
-    pulse, streams = Pulse(sys.stderr), (sys.stdout, sys.stderr)
+    spoke = start.end()
+    pulse, streams = Pulse(sys.stderr, began=spoke if IS_COMMAND else None), (sys.stdout, sys.stderr)
     stop = threading.Event()
 
     def beat() -> None:

@@ -1,6 +1,10 @@
 """A gated recurrent unit whose last state a support vector machine reads, beside the same with a softmax.
 
     python -m experiments.gru_svm                     # two CPU cores, two minutes
+    python -m experiments.gru_svm seeds=1 steps=100   # seconds, and less sure
+    python -m experiments.gru_svm size=32
+    python -m experiments.gru_svm length=48 steps=600 # the marked events farther apart
+    python -m experiments.gru_svm seeds=10
 
 GRU-SVM (Agarap 2017, arXiv:1709.03082): s = w . h[T] + b and y of -1 or 1,
 
@@ -10,7 +14,7 @@ The states come from `jaxpar.solve.parallel_scan`, all steps at once. Traffic is
 and a row is an attack if the numbers of these add up to more than 0.
 """
 
-import argparse
+import dataclasses
 import functools
 
 import jax
@@ -19,9 +23,12 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, field
 from jaxpar.nn import GRU, recurrent
 from jaxpar.nn.leaf import init_leaves
 from jaxpar.solve import Newton
+
+from . import _small
 
 HEADS = ("svm", "softmax")
 
@@ -77,11 +84,29 @@ def learn(head: str, seed: int, steps: int, size: int = 16, length: int = 24, me
     return float(((jax.jit(loss)(params, xs, labels)[1] > 0) == (labels > 0)).mean())
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    flags = parser.parse_args()
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it trains.
+
+    Attributes:
+      steps: Updates of each network, on 64 new rows each.
+      seeds: Networks of each kind of head, of seeds 0, 1 and so on.
+      size: Units of the cell.
+      length: Events of a row.
+    """
+
+    steps: int = field(300, AtLeast(1))
+    seeds: int = field(3, AtLeast(1))
+    size: int = field(16, AtLeast(1))
+    length: int = field(24, AtLeast(2))
+
+
+def execute(config: Config) -> None:
+    """Prints a line for each kind of head."""
     for head in HEADS:
-        rows = [learn(head, seed, flags.steps) for seed in range(flags.seeds)]
+        rows = [learn(head, seed, config.steps, config.size, config.length) for seed in range(config.seeds)]
         print(f"{head:8} accuracy on new traffic " + " ".join(f"{row:.4f}" for row in rows), flush=True)
+
+
+if __name__ == "__main__":
+    _small.launch("gru_svm", Config, execute)

@@ -1,13 +1,17 @@
 """Environments in Python, many at once on threads: the first that are ready make the next batch, under jit too.
 
-    python -m experiments.hosted                      # beside gymnasium's, two CPU cores, a minute
+    python -m experiments.hosted                      # beside gymnasium's, two CPU cores, a minute and a half
+    python -m experiments.hosted rounds=1 steps=1000  # ten seconds, without a spread
+    python -m experiments.hosted num_envs=4
+    python -m experiments.hosted num_envs=32 steps=6000
+    python -m experiments.hosted rounds=9
 
 The pool of EnvPool (Weng et al. 2022, arXiv:2206.10558) for anything with Gymnasium's `reset(seed=)` and
 `step(action)`: `send` starts steps, `recv` gives the first M that are done. What an environment does depends on its
 seed and its own actions alone, so its trajectory is that of a serial replay, whatever the order in which steps end.
 """
 
-import argparse
+import dataclasses
 import queue
 import statistics
 import threading
@@ -21,7 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from jaxpar.fields import AtLeast, field
 from jaxpar.types import UsageError
+
+from . import _small
 
 
 class Ready(NamedTuple):
@@ -168,33 +175,49 @@ def of_pool(pool: Hosted) -> Callable[[int], int]:
     return go
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it measures.
+
+    Attributes:
+      steps: Of all environments together, a round.
+      rounds: In which each side is measured once; medians are told.
+      num_envs: Environments, and threads of the pool.
+    """
+
+    steps: int = field(3000, AtLeast(1))
+    rounds: int = field(5, AtLeast(1))
+    num_envs: int = field(16, AtLeast(2))
+
+
+def vectors_of_gymnasium(config: Config) -> dict[str, Any]:
+    """Makes gymnasium's, whose processes are forked: that is safe before JAX has threads."""
+    print(f"{2 * config.num_envs} processes and {config.num_envs} environments begin", flush=True)
+    made = {"gymnasium SyncVectorEnv": gymnasium.vector.SyncVectorEnv([Sleeper] * config.num_envs)}
+    for name, shared in (("gymnasium AsyncVectorEnv", True), ("the same without shared memory", False)):
+        made[name] = gymnasium.vector.AsyncVectorEnv([Sleeper] * config.num_envs, shared_memory=shared)
+    return made
+
+
+def execute(config: Config, vectors: dict[str, Any]) -> None:
     """Measures sleepers in a pool beside gymnasium's vector environments, in turn."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3000, help="of all environments, a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-envs", type=int, default=16)
-    flags = parser.parse_args()
-    n = flags.num_envs
-    # Processes first: they are forked, which is safe before JAX has threads.
-    asynchronous = [gymnasium.vector.AsyncVectorEnv([Sleeper] * n, shared_memory=shared) for shared in (True, False)]
-    vectors = [gymnasium.vector.SyncVectorEnv([Sleeper] * n), *asynchronous]
-    pools = [Hosted(Sleeper, n, threads, batch) for threads, batch in ((1, n), (n, n), (n, n // 2))]
-    names = ["gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv", "the same without shared memory", "one thread",
-             f"{n} threads, all of them", f"the first {n // 2} of them"]  # fmt: skip
-    sides = [of_vector(vector) for vector in vectors] + [of_pool(pool) for pool in pools]
-    rates = [[] for _ in sides]
-    for _ in range(flags.rounds):
-        for go, found in zip(sides, rates, strict=True):
+    n = config.num_envs
+    sizes = {"one thread": (1, n), f"{n} threads, all of them": (n, n), f"the first {n // 2} of them": (n, n // 2)}
+    pools = {name: Hosted(Sleeper, n, threads, batch) for name, (threads, batch) in sizes.items()}
+    sides = {name: of_vector(made) for name, made in vectors.items()}
+    sides |= {name: of_pool(made) for name, made in pools.items()}
+    rates = {name: [] for name in sides}
+    for _ in range(config.rounds):
+        for name, go in sides.items():
             began = time.perf_counter()
-            found.append(go(flags.steps) / (time.perf_counter() - began))
-    for name, found in zip(names, rates, strict=True):
+            rates[name].append(go(config.steps) / (time.perf_counter() - began))
+    for name, found in rates.items():
         print(
             f"{name:32} {statistics.median(found):7,.0f} steps/s ({min(found):,.0f} to {max(found):,.0f})", flush=True
         )
-    for made in (*vectors, *pools):
+    for made in (*vectors.values(), *pools.values()):
         made.close()
 
 
 if __name__ == "__main__":
-    main()
+    _small.launch("hosted", Config, execute, vectors_of_gymnasium)

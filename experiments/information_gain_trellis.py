@@ -1,7 +1,10 @@
 """Routes digits through a trellis of blocks: each level sends a digit to one block, by what that says of its class.
 
     python -m experiments.information_gain_trellis                # two CPU cores, two minutes
-    python -m experiments.information_gain_trellis --blocks 2 4 --weight 0
+    python -m experiments.information_gain_trellis weight=0       # routes that nothing teaches
+    python -m experiments.information_gain_trellis blocks=[2,2,2]
+    python -m experiments.information_gain_trellis seeds=[0] steps=100
+    python -m experiments.information_gain_trellis width=12 seeds=[0]
 
 Conditional Information Gain Trellis (Bicici, Meral and Akarun 2024): level l has K_l blocks, convolutions of 3 x 3, and
 a router that reads the features x of the level before, means of 2 x 2 places as the head does. The loss of the classes
@@ -13,7 +16,7 @@ of means over the batch, with routes p_l(x) = softmax(x W_l). A digit takes the 
 is that of a path. The plain form computes all blocks and masks all but one; both are the same numbers.
 """
 
-import argparse
+import dataclasses
 import functools
 import math
 
@@ -23,10 +26,12 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from jaxpar.fields import AtLeast, Between, Each, field
 from jaxpar.nn.experts import grouped_matmul
 from jaxpar.nn.experts.dispatch import combine, rows_of, sort_choices
 from jaxpar.nn.experts.losses import information_gain, load
 
+from . import _small
 from ._series import handwritten
 
 CLASSES = 10
@@ -121,31 +126,41 @@ def judge(params: dict, x: np.ndarray, y: np.ndarray) -> tuple[float, list[float
     return float((logits.argmax(-1) == y).mean()), gains, loads
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it trains.
+
+    Attributes:
+      blocks: Of each level.
+      width: Channels.
+      weight: Of the information gain in the loss.
+      steps: Updates of each network.
+      seeds: A trellis and a single path of each.
+    """
+
+    blocks: list[int] = field(legal=Each(AtLeast(1)), default_factory=lambda: [2, 4])
+    width: int = field(6, AtLeast(1))
+    weight: float = field(0.5, AtLeast(0))
+    steps: int = field(600, AtLeast(1))
+    seeds: list[int] = field(legal=Each(Between(0, 2**32 - 1)), default_factory=lambda: [0, 1, 2])
+
+
+def execute(config: Config) -> None:
     """Prints a row for the trellis and one for a single path, which costs the same a digit."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[2, 4], help="of each level")
-    parser.add_argument("--width", type=int, default=6, help="channels")
-    parser.add_argument("--weight", type=float, default=0.5, help="of the information gain")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    if min(options.blocks) < 1 or options.weight < 0:
-        parser.error("legal are --blocks of at least 1 and a --weight of at least 0.")
     x, y = handwritten("the trellis")
     x, y = x.reshape(len(x), -1).astype(np.float32), y.astype(np.int32)
-    path, every = multiplications(init(0, x.shape[1], options.width, tuple(options.blocks)), x.shape[1])
+    path, every = multiplications(init(0, x.shape[1], config.width, tuple(config.blocks)), x.shape[1])
     print(f"A digit's path takes {path:,} multiplications, all blocks {every:,}.\n")
     print("| seed | blocks | held-out accuracy | information gain of a level | largest load |\n|---|---|---|---|---|")
-    for seed in options.seeds:
+    for seed in config.seeds:
         held, rest = np.split(np.random.default_rng(seed).permutation(len(x)), [len(x) // 3])
-        for blocks in (tuple(options.blocks), (1,) * len(options.blocks)):
-            params = init(seed, x.shape[1], options.width, blocks)
-            params = train(params, x[rest], y[rest], steps=options.steps, weight=options.weight, seed=seed)
+        for blocks in (tuple(config.blocks), (1,) * len(config.blocks)):
+            params = init(seed, x.shape[1], config.width, blocks)
+            params = train(params, x[rest], y[rest], steps=config.steps, weight=config.weight, seed=seed)
             accuracy, gains, loads = judge(params, x[held], y[held])
             words = [", ".join(f"{value:.2f}" for value in values) for values in (gains, loads)]
             print(f"| {seed} | {' x '.join(map(str, blocks))} | {accuracy:.3f} | {words[0]} | {words[1]} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    _small.launch("information_gain_trellis", Config, execute)

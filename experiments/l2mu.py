@@ -1,6 +1,10 @@
 """A Legendre memory whose every linear map goes through spikes: inputs, memory and units are populations of neurons.
 
-    python -m experiments.l2mu         # two CPU cores, three minutes; --steps 0 for the first table alone, ten seconds
+    python -m experiments.l2mu                        # two CPU cores, two minutes
+    python -m experiments.l2mu steps=0                # the first table alone, ten seconds
+    python -m experiments.l2mu steps=200
+    python -m experiments.l2mu neurons=32             # nearer to the memory without spikes, and slower
+    python -m experiments.l2mu neurons=4 steps=300
 
 L2MU (arXiv:2407.04076): each number that a linear map reads is encoded by N leaky integrate-and-fire neurons, whose
 spikes of the step are decoded by least squares. So with <x> for what comes back of x,
@@ -12,7 +16,7 @@ where s is what a synapse keeps of a step, and a linear read-out of a trace of h
 the memory of `jaxpar.nn.mixers.legendre`, as the first table shows; digits are learned by surrogate gradients.
 """
 
-import argparse
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -22,9 +26,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from jaxpar.fields import AtLeast, field
 from jaxpar.nn.mixers.legendre import legendre, memory
 from jaxpar.nn.mixers.spikes import integrate_and_fire
 
+from . import _small
 from ._series import SeriesConfig, open_task
 
 BETA, TRACE, SYNAPSE, RANGE = 0.9, 0.95, 0.9, 2.0  # RANGE: of z, in the unit in which populations have it in [-1, 1]
@@ -140,12 +146,26 @@ def learn(steps: int, neurons: int, seed: int = 0, size: int = 32, units: int = 
     return float(np.mean(right))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="of training on digits; 0 for none")
-    parser.add_argument("--neurons", type=int, default=16, help="N of each number, in training")
-    flags = parser.parse_args()
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it trains.
+
+    Attributes:
+      steps: Of training on digits; 0 for none, and the table of the memory's error alone.
+      neurons: N of each number, in training.
+    """
+
+    steps: int = field(600, AtLeast(0))
+    neurons: int = field(16, AtLeast(1))
+
+
+def execute(config: Config) -> None:
+    """Prints the memory's error by numbers of neurons, and how well digits are learned."""
     for n in (8, 32, 128, 512, 2048):
         print(f"{n:5} neurons a number: error of the memory {memory_error(n):.3f}", flush=True)
-    if flags.steps:
-        print(f"digits held out: accuracy {learn(flags.steps, flags.neurons):.4f}")
+    if config.steps:
+        print(f"digits held out: accuracy {learn(config.steps, config.neurons):.4f}")
+
+
+if __name__ == "__main__":
+    _small.launch("l2mu", Config, execute)

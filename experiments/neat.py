@@ -248,7 +248,7 @@ def _tell_seeds(rows: list[dict[str, Any]]) -> None:
         values = np.asarray([row[name] for row in solved], float)
         spread = values.std(ddof=1) if len(values) > 1 else 0.0
         say(
-            f"{name:11}mean {values.mean():,.2f}, standard error {spread / len(values) ** 0.5:,.2f}, "
+            f"{name:11} mean {values.mean():,.2f}, standard error {spread / len(values) ** 0.5:,.2f}, "
             f"standard deviation {spread:,.2f}, median {np.median(values):,.0f}, most {values.max():,.0f}"
         )
 

@@ -1,6 +1,10 @@
 """Fits sigmoids of return against compute to runs of PPO, and foretells their ends from their first halves.
 
-    python -m experiments.rl_scaling                  # two CPU cores, some minutes: ten groups of seeds
+    python -m experiments.rl_scaling                  # two CPU cores, eight minutes: ten groups of seeds
+    python -m experiments.rl_scaling environments=[CartPole-v1] groups=1
+    python -m experiments.rl_scaling updates=400      # longer runs, whose halves say more
+    python -m experiments.rl_scaling environments=[Acrobot-v1,2048-3x3] groups=4
+    python -m experiments.rl_scaling updates=100 groups=1
 
 The curve of ScaleRL (Khatri et al. 2025, arXiv:2510.13786), with compute C in environment steps:
 
@@ -10,15 +14,18 @@ R0 and A enter linearly, so for each (C_mid, B) of a grid they are least squares
 refined by finer grids around it: no start is needed, and no descent. Intervals are of residual bootstraps.
 """
 
-import argparse
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-import envs
+from jaxpar import envs
+from jaxpar.fields import AtLeast, Each, OneOf, field
 from jaxpar.rl import Network, Ppo, PpoRates, train
 from jaxpar.types import UsageError
+
+from . import _small
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Catch-bsuite", "MountainCar-v0", "2048-3x3")
 
@@ -105,18 +112,34 @@ def learned(name: str, group: int, updates: int, seeds: int = 4) -> tuple[np.nda
     return ends * 16.0 * 64, np.array([np.nanmean(part) for part in stretches])
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--updates", type=int, default=200)
-    parser.add_argument("--groups", type=int, default=2)
-    flags = parser.parse_args()
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it trains and fits.
+
+    Attributes:
+      updates: Of PPO in each run.
+      groups: Of seeds, in each environment.
+      environments: By name.
+    """
+
+    updates: int = field(200, AtLeast(8))
+    groups: int = field(2, AtLeast(1))
+    environments: list[str] = field(legal=Each(OneOf(ENVS)), default_factory=lambda: list(ENVS))
+
+
+def execute(config: Config) -> None:
+    """Prints how each group ended, and what its first half foretold."""
     inside = []
-    for name in ENVS:
-        for group in range(flags.groups):
-            compute, returns = learned(name, group, flags.updates)
+    for name in config.environments:
+        for group in range(config.groups):
+            compute, returns = learned(name, group, config.updates)
             half = len(compute) // 2
             guess, low, high = foretold(compute[:half], returns[:half], compute[-1])
             inside.append(low <= returns[-1] <= high)
             print(f"{name:16} group {group}: {returns[-1]:8.2f} came, {guess:8.2f} was foretold, 90 % from "
                   f"{low:.2f} to {high:.2f}", flush=True)  # fmt: skip
     print(f"{sum(inside)} of {len(inside)} ends lie in the interval of their first half")
+
+
+if __name__ == "__main__":
+    _small.launch("rl_scaling", Config, execute)

@@ -1,6 +1,10 @@
 """Linear attention in windows of any sizes, all held as one flat sequence: no window is filled up to the longest.
 
-    python -m experiments.scattered_attention                     # two CPU cores, ten seconds
+    python -m experiments.scattered_attention                     # two CPU cores, twenty seconds
+    python -m experiments.scattered_attention voxels=2048
+    python -m experiments.scattered_attention voxels=32768
+    python -m experiments.scattered_attention sides=[64]          # 4,096 windows, most of which hold a few
+    python -m experiments.scattered_attention sides=[1,2]         # nearly one window, where nothing is gained
 
 ScatterFormer (He et al. 2024, arXiv:2401.00912): voxels of a scene fall into windows, few into most and many into some.
 With w_i the window of token i and phi = 1 + elu,
@@ -11,7 +15,7 @@ by sums into windows over chunks of the flat sequence, whatever its order, and o
 lays windows out as rows of the longest. Both are the same numbers; the table tells what each multiplies.
 """
 
-import argparse
+import dataclasses
 import time
 
 import jax
@@ -20,6 +24,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxpar.aot.flops import count_flops
+from jaxpar.fields import AtLeast, Each, field
+
+from . import _small
 
 CHUNK = 256
 
@@ -106,12 +113,27 @@ def compare(num: int, side: int, heads: int = 4, depth: int = 16, seed: int = 0)
     return found
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--voxels", type=int, default=8192)
-    flags = parser.parse_args()
-    for side in (4, 8, 16, 32):
-        row = compare(flags.voxels, side)
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it compares.
+
+    Attributes:
+      voxels: Of a scene.
+      sides: Windows along each side of it, a row each.
+    """
+
+    voxels: int = field(8192, AtLeast(2))
+    sides: list[int] = field(legal=Each(AtLeast(1)), default_factory=lambda: [4, 8, 16, 32])
+
+
+def execute(config: Config) -> None:
+    """Prints a row for each number of windows."""
+    for side in config.sides:
+        row = compare(config.voxels, side)
         print(f"{side * side:5} windows, mean {row['mean']:7.1f}, longest {row['longest']:5}: " + ", ".join(
             f"{name} {row[name + ' operations'] / 1e6:8.1f} Mop {1e3 * row[name + ' seconds']:7.1f} ms"
             for name in ("flat", "padded")) + f", apart by {row['error']:.1e}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    _small.launch("scattered_attention", Config, execute)

@@ -1,6 +1,10 @@
 """A market of generated prices in whole cents, and a majority of learners against each of them alone.
 
     python -m experiments.trading                     # two CPU cores, two minutes
+    python -m experiments.trading updates=20 members=3 # half a minute, and learns little
+    python -m experiments.trading members=9
+    python -m experiments.trading updates=400
+    python -m experiments.trading members=1           # no majority: one learner twice
 
 After the ensembles of the FinRL contests (Holzer et al. 2025, arXiv:2501.10709), with accounts that are exact: cash,
 prices and fees are int32 cents, so that at every step
@@ -11,7 +15,6 @@ without a rounding. Members differ in their seeds alone and learn side by side; 
 would. Returns are shares of what was begun with.
 """
 
-import argparse
 import dataclasses
 import time
 from typing import Any
@@ -26,6 +29,8 @@ from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.rl import Network, Ppo, PpoRates, Seeds, train
 from jaxpar.rollout import NoReset, evaluate, init, random_policy, rollout
 from jaxpar.types import Array, PRNGKey
+
+from . import _small
 
 CASH, PRICE = 1_000_000, 10_000  # cents to begin with, and the first price
 
@@ -172,23 +177,32 @@ def steps_per_second(market: Market, lanes: int, steps: int) -> float:
     return lanes * steps / (time.perf_counter() - began)
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it trains.
+
+    Attributes:
+      updates: Of PPO.
+      members: Learners of the majority, which differ in their seeds; an odd number has fewest ties.
+    """
+
+    updates: int = field(150, AtLeast(1))
+    members: int = field(5, AtLeast(1))
+
+
+def execute(config: Config) -> None:
     """Trains the members, judges each and their majority, and tells what lanes are worth."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--updates", type=int, default=150)
-    parser.add_argument("--members", type=int, default=5)
-    flags = parser.parse_args()
     market = Market()
-    rates = PpoRates(learning_rate=1e-3, discount=0.95, reward_scale=20.0, anneal=float(flags.updates))
+    rates = PpoRates(learning_rate=1e-3, discount=0.95, reward_scale=20.0, anneal=float(config.updates))
     ppo = Ppo(market, Network(hidden=(64, 64)), rates, num_envs=64, num_steps=60)
-    members, agent = Seeds(ppo, flags.members, _Numbers()), ppo.agent(greedy=True)
-    state, _ = jax.jit(lambda key: train(members, key, _Numbers(), flags.updates))(jax.random.key(0))
+    members, agent = Seeds(ppo, config.members, _Numbers()), ppo.agent(greedy=True)
+    state, _ = jax.jit(lambda key: train(members, key, _Numbers(), config.updates))(jax.random.key(0))
 
     def ensemble(key, weights, obs, carry):
         actions = jax.vmap(lambda one: agent(key, one, obs, agent.first_carry())[0])(weights)
         return majority(actions, 2 * market.assets + 1).astype(jnp.int32), carry
 
-    players = {f"member {i}": (agent, jax.tree.map(lambda x, i=i: x[i], state.weights)) for i in range(flags.members)}
+    players = {f"member {i}": (agent, jax.tree.map(lambda x, i=i: x[i], state.weights)) for i in range(config.members)}
     for name, (policy, weights) in (players | {"majority": (ensemble, state.weights)}).items():
         mean, sharpe, fall = told(days(market, policy, weights, 512, agent.first_carry()))
         print(f"{name} return {mean:.4f}, Sharpe ratio of a day {sharpe:.3f}, greatest fall {fall:.4f}", flush=True)
@@ -197,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _small.launch("trading", Config, execute)

@@ -36,7 +36,7 @@ from jaxpar.parallel.pipeline import PIPELINES, Pipelined, Schedule, named_sched
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
 
-from . import _run
+from . import _run, _silence
 from ._folder import run_folder
 from ._mesh import LM_AXES, parse_layout, refuse_idle, shares, staged
 from ._run import say
@@ -90,6 +90,7 @@ def compose(*flags: str) -> Config:
     return _run.compose("verify", Config, list(flags))
 
 
+@_silence.broken()
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Verifies, prints the table, writes layouts.json and plots/layouts.png."""
     with _run.open_devices(config):

@@ -1,7 +1,10 @@
 """Trains a mixture whose experts belong to volunteers: some do not answer, and all answer with weights that are old.
 
-    python -m experiments.volunteer_experts                  # two CPU cores, a minute
-    python -m experiments.volunteer_experts --failures 0.5 --delays 0 --seeds 0
+    python -m experiments.volunteer_experts                  # two CPU cores, three minutes
+    python -m experiments.volunteer_experts failures=[0.5] delays=[0] seeds=[0]
+    python -m experiments.volunteer_experts delays=[256] failures=[0]
+    python -m experiments.volunteer_experts dimensions=3 k=8 seeds=[0]
+    python -m experiments.volunteer_experts steps=200 seeds=[0]
 
 Learning@home (Ryabinin and Gusev 2020, arXiv:2002.04013). Experts lie on a grid of d dimensions with G places each.
 A digit's logit of the expert at (g_1, .., g_d) is a_1[g_1] + .. + a_d[g_d], of d G numbers that its router makes; the k
@@ -10,7 +13,7 @@ count in its place. One that is late by t steps computes with the weights of t s
 those of now. Without failures and delays all of it is the ordinary mixture.
 """
 
-import argparse
+import dataclasses
 import functools
 
 import jax
@@ -19,9 +22,12 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar.fields import AtLeast, Between, Each, field
 from jaxpar.nn.experts.route import heard
 from jaxpar.nn.experts.transport import mixture
+from jaxpar.types import UsageError
 
+from . import _small
 from ._series import handwritten
 
 CLASSES, WIDTH = 10, 32
@@ -97,39 +103,52 @@ def train(
     return params
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Config(_small.SmallConfig):
+    """What it trains.
+
+    Attributes:
+      dimensions: d of the grid.
+      places: G of each dimension.
+      k: Experts a digit, at most places^dimensions.
+      failures: Shares of experts that do not answer, a row each.
+      delays: The longest, in steps; a row each.
+      steps: Updates of each mixture.
+      seeds: A mixture of each in every row.
+    """
+
+    dimensions: int = field(2, AtLeast(1))
+    places: int = field(4, AtLeast(1))
+    k: int = field(4, AtLeast(1))
+    failures: list[float] = field(legal=Each(Between(0, 1)), default_factory=lambda: [0.0, 0.1, 0.5])
+    delays: list[int] = field(legal=Each(AtLeast(0)), default_factory=lambda: [0, 16, 64])
+    steps: int = field(1000, AtLeast(1))
+    seeds: list[int] = field(legal=Each(Between(0, 2**32 - 1)), default_factory=lambda: [0, 1, 2])
+
+    def __post_init__(self):
+        """Refuses more experts a digit than there are."""
+        super().__post_init__()
+        if self.k > self.places**self.dimensions:
+            raise UsageError(f"k={self.k} is more than the {self.places**self.dimensions} experts that there are.")
+
+
+def execute(config: Config) -> None:
     """Prints held-out accuracy for each share of failures and longest delay."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dimensions", type=int, default=2)
-    parser.add_argument("--places", type=int, default=4, help="of each dimension")
-    parser.add_argument("--k", type=int, default=4, help="experts a digit")
-    parser.add_argument("--failures", type=float, nargs="+", default=[0.0, 0.1, 0.5])
-    parser.add_argument("--delays", type=int, nargs="+", default=[0, 16, 64], help="the longest, in steps")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    experts = options.places**options.dimensions
-    if (
-        not 1 <= options.k <= experts
-        or min(options.failures) < 0
-        or max(options.failures) > 1
-        or min(options.delays) < 0
-    ):
-        parser.error(f"legal are --k of 1 to {experts}, --failures of 0 to 1 and --delays of at least 0.")
+    experts = config.places**config.dimensions
     x, y = handwritten("volunteers' experts")
     x, y = x.reshape(len(x), -1).astype(np.float32), y.astype(np.int32)
     print("| failures | longest delay | held-out accuracy of each seed |\n|---|---|---|")
-    for failures, most in ((f, d) for f in options.failures for d in options.delays):
+    for failures, most in ((f, d) for f in config.failures for d in config.delays):
         found = []
-        for seed in options.seeds:
+        for seed in config.seeds:
             held, rest = np.split(np.random.default_rng(seed).permutation(len(x)), [len(x) // 3])
-            params = init(seed, x.shape[1], options.dimensions, options.places)
-            how = dict(steps=options.steps, k=options.k, failures=failures, most=most, seed=seed)
+            params = init(seed, x.shape[1], config.dimensions, config.places)
+            how = dict(steps=config.steps, k=config.k, failures=failures, most=most, seed=seed)
             params = train(params, x[rest], y[rest], **how)
             everyone = np.ones((len(held), experts), bool)
-            found.append((logits(params, x[held], everyone, options.k).argmax(-1) == y[held]).mean())
+            found.append((logits(params, x[held], everyone, config.k).argmax(-1) == y[held]).mean())
         print(f"| {failures} | {most} | {', '.join(f'{value:.3f}' for value in found)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    _small.launch("volunteer_experts", Config, execute)

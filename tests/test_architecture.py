@@ -226,6 +226,17 @@ def test_environments_import_the_protocol_only():
     none_of(f"{file.name} imports {name}" for file, name in ours if not name.startswith(legal) and name != "jaxpar")
 
 
+def test_commands_and_environments_import_what_wheels_have():
+    def offences(file):
+        tops = {name.split(".")[0] for name in file.imported}
+        for wrong in sorted(tops & {"envs", "experiments"}):
+            absolute = rf"^ *(?:import|from) {wrong}\b"
+            if re.search(absolute, (ROOT / file.name).read_text(), re.MULTILINE):
+                yield f"{file.name} must import {wrong} as wheels have it, relatively or from jaxpar"
+
+    none_of(offence for file in files("experiments", "envs") for offence in offences(file))
+
+
 def test_one_file_names_axis_types_and_none_pmap():
     none_of(f"{file.name} names pmap" for file in everything() if "pmap" in file.words)
     named = {file.name for file in everything() if "AxisType" in file.words}

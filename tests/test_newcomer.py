@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import newcomer
 import pytest
@@ -42,6 +43,35 @@ def test_what_is_slow_silent_or_red_is_said():
     assert newcomer.verdict(line, Seen(19, 4.9, 0, "")) == []
     assert newcomer.verdict(line, Seen(21, 5.1, 3, "")) == ["RED", "silent", "slow"]
     assert newcomer.verdict(Line("x"), Seen(299, 0, 0, "")) == []
+    assert newcomer.verdict(Line("x", name="Python of a page"), Seen(9, 8, 0, "")) == []
+
+
+def test_what_another_machine_or_the_reader_has_is_left_out():
+    page = "```bash\na   # on one H100, a minute\nb data.path=corpus/\nc   # two CPU cores\n```\n"
+    assert [line.text for line in newcomer.lines_of(page)] == ["b data.path=corpus/", "c"]
+    left = ("b data.path=corpus/", "d run=runs/x/...", "e preset=llama_1b mesh.data=1", "python f.py --deer FOLDER")
+    assert all(newcomer.BROUGHT.search(line) for line in left)
+    run = (
+        "g preset=llama_8b topology=v5p:4x4x4",
+        "h prompts=prompts.jsonl out=texts.jsonl",
+        "jaxpar lm train.steps=20",
+    )
+    assert not any(newcomer.BROUGHT.search(line) for line in run)
+
+
+def test_pages_with_python_and_notebooks_have_lines(tmp_path):
+    (line,) = newcomer.lines_for("docs/howto/cell.md", tmp_path)
+    assert line.name == "Python of docs/howto/cell.md" and "import" in Path(line.text.split()[1]).read_text()
+    (line,) = newcomer.lines_for("notebooks/05_neat.py", tmp_path)
+    assert line.text.startswith("FAST=1 ") and line.name == "notebooks/05_neat.py"
+    kinds = {name.split("/")[-2] if "/" in name else "" for name in newcomer.PAGES}
+    assert kinds == {"", "docs", "howto", "notebooks"} and len(newcomer.PAGES) > 20
+
+
+def test_what_takes_too_long_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(newcomer, "LIMIT_S", 0.3)
+    seen = newcomer.watch("echo a; sleep 60 & sleep 60", tmp_path, dict(os.environ))
+    assert seen.code and seen.seconds < 20 and "RED" in newcomer.verdict(Line("x"), seen)
 
 
 def test_silence_is_heard(tmp_path):
@@ -62,7 +92,7 @@ def test_a_release_runs_a_command_of_every_pillar():
     assert named <= command.commands().keys() and {"lm", "pomdp", "neat", "rl", "life", "own"} <= named
 
 
-@pytest.mark.slow  # half an hour on two cores
-@pytest.mark.timeout(7200)
-def test_what_the_readme_shows_runs():
+@pytest.mark.slow  # an hour and a half on two cores
+@pytest.mark.timeout(20_000)
+def test_what_pages_and_notebooks_show_runs():
     assert newcomer.main([]) == 0

@@ -179,8 +179,12 @@ def plot_fits(
     panel.set(xlabel=along, ylabel=value)
     tidy(panel)
     downwards = [line for _, line in sorted(shown, key=lambda end: -end[0])]
+    several = any(len(each) > 1 for each in runs.values())
+    lines_are = (
+        "a thin line is fitted to a seed's points,\na thick one is the mean of those" if several else "lines are fitted"
+    )
     figure.legend(handles=downwards, loc="outside right upper", frameon=False, fontsize=8,
-                  title="thick: mean of seeds\nthin: each seed", title_fontsize=8)  # fmt: skip
+                  title=f"points are measured,\n{lines_are}", title_fontsize=7)  # fmt: skip
     save(figure, out, title)
 
 

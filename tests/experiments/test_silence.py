@@ -1,14 +1,17 @@
 """Where a command prints nothing for long, a line says what it does and for how long."""
 
+import ast
 import io
 import re
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import experiments
 from experiments import _interrupt, _silence
 
 TRACE = "/jax/core/compile/jaxpr_trace_duration"
@@ -51,8 +54,8 @@ def test_a_compilation_is_one_line_with_its_seconds():
 def test_what_is_short_or_speaks_is_left_alone():
     clocked = Clocked()
     clocked.compile("short", 0)
-    for _ in range(5):
-        clocked.wait(3)
+    for seconds in (2, 3, 3, 3):
+        clocked.wait(seconds)
         clocked.pulse.printed("step\n")
     assert clocked.said() == ""
     clocked.wait(9)
@@ -71,7 +74,36 @@ def test_no_gap_is_over_five_seconds():
             gaps.append(clocked.now - last)
             last = clocked.now
     assert max(gaps) <= 5 and len(gaps) >= 9
-    assert re.fullmatch(r"running \.+ 19 s\ncompiling play \.+", clocked.said())
+    assert re.fullmatch(r"running \.+ 21 s\ncompiling play \.+", clocked.said()), "a compilation is long after two"
+
+
+def test_many_short_compilations_are_no_silence():
+    clocked = Clocked()
+    for i in range(9):
+        clocked.compile(f"add{i}", 0)
+    clocked.compile("play", 4)
+    clocked.wait(1)
+    assert clocked.said() == "running .. 11 s\ncompiling play . 6 s\n"
+
+
+def test_a_slow_start_is_told(monkeypatch, capfd):
+    monkeypatch.setattr(experiments.Start, "QUIET_S", 0.05)
+    start = experiments.Start(True)
+    time.sleep(0.4)
+    spoke = start.end()
+    assert capfd.readouterr().err.count("starting: JAX") >= 2 and time.monotonic() - spoke < 0.3
+    time.sleep(0.2)
+    still = experiments.Start(False)
+    time.sleep(0.2)
+    assert capfd.readouterr().err == "" and still.end() < time.monotonic() - 0.15
+
+
+def test_what_a_command_takes_to_begin_is_counted():
+    clocked = Clocked()
+    clocked.now = 7.0
+    clocked.pulse = _silence.Pulse(clocked.out, lambda: clocked.now, began=0.0)
+    clocked.wait(1)
+    assert clocked.said() == "running ."
 
 
 def test_programs_inside_of_another_are_that_ones():
@@ -120,3 +152,19 @@ def test_an_interrupt_begins_a_line_of_its_own(monkeypatch, capfd):
             _interrupt._leave_with(2, "interrupted.")
         sys.stderr._pulse._line = ""
     assert capfd.readouterr().err == "\ninterrupted.\n"
+
+
+def test_every_command_breaks_its_silences():
+    """Each runs inside of `open_devices` to its end, or breaks silences by itself."""
+    paths = sorted(Path(experiments.__file__).parent.glob("[a-z]*.py"))
+    for path in paths:
+        body = next((node for node in ast.parse(path.read_text()).body
+                     if isinstance(node, ast.FunctionDef) and node.name == "execute"), None)  # fmt: skip
+        if body is None or "_small" in path.read_text():  # whose runner does
+            continue
+        by_itself = any("_silence" in ast.unparse(each) for each in body.decorator_list)
+        within = body.body[-1]
+        while isinstance(within, ast.Try):
+            within = within.body[-1]
+        opened = isinstance(within, ast.With) and "open_devices" in ast.unparse(within.items[0])
+        assert by_itself or opened, path.name
