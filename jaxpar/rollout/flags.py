@@ -7,8 +7,6 @@ import jax.numpy as jnp
 
 from jaxpar.types import Array
 
-__all__ = ["place_by_rank", "uniform_place"]
-
 _MAX_WORDS = 8
 
 

@@ -21,7 +21,7 @@ def test_places_by_rank(num_flags):
         assert (got[len(want) :] >= num_flags).all()
 
 
-@pytest.mark.parametrize("num_flags", [1, 4, 31, 32, 33, 64, 100, 256, 257])
+@pytest.mark.parametrize("num_flags", [4, 32, 33, 100, 257])
 def test_a_place_that_is_drawn(num_flags):
     """Of rows of several agents, among them rows without a set flag and words without one."""
     rng = np.random.default_rng(num_flags)
