@@ -43,9 +43,13 @@ class Params:
 
 @flax.struct.dataclass
 class State:
-    """The `level`; what is `packed`, bool `[N]`; `room` left; whether an `illegal` action ended it."""
+    """The `level` and its `greatest` weight and value, float32 `[2]`, found once an episode, asked for in every step.
+
+    What is `packed`, bool `[N]`; `room` left; whether an `illegal` action ended it.
+    """
 
     level: Level
+    greatest: Array
     packed: Array
     room: Array
     illegal: Array
@@ -169,7 +173,8 @@ class Knapsack:
     def init_level(self, key: PRNGKey, level: Level, params: Params) -> State:
         """An empty sack; deterministic."""
         level = jax.tree.map(jnp.asarray, level)
-        return State(level, jnp.zeros(level.weight.shape, bool), level.capacity, jnp.zeros((), bool))
+        greatest = jnp.stack([jnp.max(level.weight), jnp.max(level.value)]).astype(jnp.float32)
+        return State(level, greatest, jnp.zeros(level.weight.shape, bool), level.capacity, jnp.zeros((), bool))
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """The first state of a level that is drawn; consumes `key`."""
@@ -191,7 +196,7 @@ class Knapsack:
         weight, value = state.level.weight.astype(jnp.float32), state.level.value.astype(jnp.float32)
         tight = jnp.clip(weight / jnp.maximum(state.room.astype(jnp.float32), 1e-6), 0, 2)
         fits = self.action_mask(state, params)
-        columns = (weight / jnp.max(weight), value / jnp.max(value), tight, state.packed, fits)
+        columns = (weight / state.greatest[0], value / state.greatest[1], tight, state.packed, fits)
         return jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
@@ -237,7 +242,7 @@ class Knapsack:
         ink = jnp.where(fits[:, None], jnp.array([picture.GREEN]), ink).astype(jnp.float32)
         color = 255 - (255 - ink) * shade[:, None]
         x, y = np.arange(128)[None, :, None], np.arange(8 * n)[:, None, None] // 8
-        length = 4 + 120 * weight / jnp.max(weight)
+        length = 4 + 120 * weight / state.greatest[0]
         gap = (np.arange(8 * n) % 8 == 7)[:, None, None]
         bars = jnp.where((x < length[y]) & ~gap, color[y[:, 0, 0]][:, None], 255.0)
         full = 1 - state.room.astype(jnp.float32) / state.level.capacity

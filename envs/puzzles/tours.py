@@ -43,6 +43,8 @@ class State:
         place: float32 `[N, 2]`.
         demand: int32 `[N]`, 0 for TSP.
         capacity: int32 `[]`.
+        corner: float32 `[2]`, the least x and y.
+        span: float32 `[2]`, from the least to the greatest: found once an episode, since every step asks for them.
         visited: bool `[N]`, place 0 from the start.
         here: int32 `[]`.
         load: int32 `[]`, what is on board.
@@ -55,6 +57,8 @@ class State:
     place: Array
     demand: Array
     capacity: Array
+    corner: Array
+    span: Array
     visited: Array
     here: Array
     load: Array
@@ -132,8 +136,12 @@ class Tours:
         if isinstance(level, Customers):
             demand, capacity = jnp.asarray(level.demand, jnp.int32), jnp.asarray(level.capacity, jnp.int32)
         none, no = jnp.full(n, -1, jnp.int32), jnp.zeros(n, bool)
-        start = jnp.asarray(np.arange(n) == 0)
-        return State(place, demand, capacity, start, zero, capacity, jnp.zeros(()), none, no, jnp.zeros((), bool))
+        start, corner = jnp.asarray(np.arange(n) == 0), jnp.min(place, axis=0)
+        return State(
+            place=place, demand=demand, capacity=capacity, corner=corner, span=jnp.max(place, axis=0) - corner,
+            visited=start, here=zero, load=capacity, length=jnp.zeros(()), came_from=none, went_back=no,
+            illegal=jnp.zeros((), bool),
+        )  # fmt: skip
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """The first state of a level that is drawn; consumes `key`."""
@@ -171,13 +179,12 @@ class Tours:
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """All of the state but the way, scaled."""
-        low = jnp.min(state.place, axis=0)
-        side = jnp.maximum(jnp.max(state.place - low[None]), 1e-6)
+        side = jnp.maximum(jnp.max(state.span), 1e-6)
         here = np.arange(self.num_places) == state.here
         most = jnp.maximum(state.capacity, 1)
         load = jnp.broadcast_to(state.load / most, here.shape)
         flags = state.visited, here, self.action_mask(state, params), state.demand / most, load
-        columns = [(state.place - low[None]) / side, *(flag.astype(jnp.float32)[:, None] for flag in flags)]
+        columns = [(state.place - state.corner[None]) / side, *(flag.astype(jnp.float32)[:, None] for flag in flags)]
         return jnp.clip(jnp.concatenate(columns, axis=1), 0, 1)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
@@ -191,8 +198,7 @@ class Tours:
 
     def outcome(self, state: State, params: Params) -> Array:
         """Minus the length, and the cost of an illegal action; float32."""
-        side = jnp.max(state.place, axis=0) - jnp.min(state.place, axis=0)
-        cost = params.illegal_cost * self.num_places * jnp.sqrt(jnp.sum(side**2))
+        cost = params.illegal_cost * self.num_places * jnp.sqrt(jnp.sum(state.span**2))
         return -state.length - jnp.where(state.illegal, cost, 0.0)
 
     def upper_bound(self, state: State, params: Params) -> Array:
@@ -215,9 +221,8 @@ class Tours:
 
         Uint8 `[160, 160, 3]`.
         """
-        low = jnp.min(state.place, axis=0)
-        side = jnp.maximum(jnp.max(state.place - low[None]), 1e-6)
-        place = picture.to_pixels((state.place - low[None]) / side, (-0.06, -0.06), (1.06, 1.06), 160, 160)
+        side = jnp.maximum(jnp.max(state.span), 1e-6)
+        place = picture.to_pixels((state.place - state.corner[None]) / side, (-0.06, -0.06), (1.06, 1.06), 160, 160)
         n = self.num_places
         gray, blue = (jnp.broadcast_to(jnp.array(color), (n, 3)) for color in (picture.GRAY, picture.BLUE))
         starts, colors = jnp.tile(place, (2, 1)), jnp.concatenate([gray, blue])

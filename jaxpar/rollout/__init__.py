@@ -5,6 +5,7 @@
 | `prng.py` | key, steps, B environments -> keys, one an environment and use | `env_state`, `resets`, `trajectory` |
 | `env_state.py` | key, environment, B -> `EnvState` at the first observations | users, `trajectory` |
 | `costs.py` | program -> operations | `resets` |
+| `flags.py` | flags -> the place of a set one, by rank or drawn | `resets`, `policies` |
 | `resets.py` | finished `[B]` -> states and observations, those of the finished from new episodes | `trajectory` |
 | `policies.py` | what a policy is; key, legal actions -> a random one | users, `trajectory` |
 | `trajectory.py` | `EnvState` of B, policy, T -> `EnvState`, `Trajectory [T, B]` | learners, `statistics` |

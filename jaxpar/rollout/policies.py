@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Adapter, Discrete, Environment
+from jaxpar.rollout.flags import uniform_place
 from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = ["MaskedPolicy", "Policy", "RandomPolicy", "Value", "random_policy", "takes_mask"]
@@ -79,10 +80,7 @@ class RandomPolicy:
         """Returns `(action, carry)`; consumes `key`."""
         space = self.env.action_space(params)
         if action_mask is not None:
-            chosen = _below(key, action_mask.shape[:-1], jnp.sum(action_mask, -1, dtype=jnp.uint32))
-            # The first action with more legal ones up to it than were to be passed over.
-            passed = jnp.cumsum(action_mask, -1, dtype=jnp.int32)
-            return jnp.argmax(passed > chosen[..., None], -1).astype(jnp.int32), carry
+            return uniform_place(action_mask, lambda count: _below(key, action_mask.shape[:-1], count)), carry
         if isinstance(space, Discrete) and space.n < 2**16:
             return _below(key, space.shape, jnp.uint32(space.n)).astype(space.dtype), carry
         return space.sample(key), carry

@@ -6,7 +6,6 @@ own; so `SameStep` and `Chunked`, of any size, give the same bits.
 
 import functools
 import math
-from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -17,6 +16,7 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import platform
 from jaxpar.rollout.costs import operations
 from jaxpar.rollout.env_state import cast_like, per_env, per_env_levels, vmapped_reset, where
+from jaxpar.rollout.flags import place_by_rank
 from jaxpar.rollout.prng import env_keys, first_key
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -183,7 +183,7 @@ def reset_finished(
 
 def _reset_chunks(env, size, finished, base, index, params, levels, pool, now):
     """Resets the finished environments, `size` in an iteration; there is none where nothing finished."""
-    num_finished, env_of_rank = _place_by_rank(finished)
+    num_finished, env_of_rank = place_by_rank(finished)
 
     def body(carry):
         iteration, now = carry
@@ -202,32 +202,6 @@ def _reset_chunks(env, size, finished, base, index, params, levels, pool, now):
 
     num_iterations = (num_finished + size - 1) // size
     return jax.lax.while_loop(lambda carry: carry[0] < num_iterations, body, (jnp.int32(0), now))[1]
-
-
-def _place_by_rank(flags: Array) -> tuple[Array, Callable[[Array], Array]]:
-    """The number of set flags, and the function from ranks to their places in `flags [B]`: B or more beyond the last.
-
-    Flags are packed into words of 32 bits: `jnp.nonzero`, which sums and scatters over all flags, took ten times as
-    long on CPU, more than a step of a small environment.
-    """
-    bits = jnp.pad(flags, (0, -len(flags) % 32)).reshape(-1, 32).astype(jnp.uint32)
-    words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32)[None], 1, dtype=jnp.uint32)
-    counts = jax.lax.population_count(words).astype(jnp.int32)
-    up_to = jnp.cumsum(counts)
-
-    def place(ranks):
-        # The unrolled search: a loop of few trips over few words costs more than it does.
-        at = jnp.searchsorted(up_to, ranks, side="right", method="scan_unrolled")
-        word, rank = jnp.take(words, at, mode="clip"), ranks - jnp.take(up_to - counts, at, mode="clip")
-        bit = jnp.zeros_like(rank)
-        for half in (16, 8, 4, 2, 1):  # a binary search for the bit with `rank` set bits below it
-            below = jax.lax.population_count(word & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
-            is_above = rank >= below
-            rank, bit = jnp.where(is_above, rank - below, rank), jnp.where(is_above, bit + half, bit)
-            word = jnp.where(is_above, word >> half, word)
-        return jnp.where(ranks < up_to[-1], at * 32 + bit, len(flags))
-
-    return up_to[-1], place
 
 
 def _chunk_size(policy, env, params, base, levels, now) -> int | None:

@@ -232,7 +232,7 @@ def test_what_one_trial_taught_serves_in_the_next():
     assert (rise["gru"] > 3 * error).all() and (np.abs(rise["none"]) < 3 * error).all(), rise
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # four minutes on busy cores
 def test_a_team_learns_to_fight():
     flags = ("preset=combat", "train.steps=1_000_000", "num_envs=128", "hidden=[64,64]")
     config, learner, params, state = learned(*flags, seeds=3)

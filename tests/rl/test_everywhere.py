@@ -28,7 +28,7 @@ LEARNERS = {
 IN_CI = {("ppo", "multi.combat"), ("qmix", "multi.combat")}  # masks, agents that end before the others
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # 25 minutes for all on busy cores
     "learner, name",
     [
         pytest.param(learner, name, marks=() if (learner, module) in IN_CI else pytest.mark.slow)

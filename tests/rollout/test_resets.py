@@ -14,26 +14,13 @@ from jaxpar.rollout import Chunked, GivenLevel, NextStep, NoReset, Pool, SameSte
 from jaxpar.rollout.costs import operations
 from jaxpar.rollout.env_state import vmapped_reset
 from jaxpar.rollout.prng import env_keys, step_keys
-from jaxpar.rollout.resets import _place_by_rank, reset_finished
+from jaxpar.rollout.resets import reset_finished
 from jaxpar.types import UsageError
 
 KEY = jax.random.key(5)
 WEIGHTS = {"w": jnp.array([-0.5, 0.1, 0.1]), "b": jnp.array(0.1)}
 ENV = Walk()
 PARAMS = ENV.default_params
-
-
-@pytest.mark.parametrize("num_envs", [1, 31, 32, 70, 300])
-def test_places_of_set_flags(num_envs):
-    rng = np.random.default_rng(num_envs)
-    for rate in (0, 0.05, 0.5, 1):
-        flags = rng.random(num_envs) < rate
-        count, place = _place_by_rank(jnp.asarray(flags))
-        want = np.flatnonzero(flags)
-        got = np.asarray(place(jnp.arange(num_envs + 3)))
-        assert count == len(want)
-        np.testing.assert_array_equal(got[: len(want)], want)
-        assert (got[len(want) :] >= num_envs).all()
 
 
 @pytest.mark.parametrize(("prng", "size"), [("env", 3), ("batch", 16), ("batch", None)])

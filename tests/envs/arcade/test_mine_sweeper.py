@@ -94,6 +94,24 @@ def test_the_mask_is_what_is_closed():
     np.testing.assert_array_equal(env.action_mask(state, env.default_params), np.arange(9) != 5)
 
 
+def test_masks_of_ten_thousand_boards():
+    """Legal is what opens a cell: all actions are tried on every board."""
+    env, rng, params = MineSweeper(3, 2), np.random.default_rng(0), MineSweeper().default_params
+    state = env.init(jax.random.key(0), params)
+    mines = rng.permuted(np.tile(np.arange(9) < 2, (10_000, 1)), axis=1).reshape(-1, 3, 3)
+    opened = (rng.random((10_000, 3, 3)) < rng.random((10_000, 1, 1))) & ~mines
+
+    def tried(mines, opened):
+        here = state.replace(mines=mines, opened=opened)
+        after = jax.vmap(lambda action: env.transition(jax.random.key(0), here, action, params))(jnp.arange(9))
+        opens = jnp.any(after.opened & ~opened[None], axis=(1, 2))
+        return env.action_mask(here, params), opens, env.terminal(here, params)
+
+    mask, opens, over = map(np.asarray, jax.jit(jax.vmap(tried))(mines, opened))
+    assert over.any() and not over.all()
+    np.testing.assert_array_equal(mask[~over], opens[~over])
+
+
 def test_seeing_the_mines_returns_one():
     def act(key, env, state, params):
         return jnp.argmin((state.opened | state.mines).reshape(-1)).astype(jnp.int32)

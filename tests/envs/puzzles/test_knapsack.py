@@ -61,6 +61,15 @@ def test_the_best_subset_is_never_exceeded_and_replays():
     assert {int(twin.capacity) for *_, twin in outcomes} == set(best)
 
 
+def test_observations_are_shares_of_the_greatest():
+    env = Knapsack(given(((2, 4, 5), (3, 1, 6), 7)))
+    state = env.init(jax.random.key(0), env.default_params)
+    state = env.transition(jax.random.key(0), state, jnp.int32(2), env.default_params)
+    want = [[0.4, 0.8, 1], [0.5, 1 / 6, 1], [1, 2, 2], [0, 0, 1], [1, 0, 0]]  # room for 2 is left
+    got = env.observe(jax.random.key(0), state, None, env.default_params)
+    np.testing.assert_allclose(got, np.transpose(want), rtol=1e-6)
+
+
 def test_masks_of_ten_thousand_states():
     env = Knapsack(Items(12))
     keys = jax.random.split(jax.random.key(0), 10_000)

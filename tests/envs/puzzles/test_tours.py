@@ -114,6 +114,17 @@ def test_held_and_karp_by_all_orders_and_many_tours():
         np.testing.assert_allclose(-total, length, rtol=1e-5)
 
 
+def test_observations_are_within_the_map():
+    level = Customers(np.float32([[3, -2], [7, 1], [5, 4]]), np.int32([0, 4, 6]), np.int32(8))
+    env = Tours(Given.of(level))
+    state = env.init(jax.random.key(0), env.default_params)
+    state = env.transition(jax.random.key(0), state, jnp.int32(2), env.default_params)
+    x, y, visited, here = [0, 4 / 6, 2 / 6], [0, 3 / 6, 1], [1, 0, 1], [0, 0, 1]
+    want = [x, y, visited, here, [1, 0, 0], [0, 0.5, 0.75], [0.25] * 3]  # what is left on board takes neither
+    got = env.observe(jax.random.key(0), state, None, env.default_params)
+    np.testing.assert_allclose(got, np.transpose(want), rtol=1e-6)
+
+
 def test_masks_of_ten_thousand_states():
     env = Tours(Demands(Uniform(8), 12))
 
