@@ -269,16 +269,30 @@ def bytes_sent(found, table):
     )
 
 
-def bytes_said(table, sizes, backward, order):
-    """By the table, without numbers of documents, and where an order is promised without places, which it counts."""
-    size = {"low": 1 / 2, "high": 1 / 2} | dict.fromkeys(["keys", "queries", "places"], 1)
-    every = [
-        size.get(send.what, 0)
-        * (table.within if send.shift else (table.shares if table.name == "gather" else table.within) - 1)
-        for send in table.sends(backward)
-    ]
-    none = sum(every) * sizes.rows * sizes.tokens * (8 if order else 4)
-    return sum(table.bytes(sizes, backward).values()) - none
+def sent_by_shift(found, table, text):
+    """Of collectives that send to one device, by how many of 8 places further on it is; of all others by None."""
+    line = r"%?([\w.-]+) = .* collective-permute(?:-start)?\(.*source_target_pairs=\{\{(\d+),(\d+)\}"
+    shifts = {name: (int(to) - int(by)) % 8 for name, by, to in re.findall(line, text)}  # device i at place i
+    every = {each: shifts.get(each.name) for each in found}
+    return {shift: bytes_sent([x for x in every if every[x] == shift], table) for shift in set(every.values())}
+
+
+def bytes_said(table, sizes, backward, order, shift=all):
+    """By the table, of all sends or those of a shift in 8 places, without numbers of documents, which it counts.
+
+    Where an order is promised no places are sent, either.
+    """
+    places = {"low": 1 / 2, "high": 1 / 2} | dict.fromkeys(["keys", "queries", "places"], 1)
+    total = 0
+    for send in table.sends(backward):
+        if shift is not all and shift != (send.shift and send.shift % 8):
+            continue
+        none = places.get(send.what, 0) * (table.within if send.shift else 1)
+        share = table.share(send, sizes, backward) - none * sizes.rows * sizes.tokens * (8 if order else 4)
+        is_exchanged = send.what in ("heads", "outputs")
+        others = (table.members - 1) / (table.members if is_exchanged else 1)
+        total += share * (1 if send.shift else others)
+    return total
 
 
 BY_HALVES = [(None, "two_way"), (None, "swap")]  # which by places send what ring and swap_ring do
@@ -324,6 +338,12 @@ def test_a_program_sends_what_the_table_says(move, order):
     assert not alone or math.isclose(sent(False), said(False))
     if jax.__version_info__ >= (0, 11):
         assert math.isclose(sent(True), said(False) + said(True))
+        by_shift = sent_by_shift([each for each in found[True] if each.kind not in summed], table, text)
+        assert any(by_shift) == ("collective-permute" in kinds)
+        halves = {1: 12 / 13, 7: 14 / 13} if order and move == "two_way" else {}  # of parts of 13 tokens
+        for shift in by_shift.keys() - {None}:
+            both = sum(bytes_said(table, sizes, backward, order, shift) for backward in (False, True))
+            assert math.isclose(by_shift[shift], both * halves.get(shift, 1)), shift
     else:  # an older compiler for CPUs finds what travels again to be what travelled, and keeps some of it
         assert sent(True) <= said(False) + said(True)
 
