@@ -11,8 +11,9 @@ pieces as devices would make of it, which is what their kernels cost before anyt
 attention to a cache of a million tokens that N devices share, beside one that has it all. C4 asks for the longest
 sequence of which a model of 1B weights takes a training step on one device, by what is recomputed, and for the time of
 equal lengths. C5 is a token through 32 layers of Llama 3 8B's shape with tensor=N, whose branches wait for the sum
-before them or do not. C3.sweep tries kernels: "cut" names a step's slots, warps, stages and programs, "forest" the size
-of a block, stages and most splits, "pairs" the parts that cuDNN takes as rows.
+before them or do not. C3.share is what the larger of C3's uneven shares takes by itself, of which both together should
+take at most 1.05 times as long. C3.sweep tries kernels: "cut" names a step's slots, warps, stages and programs,
+"forest" the size of a block, stages and most splits, "pairs" the parts that cuDNN takes as rows.
 
 Programs of a case are compiled first, then timed in turns, a round at a time; medians, and the least in brackets. The
 limit is the arithmetic, or what must be read, at the rate of the fastest product or copy that a process of this run
@@ -79,6 +80,11 @@ CASES = {
         about="a token's attention to a long cache", kind="attend", directions=("fwd",),
         full=dict(shape=(1, 32, 8, 2**20, 128), dtype="bfloat16"), tiny=dict(shape=(1, 4, 2, 256, 32), dtype="float32"),
         sides={"jaxpar": SHARES, "torch": ["torch sdpa", "torch groups", "torch flex"]},
+    ),
+    "C3.share": dict(
+        about="nine tenths of it on one device", kind="attend", directions=("fwd",),
+        full=dict(shape=(1, 32, 8, 2**20 * 9 // 10, 128), dtype="bfloat16"),
+        tiny=dict(shape=(1, 4, 2, 230, 32), dtype="float32"), sides={"jaxpar": ["jax one", "jaxpar one"]},
     ),
     "C3.sweep": dict(
         about="the same on one GPU, its kernels cut in other ways", kind="attend", directions=("fwd",),

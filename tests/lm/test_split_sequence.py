@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -131,9 +132,19 @@ def test_an_odd_length_is_padded_and_equals_one_device_without(kind, x64):
         padded(batch, length - 1)
 
 
+def shapes_of(text):
+    return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", text)}
+
+
 def assert_no_whole_sequence(text):
-    sizes = {int(size) for shape in re.findall(r"\w+\[([\d,]+)\]", text) for size in shape.split(",")}
+    sizes = {size for shape in shapes_of(text) for size in shape}
     assert {52, 104} & sizes and not sizes & {LONG, 2 * LONG, 4 * LONG}
+
+
+def whole_shapes(text):
+    """What has all tokens of a row or of several, or four devices' pieces of 52."""
+    of_all = {LONG, 2 * LONG, 4 * LONG}
+    return {shape for shape in shapes_of(text) if of_all & set(shape) or (shape[0], *shape[2:3]) == (4, 52)}
 
 
 # As packed rows, whose training steps are compiled below, and as attention alone.
@@ -200,6 +211,21 @@ def training_step(move, remat):
 @pytest.mark.parametrize("move", ["ring", "two_way", "token_ring"])
 def test_no_buffer_of_a_training_step_on_packed_rows_has_a_whole_sequence(move):
     assert_no_whole_sequence(training_step(move, "none")[0])
+
+
+def test_a_training_step_by_gather_has_keys_alone_of_a_whole_sequence():
+    """Keys, values and the sums of their gradients, a piece a device, and numbers of documents."""
+    shapes = whole_shapes(training_step("gather", "full")[0])
+    assert move_for("gather", 4).holds == ("keys", "sums") and shapes == {(4, 2, 52, 4, 2), (4, 2, 52)}
+
+
+def test_a_training_step_by_swap_has_a_share_of_the_heads_of_a_whole_sequence():
+    """Of one of the four devices in both layers, and scores; all heads of one layer would be twice as much."""
+    shapes = whole_shapes(training_step("swap", "none")[0])
+    most = max(math.prod(size for size in shape if size != LONG) for shape in shapes)
+    layers, rows, heads, width = MODEL.num_layers, ROWS // 2, MODEL.num_heads, MODEL.head_dim
+    assert move_for("swap", 4).holds == ("heads", "outputs")
+    assert most == layers * rows * heads // 4 * width < rows * heads * width
 
 
 # Recomputing sends again what any table sends forward: all kinds of sends are those of these moves.

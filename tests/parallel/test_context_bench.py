@@ -44,6 +44,9 @@ def test_one_device_is_asked_what_one_can_do(bench):
     assert not [name for name in names if any(word in name for word in ("ring", "shares", "ladder", "alltoall"))]
     rows = {row["row"]: row["devices"] for row in asked(bench, "C3", 4)}
     assert rows["jaxpar shares even"] == 4 and {rows[name] for name in ("jaxpar one", "torch sdpa", "jax one")} == {1}
+    share, whole = asked(bench, "C3.share", 2), bench["context"].CASES["C3"]["full"]["shape"]
+    assert {row["row"]: row["devices"] for row in share} == {"jax one": 1, "jaxpar one": 1}
+    assert bench["context"].CASES["C3.share"]["full"]["shape"][3] == whole[3] * 9 // 10  # as `attend` cuts it
     assert {row["row"] for row in asked(bench, "C1.moves", 2, "zigzag,one")} >= {
         "jaxpar ring zigzag",
         "torch one cudnn",

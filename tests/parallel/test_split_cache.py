@@ -43,7 +43,7 @@ def drawn(slots, dtype=np.float64):
 
 def test_any_split_is_exact_and_what_is_not_filled_may_hold_anything(x64):
     rng = np.random.default_rng(1)
-    splits = [rng.integers(0, ROOM + 1, (B, N)) for _ in range(196)]
+    splits = [rng.integers(0, ROOM + 1, (B, N)) for _ in range(200)]
     one = np.zeros((B, N), int)
     one[:, 3] = ROOM
     splits += [np.zeros((B, N), int), np.full((B, N), ROOM), one, np.eye(B, N, dtype=int)]
@@ -274,6 +274,16 @@ def test_blocks_are_lent_wherever_there_is_room(needs, free, random):
 
 def test_short_requests_stay_whole():
     assert spread_blocks([2, 7], [6, 6], [0, 0]).tolist() == [[2, 0], [4, 3]]
+
+
+def test_two_devices_serve_a_request_of_twice_what_one_serves():
+    """In blocks of 64 tokens of Llama 3 8B's keys and values, of which 100 GiB of each device have room."""
+    room = 100 * 2**30 // (64 * 32 * 2 * 8 * 128 * 2)
+    assert spread_blocks([room], [room], [0]) is not None and spread_blocks([room + 1], [room], [0]) is None
+    assert spread_blocks([2 * room], [room, room], [0]).tolist() == [[room, room]]
+    assert spread_blocks([2 * room + 1], [room, room], [0]) is None
+    # Beside a short one at home on the other device, which stays there.
+    assert spread_blocks([2 * room - 9, 9], [room, room], [0, 1]).tolist() == [[room, room - 9], [0, 9]]
 
 
 def test_the_longest_borrows_first_so_that_few_devices_serve_it():

@@ -388,7 +388,12 @@ def _queries_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: D
 
 def _collected(how: _How, k: Array, v: Array, where: Where):
     """All devices' keys, [N, B, t, ...]: a piece a device, so that no scores of all tokens exist at the same time."""
-    return jax.tree.map(lambda x: lax.all_gather(x, how.axis), (k, v, where))
+    k, v = (lax.all_gather(x, how.axis) for x in (k, v))
+    # 0 of whatever keys: so places wait for these. Sent beside whatever else a program sends, they lock simulated
+    # devices up, which meet independent collectives in different orders; a barrier does not keep them back on CPUs.
+    first = k[0, 0, 0, 0, 0]
+    none = jnp.minimum((first != first).astype(jnp.int32), 0)
+    return k, v, jax.tree.map(lambda x: lax.all_gather(x + none, how.axis), where)
 
 
 def _gathered(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
