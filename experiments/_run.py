@@ -6,6 +6,7 @@ training harness.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -372,8 +373,14 @@ def _end_with_launcher() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+_stored: dict[str, type] = {}
+"""What Hydra's store has by each name: to put it there again costs a copy."""
+
+
 def _register(name: str, schema: type) -> None:
-    ConfigStore.instance().store(name=f"{name}_schema", node=_schema_node(schema))
+    if _stored.get(name) is not schema:
+        ConfigStore.instance().store(name=f"{name}_schema", node=_schema_node(schema))
+        _stored[name] = schema
 
     def folder(_root_: DictConfig) -> str:
         config = _to_config(_root_)
@@ -385,6 +392,7 @@ def _register(name: str, schema: type) -> None:
     OmegaConf.register_new_resolver("run_folder", folder, replace=True)
 
 
+@functools.cache  # a third of what reading flags takes; Hydra and OmegaConf change only copies of it
 def _schema_node(schema: type) -> DictConfig:
     """Returns the schema's tree, with declared defaults where an instance would hold derived ones.
 
@@ -411,10 +419,11 @@ def _thaw(node: DictConfig) -> DictConfig:
 
 def _to_config(node: DictConfig) -> Any:
     """Returns the frozen dataclass that a configuration tree describes."""
-    content = node.copy()
-    OmegaConf.set_struct(content, False)
-    content.pop("hydra", None)
-    return OmegaConf.to_object(content)
+    if "hydra" in node:
+        node = node.copy()
+        OmegaConf.set_struct(node, False)
+        node.pop("hydra")
+    return OmegaConf.to_object(node)
 
 
 def accelerator() -> str | None:

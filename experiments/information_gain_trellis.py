@@ -120,7 +120,7 @@ def train(params: dict, x: np.ndarray, y: np.ndarray, *, steps: int, weight: flo
 
 def judge(params: dict, x: np.ndarray, y: np.ndarray) -> tuple[float, list[float], list[float]]:
     """Returns accuracy, and of each level the information gain in nats and the largest block's load over the mean."""
-    logits, routes = forward(params, jnp.asarray(x))
+    logits, routes = jax.jit(forward)(params, jnp.asarray(x))
     gains = [float(information_gain(route, jnp.asarray(y), CLASSES)) for route in routes]
     loads = [float(r.shape[1] * load(r.argmax(-1)[:, None], r.shape[1]).max()) for r in routes]
     return float((logits.argmax(-1) == y).mean()), gains, loads

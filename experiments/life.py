@@ -12,6 +12,7 @@ to the unit, or the run ends.
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from jaxpar.io import plot_metrics
 from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
-from jaxpar.types import UsageError
+from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import _run
 from ._folder import owning
@@ -179,19 +180,21 @@ def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitRes
         say(f"{what:14} {_run.short(folder / what)}")
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _film(key: PRNGKey, state: WorldState, start: int, world: World, frames: int, scale: int) -> tuple[Array, Array]:
+    """Goes on after step `start`; returns a picture of each step, and how many agents live in it."""
+
+    def body(state, step):
+        state, _ = world.step(jax.random.fold_in(key, step), state, None)
+        return state, (draw_world(state, scale), jnp.sum(state.agents.alive))
+
+    return jax.lax.scan(body, state, start + jnp.arange(frames))[1]
+
+
 def _save_film(config: Config, plots: pathlib.Path, world: World, state: WorldState, start: int) -> pathlib.Path:
     """Films what comes after step `start`, a frame a step, on all processes; the first writes it."""
-    scale = max(1, 256 // config.size)
-
-    @jax.jit
-    def go_on(key, state):
-        def body(state, step):
-            state, _ = world.step(jax.random.fold_in(key, step), state, None)
-            return state, (draw_world(state, scale), jnp.sum(state.agents.alive))
-
-        return jax.lax.scan(body, state, start + jnp.arange(config.frames))[1]
-
-    frames, alive = jax.device_get(go_on(jax.random.key(config.seed), state))
+    key, scale = jax.random.key(config.seed), max(1, 256 // config.size)
+    frames, alive = jax.device_get(_film(key, state, start, world, config.frames, scale))
     key = "green: energy; dark: robots\ncoloured: agents, by lineage"
     texts = [f"step {start + 1 + t:,}, {count:,} agents live\n{key}" for t, count in enumerate(alive.tolist())]
     path = plots / "life.gif"

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import importlib
 import json
 import os
@@ -160,14 +159,6 @@ def copied(finished, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def schema_node():
-    """Makes the tree of an experiment's flags, of which Hydra takes copies, once a process."""
-    from experiments import _run
-
-    return functools.cache(_run._schema_node)
-
-
-@pytest.fixture(scope="session")
 def compile_once():
     """Is `compile_step`, which compiles a step once in a process, however many runs make it."""
     from jaxpar import loop, mesh
@@ -194,7 +185,7 @@ def plain_figure(width, height):
 
 
 @pytest.fixture
-def main(monkeypatch, capfd, tmp_path, cache, text, schema_node, compile_once):
+def main(monkeypatch, capfd, tmp_path, cache, text, compile_once):
     """`main(*flags)` is the command in this process, in `tmp_path`.
 
     It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another experiment, which
@@ -208,7 +199,6 @@ def main(monkeypatch, capfd, tmp_path, cache, text, schema_node, compile_once):
         raise AssertionError("a training step is compiled")
 
     monkeypatch.setattr(_run, "_quieten", lambda: None)  # it silences loggers for good
-    monkeypatch.setattr(_run, "_schema_node", schema_node)
     # Hydra reads all flags twice, the first time for hydra.mode alone, which nothing here sets.
     monkeypatch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
     monkeypatch.setattr(_interrupt, "_end", sys.exit)

@@ -89,7 +89,7 @@ def entropy(p):
     return -sum(q * np.log(q) for q in p)
 
 
-def test_it_learns_to_tell_classes_apart():
+def test_it_learns_to_tell_classes_apart(optimised):
     rng = np.random.default_rng(3)
     y = rng.integers(0, trellis.CLASSES, 400).astype(np.int32)
     x = (rng.standard_normal((trellis.CLASSES, PIXELS))[y] + 0.1 * rng.standard_normal((400, PIXELS))).astype(

@@ -1,6 +1,7 @@
 """Networks out and in: our own circle, neat-python's networks, Graphviz, formulas, pictures."""
 
 import dataclasses
+import functools
 import json
 import math
 import warnings
@@ -27,14 +28,15 @@ def config_of(kind="feedforward"):
     return NeatConfig(3, 2, max_nodes=10, max_conns=20, kind=kind, activations=NAMES, aggregations=tuple(AGGREGATIONS))
 
 
+@functools.partial(jit, static_argnums=0)
 def calls(config, genomes, xs):
     networks = express(config, genomes)
-    carry, ys = init_carry(networks), []
-    step = jit(apply)
-    for x in xs:
-        y, carry = step(networks, carry, jnp.broadcast_to(x, (len(genomes.on), len(x))))
-        ys.append(y)
-    return np.stack(ys)
+
+    def step(carry, x):
+        y, carry = apply(networks, carry, jnp.broadcast_to(x, (len(genomes.on), len(x))))
+        return carry, y
+
+    return jax.lax.scan(step, init_carry(networks), xs)[1]
 
 
 @pytest.mark.parametrize("kind", ["feedforward", "recurrent", "ctrnn"])
@@ -135,9 +137,9 @@ def test_files_are_read_in_double_precision(kind, form, x64):
 
     def outputs(genomes):
         networks = express(read, genomes, form=form)
-        carry, ys = init_carry(networks), []
+        carry, ys, step = init_carry(networks), [], jit(apply)
         for x in xs:
-            y, carry = jit(apply)(networks, carry, x[None])
+            y, carry = step(networks, carry, x[None])
             ys.append(y)
         return np.stack(ys)[:, 0]
 

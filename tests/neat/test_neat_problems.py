@@ -103,7 +103,7 @@ def test_cart_pole_is_solved():
     env, params = envs.make("CartPole-v1")
     config = NeatConfig(*io_sizes(env, params, True), population=32, max_nodes=10, max_conns=16, widths=(10,))
     neat = Neat(config, Episodes(env, goal=150.0, max_steps=150))
-    state = neat.init(jax.random.key(0), None)
+    state = jit(neat.init)(jax.random.key(0), None)
     state, _ = jit(lambda s: run_until(neat, jax.random.key(1), s, params, 15))(state)
     assert state.solved and state.solved_after <= 32 * 15 and state.best >= 150
 
@@ -135,7 +135,7 @@ def test_substrates_are_scored_as_tables():
         NeatConfig(3, 1, population=12, max_nodes=8, max_conns=10, activations=("tanh", "sin")),
         SubstrateTable(substrate),
     )
-    state = neat.init(jax.random.key(0), None)
+    state = jit(neat.init)(jax.random.key(0), None)
     after, info = jit(neat.step)(jax.random.key(1), state, xor())
     assert 0 <= info["fitness_max"] <= 16 and after.evaluations == 12
     assert isinstance(SubstrateTable(substrate)(jax.random.key(0), neat.express(state.genomes), xor()), Score)

@@ -1,11 +1,13 @@
 """Particle and Kalman beliefs against enumeration."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from pomdp_worlds import Leaving, Tiger
 
 from envs.pomdp.rocksample import RockSample
@@ -16,6 +18,16 @@ from jaxpar.types import UsageError
 TIGER, PARAMS = Tiger(), Tiger().default_params
 
 
+@functools.partial(jit, static_argnums=(0, 2))
+def begin(model, key, env, params):
+    return model.init(key, env, params)
+
+
+@functools.partial(jit, static_argnums=(0, 5))
+def update(model, key, belief, action, obs, env, params):
+    return model.update(key, belief, action, obs, env, params)
+
+
 def posterior(heard):
     weights = [np.prod([0.85 if h == s else 0.15 for h in heard]) for s in (0, 1)]
     return weights[1] / sum(weights), sum(weights) / 2
@@ -24,10 +36,9 @@ def posterior(heard):
 @pytest.mark.parametrize("below", [0.0, 0.5, 1.0])
 def test_particles_follow_the_exact_belief_of_tiger(below):
     model, heard, total = ParticleBelief(4000, resample_below=below), [1, 0, 1, 1], 0.0
-    belief = model.init(jax.random.key(0), TIGER, PARAMS)
-    update = jax.jit(lambda *args: model.update(*args, TIGER, PARAMS))
+    belief = begin(model, jax.random.key(0), TIGER, PARAMS)
     for i, obs in enumerate(heard):
-        belief, evidence = update(jax.random.key(i + 1), belief, jnp.asarray(0), jnp.asarray(obs))
+        belief, evidence = update(model, jax.random.key(i + 1), belief, jnp.asarray(0), jnp.asarray(obs), TIGER, PARAMS)
         total += float(evidence.log_evidence)
         want, chance = posterior(heard[: i + 1])
         np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states), want, atol=0.03)
@@ -40,9 +51,9 @@ def test_rejection_without_a_likelihood_agrees():
     class Blind(Tiger):
         log_likelihood = property()
 
-    belief = ParticleBelief(8000).init(jax.random.key(0), Blind(), PARAMS)
-    belief, evidence = ParticleBelief(8000).update(
-        jax.random.key(1), belief, jnp.asarray(0), jnp.asarray(1), Blind(), PARAMS
+    belief = begin(ParticleBelief(8000), jax.random.key(0), Blind(), PARAMS)
+    belief, evidence = update(
+        ParticleBelief(8000), jax.random.key(1), belief, jnp.asarray(0), jnp.asarray(1), Blind(), PARAMS
     )
     np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states), 0.85, atol=0.02)
     np.testing.assert_allclose(float(evidence.log_evidence), np.log(0.5), atol=0.05)
@@ -51,9 +62,9 @@ def test_rejection_without_a_likelihood_agrees():
 def test_particles_on_rocks_match_enumeration():
     env = RockSample(3, 2)
     params, model = env.default_params, ParticleBelief(4000)
-    belief = model.init(jax.random.key(0), env, params)
+    belief = begin(model, jax.random.key(0), env, params)
     for i, obs in enumerate((2, 2, 1)):
-        belief, _ = model.update(jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(obs), env, params)
+        belief, _ = update(model, jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(obs), env, params)
     distance = np.linalg.norm(env.map[0] - np.asarray([0, 1]))
     right = 0.5 * (1 + 2 ** (-distance / 20))
     good = right**2 * (1 - right) / (right**2 * (1 - right) + (1 - right) ** 2 * right)
@@ -64,7 +75,7 @@ def test_particles_on_rocks_match_enumeration():
 def test_equal_particles_lie_side_by_side_and_draws_take_each_as_often_as_it_weighs():
     env = RockSample(3, 2)
     params, model = env.default_params, ParticleBelief(300, resample_below=0.0)
-    belief = model.init(jax.random.key(0), env, params)
+    belief = begin(model, jax.random.key(0), env, params)
     for i in range(2):
         good = np.asarray(belief.states.good)
         assert len(np.unique(good, axis=0)) == 4
@@ -72,7 +83,7 @@ def test_equal_particles_lie_side_by_side_and_draws_take_each_as_often_as_it_wei
         weights, drawn = np.exp(belief.log_weights), np.asarray(belief.sample(jax.random.key(i), 40).good)
         for row in np.unique(good, axis=0):
             assert abs((drawn == row).all(1).sum() - 40 * weights[(good == row).all(1)].sum()) < 2
-        belief, _ = model.update(jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(2), env, params)
+        belief, _ = update(model, jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(2), env, params)
 
 
 def redraw(key, prior, action, obs, posterior, depleted, env, params):
@@ -84,10 +95,10 @@ def redraw(key, prior, action, obs, posterior, depleted, env, params):
 def test_depletion_is_told_and_recovered_by_the_hook():
     perfect, action, obs = PARAMS.replace(accuracy=1.0), jnp.asarray(0), jnp.asarray(1)
     wrong = Particles(jnp.zeros(10, jnp.int32), jnp.log(jnp.arange(1.0, 11.0) / 55))
-    kept, evidence = ParticleBelief(10, 0.0).update(jax.random.key(0), wrong, action, obs, TIGER, perfect)
+    kept, evidence = update(ParticleBelief(10, 0.0), jax.random.key(0), wrong, action, obs, TIGER, perfect)
     assert bool(evidence.depleted) and float(evidence.log_evidence) == -np.inf
     np.testing.assert_allclose(kept.log_weights, wrong.log_weights, rtol=1e-6)  # the prediction, not uniform
-    mended, evidence = ParticleBelief(10, 0.0, redraw).update(jax.random.key(0), wrong, action, obs, TIGER, perfect)
+    mended, evidence = update(ParticleBelief(10, 0.0, redraw), jax.random.key(0), wrong, action, obs, TIGER, perfect)
     assert bool(evidence.depleted) and mended.states.tolist() == [1] * 10
     with pytest.raises(UsageError, match="no particle left"):
         Particles(jnp.zeros(2), jnp.full(2, -jnp.inf)).sample(jax.random.key(0), 3)
@@ -107,7 +118,7 @@ class Nan(Tiger):
 def test_a_likelihood_that_is_no_number_costs_its_particle_alone(bad):
     env, states = Nan(bad=bad), jnp.arange(8, dtype=jnp.int32) % 2
     before = Particles(states, jnp.log(jnp.arange(1.0, 9.0) / 36))
-    after, told = ParticleBelief(8, 0.0).update(jax.random.key(0), before, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
+    after, told = update(ParticleBelief(8, 0.0), jax.random.key(0), before, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
     assert int(told.invalid) == 4 and not bool(told.depleted)
     weights = {int(s): 0.0 for s in states}
     for s, w in zip(after.states.tolist(), np.exp(after.log_weights).tolist(), strict=True):
@@ -115,7 +126,7 @@ def test_a_likelihood_that_is_no_number_costs_its_particle_alone(bad):
     np.testing.assert_allclose([weights[0], weights[1]], [0, 1], atol=1e-6)
     np.testing.assert_allclose(float(told.log_evidence), np.log(0.85 * (2 + 4 + 6 + 8) / 36), rtol=1e-5)
     right = Particles(jnp.ones(8, jnp.int32), before.log_weights)
-    _, told = ParticleBelief(8, 0.0).update(jax.random.key(0), right, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
+    _, told = update(ParticleBelief(8, 0.0), jax.random.key(0), right, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
     assert int(told.invalid) == 0
 
 
@@ -132,7 +143,7 @@ def test_ended_particles_keep_no_weight():
     env, model = Leaving(), ParticleBelief(64, resample_below=0.0)
     begun = Particles(jnp.zeros(64, jnp.int32), jnp.full(64, -np.log(64), jnp.float32))
     for obs, depleted in ((0, False), (1, True)):  # what is seen is always 0
-        after, told = model.update(jax.random.key(0), begun, jnp.asarray(0), jnp.asarray(obs), env, PARAMS)
+        after, told = update(model, jax.random.key(0), begun, jnp.asarray(0), jnp.asarray(obs), env, PARAMS)
         over, weights = np.asarray(after.states) == 9, np.exp(np.asarray(after.log_weights))
         assert 0 < over.sum() < 64 and bool(told.depleted) == depleted
         assert not weights[over].any() and abs(weights.sum() - 1) < 1e-5
@@ -141,8 +152,8 @@ def test_ended_particles_keep_no_weight():
 def test_weights_are_equal_after_resampling():
     """All the weight in few particles: drawn anew, each copy weighs the same."""
     uneven = Particles(jnp.arange(8, dtype=jnp.int32) % 2, jnp.log(jnp.asarray([0.9, *[0.1 / 7] * 7])))
-    after, told = ParticleBelief(8, 1.0).update(
-        jax.random.key(0), uneven, jnp.asarray(0), jnp.asarray(0), TIGER, PARAMS
+    after, told = update(
+        ParticleBelief(8, 1.0), jax.random.key(0), uneven, jnp.asarray(0), jnp.asarray(0), TIGER, PARAMS
     )
     assert bool(told.resampled)
     np.testing.assert_allclose(after.log_weights, np.full(8, -np.log(8)), rtol=1e-6)

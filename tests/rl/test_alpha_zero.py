@@ -98,7 +98,7 @@ def twin(search, key, env, state, params, guide):
 def test_a_tree_of_objects_agrees(env):
     params = env.default_params
     learner = AlphaZero(env, TINY, GuidedSearch(24), RATES)
-    weights = learner.init(jax.random.key(1), params).weights
+    weights = jit(learner.init)(jax.random.key(1), params).weights
     state = env.init(jax.random.key(2), params)
     said = jit(learner.decide)(jax.random.key(3), weights, state, params)
     root = twin(learner.search, jax.random.key(3), env, state, params, learner.guide(weights))
@@ -126,7 +126,7 @@ def test_targets_are_the_loop_s():
     env = Sokoban(ROOM)
     params = dataclasses.replace(env.default_params, max_steps=2)
     learner = AlphaZero(env, TINY, GuidedSearch(3), AlphaZeroRates(td_lambda=0.7), 12, 4, minibatches=1)
-    weights = learner.init(jax.random.key(0), params).weights
+    weights = jit(learner.init)(jax.random.key(0), params).weights
     # A sweep's rates are those of the state: other ones than the learner's own.
     other = dataclasses.replace(learner, rates=AlphaZeroRates(discount=0.5, td_lambda=0.1))
     decisions, _ = jit(other.play)(jax.random.key(1), weights, params, rates=learner.rates)
@@ -191,7 +191,7 @@ def test_items_in_another_order_are_searched_alike():
     for problem in (sack, moved):
         env = Knapsack(given(problem))
         learner = AlphaZero(env, Items(8, 2, 1), GuidedSearch(20))
-        weights = learner.init(jax.random.key(0), env.default_params).weights if weights is None else weights
+        weights = jit(learner.init)(jax.random.key(0), env.default_params).weights if weights is None else weights
         state = env.init(jax.random.key(0), env.default_params)
         found.append(jit(learner.decide)(jax.random.key(1), weights, state, env.default_params))
     np.testing.assert_array_equal(np.asarray(found[0].visits)[order], found[1].visits)

@@ -36,19 +36,19 @@ def test_slices_equal_the_convolution_in_value_and_gradient(x64, height, width, 
 def test_a_layer_adds_its_bias_to_each_channel():
     layer = BoardConv(3, jax.nn.initializers.lecun_normal())
     x = jax.random.normal(jax.random.key(0), (2, 4, 5, 2))
-    params = layer.init(jax.random.key(1), x)
+    params, apply = jit(layer.init)(jax.random.key(1), x), jit(layer.apply)
     bias = jnp.array([1.0, -2.0, 0.5])
-    plain, moved = layer.apply(params, x), layer.apply({"params": params["params"] | {"bias": bias}}, x)
+    plain, moved = apply(params, x), apply({"params": params["params"] | {"bias": bias}}, x)
     assert plain.shape == (2, 2, 3, 3)
     np.testing.assert_allclose(moved - plain, jnp.broadcast_to(bias, plain.shape), atol=1e-6)
 
 
 def test_a_network_reads_a_shift_of_the_board_with_the_same_weights():
     network = Network(conv=(4, 6), hidden=(), layer_norm=True, activation="relu")
-    params = network.init(jax.random.key(0), (7, 6, 2), {"q": (3, 1.0)})
+    params = jit(lambda key: network.init(key, (7, 6, 2), {"q": (3, 1.0)}))(jax.random.key(0))
     assert params["heads"]["q"]["params"]["out"]["kernel"].shape == (3 * 2 * 6, 3)
     board = jnp.zeros((2, 1, 7, 6, 2)).at[0, 0, 2, 2, 0].set(1.0).at[1, 0, 3, 2, 0].set(1.0)
-    encoded = network._encoder().apply(params["encoder"], board).reshape(2, 3, 2, 6)
+    encoded = jit(network._encoder().apply)(params["encoder"], board).reshape(2, 3, 2, 6)
     np.testing.assert_allclose(encoded[0, :-1], encoded[1, 1:], atol=1e-6)
     assert float(jnp.max(jnp.abs(encoded[0] - encoded[1]))) > 1e-3
 
@@ -83,7 +83,7 @@ class Boards:
 
 def test_a_central_critic_reads_boards_flat():
     agent = ActorCritic(Boards(), Network(conv=(3,), hidden=(4,)), central=True)
-    weights = agent.init(jax.random.key(0))
+    weights = jit(agent.init)(jax.random.key(0))
     assert weights["critic"]["encoder"] == {}
     obs = jax.random.uniform(jax.random.key(1), (1, 1, 2, 4, 4, 1))
     carry = jax.tree.map(lambda c: c[None], agent.first_carry())

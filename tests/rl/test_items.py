@@ -31,12 +31,8 @@ def outputs(agent, weights, obs, mask=None):
 
 def weights_of(agent):
     """Weights far from the start, where all heads are nearly 0."""
-    leaves, tree = jax.tree.flatten(agent.init(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [
-        jnp.float64(x) + 0.5 * jax.random.normal(key, x.shape, jnp.float64) for x, key in zip(leaves, keys, strict=True)
-    ]
-    return tree.unflatten(drawn)
+    begun, rng = jit(agent.init)(jax.random.key(0)), np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.asarray(np.float64(x) + 0.5 * rng.standard_normal(x.shape)), begun)
 
 
 def test_pairs_of_a_space_and_an_item_are_what_the_packing_takes():
@@ -131,7 +127,7 @@ def test_illegal_items_are_never_named():
 def test_a_learner_updates_every_part_of_the_network():
     env, params = envs.make("TSP-10")
     learner = A2c(env, Items(8, 2, 1), num_envs=4, num_steps=5)
-    state = learner.init(jax.random.key(0), params)
+    state = jit(learner.init)(jax.random.key(0), params)
     after, info = jit(learner.step)(jax.random.key(1), state, params)
     moved = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), after.weights, state.weights)
     still = [jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(moved) if not x > 0]

@@ -81,7 +81,7 @@ def test_returns_are_discounted_within_episodes(x64):
 def test_a_learner_sees_every_step_once_and_scales_after(name):
     env, params = envs.make("Pendulum-v1")
     plain, learner = LEARNERS[name](env), LEARNERS[name](env, normalize_obs=True, normalize_returns=True)
-    states = [which.init(jax.random.key(0), params) for which in (plain, learner)]
+    states = [jit(which.init)(jax.random.key(0), params) for which in (plain, learner)]
     assert "moments" not in states[0].weights and states[0].returns is None
     steps = [jit(which.step) for which in (plain, learner)]
     (first, _), (one, info) = (step(jax.random.key(1), s, params) for step, s in zip(steps, states, strict=True))
@@ -108,7 +108,7 @@ def test_a_learner_sees_every_step_once_and_scales_after(name):
 def test_drawn_experience_is_scaled_by_what_was_seen_since():
     env, params = envs.make("Pendulum-v1")
     learner = LEARNERS["td3"](env, normalize_obs=True)
-    state = learner.init(jax.random.key(0), params)
+    state = jit(learner.init)(jax.random.key(0), params)
     state, _ = jit(learner.step)(jax.random.key(1), state, params)
     rows = state.buffer.rows
     scaled = standard_rows(state.weights, rows)
@@ -121,7 +121,7 @@ def test_agents_that_ended_are_not_counted():
     env, params = envs.make("Spread-3")
     learner = Ppo(env, Network(hidden=(4,)), num_envs=2, num_steps=3, minibatches=1, epochs=1, normalize_obs=True,
                   normalize_returns=True)  # fmt: skip
-    state = learner.init(jax.random.key(0), params)
+    state = jit(learner.init)(jax.random.key(0), params)
     going = state.env_state.replace(start=jnp.zeros(2, bool))
     gone = dataclasses.replace(state, agent_done=state.agent_done.at[0, 0].set(True), env_state=going)
     state, _ = jit(learner.step)(jax.random.key(1), gone, params)
