@@ -310,7 +310,7 @@ def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
     if jax.default_backend() == "cpu" and with_accelerator:
         say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")
     if joined and jax.default_backend() == "cpu":
-        _hide_gloo()
+        _silence.hide_gloo()
     if config.cache:
         keep_programs(lambda text: say(f"note: {text}; cache=false keeps none."))
     jax.config.update("jax_enable_compilation_cache", config.cache)
@@ -431,15 +431,6 @@ def accelerator() -> str | None:
     if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0"):
         return "cuda"
     return "tpu" if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0") else None
-
-
-def _hide_gloo() -> None:
-    """Keeps Python's output and drops that of C++, where Gloo prints a line for every group of devices that meets."""
-    sys.stdout.flush()
-    sys.stdout = open(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
 
 
 def _quieten() -> None:

@@ -7,6 +7,7 @@ bar holds the terminal's line there is none.
 """
 
 import contextlib
+import os
 import re
 import sys
 import threading
@@ -159,3 +160,12 @@ def broken() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
         jax.monitoring.unregister_scalar_listener(pulse.began)
         jax.monitoring.unregister_event_duration_listener(pulse.ended)
+
+
+def hide_gloo() -> None:
+    """Keeps Python's output and drops that of C++, where Gloo prints a line for every group of devices that meets."""
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
