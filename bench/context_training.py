@@ -1,4 +1,4 @@
-"""For `bench/context.py`: the longest sequence on which a model is trained on one device, by what is recomputed.
+"""For `bench/context.py`: the longest sequence on which a model is trained, by what is recomputed or how it is split.
 
 Each row is a process of its own, which is told one program at a time: so a row has a limit of its own, tells each
 figure when it is there, and what it has found when the limit comes is not lost.
@@ -48,9 +48,10 @@ def guesses(sizes: dict[int, float], room: float, most: int, power: int) -> Iter
 
 
 class Train:
-    """An optimizer step on one row of T tokens, in the process that holds the device.
+    """An optimizer step on one row of T tokens, in the process that holds the devices.
 
     The row is "own" or "jaxpar", what is recomputed, and attention's form: "dense", "loop" (over blocks) or "kernel".
+    "ring" recomputes all, and has N devices share the tokens, in zigzag order.
     """
 
     def __init__(self, request: dict):
@@ -58,10 +59,14 @@ class Train:
         import jax
 
         from jaxpar.lm import LMConfig, Trainer
+        from jaxpar.mesh import MeshSpec, make_mesh
 
-        _, remat, impl = request["row"].split()
+        _, kind, impl = request["row"].split()
         self.request, shape = request, request["model"] | {"dtype": request["dtype"]}
-        self.config = LMConfig(**shape, remat=remat, attention=IMPLS[impl], tied=True, loss_chunk=8192)
+        how = dict(remat="full", context="ring", context_order="zigzag") if kind == "ring" else dict(remat=kind)
+        count = request["devices"]
+        self.mesh = make_mesh(MeshSpec(context=count), jax.devices()[:count])
+        self.config = LMConfig(**shape, **how, attention=IMPLS[impl], tied=True, loss_chunk=8192)
         self.trainer = Trainer(self.config, num_steps=10_000)
         memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", request.get("memory", math.inf))
         self.memory, self.programs = memory, {}
@@ -83,19 +88,34 @@ class Train:
     def program(self, length: int):
         """Returns the compiled step, which takes the state's place."""
         import jax
-        import jax.numpy as jnp
 
         if length not in self.programs:
-            tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+            from jaxpar.mesh import named_shardings, use_mesh
+
             key = jax.random.key(0)
-            state = jax.eval_shape(self.trainer.init, key)
-            lowered = jax.jit(self.trainer.step, donate_argnums=1).lower(
-                key, state, {"tokens": tokens, "targets": tokens}
-            )
+            with use_mesh(self.mesh):
+                state = jax.eval_shape(self.trainer.init, key)
+                layout = named_shardings(state, self.trainer.axes())
+                state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, layout)
+                program = jax.jit(self.trainer.step, donate_argnums=1, out_shardings=(layout, None))
+                lowered = program.lower(key, state, self.batch(length))
             # Only what is timed is tuned: trials of products of so many tokens would take longer than the compiler.
             tuned = length == self.request["at"] or jax.default_backend() != "gpu"
             self.programs[length] = lowered.compile(None if tuned else {"xla_gpu_autotune_level": 0})
         return self.programs[length]
+
+    def batch(self, length: int) -> dict:
+        """Returns a row of random tokens as the devices hold it."""
+        import jax
+        import numpy as np
+
+        from jaxpar.mesh import place_rows, use_mesh
+        from jaxpar.parallel.context import in_order
+
+        rows = np.random.default_rng(0).integers(0, self.config.vocab_size, (1, length + 1), np.int32)
+        batch = in_order({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.config.order(length), self.mesh.size)
+        with use_mesh(self.mesh):
+            return place_rows(lambda part: jax.tree.map(lambda x: x[part], batch), 1, ("batch", "seq_layer"))
 
     def plan(self, length: int) -> dict:
         """Returns the bytes of arguments, and of temporary arrays and results that take no argument's place.
@@ -118,10 +138,12 @@ class Train:
         """Returns a function that begins a step on so many tokens and returns its loss."""
         import jax
 
-        program, key = self.program(length), jax.random.key(0)
-        state = jax.jit(self.trainer.init)(key)
-        rows = jax.random.randint(key, (1, length + 1), 0, self.config.vocab_size, "int32")
-        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        from jaxpar.mesh import named_shardings, use_mesh
+
+        program, key, batch = self.program(length), jax.random.key(0), self.batch(length)
+        with use_mesh(self.mesh):
+            layout = named_shardings(jax.eval_shape(self.trainer.init, key), self.trainer.axes())
+            state = jax.jit(self.trainer.init, out_shardings=layout)(key)
 
         def step():
             nonlocal state
