@@ -42,7 +42,8 @@ OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pom
 OTHERS |= {"life": life, "generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
 OTHERS |= {"pipeline": pipeline, "compare": compare, "step_speculation": steps, "moving_digits": moving_digits}
 OTHERS |= {"own": own}
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+WRITTEN = {path for path in (ROOT / "docs").glob("**/*.md") if "_build" not in path.parts}  # which `make docs` copies
+PAGES = sorted([*ROOT.glob("*.md"), *WRITTEN])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
 FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml"))]
 
@@ -188,7 +189,7 @@ STATED = re.compile(
     r"|\b(?:an?|one|each|\d+|two|of) (?:\w+ )?(?:GPU|TPU|H100|H200|v5e|card)s?\b"
 )
 """Words that tell how long a command takes, or on what it is to run."""
-TIMED = sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "benchmarks.md"})
+TIMED = sorted(WRITTEN - {ROOT / "docs" / "benchmarks.md"})
 
 
 def untimed(text):
