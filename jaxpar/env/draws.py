@@ -16,8 +16,8 @@ def distinct(key: PRNGKey, num: int, count: int) -> Array:
     """Draws `count` of the numbers `0 .. num - 1`, all different, in random order: int32 `[count]`; consumes `key`.
 
     The first `count` steps of a shuffle (Durstenfeld 1964, algorithm 235): step i swaps place i with a place drawn
-    from i on. Only what these places hold is followed, in O(count^2) operations on single numbers, which a program
-    over many environments fuses into one kernel; a permutation of all draws and sorts `num` numbers in each.
+    from i on. Only what these places hold is followed, in O(count^2) operations on single numbers; a permutation of
+    all draws and sorts `num` numbers.
 
     Raises:
         UsageError: `count` is not between 1 and `num`.

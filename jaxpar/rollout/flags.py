@@ -13,8 +13,7 @@ _MAX_WORDS = 8
 def uniform_place(flags: Array, below: Callable[[Array], Array]) -> Array:
     """The place of a set flag of `flags [..., N]` that is drawn, int32 `[...]`; 0 where none is set.
 
-    A running sum over the flags and a search for the first that is high enough are two more passes over all of them,
-    and on GPUs the sum is a kernel of its own that nothing fuses with.
+    A running sum over the flags and a search for the first that is high enough would be two more passes over all.
 
     Args:
         flags: bool.

@@ -1,37 +1,26 @@
 """Commands of a few flags: help and refusals as those of the others, and each runs."""
 
+import importlib
 import re
 import sys
 
 import pytest
 from jaxpar.commands.__main__ import commands
 
-from experiments import (
-    _help,
-    _run,
-    _small,
-    gru_svm,
-    hosted,
-    information_gain_trellis,
-    l2mu,
-    rl_scaling,
-    scattered_attention,
-    trading,
-    volunteer_experts,
-)
+from experiments import _help, _run, _small, scattered_attention, volunteer_experts
 from jaxpar.types import UsageError
 
-MODULES = [
-    gru_svm,
-    hosted,
-    information_gain_trellis,
-    l2mu,
-    rl_scaling,
-    scattered_attention,
-    trading,
-    volunteer_experts,
+NAMES = [
+    "gru_svm",
+    "hosted",
+    "information_gain_trellis",
+    "l2mu",
+    "rl_scaling",
+    "scattered_attention",
+    "trading",
+    "volunteer_experts",
 ]
-NAMES = [module.__name__.split(".")[-1] for module in MODULES]
+MODULES = [importlib.import_module(f"experiments.{name}") for name in NAMES]
 
 each = pytest.mark.parametrize("module", MODULES, ids=NAMES)
 

@@ -219,7 +219,7 @@ def _forward(how: _How, q: Array, k: Array, v: Array, where: Where):
     q, k, v, where = lax.optimization_barrier((q, k, v, where))
     if swaps := how.move.within > 1:
         q, k, v = (_swapped(how, x) for x in (q, k, v))
-        where = jax.tree.map(functools.partial(_together, how), where)
+        where = jax.tree.map(functools.partial(_together, how), _after(where, k))
     walks = {"gather": _gathered, "token_ring": _queries_travel}
     state = walks.get(how.move.name, _keys_travel)(how, q, k, v, where)
     out = finish(state).astype(q.dtype)
@@ -389,11 +389,18 @@ def _queries_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: D
 def _collected(how: _How, k: Array, v: Array, where: Where):
     """All devices' keys, [N, B, t, ...]: a piece a device, so that no scores of all tokens exist at the same time."""
     k, v = (lax.all_gather(x, how.axis) for x in (k, v))
-    # 0 of whatever keys: so places wait for these. Sent beside whatever else a program sends, they lock simulated
-    # devices up, which meet independent collectives in different orders; a barrier does not keep them back on CPUs.
-    first = k[0, 0, 0, 0, 0]
+    return k, v, jax.tree.map(lambda x: lax.all_gather(x, how.axis), _after(where, k))
+
+
+def _after(where: Where, keys: Array) -> Where:
+    """The same places, which are sent when keys have come and not beside them.
+
+    Independent collectives lock simulated devices up, which meet them in different orders. What is added is 0 of
+    whatever keys, since a barrier does not keep collectives back on CPUs.
+    """
+    first = keys[(0,) * keys.ndim]
     none = jnp.minimum((first != first).astype(jnp.int32), 0)
-    return k, v, jax.tree.map(lambda x: lax.all_gather(x + none, how.axis), where)
+    return jax.tree.map(lambda x: x + none, where)
 
 
 def _gathered(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
