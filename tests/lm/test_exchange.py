@@ -421,16 +421,14 @@ def test_an_empty_folder_is_filled_and_the_tokenizer_copied(tmp_path):
     assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
 
 
-# transformers itself. Its deprecations are not ours.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # not ours
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_agrees_in_both_directions(name, tmp_path):
     import torch
     import transformers
 
-    config = CONFIGS[name]
-    params = random_params(config)
+    params = random_params(config := CONFIGS[name])
     to_hf(params, config, tmp_path / "ours", max_shard_bytes=1500)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert model.dtype == torch.float32 and not any(report.values())
