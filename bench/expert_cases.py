@@ -48,3 +48,11 @@ def choices(request: dict) -> tuple[np.ndarray, np.ndarray]:
     expert = np.argpartition(-scores, request["k"] - 1, axis=1)[:, : request["k"]].reshape(-1)
     sizes = np.bincount(expert, minlength=request["experts"])
     return np.argsort(expert, kind="stable").astype(np.int32), sizes.astype(np.int32)
+
+
+def routes(shape: dict, skew: float) -> np.ndarray:
+    """Returns what each token chooses, [N, k]: k of E at random, or for a share of tokens the first k."""
+    rng = np.random.default_rng(0)
+    scores = rng.random((shape["tokens"], shape["experts"]), np.float32)
+    scores[rng.random(shape["tokens"]) < skew, : shape["k"]] += 1
+    return np.argpartition(-scores, shape["k"] - 1, axis=1)[:, : shape["k"]].astype(np.int32)

@@ -9,12 +9,16 @@ are those of all devices together. "one device" holds all experts and all tokens
 row's. `--skew` of the tokens, anywhere in the batch, choose k experts of the first device. "of even" is a row's time
 over that of the same transport at a skew of 0; "load" the largest number of choices of a device over the mean, as the
 transport computes them; "sent" what a device sends where choices are even, by `jaxpar.parallel.experts.bytes_sent`.
-Programs of a case are compiled, then timed in turns; medians, and the least in brackets. What fails says why.
+Torch's rows are `torch._grouped_mm` with all-to-alls of what is chosen, in processes of its own, "of P x" its own row
+of one device's. Programs of a case are compiled, then timed in turns; medians, and the least in brackets. What fails
+says why.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import statistics
@@ -31,7 +35,7 @@ import harness  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from expert_cases import SHAPES, TINY  # noqa: E402
+from expert_cases import SHAPES, TINY, routes  # noqa: E402
 
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh  # noqa: E402
 from jaxpar.nn.experts import Experts  # noqa: E402
@@ -39,14 +43,8 @@ from jaxpar.nn.mixer import ActivationSizes, Context  # noqa: E402
 from jaxpar.parallel.experts import Spill, bytes_sent, least_loaded, transport_for  # noqa: E402
 
 ONE = "one device"
-
-
-def choices(shape: dict, skew: float) -> np.ndarray:
-    """Returns what each token chooses, [N, k]: k of E at random, or for a share of tokens the first k."""
-    rng = np.random.default_rng(0)
-    scores = rng.random((shape["tokens"], shape["experts"]), np.float32)
-    scores[rng.random(shape["tokens"]) < skew, : shape["k"]] += 1
-    return np.argpartition(-scores, shape["k"] - 1, axis=1)[:, : shape["k"]].astype(np.int32)
+TORCH = {"torch one": 0.0, "torch all_to_all": None}
+"""Rows of torch, and at which skew alone, if at one alone."""
 
 
 class Row:
@@ -69,7 +67,7 @@ class Row:
                 for key, (n, leaf) in zip(keys, leaves.items(), strict=False)
             }
             weights = shard(weights, {n: leaf.axes for n, leaf in leaves.items()})
-            expert = choices(shape, skew).reshape(num_rows, length, -1)
+            expert = routes(shape, skew).reshape(num_rows, length, -1)
             x, g = (jax.random.normal(key, (num_rows, length, depth), dtype) for key in keys[4:])
             given = x, np.full(expert.shape, 1 / shape["k"], np.float32), g, expert
             x, weight, g, chosen = (shard(each, ("batch", "seq", None)) for each in given)
@@ -95,7 +93,7 @@ class Row:
         if name == "spill":
             limits = {key: value for key, value in dataclasses.asdict(spill).items() if key != "room"}
             load = np.asarray(jax.jit(functools.partial(least_loaded, shares=len(devices), **limits))(counts)).sum(0)
-        self.load = load.max() / load.mean()
+        self.load = f"{load.max() / load.mean():.2f}"
 
     def round(self, spend_s: float) -> None:
         """Times it once more."""
@@ -103,31 +101,74 @@ class Row:
             self.ms.append(harness.time_jax(self.program, [self.args], spend_s)["ms"])
 
 
+class Peer:
+    """A row of torch, held by its own processes."""
+
+    sent, load = math.nan, ""
+
+    def __init__(self, bench: harness.Bench, shape: dict, name: str, skew: float):
+        """Has it made, which compares it with a loop over experts."""
+        self.bench, self.name, self.skew, self.ms = bench, name, skew, []
+        request = shape | {"do": "make", "row": name, "name": f"{name} {skew}", "skew": skew, "spend_s": 0.3}
+        self.compile_s = self.asked(request)["compile_s"]
+
+    def asked(self, request: dict) -> dict:
+        """Returns the answer."""
+        answer = self.bench.ask("torch", request)
+        if "failed" in answer:
+            raise RuntimeError(answer["failed"])
+        return answer
+
+    def round(self, spend_s: float) -> None:
+        """Times it once more."""
+        del spend_s  # said when it was made
+        self.ms.append(self.asked({"do": "round", "name": f"{self.name} {self.skew}"})["ms"])
+
+
 def measure(name: str, args: argparse.Namespace, end: float) -> None:
     """Makes all rows of a case, times them in turns and prints them."""
     shape = TINY if args.tiny else SHAPES[name] | {"dtype": "bfloat16"}
     spill = Spill(slots=args.slots, min_chunk=1 if args.tiny else 128)
-    rows, failed = [], {}
-    for label, skew in [(ONE, 0.0), *((t, s) for s in (0.0, args.skew) for t in args.transports.split(","))]:
+    rows, failed, count = [], {}, len(jax.devices())
+    command = [str(HERE / "peers" / "torch_expert_parallel.py"), str(count)]
+    bench = harness.Bench({"torch": (command, {}, args.peer_python)}, end - time.monotonic(), 90)
+    wanted = [(ONE, 0.0), *((t, s) for s in (0.0, args.skew) for t in args.transports.split(","))]
+    if not args.no_peer:
+        wanted += [(t, s) for t, only in TORCH.items() for s in (0.0, args.skew) if only in (None, s)]
+
+    def made(asked: tuple[str, float]):
+        label, skew = asked
         try:
             if time.monotonic() > end:
                 raise TimeoutError("skipped: the budget is spent")
-            rows.append(Row(shape, label, skew, spill, 8))
+            return Peer(bench, shape, label, skew) if label in TORCH else Row(shape, label, skew, spill, 8)
         except Exception as error:  # any row may fail, and is a row then
-            failed[label, skew] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        ours = pool.map(made, [each for each in wanted if each[0] not in TORCH])
+        every = [*map(made, [each for each in wanted if each[0] in TORCH])]  # one after the other, while JAX compiles
+        every = [*ours, *every]
+    for asked, row in zip(wanted, every, strict=True):
+        if isinstance(row, str):
+            failed[asked] = row
+        else:
+            rows.append(row)
     for number in range(args.rounds):
         for row in rows[:: -1 if number % 2 else 1]:
             row.round(args.spend_s)
+    bench.close()
     times = {(row.name, row.skew): statistics.median(row.ms) for row in rows}
-    count = len(jax.devices())
     print(f"\n### {name}, {count} x {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     print(f"| transport | skew | ms (least) | of {count} x | of even | load | sent | compile s |\n{'|---' * 8}|")
     for row in rows:
         ms = times[row.name, row.skew]
-        gain = f"{times[ONE, 0.0] / (count * ms):.2f}" if (ONE, 0.0) in times and row.name != ONE else ""
+        alone = "torch one" if row.name in TORCH else ONE
+        gain = f"{times[alone, 0.0] / (count * ms):.2f}" if (alone, 0.0) in times and row.name != alone else ""
         even = f"{ms / times[row.name, 0.0]:.2f}" if (row.name, 0.0) in times else ""
-        cells = [row.name, row.skew, f"{ms:.3f} ({min(row.ms):.3f})", gain, even, f"{row.load:.2f}"]
-        print(f"| {' | '.join(map(str, cells))} | {row.sent / 2**20:.1f} MiB | {row.compile_s:.1f} |", flush=True)
+        cells = [row.name, row.skew, f"{ms:.3f} ({min(row.ms):.3f})", gain, even, row.load]
+        sent = f"{row.sent / 2**20:.1f} MiB" if row.sent >= 0 else ""
+        print(f"| {' | '.join(map(str, cells))} | {sent} | {row.compile_s:.1f} |", flush=True)
     for (label, skew), why in failed.items():
         print(f"| {label} | {skew} | FAILED: {why} |{' |' * 5}", flush=True)
 
@@ -142,6 +183,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--spend-s", type=float, default=0.3)
     parser.add_argument("--budget-s", type=float, default=480, help="no program is compiled after these seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="programs compiled side by side")
+    parser.add_argument("--no-peer", action="store_true", help="without torch")
+    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on two simulated devices")
     args = parser.parse_args()
     if not set(args.cases.split(",")) <= set(SHAPES):

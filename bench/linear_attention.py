@@ -10,8 +10,9 @@ G1 to G4 are (B, T, H, K, V) = (8, 4096, 4, 128, 256), (4, 2048, 16, 128, 128), 
 rows of 1,024, 8,192 and 32,768, or of 64 and 128; D1 and D2 are one token of decoding, whose float32 state is read and
 written. `.rows` has a decay a row of the state (GLA), `.heads` one a head (simple GLA, retention), `.none` no decay,
 and attention by cuDNN beside it; `.delta` is the gated delta rule, whose chunks' states are made by an affine scan of
-matrices or by a loop; `.exponential` is the mLSTM. Peers have their own layout, and autotune when a row is
-made, which takes minutes: give few cases a call, or a larger `--row-s`.
+matrices or by a loop; `.exponential` is the mLSTM, `.sigmoid` that of sigmoid input gates, which is not normalised.
+Peers have their own layout, and autotune when a row is made, which takes minutes: give few cases a call, or a larger
+`--row-s`.
 
 Rows of a case are made first, then timed in turns, a round at a time; medians, and the least in brackets. "of copy" is
 the time of reading and writing the arguments and results once, by a copy's bandwidth in this run, by the row's. "of

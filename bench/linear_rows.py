@@ -35,7 +35,18 @@ def function_of(request: dict) -> Callable:
         return lambda q, k, v, forget, gate: exponential_attention(q, k, v, forget, gate, impl=impl)[0].astype(
             jnp.bfloat16 if q.dtype == jnp.bfloat16 else q.dtype
         )
+    if request["decay"] == "sigmoid":
+        return lambda q, k, v, *gates: with_sigmoid(q, k, v, *gates, impl=impl)
     return lambda q, k, v, *decay: linear_attention(q, k, v, *decay, impl=impl)[0]
+
+
+def with_sigmoid(q, k, v, forget, gate, impl: str):
+    """Returns the mLSTM's outputs where its input gates are sigmoids, which scale keys, and nothing is normalised."""
+    import jax
+
+    from jaxpar.nn.mixers.linear_attention import linear_attention
+
+    return linear_attention(q, (k * jax.nn.sigmoid(gate)[..., None]).astype(k.dtype), v, forget, impl=impl)[0]
 
 
 def delta_of(loop: bool, impl: str) -> Callable:
@@ -95,6 +106,8 @@ def truth(request: dict, args: tuple):
             return delta_of(False, "chunked")(*rest)
         if request["decay"] == "exponential":
             return exponential_attention(*rest, impl="chunked")[0]
+        if request["decay"] == "sigmoid":
+            return with_sigmoid(*rest, impl="chunked")
         return linear_attention(*rest, impl="chunked")[0]
 
     with jax.default_matmul_precision("highest"):

@@ -34,6 +34,7 @@ CASES = {
     "A5": dict(kind="diag", shape=(1, 1048576, 64), dtype="float32"),
     "A6": dict(kind="diag", shape=(4, 8192, 2560), dtype="bfloat16"),
     "A7": dict(kind="block", shape=(8, 4096, 256), dtype="float32"),
+    "A8": dict(kind="diag", shape=(8, 4096, 2048), dtype="float32"),  # HGRN in MatMul-free's model
 }
 SHARDED = {"A5": CASES["A5"], "B4": dict(kind="para_gru", shape=(1, 1048576, 256), dtype="float32")}
 OURS = ("auto", "kernel", "chunked", "associative")

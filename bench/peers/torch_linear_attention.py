@@ -3,6 +3,7 @@
 A worker: `make` compiles (autotunes) a row, `round` times it once, `drop` frees it.
 """
 
+import functools
 import pathlib
 import statistics
 import sys
@@ -55,6 +56,11 @@ def function_of(request: dict):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         return lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g, beta.to(q.dtype), scale=1.0)[0]
+    if name.endswith("siging"):
+        from mlstm_kernels.torch.chunkwise.triton_xl_chunk_siging import mlstm_siging_chunkwise__xl_chunk as mlstm_sig
+
+        how = dict(chunk_size=128, normalize=False)
+        return lambda q, k, v, f, i: mlstm_sig(q, k, v, i, f, autocast_kernel_dtype=q.dtype, **how)
     if name.endswith("limit"):
         from mlstm_kernels.torch.chunkwise.triton_limit_chunk import mlstm_chunkwise__limit_chunk as mlstm
 
@@ -93,16 +99,18 @@ def truth(q, k, v, decay, g):
     return [out.detach(), *(x.grad for x in args)]
 
 
-def truth_of_mlstm(q, k, v, forget, gate, g):
+def truth_of_mlstm(q, k, v, forget, gate, g, sigmoid: bool):
     """All tokens by all in float64: outputs of the first row's first two heads, and gradients; heads before time."""
     args = [x[:1, :2].detach().double().requires_grad_() for x in (q, k, v, forget, gate)]
     q, k, v, forget, gate = args
     decay = torch.nn.functional.logsigmoid(forget).cumsum(-1)
-    logs = decay[..., :, None] - decay[..., None, :] + gate[..., None, :]
+    written = torch.nn.functional.logsigmoid(gate) if sigmoid else gate
+    logs = decay[..., :, None] - decay[..., None, :] + written[..., None, :]
     logs = logs.masked_fill(torch.ones(logs.shape[-2:], device=logs.device).triu(1).bool(), -torch.inf)
-    largest = logs.detach().amax(-1, keepdim=True)
+    largest = torch.zeros_like(logs[..., :1]) if sigmoid else logs.detach().amax(-1, keepdim=True)
     weight = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 * (logs - largest).exp()
-    out = weight @ v / torch.maximum(weight.sum(-1, keepdim=True).abs(), (-largest).exp())
+    norm = 1.0 if sigmoid else torch.maximum(weight.sum(-1, keepdim=True).abs(), (-largest).exp())
+    out = weight @ v / norm
     out.backward(g[:1, :2].double())
     return [out.detach(), *(x.grad for x in args)]
 
@@ -135,11 +143,12 @@ class Call:
             self.made["peak_bytes"] = torch.cuda.max_memory_allocated()
         judged = request["row"] != "fla retention" and request["decay"] != "delta"
         if judged and request["direction"] != "step":
-            self.made |= self.errors(out, "mlstm" in request["row"], request["check"])
+            self.made |= self.errors(out, request["row"], request["check"])
 
-    def errors(self, out, heads_first: bool, length: int) -> dict:
+    def errors(self, out, name: str, length: int) -> dict:
         """Relative errors of a prefix: its outputs; its gradients from a call on it alone."""
-        time, heads, truth_of = (2, 1, truth_of_mlstm) if heads_first else (1, 2, truth)
+        mlstm = functools.partial(truth_of_mlstm, sigmoid=name.endswith("siging"))
+        time, heads, truth_of = (2, 1, mlstm) if "mlstm" in name else (1, 2, truth)
         length = min(length, out.shape[time])
         prefix = [x.narrow(time, 0, length).detach().clone().requires_grad_() for x in self.args]
         g = self.g.narrow(time, 0, length).contiguous()
