@@ -6,15 +6,15 @@
     python bench/context.py --tiny                                # any machine, two simulated devices: does it run?
 
 C1 is causal attention to T 65,536 with 32 heads of 128 in bfloat16, C2 the same with 8 key heads and T 262,144:
-`.moves` on N devices by every move, beside one of them and torch's context_parallel; `.parts` on one, in as many
-pieces as devices would make of it, which is what their kernels cost before anything is sent. C3 is a new token's
-attention to a cache of a million tokens that N devices share, beside one that has it all. C3.share is what the larger
-of C3's uneven shares takes by itself, of which both together should take at most 1.05 times as long. C3.sweep tries
-kernels: "cut" names a step's slots, warps, stages and programs, "forest" the size of a block, stages and most splits,
-"pairs" the parts that cuDNN takes as rows. C4 asks for the longest sequence of which a model of 1B weights takes a
-training step on one device, by what is recomputed, or on N ("ring", whose GiB are of each), and for the time of equal
-lengths. C5 is a token through 32 layers of Llama 3 8B's shape with tensor=N, whose branches wait for the sum before
-them or do not.
+`.moves` on N devices by every move, beside one of them and torch's context_parallel; `.parts` on one, in as many pieces
+as devices would make of it, which is what their kernels cost before anything is sent. C3 is a new token's attention to
+a cache of a million tokens that N devices share, beside one that has it all. C3.share is what the larger of C3's uneven
+shares takes by itself, of which both together should take at most 1.05 times as long. C3.sweep tries kernels: "cut"
+names a step's slots, warps, stages and programs, "forest" the size of a block, stages and most splits, "pairs" the
+parts that cuDNN takes as rows. C4 asks for the longest sequence of which a model of 1B weights takes a training step on
+one device, by what is recomputed, or on N ("ring", whose GiB are of each; "ring_split" has weights and optimizer shared
+as well), and for the time of equal lengths. C5 is a token through 32 layers of Llama 3 8B's shape with tensor=N, whose
+branches wait for the sum before them or do not.
 
 Programs of a case are compiled first, then timed in turns, a round at a time; medians, and the least in brackets. The
 limit is the arithmetic, or what must be read, at the rate of the fastest product or copy that a process of this run
@@ -58,7 +58,7 @@ LAYERS = dict(num_layers=16, embed_dim=2048, num_heads=16, num_kv_heads=16, mlp_
 FEW = dict(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, mlp_dim=64, vocab_size=64)
 EIGHT = dict(num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, vocab_size=256)
 REMATS = ["own none dense", "own none kernel", "own full kernel", "jaxpar blockwise kernel", "jaxpar blockwise loop"]
-REMATS += ["jaxpar ring kernel"]
+REMATS += ["jaxpar ring kernel", "jaxpar ring_split kernel"]
 
 CASES = {
     "C1.moves": dict(

@@ -51,7 +51,7 @@ class Train:
     """An optimizer step on one row of T tokens, in the process that holds the devices.
 
     The row is "own" or "jaxpar", what is recomputed, and attention's form: "dense", "loop" (over blocks) or "kernel".
-    "ring" recomputes all, and has N devices share the tokens, in zigzag order.
+    "ring" recomputes all, and has N devices share the tokens, in zigzag order, "ring_split" weights and optimizer, too.
     """
 
     def __init__(self, request: dict):
@@ -59,11 +59,13 @@ class Train:
         import jax
 
         from jaxpar.lm import LMConfig, Trainer
-        from jaxpar.mesh import MeshSpec, make_mesh
+        from jaxpar.mesh import MeshSpec, make_mesh, rules_from
 
         _, kind, impl = request["row"].split()
         self.request, shape = request, request["model"] | {"dtype": request["dtype"]}
-        how = dict(remat="full", context="ring", context_order="zigzag") if kind == "ring" else dict(remat=kind)
+        ring = kind.startswith("ring")
+        how = dict(remat="full", context="ring", context_order="zigzag") if ring else dict(remat=kind)
+        self.rules = rules_from({"embed": "context"} if kind == "ring_split" else {})
         count = request["devices"]
         self.mesh = make_mesh(MeshSpec(context=count), jax.devices()[:count])
         self.config = LMConfig(**shape, **how, attention=IMPLS[impl], tied=True, loss_chunk=8192)
@@ -93,7 +95,7 @@ class Train:
             from jaxpar.mesh import named_shardings, use_mesh
 
             key = jax.random.key(0)
-            with use_mesh(self.mesh):
+            with use_mesh(self.mesh, self.rules):
                 state = jax.eval_shape(self.trainer.init, key)
                 layout = named_shardings(state, self.trainer.axes())
                 state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, layout)
@@ -114,7 +116,7 @@ class Train:
 
         rows = np.random.default_rng(0).integers(0, self.config.vocab_size, (1, length + 1), np.int32)
         batch = in_order({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.config.order(length), self.mesh.size)
-        with use_mesh(self.mesh):
+        with use_mesh(self.mesh, self.rules):
             return place_rows(lambda part: jax.tree.map(lambda x: x[part], batch), 1, ("batch", "seq_layer"))
 
     def plan(self, length: int) -> dict:
@@ -141,7 +143,7 @@ class Train:
         from jaxpar.mesh import named_shardings, use_mesh
 
         program, key, batch = self.program(length), jax.random.key(0), self.batch(length)
-        with use_mesh(self.mesh):
+        with use_mesh(self.mesh, self.rules):
             layout = named_shardings(jax.eval_shape(self.trainer.init, key), self.trainer.axes())
             state = jax.jit(self.trainer.init, out_shardings=layout)(key)
 
