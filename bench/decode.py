@@ -93,16 +93,17 @@ def in_turns(bench: harness.Bench, rows: list[dict], rounds: int, jobs: int = 1)
         for made in pool.map(make, [side for side in sides if side not in first]):
             answers |= made
     times: dict[str, list] = {name: [] for name in answers}
-    for number in range(rounds):
-        for row in rows[:: -1 if number % 2 else 1]:
-            name = row["name"]
-            if "failed" in answers[name]:
-                continue
-            answer = bench.ask(row["side"], {"do": "round", "name": name})
-            if "failed" in answer:
-                answers[name] = answer
-            else:
-                times[name].append(answer)
+    with harness.alone():
+        for number in range(rounds):
+            for row in rows[:: -1 if number % 2 else 1]:
+                name = row["name"]
+                if "failed" in answers[name]:
+                    continue
+                answer = bench.ask(row["side"], {"do": "round", "name": name})
+                if "failed" in answer:
+                    answers[name] = answer
+                else:
+                    times[name].append(answer)
     for side in {row["side"] for row in rows} & set(bench.workers):
         bench.ask(side, {"do": "drop"})
     made = [row | answers[row["name"]] for row in rows]

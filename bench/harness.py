@@ -7,6 +7,7 @@ started again for the next one), and both sides of a case are measured minutes a
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -202,6 +203,20 @@ class Bench:
         for name in [side] if side else list(self.workers):
             if name in self.workers:
                 self.workers.pop(name).close()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Waits until no other benchmark times anything, where several run beside each other (BENCH_LOCK names a file)."""
+    path = os.environ.get("BENCH_LOCK")
+    if not path:
+        yield
+        return
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def arguments(doc: str, cases: Iterable[str], out: str, budget_s: float) -> argparse.ArgumentParser:

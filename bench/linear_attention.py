@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> None:
         for direction in linear_cases.directions_of(name):  # apart, so that fewer arrays are held at a time
             if args.passes and direction not in args.passes.split(","):
                 continue
-            rows = judged(in_turns(bench, rows_of(name, direction, args, sides), args.rounds), rate)
+            rows = judged(in_turns(bench, rows_of(name, direction, args, sides), args.rounds, args.jobs), rate)
             table.columns = filled(COLUMNS, rows)
             table.head(f"{name}, {direction}")
             for row in rows:

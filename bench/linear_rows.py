@@ -1,11 +1,16 @@
 """JAX's side of `bench/linear_attention.py`: rows that are made (compiled), timed once a round, and dropped."""
 
+import concurrent.futures
+import threading
 import time
 from collections.abc import Callable
 
 import decode_rows
 import harness
 import linear_cases
+
+
+TRACING = threading.Lock()  # tiles, and the delta rule's scan, are exchanged for a while
 
 
 def function_of(request: dict) -> Callable:
@@ -17,9 +22,10 @@ def function_of(request: dict) -> Callable:
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
 
-    for each in filter(None, request.get("tiles", "").split(",")):
-        name, tile = each.split("=")
-        kernels.ROWS[name] = kernels.HEADS[name] = kernels.Cut(*map(int, tile.split("x")))
+    for said in filter(None, request.get("tiles", "").split(",")):
+        name, tile = said.split("=")
+        for each in (*kernels.FORWARD.values(), *kernels.BACKWARD.values()):
+            each.cuts[name] = kernels.Cut(*map(int, tile.split("x")))
     impl = request["row"].split()[0]
     if request["direction"] == "step":
         return step_of(request, impl)
@@ -140,7 +146,9 @@ class Call:
         names = ["q", "k", "v", *(name for name in linear_cases.WIDE if name in made)]
         self.args = (narrow["g"], *(narrow[name] if name in narrow else jnp.asarray(made[name]) for name in names))
         begin, self.spend_s = time.perf_counter(), request["spend_s"]
-        self.program = jax.jit(both_ways(function_of(request), request)).lower(*self.args).compile()
+        with TRACING:
+            lowered = jax.jit(both_ways(function_of(request), request)).lower(*self.args)
+        self.program = lowered.compile()
         self.made = {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
         out = self.program(*self.args)
         if not all(bool(jnp.isfinite(each).all()) for each in jax.tree.leaves(out)):
@@ -170,18 +178,24 @@ def rates(request: dict) -> dict:
 
 
 class Rows:
-    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
+    """The rows that are held; what is asked is `do`: rates, prepare, make, round or drop."""
 
     def __init__(self):
         """Holds nothing yet."""
         self.held: dict = {}
+        self.ready: dict = {}
 
     def __call__(self, request: dict) -> dict:
         """Answers one request."""
         if request["do"] == "rates":
             return rates(request)
+        if request["do"] == "prepare":
+            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
+                self.ready = {row["name"]: pool.submit(Call, row) for row in request["rows"]}
+            return {}
         if request["do"] == "make":
-            row = self.held[request["name"]] = Call(request)
+            ready = self.ready.pop(request["name"], None)
+            row = self.held[request["name"]] = ready.result() if ready else Call(request)
             return row.made
         if request["do"] == "drop":
             self.held.clear()

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxpar.nn.mixers.linear_attention import linear_attention
 
-KINDS = ("none", "heads", "rows", "bonus", "heads, normaliser", "rows, normaliser")
+KINDS = ("none", "heads", "rows", "bonus", "heads, normaliser", "rows, normaliser", "heads, floor")
 
 
 def gates(rng, *shape):
@@ -19,12 +19,12 @@ def inputs_of(kind, batch, length, groups, heads, depth, width, dtype="float32")
     """Arrays (q, k, v, log_decay, bonus, state), and what the gradient of outputs and state is."""
     rng = np.random.default_rng(3)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), "float32")  # noqa: E731
-    groups = groups if kind in ("none", "heads", "heads, normaliser") else heads
+    groups = heads if kind == "bonus" or "rows" in kind else groups
     q, k = (normal(batch, length, groups, depth) / depth**0.25 for _ in range(2))
-    v, columns = normal(batch, length, heads, width), width + kind.endswith("normaliser")
+    v, columns = normal(batch, length, heads, width), width + kind.endswith(("normaliser", "floor"))
     decay = None if kind == "none" else gates(rng, batch, length, heads, *(() if "heads" in kind else (depth,)))
     bonus = normal(heads, depth) if kind == "bonus" else None
-    state, g = normal(batch, heads, depth, columns), normal(batch, length, heads, columns)
+    state, g = normal(batch, heads, depth, columns), normal(batch, length, heads, width + kind.endswith("normaliser"))
     narrow = [x.astype(dtype) for x in (q, k, v)]
     decay = None if decay is None else jnp.asarray(decay, "float32")
     return (*narrow, decay, bonus, state), (g, normal(*state.shape))
@@ -36,6 +36,8 @@ def outcome(impl, kind, starts, valid, **options):
     def run(arrays, cotangents):
         def call(q, k, v, decay, bonus, state):
             fixed = dict(starts=starts, valid=valid, impl=impl, normaliser=kind.endswith("normaliser"))
+            if kind.endswith("floor"):  # some of them larger than what is divided by, some smaller
+                fixed["floor"] = jnp.exp(jnp.asarray(np.random.default_rng(7).standard_normal(v.shape[:3]), "float32"))
             return linear_attention(q, k, v, decay, bonus=bonus, state=state, dtype="float32", **fixed, **options)
 
         (out, last), pull = jax.vjp(call, *arrays)

@@ -114,7 +114,7 @@ def carry(p, x, y, ones, g, number, first, first_line, states, lines, last, last
         write(last_line, (batch, head, deep), line)
 
 
-def outputs(p, q, k, v, g, bonus, number, states, lines, out, norm):
+def outputs(p, q, k, v, g, bonus, number, states, lines, floor, out, norm):
     """The outputs of a chunk."""
     place, n = divmod(p.number, p.CHUNKS)
     p.at(*divmod(place, p.HEADS), n)
@@ -125,9 +125,11 @@ def outputs(p, q, k, v, g, bonus, number, states, lines, out, norm):
         query = query * np.exp(p.sums(g, deep)[0]) * p.documents(number)[0][:, None]
         read = read + query @ states[p.batch, p.head, n, deep]
         normed = normed + (query @ lines[p.batch, p.head, n, deep] if p.NORM else 0)
-    write(out, (p.batch, slice(p.begin, p.end), p.head), scores @ p.rows(v) + read)
+    rows, result = (p.batch, slice(p.begin, p.end), p.head), scores @ p.rows(v) + read
     if p.NORM:
-        write(norm, (p.batch, slice(p.begin, p.end), p.head), scores.sum(1) + normed)
+        normed = scores.sum(1) + normed
+        write(norm, rows, normed)
+    write(out, rows, result / np.maximum(np.abs(normed), p.rows(floor))[:, None] if p.FLOOR else result)
 
 
 def value_gradients(p, q, k, v, g, bonus, number, do, dnorm, dstates, dv, ds, dg):

@@ -141,9 +141,11 @@ def test_a_trial_tells_right_from_wrong(wrong, monkeypatch, recwarn):
     off.defvjp(lambda k: (k, None), lambda _, g: (g * 1.05,))
 
     def stand_in(q, k, *rest):
-        *arrays, normaliser, chunk, axis_name, dtype = rest
+        *arrays, normaliser, floor, chunk, axis_name, dtype = rest
         names = dict(zip(("v", "log_decay", "bonus", "state", "starts", "valid"), arrays, strict=True))
-        return linear_attention(q, off(k) if wrong else k, impl="chunked", normaliser=normaliser, dtype=dtype, **names)
+        return linear_attention(
+            q, off(k) if wrong else k, impl="chunked", normaliser=normaliser, floor=floor, dtype=dtype, **names
+        )
 
     monkeypatch.setattr(module, "_by_kernel", stand_in)
     assert module._is_right.__wrapped__(3, False, True) != wrong
@@ -152,10 +154,10 @@ def test_a_trial_tells_right_from_wrong(wrong, monkeypatch, recwarn):
 
 
 def test_tiles_divide_and_fit():
-    for kind in (kernels.HEADS, kernels.ROWS):
-        for name, cut in kind.items():
+    for kind in (*kernels.FORWARD.values(), *kernels.BACKWARD.values()):
+        for cut in kind.cuts.values():
             for depth, width in ((16, 256), (48, 80), (128, 128), (240, 64)):
-                mine = kernels.cut_for(name, depth, width, "bfloat16", kind is kernels.ROWS)
+                mine = kernels.cut_for(cut, depth, width, "bfloat16")
                 assert depth % mine.deep == 0 == width % mine.wide and min(mine.deep, mine.wide) >= 16
                 assert mine.deep <= cut.deep and mine.wide <= cut.wide
 

@@ -187,10 +187,11 @@ def carry(
 
 @triton.jit
 def outputs(
-    q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, doc_ptr, states_ptr, lines_ptr, o_ptr, norm_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, doc_ptr, states_ptr, lines_ptr, floor_ptr, o_ptr, norm_ptr,
     LENGTH: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
     KIND: tl.constexpr, DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):
     n, place = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
     batch, head = place // HEADS, place % HEADS
@@ -223,6 +224,9 @@ def outputs(
             norm += tl.sum(q * tl.load(lines_ptr + here * DEPTH + first + tl.arange(0, DEEP))[None, :], 1)
         norm = tl.sum(scores + tl.where(i[None, :] == 0, norm[:, None] * factor, 0.0), 1)
         tl.store(norm_ptr + (batch * LENGTH + row) * HEADS + head, norm, mask=seen)
+        if FLOOR:
+            floor = tl.load(floor_ptr + (batch * LENGTH + row) * HEADS + head, mask=seen, other=1.0)
+            norm = tl.maximum(tl.abs(norm), floor)
     scores = scores.to(v_ptr.dtype.element_ty)
     for wide in tl.range(0, WIDTH, WIDE):
         out = tl.zeros([CHUNK, WIDE], tl.float32)
@@ -239,6 +243,8 @@ def outputs(
             out *= factor
         v = tile(v_ptr, batch, row, seen, head, wide, LENGTH, HEADS, WIDTH, WIDE)
         out = tl.dot(scores, v, out, input_precision=EXACT)
+        if FLOOR:
+            out /= norm[:, None]
         at = o_ptr + place_of(batch, row, head, wide, LENGTH, HEADS, WIDTH, WIDE)
         tl.store(at, out.to(o_ptr.dtype.element_ty), mask=seen[:, None])
 

@@ -68,11 +68,10 @@ def exponential_attention(
     weighted = k.astype(wide) * weight[..., None]
     out, matrix = linear_attention(
         q.astype(v.dtype), weighted.astype(v.dtype), v, decay, state=matrix, starts=starts, valid=valid,
-        chunk=chunk, axis_name=axis_name, impl=impl, dtype=wide, normaliser=True,
+        chunk=chunk, axis_name=axis_name, impl=impl, floor=jnp.exp(-scale),
     )  # fmt: skip
-    norm = jnp.maximum(jnp.abs(out[..., -1:]), jnp.exp(-scale)[..., None])
     last = largest[:, -1] if valid is None else jnp.where((valid > 0)[:, None], _at(largest, valid), first)
-    return _quotient(out[..., :-1], norm).astype(v.dtype), (matrix, last)
+    return out, (matrix, last)
 
 
 def _running_maximum(log_forget, log_input, first, starts, valid, axis_name):
@@ -89,19 +88,6 @@ def _running_maximum(log_forget, log_input, first, starts, valid, axis_name):
     if axis_name is not None:
         first = jnp.where(is_first(axis_name, False), first, from_earlier(largest[:, -1], axis_name, False))
     return largest, jnp.concatenate([first[:, None], largest[:, :-1]], 1)
-
-
-@jax.custom_jvp
-def _quotient(x: Array, y: Array) -> Array:
-    """Divides; no square of y is in the derivative, which would be 0 where y is exp(-80)."""
-    return x / y
-
-
-@_quotient.defjvp
-def _quotient_derivative(primals, tangents):
-    (x, y), (dx, dy) = primals, tangents
-    ratio = x / y
-    return ratio, (dx - ratio * dy) / y
 
 
 def _at(largest: Float[Array, "B T H"], valid: Int[Array, " B"]) -> Float[Array, "B H"]:

@@ -46,6 +46,7 @@ def linear_attention(
     impl: str = "auto",
     dtype: DTypeLike | None = None,
     normaliser: bool = False,
+    floor: Float[Array, "B T H"] | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Returns o[t] = q[t] S[t] with S[t] = exp(log_decay[t]) S[t-1] + k[t] v[t]^T, and the state after the last token.
 
@@ -65,10 +66,13 @@ def linear_attention(
       valid: How many tokens of each row count, from the first on; outputs of the others are 0. By default all.
       chunk: C, rounded up to a power of two.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
-      impl: "chunked"; "sequential", step after step; "kernel", chunks of 16 to 64 tokens in Triton, K and V multiples
-        of 16 up to 512, without `axis_name`; "auto": a step of one token, of more the kernel where one is, else chunks.
+      impl: "chunked"; "sequential", step after step; "kernel", chunks of its own in Triton, or of C where that is below
+        64, K and V multiples of 16 up to 512, without `axis_name`; "auto": a step of one token, of more the kernel
+        where one is, else chunks.
       dtype: Of the outputs; by default that of v.
       normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
+      floor: If given, outputs are divided by the size of that column's, or by this where it is larger, and have V
+        columns; it has no gradient.
 
     Returns:
       Outputs, and the state; inside `jax.shard_map` that after this device's last token.
@@ -80,13 +84,15 @@ def linear_attention(
         has_kernel = v.shape[1] > 1 and has_linear_kernel(k, v, log_decay, bonus, normaliser)
         impl = "kernel" if has_kernel else "chunked" if v.shape[1] > 1 else "sequential"
     columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
+    if floor is not None:
+        normaliser, floor = True, jax.lax.stop_gradient(floor)
     if normaliser:
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
     heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
     check_impl(impl, chunk)
     if impl == "kernel":
         v = v[..., :columns]
-        return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chunk, axis_name, dtype)
+        return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     first = jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide) if state is None else state.astype(wide)
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
@@ -100,7 +106,22 @@ def linear_attention(
     else:
         run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
         out, last = run(q, k, v, log_decay, bonus, first, starts, chunk, axis_name)
+    if floor is not None:
+        out = quotient(out[..., :-1], jnp.maximum(jnp.abs(out[..., -1:]), floor[..., None]))
     return out.astype(dtype), last
+
+
+@jax.custom_jvp
+def quotient(x: Array, y: Array) -> Array:
+    """Divides; no square of y is in the derivative, which would be 0 where y is exp(-80)."""
+    return x / y
+
+
+@quotient.defjvp
+def _quotient_derivative(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    ratio = x / y
+    return ratio, (dx - ratio * dy) / y
 
 
 def has_linear_kernel(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> bool:
@@ -117,7 +138,7 @@ def has_linear_kernel(k: Array, v: Array, log_decay: Array | None, bonus: Array 
     return not split and _is_right(0 if log_decay is None else log_decay.ndim, bonus is not None, normaliser)
 
 
-def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chunk, axis_name, dtype):
+def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype):
     """Prepares what the kernels read; a state of V + 1 columns has the normaliser's as its last."""
     wide, columns = jnp.float32, v.shape[-1]
     if axis_name is not None or not (kernels.launches(v.dtype) and kernels.fits(k.shape[-1], columns)):
@@ -138,11 +159,12 @@ def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, chun
     documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
     line = first[..., columns] if normaliser else None
     inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
-    results: Any = kernels.attention_by_kernels(chunk, dtype, inputs, documents)  # Results: custom_vjp forgets it
+    floor = None if floor is None else floor.astype(wide)
+    results: Any = kernels.attention_by_kernels(chunk, dtype, inputs, documents, floor)  # custom_vjp forgets its type
     out, norm, last, last_line = results
     if not normaliser:
         return out, last
-    out = jnp.concatenate([out, norm[..., None].astype(dtype)], -1)
+    out = jnp.concatenate([out, norm[..., None].astype(dtype)], -1) if floor is None else out
     return out, jnp.concatenate([last, last_line[..., None]], -1)
 
 
@@ -153,7 +175,7 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
     Args:
       kind: Dimensions of the log decays, 0 if there are none.
       exclusive: Whether there is a bonus.
-      normaliser: Whether values have a column of ones.
+      normaliser: Whether values have a column of ones, by which outputs are divided.
     """
 
     def errors() -> list[Array]:
@@ -164,15 +186,16 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
         bonus = jax.random.normal(keys[5], shape[2:]) if exclusive else None
         state = jax.random.normal(keys[6], (shape[0], *shape[2:], shape[3] + normaliser))
         starts = jax.random.bernoulli(keys[7], 0.01, shape[:2])
+        floor = jnp.ones(shape[:3]) if normaliser else None
 
         def both(impl):
             def run(q, k, v, decay, bonus, state):
                 return linear_attention(
-                    q / 8, k / 8, v, decay, bonus=bonus, state=state, starts=starts, impl=impl, normaliser=normaliser
+                    q / 8, k / 8, v, decay, bonus=bonus, state=state, starts=starts, impl=impl, floor=floor
                 )  # fmt: skip
 
             (out, last), pull = jax.vjp(run, q, k, v, decay, bonus, state)
-            return out, last, pull((jnp.pad(g, [(0, 0)] * 3 + [(0, int(normaliser))], constant_values=1), last))
+            return out, last, pull((g, last))
 
         run = jax.jit(both, static_argnums=0)
         got, want = (jax.tree.leaves(run(impl)) for impl in ("kernel", "chunked"))

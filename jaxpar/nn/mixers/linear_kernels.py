@@ -20,13 +20,13 @@ from jaxpar.lower.triton import available, call_kernel
 from jaxpar.nn.mixers._linear_text import TEXT
 from jaxpar.scan.varying import varying_as
 
-__all__ = ["HEADS", "ROWS", "Cut"]
+__all__ = ["BACKWARD", "FORWARD", "Cut", "Pass"]
 
 MOST_COLUMNS = 512
 """Of keys and of values."""
 
-CHUNKS = (16, 64)
-"""Tokens of a chunk, at least and at most: a matrix unit multiplies 16 rows, and registers hold the pairs of 64."""
+LEAST, PLAIN = 16, 64
+"""Tokens of a chunk: at least, as a matrix unit multiplies 16 rows; and at most without tensor cores."""
 
 
 class Inputs(NamedTuple):
@@ -69,21 +69,39 @@ class Cut(NamedTuple):
     stages: int
 
 
-HEADS = {
-    "carry": Cut(64, 64, 4, 3),
-    "outputs": Cut(64, 64, 4, 2),
-    "value_gradients": Cut(64, 64, 4, 2),
-    "key_gradients": Cut(64, 64, 4, 2),
-}
-"""Tiles for 16 bits, decays of heads or none."""
+class Pass(NamedTuple):
+    """Tokens of a chunk, and the tiles of each kernel."""
 
-ROWS = {
-    "carry": Cut(64, 128, 4, 3),
-    "outputs": Cut(32, 128, 4, 2),
-    "value_gradients": Cut(32, 128, 4, 2),
-    "key_gradients": Cut(32, 64, 4, 2),
+    chunk: int
+    cuts: dict[str, Cut]
+
+
+FORWARD = {
+    "heads": Pass(128, {"carry": Cut(64, 128, 4, 2), "outputs": Cut(64, 128, 8, 3)}),
+    "rows": Pass(32, {"carry": Cut(16, 128, 4, 3), "outputs": Cut(64, 128, 4, 2)}),
 }
-"""Tiles for decays of rows, whose sums are held too: the fastest of five to ten on an H200, one changed at a time."""
+BACKWARD = {
+    "heads": Pass(
+        64,
+        {
+            "carry": Cut(64, 128, 4, 3),
+            "value_gradients": Cut(64, 64, 4, 2),
+            "key_gradients": Cut(64, 64, 4, 2),
+        },
+    ),
+    "rows": Pass(
+        32,
+        {
+            "carry": Cut(64, 128, 4, 3),
+            "value_gradients": Cut(32, 128, 4, 2),
+            "key_gradients": Cut(64, 128, 4, 2),
+        },
+    ),
+}
+"""For 16 bits, by what has a decay: heads, if anything, or each row of their states, whose sums are held too.
+
+Chunks of many tokens write fewer states; but with a decay a row their pairs take log2 of them products.
+"""
 
 
 def launches(dtype: DTypeLike) -> bool:
@@ -96,59 +114,78 @@ def fits(depth: int, width: int) -> bool:
     return all(size % 16 == 0 and 16 <= size <= MOST_COLUMNS for size in (depth, width))
 
 
-def cut_for(name: str, depth: int, width: int, dtype: DTypeLike, rows: bool) -> Cut:
-    """Returns the tiles of a kernel. Those of columns divide.
+def cut_for(cut: Cut, depth: int, width: int, dtype: DTypeLike) -> Cut:
+    """Returns a kernel's tiles. Those of columns divide.
 
     Args:
-      name: Of the kernel.
+      cut: Of 16 bits.
       depth: Columns of keys.
       width: Columns of values.
       dtype: In which is multiplied.
-      rows: Whether each row of the state has its own decay.
     """
     divisor = lambda size, most: math.gcd(size, most)  # noqa: E731 (of a power of two: the largest that divides)
     if jnp.dtype(dtype) == jnp.float32:  # without tensor cores, in full precision
         return Cut(divisor(depth, 32), divisor(width, 32), 4, 1)
-    cut = ROWS[name] if rows else HEADS[name]
     return cut._replace(deep=divisor(depth, cut.deep), wide=divisor(width, cut.wide))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention_by_kernels(chunk: int, dtype: DTypeLike, x: Inputs, documents: Int[Array, "B T1"] | None) -> Results:
-    """Returns outputs in `dtype` and the state behind the last token, by chunks of about `chunk` tokens.
+def attention_by_kernels(
+    chunk: int,
+    dtype: DTypeLike,
+    x: Inputs,
+    documents: Int[Array, "B T1"] | None,
+    floor: Float[Array, "B T H"] | None = None,
+) -> Results:
+    """Returns outputs in `dtype` and the state behind the last token.
 
     Args:
-      chunk: Rounded up to a power of two within `CHUNKS`.
+      chunk: Below 64 the most tokens of a chunk, rounded up to a power of two; else each pass has chunks of its own.
       dtype: Of the outputs.
       x: What is read.
       documents: Number of the document before the first token, and of each token's, if there are several.
+      floor: If given, outputs are divided by it or the size of `norm`, whichever is larger. It has no gradient.
     """
-    return _forward(chunk, dtype, x, documents)[0]
+    return _forward(chunk, dtype, x, documents, floor)[0]
 
 
-def _forward(chunk: int, dtype: DTypeLike, x: Inputs, documents):
+def _forward(chunk: int, dtype: DTypeLike, x: Inputs, documents, floor):
     @sequential_vmap
-    def run(x, documents):
-        launch = Launch(chunk, x, documents)
+    def run(x, documents, floor):
+        launch = Launch(FORWARD, chunk, x, documents)
         states, last = launch.carried(x.state, x.line)
         batch, length, heads, width = x.v.shape
         norm = [] if x.line is None else [(batch, length, heads)]
         shapes = [((batch, length, heads, width), dtype), *((shape, jnp.float32) for shape in norm)]
-        given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, *states)
-        out, norm = launch("outputs", given, shapes, 2, launch.chunks * heads * batch)
+        given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, *states, floor)
+        programs = launch.chunks * heads * batch
+        out, norm = launch("outputs", given, shapes, 2, programs, FLOOR=floor is not None)
         return Results(out, norm if x.line is not None else None, *last)
 
-    return varying_as(run(x, documents), (x, documents)), (x, documents)
+    results = varying_as(run(x, documents, floor), (x, documents, floor))
+    return results, (x, documents, floor, None if floor is None else results.out, results.norm)
 
 
 def _backward(chunk: int, dtype: DTypeLike, kept, g: Results):
     del dtype
+    x, documents, floor, out, norm = kept
+    if floor is not None:
+        g = _undivided(g, out, norm, floor)
 
     @sequential_vmap
     def run(x, documents, g):
-        return _gradients(Launch(chunk, x, documents), x, documents, g)
+        return _gradients(Launch(BACKWARD, chunk, x, documents), x, documents, g)
 
-    return varying_as(run(*kept, g), (*kept, g)), None
+    return varying_as(run(x, documents, g), (x, documents, g)), None, None
+
+
+def _undivided(g: Results, out: Array, norm: Array, floor: Array) -> Results:
+    """Returns the gradients of what was divided, and of the norm that it was divided by."""
+    size = jnp.abs(norm)
+    divisor, wide = jnp.maximum(size, floor)[..., None], g.out.astype(jnp.float32)
+    share = (size > floor) + 0.5 * (size == floor)  # as of `jnp.maximum`
+    by_norm = -(wide * out.astype(jnp.float32)).sum(-1) / divisor[..., 0] * share * jnp.sign(norm)
+    return g._replace(out=(wide / divisor).astype(out.dtype), norm=g.norm + by_norm)
 
 
 def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
@@ -187,14 +224,15 @@ attention_by_kernels.defvjp(_forward, _backward)
 class Launch:
     """Kernels for arrays of these shapes: the constants that all of them have."""
 
-    def __init__(self, chunk: int, x: Inputs, documents: Array | None):
+    def __init__(self, passes: dict[str, Pass], chunk: int, x: Inputs, documents: Array | None):
         """Reads shapes alone."""
         self.x, self.documents = x, documents
         (batch, length, heads, width), depth = x.v.shape, x.k.shape[-1]
-        least, most = CHUNKS
-        size = min(most, max(least, 1 << (min(chunk, length) - 1).bit_length()))
-        self.programs, self.chunks = batch * heads, -(-length // size)
         self.rows = x.log_decay is not None and x.log_decay.ndim == 4
+        most, self.cuts = passes["rows" if self.rows else "heads"]
+        most = min(most, PLAIN) if x.v.dtype == jnp.float32 else most
+        size = max(LEAST, min(most, 1 << (min(length, chunk if chunk < PLAIN else most) - 1).bit_length()))
+        self.programs, self.chunks = batch * heads, -(-length // size)
         self.sizes: dict[str, Any] = dict(
             LENGTH=length, CHUNKS=self.chunks, GROUPS=x.q.shape[2], HEADS=heads, DEPTH=depth, WIDTH=width, CHUNK=size,
             LEVELS=size.bit_length() - 1, KIND=0 if x.log_decay is None else 2 if self.rows else 1,
@@ -204,7 +242,7 @@ class Launch:
 
     def cut(self, name: str) -> Cut:
         """Returns a kernel's tiles."""
-        return cut_for(name, self.sizes["DEPTH"], self.sizes["WIDTH"], self.x.v.dtype, self.rows)
+        return cut_for(self.cuts[name], self.sizes["DEPTH"], self.sizes["WIDTH"], self.x.v.dtype)
 
     def __call__(self, name: str, arrays, out, count: int, programs: int, **more) -> list[Array]:
         """Runs a kernel; it is told of what is not given by its constants. Outputs too few are of one number."""
