@@ -9,7 +9,6 @@ import decode_rows
 import harness
 import linear_cases
 
-
 TRACING = threading.Lock()  # tiles, and the delta rule's scan, are exchanged for a while
 
 

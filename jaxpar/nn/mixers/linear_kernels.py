@@ -78,7 +78,7 @@ class Pass(NamedTuple):
 
 FORWARD = {
     "heads": Pass(128, {"carry": Cut(64, 128, 4, 2), "outputs": Cut(64, 128, 8, 3)}),
-    "rows": Pass(32, {"carry": Cut(16, 128, 4, 3), "outputs": Cut(64, 128, 4, 2)}),
+    "rows": Pass(32, {"carry": Cut(16, 128, 4, 3), "outputs": Cut(128, 128, 4, 2)}),
 }
 BACKWARD = {
     "heads": Pass(
@@ -92,9 +92,9 @@ BACKWARD = {
     "rows": Pass(
         32,
         {
-            "carry": Cut(64, 128, 4, 3),
+            "carry": Cut(16, 128, 4, 3),
             "value_gradients": Cut(32, 128, 4, 2),
-            "key_gradients": Cut(64, 128, 4, 2),
+            "key_gradients": Cut(64, 128, 4, 3),
         },
     ),
 }
