@@ -184,7 +184,7 @@ def _by_trials(key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: in
         before = int(bounds.num_points)
         bounds, made = _trial(jax.random.fold_in(key, number), model, bounds, 0.5 * tol, num_paths, depth)
         ends, number = np.asarray(made), number + 1
-        _see(seen, np.asarray(bounds.points[before : int(bounds.num_points)]))
+        _see(seen, np.asarray(bounds.points)[before : int(bounds.num_points)])  # slices of arrays of JAX's compile
         bounds, capacity = _fitted(bounds, capacity, most)
         if number % SETTLE_EVERY == 0 and ends[1] - ends[0] > tol:
             bounds, made = _settle(

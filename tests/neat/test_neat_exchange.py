@@ -28,8 +28,12 @@ def config_of(kind="feedforward"):
     return NeatConfig(3, 2, max_nodes=10, max_conns=20, kind=kind, activations=NAMES, aggregations=tuple(AGGREGATIONS))
 
 
-@functools.partial(jit, static_argnums=0)
 def calls(config, genomes, xs):
+    return np.asarray(program(config, genomes, xs))
+
+
+@functools.partial(jit, static_argnums=0)
+def program(config, genomes, xs):
     networks = express(config, genomes)
 
     def step(carry, x):
@@ -136,8 +140,8 @@ def test_files_are_read_in_double_precision(kind, form, x64):
     xs = np.random.default_rng(2).normal(size=(3, 3))
 
     def outputs(genomes):
-        networks = express(read, genomes, form=form)
-        carry, ys, step = init_carry(networks), [], jit(apply)
+        networks = jit(lambda genomes: express(read, genomes, form=form))(genomes)
+        carry, ys, step = jax.device_get(init_carry(networks)), [], jit(apply)
         for x in xs:
             y, carry = step(networks, carry, x[None])
             ys.append(y)
@@ -169,8 +173,8 @@ def test_activations_of_ones_own_are_computed_and_known_by_their_functions(monke
         if genomes is None:
             genomes = random_genomes(np.random.default_rng(0), config, 6)
         monkeypatch.setitem(ACTIVATIONS, "leaky", lambda z, slope=slope: z if z > 0 else slope * z)
-        networks = express(config, genomes)
-        found.append(calls(networks, np.broadcast_to(x, (6, 3))))
+        networks = jit(lambda genomes, config=config: express(config, genomes))(genomes)
+        found.append(np.asarray(calls(networks, np.broadcast_to(x, (6, 3)))))
         want = [Network(config, genomes.rows(p))(x) for p in range(6)]
         np.testing.assert_allclose(found[-1], want, rtol=1e-5, atol=1e-6)
         assert networks.mask is not None  # it may overflow

@@ -1,6 +1,7 @@
 """What a GPU runs in kernels, here interpreted: the same as the slots and sweeps that every platform has."""
 
 import contextlib
+import functools
 import math
 
 import gymnax
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast import jit
 from jax.sharding import AbstractDevice, AbstractMesh
 from plain_neat import ACTIVATIONS, Network, random_genomes
 
@@ -22,6 +24,11 @@ from jaxpar.neat.episodes import _Player
 from jaxpar.neat.genome import first
 from jaxpar.neat.graph import has_cycle, reachable, singleton
 
+# Op by op they are dozens of programs each.
+expressed = jit(express, static_argnames=("config", "width", "form"))
+kernel = jit(functools.partial(feedforward_kernel, interpret=True))
+applied = jit(lambda networks, x: apply(networks, (), x)[0])
+
 
 def made(name):
     if name.startswith("Double"):
@@ -34,7 +41,7 @@ def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
     env, params = made(name)
     config = NeatConfig(*io_sizes(env, params, True), 6, nodes, 3 * nodes, 4, "fast", kind=kind)
     genomes = random_genomes(np.random.default_rng(8), config, config.population)
-    networks = jax.tree.map(jnp.asarray, express(config, genomes))
+    networks = expressed(config, genomes)
     return _Player(jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0))
 
 
@@ -56,9 +63,9 @@ def test_a_kernel_plays_what_slots_play(name, kind):
 def test_networks_settle_to_what_sweeps_give(nodes, form, activations):
     config = NeatConfig(3, 2, 8, nodes, 3 * nodes, 4, "fast", activations=activations, output_activation=activations[0])
     genomes = random_genomes(np.random.default_rng(5), config, 8)
-    networks = express(config, genomes, form=form)
+    networks = expressed(config, genomes, form=form)
     x = jax.random.normal(jax.random.key(1), (8, 3, 3))
-    found, swept = feedforward_kernel(networks, x, interpret=True), apply(networks, (), x)[0]
+    found, swept = kernel(networks, x), applied(networks, x)
     plain = [[Network(config, genomes.rows(p))(row) for row in x[p]] for p in range(8)]
     # Sums of weights in another order, float32, carried over as many levels as there are.
     np.testing.assert_allclose(found, swept, rtol=1e-5, atol=1e-5)
@@ -82,11 +89,11 @@ def test_a_function_of_arrays_is_one_of_numbers():
         return [ends, square.sum(0), jnp.argmax(x), jnp.any(x > 1), jnp.clip(x, -1, 1) ** 3, picked, jnp.arange(3) * n,
                 jnp.where(n > 2, x, 0.0), jnp.prod(x), jnp.argmin(ends)]  # fmt: skip
 
+    plain, scalar = jit(f), jit(scalarize(f, jnp.zeros(3), jnp.int32(0)))
     for x in ([0.5, 3.0, -2.0], [1.0, 1.0, 0.0]):
         for n in (1, 5):
-            arrays = jnp.array(x), jnp.int32(n)
-            expected = np.concatenate([np.ravel(leaf) for leaf in f(*arrays)])
-            found = scalarize(f, *arrays)(*arrays[0], arrays[1])
+            expected = np.concatenate([np.ravel(leaf) for leaf in plain(np.float32(x), np.int32(n))])
+            found = scalar(*map(np.float32, x), np.int32(n))
             np.testing.assert_allclose(np.array([float(number) for number in found]), expected, rtol=1e-6)
 
 
@@ -150,13 +157,13 @@ SLOPE = jnp.float32(0.001)
 def test_activations_of_ones_own_are_inlined_or_left_to_sweeps(monkeypatch, function, plain, inlines):
     own = (("mine", function),)
     config = NeatConfig(3, 2, 4, 10, 20, 4, "fast", activations=("tanh", "mine"), own_activations=own)
-    networks = express(config, random_genomes(np.random.default_rng(5), config, 4))
+    networks = expressed(config, random_genomes(np.random.default_rng(5), config, 4))
     x = jax.random.normal(jax.random.key(1), (4, 2, 3))
     calls = lambda networks, x: apply(networks, (), x)[0]  # noqa: E731
     monkeypatch.setitem(ACTIVATIONS, "mine", plain)
     genomes = random_genomes(np.random.default_rng(5), config, 4)
     want = [[Network(config, genomes.rows(p))(row) for row in x[p]] for p in range(4)]
-    found = feedforward_kernel(networks, x, interpret=True) if inlines else jax.jit(calls)(networks, x)
+    found = kernel(networks, x) if inlines else jax.jit(calls)(networks, x)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert use_kernels(networks) == inlines == ("xla.gpu.triton" in for_cuda(calls, networks, x))

@@ -1,6 +1,7 @@
 """Networks of whole populations against an interpreter that walks one graph, node by node."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def test_what_cannot_overflow_needs_no_mask(form):
     config = NeatConfig(3, 2, max_nodes=12, max_conns=30, activations=("tanh", "steep_sigmoid"))
     rng = np.random.default_rng(1)
     genomes = random_genomes(rng, config, 30)
-    assert express(config, genomes).mask is None
+    assert jax.eval_shape(lambda genomes: express(config, genomes), genomes).mask is None
     for batch in (1, 9):
         x = rng.normal(size=(1, 30, batch, 3)).astype(np.float32)
         assert_near(outputs(config, genomes, x, form=form), expected(config, genomes, x))
@@ -95,7 +96,7 @@ def test_infinite_values_stay_on_their_paths():
         response=np.ones((1, 6), np.float32),
         activation=row + [[0, 0, 1, 0, 0, 0]],
     )
-    y = outputs(config, genomes, np.full((1, 1, 1, 1), 1e-45, np.float32))
+    y = np.asarray(outputs(config, genomes, np.full((1, 1, 1, 1), 1e-45, np.float32)))
     assert np.isinf(y[0, 0, 0, 0]) or y[0, 0, 0, 0] == 0  # a subnormal may count as 0
     assert abs(y[0, 0, 0, 1]) < 1e-30
 
@@ -103,23 +104,41 @@ def test_infinite_values_stay_on_their_paths():
 THEIRS = ActivationFunctionSet().functions | {"steep_sigmoid": ACTIVATIONS["steep_sigmoid"]}
 
 
+@functools.cache
+def activated():
+    """Arguments, and what each activation makes of them, by one program."""
+    z = np.float32([-70, -13, -3.5, -1, -0.3, 0, 0.2, 0.9, 3.3, 12.5, 66])
+    return z, jax.device_get(jit(lambda z: {name: f(z) for name, f in functions.ACTIVATIONS.items()})(z))
+
+
+@functools.cache
+def aggregated():
+    """Terms, a mask, and what each aggregation makes of them where it is the second of two, by one program."""
+    rng = np.random.default_rng(0)
+    terms, mask = rng.normal(size=(40, 7)).astype(np.float32), rng.random((40, 7)) < np.linspace(0, 1, 40)[:, None]
+    names = {name: ("sum", name) if name != "sum" else ("sum",) for name in AggregationFunctionSet().functions}
+
+    def program(terms, mask):
+        choice = {name: jnp.full(40, len(pair) - 1) for name, pair in names.items()}
+        return {name: functions.aggregate(pair, choice[name], terms, mask) for name, pair in names.items()}
+
+    return terms, mask, jax.device_get(jit(program)(terms, mask))
+
+
 @pytest.mark.parametrize("name", THEIRS)
 def test_activations_are_neat_pythons(name):
-    z = np.float32([-70, -13, -3.5, -1, -0.3, 0, 0.2, 0.9, 3.3, 12.5, 66])
+    z, found = activated()
     for oracle in (THEIRS, ACTIVATIONS):
         want = [oracle[name](float(x)) for x in z]
-        np.testing.assert_allclose(functions.ACTIVATIONS[name](jnp.asarray(z)), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found[name], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", AggregationFunctionSet().functions)
 def test_aggregations_are_neat_pythons(name):
-    theirs, names = AggregationFunctionSet().get(name), ("sum", name) if name != "sum" else ("sum",)
-    rng = np.random.default_rng(0)
-    terms, mask = rng.normal(size=(40, 7)).astype(np.float32), rng.random((40, 7)) < np.linspace(0, 1, 40)[:, None]
-    choice = jnp.full(40, len(names) - 1)
+    theirs, (terms, mask, found) = AggregationFunctionSet().get(name), aggregated()
     want = [float(theirs([float(x) for x in row[on]])) for row, on in zip(terms, mask, strict=True)]
     assert not mask[0].any() and mask[-1].all()
-    np.testing.assert_allclose(functions.aggregate(names, choice, terms, mask), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[name], want, rtol=1e-5, atol=1e-6)
 
 
 def test_names_are_all_there():
@@ -140,19 +159,20 @@ def test_the_smallest_width_is_chosen():
     config = NeatConfig(2, 1, max_nodes=30, max_conns=20, widths=(4, 8, 30))
     rng = np.random.default_rng(5)
     genomes = random_genomes(rng, config, 10)
-    x = jnp.asarray(rng.normal(size=(10, 2)), jnp.float32)
+    x = rng.normal(size=(10, 2)).astype(np.float32)
 
-    def use(networks):
+    def use(networks, x):
         return apply(networks, (), x)[0], jnp.int32(networks.width)
 
+    chosen_for = jit(lambda g, x: with_networks(config, g, lambda networks: use(networks, x)))
     for last, width in ((3, 4), (4, 4), (5, 8), (8, 8), (9, 30)):
         cut = genomes.node_on & (np.arange(30) < last)
         live = np.take_along_axis(cut, genomes.source, 1) & np.take_along_axis(cut, genomes.target, 1)
         fits = dataclasses.replace(genomes, node_on=cut, on=genomes.on & live, enabled=genomes.enabled & live)
         fits = dataclasses.replace(fits, node_on=fits.node_on | (np.arange(30) == last - 1))
-        y, chosen = jit(lambda g: with_networks(config, g, use))(fits)
+        y, chosen = chosen_for(fits, x)
         assert chosen == width
-        assert_near(y, expected(config, fits, np.asarray(x)[None, :, None])[0, :, 0])
+        assert_near(y, expected(config, fits, x[None, :, None])[0, :, 0])
 
 
 def test_deep_networks_are_computed_to_the_end():
@@ -170,9 +190,9 @@ def test_deep_networks_are_computed_to_the_end():
         bias=np.zeros((1, 40), np.float32),
         response=np.ones((1, 40), np.float32),
     )
-    assert sweeps(genomes.source, genomes.target, genomes.on, 40, 1) == 39
+    assert jit(sweeps, static_argnums=(3, 4))(genomes.source, genomes.target, genomes.on, 40, 1) == 39
     for form in ("matrix", "edges"):
-        y = outputs(config, genomes, np.ones((1, 1, 1, 1), np.float32), form=form)
+        y = np.asarray(outputs(config, genomes, np.ones((1, 1, 1, 1), np.float32), form=form))
         np.testing.assert_allclose(y[0, 0, 0, 0], 1.1**39, rtol=1e-5)
 
 
@@ -203,7 +223,7 @@ def test_mistakes_are_told(change, words):
 
 def test_wrong_inputs_are_refused():
     config = NeatConfig(3, 1, max_nodes=6, max_conns=6)
-    networks = express(config, random_genomes(np.random.default_rng(0), config, 2))
+    networks = jit(lambda genomes: express(config, genomes))(random_genomes(np.random.default_rng(0), config, 2))
     with pytest.raises(UsageError, match="legal are"):
         apply(networks, (), jnp.zeros((2, 4)))
     with pytest.raises(UsageError, match="matrix"):

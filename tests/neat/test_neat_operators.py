@@ -57,9 +57,16 @@ def compiled_crossover(kind, mode="fast"):
     return jit(cross)
 
 
+# Op by op they are dozens of programs.
+assigned = jit(assign_innovations)
+followers = jit(lambda slot, genomes: unpack_set(
+    reachable(singleton(slot, 11), genomes.source, genomes.target, genomes.on, 11), 11
+))  # fmt: skip
+
+
 def begin(kind, seed):
     genomes = random_genomes(np.random.default_rng(seed), CONFIGS[kind], 24)
-    return genomes, Counters(jnp.int32(300), jnp.int32(300))
+    return genomes, Counters(np.int32(300), np.int32(300))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -77,7 +84,7 @@ def test_no_genome_is_ever_wrong(kind, seed, rates, mates, mode):
     for step in range(6):
         if mates:
             one, two = rng.integers(0, 24, (2, 24))
-            pairs = (jax.tree.map(lambda x, i=i: x[i], genomes) for i in (one, two))
+            pairs = (jax.tree.map(lambda x, i=i: np.asarray(x)[i], genomes) for i in (one, two))
             genomes = compiled_crossover(kind, mode)(seed + step, rates, *pairs, one == two, rng.random(24) < 0.5)
             check_genomes(config, genomes)
         before = counters
@@ -195,8 +202,8 @@ def test_matches_are_a_dictionarys(size):
 
 def test_equal_requests_get_equal_numbers():
     rows = [(SPLIT, 5), (3, 4), (NOTHING, 0), (SPLIT, 5), (SPLIT, 2), (3, 4), (4, 3), (NOTHING, 0)]
-    requests = Requests(*map(jnp.int32, zip(*rows, strict=True)))
-    node, mark, counters = assign_innovations(requests, Counters(jnp.int32(10), jnp.int32(100)))
+    requests = Requests(*map(np.int32, zip(*rows, strict=True)))
+    node, mark, counters = jax.device_get(assigned(requests, Counters(np.int32(10), np.int32(100))))
     assert node[0] == node[3] != node[4] and mark[0] == mark[3] and mark[1] == mark[5] != mark[6]
     assert (int(counters.node), int(counters.innovation)) == (12, 106)  # two splits of two marks each, two connections
     taken = [{int(mark[0]), int(mark[0]) + 1}, {int(mark[4]), int(mark[4]) + 1}, {int(mark[1])}, {int(mark[6])}]
@@ -210,9 +217,9 @@ def test_numbers_do_not_depend_on_the_order_of_children(seed):
     first, second = rng.integers(-2, 4, 24).astype(np.int32), rng.integers(0, 3, 24).astype(np.int32)
     second = np.where(first == NOTHING, 0, second)
     shuffle = rng.permutation(24)
-    start = Counters(jnp.int32(0), jnp.int32(0))
+    start = Counters(np.int32(0), np.int32(0))
     requests = Requests(first, second), Requests(first[shuffle], second[shuffle])
-    one, two = (assign_innovations(each, start) for each in requests)
+    one, two = (assigned(each, start) for each in requests)
     asks = first != NOTHING
     np.testing.assert_array_equal(np.where(asks, one[1], 0)[shuffle], np.where(asks[shuffle], two[1], 0))
     assert [int(x) for x in one[2]] == [int(x) for x in two[2]]
@@ -250,6 +257,7 @@ def test_a_connection_is_added_wherever_one_is_legal(kind):
     before, after, _, edit = only(kind, add_conn=1.0)
     grown = np.asarray(after.on).sum(1) - before.on.sum(1)
     np.testing.assert_array_equal(grown, edit.adds_conn)
+    reached = np.asarray(followers(edit.target, before))
     for p in np.flatnonzero(~np.asarray(edit.adds_conn)):
         target = int(edit.target[p])
         if target < 2:  # no node lacks an edge
@@ -259,23 +267,7 @@ def test_a_connection_is_added_wherever_one_is_legal(kind):
                 assert all((n, t) in edges or (n == t and kind == "feedforward") for n in sources)
             continue
         into = set(before.source[p][before.on[p] & (before.target[p] == target)])
-        after_target = np.asarray(
-            unpack_set(
-                reachable(
-                    *(
-                        jnp.asarray(x)
-                        for x in (
-                            singleton(edit.target[p : p + 1], 11),
-                            before.source[p : p + 1],
-                            before.target[p : p + 1],
-                            before.on[p : p + 1],
-                        )
-                    ),
-                    11,
-                ),
-                11,
-            )
-        )[0]
+        after_target = reached[p]
         legal = [n for n in np.flatnonzero(before.node_on[p]) if n not in into]
         if kind == "feedforward":
             legal = [n for n in legal if not after_target[n] and not 2 <= n < 4]
@@ -312,11 +304,13 @@ def test_the_paper_splits_the_oldest_of_few_connections():
     few = dataclasses.replace(config, num_inputs=3, num_outputs=1, max_nodes=30, initial="full")
     count = 4000
     uniforms = Uniforms(jax.random.key(1), few, jnp.arange(count))
+    splits = jit(lambda g: choose_edit(few, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(count, bool)))
     for extra, shares in ((0, (0.7, 0.21)), (20, None)):
-        one = initial(few, jnp.ones((count, 40)), jnp.zeros((count, 30)))
-        slots = jnp.arange(40)[None] < 3 + extra  # more than 14: any of them, alike
+        weights, biases = np.ones((count, 40), np.float32), np.zeros((count, 30), np.float32)
+        one = jax.device_get(jit(initial, static_argnums=0)(few, weights, biases))
+        slots = np.arange(40)[None] < 3 + extra  # more than 14: any of them, alike
         one = dataclasses.replace(one, on=one.on | slots, enabled=one.enabled | slots)
-        edit = jit(lambda g: choose_edit(few, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(count, bool)))(one)
+        edit = splits(one)
         times = np.bincount(np.asarray(edit.old)[np.asarray(edit.adds_node)], minlength=40) / count
         legal = np.flatnonzero(np.asarray(one.on & (one.source != 2))[0])
         expected = shares or [1 / len(legal)] * len(legal)
@@ -388,24 +382,25 @@ def test_every_place_is_picked_as_often():
     mask = np.zeros(40, bool)
     mask[[0, 3, 4, 11, 17, 22, 38, 39]] = True
     uniforms = jax.random.uniform(jax.random.key(0), (40_000,))
-    place, found = jit(pick_random)(jnp.broadcast_to(mask, (40_000, 40)), uniforms)
+    place, found = jit(pick_random)(np.broadcast_to(mask, (40_000, 40)), uniforms)
     counts = np.bincount(place, minlength=40)
     assert found.all() and counts[~mask].sum() == 0
     assert ((counts[mask] - 5000) ** 2 / 5000).sum() < 41  # 7 degrees of freedom: 1e-6
-    assert not pick_random(jnp.zeros((2, 5), bool), uniforms[:2])[1].any()
+    assert not jit(pick_random)(np.zeros((2, 5), bool), np.asarray(uniforms)[:2])[1].any()
 
 
 def test_the_first_place_is_numpys():
     mask = np.random.default_rng(0).random((50, 6)) < 0.2
     for axis in (0, 1):
-        place, found = first(jnp.asarray(mask), axis)
+        place, found = jit(first, static_argnums=1)(mask, axis)
         np.testing.assert_array_equal(place, mask.argmax(axis))
         np.testing.assert_array_equal(found, mask.any(axis))
 
 
 def test_packed_rows_are_the_genomes_rows():
     config = CONFIGS["recurrent"]
-    genomes, index = random_genomes(np.random.default_rng(0), config, 24), jnp.asarray([5, 0, 23, 5])
-    got, want = Packed.of(genomes).rows(config, index), genomes.rows(index)
+    genomes, index = random_genomes(np.random.default_rng(0), config, 24), np.asarray([5, 0, 23, 5])
+    got = jit(lambda genomes, index: Packed.of(genomes).rows(config, index))(genomes, index)
+    want = genomes.rows(index)
     assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
     jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -1,7 +1,6 @@
 """Tables, episodes in slots that are refilled, and substrates: each against its loop."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
@@ -32,18 +31,22 @@ from jaxpar.neat import (
 from jaxpar.neat.episodes import act
 from jaxpar.types import UsageError
 
+# Op by op they are dozens of programs each.
+expressed = jit(express, static_argnums=0)
+applied = jit(lambda networks, x: apply(networks, (), x)[0])
+
 
 def networks_for(env, params, count, kind="feedforward"):
     config = NeatConfig(*io_sizes(env, params, True), max_nodes=9, max_conns=16, kind=kind)
-    return express(config, random_genomes(np.random.default_rng(0), config, count))
+    return expressed(config, random_genomes(np.random.default_rng(0), config, count))
 
 
 def test_the_papers_fitness():
     config = NeatConfig(3, 1, max_nodes=6, max_conns=6)
-    networks = express(config, random_genomes(np.random.default_rng(0), config, 5))
+    networks = expressed(config, random_genomes(np.random.default_rng(0), config, 5))
     data = xor()
-    score = Table()(jax.random.key(0), networks, data)
-    y, _ = apply(networks, (), jnp.broadcast_to(data["inputs"], (5, 4, 3)))
+    score = jit(Table())(jax.random.key(0), networks, data)
+    y = applied(networks, np.broadcast_to(data["inputs"], (5, 4, 3)))
     error = np.abs(np.asarray(y) - np.asarray(data["targets"]))[..., 0]
     np.testing.assert_allclose(score.fitness, (4 - error.sum(1)) ** 2, rtol=1e-5)
     np.testing.assert_array_equal(score.solved, (error < 0.5).all(1))
@@ -76,15 +79,18 @@ def test_slots_play_what_a_loop_plays(name, kind, num_envs):
     played = jit(lambda key: play(key, networks, env, params, 2, num_envs, 25))(key)
     one_step = jit(lambda *a: step(a[0], env, a[1], a[2], params))
     one_call = jit(apply)
+    begun = jit(lambda key: reset(key, env, params))
+    played = jax.device_get(played)
+    actions = jit(lambda y: act(env.action_space(params), y))
     for p in range(3):
         for e in range(2):
             own = jax.random.fold_in(jax.random.fold_in(key, p), e)
-            obs, state = reset(jax.random.fold_in(own, 0), env, params)
+            obs, state = begun(jax.random.fold_in(own, 0))
             carry, total = init_carry(networks), 0.0
             for t in range(1, 26):
-                x = jnp.concatenate([obs, jnp.ones(1)])
-                y, carry = one_call(networks, carry, jnp.broadcast_to(x, (3, len(x))))
-                made = one_step(jax.random.fold_in(own, t), state, act(env.action_space(params), y[p]))
+                x = np.append(obs, np.float32(1))
+                y, carry = one_call(networks, carry, np.broadcast_to(x, (3, len(x))))
+                made = one_step(jax.random.fold_in(own, t), state, actions(np.asarray(y)[p]))
                 obs, state, total = made.obs, made.state, total + float(made.reward)
                 if made.terminated or made.truncated:
                     break
@@ -111,21 +117,22 @@ def test_cart_pole_is_solved():
 def test_painted_weights_are_the_painters_outputs():
     substrate = Substrate((grid(3), grid(2), grid(1)), threshold=0.3, largest=2.0)
     config = NeatConfig(substrate.num_inputs, 1, max_nodes=8, max_conns=12, activations=("tanh", "gauss"))
-    networks = express(config, random_genomes(np.random.default_rng(0), config, 4))
-    weights = substrate_weights(substrate, networks)
+    networks = expressed(config, random_genomes(np.random.default_rng(0), config, 4))
+    weights = jax.device_get(jit(lambda networks: substrate_weights(substrate, networks))(networks))
     assert [w.shape for w in weights] == [(4, 2, 3), (4, 1, 2)]
     for layer, matrix in enumerate(weights):
         for t, target in enumerate(substrate.layers[layer + 1]):
             for s, source in enumerate(substrate.layers[layer]):
-                x = jnp.broadcast_to(jnp.asarray([*source, *target, 1.0]), (4, 3))
-                out = np.clip(np.asarray(apply(networks, (), x)[0])[:, 0], -1, 1)
+                x = np.broadcast_to(np.float32([*source, *target, 1.0]), (4, 3))
+                out = np.clip(np.asarray(applied(networks, x))[:, 0], -1, 1)
                 want = 2 * np.sign(out) * np.maximum(np.abs(out) - 0.3, 0) / 0.7
                 np.testing.assert_allclose(matrix[:, t, s], want, atol=1e-5)
     x = np.random.default_rng(1).normal(size=(4, 5, 3)).astype(np.float32)
     want = x.astype(np.float64)
     for matrix in weights:
         want = 1 / (1 + np.exp(-5 * np.einsum("pts,pbs->pbt", np.asarray(matrix, np.float64), want)))
-    np.testing.assert_allclose(substrate_apply(substrate, weights, x), want, rtol=1e-4, atol=1e-6)
+    found = jit(lambda weights, x: substrate_apply(substrate, weights, x))(weights, x)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

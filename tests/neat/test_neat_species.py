@@ -20,6 +20,12 @@ from jaxpar.types import UsageError
 MODES = {"fast": FAST, "canonical": CANONICAL}
 
 
+# Op by op they are dozens of programs.
+begun = jit(module.empty_species, static_argnums=0)
+shared = jit(module.offspring_counts, static_argnums=0)
+stagnant = jit(module.update_stagnation, static_argnums=0)
+
+
 def config_of(mode, **changes):
     return NeatConfig(2, 2, **(dict(population=24, max_nodes=11, max_conns=24, mode=mode, max_species=24) | changes))
 
@@ -58,13 +64,11 @@ def test_species_are_those_of_genomes_one_by_one(mode, threshold):
     centres, genomes = genomes.rows(slice(0, 6)), genomes.rows(slice(6, 30))
     # Of species 0, 1, ...; equally near ones are taken in the order of slots.
     slots = [3, 0, 7, 5, 1, 9] if mode == "canonical" else [0, 1, 3, 5, 7, 9]
-    before = module.empty_species(config)
+    before = jax.device_get(begun(config))
     numbers = np.zeros(24, np.int32)
     numbers[slots] = np.arange(6)
     alive = np.isin(np.arange(24), slots)
-    before = dataclasses.replace(
-        before, alive=jnp.asarray(alive), number=jnp.asarray(numbers), next_number=jnp.int32(6)
-    )
+    before = dataclasses.replace(before, alive=alive, number=numbers, next_number=np.int32(6))
     rows = np.zeros(24, int)
     rows[slots] = np.arange(6)
     found, member = jit(
@@ -94,7 +98,7 @@ def test_when_slots_run_out_the_rest_joins_the_nearest():
 
 def test_offspring_share_the_population():
     config = config_of("canonical", population=40, max_species=5)
-    rng = np.random.default_rng(0)
+    rng, empty = np.random.default_rng(0), jax.device_get(begun(config))
     for seed in range(20):
         member = rng.integers(0, 4, 40)
         fitness = rng.uniform(0, 9, 40).astype(np.float32)
@@ -102,10 +106,10 @@ def test_offspring_share_the_population():
         sizes = np.bincount(member, minlength=5)
         may = (sizes > 0) & (rng.random(5) < 0.8)
         may[member[0]] = True
-        species = dataclasses.replace(module.empty_species(config), alive=jnp.asarray(sizes > 0), size=jnp.int32(sizes))
+        species = dataclasses.replace(empty, alive=sizes > 0, size=np.int32(sizes))
         shares = np.where(may, rng.choice([1.0, 0.25], 5), 0).astype(np.float32)
-        standing = module.Standing(jnp.zeros(5, jnp.int32), jnp.asarray(shares))
-        got = module.offspring_counts(config, species, standing, jnp.asarray(fitness), jnp.int32(member))
+        standing = module.Standing(np.zeros(5, np.int32), shares)
+        got = np.asarray(shared(config, species, standing, fitness, np.int32(member)))
         valid = np.where(np.isfinite(fitness), fitness, 0)
         means = [shares[s] * valid[member == s].sum() / max(sizes[s], 1) for s in range(5)]
         assert [int(x) for x in got] == offspring_counts(40, sizes, means, may)
@@ -115,15 +119,15 @@ def test_offspring_share_the_population():
 def test_species_that_stand_still_have_no_offspring():
     config = config_of("canonical", max_species=3, population=6)
     species = dataclasses.replace(
-        module.empty_species(config), alive=jnp.bool_([1, 1, 1]), number=jnp.int32([0, 1, 2]),
-        size=jnp.int32([2, 2, 2]), best=jnp.float32([9, 5, 1]), improved=jnp.int32([0, 10, 12]),
+        jax.device_get(begun(config)), alive=np.bool_([1, 1, 1]), number=np.int32([0, 1, 2]),
+        size=np.int32([2, 2, 2]), best=np.float32([9, 5, 1]), improved=np.int32([0, 10, 12]),
     )  # fmt: skip
-    fitness, member = jnp.float32([9, 8, 5, 5, 2, 1]), jnp.int32([0, 0, 1, 1, 2, 2])
+    fitness, member = np.float32([9, 8, 5, 5, 2, 1]), np.int32([0, 0, 1, 1, 2, 2])
 
     def breeds(mode, generation, stalls=False, stale=0.0):
-        after, standing = module.update_stagnation(
+        after, standing = stagnant(
             dataclasses.replace(config, mode=mode, rates=None), MODES[mode].replace(stale=stale), species, fitness,
-            member, jnp.int32(generation), jnp.bool_(stalls),
+            member, np.int32(generation), np.bool_(stalls),
         )  # fmt: skip
         return after, standing.share.tolist()
 
@@ -170,11 +174,13 @@ SMALL = NeatConfig(3, 1, population=12, max_nodes=8, max_conns=8, max_species=4)
 def test_fitness_that_is_no_number_ranks_last_and_is_told():
     neat = Neat(SMALL)
     state = jit(neat.init)(jax.random.key(0), None)
-    fitness = jnp.arange(12.0).at[jnp.array([3, 7])].set(jnp.array([jnp.nan, jnp.inf]))
-    after, info = jit(neat.tell)(jax.random.key(1), state, fitness)
+    fitness = np.arange(12, dtype=np.float32)
+    fitness[[3, 7]] = np.nan, np.inf
+    tell = jit(neat.tell)
+    after, info = tell(jax.random.key(1), state, fitness)
     assert info["invalid"] == 2 and after.invalid == 2 and after.best == 11 and info["fitness_max"] == 11
     np.testing.assert_array_equal(after.champion.weight[0], np.asarray(state.genomes.weight)[11])
-    after, info = jit(neat.tell)(jax.random.key(1), state, jnp.full(12, jnp.nan))
+    after, info = tell(jax.random.key(1), state, np.full(12, np.nan, np.float32))
     assert after.invalid == 12 and after.best == module.LOWEST
     check_genomes(SMALL, after.genomes)
 
@@ -202,7 +208,7 @@ def test_wrong_scores_are_refused():
 def test_champions_of_large_species_live_on():
     neat = Neat(dataclasses.replace(SMALL, rates=FAST.replace(threshold=1e9)))
     state = jit(neat.init)(jax.random.key(0), None)
-    after, _ = jit(neat.tell)(jax.random.key(1), state, jnp.arange(12.0))
+    after, _ = jit(neat.tell)(jax.random.key(1), state, np.arange(12, dtype=np.float32))
     np.testing.assert_array_equal(np.asarray(after.genomes.weight)[0], np.asarray(state.genomes.weight)[11])
 
 
