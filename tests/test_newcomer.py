@@ -42,6 +42,7 @@ def test_what_is_slow_silent_or_red_is_said():
     line = Line("x", 10)
     assert newcomer.verdict(line, Seen(19, 4.9, 0, "")) == []
     assert newcomer.verdict(line, Seen(21, 5.1, 3, "")) == ["RED", "silent", "slow"]
+    assert newcomer.verdict(line, Seen(60, 0, 0, "", 19)) == [], "others had the cores"
     assert newcomer.verdict(Line("x"), Seen(299, 0, 0, "")) == []
     assert newcomer.verdict(Line("x", name="Python of a page"), Seen(9, 8, 0, "")) == []
 
@@ -72,6 +73,11 @@ def test_what_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(newcomer, "LIMIT_S", 0.3)
     seen = newcomer.watch("echo a; sleep 60 & sleep 60", tmp_path, dict(os.environ))
     assert seen.code and seen.seconds < 20 and "RED" in newcomer.verdict(Line("x"), seen)
+
+
+def test_time_of_processors_is_counted(tmp_path):
+    seen = newcomer.watch("sleep 0.3; i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done", tmp_path, dict(os.environ))
+    assert 0 < seen.processor < seen.seconds - 0.2
 
 
 def test_silence_is_heard(tmp_path):
