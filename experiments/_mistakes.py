@@ -105,7 +105,8 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         meant = USUAL.get(asked, asked)
         near = [flag for flag in flags if flag.rpartition(".")[2] == meant][:3]
         near = near or difflib.get_close_matches(asked, list(flags), n=1)
-        return f"unknown flag {asked!r}; " + (f"did you mean {' or '.join(near)}?" if near else "--help lists them all.")
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
+        return f"unknown flag {asked!r}; {hint}"
     if missing := re.search(r"In '(.*)': Could not find '(.*)/(.*)'", text):
         name, group, preset = missing.groups()
         return f"there is no preset {preset!r}; legal for {group}= are {presets_of(name, group)}."

@@ -50,7 +50,6 @@ from ._saved import saved_run
 from ._series import SeriesConfig, Task, open_task
 from ._train import Run
 
-
 STACKED = ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer", "hgrn", "block_recurrent", "block_recurrent_lstm",
            "tcnca")  # fmt: skip
 """Cells that stand in a stack, with an mlp behind each."""

@@ -8,8 +8,8 @@
 Without names it runs README, the pages to install and of how-to, and each notebook with FAST=1: of a page first its
 bash lines, then its Python in one piece. Left out is what needs the reader's own files or an accelerator. A line is red
 if it ends with another code than 0 or takes half an hour, silent where nothing is printed for over five seconds, slow
-if it takes twice what the page says beside it, or five minutes where that says nothing, both by the clock and in time of
-the processor, which others' work makes no longer. Ends with 1 if any is red.
+if it takes twice what the page says beside it, or five minutes where that says nothing, both by the clock and in
+processor time, which others' work makes no longer. Ends with 1 if any is red.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LONG = "make test"
 SET_UP = ("pip ", "make ", "git ")
 """Lines that only a fresh environment runs."""
 BROUGHT = re.compile(
-    r"\.\.\.|corpus|my_notes|texts/|\.jsonl (?!out=)|llama-folder|shakespeare|1a2b3c4d|FOLDER|PYTHON"
+    r"\.\.\.|corpus|my_notes|texts/|(?<!\bprompts)(?<!\bout=texts)\.jsonl\b|llama-folder|shakespeare|1a2b3c4d|FOLDER|PYTHON"
     r"|\b(?:srun|gcloud)\b|coordinator=|\.whl|git\+https|preset=(?:llama|gpt2|moe_1b)\w* (?!topology)"
 )
 """In lines that need files, programs or chips which the reader has and this machine has not."""

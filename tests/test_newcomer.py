@@ -50,11 +50,18 @@ def test_what_is_slow_silent_or_red_is_said():
 def test_what_another_machine_or_the_reader_has_is_left_out():
     page = "```bash\na   # on one H100, a minute\nb data.path=corpus/\nc   # two CPU cores\n```\n"
     assert [line.text for line in newcomer.lines_of(page)] == ["b data.path=corpus/", "c"]
-    left = ("b data.path=corpus/", "d run=runs/x/...", "e preset=llama_1b mesh.data=1", "python f.py --deer FOLDER")
+    left = (
+        "b data.path=corpus/",
+        "b path=sums.jsonl n=1",
+        "b data.path=mine.jsonl",
+        "d run=runs/x/...",
+        "e preset=llama_1b mesh.data=1",
+        "python f.py --deer FOLDER",
+    )
     assert all(newcomer.BROUGHT.search(line) for line in left)
     run = (
         "g preset=llama_8b topology=v5p:4x4x4",
-        "h prompts=prompts.jsonl out=texts.jsonl",
+        "h prompts=prompts.jsonl out=texts.jsonl draft=copy",
         "jaxpar lm train.steps=20",
     )
     assert not any(newcomer.BROUGHT.search(line) for line in run)
