@@ -75,9 +75,9 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
     if isinstance(error, BrokenPipeError):
         return "whatever read the output has ended; > file keeps all of it."
     if isinstance(error, OSError) and not isinstance(error, HydraException):
-        return (
-            f"{error.filename or _file_of(error) or 'a file'} cannot be opened or written: {error.strerror or error}."
-        )
+        file = str(error.filename or _file_of(error) or "a file")
+        hint = "; hydra.run.dir= puts the run elsewhere" if pathlib.Path(file).parts[:1] == ("runs",) else ""
+        return f"{file} cannot be opened or written: {error.strerror or error}{hint}."
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)

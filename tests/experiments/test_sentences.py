@@ -1,4 +1,4 @@
-"""Output that nobody reads to its end, such as by `| head`, is no error of help, and one sentence of a run."""
+"""What a command says where its output is cut short, by `| head`, and where its folder cannot be."""
 
 import pathlib
 import subprocess
@@ -26,3 +26,9 @@ def test_a_run_whose_reader_is_gone_says_so():
     assert (
         sentence_of(BrokenPipeError(32, "Broken pipe")) == "whatever read the output has ended; > file keeps all of it."
     )
+
+
+def test_where_runs_cannot_be_the_sentence_says_how_to_put_them_elsewhere():
+    said = sentence_of(OSError(30, "Read-only file system", "runs/lm"))
+    assert said == "runs/lm cannot be opened or written: Read-only file system; hydra.run.dir= puts the run elsewhere."
+    assert "hydra" not in sentence_of(OSError(30, "Read-only file system", "texts/runs.txt"))
