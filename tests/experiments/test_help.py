@@ -67,7 +67,10 @@ def test_presets_say_what_they_are(asked):
 COUNT = r"(?:[\d.]+|an?|one|two|three|four|five|six|seven|eight|nine|ten|twenty|half an?|some \w+)"
 TIME = re.compile(rf"\b(?:{COUNT}(?: and a half)? (?:s|seconds?|minutes?|hours?|days?)|half a minute)\b", re.IGNORECASE)
 MACHINE = re.compile(r"\b(?:CPU cores?|busy cores?|H100|H200|a CPU|TPU)\b")
-UNTIMED = {"moe_1b_a100m": "Never trained: neither its time nor its loss is known."}
+UNTIMED = {
+    "moe_1b_a100m": "Never trained: neither its time nor its loss is known.",
+    "puzzle_tsp_a2c": "neither time nor result was measured",
+}
 """Presets that no machine has run here, and what says so."""
 
 
