@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxpar.env import adapt
@@ -103,6 +103,16 @@ def _of_gymnax(name: str, fields: dict[str, Any]) -> tuple[Any, Any]:
     return env, env.default_params
 
 
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    return f"the nearest are {', '.join(close)}" if close else f"it has {', '.join(known) or 'none'}"
+MOST = 12
+"""So many names are listed where none is near; more would fill the screen."""
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    folded = {each.casefold(): each for each in sorted(known)}
+    near = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)
+    near = near or [each for each in folded if name and name.casefold() in each][:3]
+    if near:
+        return f"the nearest are {', '.join(folded[each] for each in near)}"
+    if len(folded) > MOST:
+        return f"it is none of {len(folded)}; python -c 'from jaxpar import envs; print(*envs.names())' lists ours"
+    return f"it has {', '.join(folded.values()) or 'none'}"

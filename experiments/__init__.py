@@ -70,6 +70,14 @@ def before_start(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
+def show(text: str) -> None:
+    """Prints what was asked for, or as much of it as whoever reads it takes, such as `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python's end would print the rest again
+
+
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # As `python -m experiments.lm` begins, seconds before all is imported.
     signal.signal(signal.SIGINT, before_start)

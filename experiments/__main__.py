@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 
-from . import before_start
+from . import before_start, show
 
 OPTIONAL = {"hydra", "omegaconf", "yaml", "matplotlib", "rich", "sklearn"}
 """What the extra `experiments` installs."""
@@ -34,7 +34,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, before_start)
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
-        print(listed())
+        show(listed())
         return
     name, known = sys.argv[1], commands()
     if name not in known:

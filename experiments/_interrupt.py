@@ -19,6 +19,10 @@ SHUTDOWN_S = 3.0
 """Seconds that a process of several which ends early waits for the others to end as well."""
 SHOW_CURSOR = "\x1b[?25h\n"
 """Restores the cursor of a terminal on which a progress bar is being drawn."""
+PATIENCE_S = 3.0
+"""Seconds after which a Ctrl-C that has not ended the process yet is acknowledged, and a second one ends it."""
+
+HEARD = "Ctrl-C: it ends when what runs now is done; a second one does not wait."
 
 
 def at_end(number: int, frame: object) -> NoReturn:
@@ -70,8 +74,50 @@ class Answer:
         sys.__unraisablehook__(unraisable)
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or a child's signals would count as ours
+
 answer = Answer()
 """That of the experiment which runs now, or ran last."""
+
+
+class Watch:
+    """Hears Ctrl-C while the main thread computes in native code, where no handler of Python's runs, for minutes even.
+
+    A thread of its own reads what the system's handler writes at once. It says that the first was heard, and ends the
+    process after a second one that the main thread does not answer, or a third, each after `PATIENCE_S`.
+    """
+
+    def __init__(self, answer: Answer):
+        self._answer, self._ended = answer, threading.Event()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        heard = 0
+        while (numbers := os.read(self._read, 1)) and not self._ended.is_set():
+            if numbers[0] != signal.SIGINT:
+                continue
+            heard += 1
+            if self._ended.wait(PATIENCE_S):
+                return
+            if heard > (2 if self._answer.number else 1):
+                _leave_with(signal.SIGINT, self._answer.sentence())
+            if heard == 1:
+                with contextlib.suppress(OSError):
+                    print(HEARD, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Ends the thread, and gives the signals back to whoever heard them before."""
+        self._ended.set()
+        signal.set_wakeup_fd(self._before)
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
 
 
 @contextlib.contextmanager
@@ -83,12 +129,13 @@ def answering() -> Iterator[Answer]:
     if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
         yield answer
         return
-    hook = sys.unraisablehook
+    hook, watch = sys.unraisablehook, Watch(answer)
     try:
         sys.unraisablehook = answer.lost
         signal.signal(signal.SIGINT, answer.handle)
         yield answer
     finally:
+        watch.close()
         signal.signal(signal.SIGINT, at_end if before is before_start else before)
         sys.unraisablehook = hook
 

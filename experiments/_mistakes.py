@@ -34,6 +34,9 @@ RENAMED = {
 }
 """Flags by their old names, and what they are called now: the first of these that an experiment has."""
 
+USUAL = {"lr": "learning_rate", "bs": "batch_size", "pop": "population"}
+"""Short names of flags that other programs have, and the last word of ours."""
+
 
 def conf_of(name: str) -> pathlib.Path:
     """Returns the folder that holds the configuration and the presets of an experiment, if it has any."""
@@ -69,10 +72,12 @@ def refuse_malformed(name: str, flags: list[str]) -> None:
 
 def sentence_of(error: BaseException, schema: type | None = None) -> str:
     """Says in one sentence what the system says in a word or two, and Hydra in many lines."""
+    if isinstance(error, BrokenPipeError):
+        return "whatever read the output has ended; > file keeps all of it."
     if isinstance(error, OSError) and not isinstance(error, HydraException):
-        return (
-            f"{error.filename or _file_of(error) or 'a file'} cannot be opened or written: {error.strerror or error}."
-        )
+        file = str(error.filename or _file_of(error) or "a file")
+        hint = "; hydra.run.dir= puts the run elsewhere" if pathlib.Path(file).parts[:1] == ("runs",) else ""
+        return f"{file} cannot be opened or written: {error.strerror or error}{hint}."
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -97,8 +102,11 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         asked = unknown[1] or unknown[2] or unknown[3]
         if new := [name for name in RENAMED.get(asked, ()) if name in flags or name == "preset"]:
             return f"unknown flag {asked!r}, which is called {new[0]} now."
-        near = difflib.get_close_matches(asked, list(flags), n=1)
-        return f"unknown flag {asked!r}; " + (f"did you mean {near[0]}?" if near else "--help lists them all.")
+        meant = USUAL.get(asked, asked)
+        near = [flag for flag in flags if flag.rpartition(".")[2] == meant][:3]
+        near = near or difflib.get_close_matches(asked, list(flags), n=1)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
+        return f"unknown flag {asked!r}; {hint}"
     if missing := re.search(r"In '(.*)': Could not find '(.*)/(.*)'", text):
         name, group, preset = missing.groups()
         return f"there is no preset {preset!r}; legal for {group}= are {presets_of(name, group)}."

@@ -43,7 +43,7 @@ from jaxpar.mesh import (
 from jaxpar.processes import check_same_on_all_processes, keep_programs, start_processes
 from jaxpar.types import UsageError
 
-from . import _help, _interrupt, _silence, start
+from . import _help, _interrupt, _silence, show, start
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
@@ -144,7 +144,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
         sys.argv[1:] = with_presets(name, sys.argv[1:])
         if set(_help.ASKED) & set(sys.argv[1:]):
             given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
-            print(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
+            show(_help.text_of(name, schema, compose(name, schema, given), RunConfig))
             return
         refuse_malformed(name, sys.argv[1:])
         _main(name, execute, mistakes)()

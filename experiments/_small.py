@@ -14,7 +14,7 @@ from jaxpar.fields import check_fields
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import UsageError
 
-from . import _help, _run
+from . import _help, _run, show
 from ._mistakes import FLAG_ERRORS, refuse_malformed, sentence_of
 
 
@@ -70,7 +70,7 @@ def launch(name: str, schema: type, execute: Callable[..., None], before: Callab
         given = [flag for flag in sys.argv[1:] if flag not in _help.ASKED]
         config = read(name, schema, given)
         if len(given) < len(sys.argv[1:]):
-            print(_help.text_of(name, schema, config, SmallConfig))
+            show(_help.text_of(name, schema, config, SmallConfig))
             return
         made = [before(config)] if before else []
         with _run.open_devices(_run.RunConfig(cpu_devices=1, cache=config.cache), MeshSpec()):

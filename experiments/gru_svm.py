@@ -1,7 +1,7 @@
 """A gated recurrent unit whose last state a support vector machine reads, beside the same with a softmax.
 
     python -m experiments.gru_svm                     # two CPU cores, two minutes
-    python -m experiments.gru_svm seeds=1 steps=100   # seconds, and less sure
+    python -m experiments.gru_svm seeds=1 steps=100   # twenty seconds, and less sure
     python -m experiments.gru_svm size=32
     python -m experiments.gru_svm length=48 steps=600 # the marked events farther apart
     python -m experiments.gru_svm seeds=10

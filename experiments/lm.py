@@ -1,6 +1,6 @@
 """Trains, evaluates and samples a sharded language model.
 
-    python -m experiments.lm                                  # tiny, on this machine's devices, 3 minutes
+    python -m experiments.lm                                  # tiny, on this machine's devices: about a minute
     python -m experiments.lm preset=gpt2_124m data.path=corpus.txt mesh.fsdp=4
     python -m experiments.lm mode=sample run=runs/lm/tiny-1a2b3c4d prompt="def " sampling.temperature=0.7
     python -m experiments.lm mode=eval run=runs/lm/tiny-1a2b3c4d

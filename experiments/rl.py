@@ -23,7 +23,6 @@ annealed over them (anneal=false).
 """
 
 import dataclasses
-import difflib
 import functools
 import pathlib
 from collections.abc import Mapping
@@ -201,8 +200,7 @@ class Config(_run.RunConfig):
         super().__post_init__()
         for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS), ("mode", MODES)):
             if getattr(self, name) not in legal:
-                near = difflib.get_close_matches(getattr(self, name), legal, n=3) or legal
-                raise UsageError(f"{name}={getattr(self, name)!r} is unknown; the nearest are {', '.join(near)}.")
+                raise UsageError(f"{name}={getattr(self, name)!r} is unknown; legal are {', '.join(legal)}.")
         if self.search and self.mode != "eval":
             raise UsageError("search is of mode=eval; a search to learn from is algorithm=alpha_zero.")
         if self.run and self.mode == "train":

@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.fields import AtLeast, Positive, check_fields, field
+from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
 from jaxpar.nn.conv_embedding import ConvEmbedding
 from jaxpar.nn.mixer import Mixer
+from jaxpar.nn.mixers import CELLS, LAYERS
 from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
 from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.lmu import Lmu
@@ -48,6 +49,10 @@ from ._run import say
 from ._saved import saved_run
 from ._series import SeriesConfig, Task, open_task
 from ._train import Run
+
+STACKED = ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer", "hgrn", "block_recurrent", "block_recurrent_lstm",
+           "tcnca")  # fmt: skip
+"""Cells that stand in a stack, with an mlp behind each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +76,7 @@ class ModelConfig:
       theta: Steps that the former holds, and those of a window of block_recurrent and tcnca.
     """
 
-    cell: str = "para_gru"
+    cell: str = field("para_gru", OneOf((*CELLS, *LAYERS, *STACKED)))
     size: int = field(64, AtLeast(1))
     layers: int = field(2, AtLeast(1))
     heads: int = field(1, AtLeast(1))
@@ -221,11 +226,6 @@ def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     trainer = SequenceTrainer(_network(model, task), optimizer, config.train.steps)
     check_layout("a recurrent network", trainer, config.data.batch_size)
     return trainer
-
-
-STACKED = ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer", "hgrn", "block_recurrent", "block_recurrent_lstm",
-           "tcnca")  # fmt: skip
-"""Cells that stand in a stack, with an mlp behind each."""
 
 
 def _mixer(model: ModelConfig) -> Mixer:

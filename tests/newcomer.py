@@ -8,13 +8,15 @@
 Without names it runs README, the pages to install and of how-to, and each notebook with FAST=1: of a page first its
 bash lines, then its Python in one piece. Left out is what needs the reader's own files or an accelerator. A line is red
 if it ends with another code than 0 or takes half an hour, silent where nothing is printed for over five seconds, slow
-if it takes twice what the page says beside it, or five minutes where that says nothing. Ends with 1 if any is red.
+if it takes twice what the page says beside it, or five minutes where that says nothing, both by the clock and in
+processor time, which others' work makes no longer. Ends with 1 if any is red.
 """
 
 import argparse
 import os
 import pathlib
 import re
+import resource
 import select
 import shutil
 import signal
@@ -33,7 +35,7 @@ LONG = "make test"
 SET_UP = ("pip ", "make ", "git ")
 """Lines that only a fresh environment runs."""
 BROUGHT = re.compile(
-    r"\.\.\.|corpus|my_notes|texts/|\.jsonl (?!out=)|llama-folder|shakespeare|1a2b3c4d|FOLDER|PYTHON"
+    r"\.\.\.|corpus|my_notes|texts/|(?<!\bprompts)(?<!\bout=texts)\.jsonl\b|llama-folder|shakespeare|1a2b3c4d|FOLDER|PYTHON"
     r"|\b(?:srun|gcloud)\b|coordinator=|\.whl|git\+https|preset=(?:llama|gpt2|moe_1b)\w* (?!topology)"
 )
 """In lines that need files, programs or chips which the reader has and this machine has not."""
@@ -53,12 +55,13 @@ class Line(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What came of a line: seconds, the longest silence, exit code, the last that was printed."""
+    """What came of a line: seconds, the longest silence, exit code, the last that was printed, processor seconds."""
 
     seconds: float
     silence: float
     code: int
     last: str
+    processor: float = float("inf")
 
 
 def lines_of(page: str) -> list[Line]:
@@ -95,6 +98,7 @@ def seconds_in(comment: str) -> float:
 def watch(text: str, folder: pathlib.Path, env: dict[str, str]) -> Seen:
     """Runs a line by bash and hears when it prints."""
     began = last = time.monotonic()
+    before = _processor_s()
     silence, said = 0.0, b""
     options = dict(cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(["bash", "-c", text], start_new_session=True, **options) as process:
@@ -112,12 +116,19 @@ def watch(text: str, folder: pathlib.Path, env: dict[str, str]) -> Seen:
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # a session of its own, which Ctrl-C does not reach
             raise
-    return Seen(time.monotonic() - began, silence, process.returncode, said.decode(errors="replace"))
+    spent = _processor_s() - before
+    return Seen(time.monotonic() - began, silence, process.returncode, said.decode(errors="replace"), spent)
+
+
+def _processor_s() -> float:
+    """Returns the time that processes which this one has waited for, and those that they waited for, have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def verdict(line: Line, seen: Seen) -> list[str]:
     """Returns which of red, silent and slow it was; a page's own Python and a notebook's may be silent."""
-    slow = seen.seconds > (2 * line.stated_s or SLOW_S)
+    slow = min(seen.seconds, seen.processor) > (2 * line.stated_s or SLOW_S)
     return [
         word
         for word, so in (("RED", seen.code), ("silent", seen.silence > SILENT_S and not line.name), ("slow", slow))
@@ -169,7 +180,7 @@ def main(arguments: list[str]) -> int:
                 continue
             seen = watch(line.text, place, env)
             words = verdict(line, seen)
-            times = f"{seen.seconds:6.1f} s, silent {seen.silence:4.1f} s"
+            times = f"{seen.seconds:6.1f} s, of processors {seen.processor:6.1f} s, silent {seen.silence:4.1f} s"
             print(f"{times}  {' '.join(words) or 'ok':12} {line.name or line.text}", flush=True)
             if "RED" in words:
                 red.append(line)

@@ -42,6 +42,7 @@ def test_what_is_slow_silent_or_red_is_said():
     line = Line("x", 10)
     assert newcomer.verdict(line, Seen(19, 4.9, 0, "")) == []
     assert newcomer.verdict(line, Seen(21, 5.1, 3, "")) == ["RED", "silent", "slow"]
+    assert newcomer.verdict(line, Seen(60, 0, 0, "", 19)) == [], "others had the cores"
     assert newcomer.verdict(Line("x"), Seen(299, 0, 0, "")) == []
     assert newcomer.verdict(Line("x", name="Python of a page"), Seen(9, 8, 0, "")) == []
 
@@ -49,11 +50,18 @@ def test_what_is_slow_silent_or_red_is_said():
 def test_what_another_machine_or_the_reader_has_is_left_out():
     page = "```bash\na   # on one H100, a minute\nb data.path=corpus/\nc   # two CPU cores\n```\n"
     assert [line.text for line in newcomer.lines_of(page)] == ["b data.path=corpus/", "c"]
-    left = ("b data.path=corpus/", "d run=runs/x/...", "e preset=llama_1b mesh.data=1", "python f.py --deer FOLDER")
+    left = (
+        "b data.path=corpus/",
+        "b path=sums.jsonl n=1",
+        "b data.path=mine.jsonl",
+        "d run=runs/x/...",
+        "e preset=llama_1b mesh.data=1",
+        "python f.py --deer FOLDER",
+    )
     assert all(newcomer.BROUGHT.search(line) for line in left)
     run = (
         "g preset=llama_8b topology=v5p:4x4x4",
-        "h prompts=prompts.jsonl out=texts.jsonl",
+        "h prompts=prompts.jsonl out=texts.jsonl draft=copy",
         "jaxpar lm train.steps=20",
     )
     assert not any(newcomer.BROUGHT.search(line) for line in run)
@@ -72,6 +80,11 @@ def test_what_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(newcomer, "LIMIT_S", 0.3)
     seen = newcomer.watch("echo a; sleep 60 & sleep 60", tmp_path, dict(os.environ))
     assert seen.code and seen.seconds < 20 and "RED" in newcomer.verdict(Line("x"), seen)
+
+
+def test_time_of_processors_is_counted(tmp_path):
+    seen = newcomer.watch("sleep 0.3; i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done", tmp_path, dict(os.environ))
+    assert 0 < seen.processor < seen.seconds - 0.2
 
 
 def test_silence_is_heard(tmp_path):

@@ -30,6 +30,11 @@ def test_unknown_names_get_the_nearest():
         envs.make("CartPole-v0")
     with pytest.raises(UsageError, match="the nearest are Breakout-MinAtar"):
         envs.make("Breakout-Minatar")
+    with pytest.raises(UsageError, match="the nearest are RubiksCube"):
+        envs.make("cube"), "whatever its capitals, a part of a name is enough"
+    with pytest.raises(UsageError, match=r"it is none of \d{3}; python -c .*lists ours$") as error:
+        envs.make("typo")
+    assert len(str(error.value)) < 200
 
 
 def test_gymnax_fills_what_we_lack_and_no_more():

@@ -69,6 +69,8 @@ FIXED = [
     # the command line
     ("model.num_layer=3", "unknown flag 'model.num_layer'; did you mean model.num_layers[?]"),
     ("optimiser.learning_rate=3", "unknown flag 'optimiser.learning_rate'; did you mean optimizer.learning_rate[?]"),
+    ("batch_size=3", "unknown flag 'batch_size'; did you mean data.batch_size or .*[?]"),
+    ("lr=3", "unknown flag 'lr'; did you mean optimizer.learning_rate[?]"),
     ("zzz=3", "unknown flag 'zzz'"),
     ("model.num_layers=two", r"model.num_layers=two is of the wrong type; model.num_layers takes int\.$"),
     ("train.steps=1.5", "train.steps=1.5 is of the wrong type; train.steps takes int"),

@@ -64,6 +64,43 @@ def test_presets_say_what_they_are(asked):
         assert re.search(rf"^  {path.parent.name}={path.stem}\n      \S", text, re.MULTILINE), path
 
 
+COUNT = r"(?:[\d.]+|an?|one|two|three|four|five|six|seven|eight|nine|ten|twenty|half an?|some \w+)"
+TIME = re.compile(rf"\b(?:{COUNT}(?: and a half)? (?:s|seconds?|minutes?|hours?|days?)|half a minute)\b", re.IGNORECASE)
+MACHINE = re.compile(r"\b(?:CPU cores?|busy cores?|H100|H200|a CPU|TPU)\b")
+UNTIMED = {
+    "moe_1b_a100m": "Never trained: neither its time nor its loss is known.",
+    "puzzle_tsp_a2c": "neither time nor result was measured",
+}
+"""Presets that no machine has run here, and what says so."""
+
+
+def test_each_preset_tells_its_time_and_on_what():
+    """But for adapters, which are an entry of a run and not one themselves."""
+    files = [path for path in _run.CONF.glob("*/*/*.yaml") if path.parent.name != "adapter"]
+    assert len(files) > 50
+    for path in files:
+        said = " ".join(line[1:].strip() for line in _help._opening(path.read_text()))
+        if sentence := UNTIMED.get(path.stem):
+            assert sentence in said, path
+        else:
+            assert TIME.search(said) and MACHINE.search(said), path
+
+
+@pytest.mark.parametrize(
+    ("text", "is_time"),
+    [
+        ("in half a minute", True),
+        ("five and a half hours", True),
+        ("80 s of processor time", True),
+        ("a seed, three seeds", False),
+        ("200 steps", False),
+        ("never measured", False),
+    ],
+)
+def test_what_counts_as_a_time(text, is_time):
+    assert bool(TIME.search(text)) == is_time
+
+
 def test_flags_beside_it_change_what_it_shows(monkeypatch, capsys):
     from experiments import neat
 

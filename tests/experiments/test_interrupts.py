@@ -256,6 +256,34 @@ def test_where_no_exception_would_come_through(inside, after, code, sentence):
     assert (said.returncode, said.stdout, said.stderr) == (code, "", sentence)
 
 
+BUSY = """
+import sys, threading
+sys.argv[0] = "-m"
+import jax, jax.numpy as jnp
+from experiments import _interrupt
+
+_interrupt.PATIENCE_S = 0.3
+loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: (x + 1) % 7, x)).lower(0).compile()
+with _interrupt.answering():
+    print("runs", flush=True)
+    loop(jnp.int32(0)).block_until_ready()
+"""
+
+
+def test_ctrl_c_is_heard_while_a_program_runs_that_does_not_end():
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "runs\n"
+            time.sleep(0.5)  # its loop has begun
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == _interrupt.HEARD + "\n"
+            process.send_signal(signal.SIGINT)
+            assert (process.stderr.read(), process.wait(20)) == (NONE + "\n", 130)
+        finally:
+            process.kill()
+
+
 def test_ctrl_c_ignored_by_the_shell_stays_ignored():
     lines = "import sys; sys.argv[0] = '-m'; import experiments, os, signal; os.kill(os.getpid(), signal.SIGINT)"
     shell = ["sh", "-c", 'trap "" INT; exec "$0" "$@"', sys.executable, "-c", lines]

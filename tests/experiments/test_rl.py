@@ -76,7 +76,7 @@ def test_a_saved_policy_is_filmed_and_plays_again(main, first, tmp_path):
     "flags, words",
     [
         (["exploit_every=2", "num_seeds=1"], "a population of num_seeds=1 has nobody to take after"),
-        (["algorithm=pop"], "algorithm='pop' is unknown; the nearest are ppo"),
+        (["algorithm=pop"], "algorithm='pop' is unknown; legal are ppo, a2c"),
         (["minibatches=5"], "minibatches=5 does not divide 32 steps"),
         (["memory=gru", "minibatches=3"], "minibatches=3 does not divide 4 environments"),
         (["algorithm=dqn", "epochs=2"], "epochs=2 does not apply: algorithm=dqn has none"),
@@ -103,7 +103,7 @@ def test_a_saved_policy_is_filmed_and_plays_again(main, first, tmp_path):
         (["algorithm=alpha_zero", "env=Pendulum-v1"], "not of one agent with Discrete actions"),
         (["algorithm=alpha_zero", "prng=batch"], "prng=batch does not apply: algorithm=alpha_zero has none"),
         (["algorithm=alpha_zero", "fields.noise=2"], "noise=2.0 must be at least 0 and at most 1"),
-        (["mode=evall"], "mode='evall' is unknown; the nearest are eval"),
+        (["mode=evall"], "mode='evall' is unknown; legal are train, eval, film"),
         (["search.simulations=3"], "search is of mode=eval; a search to learn from is algorithm=alpha_zero"),
         (["run=run"], "run is of mode=eval and mode=film; hydra.run.dir= moves a new run"),
         (["mode=film", "run=nowhere"], "mode=film needs run= to name the folder of a run, not 'nowhere'"),

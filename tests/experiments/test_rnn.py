@@ -48,7 +48,7 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
         ("data.task=file", "data.task=file needs data.path= to name a .ts, .arff"),
         ("data.task=file data.path=none.ts", "data.path=none.ts is no file"),
         ("data.path=x.ts", "data.path is read by data.task=file alone, not by data.task=adding"),
-        ("model.cell=rnn", "cell='rnn' is unknown; legal are para_gru"),
+        ("model.cell=rnn", "model.cell='rnn' is unknown; legal are para_gru, .* lmu, .* tcnca"),
         ("model.cell=gru model.heads=3", "heads=3 of cell gru do not divide size=8"),
         ("model.cell=gla", "cell=gla has a closed form, which no method solves; take method=auto"),
         ("model.cell=gla model.size=6", "size=6 must be a multiple of 4 heads, 4, for cell=gla"),

@@ -1,0 +1,34 @@
+"""What a command says where its output is cut short, by `| head`, and where its folder cannot be."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments._mistakes import sentence_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("flags", ["", "neat --help", "hosted --help"])
+def test_help_that_is_cut_short_says_nothing_more(flags):
+    line = [sys.executable, "-m", "experiments", *flags.split()]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(line, cwd=ROOT, **pipes) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0
+    assert [row for row in said.splitlines() if not row.startswith("starting: ")] == []
+
+
+def test_a_run_whose_reader_is_gone_says_so():
+    assert (
+        sentence_of(BrokenPipeError(32, "Broken pipe")) == "whatever read the output has ended; > file keeps all of it."
+    )
+
+
+def test_where_runs_cannot_be_the_sentence_says_how_to_put_them_elsewhere():
+    said = sentence_of(OSError(30, "Read-only file system", "runs/lm"))
+    assert said == "runs/lm cannot be opened or written: Read-only file system; hydra.run.dir= puts the run elsewhere."
+    assert "hydra" not in sentence_of(OSError(30, "Read-only file system", "texts/runs.txt"))
