@@ -9,6 +9,7 @@
 | `brains.py` | genomes `[N, ...]`, `Sight` of N -> outputs `[N, 44]` | `world.py`, users |
 | `inhabitants.py`, `births.py` | `WorldState`, the book of energy, what is seen and told; who is born | `world.py` |
 | `world.py` | key, `WorldState` -> `WorldState`, info | `jaxpar.loop`, users |
+| `saliency.py` | `World`, `WorldState` -> `Sight`: what outputs hang on | docs, users |
 | `picture.py` | `WorldState` -> `[H, W, 3]` | experiments, users |
 | `gadgets.py` | bits, rules -> worlds with robots set by hand | tests, users |
 """
@@ -19,9 +20,11 @@ from jaxpar.life.gadgets import automaton_ring, half_adder, nand_gate, ring_bits
 from jaxpar.life.inhabitants import Agents, Ledger, WorldState
 from jaxpar.life.laws import Laws, Prices
 from jaxpar.life.picture import draw_world
+from jaxpar.life.saliency import HEARD, saliency
 from jaxpar.life.world import World
 
 __all__ = [
+    "HEARD",
     "NUM_ACTIONS",
     "Agents",
     "Brain",
@@ -39,5 +42,6 @@ __all__ = [
     "half_adder",
     "nand_gate",
     "ring_bits",
+    "saliency",
     "set_robots",
 ]
