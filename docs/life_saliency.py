@@ -13,7 +13,7 @@ matplotlib.use("agg")
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from jaxpar.life import HEARD, Jitter, Laws, Lstm, World, saliency  # noqa: E402
+from jaxpar.life import HEARD, Jitter, Laws, Lstm, World, action_saliency  # noqa: E402
 from jaxpar.loop import run  # noqa: E402
 
 OUT = pathlib.Path(__file__).resolve().parent / "_static" / "life_saliency.png"
@@ -31,7 +31,7 @@ def make(ticks: int) -> World:
 
 def sizes(world: World, state) -> jax.Array:
     """Root mean square of the saliency of living agents, by the ground and by messages heard, `[2]`."""
-    found, count = saliency(world, state), jnp.maximum(jnp.sum(state.agents.alive), 1)
+    found, count = action_saliency(world, state), jnp.maximum(jnp.sum(state.agents.alive), 1)
     size = lambda x: jnp.sqrt(jnp.sum(x**2) / (count * x.shape[1]))  # noqa: E731
     return jnp.stack((size(found.ground), size(found.own[:, HEARD])))
 
@@ -66,7 +66,8 @@ def main():
               flush=True)  # fmt: skip
         rows.append((first, later))
     figure = Figure(figsize=(9, 2.9), layout="constrained")
-    for place, (axis, name) in enumerate(zip(figure.subplots(1, len(PANELS)), PANELS, strict=True)):
+    axes = figure.subplots(1, len(PANELS))
+    for place, (axis, name) in enumerate(zip(axes, PANELS, strict=True)):
         later = np.array([later[:, place] for _, later in rows])
         for seed in range(SEEDS):
             axis.plot(TICKS, later[:, seed], "o", color=f"C{seed}", label=f"seed {seed}", alpha=0.8)
@@ -77,7 +78,7 @@ def main():
         axis.set_xscale("log", base=2)
         axis.set(xticks=TICKS, xticklabels=TICKS, xlabel="operations of a robot in a step", ylim=(0, None))
         axis.set_title(name, fontsize=10)
-    axis.legend(fontsize=7)
+    axes[-1].legend(fontsize=7)
     figure.savefig(OUT, dpi=70)
 
 

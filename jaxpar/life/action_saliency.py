@@ -7,13 +7,13 @@ from jaxpar.life.brains import Sight
 from jaxpar.life.inhabitants import WorldState, see
 from jaxpar.life.world import World
 
-__all__ = ["HEARD", "saliency"]
+__all__ = ["HEARD", "action_saliency"]
 
 HEARD = slice(37, 53)
 """Where in `Sight.own` the message stands that an agent heard in the last step."""
 
 
-def saliency(world: World, state: WorldState) -> Sight:
+def action_saliency(world: World, state: WorldState) -> Sight:
     """The size of the gradient of an agent's outputs y by each number x that it sees, through one step of its brain.
 
         S[n, i] = sqrt(mean over k of (d y[n, k] / d x[n, i])^2)        of 44 outputs k
