@@ -90,7 +90,7 @@ def peer(folder: pathlib.Path, steps: int, rounds: int) -> dict[str, float]:
         begin = time.perf_counter()
         state = jax.block_until_ready(program(state))
         seconds.append(time.perf_counter() - begin)
-    return {"steps_per_s": round(steps / statistics.median(seconds[1:]), 1)}
+    return {"steps_per_s": float(f"{steps / statistics.median(seconds[1:]):.3g}")}
 
 
 def main() -> None:
@@ -119,7 +119,9 @@ def main() -> None:
         )
     if args.jaxlife:
         ours = speed(world_of(128, 32, 128), args.steps, args.rounds)
-        print(json.dumps(head | {"ours": ours, "jaxlife": peer(args.jaxlife, args.steps, args.rounds)}), flush=True)
+        theirs = peer(args.jaxlife, args.steps, args.rounds)
+        ratio = float(f"{ours['steps_per_s'] / theirs['steps_per_s']:.3g}")
+        print(json.dumps(head | {"ours": ours, "jaxlife": theirs, "ratio": ratio}), flush=True)
 
 
 if __name__ == "__main__":

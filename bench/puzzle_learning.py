@@ -180,8 +180,9 @@ class Case:
 NARROW = ("items.width=32", "items.heads=2", "num_envs=128")
 CASES = {
     "TSP-20": Case(("preset=puzzle_tsp",), tour_ratio, 1.06, 20, (*NARROW, "env=TSP-10"), levels=64),
-    "TSP-20-A2C": Case(
-        ("preset=puzzle_tsp_a2c",), tour_ratio, 1.06, 20, (*NARROW, "env=TSP-10"), levels=64
+    "TSP-20-A2C": Case(  # one gradient step a rollout, so rollouts are short
+        ("preset=puzzle_tsp_a2c",), tour_ratio, 1.06, 20, (*NARROW[:2], "env=TSP-10", "num_envs=64", "num_steps=9"),
+        levels=64,
     ),
     "Knapsack-50": Case(("preset=puzzle_knapsack",), sack_ratio, 0.97, 50, (*NARROW, "env=Knapsack-20"), levels=256),
     "2048": Case(("preset=puzzle_2048",), times_random, 10.0, 4000, ("env=2048-3x3", "num_envs=128", "hidden=[128]")),

@@ -30,6 +30,7 @@ exclude_patterns = [
     "collectives.py",
     "cut_episode.py",
     "forest.py",
+    "life_saliency.py",
     "names.py",
     "picture.py",
     "saliency.py",

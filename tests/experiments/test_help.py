@@ -69,7 +69,6 @@ TIME = re.compile(rf"\b(?:{COUNT}(?: and a half)? (?:s|seconds?|minutes?|hours?|
 MACHINE = re.compile(r"\b(?:CPU cores?|busy cores?|H100|H200|a CPU|TPU)\b")
 UNTIMED = {
     "moe_1b_a100m": "Never trained: neither its time nor its loss is known.",
-    "puzzle_tsp_a2c": "neither time nor result was measured",
 }
 """Presets that no machine has run here, and what says so."""
 

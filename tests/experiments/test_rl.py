@@ -232,6 +232,15 @@ def test_what_one_trial_taught_serves_in_the_next():
     assert (rise["gru"] > 3 * error).all() and (np.abs(rise["none"]) < 3 * error).all(), rise
 
 
+@pytest.mark.slow  # 40 s of processor time
+def test_a2c_leaves_chance_on_tours():
+    small = ("env=TSP-10", "items.width=32", "items.heads=2", "num_envs=64", "num_steps=9", "anneal=false")
+    learner, params = rl.make_learner(rl.compose("preset=puzzle_tsp_a2c", *small))
+    _, info = jax.jit(lambda key: train(learner, key, params, 400))(jax.random.key(0))
+    returns = np.asarray(info["return_mean"])
+    assert returns[:20].mean() < -5 and returns[-20:].mean() > -4, "tours by chance are 5.2 long, the shortest 2.9"
+
+
 @pytest.mark.slow  # four minutes on busy cores
 def test_a_team_learns_to_fight():
     flags = ("preset=combat", "train.steps=1_000_000", "num_envs=128", "hidden=[64,64]")

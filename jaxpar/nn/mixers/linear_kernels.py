@@ -169,7 +169,7 @@ def _forward(chunk: int, dtype: DTypeLike, x: Inputs, documents, floor):
 def _backward(chunk: int, dtype: DTypeLike, kept, g: Results):
     del dtype
     x, documents, floor, out, norm = kept
-    if floor is not None:
+    if floor is not None and norm is not None:
         g = _undivided(g, out, norm, floor)
 
     @sequential_vmap
@@ -185,7 +185,8 @@ def _undivided(g: Results, out: Array, norm: Array, floor: Array) -> Results:
     divisor, wide = jnp.maximum(size, floor)[..., None], g.out.astype(jnp.float32)
     share = (size > floor) + 0.5 * (size == floor)  # as of `jnp.maximum`
     by_norm = -(wide * out.astype(jnp.float32)).sum(-1) / divisor[..., 0] * share * jnp.sign(norm)
-    return g._replace(out=(wide / divisor).astype(out.dtype), norm=g.norm + by_norm)
+    by_norm = by_norm if g.norm is None else g.norm + by_norm
+    return g._replace(out=(wide / divisor).astype(out.dtype), norm=by_norm)
 
 
 def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
