@@ -90,6 +90,38 @@ def test_exponential_gates_take_it(kernel):
     assert_close(run("kernel"), run("sequential"), 1e-4)
 
 
+@pytest.mark.parametrize("kind", ["heads, floor", "rows"])
+def test_the_passes_may_have_chunks_of_two_sizes(kind, kernel, monkeypatch):
+    for name, chunk in (("FORWARD", 32), ("BACKWARD", 16)):
+        monkeypatch.setattr(kernels, name, {k: x._replace(chunk=chunk) for k, x in getattr(kernels, name).items()})
+    check(kind, T, 64, STARTS, VALID)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "length", "chunk", "sizes"),
+    [
+        ("heads", "bfloat16", 300, 64, (128, 64)),
+        ("rows", "bfloat16", 300, 64, (32, 32)),
+        ("heads", "float32", 300, 64, (64, 64)),
+        ("heads", "bfloat16", 300, 20, (32, 32)),
+        ("heads", "bfloat16", 40, 64, (64, 64)),
+        ("none", "bfloat16", 5, 64, (16, 16)),
+    ],
+)
+def test_chunks_are_a_pass_s_own_below_64_the_caller_s(kind, dtype, length, chunk, sizes, monkeypatch):
+    seen = []
+
+    def record(*arrays, out, name, **constants):
+        seen.append((name, constants["CHUNK"]))
+        return [jnp.zeros(x.shape, x.dtype) for x in out]
+
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    monkeypatch.setattr(kernels, "call_kernel", record)
+    jax.eval_shape(outcome("kernel", kind, None, None, chunk=chunk), *inputs_of(kind, 1, length, 1, 1, 16, 16, dtype))
+    assert seen[:2] == [("carry", sizes[0]), ("outputs", sizes[0])]
+    assert {size for _, size in seen[2:]} == {sizes[1]} and len(seen) == 6
+
+
 def test_vmap_is_a_loop(monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda: True)
     monkeypatch.setattr(kernels, "call_kernel", linear_kernel_twin.stand_in)
@@ -124,8 +156,11 @@ def test_who_takes_the_kernel(monkeypatch):
     asked = []
     monkeypatch.setattr(module, "_is_right", lambda *kind: asked.append(kind))
     assert not has_linear_kernel(*given()[:2], jnp.zeros((2, 4, 2)), None, True) and asked == [(3, False, True)]
+    ones = jnp.ones((2, 4, 2))
+    linear_attention(*given()[:1] * 2, given()[1], -ones, floor=ones)
+    assert asked[1:] == [(3, False, True)]
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert not has_linear_kernel(*given()) and len(asked) == 1
+    assert not has_linear_kernel(*given()) and len(asked) == 2
 
 
 @pytest.mark.parametrize("wrong", [False, True])

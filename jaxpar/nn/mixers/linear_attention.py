@@ -71,8 +71,7 @@ def linear_attention(
         where one is, else chunks.
       dtype: Of the outputs; by default that of v.
       normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
-      floor: If given, outputs are divided by the size of that column's, or by this where it is larger, and have V
-        columns; it has no gradient.
+      floor: Divides outputs by that column's size, or by this where it is larger; they have V columns. No gradient.
 
     Returns:
       Outputs, and the state; inside `jax.shard_map` that after this device's last token.
@@ -80,12 +79,9 @@ def linear_attention(
     Raises:
       UsageError: For shapes that do not fit, an unknown `impl`, or a kernel where there is none.
     """
-    if impl == "auto" and axis_name is None:
-        has_kernel = v.shape[1] > 1 and has_linear_kernel(k, v, log_decay, bonus, normaliser)
-        impl = "kernel" if has_kernel else "chunked" if v.shape[1] > 1 else "sequential"
+    normaliser = normaliser or floor is not None
+    impl = _form(k, v, log_decay, bonus, normaliser) if impl == "auto" and axis_name is None else impl
     columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
-    if floor is not None:
-        normaliser, floor = True, jax.lax.stop_gradient(floor)
     if normaliser:
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
     heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
@@ -95,9 +91,7 @@ def linear_attention(
         return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     first = jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide) if state is None else state.astype(wide)
-    log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
-    if bonus is not None and log_decay.ndim == 3:
-        log_decay = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, k.shape[-1]))
+    log_decay = _decays(log_decay, v.shape[:3], k.shape[-1], bonus).astype(wide)
     (q, k, v, log_decay), starts = only_valid((q, k, v, log_decay), starts, valid)
     if impl == "sequential":
         if axis_name is not None:
@@ -106,22 +100,41 @@ def linear_attention(
     else:
         run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
         out, last = run(q, k, v, log_decay, bonus, first, starts, chunk, axis_name)
-    if floor is not None:
-        out = quotient(out[..., :-1], jnp.maximum(jnp.abs(out[..., -1:]), floor[..., None]))
-    return out.astype(dtype), last
+    return _divided(out, floor).astype(dtype), last
+
+
+def _decays(log_decay: Array | None, shape: tuple[int, ...], depth: int, bonus: Array | None) -> Array:
+    """Returns log decays, zeros where there are none; with a bonus those of rows."""
+    log_decay = jnp.zeros(shape, jnp.float32) if log_decay is None else log_decay
+    by_rows = bonus is None or log_decay.ndim == 4
+    return log_decay if by_rows else jnp.broadcast_to(log_decay[..., None], (*shape, depth))
+
+
+def _divided(out: Array, floor: Array | None) -> Array:
+    """Divides by the last column, which is left out; by nothing without a floor."""
+    if floor is None:
+        return out
+    return _quotient(out[..., :-1], jnp.maximum(jnp.abs(out[..., -1:]), jax.lax.stop_gradient(floor)[..., None]))
 
 
 @jax.custom_jvp
-def quotient(x: Array, y: Array) -> Array:
+def _quotient(x: Array, y: Array) -> Array:
     """Divides; no square of y is in the derivative, which would be 0 where y is exp(-80)."""
     return x / y
 
 
-@quotient.defjvp
+@_quotient.defjvp
 def _quotient_derivative(primals, tangents):
     (x, y), (dx, dy) = primals, tangents
     ratio = x / y
     return ratio, (dx - ratio * dy) / y
+
+
+def _form(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> str:
+    """Returns what "auto" is."""
+    if v.shape[1] == 1:
+        return "sequential"
+    return "kernel" if has_linear_kernel(k, v, log_decay, bonus, normaliser) else "chunked"
 
 
 def has_linear_kernel(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> bool:
@@ -150,10 +163,7 @@ def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floo
     shape = (v.shape[0], v.shape[2], k.shape[-1], columns + normaliser)
     first = jnp.zeros(shape, wide) if state is None else state.astype(wide)
     if bonus is not None:
-        rows = (*v.shape[:3], k.shape[-1])
-        log_decay = jnp.zeros(rows[:3], wide) if log_decay is None else log_decay
-        log_decay = log_decay if log_decay.ndim == 4 else jnp.broadcast_to(log_decay[..., None], rows)
-        bonus = bonus.astype(wide)
+        log_decay, bonus = _decays(log_decay, v.shape[:3], k.shape[-1], bonus), bonus.astype(wide)
     given = (q.astype(v.dtype), k.astype(v.dtype), v)
     (q, k, v, *decay), starts = only_valid(given if log_decay is None else (*given, log_decay), starts, valid)
     documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)

@@ -20,7 +20,7 @@ from jaxpar.lower.triton import available, call_kernel
 from jaxpar.nn.mixers._linear_text import TEXT
 from jaxpar.scan.varying import varying_as
 
-__all__ = ["BACKWARD", "FORWARD", "Cut", "Pass"]
+__all__ = ["BACKWARD", "FORWARD", "Cut"]
 
 MOST_COLUMNS = 512
 """Of keys and of values."""
