@@ -72,8 +72,8 @@ def test_the_machine_code_multiplies_by_tensor_cores_and_hardly_spills(shape, ki
             assert fact["hmma"] > 0
         else:
             assert all(".f32.bf16.bf16" in each for each in fact["wgmma"]) and fact["hgmma"] > 0 == fact["hmma"]
-        # Four warps that spill a little were faster on an H200 than eight that do not, without a bonus.
-        most = {"key_gradients": 384 if kind == "bonus" else 128, "value_gradients": 32} if by_rows else {}
+        # Four warps that spill a little were faster on an H200 and an H100 than eight that do not, without a bonus.
+        most = {"key_gradients": 384 if kind == "bonus" else 192, "value_gradients": 32} if by_rows else {}
         assert fact["spilled"] <= most.get(call["name"], 0) and fact["registers"] <= 255
         assert max(fact["copies"], default=16) == 16  # bytes a thread; none where a loop is of one tile
         programs = 8 // call["num_warps"]  # side by side on a multiprocessor: eight warps at least

@@ -97,6 +97,13 @@ def test_the_passes_may_have_chunks_of_two_sizes(kind, kernel, monkeypatch):
     check(kind, T, 64, STARTS, VALID)
 
 
+def test_a_floor_has_no_gradient(kernel):
+    q, k, v, decay, *_ = inputs_of("heads, floor", 1, 20, 1, 1, 16, 16)[0]
+    for impl in ("kernel", "chunked", "sequential"):
+        total = lambda floor: linear_attention(q, k, v, decay, floor=floor, impl=impl)[0].sum()  # noqa: B023, E731
+        assert not jax.grad(total)(jnp.full((1, 20, 1), 5.0)).any()
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "length", "chunk", "sizes"),
     [
@@ -146,6 +153,12 @@ def test_who_takes_the_kernel(monkeypatch):
     assert not has_linear_kernel(*given())  # on a CPU
     monkeypatch.setattr(module, "platform", lambda: "gpu")
     assert has_linear_kernel(*given()) and has_linear_kernel(*given(256, 16, "float16"))
+    called, (keys, values) = [], given()[:2]
+    record = lambda *_, out, name, **__: called.append(name) or [jnp.zeros(x.shape, x.dtype) for x in out]  # noqa: E731
+    monkeypatch.setattr(kernels, "call_kernel", record)
+    linear_attention(keys, keys, values)
+    linear_attention(keys[:, :1], keys[:, :1], values[:, :1])  # a step takes none
+    assert called == ["carry", "outputs"]
     no = [(32, 48, "float32"), (32, 40), (24, 48), (528, 48), (32, 1024)]
     assert not any(has_linear_kernel(*given(*each)) for each in no)
     with use_mesh(make_mesh(MeshSpec(data=8))):
