@@ -6,15 +6,11 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 
-matplotlib.use("agg")
-
-from matplotlib.figure import Figure  # noqa: E402
-
-from jaxpar.life import HEARD, Jitter, Laws, Lstm, World, action_saliency  # noqa: E402
-from jaxpar.loop import run  # noqa: E402
+from jaxpar.io.figure import COLORS, GRAY, empty_figure, save, tidy
+from jaxpar.life import HEARD, Jitter, Laws, Lstm, World, action_saliency
+from jaxpar.loop import run
 
 OUT = pathlib.Path(__file__).resolve().parent / "_static" / "life_saliency.png"
 TICKS, SEEDS, STEPS, LOOKS = (1, 4, 16), 3, 2000, 10
@@ -65,21 +61,22 @@ def main():
         print(json.dumps({"ticks": ticks} | {name: np.round(x.astype(float), 4).tolist() for name, x in shown.items()}),
               flush=True)  # fmt: skip
         rows.append((first, later))
-    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    figure = empty_figure(9, 2.9)
     axes = figure.subplots(1, len(PANELS))
     for place, (axis, name) in enumerate(zip(axes, PANELS, strict=True)):
         later = np.array([later[:, place] for _, later in rows])
         for seed in range(SEEDS):
-            axis.plot(TICKS, later[:, seed], "o", color=f"C{seed}", label=f"seed {seed}", alpha=0.8)
-        axis.plot(TICKS, later.mean(1), color="0.3", label="mean")
+            axis.plot(TICKS, later[:, seed], "o", color=COLORS[seed], label=f"seed {seed}")
+        axis.plot(TICKS, later.mean(1), color="black", label="mean")
         if place:
             at_first = float(np.mean([first[:, place] for first, _ in rows]))
-            axis.axhline(at_first, color="0.6", linestyle="--", label="first newcomers")
+            axis.axhline(at_first, color=GRAY, linestyle="--", label="first newcomers")
         axis.set_xscale("log", base=2)
         axis.set(xticks=TICKS, xticklabels=TICKS, xlabel="operations of a robot in a step", ylim=(0, None))
         axis.set_title(name, fontsize=10)
+        tidy(axis)
     axes[-1].legend(fontsize=7)
-    figure.savefig(OUT, dpi=70)
+    save(figure, OUT, "Seeds differ more than settings")
 
 
 if __name__ == "__main__":
