@@ -2,7 +2,7 @@
 
     python bench/expert_losses.py                        # two layers of 32, three seeds
     python bench/expert_losses.py --presets --steps 100 --seeds 0
-    python bench/expert_losses.py --failures 0,0.1,0.3,0.5 --seeds 0 --plot failures.png   # Learning@home's question
+    python bench/expert_losses.py --failures 0,0.1,0.3,0.5 --steps 800 --plot failures.png   # Learning@home's question
 
 Both are language models over bytes of the default corpus. They see the same batches and differ in their mlps alone.
 """
@@ -63,12 +63,20 @@ def by_failures(options: argparse.Namespace, flags: list[str]) -> None:
     if options.plot:
         from matplotlib.figure import Figure
 
-        figure = Figure()
+        figure = Figure(figsize=(5.6, 3.6), layout="constrained")
         axes = figure.subplots()
+        losses = np.array(list(rows.values()))
+        mean = losses.mean(1)
         axes.errorbar(
-            list(rows), [np.mean(x) for x in rows.values()], [np.ptp(x) / 2 for x in rows.values()], marker="o"
+            list(rows), mean, [mean - losses.min(1), losses.max(1) - mean], marker="o", capsize=3,
+            label=f"mean and range of {len(options.seeds)} seeds" if len(options.seeds) > 1 else "one seed",
+        )  # fmt: skip
+        axes.set(
+            xlabel="share of experts' answers that fail in training",
+            ylabel="validation loss, nats a byte",
+            title=f"Experts that fail: a mixture after {options.steps} steps, all answering",
         )
-        axes.set(xlabel="share of experts that fail in training", ylabel="validation loss, nats a byte")
+        axes.legend()
         figure.savefig(options.plot)
 
 

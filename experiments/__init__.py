@@ -16,7 +16,7 @@
 | `_mistakes.py` | a user's mistake in one sentence; old names of flags | `_run.py` |
 | `_interrupt.py` | Ctrl-C at any moment | `_run.py`, `_folder.py`, `launch.py` |
 | `_mesh.py` | layouts as the user types them; whether a job fits the mesh | every command |
-| `_series.py` `_memory.py` | sequences and images; symbols to remember | `rnn.py`, `digits.py` |
+| `_series.py` `_digits_1d.py` `_memory.py` | series, images, symbols to remember | `rnn.py`, `digits.py` |
 | `_world.py` | an environment by name, with what flags change in it | `env.py`, `rl.py`, `pomdp.py` |
 | `_policy_run.py` | policies by name, many environments under one of them, a film of a few | `env.py`, `rl.py` |
 | `_judge.py` `_rocks.py` `_pomdp_film.py` | exact regrets, beliefs on maps, a film | `pomdp.py` |

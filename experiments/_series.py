@@ -1,4 +1,4 @@
-"""Sequences to train on: digits read pixel by pixel, series from files, and the synthetic tests of memory.
+"""Sequences to train on: digits read pixel by pixel or generated, series from files, and the synthetic tests of memory.
 
 Every task gives batches {"inputs" float32 [B, T, D], "targets" [B, T], "weights" float32 [B, T]} as a pure function of
 a step; only places of weight over 0 are judged.
@@ -16,6 +16,7 @@ from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import UsageError
 
 from . import _memory
+from ._digits_1d import digits_1d
 
 __all__ = ["SeriesConfig", "Task", "handwritten", "held_out_batches", "open_task", "read_series"]
 
@@ -27,11 +28,11 @@ class SeriesConfig:
     """What is learned, and from what.
 
     Attributes:
-      task: "digits", "file", or a synthetic one: "copy", "selective_copy", "adding", and what tells mixers apart:
-        "recall", "mqar", "delayed_copy", "s5".
+      task: "digits", "digits_1d", "file", or a synthetic one: "copy", "selective_copy", "adding", and what tells
+        mixers apart: "recall", "mqar", "delayed_copy", "s5".
       path: Of the file task: a .ts (aeon), .arff, .csv, .tsv or .npz file.
       validation_path: Its validation series; by default a share of those in `path`.
-      validation: That share; of the digits too.
+      validation: That share; of the digits too, of one dimension or two.
       length: Of the synthetic tasks: T of adding and s5; of copying and recall the silent steps, of delayed_copy the
         delay, of mqar the places among which each key is asked for.
       symbols: Of the copy tasks: how many are to be remembered; of recall and mqar the pairs of a key and a value; of
@@ -202,6 +203,12 @@ def _digits(config: SeriesConfig, seed: int) -> Task:
     return _from_arrays(series, labels, None, config, seed, "digits pixel by pixel")
 
 
+def _digits_1d(config: SeriesConfig, seed: int) -> Task:
+    """5,000 generated digits of one dimension, from (seed, 3)."""
+    curves, labels = digits_1d(np.random.default_rng([seed, 3]), 5000)
+    return _from_arrays(curves[..., None], labels, None, config, seed, "generated digits of one dimension")
+
+
 def handwritten(asked: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the digits, pixels in [-1, 1] [N, 8, 8] and labels [N]; `asked` is what needs them.
 
@@ -284,6 +291,7 @@ def _at_end(inputs: np.ndarray, targets: np.ndarray) -> Batch:
 
 TASKS = {
     "digits": _digits,
+    "digits_1d": _digits_1d,
     "file": _file,
     "copy": _copy,
     "selective_copy": _selective_copy,

@@ -6,6 +6,7 @@
     python -m experiments.rnn data.task=selective_copy data.length=200 model.cell=min_lstm
     python -m experiments.rnn preset=lmu                                     # a Legendre memory, half a minute
     python -m experiments.rnn preset=lmuformer                               # and convolutions before it
+    python -m experiments.rnn preset=lmuformer data.task=digits_1d           # generated digits of one dimension
     python -m experiments.rnn data.task=mqar model.cell=gated_delta data.length=40 data.symbols=8
     python -m experiments.rnn mode=eval run=runs/rnn/rnn-1a2b3c4d            # in parallel, and streamed
 

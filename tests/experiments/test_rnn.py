@@ -44,7 +44,7 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("data.task=weather", "data.task='weather' is unknown; legal are digits, file, copy"),
+        ("data.task=weather", "data.task='weather' is unknown; legal are digits, digits_1d, file, copy"),
         ("data.task=file", "data.task=file needs data.path= to name a .ts, .arff"),
         ("data.task=file data.path=none.ts", "data.path=none.ts is no file"),
         ("data.path=x.ts", "data.path is read by data.task=file alone, not by data.task=adding"),
