@@ -171,19 +171,24 @@ class Attention:
         """Times it; what is not a call is not timed."""
         if self.alone and self.member.rank:
             return {}
-        calls, timings = self.plan
         with self.local(self.request["length"]) as (q, k, v):
             g = torch.randn_like(q)
-            self.call(q, k, v, g)
-            taken = []
-            for _ in range(timings):
-                if not self.alone:
-                    dist.barrier(group=self.member.control)
-                begin = wait()
-                for _ in range(calls):
-                    self.call(q, k, v, g)
-                taken.append((wait() - begin) / calls)
-        return {"ms": 1e3 * statistics.median(taken)}
+            return timed(self.plan, lambda: self.call(q, k, v, g), None if self.alone else self.member.control)
+
+
+def timed(plan: tuple[int, int], call, group) -> dict:
+    """Returns the median ms of a call after one more; with a group its processes begin each timing together."""
+    calls, timings = plan
+    call()
+    taken = []
+    for _ in range(timings):
+        if group is not None:
+            dist.barrier(group=group)
+        begin = wait()
+        for _ in range(calls):
+            call()
+        taken.append((wait() - begin) / calls)
+    return {"ms": 1e3 * statistics.median(taken)}
 
 
 def rates(request: dict, device: torch.device) -> dict:

@@ -7,7 +7,6 @@ and summed: nothing is dropped, and only what is chosen is sent, for which the h
 """
 
 import pathlib
-import statistics
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -18,7 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from expert_cases import routes  # noqa: E402
-from torch_context import FLOATS, Member, main, wait  # noqa: E402
+from torch_context import FLOATS, Member, main, timed, wait  # noqa: E402
 
 
 class Sent(torch.autograd.Function):
@@ -143,17 +142,7 @@ class Layer:
         """Times it; what is not a call is not timed."""
         if self.alone and self.member.rank:
             return {}
-        calls, timings = self.plan
-        self.call(*self.args)
-        taken = []
-        for _ in range(timings):
-            if not self.alone:
-                dist.barrier(group=self.member.control)
-            begin = wait()
-            for _ in range(calls):
-                self.call(*self.args)
-            taken.append((wait() - begin) / calls)
-        return {"ms": 1e3 * statistics.median(taken)}
+        return timed(self.plan, lambda: self.call(*self.args), None if self.alone else self.member.control)
 
 
 class Expert(Member):
