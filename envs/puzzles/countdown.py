@@ -34,6 +34,7 @@ from .answers import score_many
 from .arithmetic import apply_move, legal_moves, moves
 from .expressions import RULES, score, solve
 from .given import Generator, Given, check_generator
+from .items import as_items
 from .rewards import REWARDS, earned, unless
 
 __all__ = ["VARIANTS", "Countdown", "Level", "Reverse", "Uniform", "given", "moves", "score", "score_many", "solve"]
@@ -256,7 +257,7 @@ class Countdown:
         logs = jnp.sign(num) * jnp.log1p(jnp.abs(num)), jnp.log(den.astype(jnp.float32))
         columns = (target, jnp.clip(value / 100, -10, 10), *logs, jnp.clip((value - goal) / goal, -8, 8))
         there = jnp.append(state.left, True)
-        return jnp.where(there[:, None], jnp.stack([there, *columns], axis=1), 0.0).astype(jnp.float32)
+        return jnp.where(there[:, None], as_items(there, *columns), 0.0)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table."""

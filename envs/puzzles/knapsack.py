@@ -18,6 +18,7 @@ from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, Given, check_generator
+from .items import as_items
 from .rewards import REWARDS, earned, unless
 
 __all__ = ["VARIANTS", "Integer", "Items", "Knapsack", "Level", "given"]
@@ -194,10 +195,9 @@ class Knapsack:
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """All of the state, scaled."""
         weight, value = state.level.weight.astype(jnp.float32), state.level.value.astype(jnp.float32)
-        tight = jnp.clip(weight / jnp.maximum(state.room.astype(jnp.float32), 1e-6), 0, 2)
-        fits = self.action_mask(state, params)
-        columns = (weight / state.greatest[0], value / state.greatest[1], tight, state.packed, fits)
-        return jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
+        light, dear = 1 / state.greatest
+        tight = jnp.clip(weight * (1 / jnp.maximum(state.room.astype(jnp.float32), 1e-6)), 0, 2)
+        return as_items(weight * light, value * dear, tight, state.packed, self.action_mask(state, params))
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """What the outcome grew by, or all of it at the end."""

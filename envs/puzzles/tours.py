@@ -22,6 +22,7 @@ from jaxpar.fields import OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, check_generator
+from .items import as_items
 from .rewards import REWARDS, earned, unless
 from .tour_levels import Cities, Clustered, Customers, Demands, Uniform
 
@@ -72,8 +73,8 @@ class State:
 class Tours:
     """TSP where the generator draws `Cities`, CVRP where it draws `Customers`.
 
-    Observation: float32 `[N, 7]`, a row for each place: x, y within 0 to 1; visited; here; legal; demand and load as
-    shares of the capacity. Action: a place, int32.
+    Observation: float32 `[N, 5]`, a row for each place: x, y within 0 to 1; visited; here; legal. Of CVRP `[N, 7]`:
+    demand and load as shares of the capacity. Action: a place, int32.
 
     Attributes:
         generator: `Uniform`, `Clustered`, `Demands`, what `tsplib` reads, or any that draws such a level.
@@ -119,7 +120,7 @@ class Tours:
 
     def observation_space(self, params: Params) -> Box:
         """Rows of features."""
-        return Box(0.0, 1.0, (self.num_places, 7))
+        return Box(0.0, 1.0, (self.num_places, 7 if self.vehicles else 5))
 
     def action_space(self, params: Params) -> Discrete:
         """A place."""
@@ -149,8 +150,9 @@ class Tours:
 
     def action_mask(self, state: State, params: Params) -> Array:
         """Places that may come next, bool `[N]`."""
-        mask = ~state.visited & (state.demand <= state.load)
-        return mask.at[0].set(state.here != 0) if self.vehicles else mask
+        if not self.vehicles:
+            return ~state.visited
+        return (~state.visited & (state.demand <= state.load)).at[0].set(state.here != 0)
 
     def leg(self, state: State, a: Array, b: Array) -> Array:
         """How far it is from places a to b."""
@@ -179,13 +181,13 @@ class Tours:
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """All of the state but the way, scaled."""
-        side = jnp.maximum(jnp.max(state.span), 1e-6)
+        x, y = ((state.place - state.corner[None]) * (1 / jnp.maximum(jnp.max(state.span), 1e-6))).T
         here = np.arange(self.num_places) == state.here
-        most = jnp.maximum(state.capacity, 1)
-        load = jnp.broadcast_to(state.load / most, here.shape)
-        flags = state.visited, here, self.action_mask(state, params), state.demand / most, load
-        columns = [(state.place - state.corner[None]) / side, *(flag.astype(jnp.float32)[:, None] for flag in flags)]
-        return jnp.clip(jnp.concatenate(columns, axis=1), 0, 1)
+        columns = [x, y, state.visited, here, self.action_mask(state, params)]
+        if self.vehicles:
+            share = 1 / jnp.maximum(state.capacity, 1).astype(jnp.float32)
+            columns += [state.demand * share, jnp.broadcast_to(state.load * share, here.shape)]
+        return jnp.clip(as_items(*columns), 0, 1)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """What the outcome fell by, or all of it at the end."""

@@ -211,7 +211,7 @@ class World:
             return robots.tick(carried[0], acts.message, heard, carried[1], cells)
 
         first = machines._replace(program=program), state.terrain.bit.reshape(-1)
-        machines, bits = jax.lax.fori_loop(0, self.ticks, tick, first)
+        machines, bits = jax.lax.fori_loop(0, self.ticks, tick, first, unroll=min(self.ticks, 4))
         return machines, bits.reshape(state.terrain.bit.shape)
 
     def bear(self, key: PRNGKey, agents: Agents, state: WorldState, prices: Prices) -> tuple[Agents, Array, Wide, Wide]:
@@ -222,7 +222,7 @@ class World:
         slots, extinct = births.slot, jnp.zeros((), bool)
         have = lambda: self.children(key, agents, births, prices)  # noqa: E731
         # Noise for genomes is much of a step's work: where nobody is born, rows that no slot takes do as well.
-        none = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(have))  # noqa: E731
+        none = lambda: jax.tree.map(lambda x: (x[: self.max_births] * 0).astype(x.dtype), agents)  # noqa: E731
         cases, case = [none, have], jnp.any(births.born).astype(jnp.int32)
         if self.newcomers:
             extinct, number = ~jnp.any(agents.alive), jnp.arange(self.max_births)

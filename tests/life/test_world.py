@@ -10,7 +10,7 @@ import pytest
 from fast import jit
 from plain_world import PlainWorld, plain_maps
 
-from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
+from jaxpar.life import Jitter, Laws, Lstm, Reflex, World, bodies
 from jaxpar.life.bodies import nearest
 from jaxpar.life.inhabitants import open_world, see
 from jaxpar.life.laws import Prices
@@ -355,6 +355,17 @@ def test_the_table_of_distances_may_come_in_parts():
     jax.tree.map(
         np.testing.assert_array_equal, nearest(places, jnp.arange(10), places, there, 3, 8 * ONE, 3 * ONE, 4), whole
     )
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_the_nearest_are_found_by_looking_as_by_sorting(k, monkeypatch):
+    far = jnp.asarray(np.random.default_rng(k).integers(0, 9, 30), jnp.int32).at[4:7].set(bodies._NOBODY)
+    order = np.argsort(np.asarray(far), kind="stable")[:k]
+    for where in ("cpu", "gpu"):
+        monkeypatch.setattr(bodies, "platform", lambda where=where: where)
+        least, index = bodies._least(far, k)
+        np.testing.assert_array_equal(index, order)
+        np.testing.assert_array_equal(least, far[order])
 
 
 def test_sums_beyond_32_bits_are_exact():
