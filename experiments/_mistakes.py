@@ -2,12 +2,14 @@
 
 import dataclasses
 import difflib
+import importlib
 import io
 import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
+import yaml
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -41,6 +43,19 @@ USUAL = {"lr": "learning_rate", "bs": "batch_size", "pop": "population"}
 def conf_of(name: str) -> pathlib.Path:
     """Returns the folder that holds the configuration and the presets of an experiment, if it has any."""
     return next((path.parent for path in CONF.glob(f"*/{name}.yaml")), CONF / name)
+
+
+def maker_of(saved: pathlib.Path) -> str:
+    """Returns the experiment whose flags a saved configuration has, all of them, or ""."""
+    try:
+        given = set(yaml.safe_load(saved.read_text()))
+    except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError):
+        return ""
+    for name in sorted(path.stem for path in CONF.glob("*/*.yaml")):
+        known = importlib.import_module(f"{__package__}.{name}").Config
+        if given == {flag.name for flag in dataclasses.fields(known)}:
+            return name
+    return ""
 
 
 def presets_of(name: str, group: str) -> str:

@@ -47,7 +47,7 @@ from . import _help, _interrupt, _silence, show, start
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
-from ._mistakes import CONF, FLAG_ERRORS, conf_of, refuse_malformed, sentence_of, with_presets
+from ._mistakes import CONF, FLAG_ERRORS, conf_of, maker_of, refuse_malformed, sentence_of, with_presets
 
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
@@ -221,7 +221,8 @@ def load(folder: pathlib.Path, schema: type) -> Any:
         _refuse_references(path, OmegaConf.to_container(saved, resolve=False))
         return _to_config(OmegaConf.merge(_schema_node(schema), saved))
     except (*FLAG_ERRORS, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} is not the configuration of such a run ({sentence_of(error, schema)}).") from error
+        whose = f"it is of experiments.{of}" if (of := maker_of(path)) else sentence_of(error, schema)
+        raise UsageError(f"{path} is not the configuration of such a run ({whose}).") from error
 
 
 def _refuse_references(path: pathlib.Path, content: Any, name: str = "") -> None:

@@ -283,6 +283,9 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
         raise UsageError(f"the tokenizer of init={config.init} has {tokenizer.vocab_size} symbols of {size}.")
     if not is_given:
         size = max(size, -(-tokenizer.vocab_size // 64) * 64)
+        if config.model.vocab_size not in (size, LMConfig().vocab_size):
+            say(f"note       model.vocab_size={config.model.vocab_size} is raised to {size}: the tokenizer has "
+                f"{tokenizer.vocab_size} symbols")  # fmt: skip
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
     if config.model.positions == "learned" and config.data.seq_len > config.model.max_seq_len:
         raise UsageError(

@@ -146,7 +146,7 @@ class MeshSpec:
             raise UsageError(f"mesh {asked} leaves {' and '.join(free)} open; only one axis may be -1.")
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if num_devices % fixed or (not free and fixed != num_devices):
-            largest = max((n for n, s in sizes.items() if s != -1), key=lambda n: sizes[n])
+            largest = max((n for n, s in sizes.items() if s != -1), key=lambda n: (sizes[n], n == "data"))
             room, left = divmod(num_devices, fixed // sizes[largest])
             fits = [n for n in range(1, room + 1) if room % n == 0] if free else [room]
             legal = f"data={num_devices} and nothing else"

@@ -62,7 +62,7 @@ def test_all_axes_always_exist():
             8,
             "mesh data=3 fsdp=3 needs 9 devices but 8 are here; the nearest legal choice is data=8 and nothing else.",
         ),
-        (MeshSpec(), 8, "mesh data=1 needs 1 devices but 8 are here; the nearest legal choice is"),
+        (MeshSpec(), 8, "mesh data=1 needs 1 devices but 8 are here; the nearest legal choice is data=8."),
         (MeshSpec(-1, -1), 8, "mesh data=-1 fsdp=-1 leaves data and fsdp open; only one axis may be -1."),
         (MeshSpec(data=2, fsdp=4, inner=3), 8, "mesh inner=3 does not divide fsdp=4; legal are 1, 2, 4."),
         (MeshSpec(data=-1, tensor=3), 8, "mesh data=-1 tensor=3 needs 3 devices but 8 are here; the nearest legal"),

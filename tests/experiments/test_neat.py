@@ -39,7 +39,8 @@ def test_it_solves_and_tells(main, tmp_path):
     filmed = main("mode=film", "run=run", "cpu_devices=8", of="neat")
     assert "mode=film needs an environment, and task=xor is a table" in filmed.sentence()
     other = main("mode=film", "run=run", "cpu_devices=8", of="life")
-    assert "run/config.yaml is not the configuration of such a run" in other.sentence()
+    said = "run/config.yaml is not the configuration of such a run (it is of experiments.neat)"
+    assert said in other.sentence()
     (folder / "checkpoints").rename(folder / "elsewhere")
     untrained = main("mode=eval", "run=run", "cpu_devices=8", of="neat")
     assert "run has no checkpoint yet; train it first" in untrained.sentence()

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from experiments import lm
 from experiments._mistakes import sentence_of
+from jaxpar.lm.tokenizer import Bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -32,3 +34,11 @@ def test_where_runs_cannot_be_the_sentence_says_how_to_put_them_elsewhere():
     said = sentence_of(OSError(30, "Read-only file system", "runs/lm"))
     assert said == "runs/lm cannot be opened or written: Read-only file system; hydra.run.dir= puts the run elsewhere."
     assert "hydra" not in sentence_of(OSError(30, "Read-only file system", "texts/runs.txt"))
+
+
+def test_a_vocabulary_that_is_raised_is_told(capsys):
+    for flags, said in [(["model.vocab_size=10"], "model.vocab_size=10 is raised to 256"), ([], "")]:
+        config = lm.with_vocabulary(lm.compose(*flags), Bytes())
+        assert config.model.vocab_size == 256
+        out = capsys.readouterr().out
+        assert said in out and bool(said) == bool(out), out
