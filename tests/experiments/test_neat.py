@@ -41,6 +41,10 @@ def test_it_solves_and_tells(main, tmp_path):
     other = main("mode=film", "run=run", "cpu_devices=8", of="life")
     said = "run/config.yaml is not the configuration of such a run (it is of experiments.neat)"
     assert said in other.sentence()
+    told = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text("task: xor\n")  # too little to know whose
+    assert "unknown flag 'task'" in main("mode=film", "run=run", "cpu_devices=8", of="life").sentence()
+    (folder / "config.yaml").write_text(told)
     (folder / "checkpoints").rename(folder / "elsewhere")
     untrained = main("mode=eval", "run=run", "cpu_devices=8", of="neat")
     assert "run has no checkpoint yet; train it first" in untrained.sentence()

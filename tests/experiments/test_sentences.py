@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -37,8 +38,13 @@ def test_where_runs_cannot_be_the_sentence_says_how_to_put_them_elsewhere():
 
 
 def test_a_vocabulary_that_is_raised_is_told(capsys):
-    for flags, said in [(["model.vocab_size=10"], "model.vocab_size=10 is raised to 256"), ([], "")]:
-        config = lm.with_vocabulary(lm.compose(*flags), Bytes())
-        assert config.model.vocab_size == 256
+    many = types.SimpleNamespace(vocab_size=300)
+    for flags, tokenizer, size, said in [
+        (["model.vocab_size=10"], Bytes(), 256, "model.vocab_size=10 is raised to 256"),
+        ([], Bytes(), 256, ""),
+        ([], many, 320, ""),  # nobody asked for 256
+    ]:
+        config = lm.with_vocabulary(lm.compose(*flags), tokenizer)
+        assert config.model.vocab_size == size
         out = capsys.readouterr().out
         assert said in out and bool(said) == bool(out), out

@@ -352,6 +352,8 @@ def test_the_table_of_distances_may_come_in_parts():
     places = jnp.asarray(rng.integers(0, 8 * ONE, (10, 2)), jnp.int32)
     there = jnp.asarray(rng.random(10) < 0.8)
     whole = nearest(places, jnp.arange(10), places, there, 3, 8 * ONE, 3 * ONE)
+    in_parts = jax.make_jaxpr(lambda x: nearest(x, jnp.arange(10), x, there, 3, 8 * ONE, 3 * ONE, 4))(places)
+    assert any(eqn.primitive.name == "scan" for eqn in in_parts.eqns)
     jax.tree.map(
         np.testing.assert_array_equal, nearest(places, jnp.arange(10), places, there, 3, 8 * ONE, 3 * ONE, 4), whole
     )
