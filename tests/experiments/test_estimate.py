@@ -62,7 +62,7 @@ def test_parameters_are_the_published_ones(name, tmp_path):
 
 def told(err):
     """What is said on standard error but for what takes long."""
-    return re.sub(r"^(compiling|running)\b.* \d+ s\n", "", err, flags=re.MULTILINE)
+    return re.sub(r"^((compiling|running)\b.* \d+ s|starting: .*)\n", "", err, flags=re.MULTILINE)
 
 
 @pytest.fixture
