@@ -195,9 +195,10 @@ class Knapsack:
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """All of the state, scaled."""
         weight, value = state.level.weight.astype(jnp.float32), state.level.value.astype(jnp.float32)
-        light, dear = 1 / state.greatest
+        weight_scale, value_scale = 1 / state.greatest
         tight = jnp.clip(weight * (1 / jnp.maximum(state.room.astype(jnp.float32), 1e-6)), 0, 2)
-        return as_items(weight * light, value * dear, tight, state.packed, self.action_mask(state, params))
+        fits = self.action_mask(state, params)
+        return as_items(weight * weight_scale, value * value_scale, tight, state.packed, fits)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """What the outcome grew by, or all of it at the end."""

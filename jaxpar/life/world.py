@@ -221,7 +221,8 @@ class World:
         paid = jnp.where(births.born, fee[births.parent], 0)
         slots, extinct = births.slot, jnp.zeros((), bool)
         have = lambda: self.children(key, agents, births, prices)  # noqa: E731
-        # Noise for genomes is much of a step's work: where nobody is born, rows that no slot takes do as well.
+        # Noise for genomes is much of a step's work: where nobody is born, rows that no slot takes do as well:
+        # not zeros, which XLA makes once for each shape and then copies for each leaf.
         none = lambda: jax.tree.map(lambda x: (x[: self.max_births] * 0).astype(x.dtype), agents)  # noqa: E731
         cases, case = [none, have], jnp.any(births.born).astype(jnp.int32)
         if self.newcomers:
