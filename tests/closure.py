@@ -64,7 +64,7 @@ class Imports:
         return found
 
     def closure(self, file):
-        """Returns all that `file` depends on, itself included, and the number of imports between."""
+        """Returns what `file` depends on, itself included, and the number of imports between."""
         return distances_from(file, self.direct)
 
     def tests_of(self, file):
