@@ -25,16 +25,32 @@ PART = tests/rl/test_ppo.py tests/contracts/test_planners.py tests/scan/test_aff
   tests/solve/test_parallel_scan.py tests/lm/test_model.py tests/lm/test_config.py tests/io/test_digest.py \
   tests/experiments/test_runner.py tests/test_mesh.py tests/test_packaging.py tests/test_startup.py
 
-.PHONY: run test test-slow test-part install oldest lint docs bench notebooks release newcomer clean
+# Files of tests are never split among workers, which share what they compile; the longest begin first.
+PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+.PHONY: run test test-all test-cold test-gpu test-slow test-part install oldest lint docs bench notebooks release newcomer clean
 
 run: $(VENV)/.run
 	$(PY) -m experiments.$(exp) $(args)
 
+# What a merge runs: everything but the tests of single papers whose imports are what they were.
 test: $(VENV)/.test
-	$(PY) -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(args)
+	$(PYTEST) --papers changed $(args)
+
+test-all: $(VENV)/.test
+	$(PYTEST) $(args)
+
+# Once a week: everything on every interpreter that is promised, without a program of an earlier run.
+test-cold:
+	for python in $(PYTHONS) $(NEWEST); do \
+	  JAXPAR_TEST_CACHE=off $(MAKE) test-all PYTHON=$$python || exit 1; done
+
+# On a machine with NVIDIA cards: every test that needs one, by name, in one process.
+test-gpu: $(VENV)/.test
+	JAX_PLATFORMS=cuda $(PY) -m pytest -m gpu -v $(args)
 
 test-part: $(VENV)/.test
-	$(PY) -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(PART) $(args)
+	$(PYTEST) $(PART) $(args)
 
 install: $(VENV)/.test
 

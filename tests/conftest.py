@@ -3,7 +3,9 @@
 import collections
 import gc
 import os
+import resource
 import signal
+import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -19,8 +21,6 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
-
 if jax.__version_info__ >= (0, 11):
     # XLA there makes compilers of MLIR anew for every program, at 2.7 times the work of its emitters of before. These
     # fuse more freely: without fused multiply-adds, whose place would depend on it, bits do not.
@@ -35,13 +35,99 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: tests compile much and run on next to nothing
 jax.config.update("jax_traceback_in_locations_limit", 0)  # no line of a program is looked for in its source
 gc.set_threshold(100_000, 50, 1000)  # traces allocate by the million; the usual thresholds cost a fifteenth of a run
-# What an earlier run compiled is loaded, which takes a tenth of the time; a program is known by all of its text.
-if not jax.config.jax_compilation_cache_dir:
-    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "programs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
+
+import kept_programs  # noqa: E402  # it reads the flags that are set above
+import tiers  # noqa: E402
+
+MAX_CPU_S = 60
+"""Seconds of processor time that one file of tests may take; more is said at the end of a run."""
+UNMEASURED_S_PER_KB = 1.0
+"""What a file that no run has measured is taken to need, for the order."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--papers",
+        choices=("all", "changed"),
+        default="all",
+        help="tests of single papers: all of them, or those whose imports have changed",
+    )
+
+
+def pytest_configure(config):
+    """Opens the folder of compiled programs; workers take what their controller found."""
+    for tier, description in tiers.TIERS.items():
+        config.addinivalue_line("markers", f"{tier}: {description}")
+
+    config.is_worker = hasattr(config, "workerinput")
+    if config.is_worker:
+        given = config.workerinput
+        config.programs = Path(given["programs"])
+        config.earlier_seconds = given["earlier_seconds"]
+        config.left_out = given["left_out"]
+    else:
+        config.programs, config.is_temporary = kept_programs.begin()
+        config.earlier_seconds = kept_programs.read(config.programs, "seconds")
+        config.left_out = []
+        if config.option.papers == "changed":
+            config.paper_reasons = tiers.reasons(config.programs, tiers.digests_of_papers())
+            config.left_out = [test for test, why in config.paper_reasons.items() if not why]
+
+    # A program that an earlier run compiled is loaded in a tenth of the time.
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(config.programs))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tells a worker what it must know to order and leave out the same tests as all others."""
+    node.workerinput["programs"] = str(node.config.programs)
+    node.workerinput["earlier_seconds"] = node.config.earlier_seconds
+    node.workerinput["left_out"] = node.config.left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Ends the run where a worker died; xdist gives its test to the next, which dies too."""
+    session = node.config.pluginmanager.getplugin("dsession")
+    if error is None or session.shouldstop:
+        return
+    work = session.sched.assigned_work.get(node, {}) if session.sched else {}
+    unfinished = [test for tests in work.values() for test, is_done in tests.items() if not is_done]
+    test = unfinished[0] if unfinished else "no test"
+    worker = node.gateway.id
+    session.shouldstop = f"worker {worker} died while it ran {test}: {error}; run that test alone"
+
+
+def file_of(item):
+    """Returns the path of an item's file from the root of the checkout."""
+    return item.nodeid.split("::")[0]
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks tiers, leaves out what need not run, and puts guards and long files first."""
+    left_out = [item for item in items if file_of(item) in config.left_out]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if file_of(item) not in config.left_out]
+
+    no_gpu = pytest.mark.skip(reason="needs a GPU: make test-gpu")
+    for item in items:
+        item.add_marker(tiers.tier_of(file_of(item)))
+        if item.get_closest_marker("gpu") and os.environ["JAX_PLATFORMS"] == "cpu":
+            item.add_marker(no_gpu)
+
+    def rank(item):
+        file = file_of(item)
+        is_guard = tiers.tier_of(file) == "guards"
+        guess = UNMEASURED_S_PER_KB * item.path.stat().st_size / 1000
+        return not is_guard, -config.earlier_seconds.get(file, guess), file
+
+    items.sort(key=rank)  # tests of one file keep their order
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,15 +170,68 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-seconds = collections.Counter()  # by file, of setting up, running and tearing down its tests, on all workers
+def processor_seconds():
+    """Returns what this process and those that it has waited for have computed."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+clock = [processor_seconds()]  # when the last phase of a test ended in this process
+seconds = collections.Counter()  # by file, on all workers
+outcomes = collections.defaultdict(set)  # by file
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Writes into each report the processor time since the last one."""
+    outcome = yield
+    now = processor_seconds()
+    outcome.get_result().cpu_s = now - clock[0]
+    clock[0] = now
 
 
 def pytest_runtest_logreport(report):
-    seconds[report.location[0]] += report.duration
+    file = report.nodeid.split("::")[0]
+    seconds[file] += getattr(report, "cpu_s", 0.0)
+    outcomes[file].add(report.outcome)
+
+
+def ran_whole_files(config):
+    """Whether every test of the files that ran was among those chosen."""
+    chosen = any("::" in argument for argument in config.args) or config.option.keyword
+    return not chosen and config.option.markexpr == "not slow" and not config.option.maxfail
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Notes what the next run reads: seconds of files, and papers whose tests passed."""
+    config = session.config
+    if config.is_worker:
+        return
+    is_complete = exitstatus in (0, 1) and ran_whole_files(config)
+    if is_complete:
+        kept_programs.note(config.programs, "seconds", dict(seconds))
+        green = [test for test, results in outcomes.items() if "failed" not in results]
+        papers = [test for test in green if tiers.tier_of(test) == "papers"]
+        if papers:
+            kept_programs.note(config.programs, tiers.name_of_record(), tiers.digests_of_papers(papers))
+
+
+def pytest_unconfigure(config):
+    if not getattr(config, "is_worker", True):
+        kept_programs.end(config.programs, config.is_temporary)
 
 
 def pytest_terminal_summary(terminalreporter):
-    if len(seconds) > 1:
-        terminalreporter.section("slowest files")
-        for file, spent in seconds.most_common(10):
-            terminalreporter.write_line(f"{spent:7.1f}s {file}")
+    config = terminalreporter.config
+    if config.option.papers == "changed":
+        for line in tiers.report(config.paper_reasons):
+            terminalreporter.write_line(line)
+    if len(seconds) < 2:
+        return
+    terminalreporter.section("seconds of processor time by file")
+    for file, spent in seconds.most_common(10):
+        terminalreporter.write_line(f"{spent:7.1f} s {file}")
+    terminalreporter.write_line(f"{sum(seconds.values()):7.1f} s in all")
+    for file, spent in seconds.items():
+        if spent > MAX_CPU_S:
+            terminalreporter.write_line(f"{file}: {spent:.0f} s are over {MAX_CPU_S}; split it.")
