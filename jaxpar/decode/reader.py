@@ -130,9 +130,18 @@ def look(
         new if isinstance(new, BlockCache) or tree.size == 1 else old
         for new, old in zip(cache.layers, reading.layers, strict=True)
     )
-    # What is kept is written after everything has been read: without that order, which a draft's own steps do not
-    # imply, XLA would copy the cache.
-    logits, layers = jax.lax.optimization_barrier((logits, layers))
+    # What is kept is written after everything has been read: the new keys and values wait for the logits, and the write
+    # for them. Without that order, which a draft's own steps do not imply, XLA would copy the cache.
+    new = tuple(layer.new if isinstance(layer, BlockCache) else None for layer in layers)
+    if jax.__version_info__ >= (0, 11):
+        logits, new = jax.lax.optimization_barrier((logits, new))
+    else:  # XLA drops barriers there before it looks for copies; it cannot know that an index is not negative
+        never = jnp.argmax(logits) < 0
+        new = jax.tree.map(lambda x: jnp.where(never, 0, x), new)
+    layers = tuple(
+        dataclasses.replace(layer, new=each) if isinstance(layer, BlockCache) else layer
+        for layer, each in zip(layers, new, strict=True)
+    )
     return logits, dataclasses.replace(reading, layers=layers)
 
 
