@@ -60,6 +60,8 @@ def pytest_configure(config):
     """Opens the folder of compiled programs; workers take what their controller found."""
     for tier, description in tiers.TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {description}")
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA card; run by `make test-gpu`")
+    config.addinivalue_line("markers", "slow: long statistics; run by `make test-slow`")
 
     config.is_worker = hasattr(config, "workerinput")
     if config.is_worker:

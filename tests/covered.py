@@ -102,7 +102,7 @@ def branches_of(folder, root):
     write = [*tool, "json", f"--rcfile={settings}", "--quiet", "-o", str(report)]
     subprocess.run(write, cwd=root, check=True)
     totals = json.loads(report.read_text())["totals"]
-    branches = totals["covered_branches"] / totals["num_branches"]
+    branches = totals["covered_branches"] / max(1, totals["num_branches"])
     return branches, totals["covered_lines"] / totals["num_statements"]
 
 

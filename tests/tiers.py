@@ -24,14 +24,15 @@ TIERS = {
 """The tiers in the order in which they run."""
 
 GUARDS = (
-    "test_architecture.py test_claims.py test_fields.py test_howto.py test_mutants.py "
-    "test_notation.py test_repository.py test_tiers.py"
+    "test_architecture.py test_claims.py test_fields.py test_howto.py "
+    "test_notation.py test_repository.py"
 ).split()
 PROCESSES = (
     "aot/test_topology.py decode/test_bench.py distributed/test_processes.py "
     "distributed/test_tpu.py experiments/test_interrupts.py experiments/test_kill.py experiments/test_launch.py "
     "io/test_many_savers.py nn/test_linear_attention_tpu.py parallel/test_context_tpu.py "
-    "scan/test_kernels_tpu.py test_notebooks.py test_packaging.py test_startup.py"
+    "scan/test_kernels_tpu.py test_notebooks.py test_mutants.py test_packaging.py test_startup.py "
+    "test_tiers.py"
 ).split()
 PROGRAMS = ("contracts/", "distributed/", "experiments/", "own/", "test_docs.py", "test_verify.py")
 PAPERS = (
