@@ -12,6 +12,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is installed, is first imported
     os.environ["TRITON_INTERPRET"] = "1"
+else:  # tests compare values: the fastest kernel is not worth the minutes of looking for it
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
 # Workers keep the memory that compiling frees for the next program, in place of handing it back page by page.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
@@ -60,7 +62,7 @@ def pytest_configure(config):
     """Opens the folder of compiled programs; workers take what their controller found."""
     for tier, description in tiers.TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {description}")
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA card; run by `make test-gpu`")
+    config.addinivalue_line("markers", "gpu: needs a card, or shows more there (optional=True)")
     config.addinivalue_line("markers", "slow: long statistics; run by `make test-slow`")
 
     config.is_worker = hasattr(config, "workerinput")
@@ -120,7 +122,8 @@ def pytest_collection_modifyitems(config, items):
     no_gpu = pytest.mark.skip(reason="needs a GPU: make test-gpu")
     for item in items:
         item.add_marker(tiers.tier_of(file_of(item)))
-        if item.get_closest_marker("gpu") and os.environ["JAX_PLATFORMS"] == "cpu":
+        marker = item.get_closest_marker("gpu")
+        if marker and not marker.kwargs.get("optional") and os.environ["JAX_PLATFORMS"] == "cpu":
             item.add_marker(no_gpu)
 
     def rank(item):

@@ -59,6 +59,19 @@ def test_the_forge_runs_the_steps_of_ci():
     assert python["cache"] == "pip" and all((ROOT / name).is_file() for name in python["cache-dependency-path"].split())
 
 
+def test_the_forge_keeps_programs_and_runs_everything_once_a_week():
+    jobs = [
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())["jobs"]["test"]
+        for name in ("ci", "weekly")
+    ]
+    (kept,) = [step["with"] for step in jobs[0]["steps"] if "actions/cache" in step.get("uses", "")]
+    assert kept["path"] == "~/.cache/jaxpar/tests" and kept["key"].startswith(kept["restore-keys"])
+    weekly = jobs[1]
+    versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
+    assert weekly["strategy"]["matrix"]["python"] == versions
+    assert weekly["env"]["JAXPAR_TEST_CACHE"] == "off" and "make test-all" in weekly["steps"][-1]["run"]
+
+
 def test_issue_forms_ask_for_what_is_needed():
     asked = {
         name: {part["id"]: part.get("validations", {}).get("required", False) for part in form["body"] if "id" in part}

@@ -9,7 +9,7 @@ from tolerance import assert_close
 
 from jaxpar.decode import split_k
 
-pytestmark = triton_interpreter.NEEDED
+pytestmark = [triton_interpreter.NEEDED, pytest.mark.gpu(optional=True)]
 
 ON_GPU = jax.default_backend() == "gpu"
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show; run there with `JAX_PLATFORMS=cuda python -m pytest tests/lm/test_gpu.py`."""
+"""What only a GPU can show: `make test-gpu`."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jaxpar.loop import compile_step
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.nn.attention import attention
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 SMALL = LMConfig(vocab_size=512, max_seq_len=128, num_layers=2, embed_dim=128, num_heads=2, num_kv_heads=1, mlp_dim=256)
 

@@ -12,7 +12,7 @@ from tolerance import assert_close
 from jaxpar.nn.attention import Visible, attention, packed, pairs
 from jaxpar.nn.attention.state import attend, finish, merge
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 TOLERANCE = 1e-2  # operands and partial outputs in bfloat16 or float16: 2^-8 a number, averaged over the sums
 

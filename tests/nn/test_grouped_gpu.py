@@ -14,7 +14,7 @@ from jaxpar.nn.experts.layer import dense_mixture
 from jaxpar.nn.experts.route import route
 from jaxpar.nn.mixer import Context
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 # Operands are what they are in 16 bits; results are rounded once, those that are added up before the sum too.
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6}

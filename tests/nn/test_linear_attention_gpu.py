@@ -15,7 +15,7 @@ from jaxpar.nn.mixers.linear_attention import linear_attention
 # The package has a function of this name.
 module = importlib.import_module("jaxpar.nn.mixers.linear_attention")
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 # Norm of the error by norm: in 16 bits each factor is rounded once, those with decays once more, and so are results.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5}

@@ -156,6 +156,7 @@ def test_resets_reach_states_of_any_shape_where_kernels_want_them_like_inputs(na
     np.testing.assert_array_equal(run(), want)
 
 
+@pytest.mark.gpu(optional=True)
 @triton_interpreter.NEEDED
 @some("para_gru", "para_lstm")
 @pytest.mark.parametrize("resets", [False, True])

@@ -13,7 +13,7 @@ from jaxpar.parallel.context import MOVES, Order, attend_split_cache, context_at
 from jaxpar.parallel.context import shares_kernel as kernel
 from jaxpar.parallel.context._partial import ByTable, Done, Where
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 TWO = jax.device_count() < 2
 
 

@@ -31,7 +31,7 @@ def largest_copy_and_table(planner, **options) -> tuple[int, int]:
     return copied(text), begun.tree.edges.size
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("children", [DenseChildren(2), HashedChildren()], ids=["dense", "hashed"])
 @pytest.mark.parametrize("kind", [Vopp, Pomcp, Pft, Pomcpow])
 def test_no_level_copies_a_table(kind, children):

@@ -9,7 +9,7 @@ import triton_interpreter
 from jaxpar.lower.lookback import Tile
 from jaxpar.scan import _triton
 
-pytestmark = triton_interpreter.NEEDED
+pytestmark = [triton_interpreter.NEEDED, pytest.mark.gpu(optional=True)]
 SMALL = Tile(8, 4, 4, 4)
 
 

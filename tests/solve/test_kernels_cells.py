@@ -176,6 +176,7 @@ def scan(step, start, xs, reverse):
     return jax.lax.scan(lambda h, x: (step(h, x),) * 2, start, xs, reverse=reverse)[1]
 
 
+@pytest.mark.gpu(optional=True)
 @triton_interpreter.NEEDED
 @each_cell
 @pytest.mark.parametrize("reverse", [False, True])
@@ -187,6 +188,7 @@ def test_sequential_kernel_equals_scan(kernels, name, reverse):
     np.testing.assert_allclose(got, scan(step, start, xs, reverse), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.gpu(optional=True)
 @triton_interpreter.NEEDED
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 @pytest.mark.parametrize("reverse", [False, True])
@@ -220,6 +222,7 @@ def check_measure(step, pair, updates, start, xs, bound, reverse):
         np.testing.assert_allclose(update, want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.gpu(optional=True)
 @triton_interpreter.NEEDED
 def test_a_nan_shows_in_the_update(kernels):
     start, xs = draw(1)
