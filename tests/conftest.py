@@ -23,13 +23,12 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-if jax.__version_info__ >= (0, 11):
-    # XLA there makes compilers of MLIR anew for every program, at 2.7 times the work of its emitters of before. These
-    # fuse more freely: without fused multiply-adds, whose place would depend on it, bits do not.
-    FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
-    # One piece of code a program, not up to 32 that are compiled side by side: a worker has one core.
-    FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+# XLA makes compilers of MLIR anew for every program, at 2.7 times the work of its emitters of before. These
+# fuse more freely: without fused multiply-adds, whose place would depend on it, bits do not.
+FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
+# One piece of code a program, not up to 32 that are compiled side by side: a worker has one core.
+FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
