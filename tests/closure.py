@@ -20,7 +20,7 @@ PACKAGES = ("jaxpar", "envs", "experiments", "bench", "notebooks", "tests")
 # In a checkout these modules are other names of folders.
 ALIASES = {"jaxpar.envs": "envs", "jaxpar.commands": "experiments"}
 
-# These import the command whose name they are given: a test that gives it has it as a string.
+# These import a command by a name that they are given: a test that gives it has it as a string.
 NAMED_BY_CALLERS = (
     "tests/experiments/conftest.py",
     "experiments/_mistakes.py",
@@ -80,16 +80,9 @@ class Imports:
         names = set()
         found = set()
         for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                base = package[: len(package) - node.level + 1] if node.level else []
-                module = ".".join(base + ([node.module] if node.module else []))
-                names.add(module)
-                names.update(f"{module}.{alias.name}" for alias in node.names)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if node in documentation:
-                    continue
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names.update(imported_names(node, package))
+            elif is_text(node) and node not in documentation:
                 names.update(self._modules_in(node.value, file))
                 found.update(self._files_named(node.value))
             elif isinstance(node, ast.Call) and is_dynamic_import(node):
@@ -177,6 +170,26 @@ def module_of(file):
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+def imported_names(node, package):
+    """Returns the modules that an import names, and the names that it takes from one."""
+    taken = [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return taken
+
+    parts = []
+    if node.level:
+        parts += package[: len(package) - node.level + 1]
+    if node.module:
+        parts.append(node.module)
+    module = ".".join(parts)
+    return [module, *(f"{module}.{name}" for name in taken)]
+
+
+def is_text(node):
+    """Returns true for a string in the code."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def docstrings(tree):
     """Returns the nodes of the docstrings in a module: their examples import nothing."""
     scopes = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -185,12 +198,12 @@ def docstrings(tree):
 
 
 def is_namesake(test, file):
-    """Whether a test is named after a file: `test_cells.py` after `cells.py`."""
+    """Returns true for `test_cells.py` and `cells.py`: a test that is named after a file."""
     return Path(test).stem == f"test_{Path(file).stem.lstrip('_')}"
 
 
 def is_dynamic_import(call):
-    """Whether a call imports a module whose name is computed."""
+    """Returns true for a call that imports a module by a computed name."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     if name not in ("import_module", "run_module") or not call.args:
         return False
@@ -211,7 +224,8 @@ def main():
 
     imports = Imports()
     for file in options.files:
-        print("\n".join(imports.tests_of(file) if options.tests_of else imports.closure(file)))
+        find = imports.tests_of if options.tests_of else imports.closure
+        print("\n".join(find(file)))
 
 
 if __name__ == "__main__":

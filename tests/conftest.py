@@ -53,7 +53,7 @@ def pytest_addoption(parser):
         "--papers",
         choices=("all", "changed"),
         default="all",
-        help="tests of single papers: all of them, or those whose imports have changed",
+        help="tests of single papers: all, or where an import has changed",
     )
 
 
@@ -87,7 +87,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Tells a worker what it must know to order and leave out the same tests as all others."""
+    """Gives a worker what it needs to order and leave out the same tests as the others."""
     node.workerinput["programs"] = str(node.config.programs)
     node.workerinput["earlier_seconds"] = node.config.earlier_seconds
     node.workerinput["left_out"] = node.config.left_out
@@ -99,9 +99,11 @@ def pytest_testnodedown(node, error):
     session = node.config.pluginmanager.getplugin("dsession")
     if error is None or session.shouldstop:
         return
-    work = session.sched.assigned_work.get(node, {}) if session.sched else {}
+    work = {}
+    if session.sched:
+        work = session.sched.assigned_work.get(node, {})
     unfinished = [test for tests in work.values() for test, is_done in tests.items() if not is_done]
-    test = unfinished[0] if unfinished else "no test"
+    test = next(iter(unfinished), "no test")
     worker = node.gateway.id
     session.shouldstop = f"worker {worker} died while it ran {test}: {error}; run that test alone"
 
@@ -201,13 +203,13 @@ def pytest_runtest_logreport(report):
 
 
 def ran_whole_files(config):
-    """Whether every test of the files that ran was among those chosen."""
+    """Returns true where all fast tests of the files that ran were chosen."""
     chosen = any("::" in argument for argument in config.args) or config.option.keyword
     return not chosen and config.option.markexpr == "not slow" and not config.option.maxfail
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Notes what the next run reads: seconds of files, and papers whose tests passed."""
+    """Notes what the next run reads: seconds of files, and papers with green tests."""
     config = session.config
     if config.is_worker:
         return

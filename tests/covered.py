@@ -118,11 +118,15 @@ def main():
     tests = []
     for name in options.tests:
         path = root / name
-        found = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+        found = [path]
+        if path.is_dir():
+            found = sorted(path.rglob("test_*.py"))
         tests += [each.relative_to(root).as_posix() for each in found]
 
     # The longest first, by an earlier run: what begins last decides when all is done.
-    earlier = json.loads(options.output.read_text())["seconds"] if options.output.exists() else {}
+    earlier = {}
+    if options.output.exists():
+        earlier = json.loads(options.output.read_text())["seconds"]
     tests.sort(key=lambda test: (-earlier.get(test, 60.0), -(root / test).stat().st_size))
 
     seconds = {}

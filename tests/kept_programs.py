@@ -1,7 +1,7 @@
 """Programs that tests compiled, kept for the next run, outside of the checkout.
 
-JAX knows a program by its text, its options and the version of jaxlib. The folder is one of what JAX
-does not know of: the processor's features, the platform, and every flag of the compilers.
+JAX knows a program by its text, its options and the version of jaxlib. Each folder has one value of
+what JAX does not know of: the processor's features, the platform, and every flag of the compilers.
 `JAXPAR_TEST_CACHE=off` keeps nothing, and a path there is taken in place of the usual folder.
 """
 
@@ -24,8 +24,10 @@ def top_folder():
     asked = os.environ.get("JAXPAR_TEST_CACHE", "")
     if asked == "off":
         return None
+    if asked:
+        return Path(asked)
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(asked) if asked else caches / "jaxpar" / "tests"
+    return caches / "jaxpar" / "tests"
 
 
 def kind_of_programs():
@@ -68,7 +70,9 @@ def read(folder, name):
         noted = json.loads((folder / f"{name}.json").read_text())
     except (OSError, ValueError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    if not isinstance(noted, dict):
+        return {}
+    return noted
 
 
 def note(folder, name, values):

@@ -1,4 +1,4 @@
-"""Small wrong changes of the library, each of which some test should find.
+"""Small wrong changes of the library; some test should find each of them.
 
 Mutants are drawn from every operator, comparison, constant, keyword argument and term of the files
 named. Each is applied in a copy of the checkout, where the tests that depend on its file run until
@@ -8,9 +8,9 @@ the first fails. What no test notices is printed at the end.
     python tests/mutants.py jaxpar --draw 200 --lines lines.json --report before.json
     python tests/mutants.py jaxpar/solve --draw 20 --list          # prints them, runs nothing
 
-Which mutants are drawn depends on the seed and on each mutant's own text alone, so that a change of
-one file leaves those of the others. `--lines`, which `tests/covered.py` writes, leaves out tests
-that never reach the line.
+The seed and each mutant's own text alone decide which are drawn, so that a change of one file leaves
+the mutants of all others. `--lines`, which `tests/covered.py` writes, leaves out tests that never
+reach the line.
 """
 
 import ast
@@ -74,7 +74,7 @@ class Mutant:
       start: Offset of the first changed character.
       end: Offset behind the last one.
       text: The new text.
-      name: Tells it from all others of the file, wherever the file moves its lines to.
+      name: Unique, and the same wherever the file moves its lines to.
     """
 
     file: str
@@ -154,9 +154,8 @@ class Drawer(ast.NodeVisitor):
     def visit_BoolOp(self, node):
         for index in range(len(node.values)):
             others = [self._parenthesised(x) for i, x in enumerate(node.values) if i != index]
-            word = " and " if isinstance(node.op, ast.And) else " or "
-            text = f"({word.join(others)})" if len(others) > 1 else others[0]
-            self._add("term", node, node, text)
+            word = {ast.And: " and ", ast.Or: " or "}[type(node.op)]
+            self._add("term", node, node, f"({word.join(others)})")
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node):
@@ -181,7 +180,8 @@ class Drawer(ast.NodeVisitor):
         elif isinstance(value, int):
             self._add("constant", node, node, str(value + 1))
         elif isinstance(value, float):
-            self._add("constant", node, node, repr(2 * value if value else 1.0))
+            other = 2 * value or 1.0
+            self._add("constant", node, node, repr(other))
 
     def visit_Call(self, node):
         for keyword in node.keywords:
@@ -248,7 +248,7 @@ class Drawer(ast.NodeVisitor):
 
 
 def draw(root, files, number, seed):
-    """Returns `number` of the mutants of `files`: those whose hashes with the seed are smallest."""
+    """Returns the `number` mutants of `files` with the smallest hashes of seed and text."""
 
     def rank(mutant):
         return hashlib.sha256(f"{seed} {mutant.name}".encode()).digest()
@@ -268,7 +268,7 @@ def draw(root, files, number, seed):
 
 
 def changes(mutant, source):
-    """Whether a mutant is a program, and another one than its source."""
+    """Returns true where a mutant is a program, and another one than its source."""
     try:
         changed = ast.parse(mutant.applied(source))
     except SyntaxError:
@@ -291,7 +291,7 @@ def tests_of(mutant, imports, lines):
     reached = [test for test in tests if test in executed]
     far = sorted(executed - set(tests))
     seconds = lines.get("seconds", {})
-    # A cheap test that is near is asked before a slow one.
+    # A cheap test that is near comes before a slow one.
     near = sorted(reached, key=lambda test: seconds.get(test, 0.0) > 30)
     return near + far
 
@@ -330,7 +330,7 @@ def run_one(mutant, copy, tests, options, deselected):
         return Outcome(mutant=mutant, status="unfinished", by="", seconds=seconds)
     if code in (0, 5):  # 5: every test of these files is for another machine
         return Outcome(mutant=mutant, status="lived", by="", seconds=seconds)
-    by = failed[0] if failed else f"exit code {code}"
+    by = next(iter(failed), f"exit code {code}")
     return Outcome(mutant=mutant, status="killed", by=by, seconds=seconds)
 
 
@@ -377,8 +377,11 @@ def copy_of(root, folder):
 def run_all(mutants, options):
     """Yields the outcome of each mutant, as they end."""
     imports = Imports(options.root)
-    lines = json.loads(options.lines.read_text()) if options.lines else None
-    deselected = lines.get("failed", []) if lines else []
+    lines = None
+    deselected = []
+    if options.lines:
+        lines = json.loads(options.lines.read_text())
+        deselected = lines["failed"]
     with tempfile.TemporaryDirectory() as temporary:
         copies = queue.SimpleQueue()
         first = Path(temporary) / "0"
@@ -405,7 +408,9 @@ def files_below(root, names):
     found = []
     for name in names:
         path = root / name
-        paths = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        paths = [path]
+        if path.is_dir():
+            paths = sorted(path.rglob("*.py"))
         if not paths or not paths[0].exists():
             raise SystemExit(f"error: {name}: no such Python file or folder below {root}.")
         found += [path.relative_to(root).as_posix() for path in paths]

@@ -1,4 +1,4 @@
-"""The mutant runner draws what it says, and tells a test that notices from one that does not."""
+"""The mutant runner draws all kinds, and knows a test that notices from one that does not."""
 
 import json
 import subprocess
@@ -36,8 +36,8 @@ WANTED = {
     ("operator", "-x", "(x)"),
     ("operator", "*", "/"),
     ("operator", "+", "-"),
-    ("term", "x < LIMIT and not size == 2", "(x < LIMIT)"),
-    ("term", "x < LIMIT and not size == 2", "(not size == 2)"),
+    ("term", "x < LIMIT and not size == 2", "((x < LIMIT))"),
+    ("term", "x < LIMIT and not size == 2", "((not size == 2))"),
     ("term", "-x * 0.5", "(-x)"),
     ("term", "-x * 0.5", "(0.5)"),
     ("term", "-x * 0.5 + call(x, axis=axis, flag=True)", "(-x * 0.5)"),

@@ -1,4 +1,4 @@
-"""Tiers name files that are there, papers run where their imports changed, programs are kept apart by their flags."""
+"""Tiers name files that are there, papers run where imports changed, flags part kept programs."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def test_every_file_that_a_tier_names_is_there():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A package whose function one test reads, through another module, and one does not."""
+    """A package with a function that one test reads, through another module, and one does not."""
     files = {
         "jaxpar/__init__.py": "",
         "jaxpar/sums.py": "def plus(x, y):\n    return x + y\n",
@@ -77,7 +77,7 @@ def test_a_paper_runs_until_it_passed_and_again_when_what_it_imports_changes(che
         path = checkout / name
         before = path.read_text()
         path.write_text(before + "\n")
-        assert why() == f"{name} changed"
+        assert why() == f"changed: {name}"
         path.write_text(before)
     assert why() == ""
 

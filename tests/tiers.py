@@ -28,8 +28,8 @@ GUARDS = (
 ).split()
 PROCESSES = (
     "aot/test_topology.py decode/test_bench.py distributed/test_processes.py "
-    "distributed/test_tpu.py experiments/test_interrupts.py experiments/test_kill.py experiments/test_launch.py "
-    "io/test_many_savers.py nn/test_linear_attention_tpu.py parallel/test_context_tpu.py "
+    "distributed/test_tpu.py experiments/test_interrupts.py experiments/test_kill.py "
+    "experiments/test_launch.py io/test_many_savers.py nn/test_linear_attention_tpu.py parallel/test_context_tpu.py "
     "scan/test_kernels_tpu.py test_notebooks.py test_mutants.py test_packaging.py test_startup.py "
     "test_tiers.py"
 ).split()
@@ -48,7 +48,7 @@ PAPERS = (
 
 
 def tier_of(file):
-    """Returns the tier of a file of tests, whose path begins with `tests/`."""
+    """Returns the tier of a file of tests; its path begins with `tests/`."""
     name = file.removeprefix("tests/")
     if name in GUARDS:
         return "guards"
@@ -77,7 +77,8 @@ def digest_of(files, root=ROOT):
 def digests_of_papers(tests=None, root=ROOT):
     """Returns, for each file of a paper's tests, the digests of all that it depends on."""
     imports = Imports(root)
-    tests = [f"tests/{name}" for name in PAPERS] if tests is None else tests
+    if tests is None:
+        tests = [f"tests/{name}" for name in PAPERS]
     return {test: digest_of(imports.closure(test), root) for test in tests}
 
 
@@ -104,8 +105,9 @@ def reasons(folder, digests):
         changed = [file for file in files if now.get(file) != before.get(file)]
         found[test] = ""
         if changed:
-            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            found[test] = f"{changed[0]}{others} changed"
+            found[test] = f"changed: {', '.join(changed[:2])}"
+        if len(changed) > 2:
+            found[test] += f" and {len(changed) - 2} more"
     return found
 
 
@@ -113,7 +115,9 @@ def report(why):
     """Returns a line for each paper's tests: whether they run, and why."""
     lines = []
     for test, reason in sorted(why.items()):
-        fate = f"runs: {reason}" if reason else "is left out: unchanged since it passed here"
+        fate = "is left out: unchanged since it passed here"
+        if reason:
+            fate = f"runs: {reason}"
         lines.append(f"papers: {test} {fate}")
     return lines
 
