@@ -220,8 +220,9 @@ def test_runs_small(source, monkeypatch):
     pytest.importorskip("nbclient")
     if source.stem in IN_CI:  # whose programs run for seconds
         monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     notebook = jupytext.read(source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jupyter_client and zmq warn of their own event loops
-        write_notebooks.execute(notebook)
+        write_notebooks.execute(notebook, programs=jax.config.jax_compilation_cache_dir)
     assert notebook.cells[-1].execution_count and write_notebooks.warned(notebook) == []

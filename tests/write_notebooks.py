@@ -75,8 +75,11 @@ def digest(notebook) -> str:
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
-def execute(notebook, fast: bool = True) -> None:
-    """Fills the outputs of a notebook, in an empty folder, on the CPU, with nothing compiled before."""
+def execute(notebook, fast: bool = True, programs: str | None = None) -> None:
+    """Fills the outputs of a notebook, in an empty folder, on the CPU.
+
+    Nothing was compiled before, unless `programs` is a folder of an earlier run.
+    """
     import nbclient
 
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +90,7 @@ def execute(notebook, fast: bool = True) -> None:
             "FAST": "1" if fast else "",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "IPYTHONDIR": f"{folder}/ipython",
-            "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",
+            "JAX_COMPILATION_CACHE_DIR": programs or f"{folder}/programs",
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",  # a slow machine is told that it compiles slowly
         }
