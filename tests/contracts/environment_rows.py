@@ -1,21 +1,34 @@
-"""The rows of the contract of environments: one of each class in CI, other sizes of it as slow ones."""
+"""The rows of the contract of environments: one of each class in CI, other sizes as slow ones."""
 
 import jax
 import pytest
 
 from envs.registry import _variants
 
+ALL = ("arcade", "classic", "grid", "memory", "minatar", "multi", "pomdp", "puzzles")
+LARGE = ("grid", "multi", "puzzles")
+"""Families with programs that take long to compile, apart from the others."""
 
-def rows():
-    """One name of every class, and the others as slow ones."""
+
+def rows(families=ALL):
+    """Yields a name of every class in some families, and the others as slow ones."""
     seen = set()
     for name, make in _variants().items():  # without parameters, which some compile
         kind = type(make())
-        yield pytest.param(name, marks=[pytest.mark.slow] if kind in seen else [])
+        is_other = kind in seen
         seen.add(kind)
+        if family_of(kind) in families:
+            yield pytest.param(name, marks=[pytest.mark.slow] * is_other)
 
 
-each_row = pytest.mark.parametrize("name", list(rows()))
+def family_of(kind):
+    """Returns the folder of an environment's class."""
+    return kind.__module__.removeprefix("envs.").split(".")[0]
+
+
+def each_row(families=ALL):
+    """Returns the parameters of a test that runs on some families."""
+    return pytest.mark.parametrize("name", list(rows(families)))
 
 
 def types(tree):

@@ -39,7 +39,7 @@ def assert_same(got, want):
         assert_close(got, want, EXACT_MATHS["float32"])
 
 
-@each_row
+@each_row()
 def test_a_batch_equals_an_eager_loop(name):
     (env, params), (begin, advance, _) = envs.make(name), compiled(name)
     keys, more_keys = jax.random.split(jax.random.key(2), (2, 2))
@@ -53,7 +53,7 @@ def test_a_batch_equals_an_eager_loop(name):
         assert_same(one, here(made))
 
 
-@each_row
+@each_row()
 def test_same_key_same_bits_in_one_trace(name):
     begin, advance, traces = compiled(name)
     runs = []

@@ -50,6 +50,8 @@ def test_two_processes_equal_one(tmp_path, names):
     finally:
         for process in running:
             process.kill()
+            process.wait()  # what fails here must not fail again where the object is collected
+            process.stdout.close()
     first, second = (pickle.loads((tmp_path / name).read_bytes()) for name in "01")
     for result in (first, second):
         assert result["processes"] == 2 and result["joined"]

@@ -3,12 +3,14 @@
 Run as `two_processes.py HOST:PORT PROCESS_ID OUT PILLARS`, names with commas between them.
 """
 
+import os
 import pickle
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import sync_global_devices
 from pillars import outcome
 
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
@@ -62,6 +64,10 @@ def main(coordinator, process_id, out, pillars):
     except UsageError as error:
         result["refusal"] = str(error)
     Path(out).write_bytes(pickle.dumps(result))
+    sync_global_devices("the end")
+    # As commands end: gRPC's server sometimes aborts the process where jaxlib tears it down.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

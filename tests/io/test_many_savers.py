@@ -45,6 +45,8 @@ def test_two_processes_save_and_resume_and_one_goes_on(tmp_path):
     finally:
         for process in running:
             process.kill()
+            process.wait()
+            process.stdout.close()
     first, second = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
     for result in (first, second):
         assert result["steps"] == [32, 40] and len(result["stalls"]) == 5
