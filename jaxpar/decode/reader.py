@@ -130,19 +130,31 @@ def look(
         new if isinstance(new, BlockCache) or tree.size == 1 else old
         for new, old in zip(cache.layers, reading.layers, strict=True)
     )
-    # What is kept is written after everything has been read: the new keys and values wait for the logits, and the write
-    # for them. Without that order, which a draft's own steps do not imply, XLA would copy the cache.
-    new = tuple(layer.new if isinstance(layer, BlockCache) else None for layer in layers)
+    logits, layers = _writes_after_reads(logits, layers)
+    return logits, dataclasses.replace(reading, layers=layers)
+
+
+def _writes_after_reads(logits: Array, layers: tuple[PyTree, ...]) -> tuple[Array, tuple]:
+    """Makes new keys and values wait for the logits, and the write into the cache for them.
+
+    Without that order, which a draft's own steps do not imply, XLA would copy the cache.
+    """
+    new = [layer.new for layer in layers if isinstance(layer, BlockCache)]
     if jax.__version_info__ >= (0, 11):
         logits, new = jax.lax.optimization_barrier((logits, new))
-    else:  # XLA drops barriers there before it looks for copies; it cannot know that an index is not negative
+    else:
+        # XLA drops barriers there before it looks for copies, but cannot know that an index is never
+        # negative.
         never = jnp.argmax(logits) < 0
         new = jax.tree.map(lambda x: jnp.where(never, 0, x), new)
-    layers = tuple(
-        dataclasses.replace(layer, new=each) if isinstance(layer, BlockCache) else layer
-        for layer, each in zip(layers, new, strict=True)
-    )
-    return logits, dataclasses.replace(reading, layers=layers)
+
+    waiting = iter(new)
+    ordered = []
+    for layer in layers:
+        if isinstance(layer, BlockCache):
+            layer = dataclasses.replace(layer, new=next(waiting))
+        ordered.append(layer)
+    return logits, tuple(ordered)
 
 
 def keep(

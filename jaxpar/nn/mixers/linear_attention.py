@@ -322,8 +322,8 @@ def _scores(q, k, log_decay, weight, exclusive):
         (a, b), (c, d), (s, t), (p, r) = (_halves(x, place) for x in (before, after, total, scores))
         (q_first, q_last), (k_first, k_last) = _halves(q, place), _halves(k, place)
         reads, writes = q_last * jnp.exp(b), k_first * jnp.exp(c)
-        # A few numbers each: on accelerators no product of matrices is as fast as a sum. On CPUs the
-        # sum ends the process under jaxlib 0.10: its compiler hands arrays of eight axes to YNNPACK.
+        # A few numbers each: on accelerators no product of matrices is as fast as a sum. On CPUs
+        # the sum ends the process under jaxlib 0.10, which hands arrays of eight axes to YNNPACK.
         if reads.shape[-2] > 4 or platform() == "cpu":
             across = jnp.einsum("...ik,...jk->...ij", reads, writes, precision="highest")
         else:
