@@ -133,7 +133,9 @@ def pytest_collection_modifyitems(config, items):
         guess = UNMEASURED_S_PER_KB * item.path.stat().st_size / 1000
         return not is_guard, -config.earlier_seconds.get(file, guess), file
 
-    items.sort(key=rank)  # tests of one file keep their order
+    named = [argument.split("::")[0] for argument in config.args]
+    if not all(Path(name).is_file() for name in named):  # files that are named keep their order
+        items.sort(key=rank)  # tests of one file keep their order
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -306,7 +306,31 @@ class Outcome:
     seconds: float
 
 
-def run_one(mutant, copy, tests, options, deselected):
+class Clean:
+    """Tests that fail without any mutant, found where one of them seems to have noticed one."""
+
+    def __init__(self, failed=()):
+        self.failed = set(failed)
+        self._passed = set()
+
+    def fails(self, test, copy, limit_s):
+        """Returns true where a test fails in a copy that nothing has changed."""
+        if test not in self.failed | self._passed:
+            code, _ = run_for(pytest_command([test]), copy, limit_s)
+            known = self._passed if code == 0 else self.failed
+            known.add(test)
+        return test in self.failed
+
+
+def pytest_command(tests, deselected=()):
+    """Returns the command that runs tests, in their order, until the first fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    for test in sorted(deselected):
+        command += ["--deselect", test]
+    return command + list(tests)
+
+
+def run_one(mutant, copy, tests, limit_s, clean):
     """Runs the tests of a mutant in a copy of the checkout, which is restored afterwards."""
     began = time.monotonic()
     if not tests:
@@ -314,18 +338,18 @@ def run_one(mutant, copy, tests, options, deselected):
 
     path = copy / mutant.file
     source = path.read_text()
-    path.write_text(mutant.applied(source))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    command += tests
-    for test in deselected:
-        command += ["--deselect", test]
-    try:
-        code, printed = run_for(command, copy, options.limit_s)
-    finally:
-        path.write_text(source)
+    while True:
+        path.write_text(mutant.applied(source))
+        try:
+            code, printed = run_for(pytest_command(tests, clean.failed), copy, limit_s)
+        finally:
+            path.write_text(source)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+        # What fails in any case has noticed nothing: the others are run without it.
+        if not (code and failed and clean.fails(failed[0], copy, limit_s)):
+            break
 
     seconds = time.monotonic() - began
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
     if code is None:
         return Outcome(mutant=mutant, status="unfinished", by="", seconds=seconds)
     if code in (0, 5):  # 5: every test of these files is for another machine
@@ -378,10 +402,10 @@ def run_all(mutants, options):
     """Yields the outcome of each mutant, as they end."""
     imports = Imports(options.root)
     lines = None
-    deselected = []
+    clean = Clean()
     if options.lines:
         lines = json.loads(options.lines.read_text())
-        deselected = lines["failed"]
+        clean = Clean(lines["failed"])
     with tempfile.TemporaryDirectory() as temporary:
         copies = queue.SimpleQueue()
         first = Path(temporary) / "0"
@@ -393,7 +417,8 @@ def run_all(mutants, options):
         def run(mutant):
             copy = copies.get()
             try:
-                return run_one(mutant, copy, tests_of(mutant, imports, lines), options, deselected)
+                tests = tests_of(mutant, imports, lines)
+                return run_one(mutant, copy, tests, options.limit_s, clean)
             finally:
                 copies.put(copy)
 

@@ -4,12 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import mutants
 import pytest
 from closure import Imports
-from mutants import Drawer, copy_of, draw, run_one
+from mutants import Clean, Drawer, copy_of, draw, run_one
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""A text, with 1 + 1 in it."""
@@ -85,7 +84,7 @@ def outcome_of(checkout, folder, kind, old, limit_s=60):
     (mutant,) = [m for m in drawn if m.kind == kind and source[m.start : m.end] == old]
     tests = mutants.tests_of(mutant, Imports(checkout), None)
     assert tests == ["tests/test_sums.py"]
-    found = run_one(mutant, folder, tests, SimpleNamespace(limit_s=limit_s), [])
+    found = run_one(mutant, folder, tests, limit_s, Clean())
     assert (folder / "jaxpar" / "sums.py").read_text() == source, "the copy is restored"
     return found
 
@@ -97,6 +96,21 @@ def test_a_mutant_that_a_test_notices_is_killed_and_others_live(checkout, tmp_pa
     assert (killed.status, killed.by) == ("killed", "tests/test_sums.py::test_plus")
     assert outcome_of(checkout, folder, "constant", "2").status == "lived"
     assert outcome_of(checkout, folder, "constant", "2", limit_s=0).status == "unfinished"
+
+
+def test_a_test_that_fails_in_any_case_kills_nothing(checkout, tmp_path):
+    (checkout / "tests" / "test_sums.py").write_text(
+        "from jaxpar.sums import plus\n\n\ndef test_red():\n    assert plus(1) == 0\n\n\n"
+        "def test_default():\n    assert plus(1) == 3\n"
+    )
+    folder = tmp_path / "copy"
+    copy_of(checkout, folder)
+    killed = outcome_of(checkout, folder, "constant", "2")
+    assert (killed.status, killed.by) == ("killed", "tests/test_sums.py::test_default")
+    (folder / "tests" / "test_sums.py").write_text(
+        "from jaxpar.sums import plus\n\n\ndef test_red():\n    assert plus(1) == 0\n"
+    )
+    assert outcome_of(checkout, folder, "constant", "2").status == "lived"
 
 
 def test_lines_leave_out_tests_that_never_reach_a_mutant(checkout):

@@ -109,6 +109,7 @@ def test_what_was_read_last_is_kept(tmp_path):
         path.write_bytes(b"x" * 100)
         os.utime(path, (1e9 - age, 1e9 - age))
     kept_programs.note(tmp_path / "kind", "seconds", {"a": 1})
+    os.utime(tmp_path / "kind" / "seconds.json", (1, 1))  # notes are small, and stay
     kept_programs.prune(tmp_path, max_bytes=250)
     assert sorted(path.name for path in (tmp_path / "kind").iterdir()) == ["new", "old", "seconds.json"]
 
