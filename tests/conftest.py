@@ -207,6 +207,7 @@ def pytest_runtest_logreport(report):
 def ran_whole_files(config):
     """Returns true where all fast tests of the files that ran were chosen."""
     chosen = any("::" in argument for argument in config.args) or config.option.keyword
+    chosen = chosen or config.option.deselect
     return not chosen and config.option.markexpr == "not slow" and not config.option.maxfail
 
 

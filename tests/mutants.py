@@ -317,9 +317,14 @@ class Clean:
         """Returns true where a test fails in a copy that nothing has changed."""
         if test not in self.failed | self._passed:
             code, _ = run_for(pytest_command([test]), copy, limit_s)
-            known = self._passed if code == 0 else self.failed
+            known = self.failed if code == 1 else self._passed
             known.add(test)
         return test in self.failed
+
+
+def failed_tests(printed):
+    """Returns the tests that pytest names as failed; their names may have spaces."""
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
 
 
 def pytest_command(tests, deselected=()):
@@ -344,7 +349,7 @@ def run_one(mutant, copy, tests, limit_s, clean):
             code, printed = run_for(pytest_command(tests, clean.failed), copy, limit_s)
         finally:
             path.write_text(source)
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+        failed = failed_tests(printed)
         # What fails in any case has noticed nothing: the others are run without it.
         if not (code and failed and clean.fails(failed[0], copy, limit_s)):
             break

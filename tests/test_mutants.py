@@ -8,7 +8,7 @@ from pathlib import Path
 import mutants
 import pytest
 from closure import Imports
-from mutants import Clean, Drawer, copy_of, draw, run_one
+from mutants import Clean, Drawer, copy_of, draw, failed_tests, run_one
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""A text, with 1 + 1 in it."""
@@ -111,6 +111,11 @@ def test_a_test_that_fails_in_any_case_kills_nothing(checkout, tmp_path):
         "from jaxpar.sums import plus\n\n\ndef test_red():\n    assert plus(1) == 0\n"
     )
     assert outcome_of(checkout, folder, "constant", "2").status == "lived"
+
+
+def test_names_of_tests_may_have_spaces():
+    printed = "FAILED tests/a.py::test_it[rows, bonus] - assert 1 - 2\nERROR tests/b.py\n1 failed\n"
+    assert failed_tests(printed) == ["tests/a.py::test_it[rows, bonus]", "tests/b.py"]
 
 
 def test_lines_leave_out_tests_that_never_reach_a_mutant(checkout):
