@@ -47,12 +47,17 @@ def run(test, root, folder):
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     seconds = time.monotonic() - began
 
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = failed_tests(done.stdout)
     if done.returncode not in (0, 1, 5):
         failed.append(test)
     if failed:
         print(done.stdout[-3000:], done.stderr[-1000:], flush=True)
     return seconds, failed
+
+
+def failed_tests(printed):
+    """Returns the tests that pytest names as failed; their names may have spaces."""
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
 
 
 def import_path(root):

@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 
 from closure import Imports, described_parser
-from covered import import_path, pinned_pool
+from covered import failed_tests, import_path, pinned_pool
 
 ROOT = Path(__file__).parents[1]
 
@@ -320,11 +320,6 @@ class Clean:
             known = self.failed if code == 1 else self._passed
             known.add(test)
         return test in self.failed
-
-
-def failed_tests(printed):
-    """Returns the tests that pytest names as failed; their names may have spaces."""
-    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
 
 
 def pytest_command(tests, deselected=()):

@@ -8,7 +8,8 @@ from pathlib import Path
 import mutants
 import pytest
 from closure import Imports
-from mutants import Clean, Drawer, copy_of, draw, failed_tests, run_one
+from covered import failed_tests
+from mutants import Clean, Drawer, copy_of, draw, run_one
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""A text, with 1 + 1 in it."""
