@@ -220,7 +220,7 @@ def main():
     parser = described_parser(__doc__)
     parser.add_argument("files", nargs="+", help="relative to the root of the checkout")
     parser.add_argument("--tests-of", action="store_true", help="print tests that depend on them")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
 
     imports = Imports()
     for file in options.files:

@@ -15,6 +15,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is instal
 else:  # tests compare values: the fastest kernel is not worth the minutes of looking for it
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
+# Threads of XLA's pool: it starts with one a device, and a device that runs two of a program's collectives at once
+# takes the last one's, so that all wait for it until XLA ends the process.
+os.environ.setdefault("PJRT_NPROC", "32")
+
 # Workers keep the memory that compiling frees for the next program, in place of handing it back page by page.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(2**26))

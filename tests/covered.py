@@ -117,7 +117,7 @@ def main():
     parser.add_argument("tests", nargs="*", default=["tests"], help="files and folders of tests")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="files at a time")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     root = options.root.resolve()
 
     tests = []

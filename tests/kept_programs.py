@@ -16,7 +16,7 @@ from jaxpar.processes import _kind_of_machine
 
 MAX_BYTES = 3 * 2**30
 """Bound of all folders together: an interpreter's programs take some 300 MB."""
-FLAGS = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "TRITON_INTERPRET")
+FLAGS = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "TRITON_INTERPRET", "PJRT_NPROC")
 
 
 def top_folder():

@@ -453,7 +453,7 @@ def main():
     parser.add_argument("--report", type=Path, help="a JSON file for the outcomes")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.root = options.root.resolve()
 
     files = files_below(options.root, options.files)

@@ -1,0 +1,88 @@
+"""Tiny language models that many files of tests share.
+
+A worker draws each model's weights once and compiles each program once for a shape of its arguments,
+whichever file asks first. A file that needs another model changes a field of one of these, so that it
+shares what the others do not change:
+
+    LEARNED = dataclasses.replace(tiny.LLAMA, positions="learned", max_seq_len=8)
+    params = tiny.params_of(LEARNED)
+    logits = tiny.logits(params, tiny.tokens(), LEARNED)
+
+Nothing here can be changed by a test: the weights are copies of arrays that cannot be written, and a
+program that takes its arguments' memory (`donate_argnums`) takes that of a copy.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fast import jit, noisy_params
+
+from jaxpar.lm import LMConfig, apply, loss
+
+VOCAB = 16
+BATCH, LENGTH = 2, 8
+
+LLAMA = LMConfig(
+    vocab_size=VOCAB,
+    num_layers=2,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=24,
+    init_std=0.3,
+    dtype="float32",
+)
+"""RMS norms, rotary positions, grouped heads, gated MLPs."""
+GPT2 = dataclasses.replace(
+    LLAMA,
+    num_kv_heads=0,
+    norm="layer",
+    positions="learned",
+    activation="gelu",
+    bias=True,
+    max_seq_len=LENGTH,
+)
+"""Layer norms, learned positions, biases: the fields that `LLAMA` leaves alone."""
+RECURRENT = dataclasses.replace(LLAMA, mixer="min_lstm")
+"""A linear recurrence in place of attention."""
+
+
+def exact(config):
+    """Returns a model that computes in double precision, for tests that take `x64`."""
+    return dataclasses.replace(config, dtype="float64")
+
+
+@functools.cache
+def _drawn(config):
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, noisy_params(config, np.dtype(config.dtype)))
+
+
+def params_of(config):
+    """Returns the weights of a model in its own precision, none of them zero or one."""
+    params = jax.tree.map(lambda weight: jnp.array(weight, copy=True), _drawn(config))
+    for weight in jax.tree.leaves(params):
+        assert weight.dtype == config.dtype, "a model in float64 needs the fixture x64"
+    return params
+
+
+def tokens(batch=BATCH, length=LENGTH, seed=1):
+    """Returns [batch, length] tokens."""
+    return np.random.default_rng(seed).integers(0, VOCAB, (batch, length))
+
+
+def batch_of(batch=BATCH, length=LENGTH, seed=1):
+    """Returns a batch for `loss`: [batch, length] tokens, and those that follow them."""
+    drawn = tokens(batch=batch, length=length + 1, seed=seed)
+    return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+
+
+logits = jit(apply, static_argnums=2)
+"""`apply(params, tokens, config)`."""
+loss_of = jit(loss, static_argnums=2)
+"""`loss(params, batch, config)`."""
+loss_and_gradient = jit(jax.value_and_grad(loss), static_argnums=2)
+"""`loss(params, batch, config)` and its gradient by the weights."""
