@@ -13,7 +13,7 @@ import yaml
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from jaxpar.types import UsageError
+from jaxpar.types import UsageError, causes_of
 
 CONF = pathlib.Path(__file__).resolve().parent / "conf"
 # What a flag that does not fit raises, by Hydra, by OmegaConf, and by a frozen dataclass that lacks it.
@@ -93,10 +93,7 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         file = str(error.filename or _file_of(error) or "a file")
         hint = "; hydra.run.dir= puts the run elsewhere" if pathlib.Path(file).parts[:1] == ("runs",) else ""
         return f"{file} cannot be opened or written: {error.strerror or error}{hint}."
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    for link in chain:
+    for link in causes_of(error):
         if isinstance(link, UsageError):
             return str(link)
     if isinstance(error, OverrideParseException):

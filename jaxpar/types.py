@@ -18,6 +18,7 @@ __all__ = [
     "SupportsAxes",
     "SupportsDone",
     "UsageError",
+    "causes_of",
 ]
 
 PRNGKey = Key[Array, ""]
@@ -37,6 +38,19 @@ class UsageError(ValueError):
     The experiment runner prints the sentence alone and exits with code 2; everywhere else it is an
     ordinary `ValueError`.
     """
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Returns an error, its cause, the cause of that and so on.
+
+    Under a debugger OmegaConf makes an error a cause of its own cause; each is returned once.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not earlier for earlier in chain):
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
 
 
 class Algorithm(Protocol[State]):

@@ -223,8 +223,10 @@ def main():
     options = parser.parse_intermixed_args()
 
     imports = Imports()
+    find = imports.closure
+    if options.tests_of:
+        find = imports.tests_of
     for file in options.files:
-        find = imports.tests_of if options.tests_of else imports.closure
         print("\n".join(find(file)))
 
 

@@ -8,9 +8,9 @@ the first fails. What no test notices is printed at the end.
     python tests/mutants.py jaxpar --draw 200 --lines lines.json --report before.json
     python tests/mutants.py jaxpar/solve --draw 20 --list          # prints them, runs nothing
 
-The seed and each mutant's own text alone decide which are drawn, so that a change of one file leaves
-the mutants of all others. `--lines`, which `tests/covered.py` writes, leaves out tests that never
-reach the line.
+The seed and each mutant's own text alone decide which are drawn, so that a change of one file
+leaves the mutants of all others. `--lines`, which `tests/covered.py` writes, leaves out tests that
+never reach the line.
 """
 
 import ast
@@ -317,8 +317,10 @@ class Clean:
         """Returns true where a test fails in a copy that nothing has changed."""
         if test not in self.failed | self._passed:
             code, _ = run_for(pytest_command([test]), copy, limit_s)
-            known = self.failed if code == 1 else self._passed
-            known.add(test)
+            if code == 1:
+                self.failed.add(test)
+            else:
+                self._passed.add(test)
         return test in self.failed
 
 

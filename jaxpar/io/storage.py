@@ -14,7 +14,7 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpar.io.snapshot import on_all_processes
-from jaxpar.types import UsageError
+from jaxpar.types import UsageError, causes_of
 
 # What TensorStore writes into a ValueError when the operating system refuses a write.
 _REFUSALS = (
@@ -175,22 +175,22 @@ def _without_warnings_of_reading() -> Iterator[None]:
 
 def storage_reason(error: BaseException | None) -> str | None:
     """Says why storage refused, from anywhere in the chain of causes; None for any other error."""
-    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
-        if said := [text for text in _REFUSALS if text in str(error).lower()]:
+    if error is None:
+        return None
+    for link in causes_of(error):
+        if isinstance(link, jax.errors.JaxRuntimeError):
+            break
+        if said := [text for text in _REFUSALS if text in str(link).lower()]:
             return said[0]
-        if isinstance(error, OSError):
-            return (error.strerror or str(error)).lower()
-        if isinstance(error, (ValueError, RuntimeError)) and (status := _STATUS.match(str(error))):
+        if isinstance(link, OSError):
+            return (link.strerror or str(link)).lower()
+        if isinstance(link, (ValueError, RuntimeError)) and (status := _STATUS.match(str(link))):
             return f"the storage answers {status[1].lower().replace('_', ' ')}"
-        error = error.__cause__ or error.__context__
     return None
 
 
 def unreadable_reason(error: BaseException) -> str:
     """Says in our words why a checkpoint cannot be read, whatever Orbax, TensorStore or JSON said of it."""
-    said, link = "", error
-    while link is not None:
-        said += f" {type(link).__name__} {link}".lower()
-        link = link.__cause__ or link.__context__
+    said = " ".join(f"{type(link).__name__} {link}" for link in causes_of(error)).lower()
     reasons = (reason for reason, words in _UNREADABLE.items() if any(word in said for word in words))
     return next(reasons, "a file of it is not as it was written")

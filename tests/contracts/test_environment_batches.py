@@ -21,7 +21,9 @@ def compiled(name):
     def advance(key, state):
         traces.append(1)
         action_key, step_key = jax.random.split(key)
-        mask = env.action_mask(state, params) if hasattr(env, "action_mask") else None
+        mask = None
+        if hasattr(env, "action_mask"):
+            mask = env.action_mask(state, params)
         action = legal_sample(action_key, env.action_space(params), mask)
         return action, step(step_key, env, state, action, params)
 

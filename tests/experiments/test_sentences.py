@@ -9,7 +9,9 @@ import pytest
 
 from experiments import lm
 from experiments._mistakes import sentence_of
+from jaxpar.io.storage import storage_reason, unreadable_reason
 from jaxpar.lm.tokenizer import Bytes
+from jaxpar.types import UsageError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -35,6 +37,16 @@ def test_where_runs_cannot_be_the_sentence_says_how_to_put_them_elsewhere():
     said = sentence_of(OSError(30, "Read-only file system", "runs/lm"))
     assert said == "runs/lm cannot be opened or written: Read-only file system; hydra.run.dir= puts the run elsewhere."
     assert "hydra" not in sentence_of(OSError(30, "Read-only file system", "texts/runs.txt"))
+
+
+def test_a_sentence_is_found_among_causes_that_go_round():
+    mistake = UsageError("width=0 is not legal.")
+    error = ValueError("Error merging override")
+    error.__cause__ = mistake
+    mistake.__cause__ = error  # as OmegaConf leaves them under a debugger
+    assert sentence_of(error) == "width=0 is not legal."
+    assert storage_reason(error) is None
+    assert "width" not in unreadable_reason(error)
 
 
 def test_a_vocabulary_that_is_raised_is_told(capsys):
