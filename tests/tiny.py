@@ -21,6 +21,7 @@ import numpy as np
 from fast import jit, noisy_params
 
 from jaxpar.lm import LMConfig, apply, loss
+from jaxpar.lm.sample import extend
 
 VOCAB = 16
 BATCH, LENGTH = 2, 8
@@ -82,6 +83,8 @@ def batch_of(batch=BATCH, length=LENGTH, seed=1):
 
 logits = jit(apply, static_argnums=2)
 """`apply(params, tokens, config)`."""
+extended = jit(extend, static_argnums=3)
+"""`extend(params, tokens, cache, config)`: logits of further tokens, and the cache after them."""
 loss_of = jit(loss, static_argnums=2)
 """`loss(params, batch, config)`."""
 loss_and_gradient = jit(jax.value_and_grad(loss), static_argnums=2)

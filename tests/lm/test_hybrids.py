@@ -4,23 +4,20 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import assert_close
 
 from experiments import verify
 from experiments._run import identity
-from jaxpar.lm import LMConfig, flops_per_token, loss, num_params, to_hf
+from jaxpar.lm import flops_per_token, num_params, to_hf
 from jaxpar.lm.stages import stages
 from jaxpar.nn.schedule import layer_by_layer
 from jaxpar.types import UsageError
 
-SMALL = LMConfig(
-    vocab_size=16, num_layers=4, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32",
-    mixers=("min_gru", "attention"),
-)  # fmt: skip
-ONE = dataclasses.replace(SMALL, mixers=())
+ONE = dataclasses.replace(tiny.LLAMA, num_layers=4)
+SMALL = dataclasses.replace(ONE, mixers=("min_gru", "attention"))
 
 
 def test_each_mixer_is_as_large_and_costs_what_it_does_alone():
@@ -34,12 +31,12 @@ def test_each_mixer_is_as_large_and_costs_what_it_does_alone():
 
 
 def test_stages_are_the_whole_in_value_and_gradient():
-    params = noisy_params(SMALL)
-    tokens = np.random.default_rng(1).integers(0, 16, (2, 6))
-    batch = {"tokens": tokens, "targets": tokens}
+    params = tiny.params_of(SMALL)
+    batch = tiny.batch_of()
+    count = jnp.float32(batch["tokens"].size)
     pieces = layer_by_layer(stages(SMALL))
-    got = jit(jax.value_and_grad(lambda p: pieces(p, batch, None, jnp.float32(12))[0]))(params)
-    assert_close(got, jit(jax.value_and_grad(lambda p: loss(p, batch, SMALL)))(params), 1e-5)
+    got = jit(jax.value_and_grad(lambda p: pieces(p, batch, None, count)[0]))(params)
+    assert_close(got, tiny.loss_and_gradient(params, batch, SMALL), 1e-5)
 
 
 @pytest.mark.slow

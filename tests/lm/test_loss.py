@@ -1,5 +1,6 @@
 """The chunked, split cross entropy against a log-softmax in double precision."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from fast import jit, noisy_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +18,6 @@ from jaxpar.lm import LMConfig, apply, cross_entropy, loss
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
 B, T, D, V = 4, 9, 8, 24
-logits_of = jit(apply, static_argnums=2)
-loss_of = jit(loss, static_argnums=2)
 gradient = jit(jax.value_and_grad(cross_entropy, argnums=(0, 1)), static_argnums=(4, 5))
 
 
@@ -154,31 +154,28 @@ def test_logits_of_a_chunk_only_in_the_model():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_loss_is_the_weighted_mean(weighted):
-    config = LMConfig(
-        vocab_size=V, num_layers=1, embed_dim=D, num_heads=2, mlp_dim=10, dtype="float32", loss_chunk=5, init_std=0.5
-    )
-    params = noisy_params(config)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, V, (B, T + 1))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    weights = rng.choice([0.0, 0.3, 1.0], (B, T)).astype(np.float32) if weighted else np.ones((B, T), np.float32)
+    config = dataclasses.replace(tiny.LLAMA, loss_chunk=5)
+    params = tiny.params_of(config)
+    batch = tiny.batch_of()
+    weights = np.ones(batch["tokens"].shape, np.float32)
     if weighted:
+        rng = np.random.default_rng(0)
+        weights = rng.choice([0.0, 0.3, 1.0], weights.shape).astype(np.float32)
         batch["weights"] = weights
-    logits = np.asarray(logits_of(params, batch["tokens"], config), np.float64)
+    logits = np.asarray(tiny.logits(params, batch["tokens"], tiny.LLAMA), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(loss_of(params, batch, config), -np.average(chosen, weights=weights), rtol=1e-6)
-    np.testing.assert_allclose(loss_of(params, batch, config, normaliser=2.0), -(chosen * weights).sum() / 2, rtol=1e-6)
+    mean = tiny.loss_of(params, batch, config)
+    np.testing.assert_allclose(mean, -np.average(chosen, weights=weights), rtol=1e-6)
+    half = tiny.loss_of(params, batch, config, normaliser=2.0)
+    np.testing.assert_allclose(half, -(chosen * weights).sum() / 2, rtol=1e-6)
 
 
 def test_the_loss_of_a_float64_model_is_exact_to_float64(x64):
-    config = LMConfig(vocab_size=V, num_layers=1, embed_dim=D, num_heads=2, mlp_dim=10, dtype="float64", init_std=0.5)
-    params = noisy_params(config, np.float64)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, V, (B, T + 1))
-    logits = np.asarray(logits_of(params, tokens[:, :-1], config))
+    config = tiny.exact(tiny.LLAMA)
+    params = tiny.params_of(config)
+    batch = tiny.batch_of()
+    logits = np.asarray(tiny.logits(params, batch["tokens"], config))
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    want = -np.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
-    np.testing.assert_allclose(
-        loss_of(params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, config), want, 1e-13
-    )
+    want = -np.take_along_axis(log_p, batch["targets"][..., None], -1).mean()
+    np.testing.assert_allclose(tiny.loss_of(params, batch, config), want, rtol=1e-13)

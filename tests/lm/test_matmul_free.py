@@ -1,72 +1,64 @@
 """The MatMul-free language model: `model.mixer=hgrn model.weights=ternary`."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import assert_close
 
 from experiments import verify
-from jaxpar.lm import LMConfig, Sampling, apply, flops_per_token, generate, loss, num_params, to_hf
-from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.lm import LMConfig, Sampling, flops_per_token, generate, num_params, to_hf
+from jaxpar.lm.sample import empty_cache
 from jaxpar.nn.mixers import Hgrn
 from jaxpar.nn.ternary import PackedTernary
 from jaxpar.types import UsageError
 
-T, V = 6, 16
-SMALL = LMConfig(
-    vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float64", mixer="hgrn",
-    weights="ternary",
-)  # fmt: skip
+T = 6
+SMALL = dataclasses.replace(tiny.exact(tiny.LLAMA), mixer="hgrn", weights="ternary")
 
 
 def tokens(rows=2):
-    return np.random.default_rng(1).integers(0, V, (rows, T))
-
-
-@functools.cache
-def logits_of():
-    return jit(functools.partial(apply, config=SMALL))
+    return tiny.tokens(batch=rows, length=T)
 
 
 def test_steps_from_packed_weights_are_the_whole_sequence(x64):
     """Sums of integers in both, so that no rounding falls on another side: 1e-12."""
-    params = noisy_params(SMALL, np.float64)
+    params = tiny.params_of(SMALL)
     small = jit(SMALL.stack().for_decoding)(params)
     assert isinstance(small["layers"][0]["mixer"]["wf"], PackedTernary) and isinstance(
         small["layers"][1]["w_down"], PackedTernary
     )
-    run, cache, parts = jit(functools.partial(extend, config=SMALL)), empty_cache(SMALL, 1, T), []
+    cache, parts = empty_cache(SMALL, 1, T), []
     for t in range(T):
-        logits, cache = run(small, tokens(1)[:, t : t + 1], cache)
+        logits, cache = tiny.extended(small, tokens(1)[:, t : t + 1], cache, SMALL)
         parts.append(logits)
-    assert_close(np.concatenate(parts, 1), logits_of()(params, tokens())[:1], 1e-12)
+    assert_close(np.concatenate(parts, 1), tiny.logits(params, tokens(), SMALL)[:1], 1e-12)
     assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) == 2 * SMALL.mixer_dim
 
 
 @pytest.mark.slow  # 5 s
 def test_generation_is_what_the_whole_model_says(x64):
-    params = noisy_params(SMALL, np.float64)
+    params = tiny.params_of(SMALL)
     draw = jit(generate, static_argnums=(3, 4))
     out, *_ = draw(jax.random.key(0), params, tokens()[:, :3], SMALL, Sampling(3, temperature=0))
-    said = logits_of()(params, out)
+    said = tiny.logits(params, out, SMALL)
     np.testing.assert_array_equal(out[:, 3:], np.asarray(said.argmax(-1))[:, 2:5])
 
 
 def test_it_learns_without_rounding_what_is_trained():
     config = dataclasses.replace(SMALL, dtype="bfloat16")
-    params = noisy_params(config)
-    batch = {"tokens": tokens()[:, :-1], "targets": tokens()[:, 1:]}
-    step = jit(jax.value_and_grad(lambda p: loss(p, batch, config)))
-    first, grads = step(params)
+    params = tiny.params_of(dataclasses.replace(SMALL, dtype="float32"))
+    batch = tiny.batch_of(length=T - 1)
+    first, grads = tiny.loss_and_gradient(params, batch, config)
     assert all(x.dtype == jnp.float32 and np.abs(x).max() > 0 for x in jax.tree.leaves(grads))
     for _ in range(10):
-        params = jax.tree.map(lambda p, g: p - 0.05 * g, params, step(params)[1])
-    assert step(params)[0] < first - 0.1
+        _, grads = tiny.loss_and_gradient(params, batch, config)
+        params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+    assert tiny.loss_and_gradient(params, batch, config)[0] < first - 0.1
 
 
 def test_it_is_as_large_as_attention_would_be():

@@ -8,23 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import LAYOUT, assert_close
 
-from jaxpar.lm import LMConfig, apply, loss, model
+from jaxpar.lm import apply, loss, model
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.nn import stack
 from jaxpar.nn.auxiliary import NOTHING
 from jaxpar.types import UsageError
 
-T, V = 7, 16
-SMALL = dict(vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32")
-MODELS = {
-    "llama": LMConfig(**SMALL, num_kv_heads=2),
-    "gpt2": LMConfig(**SMALL, norm="layer", positions="learned", activation="gelu", bias=True, max_seq_len=T),
-}
+T = 7
+MODELS = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2}
 each_model = pytest.mark.parametrize("name", MODELS)
-logits_of = jit(apply, static_argnums=2)
 
 
 # ---------------------------------------------------------------- causality
@@ -33,7 +29,7 @@ logits_of = jit(apply, static_argnums=2)
 def influence(forward, params):
     """Returns [T, T]: the size of d logits[t] / d embedded token s, with every place holding a token of its own."""
     tokens = np.arange(T)[None]
-    mix = np.random.default_rng(0).standard_normal(V).astype(np.float32)
+    mix = np.random.default_rng(0).standard_normal(tiny.VOCAB).astype(np.float32)
 
     def mixed(table):
         return forward(params | {"embedding": table}, tokens)[0] @ mix
@@ -43,7 +39,7 @@ def influence(forward, params):
 
 @each_model
 def test_no_place_sees_what_comes_later(name):
-    params = noisy_params(MODELS[name])
+    params = tiny.params_of(MODELS[name])
     seen = influence(lambda p, tokens: apply(p, tokens, MODELS[name]), params)
     np.testing.assert_array_equal(seen != 0, np.tril(np.ones((T, T), bool)))
 
@@ -57,20 +53,21 @@ def test_no_place_sees_what_comes_later_in_the_cache(name):
             out.append(logits)
         return jnp.concatenate(out, 1)
 
-    seen = influence(in_chunks, noisy_params(MODELS[name]))
+    seen = influence(in_chunks, tiny.params_of(MODELS[name]))
     np.testing.assert_array_equal(seen != 0, np.tril(np.ones((T, T), bool)))
 
 
 @each_model
 def test_no_document_sees_another(name):
     segments, positions = np.array([[0, 0, 0, 1, 1, 2, 2]]), np.array([[0, 1, 2, 0, 1, 0, 1]])
-    params = noisy_params(MODELS[name])
+    params = tiny.params_of(MODELS[name])
     packed = functools.partial(apply, config=MODELS[name], segments=segments, positions=positions)
     seen = influence(packed, params)
     np.testing.assert_array_equal(seen != 0, np.tril(segments[0][:, None] == segments[0][None, :]))
     # And each document gets what it gets alone.
     tokens = np.arange(T)[None]
-    alone = [logits_of(params, tokens[:, a:b], MODELS[name]) for a, b in ((0, 3), (3, 5), (5, 7))]
+    ends = ((0, 3), (3, 5), (5, 7))
+    alone = [tiny.logits(params, tokens[:, a:b], MODELS[name]) for a, b in ends]
     assert_close(jit(packed)(params, tokens), np.concatenate(alone, 1), 2e-6)
 
 
@@ -80,17 +77,12 @@ def test_no_document_sees_another(name):
 FUSION = LAYOUT["float32"]  # the same operations, fused otherwise: only the order of sums differs
 
 
-def batch():
-    tokens = np.random.default_rng(1).integers(0, V, (2, T + 1))
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 @functools.cache
 def value_and_gradient(name, remat, scan_layers):
     config = dataclasses.replace(MODELS[name], remat=remat, scan_layers=scan_layers, dropout=0.2)
-    params = noisy_params(config)
-    run = jit(jax.value_and_grad(lambda p: loss(p, batch(), config, dropout_key=jax.random.key(5))))
-    return jax.device_get(run(params))
+    key = jax.random.key(5)
+    run = jit(jax.value_and_grad(lambda p: loss(p, tiny.batch_of(), config, dropout_key=key)))
+    return jax.device_get(run(tiny.params_of(config)))
 
 
 @pytest.mark.parametrize(
@@ -118,11 +110,12 @@ def dots(jaxpr):
 
 def test_remat_recomputes_what_it_says():
     """ "full" repeats the layer's products, "names" and "dots" those of attention's scores, "none" none of them."""
-    params = noisy_params(MODELS["llama"])
+    params = tiny.params_of(MODELS["llama"])
 
     def count(remat):
         config = dataclasses.replace(MODELS["llama"], remat=remat)
-        return dots(jax.make_jaxpr(jax.grad(lambda p: loss(p, batch(), config)))(params).jaxpr)
+        gradient = jax.grad(lambda p: loss(p, tiny.batch_of(), config))
+        return dots(jax.make_jaxpr(gradient)(params).jaxpr)
 
     none, names, full = count("none"), count("names"), count("full")
     assert count("dots") in (none, none + 1, none + 2)
@@ -147,19 +140,20 @@ def test_every_layer_and_the_embedding_have_keys_of_their_own(monkeypatch):
     monkeypatch.setattr(stack, "block", spy)
     monkeypatch.setattr(model, "dropout", spy_dropout)
     config = dataclasses.replace(MODELS["llama"], dropout=0.5, num_layers=3, scan_layers=False)
-    apply(noisy_params(config), batch()["tokens"], config, dropout_key=jax.random.key(1))
+    apply(tiny.params_of(config), tiny.tokens(), config, dropout_key=jax.random.key(1))
     assert len(keys) == 4 and len({tuple(np.asarray(key)) for key in keys}) == 4
 
 
 def test_dropout_is_off_without_key_or_rate():
-    params, tokens = noisy_params(MODELS["gpt2"]), batch()["tokens"]
-    on = dataclasses.replace(MODELS["gpt2"], dropout=0.5)
-    plain = logits_of(params, tokens, MODELS["gpt2"])
-    np.testing.assert_array_equal(logits_of(params, tokens, on), plain)
-    np.testing.assert_array_equal(logits_of(params, tokens, MODELS["gpt2"], dropout_key=jax.random.key(0)), plain)
-    dropped = logits_of(params, tokens, on, dropout_key=jax.random.key(0))
+    off = tiny.GPT2
+    on = dataclasses.replace(off, dropout=0.5)
+    logits_of = functools.partial(tiny.logits, tiny.params_of(off), tiny.tokens())
+    plain = logits_of(off)
+    np.testing.assert_array_equal(logits_of(on), plain)
+    np.testing.assert_array_equal(logits_of(off, dropout_key=jax.random.key(0)), plain)
+    dropped = logits_of(on, dropout_key=jax.random.key(0))
     assert np.abs(dropped - plain).max() > 0.1
-    assert (dropped != logits_of(params, tokens, on, dropout_key=jax.random.key(1))).any()
+    assert (dropped != logits_of(on, dropout_key=jax.random.key(1))).any()
 
 
 # ---------------------------------------------------------------- dtypes and mistakes
@@ -168,16 +162,17 @@ def test_dropout_is_off_without_key_or_rate():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_features_in_the_models_dtype_logits_in_float32(dtype):
     config = dataclasses.replace(MODELS["llama"], dtype=dtype)
-    params, tokens = noisy_params(config), batch()["tokens"]
+    params = tiny.params_of(MODELS["llama"])
+    tokens = tiny.tokens()
     assert model.hidden(params, tokens, config)[0].dtype == dtype
-    logits = logits_of(params, tokens, config)
+    logits = tiny.logits(params, tokens, config)
     assert logits.dtype == jnp.float32
     # A float32 model differs from it by the rounding of its activations: some 30 roundings in a row here.
-    want = logits_of(params, tokens, dataclasses.replace(config, dtype="float32"))
+    want = tiny.logits(params, tokens, MODELS["llama"])
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}[dtype]
     assert_close(logits, want, 4 * math.sqrt(30) * unit)
 
 
 def test_too_long_for_learned_positions():
-    with pytest.raises(UsageError, match="sequences of 8 tokens are over model.max_seq_len=7"):
-        apply(noisy_params(MODELS["gpt2"]), np.zeros((1, 8), int), MODELS["gpt2"])
+    with pytest.raises(UsageError, match="sequences of 9 tokens are over model.max_seq_len=8"):
+        apply(tiny.params_of(MODELS["gpt2"]), np.zeros((1, 9), int), MODELS["gpt2"])

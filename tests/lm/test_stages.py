@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, loss
+from jaxpar.lm import OptimizerConfig, Trainer, apply
 from jaxpar.lm import stages as module
 from jaxpar.lm.loss import losses
 from jaxpar.lm.stages import stages
@@ -18,14 +19,14 @@ from jaxpar.nn.auxiliary import Aux, Max, Mean, Min, Sum, both, over_layers, ove
 from jaxpar.nn.schedule import InTurn, key_of_part, layer_by_layer, parts_of
 from jaxpar.types import UsageError
 
-SMALL = dict(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float64")
+PLAIN = tiny.exact(tiny.LLAMA)
 MODELS = {
-    "llama": LMConfig(**SMALL, num_kv_heads=2, z_loss=0.1),
-    "gpt2": LMConfig(**SMALL, norm="layer", positions="learned", bias=True, dropout=0.3, max_seq_len=6, tied=True),
-    "aaren": LMConfig(**SMALL, mixer="aaren", scan_layers=False),
+    "llama": dataclasses.replace(PLAIN, z_loss=0.1),
+    "gpt2": dataclasses.replace(tiny.exact(tiny.GPT2), activation="swiglu", dropout=0.3, tied=True),
+    "aaren": dataclasses.replace(PLAIN, mixer="aaren", scan_layers=False),
 }
 TOLERANCE = EXACT_MATHS["float64"]
-loss_of, in_turn = jit(loss, static_argnums=2), jit(InTurn(), static_argnums=(0, 4))
+in_turn = jit(InTurn(), static_argnums=(0, 4))
 staged = functools.cache(stages)  # two of one model are not equal, and would be compiled twice
 
 
@@ -49,19 +50,19 @@ def batch(packed=False):
 )
 def test_stages_one_after_the_other_are_the_model(name, packed, x64):
     config, data = MODELS[name], batch(packed)
-    params, model = noisy_params(config, np.float64), stages(config)
+    params, model = tiny.params_of(config), stages(config)
     args = params, data, jax.random.key(3), model.total(data), 1.0
     got, want = (jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (layer_by_layer(model), model.whole))
     assert_close(got, want, TOLERANCE)
     if not config.dropout:
-        assert_close(want[0][0], loss_of(params, data, config), TOLERANCE)
+        assert_close(want[0][0], tiny.loss_of(params, data, config), TOLERANCE)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_turn_equals_the_whole_batch(count, packed, x64):
     config, data = MODELS["llama"], batch(packed)
-    params = noisy_params(config, np.float64)
+    params = tiny.params_of(config)
     (value, aux), grads = in_turn(staged(config), params, data, None, 1)
     (parts, told), sums = in_turn(staged(config), params, data, None, count)
     assert_close((parts, sums, scalars(told)), (value, grads, scalars(aux)), TOLERANCE)
@@ -105,8 +106,8 @@ def test_a_schedule_of_ones_own_trains():
 
 def test_a_layers_loss_is_added_once_however_the_batch_is_cut(monkeypatch, x64):
     """A mean over each microbatch's tokens, summed over two layers, averaged over microbatches of one size."""
-    config, data = dataclasses.replace(MODELS["llama"], z_loss=0.0), batch()
-    params, plain = noisy_params(config, np.float64), losses
+    config, data = PLAIN, batch()
+    params, plain = tiny.params_of(config), losses
     monkeypatch.setattr(module, "losses", functools.partial(_with_balance, plain))
     run = jit(InTurn(), static_argnums=(0, 4))
     (whole, aux), grads = run(stages(config), params, data, None, 1)
@@ -125,7 +126,7 @@ def _with_balance(plain, params, data, config, *, share, **options):
 
 def test_z_loss_is_the_mean_square_of_the_log_normaliser(x64):
     config, data = MODELS["llama"], batch()
-    params = noisy_params(config, np.float64)
+    params = tiny.params_of(config)
 
     def plain(params):
         logits = apply(params, data["tokens"], config)
