@@ -7,17 +7,17 @@ import math
 import jax
 import numpy as np
 import pytest
+import tiny
 from fast import jit
 from tolerance import assert_close
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, loss
+from jaxpar.lm import OptimizerConfig, Trainer, axes, loss
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.parallel.pipeline import Pipelined, named_schedule
 
-SMALL = LMConfig(
-    vocab_size=16, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, init_std=0.3, dtype="float64",
-    context="gather", context_order="contiguous", remat="none",
-)  # fmt: skip
+SMALL = dataclasses.replace(
+    tiny.exact(tiny.LLAMA), num_layers=4, context="gather", context_order="contiguous", remat="none"
+)
 STEPS, PARTS = 10, 4
 EVALUATED = "data, pipeline"  # each layer is gathered from its stage
 
@@ -79,5 +79,5 @@ def test_ten_steps_are_those_of_one_device(name, x64):
     assert moved > 1
     assert_close(got, want, 1e-10)
     if evaluated is not None:
-        value = jit(lambda params, batch: loss(params, batch, SMALL))(want, batch_of(99))
+        value = tiny.loss_of(want, batch_of(99), SMALL)
         assert_close(jax.device_get(evaluated), jax.device_get(value), 1e-10)

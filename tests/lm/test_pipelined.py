@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import assert_close
 
-from jaxpar.lm import LMConfig, ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig, axes
+from jaxpar.lm import ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig, axes
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.schedule import InTurn
@@ -17,11 +18,9 @@ from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, with_gathers, with_
 from jaxpar.types import UsageError
 
 TOLERANCE = 1e-12  # float64; sums in another order
-SMALL = dict(
-    vocab_size=16, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, init_std=0.3, dtype="float64"
-)
+TWO_LAYERS = tiny.exact(tiny.LLAMA)
+FOUR_LAYERS = dataclasses.replace(TWO_LAYERS, num_layers=4)
 AT_REST = rules_from(layout="stages")
-SHORT = {**SMALL, "num_layers": 2, "dtype": "float32"}
 
 
 def batch_of(microbatches):
@@ -36,35 +35,41 @@ def mesh_of(sizes):
     return make_mesh(MeshSpec(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
+EXPERTS = dataclasses.replace(TWO_LAYERS, num_experts=4, experts_per_token=2, balance_loss=0.1)
 MODELS = {
     "all of a transformer": (
-        LMConfig(**SMALL, norm="layer", positions="learned", bias=True, dropout=0.3, max_seq_len=6, tied=True,
-                 remat="names", z_loss=0.1, ranges=True),
+        dataclasses.replace(
+            FOUR_LAYERS, norm="layer", positions="learned", bias=True, dropout=0.3, max_seq_len=6,
+            tied=True, remat="names", z_loss=0.1, ranges=True,
+        ),
         zb_v(2, 3),
         dict(stage=2, data=2, tensor=2),
     ),
     "a head over all stages": (
-        LMConfig(**{**SMALL, "vocab_size": 18}, tied=True, z_loss=0.1, dropout=0.3),
+        dataclasses.replace(FOUR_LAYERS, vocab_size=18, tied=True, z_loss=0.1, dropout=0.3),
         with_vocabulary(zb_v(2, 2)),
         dict(stage=2, data=2, tensor=2),
     ),
     "experts": (
-        LMConfig(**{**SMALL, "num_layers": 2}, num_experts=4, experts_per_token=2, balance_loss=0.1),
+        EXPERTS,
         zb_h1(2, 2),
         dict(stage=2, expert=2, data=2),
     ),
     "experts that are gathered": (
-        LMConfig(**{**SMALL, "num_layers": 2}, num_experts=4, experts_per_token=2, balance_loss=0.1),
+        EXPERTS,
         with_gathers(zb_h1(2, 2)),
         dict(stage=2, expert=2, fsdp=2),
     ),
     "blocks that are gathered": (
-        LMConfig(**{**SMALL, "num_layers": 2}, remat="blockwise"),
+        dataclasses.replace(TWO_LAYERS, remat="blockwise"),
         with_gathers(zb_h1(2, 2)),
         dict(stage=2, fsdp=2),
     ),
     "a hybrid in a ladder": (
-        LMConfig(**{**SMALL, "num_kv_heads": 4}, mixers=("gla", "attention"), residual="ladder", ladder_from=1),
+        dataclasses.replace(
+            FOUR_LAYERS, num_kv_heads=4, mixers=("gla", "attention"), residual="ladder",
+            ladder_from=1,
+        ),
         with_gathers(one_f_one_b(2, 2)),
         dict(stage=2, fsdp=2),
     ),
@@ -81,7 +86,8 @@ each_model = pytest.mark.parametrize(
 @each_model
 def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
     config, schedule, sizes = MODELS[name]
-    params, batch, m = noisy_params(config, np.float64), batch_of(schedule.microbatches), schedule.microbatches
+    m = schedule.microbatches
+    params, batch = tiny.params_of(config), batch_of(m)
     key = jax.random.key(3) if config.dropout else None
     want = jit(lambda *args: InTurn()(stages(config), *args, m))(params, batch, key)
     with use_mesh(mesh_of(sizes), AT_REST):
@@ -96,8 +102,8 @@ def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
 
 @pytest.mark.parametrize("latency", [1, pytest.param(2, marks=pytest.mark.slow)])  # 15 s
 def test_rows_of_the_vocabulary_lie_on_all_stages(latency, x64):
-    config, m = LMConfig(**{**SMALL, "num_layers": 2}, z_loss=0.1, dropout=0.3), 2
-    params, batch, key = noisy_params(config, np.float64), batch_of(m), jax.random.key(3)
+    config, m = dataclasses.replace(TWO_LAYERS, z_loss=0.1, dropout=0.3), 2
+    params, batch, key = tiny.params_of(config), batch_of(m), jax.random.key(3)
     want = jit(lambda *args: InTurn()(stages(config), *args, m))(params, batch, key)
     schedule = with_vocabulary(one_f_one_b(2, m))
     with use_mesh(mesh_of(dict(stage=2, tensor=2)), AT_REST | {"vocab": ("stage", "tensor")}):
@@ -112,7 +118,7 @@ def test_rows_of_the_vocabulary_lie_on_all_stages(latency, x64):
 @pytest.mark.parametrize("split_head", [True, pytest.param(False, marks=pytest.mark.slow)])  # 10 s each
 def test_objectives_and_tuning_are_those_of_one_device(split_head, x64):
     """Moments are of the gradients; 18 symbols leave two rows of the head empty where four devices share it."""
-    config = LMConfig(**{**SMALL, "num_layers": 2, "vocab_size": 18}, tied=True, z_loss=0.1)
+    config = dataclasses.replace(TWO_LAYERS, vocab_size=18, tied=True, z_loss=0.1)
     schedule = with_vocabulary(one_f_one_b(2, 2)) if split_head else zb_h1(2, 2)
     tuning = TuningConfig(freeze=("wq", "w_up"), layer_decay=0.7, ema=0.6)
     objective = ObjectiveConfig(label_smoothing=0.2)
@@ -135,7 +141,7 @@ def test_objectives_and_tuning_are_those_of_one_device(split_head, x64):
 
 
 def test_three_steps_of_training_with_a_sequence_that_is_split():
-    config = LMConfig(**SHORT, context="gather", context_order="contiguous")
+    config = dataclasses.replace(tiny.LLAMA, context="gather", context_order="contiguous")
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
     schedule = zb_h1(2, 2)
 
@@ -155,8 +161,8 @@ def test_three_steps_of_training_with_a_sequence_that_is_split():
 
 
 def test_gradients_of_16_bits_are_added_in_32():
-    config = LMConfig(**{**SHORT, "dtype": "bfloat16"})
-    params = noisy_params(config, np.float32)
+    config = dataclasses.replace(tiny.LLAMA, dtype="bfloat16")
+    params = tiny.params_of(tiny.LLAMA)
     with use_mesh(mesh_of(dict(stage=2)), AT_REST):
         run = lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2)  # noqa: E731
         (_, _), grads = jax.eval_shape(run, params, batch_of(2))
@@ -164,16 +170,16 @@ def test_gradients_of_16_bits_are_added_in_32():
 
 
 def test_a_ring_within_a_stage_is_refused():
-    config = LMConfig(**SHORT, context="ring")
-    params = noisy_params(config, np.float32)
+    config = dataclasses.replace(tiny.LLAMA, context="ring")
+    params = tiny.params_of(config)
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
     with use_mesh(mesh_of(dict(stage=2, context=2))), pytest.raises(UsageError, match="take context=gather"):
         jax.eval_shape(lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch)
 
 
 def test_a_recurrence_over_a_split_sequence_is_refused():
-    config = LMConfig(**SHORT, mixer="gla")
-    params = noisy_params(config, np.float32)
+    config = dataclasses.replace(tiny.LLAMA, mixer="gla")
+    params = tiny.params_of(config)
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
     with use_mesh(mesh_of(dict(stage=2, context=2))), pytest.raises(UsageError, match=r"take mesh\.context=1"):
         jax.eval_shape(lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch)

@@ -7,39 +7,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from jax.extend import core
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import LMConfig, Sampling, apply, axes, generate
+from jaxpar.lm import Sampling, axes, generate
 from jaxpar.lm.params import abstract
-from jaxpar.lm.sample import empty_cache, extend, prefill
+from jaxpar.lm.sample import empty_cache, prefill
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn.attention import _splash, kernels
 from jaxpar.types import UsageError
 
-SMALL = dict(vocab_size=32, num_layers=2, embed_dim=32, mlp_dim=48, init_std=0.3, dtype="float32")
-MODELS = {
-    "llama": LMConfig(**SMALL, num_heads=8, num_kv_heads=2),
-    "gpt2": LMConfig(
-        **SMALL, num_heads=4, norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.3,
-        max_seq_len=12,
-    ),
-    "para_gru": LMConfig(**SMALL, mixer="para_gru", mixer_dim=16),
-}  # fmt: skip
 T, SLOTS, LENGTHS = 8, 12, np.array([8, 1, 3, 6])
-TOKENS = np.random.default_rng(0).integers(0, 32, (4, SLOTS))
-LONG = LMConfig(**SMALL | {"num_layers": 1, "vocab_size": 512}, num_heads=8, num_kv_heads=2)
+TOKENS = tiny.tokens(batch=4, length=SLOTS)
+MODELS = {
+    "llama": tiny.LLAMA,
+    "gpt2": dataclasses.replace(tiny.GPT2, tied=True, dropout=0.3, max_seq_len=SLOTS),
+    "para_gru": dataclasses.replace(tiny.LLAMA, mixer="para_gru"),
+}
+LONG = dataclasses.replace(tiny.LLAMA, vocab_size=512, num_layers=1, num_heads=8)
 
 
 def by_tokens(config, params):
     """The last logits and the cache of each row, its tokens fed one at a time."""
-    run = jit(functools.partial(extend, config=config))
     rows = []
     for row, length in enumerate(LENGTHS):
         cache = empty_cache(config, 1, SLOTS)
         for t in range(length):
-            logits, cache = run(params, TOKENS[row : row + 1, t : t + 1], cache)
+            logits, cache = tiny.extended(params, TOKENS[row : row + 1, t : t + 1], cache, config)
         rows.append((logits[0, 0], jax.tree.map(lambda x: x[0], cache)))
     return rows
 
@@ -49,9 +45,10 @@ def by_tokens(config, params):
 def test_prompts_equal_one_token_after_the_other(name, queries, monkeypatch):
     monkeypatch.setattr(kernels, "QUERIES", queries)
     config = MODELS[name]
-    params = noisy_params(config)
+    params = tiny.params_of(config)
     logits, cache = jit(prefill, static_argnums=(3, 4))(params, TOKENS[:, :T], LENGTHS, config, SLOTS)
-    assert logits.shape == (4, 32) and jax.tree.all(jax.tree.map(lambda x: x.shape[0] == 4, cache))
+    assert logits.shape == (4, tiny.VOCAB)
+    assert {x.shape[0] for x in jax.tree.leaves(cache)} == {4}
     for row, (want, state) in enumerate(by_tokens(config, params)):
         assert_close(logits[row], want, EXACT_MATHS["float32"])
         got = jax.tree.map(lambda x, row=row: x[row], cache)
@@ -64,13 +61,13 @@ def test_prompts_equal_one_token_after_the_other(name, queries, monkeypatch):
 
 def test_a_prompt_longer_than_a_block_goes_on_as_the_whole_model_would():
     config, length, new = dataclasses.replace(LONG, num_layers=2), kernels.QUERIES + 44, 3
-    params = noisy_params(config)
+    params = tiny.params_of(config)
     prompt = np.random.default_rng(1).integers(0, 512, (2, length))
     sampling = Sampling(new, temperature=0.0)
     tokens, *_ = jit(generate, static_argnums=(3, 4))(
         jax.random.key(0), params, prompt, config, sampling, prompt_lengths=np.array([length, length - 30])
     )
-    want = np.asarray(jit(apply, static_argnums=2)(params, tokens, config)).argmax(-1)
+    want = np.asarray(tiny.logits(params, tokens, config)).argmax(-1)
     for row, first in enumerate((length, length - 30)):
         np.testing.assert_array_equal(tokens[row, first : first + new], want[row, first - 1 : first + new - 1])
 
@@ -81,14 +78,14 @@ def test_prompts_that_have_no_room_are_refused(name, slots):
     with pytest.raises(
         UsageError, match="prompts of 13 tokens are over the 12 that the cache and learned positions have"
     ):
-        prefill(noisy_params(MODELS[name]), tokens, np.array([13]), MODELS[name], slots)
+        prefill(tiny.params_of(MODELS[name]), tokens, np.array([13]), MODELS[name], slots)
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(data=2, context=2, tensor=2), MeshSpec(data=2, fsdp=2, tensor=2)])
 def test_prompts_of_any_length_on_a_mesh(spec, monkeypatch):
     monkeypatch.setattr(kernels, "QUERIES", 3)
     config = dataclasses.replace(MODELS["llama"], num_kv_heads=4)
-    params = noisy_params(config)
+    params = tiny.params_of(config)
     run = jit(prefill, static_argnums=(3, 4))
     want = run(params, TOKENS[:, :7], np.array([7, 1, 3, 6]), config, SLOTS)
     with use_mesh(make_mesh(spec)):

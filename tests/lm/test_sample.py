@@ -1,5 +1,6 @@
 """Generation equals asking the whole model for one token after the other."""
 
+import dataclasses
 import functools
 import re
 
@@ -7,41 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.decode import gumbel
-from jaxpar.lm import LMConfig, Sampling, apply, axes, generate
+from jaxpar.lm import Sampling, axes, generate
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.mesh import MeshSpec, make_mesh, place_rows, shard, use_mesh
 from jaxpar.types import UsageError
 
-VOCAB, PROMPT, NEW = 32, 5, 7
-SMALL = dict(vocab_size=VOCAB, num_layers=2, embed_dim=32, mlp_dim=48, init_std=0.3, dtype="float32")
+VOCAB, PROMPT, NEW = tiny.VOCAB, 5, 7
 MODELS = {
-    "llama": LMConfig(**SMALL, num_heads=8, num_kv_heads=4),
-    "gpt2": LMConfig(
-        **SMALL, num_heads=4, norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.3,
-        max_seq_len=PROMPT + NEW,
-    ),
-}  # fmt: skip
+    "llama": dataclasses.replace(tiny.LLAMA, num_heads=8, num_kv_heads=4),  # for the devices below
+    "gpt2": dataclasses.replace(tiny.GPT2, tied=True, dropout=0.3, max_seq_len=PROMPT + NEW),
+}
 each_model = pytest.mark.parametrize("name", MODELS)
 sampled = jit(generate, static_argnums=(3, 4), static_argnames="num_samples")
 
 
 @functools.cache
 def params_of(name):
-    return noisy_params(MODELS[name])
+    return tiny.params_of(MODELS[name])
 
 
-@functools.cache
-def whole_forward(name):
-    return jit(lambda params, tokens: apply(params, tokens, MODELS[name]))
-
-
-@functools.cache
-def extension(config):
-    return jit(functools.partial(extend, config=config))
+def whole_forward(name, tokens):
+    return tiny.logits(params_of(name), tokens, MODELS[name])
 
 
 def slow_filter(logits, sampling):
@@ -75,7 +67,7 @@ def slow_generate(key, name, prompt, lengths, sampling):
         tokens = list(prompt[row, :length])
         for _ in range(sampling.max_new_tokens):
             padded = jnp.array([tokens + [0] * (total - len(tokens))])
-            logits = np.asarray(whole_forward(name)(params_of(name), padded)[0, len(tokens) - 1])
+            logits = np.asarray(whole_forward(name, padded)[0, len(tokens) - 1])
             if sampling.temperature == 0:
                 tokens.append(int(np.argmax(logits)))
             else:
@@ -157,25 +149,24 @@ def test_a_row_draws_the_same_whatever_the_others_are():
 def test_cache_equals_the_whole_forward(name, chunks):
     config, params = MODELS[name], params_of(name)
     tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
-    run = extension(config)
     cache, parts, start = empty_cache(config, 2, 12), [], 0
     for size in chunks:
-        logits, cache = run(params, tokens[:, start : start + size], cache)
+        logits, cache = tiny.extended(params, tokens[:, start : start + size], cache, config)
         parts.append(logits)
         start += size
-    assert_close(np.concatenate(parts, 1), whole_forward(name)(params, tokens), EXACT_MATHS["float32"])
+    assert_close(np.concatenate(parts, 1), whole_forward(name, tokens), EXACT_MATHS["float32"])
 
 
 def test_cache_rows_may_stand_at_different_places():
     """What a row is told to forget is overwritten before it is seen."""
     config, params = MODELS["llama"], params_of("llama")
     tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
-    run = extension(config)
-    _, cache = run(params, tokens[:, :6], empty_cache(config, 2, 12))
+    _, cache = tiny.extended(params, tokens[:, :6], empty_cache(config, 2, 12), config)
     rest = np.stack([tokens[0, 6:9], tokens[1, 3:6][::-1]])  # row 1 goes back to place 3 and on with other tokens
-    logits, _ = run(params, rest, cache.replace(seen=jnp.array([6, 3], jnp.int32)))
+    cache = cache.replace(seen=jnp.array([6, 3], jnp.int32))
+    logits, _ = tiny.extended(params, rest, cache, config)
     went = np.stack([tokens[0, :9], np.r_[tokens[1, :3], rest[1], 0, 0, 0]])
-    want = whole_forward("llama")(params, went)
+    want = whole_forward("llama", went)
     assert_close(logits[0], want[0, 6:9], EXACT_MATHS["float32"])
     assert_close(logits[1], want[1, 3:6], EXACT_MATHS["float32"])
 
@@ -192,7 +183,7 @@ def test_frequencies_are_the_probabilities(sampling):
         jax.random.key(11), params_of("llama"), prompt, MODELS["llama"], sampling, seeds=np.arange(rows)
     )
     counts = np.bincount(np.asarray(tokens)[:, PROMPT], minlength=VOCAB)
-    allowed = slow_filter(whole_forward("llama")(params_of("llama"), prompt[:1])[0, -1], sampling)
+    allowed = slow_filter(whole_forward("llama", prompt[:1])[0, -1], sampling)
     probabilities = np.array([allowed.get(v, 0.0) for v in range(VOCAB)])
     assert (counts[probabilities == 0] == 0).all()
     drawn = probabilities > 0
@@ -222,8 +213,8 @@ def test_sharded_generate_equals_one_device(sizes, num_samples):
 
 
 def test_sharded_cache_equals_one_device_float64(x64):
-    config = LMConfig(**SMALL | {"dtype": "float64"}, num_heads=8, num_kv_heads=4)
-    params = noisy_params(config, np.float64)
+    config = tiny.exact(MODELS["llama"])
+    params = tiny.params_of(config)
     tokens = np.random.default_rng(4).integers(0, VOCAB, (4, 6))
 
     def run(params, tokens):
