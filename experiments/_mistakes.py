@@ -124,7 +124,7 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         return f"there is no preset {preset!r}; legal for {group}= are {presets_of(name, group)}."
     if several := re.match(r"Ambiguous value for argument '(.*)'", text):
         return f"{several[1]} has several values; -m at the end makes a run of each."
-    first = [str(link).strip().splitlines()[0] for link in chain if str(link).strip()]
+    first = [str(link).strip().splitlines()[0] for link in causes_of(error) if str(link).strip()]
     return ": ".join(dict.fromkeys([first[0], first[-1]]))
 
 
