@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
@@ -23,7 +24,6 @@ from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
     DraftTrainer,
-    LMConfig,
     ObjectiveConfig,
     OptimizerConfig,
     Trainer,
@@ -70,7 +70,7 @@ def pairs():
 
 
 def model_and_tokens():
-    return tokens() | {"model": noisy_params(MODEL)}
+    return tokens() | {"model": tiny.params_of(MODEL)}
 
 
 def series():
@@ -111,7 +111,7 @@ def short_swings():
 
 
 SHAPES_ALONE = "rollout.env_state evaluates shapes, and nothing else, with a key that was used"
-MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, dtype="float32")
+MODEL = tiny.LLAMA
 ADAPTED = OptimizerConfig(warmup_steps=1)
 FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
 VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
-    LMConfig,
     OptimizerConfig,
-    apply,
     fuse_adapters,
     loss,
     merge_adapters,
@@ -26,12 +25,11 @@ from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn.linear import Lora
 from jaxpar.types import UsageError
 
-MODEL = LMConfig(vocab_size=16, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=12, dtype="float32", loss_chunk=64)
-WIDE = dataclasses.replace(MODEL, dtype="float64")
+MODEL = tiny.LLAMA
+WIDE = tiny.exact(MODEL)
 LORA = AdapterConfig("lora", target=("w[qo]", "w_*"), rank=3, alpha=6.0)
 OPTIMIZER = OptimizerConfig(warmup_steps=1, learning_rate=1e-2, eps=1e-6)
-TOKENS = np.random.default_rng(0).integers(0, 16, (4, 9), dtype=np.int32)
-BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+BATCH = tiny.batch_of(batch=4)
 PACKED = BATCH | {
     "segments": np.repeat([[0, 0, 0, 1, 1, 2, 2, 2]], 4, 0).astype(np.int32),
     "positions": np.repeat([[0, 1, 2, 0, 1, 0, 1, 2]], 4, 0).astype(np.int32),
@@ -44,18 +42,18 @@ def noisy(tree, seed=1, std=0.3):
     return jax.tree.map(lambda x: x + jnp.asarray(std * rng.standard_normal(x.shape), x.dtype), tree)
 
 
-def adapters_of(model=MODEL, adapter=LORA, dtype=np.float32):
-    base = frozen(noisy_params(model, dtype), model, adapter.base)
+def adapters_of(model=MODEL, adapter=LORA):
+    base = frozen(tiny.params_of(model), model, adapter.base)
     return base, noisy(begin_adapters(jax.random.key(0), base, model, adapter))
 
 
-def logits(params, model=MODEL):
-    return jit(apply, static_argnums=2)(params, TOKENS, model)
+def logits(params):
+    return tiny.logits(params, tiny.tokens(), MODEL)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_change_of_rank_0_or_of_zeros_is_none_to_the_bit(rank):
-    adapter, params = dataclasses.replace(LORA, rank=rank), noisy_params(MODEL)
+    adapter, params = dataclasses.replace(LORA, rank=rank), tiny.params_of(MODEL)
     adapters = begin_adapters(jax.random.key(0), params, MODEL, adapter)
     np.testing.assert_array_equal(logits(with_adapters(params, adapters, adapter.scale)), logits(params))
 
@@ -70,7 +68,7 @@ def test_merged_is_kept(changes):
     kept = with_adapters(base, adapters, adapter.scale)
     merged = merge_adapters(kept)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged))
-    assert jax.tree.structure(merged) == jax.tree.structure(noisy_params(MODEL))
+    assert jax.tree.structure(merged) == jax.tree.structure(tiny.params_of(MODEL))
     assert_close(logits(kept), logits(merged), 1e-6)
 
 
@@ -82,14 +80,14 @@ def test_the_scale_is_that_of_the_papers():
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(base, x64):
     """dA = s dW' B^T and dB = s A^T dW', of packed rows with weights; dW' is the plain model's."""
     adapter = dataclasses.replace(LORA, base=base)
-    base, adapters = adapters_of(WIDE, adapter, np.float64)
+    base, adapters = adapters_of(WIDE, adapter)
 
     def adapted(adapters):
         return loss(with_adapters(base, adapters, adapter.scale), PACKED, WIDE)
 
     value, grads = jit(jax.value_and_grad(adapted))(adapters)
     merged = merge_adapters(with_adapters(base, adapters, adapter.scale))
-    want, whole = jit(jax.value_and_grad(lambda params: loss(params, PACKED, WIDE)))(merged)
+    want, whole = tiny.loss_and_gradient(merged, PACKED, WIDE)
     np.testing.assert_allclose(value, want, rtol=1e-12)
     assert set(adapters["layers"]) == {"wq", "wo", "w_gate", "w_up", "w_down"}
     for name, own in adapters["layers"].items():
@@ -103,7 +101,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(base, x64):
 
 def trained(trainer, steps=2, spec=None, batch=BATCH):
     def run():
-        state = trainer.begin(jax.random.key(1), noisy_params(trainer.model))
+        state = trainer.begin(jax.random.key(1), tiny.params_of(trainer.model))
         state = state.replace(adapters=noisy(state.adapters))
         if spec is not None:
             state = shard(state, trainer.axes())
@@ -128,7 +126,7 @@ def plain():
 
 def test_only_adapters_are_trained_and_have_moments(plain):
     state, info = plain
-    began = PLAIN.begin(jax.random.key(1), noisy_params(MODEL))
+    began = PLAIN.begin(jax.random.key(1), tiny.params_of(MODEL))
     jax.tree.map(np.testing.assert_array_equal, state.base, jax.device_get(began.base))
     moved = jax.tree.map(
         lambda new, old: np.abs(new - old).min() > 0, state.adapters, jax.device_get(noisy(began.adapters))
@@ -189,7 +187,8 @@ def test_dropout_follows_the_key_and_what_is_recomputed():
     first = value(MODEL, 0)
     assert value(dataclasses.replace(MODEL, remat="full", scan_layers=False), 0) == pytest.approx(first, rel=1e-6)
     assert value(MODEL, 1) != first
-    assert float(jit(loss, static_argnums=2)(with_adapters(base, adapters, adapter.scale, 0.5), BATCH, MODEL)) != first
+    kept = with_adapters(base, adapters, adapter.scale, 0.5)
+    assert float(tiny.loss_of(kept, BATCH, MODEL)) != first
 
 
 @pytest.mark.parametrize(
@@ -219,7 +218,7 @@ def test_what_there_is_no_adapter_for_is_refused(make, sentence):
 
 def test_several_adapters_are_fused_as_a_classifier_of_sentences_says():
     """Three kinds of strings, each with an adapter; a linear classifier of the mean embedding weighs them."""
-    params = noisy_params(MODEL)
+    params = tiny.params_of(MODEL)
     every = [noisy(begin_adapters(jax.random.key(n), params, MODEL, LORA), n) for n in range(3)]
     rng = np.random.default_rng(0)
     kinds = np.repeat(np.arange(3), 40)

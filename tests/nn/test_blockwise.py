@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import OPTIONS, jit, noisy_params
+import tiny
+from fast import OPTIONS, jit
 from tolerance import assert_close
 
 from jaxpar.aot.hlo import collectives
-from jaxpar.lm import LMConfig, loss
+from jaxpar.lm import loss
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn import mlp as mlp_module
@@ -187,19 +188,16 @@ def test_other_weights_go_by_blocks_too(small_blocks, x64):
 
 # ---------------------------------------------------------------- models
 
-SMALL = dict(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3)
+LLAMA = tiny.exact(tiny.LLAMA)
 MODELS = {
-    "llama": LMConfig(**SMALL, num_kv_heads=2, dtype="float64"),
-    "gpt2": LMConfig(
-        **SMALL, norm="layer", positions="learned", activation="gelu", bias=True, max_seq_len=32, dtype="float64"
-    ),
-    "aaren": LMConfig(**SMALL, mixer="aaren", dropout=0.2, dtype="float64"),
+    "llama": LLAMA,
+    "gpt2": dataclasses.replace(tiny.exact(tiny.GPT2), max_seq_len=32),
+    "aaren": dataclasses.replace(LLAMA, mixer="aaren", dropout=0.2),
 }
 
 
 def batch(rows=4, length=11, packed=False):
-    tokens = np.random.default_rng(1).integers(0, 16, (rows, length + 1))
-    out = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    out = tiny.batch_of(batch=rows, length=length)
     if packed:
         segments = np.sort(np.random.default_rng(2).integers(0, 3, (rows, length)), 1)
         out["segments"] = segments
@@ -212,7 +210,7 @@ def gradient_of(name, remat, scan_layers, packed, dtype="float64"):
     config = dataclasses.replace(MODELS[name], remat=remat, scan_layers=scan_layers, dtype=dtype, ranges=True)
     key = jax.random.key(3) if config.dropout else None
     run = jit(jax.value_and_grad(lambda p, data: loss(p, data, config, dropout_key=key)))
-    return run(noisy_params(config, dtype), batch(packed=packed))
+    return run(tiny.params_of(config), batch(packed=packed))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,7 @@ MESHES = {
 def on_a_mesh(name, remat):
     config = dataclasses.replace(MODELS[name], remat=remat, dtype="float32", num_kv_heads=4)
     run = jax.value_and_grad(lambda p, data: loss(p, data, config))
-    return config, noisy_params(config), batch(length=12, packed=True), run
+    return config, tiny.params_of(config), batch(length=12, packed=True), run
 
 
 @functools.cache
@@ -281,7 +279,7 @@ def test_devices_add_gradients_up_once_and_not_in_each_block(small_blocks):
     for remat in ("blockwise", "full"):
         config = dataclasses.replace(MODELS["llama"], remat=remat, dtype="float32", scan_layers=False, num_layers=1)
         with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))) as mesh:
-            params, data = shard(noisy_params(config), axes_of(config)), batch(rows=8, length=12)
+            params, data = shard(tiny.params_of(config), axes_of(config)), batch(rows=8, length=12)
             data = shard(data, jax.tree.map(lambda _: ("batch", None), data))
             run = jit(jax.grad(lambda p, data, config=config: loss(p, data, config)))
             sums = [one for one in collectives(run.lower(params, data).compile().as_text(), mesh)]
@@ -304,7 +302,7 @@ def test_recomputation_is_of_one_forward_pass():
 
     def count(remat):
         config = dataclasses.replace(MODELS["llama"], dtype="float32", remat=remat, mixer="min_gru")
-        params = noisy_params(config)
+        params = tiny.params_of(config)
         return dots(jax.make_jaxpr(jax.grad(lambda p: loss(p, batch(), config)))(params).jaxpr)
 
     assert count("blockwise") == count("full")
@@ -356,4 +354,4 @@ def test_without_blocks_memory_is_of_all_tokens_by_the_width_of_the_mlp():
 def test_what_has_no_blocks_is_refused():
     config = dataclasses.replace(MODELS["llama"], dtype="float32", remat="blockwise", dropout=0.1)
     with pytest.raises(UsageError, match="remat=blockwise needs dropout 0 in attention.*or remat=full"):
-        loss(noisy_params(config), batch(), config, dropout_key=jax.random.key(0))
+        loss(tiny.params_of(config), batch(), config, dropout_key=jax.random.key(0))

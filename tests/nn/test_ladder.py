@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.aot.hlo import dependencies
 from jaxpar.decode import Sampling
-from jaxpar.lm import LMConfig, apply, from_hf, generate, init, loss, to_hf
+from jaxpar.lm import from_hf, generate, init, loss, to_hf
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
@@ -23,24 +24,13 @@ from jaxpar.nn.schedule import layer_by_layer
 from jaxpar.nn.stack import PseudoTokens
 from jaxpar.types import UsageError
 
-B, T, V, L = 2, 6, 16, 3
+B, T, L = 2, 6, 3
 TOLERANCE = EXACT_MATHS["float64"]
-SMALL = dict(
-    vocab_size=V, num_layers=L, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float64", residual="ladder"
-)
+SMALL = dataclasses.replace(tiny.exact(tiny.LLAMA), num_layers=L, residual="ladder")
 
 
 def config_of(ladder_from=0, **changes):
-    return LMConfig(**SMALL | dict(ladder_from=ladder_from) | changes)
-
-
-def tokens(rows=B, length=T):
-    return jnp.asarray(np.random.default_rng(1).integers(0, V, (rows, length)))
-
-
-def data(rows=B, length=T):
-    line = tokens(rows, length + 1)
-    return {"tokens": line[:, :-1], "targets": line[:, 1:]}
+    return dataclasses.replace(SMALL, ladder_from=ladder_from, **changes)
 
 
 def recursion(config, params, x):
@@ -68,7 +58,7 @@ def by_recursion(ladder_from):
     config = config_of(ladder_from)
     x = jnp.asarray(np.random.default_rng(2).standard_normal((B, T, 16)))
     run = functools.partial(weighted, functools.partial(recursion, config))
-    return x, jit(jax.grad(run, (0, 1), has_aux=True))(noisy_params(config, np.float64), x)
+    return x, jit(jax.grad(run, (0, 1), has_aux=True))(tiny.params_of(config), x)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +71,7 @@ def test_the_stack_is_the_recursion(ladder_from, remat, scan_layers, x64):
     config = config_of(ladder_from, remat=remat, scan_layers=scan_layers)
     x, want = by_recursion(ladder_from)
     run = functools.partial(weighted, lambda p, x: config.stack().apply(p, x)[0])
-    got = jit(jax.grad(run, (0, 1), has_aux=True))(noisy_params(config, np.float64), x)
+    got = jit(jax.grad(run, (0, 1), has_aux=True))(tiny.params_of(config), x)
     assert_close(got, want, TOLERANCE)
 
 
@@ -110,15 +100,15 @@ def test_the_first_two_branches_read_the_embedding_and_each_one_after_waits_one_
 
 
 def test_it_is_another_model_than_the_standard_one(x64):
-    params = noisy_params(config_of(), np.float64)
-    run = jit(lambda p, config: apply(p, tokens(), config), static_argnums=1)
-    outs = [run(params, config_of(n)) for n in range(L)] + [run(params, config_of(residual="standard"))]
+    params = tiny.params_of(config_of())
+    models = [*(config_of(n) for n in range(L)), config_of(residual="standard")]
+    outs = [tiny.logits(params, tiny.tokens(), model) for model in models]
     assert all(np.abs(a - b).max() > 1e-2 for i, a in enumerate(outs) for b in outs[:i])
 
 
 def test_dropout_and_ranges_are_those_of_any_stream(x64):
     """Scanned and unrolled drop the same; the largest magnitude is that of the whole stream."""
-    params, x = noisy_params(config_of(1), np.float64), by_recursion(1)[0]
+    params, x = tiny.params_of(config_of(1)), by_recursion(1)[0]
 
     def run(scan_layers):
         stack = config_of(1, dropout=0.3, ranges=True, scan_layers=scan_layers).stack()
@@ -131,8 +121,9 @@ def test_dropout_and_ranges_are_those_of_any_stream(x64):
 @pytest.mark.parametrize("ladder_from", [pytest.param(0, marks=pytest.mark.slow), 1])  # 2 s
 def test_stages_one_after_the_other_are_the_model(ladder_from, x64):
     config = config_of(ladder_from)
-    params, model = noisy_params(config, np.float64), stages(config)
-    args = params, data(), None, model.total(data()), 1.0
+    params, model = tiny.params_of(config), stages(config)
+    data = tiny.batch_of()
+    args = params, data, None, model.total(data), 1.0
     got, want = (jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (layer_by_layer(model), model.whole))
     assert_close(got, want, TOLERANCE)
 
@@ -140,7 +131,7 @@ def test_stages_one_after_the_other_are_the_model(ladder_from, x64):
 def test_a_layer_of_any_number_is_one_program(x64):
     """What a schedule calls with a traced number: layers before and after the ladder begins."""
     config = config_of(1)
-    stack, params, x = config.stack(), noisy_params(config, np.float64), by_recursion(1)[0]
+    stack, params, x = config.stack(), tiny.params_of(config), by_recursion(1)[0]
 
     def each(params, x):
         context = stack.context(x)
@@ -164,7 +155,8 @@ def test_a_layer_of_any_number_is_one_program(x64):
 def test_tokens_from_a_cache_are_those_of_the_whole(ladder_from, scan_layers, x64):
     """A prompt read at once, then one and two tokens."""
     config = config_of(ladder_from, scan_layers=scan_layers)
-    stack, params, (x, (_, want)) = config.stack(), noisy_params(config, np.float64), by_recursion(ladder_from)
+    stack, params = config.stack(), tiny.params_of(config)
+    x, (_, want) = by_recursion(ladder_from)
 
     def in_parts(params, x):
         held, cache, out = stack.unstacked(params), stack.init_cache(B, T), []
@@ -180,13 +172,13 @@ def test_tokens_from_a_cache_are_those_of_the_whole(ladder_from, scan_layers, x6
 
 def test_generation_is_recomputation():
     config = config_of(1, dtype="float32")
-    params, prompt = noisy_params(config), tokens(2, 3)
+    params, prompt = tiny.params_of(config), tiny.tokens(length=3)
     sampling = Sampling(temperature=0.0, max_new_tokens=5)
     got = jit(generate, static_argnums=(3, 4))(jax.random.key(0), params, prompt, config, sampling)
     line = prompt
-    run = jit(lambda p, x: apply(p, x, config))
     for _ in range(5):
-        logits = run(params, jnp.pad(line, ((0, 0), (0, 8 - line.shape[1]))))[:, line.shape[1] - 1]
+        padded = jnp.pad(line, ((0, 0), (0, 8 - line.shape[1])))
+        logits = tiny.logits(params, padded, config)[:, line.shape[1] - 1]
         line = jnp.concatenate([line, logits.argmax(-1)[:, None]], 1)
     np.testing.assert_array_equal(got.tokens[:, -5:], line[:, 3:])
 
@@ -194,7 +186,7 @@ def test_generation_is_recomputation():
 def test_pseudo_tokens_enter_a_ladder_with_nothing_pending(x64):
     """States that are the tokens' own, at layer 1: what the recursion gives for the stream at that place."""
     config = config_of(0)
-    stack, params, x = config.stack(), noisy_params(config, np.float64), by_recursion(0)[0]
+    stack, params, x = config.stack(), tiny.params_of(config), by_recursion(0)[0]
     visible = jnp.broadcast_to(jnp.tril(jnp.ones((T + 1, T + 1), bool)), (B, T + 1, T + 1))
     positions = jnp.broadcast_to(jnp.arange(T + 1), (B, T + 1))
     pseudo = PseudoTokens(1, 1, lambda states: 2 * states[:, -1:])
@@ -217,9 +209,9 @@ def test_pseudo_tokens_enter_a_ladder_with_nothing_pending(x64):
 
 @functools.cache
 def on_one_device():
-    config = config_of(1, dtype="float32", num_heads=8, head_dim=4)
-    params = noisy_params(config)
-    run = jax.value_and_grad(lambda p: loss(p, data(), config))
+    config = config_of(1, dtype="float32", num_heads=8, num_kv_heads=8)
+    params = tiny.params_of(config)
+    run = jax.value_and_grad(lambda p: loss(p, tiny.batch_of(), config))
     return config, params, run, jit(run)(params)
 
 
@@ -236,7 +228,7 @@ def sums_and_products(residual):
     config = config_of(residual=residual, dtype="float32", scan_layers=False, num_heads=2)
     stack = config.stack()
     with use_mesh(make_mesh(MeshSpec(data=1, tensor=2), jax.devices()[:2])):
-        params = shard(noisy_params(config), axes_of(config))
+        params = shard(tiny.params_of(config), axes_of(config))
         x = jnp.ones((B, T, 16), jnp.float32)
         text = jax.jit(lambda p, x: stack.apply(p, x)[0]).lower(params, x)
         text = text.compile(compiler_options={"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}).as_text()
@@ -286,8 +278,8 @@ def test_a_llama_folder_becomes_a_ladder_from_a_layer_on(tmp_path):
     model, loaded = from_hf(tmp_path / "llama", dtype="float32")
     ladder = dataclasses.replace(model, residual="ladder", ladder_from=2)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    got = jit(lambda p: apply(p, tokens(), ladder))(loaded)
-    x = params["embedding"][tokens()]
+    got = tiny.logits(loaded, tiny.tokens(), ladder)
+    x = params["embedding"][tiny.tokens()]
     want = recursion(config_of(2, dtype="float32"), params, x) @ params["head"].T
     assert_close(got, want, 1e-5)
     with pytest.raises(UsageError, match="LlamaForCausalLM needs model.residual=standard"):
