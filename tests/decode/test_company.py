@@ -1,31 +1,30 @@
 """In single precision a row's tokens are its own, but where two tokens' scores are as near as rounding."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 
 from jaxpar.decode import CopyDraft, Sampling, generate, gumbel
-from jaxpar.lm import Decoder, LMConfig, apply
+from jaxpar.lm import Decoder
 
 VOCAB, LENGTH, NEW, SAMPLES, ULPS = 32, 6, 40, 2, 8
-CONFIG = LMConfig(
-    vocab_size=VOCAB, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=2, dtype="float32"
-)
+CONFIG = dataclasses.replace(tiny.LLAMA, vocab_size=VOCAB, num_layers=1)
 PROMPT, LENGTHS = np.random.default_rng(5).integers(0, VOCAB, (4, LENGTH)), np.array([LENGTH, 1, 3, 4])
 SEEDS, KEY = np.array([0, 3, 3, 1]), jax.random.key(3)
 drawn = jit(generate, static_argnames=("model", "sampling", "draft", "num_samples", "block"))
 noise = jit(gumbel, static_argnums=4)
-whole = jit(functools.partial(apply, config=CONFIG))
 
 
 @functools.cache
 def twins():
     """A model that has not learned, whose tokens come in pairs of one logit but for rounding."""
-    params, rng = noisy_params(CONFIG), np.random.default_rng(1)
+    params, rng = tiny.params_of(CONFIG), np.random.default_rng(1)
     head = np.array(params["head"])
     head[VOCAB // 2 :] = head[: VOCAB // 2] * (1 + 1e-6 * rng.standard_normal(head[: VOCAB // 2].shape))
     return params | {"head": jnp.asarray(head)}
@@ -49,7 +48,7 @@ def test_tokens_are_those_of_the_slow_oracle_but_for_near_ties(temperature):
     near, apart, differences = 0, 0, []
     for row, sample in np.ndindex(texts.shape[:2]):
         text, places = texts[row, sample], np.arange(LENGTHS[row], LENGTHS[row] + NEW)
-        scores = np.asarray(whole(twins(), text[None]))[0, places - 1]
+        scores = np.asarray(tiny.logits(twins(), text[None], CONFIG))[0, places - 1]
         if temperature:
             seed, number = (np.full(NEW, x, np.int32) for x in (SEEDS[row], sample))
             scores = scores + np.asarray(noise(KEY, seed, places.astype(np.int32), number, VOCAB))

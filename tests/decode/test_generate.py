@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 
 from jaxpar.decode import (
     Accepted,
@@ -28,18 +29,18 @@ from jaxpar.decode import (
     process,
     stop_sequences,
 )
-from jaxpar.lm import Decoder, LMConfig, apply
+from jaxpar.lm import Decoder, LMConfig
 from jaxpar.types import UsageError
 
-VOCAB, NEW, BLOCK = 16, 9, 4
-SMALL = dict(vocab_size=VOCAB, num_layers=1, embed_dim=16, mlp_dim=16, init_std=0.3, dtype="float64")
+VOCAB, NEW, BLOCK = tiny.VOCAB, 9, 4
+ROPE = dataclasses.replace(tiny.exact(tiny.LLAMA), num_layers=1)
 MODELS = {
-    "rope": LMConfig(**SMALL, num_heads=4, num_kv_heads=2),
-    "deep": LMConfig(**SMALL | {"num_layers": 3}, num_heads=4, num_kv_heads=2),
-    "learned": LMConfig(**SMALL, num_heads=2, positions="learned", max_seq_len=5 + NEW, tied=True),
-    "recurrent": LMConfig(**SMALL, mixer="min_lstm"),
+    "rope": ROPE,
+    "deep": dataclasses.replace(ROPE, num_layers=3),
+    "learned": dataclasses.replace(ROPE, positions="learned", max_seq_len=5 + NEW, tied=True),
+    "recurrent": dataclasses.replace(tiny.exact(tiny.RECURRENT), num_layers=1),
 }
-SMALLER = LMConfig(**SMALL | {"embed_dim": 8}, num_heads=2)
+SMALLER = dataclasses.replace(ROPE, embed_dim=8)
 CANDIDATES = Tree((-1, 0, 0, 0, 1, 1, 2))
 DRAFTS = {
     "none": NoDraft(),
@@ -62,16 +63,7 @@ NOTHING = {
     "sequences": stop_sequences([[VOCAB] * 3] * 4),
 }
 drawn = jit(generate, static_argnums=(3, 4), static_argnames=("draft", "num_samples", "rule", "block", "chunk"))
-
-
-@functools.cache
-def params_of(config):
-    return noisy_params(config, np.float64)
-
-
-@functools.cache
-def whole(config):
-    return jit(lambda params, tokens: apply(params, tokens, config))
+params_of = functools.cache(tiny.params_of)  # none of the tests changes them
 
 
 def noise(*place):
@@ -89,7 +81,7 @@ def plain_row(config, sampling, row, seed, sample):
     text = list(PROMPT[row, : LENGTHS[row]])
     for _ in range(sampling.max_new_tokens):
         padded = np.pad(text, (0, PROMPT.shape[1] + NEW - len(text)))[None]
-        logits = np.asarray(whole(config)(params_of(config), padded))[0, len(text) - 1]
+        logits = np.asarray(tiny.logits(params_of(config), padded, config))[0, len(text) - 1]
         text.append(int(chosen(logits, sampling, *np.array([seed, len(text), sample], np.int32))))
     return tuple(text)
 
@@ -128,8 +120,8 @@ each_draft_and_temperature = pytest.mark.parametrize(
 @each_draft_and_temperature
 def test_any_draft_gives_the_tokens_of_the_slow_oracle(name, temperature, x64):
     sampling = Sampling(NEW, temperature)
-    out = run(MODELS["rope"], sampling, draft=DRAFTS[name])
-    want = plain(MODELS["rope"], sampling)
+    out = run(ROPE, sampling, draft=DRAFTS[name])
+    want = plain(ROPE, sampling)
     assert texts_of(out) == want
     assert len({token for text in want for token in text[5:]}) > 3, "a model that repeats itself tests nothing"
 
@@ -187,20 +179,20 @@ def test_samples_share_their_prompt_and_differ(name, x64):
 
 def test_a_row_has_its_own_seed_and_no_place(x64):
     sampling, seeds, order = Sampling(NEW, 0.7, top_k=5), np.array([3, 3, 5, 0]), np.array([2, 0, 3, 1])
-    out = run(MODELS["rope"], sampling, **NOTHING | {"seeds": seeds})
-    want = [plain(MODELS["rope"], sampling, seed=seed, rows=[row])[0] for row, seed in enumerate(seeds)]
+    out = run(ROPE, sampling, **NOTHING | {"seeds": seeds})
+    want = [plain(ROPE, sampling, seed=seed, rows=[row])[0] for row, seed in enumerate(seeds)]
     assert texts_of(out) == want
     others = {"seeds": seeds[order], "prompt_lengths": LENGTHS[order]}
-    moved = run(MODELS["rope"], sampling, PROMPT[order], **NOTHING | others)
+    moved = run(ROPE, sampling, PROMPT[order], **NOTHING | others)
     assert texts_of(moved) == [want[row] for row in order]
 
 
 @pytest.mark.parametrize("draft", ["none", "jacobi"])
 def test_a_stop_token_ends_a_row_also_within_a_window(draft, x64):
     sampling = Sampling(NEW, 0.7, top_k=5)
-    free = plain(MODELS["rope"], sampling)
+    free = plain(ROPE, sampling)
     stop = free[3][8]
-    out = run(MODELS["rope"], sampling, draft=DRAFTS[draft], **NOTHING | {"stop_tokens": (stop,)})
+    out = run(ROPE, sampling, draft=DRAFTS[draft], **NOTHING | {"stop_tokens": (stop,)})
     want = []
     for text, length in zip(free, LENGTHS, strict=True):
         ends = [place for place in range(length, len(text)) if text[place] == stop]
@@ -208,17 +200,17 @@ def test_a_stop_token_ends_a_row_also_within_a_window(draft, x64):
     assert texts_of(out) == want and len({len(text) - length for text, length in zip(want, LENGTHS, strict=True)}) > 1
     if draft == "jacobi":  # a look at the ends every third pass changes nothing
         ended = dataclasses.replace(sampling, stop_token=stop)
-        late = run(MODELS["rope"], ended, draft=DRAFTS[draft], chunk=3)
+        late = run(ROPE, ended, draft=DRAFTS[draft], chunk=3)
         jax.tree.map(np.testing.assert_array_equal, late, out)
     assert (np.asarray(out.tokens)[np.arange(5 + NEW) >= np.asarray(out.lengths)[:, None]] == 0).all()
 
 
 @pytest.mark.parametrize("draft", ["none", "jacobi"])
 def test_log_probabilities_are_the_models_own(draft, x64):
-    out = run(MODELS["rope"], Sampling(NEW, 0.7, top_k=5), draft=DRAFTS[draft], **NOTHING)
+    out = run(ROPE, Sampling(NEW, 0.7, top_k=5), draft=DRAFTS[draft], **NOTHING)
     for row, (text, length) in enumerate(zip(texts_of(out), LENGTHS, strict=True)):
         padded = np.pad(text, (0, 5 + NEW - len(text)))[None]
-        law = jax.nn.log_softmax(whole(MODELS["rope"])(params_of(MODELS["rope"]), padded)[0])
+        law = jax.nn.log_softmax(tiny.logits(params_of(ROPE), padded, ROPE)[0])
         want = [law[place - 1, text[place]] for place in range(length, len(text))]
         np.testing.assert_allclose(out.log_probs[row, : len(want)], want, rtol=2e-6)  # they are float32
 
@@ -226,11 +218,11 @@ def test_log_probabilities_are_the_models_own(draft, x64):
 @pytest.mark.parametrize("draft", [pytest.param("none", marks=pytest.mark.slow), "lookahead"])
 def test_penalties_count_what_is_in_the_window_too(draft, x64):
     sampling = Sampling(NEW, 0.7, repetition_penalty=1.5, frequency_penalty=0.3)
-    texts = texts_of(run(MODELS["rope"], sampling, draft=DRAFTS[draft]))
+    texts = texts_of(run(ROPE, sampling, draft=DRAFTS[draft]))
     for row, (text, length) in enumerate(zip(texts, LENGTHS, strict=True)):
         for place in range(length, len(text)):
             padded = np.pad(text[:place], (0, 5 + NEW - place))[None]
-            logits = np.array(whole(MODELS["rope"])(params_of(MODELS["rope"]), padded)[0, place - 1])
+            logits = np.array(tiny.logits(params_of(ROPE), padded, ROPE)[0, place - 1])
             for token in set(text[:place]):
                 logits[token] = logits[token] / 1.5 if logits[token] > 0 else logits[token] * 1.5
             for token in text[length:place]:
@@ -241,10 +233,11 @@ def test_penalties_count_what_is_in_the_window_too(draft, x64):
 @pytest.mark.parametrize("draft", ["none", "copy"])
 def test_sequences_end_a_row_also_within_a_window_and_none_begins_in_the_prompt(draft, x64):
     sampling = Sampling(NEW, 0.7, top_k=5)
-    free = plain(MODELS["rope"], sampling)
+    free = plain(ROPE, sampling)
     begun = free[0][4:6]  # its first token is the prompt's last
     sequences = [free[3][7:9], free[1][3:6], begun, free[2][11:]]
-    out = run(MODELS["rope"], sampling, draft=DRAFTS[draft], **NOTHING | {"sequences": stop_sequences(sequences)})
+    options = NOTHING | {"sequences": stop_sequences(sequences)}
+    out = run(ROPE, sampling, draft=DRAFTS[draft], **options)
     want = []
     for text, length in zip(free, LENGTHS, strict=True):
         new = [
@@ -259,7 +252,7 @@ def test_sequences_end_a_row_also_within_a_window_and_none_begins_in_the_prompt(
 def test_an_automaton_says_what_may_come_after_what(x64):
     """Pairs of an even and an odd token, then the stop token 0 or the end of the room: whole also where it is odd."""
     table = {0: {token: 1 for token in range(2, VOCAB, 2)}, 1: {token: 0 for token in range(1, VOCAB, 2)}}
-    automaton, room, rows, config = automaton_of(table, 0, {0}, VOCAB, stop_token=0), 5, 24, MODELS["rope"]
+    automaton, room, rows, config = automaton_of(table, 0, {0}, VOCAB, stop_token=0), 5, 24, ROPE
     perfect, params = ModelDraft(Decoder(config), 2, BLOCK), params_of(config)
     given = {"automaton": automaton, "seeds": np.arange(rows), "block": BLOCK}
     prompt, sampling = np.broadcast_to(PROMPT[:1], (rows, 5)), Sampling(room, 1.5, stop_token=0)
@@ -278,14 +271,15 @@ def test_an_automaton_says_what_may_come_after_what(x64):
 
 def test_a_bias_of_minus_infinity_forbids_a_token(x64):
     sampling = Sampling(NEW, 0.7, top_k=5)
-    often = max(range(VOCAB), key=lambda token: sum(text[5:].count(token) for text in plain(MODELS["rope"], sampling)))
-    out = run(MODELS["rope"], sampling, **NOTHING | {"bias": np.where(np.arange(VOCAB) == often, -np.inf, 0)})
+    tokens = [token for text in plain(ROPE, sampling) for token in text[5:]]
+    often = max(range(VOCAB), key=tokens.count)
+    out = run(ROPE, sampling, **NOTHING | {"bias": np.where(np.arange(VOCAB) == often, -np.inf, 0)})
     assert all(often not in text[length:] for text, length in zip(texts_of(out), LENGTHS, strict=True))
 
 
 def test_by_rejection_the_law_is_kept(x64):
     """First two tokens of 2,500 seeds against the model's own law, within five standard errors."""
-    rows, config = 2500, MODELS["rope"]
+    rows, config = 2500, ROPE
     prompt = np.broadcast_to(PROMPT[:1], (rows, 5))
     params = params_of(config)
     out = drawn(
@@ -294,7 +288,7 @@ def test_by_rejection_the_law_is_kept(x64):
     )  # fmt: skip
     tokens = np.asarray(out.tokens)[:, 5:7]
     texts = np.array([[*PROMPT[0], token] for token in range(VOCAB)])
-    laws = jax.nn.softmax(whole(config)(params, np.pad(texts, ((0, 0), (0, 8)))), -1)
+    laws = jax.nn.softmax(tiny.logits(params, np.pad(texts, ((0, 0), (0, 8))), config), -1)
     want = np.asarray(laws[0, 4])[:, None] * np.asarray(laws[:, 5])
     found = np.zeros((VOCAB, VOCAB))
     np.add.at(found, tuple(tokens.T), 1 / rows)

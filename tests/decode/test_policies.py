@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 
 from jaxpar.decode import BlockTopK, CopyDraft, HeavyHitters, Sampling, SinksAndWindow, generate
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
-from jaxpar.lm import Decoder, LMConfig
+from jaxpar.lm import Decoder
 from jaxpar.lm.model import embed, logits
 from jaxpar.nn.attention import PositionRule, finish
 from jaxpar.nn.mixer import Context
@@ -20,18 +21,9 @@ from jaxpar.types import UsageError
 
 B, G, H, K, SIZE, BLOCKS, PROMPT = 2, 2, 4, 8, 4, 6, 9
 RULE = PositionRule(positions=Rope(10000.0))
-CONFIG = LMConfig(
-    vocab_size=16, num_layers=2, embed_dim=16, mlp_dim=16, init_std=0.3, dtype="float64", num_heads=4, num_kv_heads=2
-)
+CONFIG = tiny.exact(tiny.LLAMA)
 KEY = jax.random.key(3)
 drawn = jit(generate, static_argnums=(3, 4), static_argnames=("policy", "num_samples", "block"))
-
-
-@functools.cache
-def params_of():
-    return noisy_params(CONFIG, np.float64)
-
-
 rotate = jit(RULE.rotate)
 
 
@@ -161,9 +153,10 @@ def test_heavy_hitters_are_kept_and_what_is_dropped_stays_dropped(noise, x64):
 
 
 def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
-    prompt, new = np.random.default_rng(1).integers(0, 16, (2, 7)), 8
+    prompt, new = tiny.tokens(length=7), 8
     policy, places = SinksAndWindow(2, 4), np.arange(7 + new)
-    out = drawn(KEY, params_of(), prompt, Decoder(CONFIG), Sampling(new, 0.0), policy=policy, block=4)
+    params = tiny.params_of(CONFIG)
+    out = drawn(KEY, params, prompt, Decoder(CONFIG), Sampling(new, 0.0), policy=policy, block=4)
     distance = places[:, None] - places
     seen = (distance >= 0) & ((places[:, None] < 7) | (distance < 4) | (places < 2))  # prompts are read whole
 
@@ -173,24 +166,23 @@ def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
         visible = jnp.broadcast_to(seen, (len(tokens), *seen.shape))
         return logits(params, CONFIG.stack().apply(params, x, visible=visible)[0], CONFIG)
 
-    want = np.asarray(scores(params_of(), out.tokens)).argmax(-1)
+    want = np.asarray(scores(params, out.tokens)).argmax(-1)
     np.testing.assert_array_equal(out.tokens[:, 7:], want[:, 6:-1])
-    plain = drawn(KEY, params_of(), prompt, Decoder(CONFIG), Sampling(new, 0.0), block=4)
+    plain = drawn(KEY, params, prompt, Decoder(CONFIG), Sampling(new, 0.0), block=4)
     assert (out.tokens != plain.tokens).any(), "nothing that matters was left out"
 
 
 @pytest.mark.parametrize("policy", [BlockTopK(16), HeavyHitters(48, 12), SinksAndWindow(1, 60)], ids=str)
 def test_a_budget_of_all_changes_nothing(policy, x64):
-    prompt = np.random.default_rng(1).integers(0, 16, (2, 7))
-    both = [
-        drawn(KEY, params_of(), prompt, Decoder(CONFIG), Sampling(8), policy=each, block=4) for each in (policy, None)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *both)
+    prompt, params = tiny.tokens(length=7), tiny.params_of(CONFIG)
+    run = functools.partial(drawn, KEY, params, prompt, Decoder(CONFIG), Sampling(8), block=4)
+    jax.tree.map(np.testing.assert_array_equal, run(policy=policy), run(policy=None))
 
 
 def test_what_a_policy_cannot_serve_is_refused(x64):
     prompt = np.zeros((1, 3), np.int32)
-    run = functools.partial(generate, KEY, params_of(), prompt, Decoder(CONFIG), Sampling(3))
+    params = tiny.params_of(CONFIG)
+    run = functools.partial(generate, KEY, params, prompt, Decoder(CONFIG), Sampling(3))
     with pytest.raises(UsageError, match="a policy sees a window of drafts otherwise than token after token"):
         jax.eval_shape(lambda: run(policy=SinksAndWindow(), draft=CopyDraft()))
     with pytest.raises(UsageError, match="BlockTopK is for one reader a row, not 2"):

@@ -1,5 +1,6 @@
 """Decoding from blocks that devices share: the tokens of one, two small sums a layer, blocks wherever one lends."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast import jit, noisy_params
+import tiny
+from fast import jit
 from tolerance import assert_close
 
 from jaxpar import decode
@@ -18,7 +20,6 @@ from jaxpar.decode import Sampling
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.reader import begin
-from jaxpar.lm import LMConfig
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.lm.sample import Decoder
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
@@ -30,9 +31,7 @@ from jaxpar.parallel.context import Sizes, blocks_in_turn, merge_shares, move_fo
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 
-SMALL = LMConfig(
-    vocab_size=16, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, init_std=0.3, dtype="float32"
-)
+SMALL = dataclasses.replace(tiny.LLAMA, num_layers=1)
 SPLIT = rules_from({"slots": "context"})
 ROOM, BLOCK, SHARES = 3, 4, 4  # blocks a device, slots a block, devices
 HEADS, GROUPS, WIDTH = 4, 2, 4
@@ -40,7 +39,7 @@ HEADS, GROUPS, WIDTH = 4, 2, 4
 
 def test_a_cache_split_over_devices_gives_the_tokens_of_one_for_two_sums_a_layer():
     """Two samples of each prompt: blocks of the prompt and of either sample, more than devices and no multiple."""
-    prompt, params = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 9))), noisy_params(SMALL)
+    prompt, params = jnp.asarray(tiny.tokens(length=9)), tiny.params_of(SMALL)
 
     def run(params, prompt):
         options = {"block": BLOCK, "num_samples": 2, "merge": merge_shares}
