@@ -72,7 +72,12 @@ def lines_of(folder, root):
     executed = defaultdict(set)
     for path in folder.glob("data.*"):
         data = coverage.CoverageData(basename=str(path))
-        data.read()
+        try:
+            data.read()
+        except coverage.exceptions.DataError as error:  # of a process that was killed as it wrote
+            print(f"{path.name} is left out: {error}", flush=True)
+            path.unlink()
+            continue
         for file in data.measured_files():
             name = Path(file).relative_to(root).as_posix()
             executed[name].update(data.lines(file) or ())
