@@ -64,7 +64,8 @@ def _drawn(config):
 
 def params_of(config):
     """Returns the weights of a model in its own precision, none of them zero or one."""
-    params = jax.tree.map(lambda weight: jnp.array(weight, copy=True), _drawn(config))
+    # NumPy copies: JAX would compile a program for each shape.
+    params = jax.tree.map(lambda weight: jnp.asarray(weight.copy()), _drawn(config))
     for weight in jax.tree.leaves(params):
         assert weight.dtype == config.dtype, "a model in float64 needs the fixture x64"
     return params
