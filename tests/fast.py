@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.lm.params import abstract
@@ -17,10 +16,14 @@ jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 def noisy_params(config, dtype=np.float32, std=0.3):
-    """Parameters of a language model, none of them zero or one, drawn by NumPy: nothing to compile."""
+    """Parameters of a language model, none of them zero or one, drawn by NumPy.
+
+    `device_put` compiles nothing, where `asarray` compiles a program for each shape.
+    """
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
-        return jnp.asarray((path[-1].key == "scale") + std * rng.standard_normal(leaf.shape), dtype)
+        weight = (path[-1].key == "scale") + std * rng.standard_normal(leaf.shape)
+        return jax.device_put(np.asarray(weight, dtype))
 
     return jax.tree_util.tree_map_with_path(draw, abstract(config))

@@ -2,7 +2,8 @@
 
 A worker draws each model's weights once and compiles each program once for a shape of its arguments,
 whichever file asks first. A file that needs another model changes a field of one of these, so that it
-shares what the others do not change:
+shares what the others do not change (`head_dim` and `mixer_dim` are set once `LLAMA` is made: name
+them where their heads or width change):
 
     LEARNED = dataclasses.replace(tiny.LLAMA, positions="learned", max_seq_len=8)
     params = tiny.params_of(LEARNED)
@@ -16,7 +17,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from fast import jit, noisy_params
 
@@ -64,8 +64,7 @@ def _drawn(config):
 
 def params_of(config):
     """Returns the weights of a model in its own precision, none of them zero or one."""
-    # NumPy copies: JAX would compile a program for each shape.
-    params = jax.tree.map(lambda weight: jnp.asarray(weight.copy()), _drawn(config))
+    params = jax.tree.map(lambda weight: jax.device_put(weight.copy()), _drawn(config))
     for weight in jax.tree.leaves(params):
         assert weight.dtype == config.dtype, "a model in float64 needs the fixture x64"
     return params
