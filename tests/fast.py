@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.lm.params import abstract
@@ -16,19 +15,16 @@ OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pa
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
-def to_jax(array):
-    """Makes a NumPy array one of JAX's, without the program that `asarray` compiles for each shape."""
-    if jax.sharding.get_mesh().empty:
-        return jax.device_put(array)
-    return jnp.asarray(array)  # the same on all devices of the mesh
-
-
 def noisy_params(config, dtype=np.float32, std=0.3):
-    """Parameters of a language model, none of them zero or one, drawn by NumPy: nothing to compile."""
+    """Parameters of a language model, none of them zero or one, drawn by NumPy.
+
+    They are on one device, whatever mesh is set: `asarray` would take the mesh of whoever asks first,
+    and compile a program for each shape.
+    """
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
         weight = (path[-1].key == "scale") + std * rng.standard_normal(leaf.shape)
-        return to_jax(np.asarray(weight, dtype))
+        return jax.device_put(np.asarray(weight, dtype))
 
     return jax.tree_util.tree_map_with_path(draw, abstract(config))

@@ -18,7 +18,7 @@ import functools
 
 import jax
 import numpy as np
-from fast import jit, noisy_params, to_jax
+from fast import jit, noisy_params
 
 from jaxpar.lm import LMConfig, apply, loss
 from jaxpar.lm.sample import extend
@@ -64,7 +64,7 @@ def _drawn(config):
 
 def params_of(config):
     """Returns the weights of a model in its own precision, none of them zero or one."""
-    params = jax.tree.map(lambda weight: to_jax(weight.copy()), _drawn(config))
+    params = jax.tree.map(lambda weight: jax.device_put(weight.copy()), _drawn(config))
     for weight in jax.tree.leaves(params):
         assert weight.dtype == config.dtype, "a model in float64 needs the fixture x64"
     return params

@@ -195,7 +195,7 @@ def test_muon_takes_the_products_and_leaves_the_recurrence():
 
 def test_a_split_sequence_is_refused():
     with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
-        apply(noisy_params(MODELS["para_gru"]), tokens(4, 8), MODELS["para_gru"])
+        logits_of("para_gru")(noisy_params(MODELS["para_gru"]), tokens(4, 8))
 
 
 def test_a_hugging_face_folder_is_refused(tmp_path):
