@@ -449,9 +449,9 @@ def _kind(name: str) -> str:
 def simulate_devices(count: int) -> None:
     """Gives this process `count` CPU devices; called before anything touches a device.
 
-    Where there are several, XLA's pool of threads gets four for each of them (`PJRT_NPROC`, unless it
-    is set). It has one for each by default; a device that waits in two collectives of a program at
-    once then holds the thread of a device that both wait for, and XLA ends the process after 40 s.
+    For several devices, XLA's pool has four threads a device (`PJRT_NPROC`, unless it is set). By
+    default it has one: a device that waits in two collectives of a program at once then holds the
+    thread of a device that both wait for, and XLA ends the process after 40 s.
     """
     if count > 1:
         threads = max(4 * count, os.cpu_count() or 1)

@@ -18,7 +18,7 @@ jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 def noisy_params(config, dtype=np.float32, std=0.3):
     """Parameters of a language model, none of them zero or one, drawn by NumPy.
 
-    They are on one device, whatever mesh is set: `asarray` would take the mesh of whoever asks first,
+    They are on one device, whatever mesh is set: `asarray` would take the mesh of the first caller,
     and compile a program for each shape.
     """
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The models that files of tests share: drawn and compiled once, and nobody's to change."""
+"""The models that files of tests share: drawn and compiled once, changed by no test."""
 
 import jax
 import numpy as np

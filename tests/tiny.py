@@ -1,16 +1,15 @@
 """Tiny language models that many files of tests share.
 
-A worker draws each model's weights once and compiles each program once for a shape of its arguments,
-whichever file asks first. A file that needs another model changes a field of one of these, so that it
-shares what the others do not change (`head_dim` and `mixer_dim` are set once `LLAMA` is made: name
-them where their heads or width change):
+A worker draws each model's weights once, and compiles each program once for a shape of arguments.
+A file that needs another model changes a field of one of these. (`head_dim` and `mixer_dim` are set
+when `LLAMA` is made: name them where the number of heads or the width changes.)
 
     LEARNED = dataclasses.replace(tiny.LLAMA, positions="learned", max_seq_len=8)
     params = tiny.params_of(LEARNED)
     logits = tiny.logits(params, tiny.tokens(), LEARNED)
 
-Nothing here can be changed by a test: the weights are copies of arrays that cannot be written, and a
-program that takes its arguments' memory (`donate_argnums`) takes that of a copy.
+No test can change anything here, since each call copies the weights. A program that takes over its
+arguments' memory (`donate_argnums`) takes that of a copy.
 """
 
 import dataclasses
@@ -57,14 +56,14 @@ def exact(config):
 
 
 @functools.cache
-def _drawn(config):
+def _noisy_weights(config):
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, noisy_params(config, np.dtype(config.dtype)))
 
 
 def params_of(config):
     """Returns the weights of a model in its own precision, none of them zero or one."""
-    params = jax.tree.map(lambda weight: jax.device_put(weight.copy()), _drawn(config))
+    params = jax.tree.map(lambda weight: jax.device_put(weight.copy()), _noisy_weights(config))
     for weight in jax.tree.leaves(params):
         assert weight.dtype == config.dtype, "a model in float64 needs the fixture x64"
     return params

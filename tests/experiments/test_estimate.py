@@ -62,7 +62,7 @@ def test_parameters_are_the_published_ones(name, tmp_path):
 
 def told(err):
     """What is said on standard error but for what takes long."""
-    # The time stands alone where others printed between.
+    # The time is alone on its line where others printed between.
     slow = r"^((compiling|running)\b.* \d+ s|starting: .*| *\d+ s)\n"
     return re.sub(slow, "", err, flags=re.MULTILINE)
 

@@ -114,7 +114,7 @@ def test_heads_are_taken_in_parts_where_a_row_has_many_documents(cudnn, monkeypa
     arrays = drawn(2)
     jax.eval_shape(lambda *x: with_gradients(functools.partial(attention, segments=CASES["a few"]), *x), *arrays)
     groups = 2
-    if jax.__version_info__ < (0, 11, 2):  # cuDNN's caller needs as many heads of keys as of queries
+    if jax.__version_info__ < (0, 11, 2):  # the numbers of heads of keys and queries are equal there
         groups = 4
     assert heads == [(4, groups), (2, groups // 2)]
 
