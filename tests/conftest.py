@@ -15,10 +15,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is instal
 else:  # tests compare values: the fastest kernel is not worth the minutes of looking for it
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
-# Threads of XLA's pool: it starts with one a device, and a device that runs two of a program's collectives at once
-# takes the last one's, so that all wait for it until XLA ends the process.
-os.environ.setdefault("PJRT_NPROC", "32")
-
 # Workers keep the memory that compiling frees for the next program, in place of handing it back page by page.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(2**26))
@@ -26,6 +22,8 @@ os.environ.setdefault("MALLOC_TOP_PAD_", str(2**26))
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
+
+from jaxpar.mesh import simulate_devices  # noqa: E402
 
 # XLA makes compilers of MLIR anew for every program, at 2.7 times the work of its emitters of before. These
 # fuse more freely: without fused multiply-adds, whose place would depend on it, bits do not.
@@ -36,7 +34,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-jax.config.update("jax_num_cpu_devices", 8)
+simulate_devices(8)
 jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: tests compile much and run on next to nothing
 jax.config.update("jax_traceback_in_locations_limit", 0)  # no line of a program is looked for in its source
 gc.set_threshold(100_000, 50, 1000)  # traces allocate by the million; the usual thresholds cost a fifteenth of a run

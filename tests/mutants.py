@@ -317,7 +317,7 @@ class Clean:
         """Returns true where a test fails in a copy that nothing has changed."""
         if test not in self.failed | self._passed:
             code, _ = run_for(pytest_command([test]), copy, limit_s)
-            if code == 1:
+            if code in (1, 2):  # 2: it cannot be collected
                 self.failed.add(test)
             else:
                 self._passed.add(test)
@@ -325,7 +325,12 @@ class Clean:
 
 
 def pytest_command(tests, deselected=()):
-    """Returns the command that runs tests, in their order, until the first fails."""
+    """Returns the command that runs tests, in their order, until the first fails.
+
+    Args:
+      tests: Files.
+      deselected: Tests of these files that are left out.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
     for test in sorted(deselected):
         command += ["--deselect", test]
@@ -341,9 +346,14 @@ def run_one(mutant, copy, tests, limit_s, clean):
     path = copy / mutant.file
     source = path.read_text()
     while True:
+        # A file that nobody can collect, without the mutant either, cannot be deselected.
+        whole = [test for test in tests if test not in clean.failed]
+        if not whole:
+            seconds = time.monotonic() - began
+            return Outcome(mutant=mutant, status="unreached", by="", seconds=seconds)
         path.write_text(mutant.applied(source))
         try:
-            code, printed = run_for(pytest_command(tests, clean.failed), copy, limit_s)
+            code, printed = run_for(pytest_command(whole, clean.failed), copy, limit_s)
         finally:
             path.write_text(source)
         failed = failed_tests(printed)

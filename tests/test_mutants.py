@@ -114,6 +114,13 @@ def test_a_test_that_fails_in_any_case_kills_nothing(checkout, tmp_path):
     assert outcome_of(checkout, folder, "constant", "2").status == "lived"
 
 
+def test_a_file_that_cannot_be_collected_in_any_case_kills_nothing(checkout, tmp_path):
+    (checkout / "tests" / "test_sums.py").write_text("import nowhere\nfrom jaxpar import sums\n")
+    folder = tmp_path / "copy"
+    copy_of(checkout, folder)
+    assert outcome_of(checkout, folder, "constant", "2").status == "unreached"
+
+
 def test_names_of_tests_may_have_spaces():
     printed = "FAILED tests/a.py::test_it[rows, bonus] - assert 1 - 2\nERROR tests/b.py\n1 failed\n"
     assert failed_tests(printed) == ["tests/a.py::test_it[rows, bonus]", "tests/b.py"]

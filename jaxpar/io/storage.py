@@ -179,7 +179,7 @@ def storage_reason(error: BaseException | None) -> str | None:
         return None
     for link in causes_of(error):
         if isinstance(link, jax.errors.JaxRuntimeError):
-            break
+            return None
         if said := [text for text in _REFUSALS if text in str(link).lower()]:
             return said[0]
         if isinstance(link, OSError):

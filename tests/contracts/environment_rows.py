@@ -3,7 +3,9 @@
 import jax
 import pytest
 
+import envs
 from envs.registry import _variants
+from jaxpar.env import check_environment
 
 ALL = ("arcade", "classic", "grid", "memory", "minatar", "multi", "pomdp", "puzzles")
 LARGE = ("grid", "multi", "puzzles")
@@ -29,6 +31,13 @@ def family_of(kind):
 def each_row(families=ALL):
     """Returns the parameters of a test that runs on some families."""
     return pytest.mark.parametrize("name", list(rows(families)))
+
+
+def assert_promises(name):
+    """Asserts that an environment passes every check of `check_environment`."""
+    env, params = envs.make(name)
+    report = check_environment(env, params, num_envs=4, num_steps=50)
+    assert report.steps == 200 and {"identity", "types", "walk"} <= set(report.checks)
 
 
 def types(tree):

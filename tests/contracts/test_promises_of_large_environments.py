@@ -1,13 +1,8 @@
 """Environments of the large families keep their promises."""
 
-from environment_rows import LARGE, each_row
-
-import envs
-from jaxpar.env import check_environment
+from environment_rows import LARGE, assert_promises, each_row
 
 
 @each_row(LARGE)
 def test_promises_hold(name):
-    env, params = envs.make(name)
-    report = check_environment(env, params, num_envs=4, num_steps=50)
-    assert report.steps == 200 and {"identity", "types", "walk"} <= set(report.checks)
+    assert_promises(name)
