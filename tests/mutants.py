@@ -346,7 +346,7 @@ def run_one(mutant, copy, tests, limit_s, clean):
     path = copy / mutant.file
     source = path.read_text()
     while True:
-        # A file that nobody can collect, without the mutant either, cannot be deselected.
+        # A file that cannot be collected without the mutant either cannot be deselected.
         whole = [test for test in tests if test not in clean.failed]
         if not whole:
             seconds = time.monotonic() - began
