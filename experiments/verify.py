@@ -14,32 +14,34 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import pathlib
 import sys
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from jaxpar.aot import topology
-from jaxpar.fields import AtLeast, field
+from jaxpar.fields import AtLeast, Between, field
 from jaxpar.io import plot_layouts
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
+from jaxpar.lm import LMConfig, OptimizerConfig, axes
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.stages import stages
-from jaxpar.lm.transfers import declared_transfers, pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.nn.schedule import InTurn
-from jaxpar.parallel.context import in_order
-from jaxpar.parallel.pipeline import PIPELINES, Pipelined, Schedule, named_schedule, with_gathers
+from jaxpar.parallel.pipeline import PIPELINES
 from jaxpar.types import UsageError
-from jaxpar.verify import TOLERANCE, Layout, LayoutReport, Model, every_layout, verify
+from jaxpar.verify import TOLERANCE, Layout, LayoutReport, every_layout, verify_cases
 
 from . import _run, _silence
 from ._folder import run_folder
-from ._mesh import LM_AXES, parse_layout, refuse_idle, shares, staged
+from ._mesh import LM_AXES, parse_layout, refuse_idle, staged
+from ._proof import STEPS, cases_of, expert_model, schedule_of
 from ._run import say
+
+
+DTYPES = (*TOLERANCE, "bfloat16")
+"""Dtypes in which values are compared, and one in which collectives alone are judged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,27 +50,42 @@ class Config(_run.RunConfig):
 
     Attributes:
       model: The transformer; its dtype is each of `dtypes` in turn.
+      num_experts: Experts of a second model, which layouts that split experts train; 0 leaves those layouts out. Where
+        the model has some, it is theirs.
       data: Its batch_size and seq_len; tokens are drawn at random.
       optimizer: Three steps are made with it.
       layouts: [all], or a list such as [data2.fsdp4,fsdp4.tensor2/zero2+sequence,stage2.data4/zb_v]; stages without
         a schedule take 1f1b.
+      accumulate: Microbatches of a batch, where there are no stages.
+      ema: Decay of the running average of the parameters; 0 keeps none.
+      dropout_off: Whether layouts that split a sequence are judged without dropout, with which they would gather whole
+        rows.
       microbatches: Parts of a batch that pass through stages.
       chunks: Groups of layers on each stage, where a schedule leaves it open.
       gather_chunks: Whether stages gather the weights of a chunk once for consecutive microbatches.
       dtypes: Of float32 and float64.
+      float32_every: Float32 is compared for every so many layouts, beside other dtypes; 1 for all. Its program is that
+        of float64.
       topology: Slice to compile for: "auto" takes v5e chips, as many as there are devices, if libtpu is installed.
       train: Taken from presets and ignored, as are sampling.
     """
 
     name: str = "verify"
-    model: LMConfig = LMConfig()
-    data: DataConfig = DataConfig()
+    model: LMConfig = LMConfig(
+        num_layers=4, embed_dim=64, mlp_dim=192, num_heads=4, num_kv_heads=2, dropout=0.1, z_loss=1e-3
+    )
+    num_experts: int = field(4, AtLeast(0))
+    data: DataConfig = DataConfig(batch_size=16, seq_len=32)
     optimizer: OptimizerConfig = OptimizerConfig(eps=1e-6)
     layouts: list[str] = dataclasses.field(default_factory=lambda: ["all"])
+    accumulate: int = field(2, AtLeast(1))
+    ema: float = field(0.9, Between(0, 1, "[)"))
+    dropout_off: bool = True
     microbatches: int = field(4, AtLeast(1))
     chunks: int = field(2, AtLeast(1))
     gather_chunks: bool = False
-    dtypes: list[str] = dataclasses.field(default_factory=lambda: list(TOLERANCE))
+    dtypes: list[str] = dataclasses.field(default_factory=lambda: list(DTYPES))
+    float32_every: int = field(4, AtLeast(1))
     topology: str = "auto"
     train: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -76,9 +93,9 @@ class Config(_run.RunConfig):
         """Refuses dtypes that have no tolerance, and flags that would change nothing."""
         super().__post_init__()
         for dtype in self.dtypes:
-            if dtype not in TOLERANCE:
-                raise UsageError(f"dtypes={dtype} has no tolerance; legal are {', '.join(TOLERANCE)}.")
-        for name, legal in (("layouts", "all, or layouts such as data2.fsdp4"), ("dtypes", ", ".join(TOLERANCE))):
+            if dtype not in DTYPES:
+                raise UsageError(f"dtypes={dtype} is not judged; expected any of {', '.join(DTYPES)}.")
+        for name, legal in (("layouts", "all, or layouts such as data2.fsdp4"), ("dtypes", ", ".join(DTYPES))):
             if not getattr(self, name):
                 raise UsageError(f"{name}=[] leaves nothing to verify; legal are {legal}.")
         if self.mesh != MeshSpec(data=-1) or self.layout != "zero3":
@@ -101,7 +118,8 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
             with use_mesh(mesh, rules_from(config.rules, layout.name)):
-                refuse_idle("a language model", (axes(config.model), LM_AXES))  # of `staged`, layers lie along stage
+                model = expert_model(config) if layout.mesh.expert > 1 else config.model
+                refuse_idle("a language model", (axes(model), LM_AXES))  # of `staged`, layers lie along stage
     if jax.process_count() > 1:
         raise UsageError("verify compares with one device of this process; start it with one process.")
     devices = slice_of(config.topology, layouts)
@@ -156,8 +174,8 @@ def nested(num_devices: int) -> list[Layout]:
 
 
 def with_experts(config: Config, num_devices: int) -> list[Layout]:
-    """Returns every mesh that splits experts, if the model has any."""
-    if not config.model.num_experts:
+    """Returns every mesh that splits experts, if a model has any."""
+    if not expert_model(config).num_experts:
         return []
     rows = every_layout(num_devices, ("data", "fsdp", "expert", "tensor", "context"))
     return [row for row in rows if row.mesh.expert > 1]
@@ -202,60 +220,16 @@ def slice_of(text: str, layouts: list[Layout]):
 
 
 def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[LayoutReport]:
-    """Verifies the layouts of the configured model, with a line for each row as it is made."""
-    rows, length, parts = config.data.batch_size, config.data.seq_len, config.microbatches
-
-    def plain(dtype: str) -> Model:
-        model = dataclasses.replace(config.model, dtype=dtype)
-        key = jax.random.key(config.seed + 1) if model.dropout else None
-        return Model(
-            jax.device_get(init(jax.random.key(config.seed), model, dtype)),
-            axes(model),
-            lambda params, batch: loss(params, batch, model, dropout_key=key),
-            Trainer(model, config.optimizer, 10).make_optimizer().transformation(),
-        )
-
-    def by_parts(dtype: str) -> Model:
-        # What layers tell is of one microbatch each, and so are their keys: one device makes the same, in turn.
-        model = dataclasses.replace(config.model, dtype=dtype)
-        key = jax.random.key(config.seed + 1) if model.dropout else None
-
-        def gradient(params, batch, layout: Layout):
-            schedule = Pipelined(schedule_of(config, layout)) if layout.schedule else InTurn()
-            (value, _), grads = schedule(stages(model), params, batch, key, parts)
-            return value, grads
-
-        return plain(dtype)._replace(gradient=gradient)
-
-    def batch(step: int):
-        tokens = np.random.default_rng((config.seed, step)).integers(0, config.model.vocab_size, (rows, length + 1))
-        places = np.broadcast_to(np.arange(length), (rows, length))
-        whole = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "places": places}
-        whole = {name: x.astype(np.int32) for name, x in whole.items()}
-        return in_order(whole, config.model.order(length), shares("seq_layer"))  # of the layout that is ambient
-
-    def declared(layout: Layout):
-        # Float64 doubles every byte, and the same program runs in both.
-        wide, sizes = dataclasses.replace(config.model, dtype=config.dtypes[-1]), (rows, length)
-        if layout.schedule:
-            return pipeline_transfers(wide, *sizes, schedule_of(config, layout), config.optimizer.name)
-        return declared_transfers(wide, *sizes, config.optimizer.name)
-
-    batch_axes = {name: ("batch", "seq_layer") for name in ("tokens", "targets", "places")}
-    found: list[LayoutReport] = []
-    for model, is_piped in ((plain, False), (by_parts, True)):
-        found += verify(
-            model, batch, batch_axes, [layout for layout in layouts if bool(layout.schedule) == is_piped],
-            rules=config.rules, declared=declared, dtypes=config.dtypes, topology=devices,
-            report=lambda row: say(line_of(row)),
-        )  # fmt: skip
-    return found
-
-
-def schedule_of(config: Config, layout: Layout) -> Schedule:
-    """Returns the schedule that a layout's stages run."""
-    schedule = named_schedule(layout.schedule, layout.mesh.stage, config.microbatches, config.chunks)
-    return with_gathers(schedule) if config.gather_chunks else schedule
+    """Verifies the layouts of the configured model, with a line for each report as it is made."""
+    jobs = min(2, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    return verify_cases(
+        cases_of(config, layouts),
+        dtypes=[dtype for dtype in config.dtypes if dtype in TOLERANCE or devices is None],
+        steps=STEPS,
+        topology=devices,
+        report=lambda row: say(line_of(row)),
+        jobs=jobs,
+    )
 
 
 def line_of(row: LayoutReport) -> str:

@@ -325,9 +325,24 @@ def shard(tree: PyTree, axes: PyTree) -> PyTree:
     return tree if _ambient().empty else jax.device_put(tree, named_shardings(tree, axes))
 
 
-def constrain(x: jax.Array, *axes: str | None, name: str = "activation") -> jax.Array:
-    """Tells GSPMD how `x` is split, by logical axis; its cotangent is split alike."""
-    return x if _ambient().empty else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, name))
+def constrain(
+    x: jax.Array, *axes: str | None, name: str = "activation", is_rest_open: bool = False
+) -> jax.Array:
+    """Tells GSPMD how `x` is split, by logical axis; its cotangent is split alike.
+
+    Args:
+      x: Array.
+      *axes: One logical name, or None for "not split", per dimension.
+      name: What to call the array in an error.
+      is_rest_open: Whether dimensions after those that are named may lie as they do.
+    """
+    if _ambient().empty:
+        return x
+    if not is_rest_open:
+        return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, name))
+    named = partition(axes, x.shape[: len(axes)], name)
+    rest = (P.UNCONSTRAINED,) * (x.ndim - len(axes))
+    return jax.lax.with_sharding_constraint(x, P(*named, *rest))
 
 
 def in_role(axes: Axes, role: str) -> Axes:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.mesh import MeshSpec, constrain, gather, in_role, local, mesh_axes, rules_from
 from jaxpar.types import UsageError
-from jaxpar.verify import TOLERANCE, Layout, Model, Transfer, every_layout, explained, leaf_errors, sum_by_axis, verify
+from jaxpar.verify import TOLERANCE, Layout, Model, Transfer, every_layout, leaf_errors, sum_by_axis, verify
 
 AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "shift": (None,)}
 BATCH_AXES = {"x": ("batch", None), "y": ("batch", None)}

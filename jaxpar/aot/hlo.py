@@ -18,6 +18,7 @@ __all__ = [
     "collectives",
     "crossings",
     "dependencies",
+    "matmul_flops",
     "replica_groups",
     "trip_counts",
 ]
@@ -169,6 +170,24 @@ def dependencies(text: str) -> dict[str, Node]:
     return nodes
 
 
+def matmul_flops(text: str) -> float:
+    """Returns the operations of the matrix products and convolutions of one device, in one execution.
+
+    Loops count as often as they run, and each branch of a conditional counts. Products that XLA for
+    GPU gives to cuBLAS count too; other kernels do not.
+    """
+    program, entry = _computations(text)
+    times = _times(program, entry)
+    total = 0.0
+    for computation, instructions in program.items():
+        if not times[computation]:
+            continue
+        shapes = {found.name: found.shape for found in instructions}
+        for found in instructions:
+            total += times[computation] * _flops_of(found, shapes)
+    return total
+
+
 def trip_counts(text: str) -> dict[str, int | None]:
     """Returns how often each while loop of the module runs its body; None where the text does not tell."""
     program, _ = _computations(text)
@@ -226,6 +245,49 @@ def axes_of(groups: list[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...] | None
     fixed = [i for i in range(len(sizes)) if i not in moving]
     product = all(len(p) == full and len({tuple(row) for row in p[:, fixed]}) == 1 for p in places)
     return tuple(names[i] for i in moving) if product else None
+
+
+def _flops_of(found: _Instruction, shapes: dict[str, str]) -> float:
+    """Operations of one instruction: two for each entry of the result and each number summed into it."""
+    if found.op == "dot":
+        contracted = _dimensions(r"lhs_contracting_dims=\{([\d,]*)\}", found.rest)
+    elif found.op == "custom-call" and "gemm" in found.rest.partition("custom_call_target=")[2][:40]:
+        contracted = _dimensions(r'"lhs_contracting_dimensions":\[([^\]]*)\]', found.rest)
+    elif found.op == "convolution":
+        return 2.0 * _size_of(found.shape) * _numbers_summed(found, shapes)
+    else:
+        return 0.0
+    left = _operand_shape(found, 0, shapes)
+    return 2.0 * _size_of(found.shape) * math.prod(left[dim] for dim in contracted)
+
+
+def _numbers_summed(found: _Instruction, shapes: dict[str, str]) -> int:
+    """Numbers that a convolution sums into one entry: its kernel without the dimension of outputs."""
+    kernel = _operand_shape(found, 1, shapes)
+    labels = _match(r".*\bdim_labels=\w+_(\w+)->", found.rest)[1]
+    return math.prod(size for size, label in zip(kernel, labels, strict=True) if label != "o")
+
+
+def _dimensions(pattern: str, text: str) -> list[int]:
+    """Numbers that a list among an instruction's attributes holds."""
+    listed = re.search(pattern, text)
+    return [int(number) for number in re.findall(r"\d+", listed[1])] if listed else []
+
+
+def _operand_shape(found: _Instruction, index: int, shapes: dict[str, str]) -> list[int]:
+    """Dimensions of an operand, which may be `name#2`, an entry of a tuple."""
+    name, _, entry = found.operands[index].partition("#")
+    return _shape_of(_elements(shapes[name])[int(entry)] if entry else shapes[name])
+
+
+def _shape_of(shape: str) -> list[int]:
+    """Dimensions of an array, or of the first of a tuple, as HLO writes them."""
+    listed = _ARRAY.search(shape)
+    return _numbers(listed[2]) if listed else []
+
+
+def _size_of(shape: str) -> int:
+    return math.prod(_shape_of(shape))
 
 
 def _match(pattern: str, text: str) -> re.Match:

@@ -24,8 +24,11 @@ from jaxpar.parallel.pipeline import Schedule, pack_schedule
 from jaxpar.stage import as_in_stage
 from jaxpar.verify import Transfer
 
-__all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_transfers"]
+__all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_transfers", "step_transfers"]
 
+
+ONCE = ", once"
+"""Ends what is told of weights that a step gathers when it begins and holds."""
 
 EACH_LAYER = "each layer, forward and backward"
 """Ends what is told of weights that a layer gathers whenever it is computed."""
@@ -53,13 +56,35 @@ def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str 
     return out
 
 
+def step_transfers(
+    config: LMConfig, rows: int, length: int, parts: int = 1, optimizer: str = "adamw"
+) -> list[Transfer]:
+    """Returns the same of a step whose batch is cut into `parts` microbatches, one after the other.
+
+    What a layer gathers whenever it is computed must be found as often as it is computed: a program
+    without those gathers holds the weights whole. What is gathered once a microbatch must be found once
+    at least, since compilers move it before the loop over microbatches.
+    """
+    out = []
+    for transfer in declared_transfers(config, rows // parts, length, optimizer):
+        if transfer.kind != "gather":
+            least = 0.0
+        elif transfer.why.endswith(EACH_LAYER):
+            least = 1.0
+        else:
+            least = 1 / parts if transfer.why.endswith(ONCE) else 0.0
+        times = 1 if transfer.why.startswith("momentum") else parts
+        out.append(transfer.times(times, least))
+    return out
+
+
 def pipeline_transfers(
     config: LMConfig, rows: int, length: int, schedule: Schedule, optimizer: str = "adamw"
 ) -> list[Transfer]:
     """Returns the same of a step by a pipeline, `jaxpar.parallel.pipeline.Pipelined(schedule)`.
 
     A compiled program has all tasks in every tick, of which a stage does one, and a count of its text counts all: so
-    what a chunk sends within a stage is declared twice a tick, for the backward pass whole and for its two halves.
+    what a chunk sends within a stage, forward and backward, is declared once a tick.
 
     Args:
       config: The model.
@@ -74,7 +99,7 @@ def pipeline_transfers(
     with as_in_stage():
         chunk = declared_transfers(dataclasses.replace(config, num_layers=layers), rows // m, length)
     out = [
-        t._replace(arrays=2 * ticks * t.arrays, bytes=2 * ticks * t.bytes)
+        t.times(ticks)
         for t in chunk
         if not (gathers and t.why.endswith(EACH_LAYER))
     ]
@@ -89,7 +114,7 @@ def pipeline_transfers(
     stream, of_layer, of_last = _told_of(config, rows // m, length)
     shares = num_shares(*mesh_axes("batch"), *mesh_axes("seq"))
     for leaf in stream:
-        add("exchange", stage, 2 * ticks, leaf.size * leaf.dtype.itemsize / shares, "the stream, to both neighbours")
+        add("exchange", stage, ticks, leaf.size * leaf.dtype.itemsize / shares, "the stream, to both neighbours")
     for leaf in of_last:
         add("sum", stage, 1, m * leaf.size * leaf.dtype.itemsize, "what the loss told of each microbatch")
     for leaf in of_layer:  # one of both
@@ -191,11 +216,13 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         used = whole / num_shares(*multiplied)
         if is_weight and in_layer:
             held, rest = _over(in_role(leaf.axes, "weight")), _over(leaf.axes)
-            add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}, once")
+            add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}{ONCE}")
             gathered = _minus(held, multiplied)
             # Experts gather theirs anew for their backward pass, within a layer that is recomputed as well.
             times = 3 if "experts" in leaf.axes and config.remat != "none" else 2
-            add("gather", gathered, times * trips, used, f"{name}, {EACH_LAYER}")
+            # A router's is kept for its backward pass, or gathered for it again.
+            when = f"{EACH_LAYER} at least" if leaf.raw and "experts" not in leaf.axes else EACH_LAYER
+            add("gather", gathered, times * trips, used, f"{name}, {when}")
             if config.weights == "ternary":
                 add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:

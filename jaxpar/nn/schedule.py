@@ -126,7 +126,8 @@ def parts_of(batch: PyTree, count: int) -> PyTree:
 
     def cut(x):
         parts = x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(parts, None, "batch", *(None,) * (x.ndim - 1), name="a part of the batch")
+        # A sequence stays split as it is: named None, it would be gathered.
+        return constrain(parts, None, "batch", name="a part of the batch", is_rest_open=True)
 
     return jax.tree.map(cut, batch)
 

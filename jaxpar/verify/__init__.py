@@ -1,0 +1,53 @@
+"""Is a layout right? Each against one device, in value, gradient and steps, and what a device does against the table.
+
+    rows = verify(model, batch, batch_axes, every_layout(8))
+
+Works on any model that is a loss of parameters with logical axes (`Model`).
+
+| file | in -> out | called by |
+| --- | --- | --- |
+| `layouts` | number of devices -> meshes with named changes of the table | `run`, users |
+| `transfers` | HLO text; axes -> collectives that are there, that may be there, and where they differ | `judge`, `nn`, `lm` |
+| `program` | state, step, batches -> compiled program; what some steps gave | `run` |
+| `compare` | two trees -> error of each leaf | `run`, tests |
+| `judge` | compiled program, limits -> report | `run` |
+| `run` | model or cases, layouts -> reports | users, `own`, `experiments.verify` |
+"""
+
+from jaxpar.verify.compare import FLOOR, NOISE, TOLERANCE, dead_leaves, leaf_errors, of_live
+from jaxpar.verify.judge import LayoutReport, Limits, bytes_on_device, judge
+from jaxpar.verify.layouts import Layout, every_layout
+from jaxpar.verify.program import Compiled, Outcome, Program, compile_program, on_mesh, run_program
+from jaxpar.verify.run import ROOM_FOR_FLOPS, Case, Model, verify, verify_cases
+from jaxpar.verify.transfers import Transfer, allowed_by_axes, breaches_of, found_transfers, sum_by_axis
+
+__all__ = [
+    "FLOOR",
+    "NOISE",
+    "ROOM_FOR_FLOPS",
+    "TOLERANCE",
+    "Case",
+    "Compiled",
+    "Layout",
+    "LayoutReport",
+    "Limits",
+    "Model",
+    "Outcome",
+    "Program",
+    "Transfer",
+    "allowed_by_axes",
+    "breaches_of",
+    "bytes_on_device",
+    "compile_program",
+    "dead_leaves",
+    "every_layout",
+    "found_transfers",
+    "judge",
+    "leaf_errors",
+    "of_live",
+    "on_mesh",
+    "run_program",
+    "sum_by_axis",
+    "verify",
+    "verify_cases",
+]

@@ -1,0 +1,100 @@
+"""Errors between two trees of arrays, leaf by leaf, and the leaves that hold nothing but rounding."""
+
+import math
+
+import jax
+import numpy as np
+
+from jaxpar.types import PyTree, UsageError
+
+__all__ = ["FLOOR", "NOISE", "TOLERANCE", "count_differences", "dead_leaves", "leaf_errors", "of_live"]
+
+FLOOR = 1e-3
+"""Share of the whole tree's norm under which a leaf's own norm is no measure."""
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+"""Between layouts only the order of sums differs; float64 tells rounding from bugs."""
+
+NOISE = {"float32": 1e-6, "float64": 1e-14}
+"""Share of the whole gradient's norm under which a leaf's gradient counts as zero but for rounding."""
+
+
+def leaf_errors(got: PyTree, want: PyTree, floor: float = FLOOR) -> dict[str, float]:
+    """Returns the error of each floating leaf by its path: `|got - want| / max(|want|, floor |tree|)`.
+
+    Euclidean norms, in float64. A plain relative error means nothing for a leaf whose true value is
+    zero, as the gradient of an attention key bias is: both sides hold rounding noise of the sums that
+    cancel, which is as large as the tree, not as the leaf. A leaf that is not finite on either side
+    has an infinite error. A tree without floating leaves has no errors.
+
+    Raises:
+      UsageError: If the trees differ in structure or in a shape.
+    """
+    got_leaves = _floats(got)
+    want_leaves = _floats(want)
+    if got_leaves.keys() != want_leaves.keys():
+        missing = sorted(got_leaves.keys() ^ want_leaves.keys())
+        raise UsageError(f"two trees that differ in structure cannot be compared: {missing[0]} is in one alone.")
+    whole = _norm(want_leaves)
+    errors = {}
+    for name, right in want_leaves.items():
+        left = got_leaves[name]
+        if left.shape != right.shape:
+            raise UsageError(f"{name} has shape {left.shape} on one side and {right.shape} on the other.")
+        scale = max(float(np.linalg.norm(right)), floor * whole) or 1.0
+        error = float(np.linalg.norm(left - right)) / scale
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+def count_differences(got: PyTree, want: PyTree) -> dict[str, int]:
+    """Returns, for each leaf of integers or booleans that differs, in how many entries it does."""
+    want_leaves = dict(_flat(want))
+    out = {}
+    for name, left in _flat(got):
+        if left.dtype.kind not in "iub":
+            continue
+        different = int(np.sum(left != want_leaves[name]))
+        if different:
+            out[name] = different
+    return out
+
+
+def dead_leaves(gradient: PyTree, share: float) -> set[str]:
+    """Returns the paths of the leaves whose gradient is zero but for rounding."""
+    leaves = _floats(gradient)
+    whole = _norm(leaves)
+    return {name for name, leaf in leaves.items() if float(np.linalg.norm(leaf)) <= share * whole}
+
+
+def of_live(errors: dict[str, float], params: PyTree, dead: set[str]) -> dict[str, float]:
+    """Returns the errors without those of dead parameters, their moments and their averages.
+
+    A leaf of a state belongs to the parameter whose whole path is the longest end of the leaf's own:
+    `mu/mlp/b` is of `mlp/b`, never of a `b` at the top.
+    """
+    names = {name for name, _ in _flat(params)}
+
+    def owner(path: str) -> str:
+        parts = path.split("/")
+        ends = ["/".join(parts[start:]) for start in range(len(parts))]
+        return next((end for end in ends if end in names), "")
+
+    return {path: error for path, error in errors.items() if owner(path) not in dead}
+
+
+def _norm(leaves: dict[str, np.ndarray]) -> float:
+    """Euclidean norm of all leaves together."""
+    return math.sqrt(sum(float(np.sum(x**2)) for x in leaves.values()))
+
+
+def _flat(tree: PyTree) -> list[tuple[str, np.ndarray]]:
+    """Paths and arrays of a tree."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)) for path, leaf in flat]
+
+
+def _floats(tree: PyTree) -> dict[str, np.ndarray]:
+    """Floating leaves by path, in float64."""
+    is_float = {name: x for name, x in _flat(tree) if x.dtype.kind == "f" or x.dtype.name == "bfloat16"}
+    return {name: x.astype(np.float64) for name, x in is_float.items()}

@@ -1,0 +1,186 @@
+"""Steps of training as programs: how one is laid out, compiled and run, and what came of it."""
+
+import contextlib
+import os
+import pathlib
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpar.aot.estimate import EFFORTS, compile_lowered
+from jaxpar.mesh import make_mesh, named_shardings, platform, shard, use_mesh
+from jaxpar.types import Array, Device, PRNGKey, PyTree
+from jaxpar.verify.layouts import Layout
+
+__all__ = ["Compiled", "Outcome", "Program", "compile_program", "on_mesh", "run_program"]
+
+Rules = Mapping[str, tuple[str, ...]]
+
+_apart = threading.Lock()  # what is set while a program is compiled past the cache holds for all threads
+_running = threading.Lock()  # a program of many simulated devices needs all threads of the process
+
+
+class Program(NamedTuple):
+    """Training under one layout, in one dtype.
+
+    Attributes:
+      state: Pytree of host arrays that training begins with.
+      axes: Logical axes of its leaves.
+      step: (key, state, batch) -> (loss, gradient of the parameters, next state); pure.
+      batch: Number of a step -> its batch, a pytree of host arrays, in the order of the ambient mesh.
+      batch_axes: Logical axes of these.
+      place: Number of a step -> its batch on the devices of the ambient mesh, as training brings it
+        there; None places whole arrays by their axes.
+      observed: state -> the part of it that is compared, by names that the twin has too.
+    """
+
+    state: PyTree
+    axes: PyTree
+    step: Callable[[PRNGKey, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
+    batch: Callable[[int], PyTree]
+    batch_axes: PyTree
+    place: Callable[[int], PyTree] | None = None
+    observed: Callable[[PyTree], PyTree] = lambda state: state
+
+    def placed(self, number: int) -> PyTree:
+        """Returns the batch of a step on the devices of the ambient mesh."""
+        if self.place is not None:
+            return self.place(number)
+        return shard(self.batch(number), self.batch_axes)
+
+
+class Outcome(NamedTuple):
+    """What some steps gave, on the host.
+
+    Attributes:
+      losses: Loss of each step.
+      gradient: Gradient of the first step.
+      state: What `Program.observed` shows of the state after the last.
+    """
+
+    losses: list[float]
+    gradient: PyTree
+    state: PyTree
+
+
+class Compiled(NamedTuple):
+    """A program that was compiled.
+
+    Attributes:
+      run: (key, state, batch) -> what the step returns.
+      text: HLO after all passes.
+      partitioned: HLO as the partitioner left it, in the dtypes of the model: XLA for CPU widens those of 16 bits
+        afterwards. Empty where it was not asked for.
+      memory: Statistics of the compiler: bytes of arguments, results and temporaries; None where it has none.
+    """
+
+    run: Callable
+    text: str
+    partitioned: str
+    memory: Any
+
+
+def on_mesh(layout: Layout, rules: Rules, devices: Sequence[Device] | None = None):
+    """Returns the context in which a layout is ambient: `with on_mesh(layout, rules) as mesh`."""
+    chosen = jax.devices()[: layout.num_devices] if devices is None else devices
+    return use_mesh(make_mesh(layout.mesh, chosen), rules)
+
+
+def compile_program(
+    program: Program, *, with_gradient: bool = True, is_partitioned_kept: bool = False
+) -> Compiled:
+    """Compiles a step for the devices of the ambient mesh; the state is donated, as training does.
+
+    Args:
+      program: What is compiled.
+      with_gradient: Whether the gradient is a result, to be compared. Products are then of full
+        precision on every device; otherwise the step is what training compiles.
+      is_partitioned_kept: Whether `Compiled.partitioned` is wanted.
+    """
+
+    def step(key, state, batch):
+        loss, gradient, state = program.step(key, state, batch)
+        return loss, gradient if with_gradient else None, state
+
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state)
+    shardings = named_shardings(state, program.axes)
+    jitted = jax.jit(
+        step,
+        in_shardings=(None, shardings, None),
+        out_shardings=(None, None, shardings),
+        donate_argnums=1,
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    precision = jax.default_matmul_precision("highest")
+    with precision if with_gradient else contextlib.nullcontext():
+        lowered = jitted.lower(key, state, _shapes_of_batch(program))
+    if is_partitioned_kept:
+        compiled, partitioned = _compile_apart(lowered)
+    else:
+        compiled, partitioned = compile_lowered(lowered, _options()), ""
+    return Compiled(compiled, compiled.as_text() or "", partitioned, compiled.memory_analysis())
+
+
+def _compile_apart(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+    """Compiles and returns the text after the partitioner too, past the cache of programs, which keeps no such text."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    with _apart, tempfile.TemporaryDirectory() as folder:
+        options = _options() | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options["xla_dump_hlo_pass_re"] = "spmd-partitioning"
+        # No two programs have the same value of this option, which means nothing on a CPU: none is found in the cache.
+        options["xla_gpu_redzone_padding_bytes"] = int.from_bytes(os.urandom(6))
+        before = getattr(jax.config, name)
+        jax.config.update(name, 1e9)  # nor is one written
+        try:
+            compiled = compile_lowered(lowered, options)
+        finally:
+            jax.config.update(name, before)
+        return compiled, _partitioned(folder)
+
+
+def _options() -> dict[str, Any]:
+    """Options of a compiler for programs that run three times."""
+    if platform() == "cpu":
+        # Sharding and buffers are decided before machine code is made, which needs no optimising here.
+        return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return dict(EFFORTS["low"]) if platform() == "tpu" else {}
+
+
+def _shapes_of_batch(program: Program) -> PyTree:
+    """Shapes and shardings of the first batch: as it was placed, or by its axes where no devices are here."""
+    if platform() == "tpu":
+        batch = program.batch(0)
+        shardings = named_shardings(batch, program.batch_axes)
+    else:
+        batch = program.placed(0)
+        shardings = jax.tree.map(lambda x: x.sharding, batch)
+
+    def shape(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
+
+    return jax.tree.map(shape, batch, shardings)
+
+
+def _partitioned(folder: str) -> str:
+    """Text of the program right after the partitioner, of those that XLA wrote into a folder."""
+    files = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
+    return files[-1].read_text() if files else ""
+
+
+def run_program(program: Program, compiled: Compiled, steps: int, seed: int = 0) -> Outcome:
+    """Runs some steps on the ambient mesh, each with its own key and batch, and brings what came of them to the host."""
+    root = jax.random.key(seed)
+    losses = []
+    first = None
+    with _running:
+        state = shard(program.state, program.axes)
+        for number in range(steps):
+            key = jax.random.fold_in(root, number)
+            loss, gradient, state = compiled.run(key, state, program.placed(number))
+            losses.append(float(loss))
+            if number == 0:
+                first = jax.device_get(gradient)
+        return Outcome(losses, first, jax.device_get(program.observed(state)))

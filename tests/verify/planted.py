@@ -1,0 +1,103 @@
+"""Errors that are planted in the library, and what of them `experiments.verify` sees.
+
+    python -m tests.verify.planted                    # all of them, with what found each; 25 minutes on two cores
+    python -m tests.verify.planted accumulation keys  # those of some kinds
+
+Each error replaces a named function of the library, wherever it was imported, while one layout is verified. All
+share the plain twin, which is compiled from the library as it is.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+KINDS = (
+    "rules",
+    "batch",
+    "keys",
+    "stages",
+    "context",
+    "experts",
+    "pipelines",
+    "accumulation",
+    "optimizer",
+    "casts",
+    "gathers",
+    "losses",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """An error that a proof has to see.
+
+    Attributes:
+      kind: One of `KINDS`.
+      name: Short sentence that says what is wrong.
+      target: Function that is replaced, as "module:name" or "module:Class.name".
+      wrong: Function of the right one that returns the wrong one.
+      layout: Layout under which it must be seen, as `experiments.verify layouts=[...]` takes it.
+      dtype: "float64" where values, gathers or operations are wrong; "bfloat16" where bytes of casts are.
+      flags: Further flags of `experiments.verify`.
+    """
+
+    kind: str
+    name: str
+    target: str
+    wrong: Callable[[Any], Any]
+    layout: str
+    dtype: str = "float64"
+    flags: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def planted(error: Planted) -> Iterator[None]:
+    """Replaces the function of an error in every module and class that holds it, and forgets all traces.
+
+    Raises:
+      LookupError: If the library has no such function, or nothing holds it.
+    """
+    module_name, _, path = error.target.partition(":")
+    owner = importlib.import_module(module_name)
+    *outer, last = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    right = owner.__dict__[last] if outer else getattr(owner, last)
+    wrong = _wrapped(right, error.wrong)
+    holders = [owner] if outer else _holders(right)
+    if not holders:
+        raise LookupError(f"{error.target} is held by no module.")
+    names = [[name for name, value in vars(holder).items() if value is right] for holder in holders]
+    try:
+        for holder, held in zip(holders, names, strict=True):
+            for name in held:
+                setattr(holder, name, wrong)
+        jax.clear_caches()
+        yield
+    finally:
+        for holder, held in zip(holders, names, strict=True):
+            for name in held:
+                setattr(holder, name, right)
+        jax.clear_caches()
+
+
+def _wrapped(right: Any, wrong: Callable[[Any], Any]) -> Any:
+    """The wrong function as a class or module holds the right one: a property stays one."""
+    if isinstance(right, property):
+        return property(wrong(right.fget))
+    if isinstance(right, staticmethod | classmethod):
+        return type(right)(wrong(right.__func__))
+    return wrong(right)
+
+
+def _holders(right: Any) -> list[Any]:
+    """Modules of the library that hold a function under any name."""
+    ours = ("jaxpar", "experiments", "tests.verify")
+    modules = [module for name, module in sorted(sys.modules.items()) if name.split(".")[0] in ours or name in ours]
+    return [module for module in modules if any(value is right for value in vars(module).values())]
