@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from jaxpar.aot.flops import count_flops
-from jaxpar.lm import LMConfig, Trainer, axes, init
+from jaxpar.lm import LMConfig, Trainer, init
+from jaxpar.lm.params import Leaf, leaves
 from jaxpar.lm.plain_step import plain_state, plain_step
 from jaxpar.lm.transfers import pipeline_transfers, step_transfers
 from jaxpar.lm.tuning import TuningConfig
@@ -64,7 +65,7 @@ def cases_of(config: Any, layouts: list[Layout]) -> list[Case]:
       config: That of `experiments.verify`.
       layouts: The layouts; every third has rows one token shorter, which do not divide, where it may.
     """
-    made = _Proof(config)
+    made = Proof(config)
     cases = []
     for number, layout in enumerate(layouts):
         case = made.case(layout, made.training(layout, number))
@@ -86,7 +87,7 @@ def expert_model(config: Any) -> LMConfig:
     return dataclasses.replace(config.model, num_experts=config.num_experts)
 
 
-class _Proof:
+class Proof:
     """Trainings, twins and counts of one configuration; each is made once."""
 
     def __init__(self, config: Any):
@@ -163,7 +164,8 @@ class _Proof:
             transfers = pipeline_transfers(model, rows, length, schedule, self.config.optimizer.name)
         else:
             transfers = step_transfers(model, rows, length, training.parts, self.config.optimizer.name)
-        held = bytes_on_device(program.state, program.state.params, axes(model)) + _bytes_of_batch(program)
+        declared = jax.tree.map(lambda leaf: leaf.axes, leaves(model), is_leaf=lambda x: isinstance(x, Leaf))
+        held = bytes_on_device(program.state, program.state.params, declared) + _bytes_of_batch(program)
         unjudged = []
         if training.model.dropout != self.config.model.dropout:
             unjudged.append("dropout, which gathers whole rows where a sequence is split")

@@ -12,10 +12,16 @@ import dataclasses
 import functools
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+
+from experiments import _proof, verify
+from experiments._mesh import parse_layout, staged
+from jaxpar.mesh import simulate_devices
+from jaxpar.verify import TOLERANCE, verify_cases
 
 KINDS = (
     "rules",
@@ -101,3 +107,71 @@ def _holders(right: Any) -> list[Any]:
     ours = ("jaxpar", "experiments", "tests.verify")
     modules = [module for name, module in sorted(sys.modules.items()) if name.split(".")[0] in ours or name in ours]
     return [module for module in modules if any(value is right for value in vars(module).values())]
+
+
+def find(errors: tuple[Planted, ...], report: Callable[[Planted, Any, float], None]) -> list[Planted]:
+    """Verifies the layout of each error while it is planted, and returns those that nothing saw.
+
+    Args:
+      errors: What is planted, one at a time.
+      report: Called with each error, its `LayoutReport` and the seconds that it took.
+    """
+    lived = []
+    proof = functools.cache(_proof_of)  # whose twins are made before anything is planted, and kept
+    for error in errors:
+        begin = time.perf_counter()
+        config = proof(error.flags)
+        row = judged(config, error)
+        report(error, row, time.perf_counter() - begin)
+        if not row.breaches:
+            lived.append(error)
+    return lived
+
+
+class Clean:
+    """A configuration of `experiments.verify` with the twins that layouts of it are compared with."""
+
+    def __init__(self, flags: tuple[str, ...]):
+        self.config = verify.compose(*flags)
+        self.proof = _proof.Proof(self.config)
+
+
+def _proof_of(flags: tuple[str, ...]) -> Clean:
+    return Clean(flags)
+
+
+def judged(clean: Clean, error: Planted) -> Any:
+    """Returns the report of the layout of an error, planted after the twin was made."""
+    layout = staged(parse_layout(error.layout))
+    training = clean.proof.training(layout, number=0)
+    case = clean.proof.case(layout, training)
+    if error.dtype in TOLERANCE:
+        with jax.enable_x64(error.dtype == "float64"):
+            case.twin(error.dtype)
+    clean.proof.flops(training)
+    with planted(error):
+        (row,) = verify_cases([case], dtypes=[error.dtype])
+    if row.refused:
+        raise ValueError(f"{error.name}: {error.layout} is not legal: {row.refused}")
+    return row
+
+
+def main(kinds: list[str]) -> int:
+    """Plants the errors of some kinds, or all, and prints what found each."""
+    from tests.verify.errors import ERRORS
+    from tests.verify.outside import OUTSIDE
+
+    chosen = tuple(error for error in (*ERRORS, *OUTSIDE) if not kinds or error.kind in kinds)
+
+    def report(error: Planted, row: Any, seconds: float) -> None:
+        found = row.breaches[0] if row.breaches else "NOT SEEN"
+        print(f"{error.kind:12} {error.name:45} {error.layout:24} {seconds:4.0f} s  {found}", flush=True)
+
+    lived = find(chosen, report)
+    print(f"{len(chosen) - len(lived)} of {len(chosen)} planted errors are seen")
+    return 1 if lived else 0
+
+
+if __name__ == "__main__":
+    simulate_devices(8)
+    sys.exit(main(sys.argv[1:]))

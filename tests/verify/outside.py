@@ -1,0 +1,3 @@
+"""Planted errors by somebody who has not read the checker."""
+
+OUTSIDE = ()
