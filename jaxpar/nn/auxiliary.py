@@ -32,6 +32,7 @@ from jaxpar.types import Array, Info
 __all__ = [
     "NOTHING",
     "Aux",
+    "Bilinear",
     "Max",
     "Mean",
     "Metric",
@@ -43,6 +44,7 @@ __all__ = [
     "over_parts",
     "scalars",
     "stacked",
+    "with_scalar_losses",
 ]
 
 
@@ -100,15 +102,36 @@ class Min(NamedTuple):
 Metric = Mean | Sum | Max | Min
 
 
+class Bilinear(NamedTuple):
+    """A loss of all layers together, sum_e a_e b_e of two means over layers.
+
+    It has no value before the last layer. `with_scalar_losses` makes a scalar of it.
+
+    Attributes:
+      a: Sum over layers [E].
+      b: Sum over layers [E].
+      count: Number of layers, as an array.
+    """
+
+    a: Array
+    b: Array
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]  # a field: tuple.count is not used
+
+    @property
+    def value(self) -> Array:
+        """The loss."""
+        return jnp.sum((self.a / self.count) * (self.b / self.count))
+
+
 class Aux(NamedTuple):
     """What a layer, a stack or a loss tells.
 
     Attributes:
-      losses: By name, scalars to be added to the loss.
+      losses: By name, scalars to be added to the loss; of a layer also `Bilinear`, which the stack makes scalars of.
       metrics: By name.
     """
 
-    losses: dict[str, Array] = {}
+    losses: dict[str, Any] = {}
     metrics: dict[str, Metric] = {}
 
 
@@ -122,7 +145,7 @@ def stacked(told: Sequence[Aux]) -> Aux:
 
 def over_layers(told: Aux) -> Aux:
     """Merges what layers told, stacked along the first axis: losses are summed."""
-    return Aux({name: x.sum(0) for name, x in told.losses.items()}, _merged(told))
+    return Aux(jax.tree.map(lambda x: x.sum(0), told.losses), _merged(told))
 
 
 def over_all(told: Sequence[Aux]) -> Aux:
@@ -140,10 +163,17 @@ def over_parts(told: Aux) -> Aux:
 
 def both(a: Aux, b: Aux) -> Aux:
     """Merges what two parts of one layer told; what both name is merged as over layers."""
-    losses = a.losses | {name: a.losses[name] + x if name in a.losses else x for name, x in b.losses.items()}
+    shared = {name: jax.tree.map(jnp.add, a.losses[name], x) for name, x in b.losses.items() if name in a.losses}
+    losses = a.losses | b.losses | shared
     pairs = {name: (a.metrics[name], x) for name, x in b.metrics.items() if name in a.metrics}
     stacked: Any = {name: jax.tree.map(lambda *x: jnp.stack(x), *pair).merged() for name, pair in pairs.items()}
     return Aux(losses, a.metrics | b.metrics | stacked)
+
+
+def with_scalar_losses(aux: Aux) -> Aux:
+    """Returns what all layers told, with the value of each loss that is of all layers together."""
+    values = {name: loss.value if isinstance(loss, Bilinear) else loss for name, loss in aux.losses.items()}
+    return Aux(values, aux.metrics)
 
 
 def scalars(aux: Aux) -> Info:
