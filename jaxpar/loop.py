@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,6 +136,7 @@ class Hooks:
       checkpoints: Where to save, and to resume from if it holds any.
       metadata: Saved with each checkpoint; a resume from a checkpoint of other metadata is refused.
       renamed: Names in the state that older checkpoints have under another one, from today's to that.
+      later: Paths in the state that older checkpoints lack; they then begin as zeros.
       writer: Where metrics go, by step: "train/..." each step, "speed/...", and what `evaluate` returns. Of each save
         "speed/save_stall_s": seconds that training stood still for it.
       progress: What to show them on.
@@ -149,6 +150,7 @@ class Hooks:
     checkpoints: Checkpoints | None = None
     metadata: Mapping[str, object] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    later: Collection[str] = ()
     writer: Writer | None = None
     progress: Progress | None = None
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None
@@ -270,7 +272,7 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
 
     Args:
       algorithm: Whose `init` gives the state's structure.
-      hooks: Its `checkpoints`, `metadata`, `renamed` and `axes` are read, and notes go to `progress`.
+      hooks: Its `checkpoints`, `metadata`, `renamed`, `later` and `axes` are read, and notes go to `progress`.
       state: Gives the structure instead; may be abstract.
 
     Returns:
@@ -289,7 +291,7 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
     else:
         shardings = named_shardings(shapes, hooks.axes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed)
+    restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed, hooks.later)
     for sentence in checkpoints.refused:  # on process 0
         (hooks.progress.note if hooks.progress else print)(sentence)
     return restored
