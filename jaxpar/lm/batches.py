@@ -23,7 +23,7 @@ Example:
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.lm.config import LMConfig
 from jaxpar.types import UsageError
 
-__all__ = [
-    "IGNORED",
-    "BatchReport",
-    "check_batch",
-    "has_invalid",
-    "normaliser_of",
-    "report_of",
-    "valid_batch",
-    "valid_ids",
-]
+__all__ = ["check_batch", "valid_batch"]
 
 IGNORED = -100
 """Target that `check_batch` turns into weight 0, as transformers' losses do."""
@@ -70,7 +61,7 @@ def valid_ids(ids: Int[Array, "B T"], vocab_size: int) -> Int[Array, "B T"]:
     return jnp.where(_is_symbol(ids, vocab_size), ids, 0)
 
 
-def valid_batch(batch: Mapping[str, Any], config: LMConfig) -> dict[str, jax.Array]:
+def valid_batch(batch: Mapping[str, jax.Array], config: LMConfig) -> dict[str, jax.Array]:
     """Returns a batch whose ids are all symbols, and whose weights are 0 where they were not.
 
     A token outside of [0, V) is read as symbol 0, and its own target weighs 0. Later targets of its
@@ -86,11 +77,12 @@ def valid_batch(batch: Mapping[str, Any], config: LMConfig) -> dict[str, jax.Arr
     is_valid = _is_symbol(tokens, size) & _is_symbol(targets, size)
 
     weights = batch.get("weights")
+    dtype = jnp.promote_types(config.dtype, jnp.float32)
     if weights is None:
-        dtype = jnp.promote_types(config.dtype, jnp.float32)
         weights = is_valid.astype(dtype)
     else:
-        weights = jnp.where(is_valid, weights, 0)
+        # Wide, since they are divided by their sum.
+        weights = jnp.where(is_valid, weights, 0).astype(jnp.promote_types(dtype, weights.dtype))
 
     valid = {
         "tokens": valid_ids(tokens, size),
@@ -100,13 +92,13 @@ def valid_batch(batch: Mapping[str, Any], config: LMConfig) -> dict[str, jax.Arr
     return dict(batch) | valid
 
 
-def normaliser_of(batch: Mapping[str, Any], config: LMConfig) -> Float[Array, ""]:
+def normaliser_of(batch: Mapping[str, jax.Array], config: LMConfig) -> Float[Array, ""]:
     """Returns the sum of the weights of valid targets; 1 where none of them counts, so that it divides."""
     weights = valid_batch(batch, config)["weights"]
     return jnp.where(jnp.any(weights != 0), weights.sum(), 1)
 
 
-def report_of(batch: Mapping[str, Any], config: LMConfig) -> BatchReport:
+def report_of(batch: Mapping[str, jax.Array], config: LMConfig) -> BatchReport:
     """Counts ids outside of the vocabulary, and tells whether no token counts; cost: a read of the ids."""
     is_empty = ~jnp.any(valid_batch(batch, config)["weights"] != 0)
     bad_tokens, bad_targets = jnp.int32(0), jnp.int32(0)
@@ -116,13 +108,13 @@ def report_of(batch: Mapping[str, Any], config: LMConfig) -> BatchReport:
     return BatchReport(is_empty, bad_tokens, bad_targets)
 
 
-def has_invalid(batch: Mapping[str, Any], config: LMConfig) -> Bool[Array, " B"]:
+def has_invalid(batch: Mapping[str, jax.Array], config: LMConfig) -> Bool[Array, " B"]:
     """Returns which rows have a token, or a target whose weight is not 0, outside of [0, V)."""
     found = [jnp.any(tokens | targets, -1) for tokens, targets in _bad_ids(batch, config)]
     return functools.reduce(jnp.logical_or, found)
 
 
-def _bad_ids(batch: Mapping[str, Any], config: LMConfig) -> Iterator[tuple[Bool[Array, "B T"], Bool[Array, "B T"]]]:
+def _bad_ids(batch: Mapping[str, jax.Array], config: LMConfig) -> Iterator[tuple[Bool[Array, "B T"], Bool[Array, "B T"]]]:
     """Yields which tokens, and which targets that should count, are no symbols."""
     for prefix in PREFIXES:
         if f"{prefix}tokens" not in batch:

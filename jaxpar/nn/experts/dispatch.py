@@ -121,7 +121,7 @@ def count_before(
         return (plan.place - starts[first]).T
 
     # One sort does both: the classes of an expert are its neighbours.
-    ranked = NUM_RANKS * first + rank
+    ranked = NUM_RANKS * first + rank[None]
     plan = sort_choices(ranked, NUM_RANKS * (num_experts + 1))
     starts = jnp.cumsum(plan.sizes) - plan.sizes
     return (plan.place - starts[NUM_RANKS * first]).T
