@@ -7,7 +7,7 @@ closes all. An experiment says what is trained on what, and what is its own to m
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -53,7 +53,6 @@ class Run:
       checkpoints: What `saving` takes besides the folder: how many are kept, and where.
       metadata: Saved with each checkpoint besides the run's identity; other metadata are another run.
       renamed: Names in the state that older checkpoints have under another one, from today's to that.
-      later: Paths in the state that older checkpoints lack; they then begin as zeros.
       evaluate: State -> metrics.
       check: Called with each step's number and metrics; may raise to stop the run.
       extending: What more steps do to a run that had been finished; where given, such a run says how to extend it.
@@ -68,7 +67,6 @@ class Run:
     checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"keep": 2})
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    later: Collection[str] = ()
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None
     check: Callable[[int, Mapping[str, float]], None] | None = None
     extending: str = ""
@@ -97,7 +95,6 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
             checkpoints=checkpoints,
             metadata=identity | dict(run.metadata),
             renamed=run.renamed,
-            later=run.later,
         )
         start, state = resume(algorithm, hooks) or (0, None)  # before a file of another run is touched
         run.tell_start(start)

@@ -42,7 +42,6 @@ from jaxpar.lm import (
 from jaxpar.lm.data import Corpus, DataConfig, Windows
 from jaxpar.lm.mixture import open_corpora, training_batches
 from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
-from jaxpar.lm.train import LATER_LEAVES
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
 from jaxpar.types import PyTree, UsageError
@@ -192,7 +191,6 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             keep_every_s=length.keep_every_s,
         ),
         metadata={"corpus": mixed.hash, "tokenizer": corpus.tokenizer.identity},
-        later=LATER_LEAVES,
         evaluate=make_evaluate(config, corpus),
         check=_make_check(config),
         extending="stretches its schedule",
@@ -363,7 +361,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = named_shardings(shapes, trainer.axes())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    state = checkpoints.restore(step, abstract, later=LATER_LEAVES)
+    state = checkpoints.restore(step, abstract, later=trainer.later_leaves)
     checkpoints.close()
     say(f"checkpoint of step {step} of {_run.short(folder)}")
     return config, judged_weights(config, state), corpus.tokenizer

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,17 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, Progress, Writer
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.processes import AGREE_EVERY, interruptible
-from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, SupportsAxes, SupportsDone, UsageError
+from jaxpar.types import (
+    Algorithm,
+    BatchFn,
+    Info,
+    PRNGKey,
+    PyTree,
+    SupportsAxes,
+    SupportsDone,
+    SupportsOlderStates,
+    UsageError,
+)
 
 __all__ = ["AGREE_EVERY", "Fit", "FitResult", "Hooks", "compile_step", "fit", "resume", "run", "run_until"]
 
@@ -136,7 +146,6 @@ class Hooks:
       checkpoints: Where to save, and to resume from if it holds any.
       metadata: Saved with each checkpoint; a resume from a checkpoint of other metadata is refused.
       renamed: Names in the state that older checkpoints have under another one, from today's to that.
-      later: Paths in the state that older checkpoints lack; they then begin as zeros.
       writer: Where metrics go, by step: "train/..." each step, "speed/...", and what `evaluate` returns. Of each save
         "speed/save_stall_s": seconds that training stood still for it.
       progress: What to show them on.
@@ -150,7 +159,6 @@ class Hooks:
     checkpoints: Checkpoints | None = None
     metadata: Mapping[str, object] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    later: Collection[str] = ()
     writer: Writer | None = None
     progress: Progress | None = None
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None
@@ -272,7 +280,7 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
 
     Args:
       algorithm: Whose `init` gives the state's structure.
-      hooks: Its `checkpoints`, `metadata`, `renamed`, `later` and `axes` are read, and notes go to `progress`.
+      hooks: Its `checkpoints`, `metadata`, `renamed` and `axes` are read, and notes go to `progress`.
       state: Gives the structure instead; may be abstract.
 
     Returns:
@@ -291,7 +299,8 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
     else:
         shardings = named_shardings(shapes, hooks.axes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed, hooks.later)
+    later = algorithm.later_leaves if isinstance(algorithm, SupportsOlderStates) else ()
+    restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed, later)
     for sentence in checkpoints.refused:  # on process 0
         (hooks.progress.note if hooks.progress else print)(sentence)
     return restored

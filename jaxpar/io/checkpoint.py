@@ -217,9 +217,7 @@ class Checkpoints:
         """
         return reading.nest(self._refusing(step, reading.read_numpy))
 
-    def restore(
-        self, step: int, abstract_state: PyTree, later: Collection[str] = ()
-    ) -> PyTree:
+    def restore(self, step: int, abstract_state: PyTree, later: Collection[str] = ()) -> PyTree:
         """Reads the state of `step` into the shardings that are asked for.
 
         Leaves stacked over layers are cut into leaves of a layer and back where `abstract_state` has them so: see
@@ -237,9 +235,7 @@ class Checkpoints:
         Raises:
           UsageError: There is no such step, a leaf differs, or the checkpoint is damaged.
         """
-        return self._refusing(
-            step, lambda folder: self._restore(folder, abstract_state, {}, {}, later)
-        )
+        return self._refusing(step, lambda folder: self._restore(folder, abstract_state, {}, {}, later))
 
     def restore_newest(
         self,
@@ -269,9 +265,7 @@ class Checkpoints:
         problems: dict[int, UsageError] = {}
         for step in reversed(self.steps()):
             try:
-                state = self._restore(
-                    self._folder / str(step), abstract_state, metadata, renamed or {}, later
-                )
+                state = self._restore(self._folder / str(step), abstract_state, metadata, renamed or {}, later)
             except (CorruptCheckpointError, RunMismatchError) as error:
                 problems[step] = error
                 continue

@@ -26,7 +26,7 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.objectives import ObjectiveConfig, objective_report, objective_stages
-from jaxpar.lm.train import Health, check_teacher, one_step, with_teacher
+from jaxpar.lm.train import LATER_LEAVES, Health, check_teacher, one_step, with_teacher
 from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
@@ -438,6 +438,11 @@ class AdapterTrainer:
             "average": average,
         }
         return state.replace(**new), info  # type: ignore[attr-defined]
+
+    @property
+    def later_leaves(self) -> tuple[str, ...]:
+        """Paths of leaves that older checkpoints lack; they were 0 there."""
+        return LATER_LEAVES
 
     def done(self, state: AdaptedState) -> Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""

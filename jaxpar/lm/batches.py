@@ -114,7 +114,9 @@ def has_invalid(batch: Mapping[str, jax.Array], config: LMConfig) -> Bool[Array,
     return functools.reduce(jnp.logical_or, found)
 
 
-def _bad_ids(batch: Mapping[str, jax.Array], config: LMConfig) -> Iterator[tuple[Bool[Array, "B T"], Bool[Array, "B T"]]]:
+def _bad_ids(
+    batch: Mapping[str, jax.Array], config: LMConfig
+) -> Iterator[tuple[Bool[Array, "B T"], Bool[Array, "B T"]]]:
     """Yields which tokens, and which targets that should count, are no symbols."""
     for prefix in PREFIXES:
         if f"{prefix}tokens" not in batch:

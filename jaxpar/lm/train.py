@@ -33,8 +33,7 @@ from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 __all__ = ["LATER_LEAVES", "Health", "TrainState", "Trainer", "one_step"]
 
 LATER_LEAVES = ("health/empty",)
-"""Counts of a state that older checkpoints lack: they were 0 there."""
-
+"""Paths of counts in the state that older checkpoints lack."""
 SPIKE_DEVIATIONS = 6.0
 MEMORY = 0.98  # of the running mean and deviation of the loss: about the last 50 steps
 
@@ -192,6 +191,11 @@ class Trainer:
         average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
         params = laid_over(state.params, trained)
         return TrainState(params, opt_state, state.step + 1, health, average, state.reference), info
+
+    @property
+    def later_leaves(self) -> tuple[str, ...]:
+        """Paths of leaves that older checkpoints lack; they were 0 there."""
+        return LATER_LEAVES
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""

@@ -1,5 +1,6 @@
 """Ids that are no symbols count nothing, and batches of which nothing counts are steps of zeros."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -11,12 +12,14 @@ from fast import jit
 from tolerance import assert_close
 from weighted_batches import DENSE, EXPERTS, MODELS, NEAR, ROWS, T, V, batch_of, in_turn, outcome
 
+from jaxpar.io import Checkpoints, RunMismatchError
 from jaxpar.lm import ObjectiveConfig, OptimizerConfig, Trainer
 from jaxpar.lm.batches import check_batch, normaliser_of, report_of, valid_batch
 from jaxpar.lm.loss import losses
 from jaxpar.lm.objectives import preference_loss
 from jaxpar.lm.stages import stages
 from jaxpar.lm.train import Health, _watch
+from jaxpar.loop import Hooks, resume
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.auxiliary import scalars
 from jaxpar.parallel.pipeline import Pipelined, zb_h1
@@ -216,3 +219,42 @@ def test_pairs_that_count_nothing_are_zero():
     trainer = Trainer(tiny.LLAMA, objective=ObjectiveConfig(kind="dpo"))
     _, info = jit(trainer.step)(jax.random.key(0), trainer.begin(params), nothing)
     assert (info["loss"], info["grad_norm"], info["empty"]) == (0, 0, 1)
+
+
+# ---------------------------------------------------------------- older checkpoints
+
+
+def test_a_checkpoint_that_lacks_the_count_goes_on_from_zero(tmp_path):
+    trainer = Trainer(tiny.LLAMA, OptimizerConfig(warmup_steps=1), 9)
+    state = jit(trainer.init)(jax.random.key(0))
+    counted = state.replace(health=state.health.replace(empty=jnp.int32(7), skipped=jnp.int32(3)))
+    older = {field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)}
+    older["health"] = {
+        field.name: getattr(counted.health, field.name)
+        for field in dataclasses.fields(counted.health)
+        if field.name != "empty"
+    }
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(5, {name: x for name, x in older.items() if x is not None}, {}, {})
+        checkpoints.wait()
+        step, read = resume(trainer, Hooks(checkpoints=checkpoints))
+        assert step == 5 and (read.health.empty, read.health.skipped) == (0, 3)
+        assert_close(read.params, state.params, 0)
+        _, info = jit(trainer.step)(jax.random.key(1), read, tiny.batch_of())
+        assert info["empty"] == 0 and info["skipped"] == 3
+        checkpoints.save(6, counted, {}, {})
+        checkpoints.wait()
+        _, read = resume(trainer, Hooks(checkpoints=checkpoints))
+        assert read.health.empty == 7
+
+
+def test_another_absent_leaf_is_still_refused(tmp_path):
+    state = {"health": {"skipped": jnp.int32(1)}}
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, {}, {})
+        checkpoints.wait()
+        wanted = {"health": dict.fromkeys(("skipped", "empty", "spikes"), leaf)}
+        with pytest.raises(RunMismatchError, match="health/spikes is absent there"):
+            checkpoints.restore_newest(wanted, {}, later=("health/empty",))
