@@ -235,7 +235,11 @@ class Checkpoints:
         Raises:
           UsageError: There is no such step, a leaf differs, or the checkpoint is damaged.
         """
-        return self._refusing(step, lambda folder: self._restore(folder, abstract_state, {}, {}, later))
+
+        def read(folder: epath.Path) -> PyTree:
+            return self._restore(folder, abstract_state, {}, {}, later)
+
+        return self._refusing(step, read)
 
     def restore_newest(
         self,
@@ -265,7 +269,8 @@ class Checkpoints:
         problems: dict[int, UsageError] = {}
         for step in reversed(self.steps()):
             try:
-                state = self._restore(self._folder / str(step), abstract_state, metadata, renamed or {}, later)
+                folder = self._folder / str(step)
+                state = self._restore(folder, abstract_state, metadata, renamed or {}, later)
             except (CorruptCheckpointError, RunMismatchError) as error:
                 problems[step] = error
                 continue
@@ -320,7 +325,8 @@ class Checkpoints:
         leaves = layers.assemble(leaves, sources, wanted)
         zeros = {path: _zeros(leaf) for path, leaf in every.items() if path not in wanted}
         leaves = leaves | zeros
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[path] for path in every])
+        structure = jax.tree.structure(abstract_state)
+        return jax.tree.unflatten(structure, [leaves[path] for path in every])
 
     def _refusing(self, step: int, read: Callable[[epath.Path], T]) -> T:
         """Reads from the step that the user named; there is no other to go on from, so the user is told what to do."""

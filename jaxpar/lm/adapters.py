@@ -397,7 +397,8 @@ class AdapterTrainer:
     def begin(self, key: PRNGKey, params: PyTree) -> AdaptedState:
         """Returns the state that training begins with from given parameters, which are frozen. Consumes `key`."""
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        count, health = jnp.zeros((), jnp.int32), Health.start(dtype)
+        count = jnp.zeros((), jnp.int32)
+        health = Health.start(dtype)
         base = frozen(params, self.model, self.adapter.base)
         adapters = begin_adapters(key, base, self.model, self.adapter)
         opt_state = self.make_optimizer().init(adapters)

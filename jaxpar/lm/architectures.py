@@ -67,7 +67,7 @@ BALANCE_KEYS = {"output_router_logits": FLAG, "router_aux_loss_coef": NOT_NEGATI
 
 
 def _read_balance(values: dict) -> dict:
-    """Translates the balance loss, which transformers adds only where `output_router_logits` is true."""
+    """Translates the balance loss; transformers adds it where `output_router_logits` is true."""
     if not values.get("output_router_logits", False):
         return {}
     weight = float(values.get("router_aux_loss_coef", 0.001))
@@ -75,7 +75,7 @@ def _read_balance(values: dict) -> dict:
 
 
 def _write_balance(c: LMConfig) -> dict:
-    """The inverse; transformers has no sum over layers, of which nothing is written."""
+    """The inverse; nothing is written of a sum over layers, which transformers lacks."""
     if c.balance_layers != "concatenated":
         return {}
     return {"output_router_logits": True, "router_aux_loss_coef": c.balance_loss}

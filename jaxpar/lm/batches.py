@@ -1,4 +1,4 @@
-"""Weights of a batch's tokens, and ids outside of the vocabulary: rejected on the host, left out inside `jit`.
+"""Weights of tokens, and ids outside of the vocabulary: rejected on the host, left out in `jit`.
 
 A target counts if its weight is not 0, it is in [0, V), and so is the token that it follows.
 Everything that divides by the weights, or weights something by them, takes `valid_batch` and
@@ -36,10 +36,10 @@ from jaxpar.types import UsageError
 __all__ = ["check_batch", "valid_batch"]
 
 IGNORED = -100
-"""Target that `check_batch` turns into weight 0, as transformers' losses do."""
+"""Target that `check_batch` turns into weight 0, as the losses of transformers do."""
 
 PREFIXES = ("", "rejected_")
-"""What the names of arrays of tokens begin with; the second is of pairs of preferences."""
+"""Beginnings of the names of arrays; the second is for pairs of preferences."""
 
 
 class BatchReport(NamedTuple):
@@ -48,7 +48,7 @@ class BatchReport(NamedTuple):
     Attributes:
       empty: Whether no token counts.
       invalid_tokens: Number of tokens outside of [0, V).
-      invalid_targets: Number of targets outside of [0, V) whose weight is not 0.
+      invalid_targets: Number of targets outside of [0, V) with a weight other than 0.
     """
 
     empty: Bool[Array, ""]
@@ -57,12 +57,12 @@ class BatchReport(NamedTuple):
 
 
 def valid_ids(ids: Int[Array, "B T"], vocab_size: int) -> Int[Array, "B T"]:
-    """Returns the ids, with 0 in place of those outside of [0, V)."""
+    """Returns the ids, with 0 for each one outside of [0, V)."""
     return jnp.where(_is_symbol(ids, vocab_size), ids, 0)
 
 
 def valid_batch(batch: Mapping[str, jax.Array], config: LMConfig) -> dict[str, jax.Array]:
-    """Returns a batch whose ids are all symbols, and whose weights are 0 where they were not.
+    """Returns a batch with ids that are all symbols, and with weight 0 where they were not.
 
     A token outside of [0, V) is read as symbol 0, and its own target weighs 0. Later targets of its
     row still count, though they may depend on that symbol: `report_of` counts the token, so that
@@ -72,17 +72,16 @@ def valid_batch(batch: Mapping[str, jax.Array], config: LMConfig) -> dict[str, j
       batch: "tokens" and "targets" int [B, T], and maybe "weights" float [B, T].
       config: The model; static.
     """
-    tokens, targets = batch["tokens"], batch["targets"]
+    tokens = batch["tokens"]
+    targets = batch["targets"]
     size = config.vocab_size
     is_valid = _is_symbol(tokens, size) & _is_symbol(targets, size)
 
     weights = batch.get("weights")
-    dtype = jnp.promote_types(config.dtype, jnp.float32)
     if weights is None:
-        weights = is_valid.astype(dtype)
+        weights = is_valid.astype(jnp.promote_types(config.dtype, jnp.float32))
     else:
-        # Wide, since they are divided by their sum.
-        weights = jnp.where(is_valid, weights, 0).astype(jnp.promote_types(dtype, weights.dtype))
+        weights = jnp.where(is_valid, weights, 0)
 
     valid = {
         "tokens": valid_ids(tokens, size),
@@ -93,15 +92,16 @@ def valid_batch(batch: Mapping[str, jax.Array], config: LMConfig) -> dict[str, j
 
 
 def normaliser_of(batch: Mapping[str, jax.Array], config: LMConfig) -> Float[Array, ""]:
-    """Returns the sum of the weights of valid targets; 1 where none of them counts, so that it divides."""
+    """Returns the sum of the weights of valid targets, or 1 where none of them counts."""
     weights = valid_batch(batch, config)["weights"]
     return jnp.where(jnp.any(weights != 0), weights.sum(), 1)
 
 
 def report_of(batch: Mapping[str, jax.Array], config: LMConfig) -> BatchReport:
-    """Counts ids outside of the vocabulary, and tells whether no token counts; cost: a read of the ids."""
+    """Counts ids outside of the vocabulary, at the cost of one read of them."""
     is_empty = ~jnp.any(valid_batch(batch, config)["weights"] != 0)
-    bad_tokens, bad_targets = jnp.int32(0), jnp.int32(0)
+    bad_tokens = jnp.int32(0)
+    bad_targets = jnp.int32(0)
     for tokens, targets in _bad_ids(batch, config):
         bad_tokens += tokens.sum(dtype=jnp.int32)
         bad_targets += targets.sum(dtype=jnp.int32)
@@ -109,7 +109,7 @@ def report_of(batch: Mapping[str, jax.Array], config: LMConfig) -> BatchReport:
 
 
 def has_invalid(batch: Mapping[str, jax.Array], config: LMConfig) -> Bool[Array, " B"]:
-    """Returns which rows have a token, or a target whose weight is not 0, outside of [0, V)."""
+    """Returns which rows have a token, or a target with a weight other than 0, outside of [0, V)."""
     found = [jnp.any(tokens | targets, -1) for tokens, targets in _bad_ids(batch, config)]
     return functools.reduce(jnp.logical_or, found)
 
@@ -127,10 +127,15 @@ def _bad_ids(
         yield ~_is_symbol(batch[f"{prefix}tokens"], config.vocab_size), targets
 
 
-def check_batch(batch: Mapping[str, np.ndarray], vocab_size: int, first_row: int = 0) -> dict[str, np.ndarray]:
-    """Rejects ids outside of the vocabulary, on the host; targets of -100 get weight 0 and become 0.
+def check_batch(
+    batch: Mapping[str, np.ndarray],
+    vocab_size: int,
+    first_row: int = 0,
+) -> dict[str, np.ndarray]:
+    """Rejects ids outside of the vocabulary, on the host.
 
-    Targets of weight 0 may be any number, since nothing reads them.
+    Targets of -100 get weight 0 and become 0. Other targets of weight 0 may be any number, since
+    nothing reads them.
 
     Args:
       batch: NumPy arrays [b, T] as `jaxpar.lm.loss` takes them, or as its preferences do.
@@ -141,7 +146,7 @@ def check_batch(batch: Mapping[str, np.ndarray], vocab_size: int, first_row: int
       The batch; the same arrays where no target is -100.
 
     Raises:
-      UsageError: A token, or a target whose weight is not 0, is outside of [0, V).
+      UsageError: A token, or a target with a weight other than 0, is outside of [0, V).
     """
     out = dict(batch)
     for prefix in PREFIXES:
@@ -151,7 +156,8 @@ def check_batch(batch: Mapping[str, np.ndarray], vocab_size: int, first_row: int
         if f"{prefix}targets" not in batch:
             continue
 
-        targets, weights = batch[f"{prefix}targets"], batch.get(f"{prefix}weights")
+        targets = batch[f"{prefix}targets"]
+        weights = batch.get(f"{prefix}weights")
         is_ignored = targets == IGNORED
         if is_ignored.any():
             if weights is None:
@@ -169,7 +175,7 @@ def _reject(
     weights: np.ndarray | None,
     first_row: int,
 ) -> None:
-    """Raises `UsageError` for the first id that is no symbol and whose weight is not 0."""
+    """Raises `UsageError` for the first id that is no symbol and has a weight other than 0."""
     ids = batch[name]
     is_bad = (ids < 0) | (ids >= vocab_size)
     if weights is not None:
@@ -177,13 +183,13 @@ def _reject(
     if not is_bad.any():
         return
 
-    row, place = (int(index[0]) for index in np.nonzero(is_bad))
+    row, position = (int(index[0]) for index in np.nonzero(is_bad))
     legal = f"0 to {vocab_size - 1}"
     if weights is not None or name.endswith("targets"):
         legal = f"{legal}, {IGNORED} for a target that shall not count, or weight 0"
     raise UsageError(
-        f"{name}={int(ids[row, place])} at row {first_row + row}, position {place} of a batch: it is "
-        f"no symbol of model.vocab_size={vocab_size}; expected {legal}."
+        f"{name}={int(ids[row, position])} at row {first_row + row}, position {position} of a batch: "
+        f"it is no symbol of model.vocab_size={vocab_size}; expected {legal}."
     )
 
 

@@ -118,8 +118,8 @@ class LMConfig:
         the others.
       rope_scaling: What rope_factor does: "llama3", or "linear": all wavelengths are divided.
       rope_share: Of a head's numbers that are rotated.
-      balance_layers: "summed" adds up the balance losses of layers, each 1 where experts are used alike; "concatenated"
-        takes one loss of the tokens of all layers together, k where they are: that of transformers.
+      balance_layers: "summed" adds up the balance losses of layers, each 1 at even loads.
+        "concatenated" is one loss over the tokens of all layers, k at even loads: transformers'.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -274,9 +274,8 @@ def _experts(config: LMConfig) -> Experts:
     sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
     bias, shared, transport = config.router_bias, config.shared_experts, transport_for(config.transport)
     group, fail = config.capacity_group, config.expert_failures
-    layers = config.balance_layers
-    more = (0.0, bias, 0.0, fail, transport, shared, group, layers)  # without information gain and noise
-    return Experts(*sizes, k > 1, *losses, *more)
+    more = (0.0, bias, 0.0, fail, transport, shared, group)  # without information gain and noise
+    return Experts(*sizes, k > 1, *losses, *more, balance_layers=config.balance_layers)
 
 
 def _check_experts(config: LMConfig) -> None:

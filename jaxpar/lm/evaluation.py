@@ -218,8 +218,8 @@ def log_likelihoods(
       Sums float64 [N], and how many tokens counted, int64 [N].
 
     Raises:
-      UsageError: A row is over the learned positions, and `length` does not cut it; or it has a token outside of the
-        model's vocabulary.
+      UsageError: A row is over the learned positions, and `length` does not cut it; or it has a
+        token outside of the model's vocabulary.
     """
     pieces = [(number, *piece) for number, row in enumerate(rows) for piece in _pieces(*row, length)]
     pieces.sort(key=lambda piece: len(piece[1]))

@@ -51,8 +51,8 @@ def losses(
       batch: "tokens" and "targets" int [B, T]; optionally "weights" float [B, T], and "segments" and
         "positions" int [B, T] for packed documents, and "places" int [B, T] of tokens in another order.
       config: The model; static.
-      normaliser: What the weighted sum is divided by; by default `jaxpar.lm.batches.normaliser_of`: the sum of the
-        weights. Tokens and targets outside of [0, V) weigh nothing, as `jaxpar.lm.batches.valid_batch` says.
+      normaliser: Divisor of the weighted sum; by default the sum of the weights, or 1 where that is
+        of nothing. Ids outside of [0, V) weigh nothing: see `jaxpar.lm.batches.valid_batch`.
       share: Of the losses that layers tell: 1 / M for one of M microbatches, whose losses are averaged.
       dropout_key: Switches dropout on; consumed.
       smoothing: Share of a target that is spread over all V symbols alike (arXiv:1512.00567, section 7).

@@ -109,7 +109,11 @@ def objective_stages(
     return plain._replace(whole=distilled)
 
 
-def objective_report(batch: dict[str, Array], model: LMConfig, objective: ObjectiveConfig) -> BatchReport:
+def objective_report(
+    batch: dict[str, Array],
+    model: LMConfig,
+    objective: ObjectiveConfig,
+) -> BatchReport:
     """Returns the counts of a batch; of preferences it is empty where no pair counts."""
     report = report_of(batch, model)
     if objective.kind == "dpo":
@@ -155,15 +159,15 @@ def _extra(aux: Aux, like: Array) -> Array:
 
 
 def num_pairs(batch: dict[str, Array], config: LMConfig | None = None) -> Array:
-    """Returns how many pairs of a batch count: those of which a token does.
+    """Returns how many pairs of a batch count: those with a token that does.
 
-    With the model's configuration, also pairs with a token or target outside of [0, V) do not count.
+    With the model's configuration, a pair with an id outside of [0, V) does not count either.
     """
     return _pair_counts(batch, config).sum().astype(jnp.float32)
 
 
 def _pair_counts(batch: dict[str, Array], config: LMConfig | None) -> Array:
-    """Whether each pair counts, [B]."""
+    """Returns a flag for each pair that counts, [B]."""
     counts = jnp.any(batch["weights"] > 0, -1)
     return counts if config is None else counts & ~has_invalid(batch, config)
 

@@ -30,7 +30,8 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
 
     def context(x: Stream, data: dict, key: PRNGKey | None):
         weights = valid_batch(data, config)["weights"]
-        context = stack.context(stack.end(x), _positions(data), data.get("segments"), weights=weights)
+        segments = data.get("segments")
+        context = stack.context(stack.end(x), _positions(data), segments, weights=weights)
         return context._replace(places=data.get("places"), key=_dropped(key, config))
 
     def first(params: PyTree, data: dict, key: PRNGKey | None):
@@ -86,8 +87,20 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
         smoothing,
     )
     total_of = functools.partial(normaliser_of, config=config)
-    pieces = total_of, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns
-    return Stages(*pieces, split_head, turn_axes)
+    return Stages(
+        total=total_of,
+        hold=stack.hold,
+        release=release,
+        first=first,
+        layer=layer,
+        last=end,
+        whole=whole,
+        remat=stack.remat_of,
+        products=products,
+        num_turns=turns,
+        head=split_head,
+        axes=turn_axes,
+    )
 
 
 def _positions(data: dict) -> jax.Array:
@@ -96,11 +109,11 @@ def _positions(data: dict) -> jax.Array:
 
 
 def _refuse_joint_loss(config: LMConfig) -> None:
-    """Raises `UsageError` for a loss of all layers together, of which one layer has no gradient."""
+    """Raises `UsageError` for a loss of all layers together: one layer alone has no gradient."""
     if config.num_experts and config.balance_loss and config.balance_layers == "concatenated":
         raise UsageError(
-            "model.balance_layers=concatenated: a pipeline needs the gradient of one layer before it "
-            "knows the loads of the others; expected summed, or pipeline=none."
+            "model.balance_layers=concatenated: a pipeline needs the gradient of one layer before "
+            "it knows the loads of the others; expected summed, or pipeline=none."
         )
 
 

@@ -49,7 +49,8 @@ class Health:
       loss_mean: Running mean over good steps; 0 before the first.
       loss_variance: Running mean of twice the square of what lies above `loss_mean`: the variance of a loss that
         scatters evenly, and nearly nothing while it falls, however steeply.
-      empty: Steps of batches without a token that counts: their loss and gradient are 0, and move no running mean.
+      empty: Number of batches without a token that counts. Their loss and gradient are 0, and move
+        no running mean.
     """
 
     skipped: jax.Array
@@ -62,7 +63,8 @@ class Health:
     @classmethod
     def start(cls, dtype: DTypeLike) -> "Health":
         """Returns the counts before the first step, and the running loss in `dtype`."""
-        count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
+        count = jnp.zeros((), jnp.int32)
+        zero = jnp.zeros((), dtype)
         return cls(
             skipped=count,
             skipped_in_a_row=count,
@@ -147,7 +149,8 @@ class Trainer:
     def begin(self, params: PyTree) -> TrainState:
         """Returns the state that training begins with from given parameters, float32 at least."""
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        count, health = jnp.zeros((), jnp.int32), Health.start(dtype)
+        count = jnp.zeros((), jnp.int32)
+        health = Health.start(dtype)
         trained = self._trained(params)
         average = average_of(trained, self.tuning.ema)
         reference = jax.tree.map(jnp.copy, trained) if self.objective.kind == "dpo" else None
@@ -171,9 +174,9 @@ class Trainer:
         Returns:
           The new state, and scalars: loss (nats a token), grad_norm (before clipping), learning_rate,
           skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
-          mean, by what lies above it) and spikes (their count), empty (count of batches without a token that counts),
-          invalid_tokens and invalid_targets (those of this batch that are no symbols, and count nothing); and what
-          layers and loss told, by its names.
+          mean, by what lies above it) and spikes (their count), empty (batches so far without a
+          token that counts), invalid_tokens and invalid_targets (ids of this batch outside of the
+          vocabulary); and what layers and loss told, by its names.
         """
         inputs, teacher = with_teacher(inputs, self.teacher)
         start = None if state.reference is None else state.start
@@ -242,7 +245,7 @@ def one_step(
     health: Health,
     report: BatchReport,
 ) -> tuple[PyTree, PyTree, Health, Info]:
-    """Updates what is trained by `gradient(trained)`: ((loss, what was told), gradient); `report` is of the batch.
+    """Updates what is trained by `gradient(trained)`: ((loss, what was told), gradient).
 
     Returns:
       The new `trained`, `opt_state` and `health`, and the scalars of `Trainer.step`.
@@ -270,7 +273,7 @@ def one_step(
 def _watch(
     health: Health, value: jax.Array, good: jax.Array, empty: jax.Array | bool = False
 ) -> tuple[Health, jax.Array]:
-    """Updates the counts, and the running mean and deviation of the loss over good steps of what counts."""
+    """Updates the counts, and the mean and deviation of the loss over good steps with tokens."""
     judged = good & jnp.logical_not(empty)
     seen = health.loss_mean != 0
     gap = value - health.loss_mean

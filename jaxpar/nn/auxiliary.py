@@ -110,24 +110,24 @@ class Bilinear(NamedTuple):
     Attributes:
       a: Sum over layers [E].
       b: Sum over layers [E].
-      count: Number of layers, as an array.
+      num_layers: Number of layers, as an array.
     """
 
     a: Array
     b: Array
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]  # a field: tuple.count is not used
+    num_layers: Array
 
     @property
     def value(self) -> Array:
         """The loss."""
-        return jnp.sum((self.a / self.count) * (self.b / self.count))
+        return jnp.sum((self.a / self.num_layers) * (self.b / self.num_layers))
 
 
 class Aux(NamedTuple):
     """What a layer, a stack or a loss tells.
 
     Attributes:
-      losses: By name, scalars to be added to the loss; of a layer also `Bilinear`, which the stack makes scalars of.
+      losses: By name, scalars to be added to the loss, or `Bilinear` until the last layer.
       metrics: By name.
     """
 
@@ -163,17 +163,18 @@ def over_parts(told: Aux) -> Aux:
 
 def both(a: Aux, b: Aux) -> Aux:
     """Merges what two parts of one layer told; what both name is merged as over layers."""
-    shared = {name: jax.tree.map(jnp.add, a.losses[name], x) for name, x in b.losses.items() if name in a.losses}
-    losses = a.losses | b.losses | shared
+    names = a.losses.keys() & b.losses.keys()
+    sums = {name: jax.tree.map(jnp.add, a.losses[name], b.losses[name]) for name in names}
+    losses = a.losses | b.losses | sums
     pairs = {name: (a.metrics[name], x) for name, x in b.metrics.items() if name in a.metrics}
     stacked: Any = {name: jax.tree.map(lambda *x: jnp.stack(x), *pair).merged() for name, pair in pairs.items()}
     return Aux(losses, a.metrics | b.metrics | stacked)
 
 
 def with_scalar_losses(aux: Aux) -> Aux:
-    """Returns what all layers told, with the value of each loss that is of all layers together."""
-    values = {name: loss.value if isinstance(loss, Bilinear) else loss for name, loss in aux.losses.items()}
-    return Aux(values, aux.metrics)
+    """Returns losses and metrics of all layers, with a scalar for each `Bilinear` loss."""
+    joint = {name: loss.value for name, loss in aux.losses.items() if isinstance(loss, Bilinear)}
+    return Aux(aux.losses | joint, aux.metrics)
 
 
 def scalars(aux: Aux) -> Info:

@@ -98,8 +98,9 @@ class Context(NamedTuple):
       places: Place of each token in its row, of tokens that were put in the order in which attention's `attend` wants
         them; None of others, which lie in turn or are told apart by their positions.
       rules: How activations lie.
-      weights: Weight of each token in the loss; None for all alike. It changes no output, unless a capacity has to
-        drop tokens: those of weight 0 go first. Auxiliary losses and metrics of tokens are weighted by its magnitude.
+      weights: Weight of each token in the loss; None for equal weights. Magnitudes weight auxiliary
+        losses and metrics of tokens. No output depends on them, unless a capacity has to drop
+        tokens: weight 0 goes first.
     """
 
     positions: Int[Array, "B T"]

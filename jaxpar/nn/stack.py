@@ -55,8 +55,8 @@ class Stack:
       residual: "standard", or "ladder": a branch reads the stream without what the branch before adds, so that devices
         may add that up meanwhile (arXiv:2501.06589). Another model of the same parameters.
       ladder_from: The first layer whose branches read so.
-      ranges: Whether layers tell the largest magnitude of the residual stream ("residual_max"), of tokens that count,
-        at one read of it each.
+      ranges: Whether layers report "residual_max", the largest magnitude of the residual stream of
+        tokens that count, at one read of it each.
       weights: "full", or "ternary": every weight between the residual stream and a branch is rounded to -1, 0 and 1
         where it is multiplied (`jaxpar.nn.ternary`). The parameters are the same: what is trained is not rounded.
     """
@@ -273,7 +273,7 @@ class Stack:
           pseudo: M more tokens, which enter at a later layer: x are then the T - M before them, positions and visible
             those of all T. Layers run unrolled. Not with documents that share a row, nor with a linear cache, which
             would keep them.
-          weights: Weight of each token in auxiliary losses and metrics; None for all alike.
+          weights: Weight of each token in auxiliary losses and metrics; None for equal weights.
 
         Returns:
           Outputs, the cache (a `StackCache`; None without one), and what the layers told.

@@ -66,7 +66,7 @@ def test_targets_that_are_ignored_need_no_weights(x64):
     assert int(report_of(masked, EXPERTS).invalid_targets) == ROWS * 3
     checked = check_batch(masked, V)
     assert int(report_of(checked, EXPERTS).invalid_targets) == 0
-    assert_close(losses(params, checked, EXPERTS)[0], want[0], NEAR)
+    assert_close(losses(params, checked, EXPERTS)[0], want[0], 1e-6)  # weights in float32
 
 
 @pytest.mark.parametrize("sizes", [None, dict(data=4, tensor=2), dict(stage=2, data=2)], ids=str)

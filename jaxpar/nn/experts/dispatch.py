@@ -83,8 +83,8 @@ def within_capacity(
       expert: What tokens chose.
       num_experts: E.
       capacity: C, choices that an expert takes in each group.
-      rank: Class of each token, 0 to 2, as `capacity_rank` returns it: all choices of a lower one come first. None
-        for one class.
+      rank: Class of each token, 0 to 2, as from `capacity_rank`; lower ones come first. None for
+        one class.
 
     Cost: one sort of N k integers a group.
     """
@@ -107,7 +107,7 @@ def count_before(
 ) -> Int[Array, "*G N k"]:
     """Counts, for each choice, those of the same expert and group that come before it in GShard's order.
 
-    An expert of `num_experts` is none, and counted alike. Of `rank` see `within_capacity`.
+    An expert of `num_experts` is none, and counted alike. For `rank` see `within_capacity`.
     """
     if expert.ndim > 2:
         if rank is None:

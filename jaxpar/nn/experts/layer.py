@@ -5,6 +5,7 @@ reach experts of other devices is the transport's affair.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -49,8 +50,8 @@ class Experts:
       experts_per_token: k.
       activation: As of `jaxpar.nn.mlp.Mlp`.
       capacity: Choices that an expert takes of a row of the batch in training, as a multiple of T k / E; the others
-        count nothing. None for all of them. A prompt and what follows it are never dropped. Tokens of weight 0 take
-        what the others leave, by `dispatch.capacity_rank`.
+        count nothing. None for all of them. A prompt and what follows it are never dropped.
+        Tokens of weight 0 take the slots that others leave, by `dispatch.capacity_rank`.
       capacity_group: Consecutive tokens of a row in which it is counted, T of them; 0 for the row. No mesh changes it.
       scores: "softmax" or "sigmoid", of `route`.
       normalise: Whether a token's weights sum to 1.
@@ -63,8 +64,8 @@ class Experts:
         chose then count for it too, by `route.heard`.
       transport: How tokens reach experts that devices share.
       shared: n; if not 0, one mlp of width n F computes all tokens and is added (arXiv:2401.06066, section 3.2).
-      balance_layers: "summed": the balance losses of layers are added up. "concatenated": one balance loss of the
-        tokens of all layers together, times k, as transformers' `load_balancing_loss_func` computes it.
+      balance_layers: "summed" adds up the balance losses of layers. "concatenated" is one balance
+        loss over the tokens of all layers, times k: transformers' `load_balancing_loss_func`.
     """
 
     size: int = field(legal=AtLeast(1))
@@ -129,11 +130,11 @@ class Experts:
         return out
 
     def apply(self, params: dict, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Aux]:
-        """Returns the mixture, with the losses of the router over all tokens, weighted by `context.weights`.
+        """Returns the mixture, with the losses of the router over all tokens.
 
         It tells "expert_load" and "expert_load_min", the largest and the smallest load of an expert over the mean one,
-        and with a capacity "dropped", the share of choices that were over it. All are weighted alike, and 0 without a
-        token that counts.
+        and with a capacity "dropped", the share of choices that were over it. Losses and metrics
+        are weighted by `context.weights`, and 0 without a token that counts.
 
         Raises:
           UsageError: If it is to go by blocks; for a capacity where rows are split over devices, or that is counted in
@@ -234,16 +235,17 @@ class Experts:
                 "capacity."
             )
         if context.weights is None:
-            return local(lambda expert: within_capacity(expert, self.num_experts, most), [axes], axes)(expert)
+            keep = functools.partial(within_capacity, num_experts=self.num_experts, capacity=most)
+            return local(keep, [axes], axes)(expert)
 
         # Of whole rows: a group of a row does not know which tokens a later group reads.
         rank = local(capacity_rank, [axes[:2]], axes[:2])(context.weights)
         rank = constrain(rank.reshape(expert.shape[:2]), *axes[:2])
 
-        def keep(expert: jax.Array, rank: jax.Array) -> jax.Array:
+        def keep_by_rank(expert: jax.Array, rank: jax.Array) -> jax.Array:
             return within_capacity(expert, self.num_experts, most, rank)
 
-        return local(keep, [axes, axes[:2]], axes)(expert, rank)
+        return local(keep_by_rank, [axes, axes[:2]], axes)(expert, rank)
 
     def _compute(self, params: dict, x: jax.Array, expert: jax.Array, weight: jax.Array, context: Context):
         """The chosen experts of every token, to which the transport brings it."""

@@ -1,9 +1,9 @@
 """What a router is told besides the loss: to use all experts, to keep its logits small, to separate what differs.
 
-All are means over the tokens they are given, weighted by the magnitudes of `weights` where these
-are given: tokens of weight 0 count nothing, and without a token that counts each loss is 0, as is
-its gradient. Of the tokens of all devices they are the losses that `jaxpar.nn.auxiliary` asks for:
-taken of whole arrays, not of each device's own and then averaged.
+All are means over the tokens they are given, weighted by the magnitudes of `weights`. Tokens of
+weight 0 count nothing; without a token that counts each loss is 0, and so is its gradient. Over the
+tokens of all devices they are the losses that `jaxpar.nn.auxiliary` sums: taken of whole arrays,
+not of each device's own and then averaged.
 """
 
 import math
@@ -28,14 +28,14 @@ def token_mean(
     weights: Float[Array, "*N"] | None = None,
     num_axes: int | None = None,
 ) -> Float[Array, "*more"]:
-    """Returns sum_n |w_n| x_n / sum_n |w_n|, or 0 where no token has a weight; without weights the plain mean.
+    """Returns sum_n |w_n| x_n / sum_n |w_n|, or 0 where no token has a weight.
 
     Magnitudes are taken, since weights of both signs could add up to nothing.
 
     Args:
-      x: Values of tokens, whose axes come first.
-      weights: What each token counts; None for all alike.
-      num_axes: Number of axes of tokens; by default those of the weights, or all but the last.
+      x: Values of tokens; the axes of tokens come first.
+      weights: What each token counts; None for equal weights.
+      num_axes: Number of axes of tokens where there are no weights; by default all but the last.
     """
     if weights is None:
         axes = x.ndim - 1 if num_axes is None else num_axes
@@ -44,9 +44,9 @@ def token_mean(
     weights = jnp.abs(weights).astype(x.dtype)
     axes = tuple(range(weights.ndim))
     total = weights.sum()
-    beside = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim))
+    widened = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim))
     # Sums first, so that devices add them up together with the total.
-    return _ratio((beside * x).sum(axes), total)
+    return _ratio((widened * x).sum(axes), total)
 
 
 def load(
@@ -55,13 +55,15 @@ def load(
     dtype=jnp.float32,
     weights: Float[Array, "*N"] | None = None,
 ) -> Float[Array, " E"]:
-    """Returns the share of all choices that each expert got; the sum is 1. An expert out of range is nobody's.
+    """Returns the share of all choices that each expert got; the sum is 1.
+
+    An expert out of range is none.
 
     Args:
       expert: Experts that each token chose.
       num_experts: E.
       dtype: Data type of the result.
-      weights: What each token counts; None for all alike.
+      weights: What each token counts; None for equal weights.
     """
     hot = jax.nn.one_hot(expert, num_experts, dtype=dtype)
     if weights is None:
@@ -69,7 +71,10 @@ def load(
     return token_mean(hot.sum(-2), weights) / expert.shape[-1]
 
 
-def mean_shares(scores: Float[Array, "*N E"], weights: Float[Array, "*N"] | None = None) -> Float[Array, " E"]:
+def mean_shares(
+    scores: Float[Array, "*N E"],
+    weights: Float[Array, "*N"] | None = None,
+) -> Float[Array, " E"]:
     """Returns each expert's mean share of a token's scores; the sum is 1."""
     return token_mean(scores / scores.sum(-1, keepdims=True), weights)
 
@@ -89,7 +94,10 @@ def balance_loss(
     return num_experts * jnp.sum(loads * mean_shares(scores, weights))
 
 
-def router_z_loss(logits: Float[Array, "*N E"], weights: Float[Array, "*N"] | None = None) -> Float[Array, ""]:
+def router_z_loss(
+    logits: Float[Array, "*N E"],
+    weights: Float[Array, "*N"] | None = None,
+) -> Float[Array, ""]:
     """Computes the mean square of the log normaliser of the logits (arXiv:2202.08906, eq. 5)."""
     squares = jax.nn.logsumexp(logits, -1) ** 2
     return token_mean(squares, weights, squares.ndim)
@@ -103,8 +111,8 @@ def bias_loss(
     """Returns 0, with the gradient sign(load_e - 1 / E) in the bias of expert e.
 
     So a step of gradient descent lowers the bias of experts that got too much and raises that of the others by the
-    same amount (arXiv:2408.15664, algorithm 1); Adam's moves it by up to its learning rate. Where no token counts no
-    expert got too little, and the gradient is 0.
+    same amount (arXiv:2408.15664, algorithm 1); Adam's moves it by up to its learning rate.
+    Where no token counts the gradient is 0.
     """
     loads = load(expert, bias.shape[-1], bias.dtype, weights)
     toward = jnp.sign(loads - 1 / bias.shape[-1])
@@ -128,7 +136,7 @@ def information_gain(
       scores: Each token's, of sum 1 (`softmax`).
       classes: Of each token, in [0, C); by default each token is a class of its own.
       num_classes: C.
-      weights: What each token counts; None for all alike.
+      weights: What each token counts; None for equal weights.
     """
     flat = scores.reshape(-1, scores.shape[-1])
     flat_weights = None if weights is None else jnp.abs(weights).reshape(-1).astype(flat.dtype)
