@@ -262,9 +262,16 @@ def _likelihoods(params: PyTree, batch: dict, config: LMConfig, key: PRNGKey | N
 def _features(params: PyTree, batch: dict[str, Array], config: LMConfig, key: PRNGKey | None = None):
     """Returns what the head is multiplied by, the head, gathered once for all chunks, and what layers told."""
     batch = valid_batch(batch, config)
-    names = ("positions", "segments", "places", "weights")
-    given = {name: batch.get(name) for name in names}
-    x, aux = hidden(params, batch["tokens"], config, dropout_key=key, **given)
+    x, aux = hidden(
+        params,
+        batch["tokens"],
+        config,
+        positions=batch.get("positions"),
+        segments=batch.get("segments"),
+        places=batch.get("places"),
+        weights=batch["weights"],
+        dropout_key=key,
+    )
     return x, {"embedding": constrain(head(params).astype(x.dtype), "vocab", None)}, aux
 
 
