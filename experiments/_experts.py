@@ -24,7 +24,12 @@ def expert_loads(model: LMConfig, params: PyTree, batch: dict[str, jax.Array]) -
         if "places" in given:
             given.setdefault("positions", given["places"])
         chosen = chosen_experts(stack, params, x, **given)
-        return model.num_experts * jax.vmap(lambda expert: load(expert, model.num_experts))(chosen)
+        weights = batch.get("weights")
+
+        def load_of(expert: jax.Array) -> jax.Array:
+            return load(expert, model.num_experts, weights=weights)
+
+        return model.num_experts * jax.vmap(load_of)(chosen)
 
     return np.asarray(loads(params, batch))
 

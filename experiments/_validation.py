@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.lm import LMConfig, loss
+from jaxpar.lm.batches import check_batch, valid_batch
 from jaxpar.lm.data import Corpus, Pairs, Windows, sweep, sweep_pairs
 from jaxpar.lm.objectives import num_pairs, preference_loss
 from jaxpar.mesh import place_rows
@@ -33,7 +34,7 @@ def check_length(config: Config) -> None:
     """Refuses sequences that neither divide over the devices that share them nor may be padded."""
     length, model = row_length(config), config.model
     if length != config.data.seq_len:
-        if model.num_experts:  # routers would choose for padding: loads and capacities were others
+        if model.num_experts:  # losses leave padding out, but experts would compute it
             check_split("data.seq_len", config.data.seq_len, "seq_layer")
         if model.positions == "learned" and length > model.max_seq_len:
             raise UsageError(
@@ -46,12 +47,21 @@ def check_length(config: Config) -> None:
 
 
 def place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyTree:
-    """Brings a batch to the devices, its tokens in the order in which they share a sequence."""
+    """Brings a batch to the devices, its tokens in the order in which they share a sequence.
+
+    Every batch of training and validation comes here.
+
+    Raises:
+      UsageError: A token or a target is outside of the model's vocabulary.
+    """
     length, count = row_length(config), shares("seq_layer")
     order = config.model.order(length)
-    return place_rows(
-        lambda part: in_order(padded(rows(part), length), order, count), config.data.batch_size, ("batch", "seq_layer")
-    )
+
+    def arranged(part: slice) -> dict[str, np.ndarray]:
+        checked = check_batch(rows(part), config.model.vocab_size, first_row=part.start or 0)
+        return in_order(padded(checked, length), order, count)
+
+    return place_rows(arranged, config.data.batch_size, ("batch", "seq_layer"))
 
 
 def judged_weights(config: Config, state: Any) -> PyTree:
@@ -68,8 +78,8 @@ def judged_weights(config: Config, state: Any) -> PyTree:
 @functools.partial(jax.jit, static_argnames="model")
 def _sums(params: PyTree, batch: dict[str, jax.Array], model: LMConfig) -> jax.Array:
     """Returns the loss summed over a batch, and the sum of its weights."""
-    weights = batch.get("weights", jnp.ones(batch["targets"].shape))
-    return jnp.stack([loss(params, batch, model, normaliser=jnp.float32(1)), weights.sum()])
+    total = valid_batch(batch, model)["weights"].sum()
+    return jnp.stack([loss(params, batch, model, normaliser=jnp.float32(1)), total])
 
 
 def make_evaluate(config: Config, corpus: Corpus):
@@ -97,7 +107,7 @@ def make_evaluate(config: Config, corpus: Corpus):
 @functools.partial(jax.jit, static_argnames=("model", "beta"))
 def _preference_sums(params: PyTree, start: PyTree, batch: dict[str, jax.Array], model: LMConfig, beta: float):
     value, told = preference_loss(params, start, batch, model, beta, jnp.float32(1))
-    return jnp.stack([value, told.metrics["preference_accuracy"].value, num_pairs(batch)])
+    return jnp.stack([value, told.metrics["preference_accuracy"].value, num_pairs(batch, model)])
 
 
 def _make_preference_evaluate(config: Config, corpus: Corpus):

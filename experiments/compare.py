@@ -31,6 +31,7 @@ from rich.table import Column, Table
 from jaxpar.fields import AtLeast, Between, Positive, field
 from jaxpar.io import plot_fits, read_jsonl
 from jaxpar.lm import LMConfig, OptimizerConfig, num_params
+from jaxpar.lm.batches import check_batch
 from jaxpar.lm.data import Corpus, DataConfig, Windows, open_corpus
 from jaxpar.lm.mixers import BLOCK_RECURRENT, with_mixer
 from jaxpar.loop import Fit, FitResult, compile_step
@@ -189,7 +190,11 @@ def _batches(config: Config, seed: int, corpus: Corpus):
     """Returns step -> batch."""
     data = config.data
     windows = Windows(corpus.train, data.seq_len, data.batch_size, seed, data.pack)
-    return lambda step: place_rows(functools.partial(windows, step), data.batch_size)
+
+    def rows(step: int, part: slice) -> dict[str, np.ndarray]:
+        return check_batch(windows(step, part), config.model.vocab_size, first_row=part.start or 0)
+
+    return lambda step: place_rows(functools.partial(rows, step), data.batch_size)
 
 
 def steps_of(config: Config, speed: float) -> int:

@@ -361,7 +361,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = named_shardings(shapes, trainer.axes())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    state = checkpoints.restore(step, abstract)
+    state = checkpoints.restore(step, abstract, later=trainer.later_leaves)
     checkpoints.close()
     say(f"checkpoint of step {step} of {_run.short(folder)}")
     return config, judged_weights(config, state), corpus.tokenizer

@@ -20,7 +20,17 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.io import Checkpoints, Progress, Writer
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.processes import AGREE_EVERY, interruptible
-from jaxpar.types import Algorithm, BatchFn, Info, PRNGKey, PyTree, SupportsAxes, SupportsDone, UsageError
+from jaxpar.types import (
+    Algorithm,
+    BatchFn,
+    Info,
+    PRNGKey,
+    PyTree,
+    SupportsAxes,
+    SupportsDone,
+    SupportsOlderStates,
+    UsageError,
+)
 
 __all__ = ["AGREE_EVERY", "Fit", "FitResult", "Hooks", "compile_step", "fit", "resume", "run", "run_until"]
 
@@ -289,7 +299,8 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
     else:
         shardings = named_shardings(shapes, hooks.axes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed)
+    later = algorithm.later_leaves if isinstance(algorithm, SupportsOlderStates) else ()
+    restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed, later)
     for sentence in checkpoints.refused:  # on process 0
         (hooks.progress.note if hooks.progress else print)(sentence)
     return restored

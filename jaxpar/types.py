@@ -17,6 +17,7 @@ __all__ = [
     "Scalar",
     "SupportsAxes",
     "SupportsDone",
+    "SupportsOlderStates",
     "UsageError",
     "causes_of",
 ]
@@ -75,6 +76,16 @@ class SupportsDone(Algorithm[State], Protocol[State]):
 
     def done(self, state: State) -> Bool[Array, ""]:
         """Returns whether there is nothing left to do."""
+        ...
+
+
+@runtime_checkable
+class SupportsOlderStates(Protocol):
+    """An algorithm whose state has leaves that checkpoints of earlier versions lack."""
+
+    @property
+    def later_leaves(self) -> tuple[str, ...]:
+        """Paths of these leaves, such as "health/empty"; where one is absent it is zeros."""
         ...
 
 

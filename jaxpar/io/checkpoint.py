@@ -5,11 +5,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NoReturn, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -216,7 +217,7 @@ class Checkpoints:
         """
         return reading.nest(self._refusing(step, reading.read_numpy))
 
-    def restore(self, step: int, abstract_state: PyTree) -> PyTree:
+    def restore(self, step: int, abstract_state: PyTree, later: Collection[str] = ()) -> PyTree:
         """Reads the state of `step` into the shardings that are asked for.
 
         Leaves stacked over layers are cut into leaves of a layer and back where `abstract_state` has them so: see
@@ -226,6 +227,7 @@ class Checkpoints:
           step: One of `steps()`.
           abstract_state: Pytree of `jax.ShapeDtypeStruct` with `sharding`, of the saved state's names, shapes and
             dtypes; classes of containers, devices and mesh may all differ from the saved ones.
+          later: Paths of leaves that older checkpoints may lack, and which are then zeros.
 
         Returns:
           The state, bit for bit what was saved, in the structure of `abstract_state`.
@@ -233,10 +235,18 @@ class Checkpoints:
         Raises:
           UsageError: There is no such step, a leaf differs, or the checkpoint is damaged.
         """
-        return self._refusing(step, lambda folder: self._restore(folder, abstract_state, {}, {}))
+
+        def read(folder: epath.Path) -> PyTree:
+            return self._restore(folder, abstract_state, {}, {}, later)
+
+        return self._refusing(step, read)
 
     def restore_newest(
-        self, abstract_state: PyTree, metadata: Mapping[str, object], renamed: Mapping[str, str] | None = None
+        self,
+        abstract_state: PyTree,
+        metadata: Mapping[str, object],
+        renamed: Mapping[str, str] | None = None,
+        later: Collection[str] = (),
     ) -> tuple[int, PyTree] | None:
         """Restores the newest checkpoint that is whole and of this run; sets newer ones aside as `<step>.refused`.
 
@@ -247,6 +257,7 @@ class Checkpoints:
           abstract_state: As for `restore`.
           metadata: What must be among the metadata saved.
           renamed: Parts of paths that older checkpoints have under another name, from today's to that one.
+          later: Paths of leaves that older checkpoints may lack, and which are then zeros.
 
         Returns:
           The step and its state, or None where there is no checkpoint at all.
@@ -258,7 +269,8 @@ class Checkpoints:
         problems: dict[int, UsageError] = {}
         for step in reversed(self.steps()):
             try:
-                state = self._restore(self._folder / str(step), abstract_state, metadata, renamed or {})
+                folder = self._folder / str(step)
+                state = self._restore(folder, abstract_state, metadata, renamed or {}, later)
             except (CorruptCheckpointError, RunMismatchError) as error:
                 problems[step] = error
                 continue
@@ -282,15 +294,23 @@ class Checkpoints:
         return None
 
     def _restore(
-        self, folder: epath.Path, abstract_state: PyTree, metadata: Mapping[str, object], renamed: Mapping[str, str]
+        self,
+        folder: epath.Path,
+        abstract_state: PyTree,
+        metadata: Mapping[str, object],
+        renamed: Mapping[str, str],
+        later: Collection[str],
     ) -> PyTree:
         """Reads one checkpoint; all processes raise if one does."""
-        wanted = reading.flatten(abstract_state)
+        every = reading.flatten(abstract_state)
+        wanted = every
         described: dict[str, reading.ArrayDescription] = {}
         leaves, sources, problem = {}, {}, None
         try:
             described, saved = reading.read_description(folder)
             reading.check_same_run(folder, saved, metadata)
+            absent = {path for path in later if path not in described}
+            wanted = {path: leaf for path, leaf in every.items() if path not in absent}
             sources, form = reading.match_state(folder, described, wanted, renamed)
             leaves = reading.read_arrays(folder, form)
         except (CorruptCheckpointError, RunMismatchError) as error:
@@ -303,7 +323,10 @@ class Checkpoints:
         _, digests = snapshot(leaves, False)
         reading.check_digests(folder, described, digests())
         leaves = layers.assemble(leaves, sources, wanted)
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[path] for path in wanted])
+        zeros = {path: _zeros(leaf) for path, leaf in every.items() if path not in wanted}
+        leaves = leaves | zeros
+        structure = jax.tree.structure(abstract_state)
+        return jax.tree.unflatten(structure, [leaves[path] for path in every])
 
     def _refusing(self, step: int, read: Callable[[epath.Path], T]) -> T:
         """Reads from the step that the user named; there is no other to go on from, so the user is told what to do."""
@@ -335,3 +358,12 @@ class Checkpoints:
             f"({free}about {size / 1e6:.1f} MB needed); "
             + ("no earlier one exists" if newest is None else f"the last whole one is step {newest} and is intact")
         ) from error
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros on the sharding of a leaf."""
+
+    def make() -> jax.Array:
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    return jax.jit(make, out_shardings=leaf.sharding)()

@@ -25,8 +25,8 @@ from flax import struct
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.objectives import ObjectiveConfig, objective_stages
-from jaxpar.lm.train import Health, check_teacher, one_step, with_teacher
+from jaxpar.lm.objectives import ObjectiveConfig, objective_report, objective_stages
+from jaxpar.lm.train import LATER_LEAVES, Health, check_teacher, one_step, with_teacher
 from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
@@ -397,10 +397,11 @@ class AdapterTrainer:
     def begin(self, key: PRNGKey, params: PyTree) -> AdaptedState:
         """Returns the state that training begins with from given parameters, which are frozen. Consumes `key`."""
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
+        count = jnp.zeros((), jnp.int32)
+        health = Health.start(dtype)
         base = frozen(params, self.model, self.adapter.base)
         adapters = begin_adapters(key, base, self.model, self.adapter)
-        health, opt_state = Health(count, count, count, zero, zero), self.make_optimizer().init(adapters)
+        opt_state = self.make_optimizer().init(adapters)
         average = average_of(adapters, self.tuning.ema)
         return AdaptedState(base, adapters, opt_state, count, health, average, self.adapter.scale)
 
@@ -423,8 +424,12 @@ class AdapterTrainer:
 
         trained, opt_state, health, info = one_step(
             lambda adapters: InTurn()(plain._replace(whole=whole), adapters, inputs, key, self.accumulate),
-            self.make_optimizer(), state.adapters, state.opt_state, state.health,
-        )  # fmt: skip
+            self.make_optimizer(),
+            state.adapters,
+            state.opt_state,
+            state.health,
+            objective_report(inputs, self.model, self.objective),
+        )
         average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
         new = {
             "adapters": trained,
@@ -434,6 +439,11 @@ class AdapterTrainer:
             "average": average,
         }
         return state.replace(**new), info  # type: ignore[attr-defined]
+
+    @property
+    def later_leaves(self) -> tuple[str, ...]:
+        """Paths of leaves that older checkpoints lack; they were 0 there."""
+        return LATER_LEAVES
 
     def done(self, state: AdaptedState) -> Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""

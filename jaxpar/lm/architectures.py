@@ -63,21 +63,44 @@ def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
     return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
 
 
+BALANCE_KEYS = {"output_router_logits": FLAG, "router_aux_loss_coef": NOT_NEGATIVE}
+
+
+def _read_balance(values: dict) -> dict:
+    """Translates the balance loss; transformers adds it where `output_router_logits` is true."""
+    if not values.get("output_router_logits", False):
+        return {}
+    weight = float(values.get("router_aux_loss_coef", 0.001))
+    return {"balance_loss": weight, "balance_layers": "concatenated"}
+
+
+def _write_balance(c: LMConfig) -> dict:
+    """The inverse; nothing is written of a sum over layers, which transformers lacks."""
+    if c.balance_layers != "concatenated":
+        return {}
+    return {"output_router_logits": True, "router_aux_loss_coef": c.balance_loss}
+
+
+def _write_mixtral(c: LMConfig) -> dict:
+    return write_rope(c) | _write_balance(c)
+
+
 def _read_mixtral(values: dict) -> dict:
     if values["num_experts_per_tok"] == 1:  # it would be weighted by 1, and not by its score
         raise UsageError("num_experts_per_tok=1 is not honoured of a Mixtral; legal are 2 and more.")
-    return read_rope(values, 1e6) | LIKE_LLAMA
+    return read_rope(values, 1e6) | LIKE_LLAMA | _read_balance(values)
 
 
 def _read_qwen3(values: dict) -> dict:
     k, is_share = values["num_experts_per_tok"], values.get("norm_topk_prob", False)
     if is_share != (k > 1):
         raise UsageError(f"norm_topk_prob={is_share} is not honoured; legal is {k > 1} with num_experts_per_tok={k}.")
-    return read_rope(values) | LIKE_LLAMA | {"qk_norm": True}
+    return read_rope(values) | LIKE_LLAMA | {"qk_norm": True} | _read_balance(values)
 
 
 def _write_qwen3(c: LMConfig) -> dict:
-    return write_rope(c) | {"norm_topk_prob": c.experts_per_token > 1, "intermediate_size": c.mlp_dim}
+    extra = {"norm_topk_prob": c.experts_per_token > 1, "intermediate_size": c.mlp_dim}
+    return write_rope(c) | _write_balance(c) | extra
 
 
 def _needs_mixtral(c: LMConfig) -> dict[str, tuple]:
@@ -161,8 +184,8 @@ MIXTRAL = Architecture(
         "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-5), "num_experts": ("num_local_experts", SIZE),
         "experts_per_token": ("num_experts_per_tok", SIZE),
     },
-    others=ROPE_KEYS, fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
-    read=_read_mixtral, write=write_rope, needs=_needs_mixtral,
+    others=ROPE_KEYS | BALANCE_KEYS, fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    read=_read_mixtral, write=_write_mixtral, needs=_needs_mixtral,
 )  # fmt: skip
 
 QWEN3_MOE = Architecture(
@@ -178,7 +201,8 @@ QWEN3_MOE = Architecture(
         "mlp_dim": ("moe_intermediate_size", SIZE), "num_experts": ("num_experts", SIZE),
         "experts_per_token": ("num_experts_per_tok", SIZE),
     },
-    others=ROPE_KEYS | {"norm_topk_prob": FLAG, "intermediate_size": SIZE},  # the latter is of layers without experts
+    # The last is of layers without experts.
+    others=ROPE_KEYS | BALANCE_KEYS | {"norm_topk_prob": FLAG, "intermediate_size": SIZE},
     fixed={"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
     read=_read_qwen3, write=_write_qwen3, needs=_needs_qwen3,
 )  # fmt: skip

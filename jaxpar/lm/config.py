@@ -7,6 +7,7 @@ from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields,
 from jaxpar.lm.mixers import MIXERS, check_mixers, mixers_of
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts.layer import BALANCE_LAYERS
 from jaxpar.nn.experts.route import SCORES
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
@@ -117,6 +118,8 @@ class LMConfig:
         the others.
       rope_scaling: What rope_factor does: "llama3", or "linear": all wavelengths are divided.
       rope_share: Of a head's numbers that are rotated.
+      balance_layers: "summed" adds up the balance losses of layers, each 1 at even loads.
+        "concatenated" is one loss over the tokens of all layers, k at even loads: transformers'.
     """
 
     vocab_size: int = field(256, AtLeast(1))
@@ -185,6 +188,7 @@ class LMConfig:
     rope_theta_local: float = _later(0.0, AtLeast(0))
     rope_scaling: str = _later("llama3", OneOf(ROPE_SCALINGS))
     rope_share: float = _later(1.0, Between(0, 1, "(]"))
+    balance_layers: str = _later("summed", OneOf(BALANCE_LAYERS))
 
     def __post_init__(self):
         """Fills derived sizes and refuses what no model can be."""
@@ -271,12 +275,12 @@ def _experts(config: LMConfig) -> Experts:
     bias, shared, transport = config.router_bias, config.shared_experts, transport_for(config.transport)
     group, fail = config.capacity_group, config.expert_failures
     more = (0.0, bias, 0.0, fail, transport, shared, group)  # without information gain and noise
-    return Experts(*sizes, k > 1, *losses, *more)
+    return Experts(*sizes, k > 1, *losses, *more, balance_layers=config.balance_layers)
 
 
 def _check_experts(config: LMConfig) -> None:
     fields = "experts_per_token capacity capacity_group router_scores balance_loss router_z_loss router_bias"
-    names = (*fields.split(), "transport", "shared_experts", "expert_failures")
+    names = (*fields.split(), "transport", "shared_experts", "expert_failures", "balance_layers")
     changed = [name for name in names if getattr(config, name) != getattr(LMConfig, name)]
     if changed and not config.num_experts:
         raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.lm.batches import check_batch
 from jaxpar.lm.chat import open_template
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.examples import chat_ml, encode_pieces, object_of
@@ -217,7 +218,8 @@ def log_likelihoods(
       Sums float64 [N], and how many tokens counted, int64 [N].
 
     Raises:
-      UsageError: A row is over the learned positions, and `length` does not cut it.
+      UsageError: A row is over the learned positions, and `length` does not cut it; or it has a
+        token outside of the model's vocabulary.
     """
     pieces = [(number, *piece) for number, row in enumerate(rows) for piece in _pieces(*row, length)]
     pieces.sort(key=lambda piece: len(piece[1]))
@@ -237,7 +239,7 @@ def log_likelihoods(
                 counts[1:],
             )
             nums[number] += int(np.count_nonzero(counts[1:]))
-        batch = in_order(batch, config.order(size), shares)
+        batch = in_order(check_batch(batch, config.vocab_size), config.order(size), shares)
         placed = place_rows(
             lambda cut, batch=batch: {k: v[cut] for k, v in batch.items()}, batch_size, ("batch", "seq_layer")
         )

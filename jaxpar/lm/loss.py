@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpar.lm.batches import normaliser_of, valid_batch
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import head, hidden
 from jaxpar.mesh import constrain, local, mesh_axes
@@ -51,7 +51,8 @@ def losses(
       batch: "tokens" and "targets" int [B, T]; optionally "weights" float [B, T], and "segments" and
         "positions" int [B, T] for packed documents, and "places" int [B, T] of tokens in another order.
       config: The model; static.
-      normaliser: What the weighted sum is divided by; by default the sum of the weights.
+      normaliser: Divisor of the weighted sum; by default the sum of the weights, or 1 where that is
+        of nothing. Ids outside of [0, V) weigh nothing: see `jaxpar.lm.batches.valid_batch`.
       share: Of the losses that layers tell: 1 / M for one of M microbatches, whose losses are averaged.
       dropout_key: Switches dropout on; consumed.
       smoothing: Share of a target that is spread over all V symbols alike (arXiv:1512.00567, section 7).
@@ -60,6 +61,7 @@ def losses(
       The negative log-likelihood a token, `config.z_loss` times the mean square of the log normaliser, and the losses
       that layers told, together; and what was told.
     """
+    batch = valid_batch(batch, config)
     x, aux = hidden(
         params,
         batch["tokens"],
@@ -67,6 +69,7 @@ def losses(
         positions=batch.get("positions"),
         segments=batch.get("segments"),
         places=batch.get("places"),
+        weights=batch["weights"],
         dropout_key=dropout_key,
     )
     value, told = last(x, head(params), batch, config, normaliser, smoothing)
@@ -83,19 +86,14 @@ def last(
     smoothing: float = 0.0,
 ) -> tuple[Float[Array, ""], Aux]:
     """Computes the loss of the last residual stream, after its norm; the arguments are those of `losses`."""
-    weights = weights_of(batch, jnp.promote_types(x.dtype, jnp.float32))
     if normaliser is None:
-        normaliser = weights.sum()
+        normaliser = normaliser_of(batch, config)
+    valid = valid_batch(batch, config)
+    weights = valid["weights"] / normaliser
     options = (config.loss_chunk, config.low_logits, config.z_loss, config.logit_cap, smoothing)
-    parts: Any = cross_entropy_and_z(x, head, batch["targets"], weights / normaliser, *options)
+    parts: Any = cross_entropy_and_z(x, head, valid["targets"], weights, *options)
     value, z = parts
     return value, told_of(z, config)
-
-
-def weights_of(batch: dict[str, jax.Array], dtype: DTypeLike) -> Float[Array, "B T"]:
-    """Returns what each token counts, by default 1."""
-    weights = batch.get("weights")
-    return jnp.ones(batch["targets"].shape, dtype) if weights is None else weights
 
 
 def told_of(z: Float[Array, ""], config: LMConfig) -> Aux:

@@ -67,6 +67,7 @@ def hidden(
     positions: Int[Array, "B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     places: Int[Array, "B T"] | None = None,
+    weights: Float[Array, "B T"] | None = None,
     dropout_key: PRNGKey | None = None,
     visible: Bool[Array, "B T T"] | None = None,
     pseudo: PseudoTokens | None = None,
@@ -80,6 +81,7 @@ def hidden(
       positions: Place of each token in its document; by default places, or 0..T-1.
       segments: Document numbers, if several documents share a row.
       places: Place of each token in its row, of tokens that `jaxpar.parallel.context.in_order` put in order.
+      weights: Weight of each token in auxiliary losses and metrics; None for equal weights.
       dropout_key: Switches dropout on; consumed.
       visible: Which of the others each token sees; by default those before.
       pseudo: More tokens, of which positions and visible tell, too: see `jaxpar.nn.stack.PseudoTokens`.
@@ -91,9 +93,16 @@ def hidden(
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if places is None else places
     x = embed_for_training(params, tokens, positions[:, : tokens.shape[1]], config, dropout_key)
     x, _, aux = config.stack().apply(
-        params, x, positions=positions, segments=segments, places=places, key=dropout_key, visible=visible,
+        params,
+        x,
+        positions=positions,
+        segments=segments,
+        places=places,
+        key=dropout_key,
+        visible=visible,
         pseudo=placed(pseudo, params, positions, config),
-    )  # fmt: skip
+        weights=weights,
+    )
     return x, aux
 
 

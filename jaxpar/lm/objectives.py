@@ -24,8 +24,9 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxpar.fields import Between, OneOf, Positive, check_fields, field
+from jaxpar.lm.batches import BatchReport, has_invalid, report_of, valid_batch
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.loss import last, weights_of
+from jaxpar.lm.loss import last
 from jaxpar.lm.model import head, hidden, logits
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import constrain, mesh_axes
@@ -33,7 +34,13 @@ from jaxpar.nn.auxiliary import Aux, Sum, both
 from jaxpar.nn.schedule import Stages
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["ObjectiveConfig", "num_pairs", "preference_loss", "token_log_likelihoods"]
+__all__ = [
+    "ObjectiveConfig",
+    "num_pairs",
+    "objective_report",
+    "preference_loss",
+    "token_log_likelihoods",
+]
 
 KINDS = ("tokens", "dpo")
 
@@ -88,7 +95,11 @@ def objective_stages(
         def preferred(params: PyTree, data: dict, key: PRNGKey | None, total: Array, share: float):
             return preference_loss(params, reference, data, model, objective.beta, total, share, _dropped(key, model))
 
-        return plain._replace(whole=preferred, total=num_pairs)
+        def total_of(batch: dict):
+            # At least 1, so that it divides: without a pair the sum over pairs is 0.
+            return jnp.maximum(num_pairs(batch, model), 1)
+
+        return plain._replace(whole=preferred, total=total_of)
     if teacher is None:
         return plain
 
@@ -96,6 +107,18 @@ def objective_stages(
         return _distilled(params, data, model, objective, *teacher, total, share, _dropped(key, model))
 
     return plain._replace(whole=distilled)
+
+
+def objective_report(
+    batch: dict[str, Array],
+    model: LMConfig,
+    objective: ObjectiveConfig,
+) -> BatchReport:
+    """Returns the counts of a batch; of preferences it is empty where no pair counts."""
+    report = report_of(batch, model)
+    if objective.kind == "dpo":
+        return report._replace(empty=num_pairs(batch, model) == 0)
+    return report
 
 
 def _dropped(key: PRNGKey | None, config: LMConfig) -> PRNGKey | None:
@@ -124,7 +147,7 @@ def _distilled(
     x, held, aux = _features(params, data, model, key)
     x_teacher, held_teacher, _ = _features(jax.lax.stop_gradient(teacher_params), data, teacher)
     value, told = last(x, head(params), data, model, total, objective.label_smoothing)
-    weights = weights_of(data, value.dtype) / total
+    weights = valid_batch(data, model)["weights"] / total
     apart = (weights * _by_chunks(divergence, min(model.loss_chunk, teacher.loss_chunk), x, x_teacher)).sum()
     value = (1 - objective.distil) * value + objective.distil * temperature**2 * apart
     told = both(told, Aux({}, {"teacher_kl": Sum(apart)}))
@@ -135,9 +158,18 @@ def _extra(aux: Aux, like: Array) -> Array:
     return sum(aux.losses.values(), jnp.zeros((), like.dtype))
 
 
-def num_pairs(batch: dict[str, Array]) -> Array:
-    """Returns how many pairs of a batch count: those of which a token does."""
-    return jnp.any(batch["weights"] > 0, -1).sum().astype(jnp.float32)
+def num_pairs(batch: dict[str, Array], config: LMConfig | None = None) -> Array:
+    """Returns how many pairs of a batch count: those with a token that does.
+
+    With the model's configuration, a pair with an id outside of [0, V) does not count either.
+    """
+    return _pair_counts(batch, config).sum().astype(jnp.float32)
+
+
+def _pair_counts(batch: dict[str, Array], config: LMConfig | None) -> Array:
+    """Returns a flag for each pair that counts, [B]."""
+    counts = jnp.any(batch["weights"] > 0, -1)
+    return counts if config is None else counts & ~has_invalid(batch, config)
 
 
 def preference_loss(
@@ -172,7 +204,9 @@ def preference_loss(
     Returns:
       The loss; and, told, "preference_accuracy", the share of pairs whose margin is over 0, and "preference_margin".
     """
-    total = num_pairs(batch) if total is None else total
+    counted = _pair_counts(batch, config)
+    if total is None:
+        total = jnp.maximum(counted.sum().astype(jnp.float32), 1)
     rows, length = batch["tokens"].shape
     pairs = {  # beside each other, so that devices which share rows hold both of a pair
         name: jnp.stack([batch[name], batch.get(f"rejected_{name}", batch[name])], 1).reshape(2 * rows, length)
@@ -180,6 +214,7 @@ def preference_loss(
         if not name.startswith("rejected_")
     }
     pairs = {name: constrain(x, "batch", "seq_layer") for name, x in pairs.items()}
+    pairs = valid_batch(pairs, config)
 
     def of_completions(params: PyTree, key: PRNGKey | None):
         likely, aux = _likelihoods(params, pairs, config, key)
@@ -188,7 +223,7 @@ def preference_loss(
     own, aux = of_completions(params, dropout_key)
     gained = own - jax.lax.stop_gradient(of_completions(reference, None)[0])
     margin = beta * (gained[:, 0] - gained[:, 1])
-    counts = jnp.any(batch["weights"] > 0, -1).astype(margin.dtype) / total.astype(margin.dtype)
+    counts = counted.astype(margin.dtype) / total.astype(margin.dtype)
     value = (counts * optax.losses.sigmoid_binary_cross_entropy(margin, jnp.ones_like(margin))).sum()
     told: dict = {
         "preference_accuracy": Sum((counts * (margin > 0)).sum()),
@@ -226,9 +261,16 @@ def _likelihoods(params: PyTree, batch: dict, config: LMConfig, key: PRNGKey | N
 
 def _features(params: PyTree, batch: dict[str, Array], config: LMConfig, key: PRNGKey | None = None):
     """Returns what the head is multiplied by, the head, gathered once for all chunks, and what layers told."""
-    positions, segments, places = (batch.get(name) for name in ("positions", "segments", "places"))
+    batch = valid_batch(batch, config)
     x, aux = hidden(
-        params, batch["tokens"], config, positions=positions, segments=segments, places=places, dropout_key=key
+        params,
+        batch["tokens"],
+        config,
+        positions=batch.get("positions"),
+        segments=batch.get("segments"),
+        places=batch.get("places"),
+        weights=batch["weights"],
+        dropout_key=key,
     )
     return x, {"embedding": constrain(head(params).astype(x.dtype), "vocab", None)}, aux
 

@@ -1,19 +1,21 @@
 """The language model as first, layer and last: what schedules of accumulation and pipelines are made of."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.lm.batches import normaliser_of, valid_batch, valid_ids
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.loss import last, losses, told_of, weights_of
+from jaxpar.lm.loss import last, losses, told_of
 from jaxpar.lm.model import embed_for_training, head
 from jaxpar.mesh import gather
 from jaxpar.nn.auxiliary import over_all
 from jaxpar.nn.block import Stream
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.schedule import Head, Stages
-from jaxpar.types import PRNGKey, PyTree
+from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["stages"]
 
@@ -27,14 +29,18 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
     stack = config.stack()
 
     def context(x: Stream, data: dict, key: PRNGKey | None):
-        context = stack.context(stack.end(x), _positions(data), data.get("segments"))
+        weights = valid_batch(data, config)["weights"]
+        segments = data.get("segments")
+        context = stack.context(stack.end(x), _positions(data), segments, weights=weights)
         return context._replace(places=data.get("places"), key=_dropped(key, config))
 
     def first(params: PyTree, data: dict, key: PRNGKey | None):
-        x = embed_for_training(params, data["tokens"], _positions(data), config, _dropped(key, config))
+        tokens = valid_ids(data["tokens"], config.vocab_size)
+        x = embed_for_training(params, tokens, _positions(data), config, _dropped(key, config))
         return stack.begin(x)
 
     def layer(params: PyTree, index: int | jax.Array, x: Stream, data: dict, key: PRNGKey | None):
+        _refuse_joint_loss(config)
         told = []
         for place, mixer in enumerate(stack.mixers):
             one, number = (params, index) if stack.period == 1 else (params[str(place)], index * stack.period + place)
@@ -51,7 +57,8 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
         return last(ready(params, stream), head(params), data, config, total, smoothing)
 
     def targets(data: dict, total: jax.Array):
-        return data["targets"], weights_of(data, jnp.promote_types(config.dtype, jnp.float32)) / total
+        valid = valid_batch(data, config)
+        return valid["targets"], valid["weights"] / total
 
     def whole(params: PyTree, data: dict, key: PRNGKey | None, total: jax.Array, share: float):
         options = {"share": share, "dropout_key": _dropped(key, config), "smoothing": smoothing}
@@ -79,8 +86,21 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
         config.z_loss,
         smoothing,
     )
-    pieces = _total, stack.hold, release, first, layer, end, whole, stack.remat_of, products, turns
-    return Stages(*pieces, split_head, turn_axes)
+    total_of = functools.partial(normaliser_of, config=config)
+    return Stages(
+        total=total_of,
+        hold=stack.hold,
+        release=release,
+        first=first,
+        layer=layer,
+        last=end,
+        whole=whole,
+        remat=stack.remat_of,
+        products=products,
+        num_turns=turns,
+        head=split_head,
+        axes=turn_axes,
+    )
 
 
 def _positions(data: dict) -> jax.Array:
@@ -88,10 +108,13 @@ def _positions(data: dict) -> jax.Array:
     return data.get("positions", data.get("places", jnp.broadcast_to(jnp.arange(shape[1]), shape)))
 
 
-def _total(batch: dict) -> jax.Array:
-    """Tokens of the batch, or the sum of their weights."""
-    weights = batch.get("weights")
-    return jnp.float32(batch["targets"].size) if weights is None else weights.sum()
+def _refuse_joint_loss(config: LMConfig) -> None:
+    """Raises `UsageError` for a loss of all layers together: one layer alone has no gradient."""
+    if config.num_experts and config.balance_loss and config.balance_layers == "concatenated":
+        raise UsageError(
+            "model.balance_layers=concatenated: a pipeline needs the gradient of one layer before "
+            "it knows the loads of the others; expected summed, or pipeline=none."
+        )
 
 
 def _dropped(key: PRNGKey | None, config: LMConfig) -> PRNGKey | None:

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
+from jaxpar.lm.batches import BatchReport
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.objectives import ObjectiveConfig, objective_stages
+from jaxpar.lm.objectives import ObjectiveConfig, objective_report, objective_stages
 from jaxpar.lm.tuning import (
     TuningConfig,
     average_of,
@@ -28,8 +30,10 @@ from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["Health", "TrainState", "Trainer", "one_step"]
+__all__ = ["LATER_LEAVES", "Health", "TrainState", "Trainer", "one_step"]
 
+LATER_LEAVES = ("health/empty",)
+"""Paths of counts in the state that older checkpoints lack."""
 SPIKE_DEVIATIONS = 6.0
 MEMORY = 0.98  # of the running mean and deviation of the loss: about the last 50 steps
 
@@ -45,6 +49,8 @@ class Health:
       loss_mean: Running mean over good steps; 0 before the first.
       loss_variance: Running mean of twice the square of what lies above `loss_mean`: the variance of a loss that
         scatters evenly, and nearly nothing while it falls, however steeply.
+      empty: Number of batches without a token that counts. Their loss and gradient are 0, and move
+        no running mean.
     """
 
     skipped: jax.Array
@@ -52,6 +58,20 @@ class Health:
     spikes: jax.Array
     loss_mean: jax.Array
     loss_variance: jax.Array
+    empty: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
+
+    @classmethod
+    def start(cls, dtype: DTypeLike) -> "Health":
+        """Returns the counts before the first step, and the running loss in `dtype`."""
+        count = jnp.zeros((), jnp.int32)
+        zero = jnp.zeros((), dtype)
+        return cls(
+            skipped=count,
+            skipped_in_a_row=count,
+            spikes=count,
+            loss_mean=zero,
+            loss_variance=zero,
+        )
 
 
 @struct.dataclass
@@ -129,8 +149,8 @@ class Trainer:
     def begin(self, params: PyTree) -> TrainState:
         """Returns the state that training begins with from given parameters, float32 at least."""
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        zero, count = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
-        health = Health(count, count, count, zero, zero)
+        count = jnp.zeros((), jnp.int32)
+        health = Health.start(dtype)
         trained = self._trained(params)
         average = average_of(trained, self.tuning.ema)
         reference = jax.tree.map(jnp.copy, trained) if self.objective.kind == "dpo" else None
@@ -154,7 +174,9 @@ class Trainer:
         Returns:
           The new state, and scalars: loss (nats a token), grad_norm (before clipping), learning_rate,
           skipped and skipped_in_a_row (counts), spike (1 where the loss is over 6 deviations above its running
-          mean, by what lies above it) and spikes (their count); and what layers and loss told, by its names.
+          mean, by what lies above it) and spikes (their count), empty (batches so far without a
+          token that counts), invalid_tokens and invalid_targets (ids of this batch outside of the
+          vocabulary); and what layers and loss told, by its names.
         """
         inputs, teacher = with_teacher(inputs, self.teacher)
         start = None if state.reference is None else state.start
@@ -167,10 +189,16 @@ class Trainer:
             self._trained(state.params),
             state.opt_state,
             state.health,
+            objective_report(inputs, self.model, self.objective),
         )
         average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
         params = laid_over(state.params, trained)
         return TrainState(params, opt_state, state.step + 1, health, average, state.reference), info
+
+    @property
+    def later_leaves(self) -> tuple[str, ...]:
+        """Paths of leaves that older checkpoints lack; they were 0 there."""
+        return LATER_LEAVES
 
     def done(self, state: TrainState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
@@ -215,6 +243,7 @@ def one_step(
     trained: PyTree,
     opt_state: PyTree,
     health: Health,
+    report: BatchReport,
 ) -> tuple[PyTree, PyTree, Health, Info]:
     """Updates what is trained by `gradient(trained)`: ((loss, what was told), gradient).
 
@@ -223,7 +252,7 @@ def one_step(
     """
     (value, aux), grads = gradient(trained)
     trained, opt_state, said = optimizer.update(grads, opt_state, trained, good=jnp.isfinite(value))
-    health, spike = _watch(health, value, said["skipped"] == 0)
+    health, spike = _watch(health, value, said["skipped"] == 0, report.empty)
     info = (
         said
         | {
@@ -232,19 +261,25 @@ def one_step(
             "skipped_in_a_row": health.skipped_in_a_row,
             "spike": spike,
             "spikes": health.spikes,
+            "empty": health.empty,
+            "invalid_tokens": report.invalid_tokens,
+            "invalid_targets": report.invalid_targets,
         }
         | scalars(aux)
     )
     return trained, opt_state, health, jax.tree.map(jnp.float32, info)
 
 
-def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, jax.Array]:
-    """Updates the counts, and the running mean and deviation of the loss over good steps."""
+def _watch(
+    health: Health, value: jax.Array, good: jax.Array, empty: jax.Array | bool = False
+) -> tuple[Health, jax.Array]:
+    """Updates the counts, and the mean and deviation of the loss over good steps with tokens."""
+    judged = good & jnp.logical_not(empty)
     seen = health.loss_mean != 0
     gap = value - health.loss_mean
     # Under 1 % of the mean nothing is a spike, however quiet the run.
     scale = jnp.sqrt(health.loss_variance) + 0.01 * jnp.abs(health.loss_mean)
-    spike = good & seen & (gap > SPIKE_DEVIATIONS * scale)
+    spike = judged & seen & (gap > SPIKE_DEVIATIONS * scale)
     rate = jnp.where(seen, 1 - MEMORY, 1.0)
     mean = health.loss_mean + rate * gap
     # The mean lags behind a falling loss. That lag is trend, not scatter, and only what lies above the mean is counted.
@@ -255,7 +290,8 @@ def _watch(health: Health, value: jax.Array, good: jax.Array) -> tuple[Health, j
         skipped=health.skipped + bad,
         skipped_in_a_row=jnp.where(good, 0, health.skipped_in_a_row + 1),
         spikes=health.spikes + spike.astype(jnp.int32),
-        loss_mean=jnp.where(good, mean, health.loss_mean),
-        loss_variance=jnp.where(good, variance, health.loss_variance),
+        loss_mean=jnp.where(judged, mean, health.loss_mean),
+        loss_variance=jnp.where(judged, variance, health.loss_variance),
+        empty=health.empty + jnp.asarray(empty, jnp.int32),
     )
     return new, spike

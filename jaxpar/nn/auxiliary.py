@@ -32,6 +32,7 @@ from jaxpar.types import Array, Info
 __all__ = [
     "NOTHING",
     "Aux",
+    "Bilinear",
     "Max",
     "Mean",
     "Metric",
@@ -43,6 +44,7 @@ __all__ = [
     "over_parts",
     "scalars",
     "stacked",
+    "with_scalar_losses",
 ]
 
 
@@ -100,15 +102,36 @@ class Min(NamedTuple):
 Metric = Mean | Sum | Max | Min
 
 
+class Bilinear(NamedTuple):
+    """A loss of all layers together, sum_e a_e b_e of two means over layers.
+
+    It has no value before the last layer. `with_scalar_losses` makes a scalar of it.
+
+    Attributes:
+      a: Sum over layers [E].
+      b: Sum over layers [E].
+      num_layers: Number of layers, as an array.
+    """
+
+    a: Array
+    b: Array
+    num_layers: Array
+
+    @property
+    def value(self) -> Array:
+        """The loss."""
+        return jnp.sum((self.a / self.num_layers) * (self.b / self.num_layers))
+
+
 class Aux(NamedTuple):
     """What a layer, a stack or a loss tells.
 
     Attributes:
-      losses: By name, scalars to be added to the loss.
+      losses: By name, scalars to be added to the loss, or `Bilinear` until the last layer.
       metrics: By name.
     """
 
-    losses: dict[str, Array] = {}
+    losses: dict[str, Any] = {}
     metrics: dict[str, Metric] = {}
 
 
@@ -122,7 +145,7 @@ def stacked(told: Sequence[Aux]) -> Aux:
 
 def over_layers(told: Aux) -> Aux:
     """Merges what layers told, stacked along the first axis: losses are summed."""
-    return Aux({name: x.sum(0) for name, x in told.losses.items()}, _merged(told))
+    return Aux(jax.tree.map(lambda x: x.sum(0), told.losses), _merged(told))
 
 
 def over_all(told: Sequence[Aux]) -> Aux:
@@ -140,10 +163,18 @@ def over_parts(told: Aux) -> Aux:
 
 def both(a: Aux, b: Aux) -> Aux:
     """Merges what two parts of one layer told; what both name is merged as over layers."""
-    losses = a.losses | {name: a.losses[name] + x if name in a.losses else x for name, x in b.losses.items()}
+    names = a.losses.keys() & b.losses.keys()
+    sums = {name: jax.tree.map(jnp.add, a.losses[name], b.losses[name]) for name in names}
+    losses = a.losses | b.losses | sums
     pairs = {name: (a.metrics[name], x) for name, x in b.metrics.items() if name in a.metrics}
     stacked: Any = {name: jax.tree.map(lambda *x: jnp.stack(x), *pair).merged() for name, pair in pairs.items()}
     return Aux(losses, a.metrics | b.metrics | stacked)
+
+
+def with_scalar_losses(aux: Aux) -> Aux:
+    """Returns losses and metrics of all layers, with a scalar for each `Bilinear` loss."""
+    joint = {name: loss.value for name, loss in aux.losses.items() if isinstance(loss, Bilinear)}
+    return Aux(aux.losses | joint, aux.metrics)
 
 
 def scalars(aux: Aux) -> Info:

@@ -98,6 +98,9 @@ class Context(NamedTuple):
       places: Place of each token in its row, of tokens that were put in the order in which attention's `attend` wants
         them; None of others, which lie in turn or are told apart by their positions.
       rules: How activations lie.
+      weights: Weight of each token in the loss; None for equal weights. Magnitudes weight auxiliary
+        losses and metrics of tokens. No output depends on them, unless a capacity has to drop
+        tokens: weight 0 goes first.
     """
 
     positions: Int[Array, "B T"]
@@ -111,13 +114,15 @@ class Context(NamedTuple):
     key: PRNGKey | None = None
     rules: Rules = TRAINING
     places: Int[Array, "B T"] | None = None
+    weights: Float[Array, "B T"] | None = None
 
     def until(self, length: int) -> "Context":
         """Returns the context of the first `length` tokens, where others enter at a later layer."""
         if length == self.positions.shape[1]:
             return self
         visible = None if self.visible is None else self.visible[:, :length, :length]
-        return self._replace(positions=self.positions[:, :length], visible=visible)
+        weights = None if self.weights is None else self.weights[:, :length]
+        return self._replace(positions=self.positions[:, :length], visible=visible, weights=weights)
 
     def last(self, states: Float[Array, "B S ..."]) -> Float[Array, "B ..."]:
         """Returns, of the state before the first token and those after each, the one after the last that counts."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, is_axes
-from jaxpar.nn.auxiliary import Aux, Max, both, over_all, over_layers
+from jaxpar.nn.auxiliary import Aux, Max, both, over_all, over_layers, with_scalar_losses
 from jaxpar.nn.block import Kind, Ladder, Stream, block
 from jaxpar.nn.carried import PseudoTokens, StackCache, began, moved_on
 from jaxpar.nn.leaf import Leaf, init_leaves
@@ -55,7 +55,8 @@ class Stack:
       residual: "standard", or "ladder": a branch reads the stream without what the branch before adds, so that devices
         may add that up meanwhile (arXiv:2501.06589). Another model of the same parameters.
       ladder_from: The first layer whose branches read so.
-      ranges: Whether layers tell the largest magnitude of the residual stream ("residual_max"), at one read of it each.
+      ranges: Whether layers report "residual_max", the largest magnitude of the residual stream of
+        tokens that count, at one read of it each.
       weights: "full", or "ternary": every weight between the residual stream and a branch is rounded to -1, 0 and 1
         where it is multiplied (`jaxpar.nn.ternary`). The parameters are the same: what is trained is not rounded.
     """
@@ -252,6 +253,7 @@ class Stack:
         fresh: bool = False,
         key: PRNGKey | None = None,
         pseudo: PseudoTokens | None = None,
+        weights: Float[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], StackCache | None, Aux]:
         """Computes the residual stream after all layers and the last norm, in `dtype`.
 
@@ -271,6 +273,7 @@ class Stack:
           pseudo: M more tokens, which enter at a later layer: x are then the T - M before them, positions and visible
             those of all T. Layers run unrolled. Not with documents that share a row, nor with a linear cache, which
             would keep them.
+          weights: Weight of each token in auxiliary losses and metrics; None for equal weights.
 
         Returns:
           Outputs, the cache (a `StackCache`; None without one), and what the layers told.
@@ -281,11 +284,12 @@ class Stack:
         if pseudo is not None and pseudo.layer not in (None, *range(self.num_layers)):
             raise UsageError(f"pseudo tokens enter at layer {pseudo.layer}; legal are 0 to {self.num_layers - 1}.")
         params = self.hold(params)
-        context = self.context(x, positions, segments, starts, cache, fresh)
+        context = self.context(x, positions, segments, starts, cache, fresh, weights)
         context = context._replace(valid=valid, visible=visible, key=key, places=places)
         rules = context.rules
         x = constrain(x.astype(self.dtype), *rules.outside)
         stream, layers, aux = self._layers(params["layers"], self.begin(x), context, cache, pseudo)
+        aux = with_scalar_losses(aux)
         x = gather(self.norm.apply(params["final_norm"], self.end(stream)), rules.outside, rules.inside)
         if pseudo is not None and pseudo.layer is None:
             x = pseudo.after(x)
@@ -301,6 +305,7 @@ class Stack:
         starts: Bool[Array, "B T"] | None = None,
         cache: StackCache | None = None,
         fresh: bool = False,
+        weights: Float[Array, "B T"] | None = None,
     ) -> Context:
         """Returns what the mixers may ask, from the arguments of `apply`; segments and starts each follow."""
         batch, length = x.shape[:2]
@@ -321,7 +326,16 @@ class Stack:
             apart=not self.scan_layers and self.remat == "none",
             blockwise=cache is None and self.remat == "blockwise",
         )
-        return Context(positions, segments, starts, seen=seen, first=first, fresh=fresh, rules=rules)
+        return Context(
+            positions=positions,
+            segments=segments,
+            starts=starts,
+            seen=seen,
+            first=first,
+            fresh=fresh,
+            rules=rules,
+            weights=weights,
+        )
 
     def begin(self, x: Float[Array, "B T D"]) -> Stream:
         """Returns the residual stream as layers carry it."""
@@ -360,7 +374,10 @@ class Stack:
         ahead = index >= self.ladder_from if ahead is None else ahead
         x, cache, aux = block(mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead)
         if self.ranges:
-            aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(jnp.abs(jax.lax.stop_gradient(self.end(x)))))}))
+            size = jnp.abs(jax.lax.stop_gradient(self.end(x)))
+            if context.weights is not None:
+                size = jnp.where(context.weights[..., None] != 0, size, 0)
+            aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(size))}))
         return x, cache, aux
 
     def _layers(self, layers, x, context, cache, pseudo):

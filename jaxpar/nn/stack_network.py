@@ -121,7 +121,8 @@ class StackNetwork:
           batch: "inputs" [B, T, D], "targets" [B, T] (int classes, or numbers) and "weights" [B, T], what each counts.
           key: Switches dropout on; consumed.
         """
-        x, _, aux = self.stack.apply(params, self._enter(params, batch["inputs"])[0], key=key)
+        entered = self._enter(params, batch["inputs"])[0]
+        x, _, aux = self.stack.apply(params, entered, key=key, weights=batch["weights"])
         out, own, info = self._leave(params, x), sum(aux.losses.values()), scalars(aux)
         if self.classes:
             loss, accuracy = weighted_cross_entropy(out, batch["targets"], batch["weights"])

@@ -90,6 +90,7 @@ def test_identity_leaves_out_how_a_model_is_computed():
         "qk_norm",
     }
     experts |= {"balance_loss", "router_z_loss", "router_bias", "shared_experts", "expert_failures"}
+    experts |= {"balance_layers"}
     folders = {"windows", "qkv_bias", "post_norms", "norm_plus_one", "embed_scale", "logit_cap"}
     folders |= {"score_cap", "score_dim", "rope_scaling", "rope_share", "rope_theta_local"}
     assert later == {"residual", "ladder_from", "z_loss", "weights"} | experts | mixers | folders

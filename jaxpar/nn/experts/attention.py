@@ -134,7 +134,7 @@ class AttentionExperts:
         out = checkpoint_name(out, "attention").reshape(rows, length, heads.num_heads, k, heads.head_dim)
         out = out.swapaxes(2, 3).reshape(rows, length, -1)
         (y,) = run(self._results, (out, expert, weight), (whole["wo"],), 1)
-        return y, cache, self._aux(scores, expert, logits.dtype)
+        return y, cache, self._aux(scores, expert, logits.dtype, context.weights)
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares what attention moves, and the means over all tokens that the loss takes."""
@@ -178,9 +178,10 @@ class AttentionExperts:
         y = grouped_matmul(rows.astype(out.dtype), w, plan.sizes, read=plan.order, write=plan.order, summed=k)
         return (y.reshape(*out.shape[:2], -1),)
 
-    def _aux(self, scores: jax.Array, expert: jax.Array, dtype) -> Aux:
-        loads = load(expert, self.num_experts, dtype)
+    def _aux(self, scores: jax.Array, expert: jax.Array, dtype, weights: jax.Array | None) -> Aux:
+        loads = load(expert, self.num_experts, dtype, weights)
         losses = {}
         if self.balance_loss:
-            losses["heads_balance_loss"] = self.balance_loss * balance_loss(scores, expert)
+            balance = balance_loss(scores, expert, weights)
+            losses["heads_balance_loss"] = self.balance_loss * balance
         return Aux(losses, {"heads_load": Max(self.num_experts * loads.max())})

@@ -15,7 +15,21 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.fields import Positive, check_value
 from jaxpar.nn.norm import wide_dtype
 
-__all__ = ["Plan", "capacity_of", "combine", "count_before", "cut_tiles", "rows_of", "sort_choices", "within_capacity"]
+__all__ = [
+    "Plan",
+    "capacity_of",
+    "capacity_rank",
+    "combine",
+    "count_before",
+    "cut_tiles",
+    "rows_of",
+    "sort_choices",
+    "within_capacity",
+]
+
+
+NUM_RANKS = 3
+"""Classes of `capacity_rank`."""
 
 
 class Plan(NamedTuple):
@@ -55,7 +69,12 @@ def capacity_of(factor: float, num_tokens: int, k: int, num_experts: int) -> int
     return min(num_tokens, math.ceil(factor * num_tokens * k / num_experts))
 
 
-def within_capacity(expert: Int[Array, "*G N k"], num_experts: int, capacity: int) -> Bool[Array, "*G N k"]:
+def within_capacity(
+    expert: Int[Array, "*G N k"],
+    num_experts: int,
+    capacity: int,
+    rank: Int[Array, "*G N"] | None = None,
+) -> Bool[Array, "*G N k"]:
     """Tells which choices are within their expert's capacity, in GShard's order (arXiv:2006.16668, algorithm 1).
 
     First choices come before second ones, and earlier tokens before later ones. Groups G do not know each other.
@@ -64,23 +83,48 @@ def within_capacity(expert: Int[Array, "*G N k"], num_experts: int, capacity: in
       expert: What tokens chose.
       num_experts: E.
       capacity: C, choices that an expert takes in each group.
+      rank: Class of each token, 0 to 2, as from `capacity_rank`; lower ones come first. None for
+        one class.
 
     Cost: one sort of N k integers a group.
     """
-    return count_before(expert, num_experts) < capacity
+    return count_before(expert, num_experts, rank) < capacity
 
 
-def count_before(expert: Int[Array, "*G N k"], num_experts: int) -> Int[Array, "*G N k"]:
+def capacity_rank(weights: Float[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns the class in which tokens take slots: 0, 1 or 2.
+
+    Tokens that count come first. Those of weight 0 before one that counts, such as prompts, come
+    second, since a causal model reads them. Those behind all that count are padding and come last.
+    """
+    counts = weights != 0
+    is_read = jax.lax.cummax(counts.astype(jnp.int32), axis=1, reverse=True) > 0
+    return jnp.where(counts, 0, jnp.where(is_read, 1, 2)).astype(jnp.int32)
+
+
+def count_before(
+    expert: Int[Array, "*G N k"], num_experts: int, rank: Int[Array, "*G N"] | None = None
+) -> Int[Array, "*G N k"]:
     """Counts, for each choice, those of the same expert and group that come before it in GShard's order.
 
-    An expert of `num_experts` is none, and counted alike.
+    An expert of `num_experts` is none, and counted alike. For `rank` see `within_capacity`.
     """
     if expert.ndim > 2:
-        return jax.vmap(lambda group: count_before(group, num_experts))(expert)
+        if rank is None:
+            return jax.vmap(lambda group: count_before(group, num_experts))(expert)
+        return jax.vmap(lambda group, rank: count_before(group, num_experts, rank))(expert, rank)
+
     first = expert.T  # in GShard's order
-    plan = sort_choices(first, num_experts + 1)
+    if rank is None:
+        plan = sort_choices(first, num_experts + 1)
+        starts = jnp.cumsum(plan.sizes) - plan.sizes
+        return (plan.place - starts[first]).T
+
+    # One sort does both: the classes of an expert are its neighbours.
+    ranked = NUM_RANKS * first + rank[None]
+    plan = sort_choices(ranked, NUM_RANKS * (num_experts + 1))
     starts = jnp.cumsum(plan.sizes) - plan.sizes
-    return (plan.place - starts[first]).T
+    return (plan.place - starts[NUM_RANKS * first]).T
 
 
 def _read(x: jax.Array, places: jax.Array) -> jax.Array:

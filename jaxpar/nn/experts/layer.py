@@ -5,6 +5,7 @@ reach experts of other devices is the transport's affair.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -13,9 +14,16 @@ from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, local, mesh_axes
-from jaxpar.nn.auxiliary import Aux, Max, Mean, Metric, Min
-from jaxpar.nn.experts.dispatch import capacity_of, within_capacity
-from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
+from jaxpar.nn.auxiliary import Aux, Bilinear, Max, Mean, Metric, Min
+from jaxpar.nn.experts.dispatch import capacity_of, capacity_rank, within_capacity
+from jaxpar.nn.experts.losses import (
+    balance_loss,
+    bias_loss,
+    information_gain,
+    load,
+    mean_shares,
+    router_z_loss,
+)
 from jaxpar.nn.experts.route import SCORES, Routing, heard, noisy, route, weights_by_expert
 from jaxpar.nn.experts.transport import SUM, Transport
 from jaxpar.nn.leaf import Leaf
@@ -26,7 +34,10 @@ from jaxpar.nn.norm import wide_dtype
 from jaxpar.types import UsageError
 from jaxpar.verify import Transfer
 
-__all__ = ["Experts", "dense_mixture"]
+__all__ = ["BALANCE_LAYERS", "Experts", "dense_mixture"]
+
+BALANCE_LAYERS = ("summed", "concatenated")
+"""How the balance loss treats the layers of a stack."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Experts:
       activation: As of `jaxpar.nn.mlp.Mlp`.
       capacity: Choices that an expert takes of a row of the batch in training, as a multiple of T k / E; the others
         count nothing. None for all of them. A prompt and what follows it are never dropped.
+        Tokens of weight 0 take the slots that others leave, by `dispatch.capacity_rank`.
       capacity_group: Consecutive tokens of a row in which it is counted, T of them; 0 for the row. No mesh changes it.
       scores: "softmax" or "sigmoid", of `route`.
       normalise: Whether a token's weights sum to 1.
@@ -52,6 +64,8 @@ class Experts:
         chose then count for it too, by `route.heard`.
       transport: How tokens reach experts that devices share.
       shared: n; if not 0, one mlp of width n F computes all tokens and is added (arXiv:2401.06066, section 3.2).
+      balance_layers: "summed" adds up the balance losses of layers. "concatenated" is one balance
+        loss over the tokens of all layers, times k: transformers' `load_balancing_loss_func`.
     """
 
     size: int = field(legal=AtLeast(1))
@@ -70,6 +84,7 @@ class Experts:
     transport: Transport = SUM
     shared: int = field(0, AtLeast(0))
     capacity_group: int = field(0, AtLeast(0))
+    balance_layers: str = field("summed", OneOf(BALANCE_LAYERS))
 
     def __post_init__(self):
         """Refuses what is out of range, and a router that could not learn."""
@@ -118,7 +133,8 @@ class Experts:
         """Returns the mixture, with the losses of the router over all tokens.
 
         It tells "expert_load" and "expert_load_min", the largest and the smallest load of an expert over the mean one,
-        and with a capacity "dropped", the share of choices that were over it.
+        and with a capacity "dropped", the share of choices that were over it. Losses and metrics
+        are weighted by `context.weights`, and 0 without a token that counts.
 
         Raises:
           UsageError: If it is to go by blocks; for a capacity where rows are split over devices, or that is counted in
@@ -137,7 +153,11 @@ class Experts:
         if self.shared:
             names = self._shared.leaves(1, 1.0, 1.0)
             y = y + self._shared.apply({name: params[name.replace("w_", "w_shared_")] for name in names}, x, context)[0]
-        return y.reshape(whole), self._aux(logits, params["b_router"] if self.bias else None, routing, kept)
+        bias = params["b_router"] if self.bias else None
+        weights = context.weights
+        if weights is not None:
+            weights = weights.reshape(x.shape[:2])
+        return y.reshape(whole), self._aux(logits, bias, routing, kept, weights)
 
     def _in_groups(self, x: jax.Array, context: Context) -> jax.Array:
         """Tokens with the groups of a capacity as rows."""
@@ -214,7 +234,18 @@ class Experts:
                 "a capacity counts the tokens of a whole row, which mesh.context splits; take mesh.context=1, or no "
                 "capacity."
             )
-        return local(lambda expert: within_capacity(expert, self.num_experts, most), [axes], axes)(expert)
+        if context.weights is None:
+            keep = functools.partial(within_capacity, num_experts=self.num_experts, capacity=most)
+            return local(keep, [axes], axes)(expert)
+
+        # Of whole rows: a group of a row does not know which tokens a later group reads.
+        rank = local(capacity_rank, [axes[:2]], axes[:2])(context.weights)
+        rank = constrain(rank.reshape(expert.shape[:2]), *axes[:2])
+
+        def keep_by_rank(expert: jax.Array, rank: jax.Array) -> jax.Array:
+            return within_capacity(expert, self.num_experts, most, rank)
+
+        return local(keep_by_rank, [axes, axes[:2]], axes)(expert, rank)
 
     def _compute(self, params: dict, x: jax.Array, expert: jax.Array, weight: jax.Array, context: Context):
         """The chosen experts of every token, to which the transport brings it."""
@@ -234,23 +265,51 @@ class Experts:
         run = jax.checkpoint(compute, policy=policy, prevent_cse=context.rules.apart)
         return run(x, expert, weight, [params[name] for name in names])
 
-    def _aux(self, logits: jax.Array, bias: jax.Array | None, routing: Routing, kept: jax.Array | None) -> Aux:
+    def _aux(
+        self,
+        logits: jax.Array,
+        bias: jax.Array | None,
+        routing: Routing,
+        kept: jax.Array | None,
+        weights: jax.Array | None,
+    ) -> Aux:
         losses = {}
         if self.balance_loss:
-            losses["balance_loss"] = self.balance_loss * balance_loss(routing.scores, routing.expert)
+            losses["balance_loss"] = self._balance_loss(routing, weights)
         if self.z_loss:
-            losses["router_z_loss"] = self.z_loss * router_z_loss(logits)
+            losses["router_z_loss"] = self.z_loss * router_z_loss(logits, weights)
         if self.information_gain:
             shares = routing.scores / routing.scores.sum(-1, keepdims=True)
-            losses["information_gain"] = -self.information_gain * information_gain(shares)
+            gain = information_gain(shares, weights=weights)
+            losses["information_gain"] = -self.information_gain * gain
         if bias is not None:
-            losses["bias_loss"] = self.bias * bias_loss(bias, routing.expert)
-        loads = load(routing.expert, self.num_experts, logits.dtype)
+            losses["bias_loss"] = self.bias * bias_loss(bias, routing.expert, weights)
+
+        loads = load(routing.expert, self.num_experts, logits.dtype, weights)
         most, least = (self.num_experts * f(loads) for f in (jnp.max, jnp.min))
         metrics: dict[str, Metric] = {"expert_load": Max(most), "expert_load_min": Min(least)}
         if kept is not None:
-            metrics["dropped"] = Mean.of(1 - kept.astype(logits.dtype))
+            metrics["dropped"] = _dropped(kept, logits.dtype, weights)
         return Aux(losses, metrics)
+
+    def _balance_loss(self, routing: Routing, weights: jax.Array | None) -> jax.Array | Bilinear:
+        """Returns the layer's balance loss, or its part of the one of all layers."""
+        if self.balance_layers == "summed":
+            return self.balance_loss * balance_loss(routing.scores, routing.expert, weights)
+
+        scores, k = routing.scores, self.experts_per_token
+        loads = load(routing.expert, self.num_experts, scores.dtype, weights)
+        scaled = self.balance_loss * self.num_experts * k * loads
+        return Bilinear(scaled, mean_shares(scores, weights), jnp.ones((), scores.dtype))
+
+
+def _dropped(kept: jax.Array, dtype, weights: jax.Array | None) -> Mean:
+    """The share of the choices that are over the capacity, of tokens that count."""
+    is_over = 1 - kept.astype(dtype)
+    if weights is None:
+        return Mean.of(is_over)
+    weights = jnp.abs(weights).astype(dtype)
+    return Mean((weights[..., None] * is_over).sum(), kept.shape[-1] * weights.sum())
 
 
 def dense_mixture(
