@@ -66,13 +66,14 @@ class Config(_run.RunConfig):
       dtypes: Of float32 and float64.
       float32_every: Float32 is compared for every so many layouts, beside other dtypes; 1 for all. Its program is that
         of float64.
+      jobs: Layouts that are compiled at a time; 0 is two on a CPU, and up to eight beside accelerators.
       topology: Slice to compile for: "auto" takes v5e chips, as many as there are devices, if libtpu is installed.
       train: Taken from presets and ignored, as are sampling.
     """
 
     name: str = "verify"
     model: LMConfig = LMConfig(
-        num_layers=4, embed_dim=64, mlp_dim=192, num_heads=4, num_kv_heads=2, dropout=0.1, z_loss=1e-3
+        vocab_size=128, num_layers=4, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, dropout=0.1, z_loss=1e-3
     )
     num_experts: int = field(4, AtLeast(0))
     data: DataConfig = DataConfig(batch_size=16, seq_len=32)
@@ -86,6 +87,7 @@ class Config(_run.RunConfig):
     gather_chunks: bool = False
     dtypes: list[str] = dataclasses.field(default_factory=lambda: list(DTYPES))
     float32_every: int = field(4, AtLeast(1))
+    jobs: int = field(0, AtLeast(0))
     topology: str = "auto"
     train: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -221,15 +223,20 @@ def slice_of(text: str, layouts: list[Layout]):
 
 def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[LayoutReport]:
     """Verifies the layouts of the configured model, with a line for each report as it is made."""
-    jobs = min(2, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     return verify_cases(
         cases_of(config, layouts),
         dtypes=[dtype for dtype in config.dtypes if dtype in TOLERANCE or devices is None],
         steps=STEPS,
         topology=devices,
         report=lambda row: say(line_of(row)),
-        jobs=jobs,
+        jobs=config.jobs or default_jobs(),
     )
+
+
+def default_jobs() -> int:
+    """Returns how many layouts are compiled at a time: a core compiles one, and others see to the devices."""
+    cores = os.cpu_count() or 1
+    return min(2, cores) if jax.default_backend() == "cpu" else max(1, min(8, cores // 4))
 
 
 def line_of(row: LayoutReport) -> str:

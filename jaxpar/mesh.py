@@ -311,10 +311,13 @@ def named_shardings(tree: PyTree, axes: PyTree, mesh: Mesh | None = None) -> PyT
     """Returns the `NamedSharding` of each leaf of `tree` (arrays or shapes), given its logical axes."""
     mesh = mesh or jax.sharding.get_mesh()
 
-    def sharding(path, names, leaf):
-        return NamedSharding(mesh, partition(names, leaf.shape, jax.tree_util.keystr(path, simple=True, separator=".")))
-
-    return jax.tree_util.tree_map_with_path(sharding, axes, tree, is_leaf=is_axes)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    # The tree says what is a leaf: `()` is the axes of a scalar, and an empty part of a state.
+    shardings = []
+    for (path, leaf), names in zip(leaves, structure.flatten_up_to(axes), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        shardings.append(NamedSharding(mesh, partition(names, leaf.shape, name)))
+    return jax.tree.unflatten(structure, shardings)
 
 
 def shard(tree: PyTree, axes: PyTree) -> PyTree:

@@ -114,7 +114,10 @@ def pipeline_transfers(
     stream, of_layer, of_last = _told_of(config, rows // m, length)
     shares = num_shares(*mesh_axes("batch"), *mesh_axes("seq"))
     for leaf in stream:
-        add("exchange", stage, ticks, leaf.size * leaf.dtype.itemsize / shares, "the stream, to both neighbours")
+        # Of two stages one permutation reaches both neighbours.
+        messages = ticks if schedule.devices == 2 else 2 * ticks
+        size = leaf.size * leaf.dtype.itemsize / shares
+        add("exchange", stage, messages, size, "the stream, to both neighbours")
     for leaf in of_last:
         add("sum", stage, 1, m * leaf.size * leaf.dtype.itemsize, "what the loss told of each microbatch")
     for leaf in of_layer:  # one of both

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.aot.hlo import matmul_flops
-from jaxpar.mesh import is_axes, partition
+from jaxpar.mesh import is_axes, partition, platform
 from jaxpar.types import PyTree
 from jaxpar.verify.layouts import Layout
 from jaxpar.verify.program import Compiled
@@ -100,7 +100,7 @@ def judge(row: LayoutReport, compiled: Compiled, text: str, mesh: Mesh, limits: 
     row.breaches += breaches_of(found, limits.transfers, limits.allow)
     row.unjudged += limits.unjudged
     _judge_flops(row, text, limits)
-    _judge_memory(row, compiled.memory, limits)
+    _judge_memory(row, compiled, limits)
 
 
 def _judge_flops(row: LayoutReport, text: str, limits: Limits) -> None:
@@ -116,13 +116,14 @@ def _judge_flops(row: LayoutReport, text: str, limits: Limits) -> None:
         row.breaches.append(f"{said}, where at least {limits.least_flops:,.0f} are its share")
 
 
-def _judge_memory(row: LayoutReport, memory: Any, limits: Limits) -> None:
+def _judge_memory(row: LayoutReport, compiled: Compiled, limits: Limits) -> None:
+    memory = compiled.memory
     if memory is None:
         row.unjudged.append("memory, of which the compiler says nothing")
         return
     row.held = memory.argument_size_in_bytes
     row.temporaries = memory.temp_size_in_bytes
-    if limits.held is not None and row.held > limits.held:
+    if limits.held is not None and row.held > limits.held + _rounding(compiled):
         row.breaches.append(
             f"a device holds {row.held:,} bytes of state and batch, where {limits.held:,.0f} are its share"
         )
@@ -131,6 +132,13 @@ def _judge_memory(row: LayoutReport, memory: Any, limits: Limits) -> None:
             f"a device needs {row.temporaries:,} bytes beside state and batch, where at most "
             f"{limits.temporaries:,.0f} are declared"
         )
+
+
+def _rounding(compiled: Compiled) -> int:
+    """Bytes by which compilers for accelerators round arguments up, together."""
+    if platform() == "cpu":
+        return 0
+    return 256 * len(jax.tree.leaves(compiled.run.in_avals))
 
 
 def bytes_on_device(tree: PyTree, params: PyTree, param_axes: PyTree) -> int:

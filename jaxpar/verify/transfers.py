@@ -1,9 +1,9 @@
 """Arrays that cross devices in one step: what is declared, what a compiled program has, and where they differ."""
 
 import collections
-import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import in_role, is_axes, mesh_axes, num_shares
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import PyTree
 
 __all__ = [
     "KINDS",
@@ -43,6 +43,7 @@ class Transfer(NamedTuple):
       why: Purpose; of found ones, the instruction.
       least: Share of the arrays and bytes that a program must have: 1 for a weight that a layer gathers
         whenever it is computed, since a program without that gather holds the weight whole.
+      sizes: Numbers of entries of its arrays; of declared ones, those that they may have, () for any.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Transfer(NamedTuple):
     bytes: int
     why: str
     least: float = 0.0
+    sizes: tuple[int, ...] = ()
 
     def times(self, count: int, least: float | None = None) -> "Transfer":
         """Returns the transfer of `count` microbatches, of which at least the share `least` must be found."""
@@ -77,6 +79,7 @@ def found_transfers(text: str, mesh: Mesh) -> list[Transfer]:
                 arrays=len(large) * found.trips,
                 bytes=sum(large) * found.trips,
                 why=f"{found.kind} {found.name}",
+                sizes=tuple(math.prod(shape) for shape in found.shapes),
             )
         )
     return out
@@ -107,6 +110,7 @@ def breaches_of(
       declared: What it may send, and must.
       allow: Kinds and axes that are not judged, such as "gather over tensor".
     """
+    found = list(found)
     most = sum_by_axis(declared)
     least = sum_by_axis(_least_of(transfer) for transfer in declared)
     seen = sum_by_axis(found)
@@ -124,10 +128,29 @@ def breaches_of(
             out.append(f"{said}, where at most {most_arrays} of {most_bytes:,} are declared")
         elif arrays < least_arrays or size < least_bytes:
             out.append(f"{said}, where at least {least_arrays} of {least_bytes:,} are declared")
+        else:
+            out += _foreign_sizes(kind, axis, found, declared)
     return out
 
 
 _VERB = {"gather": "are gathered", "sum": "are summed", "exchange": "are exchanged"}
+
+
+def _foreign_sizes(
+    kind: str, axis: str, found: Sequence[Transfer], declared: Sequence[Transfer]
+) -> list[str]:
+    """Sentences for arrays over an axis that have the size of none of those that are declared."""
+    legal = [transfer.sizes for transfer in declared if transfer.kind == kind and axis in transfer.axes]
+    if not all(legal):
+        return []
+    known = {size for sizes in legal for size in sizes}
+    strange = [
+        size for one in found if one.kind == kind and axis in one.axes for size in one.sizes if size not in known
+    ]
+    if not strange:
+        return []
+    largest = max(strange)
+    return [f"an array of {largest:,} entries {_VERB[kind].replace('are', 'is')} over {axis}, which is no parameter"]
 
 
 def _least_of(transfer: Transfer) -> Transfer:
@@ -139,11 +162,11 @@ def _least_of(transfer: Transfer) -> Transfer:
 def allowed_by_axes(params: PyTree, axes: PyTree, batch_axes: PyTree) -> list[Transfer]:
     """Returns what a model that declares nothing may send on the ambient mesh, derived from its axes.
 
-    Each parameter is gathered at most twice a step, over the axes that split it at rest and not where
-    it is multiplied; its gradient is summed at most twice over the axes of the batch, and vectors four
-    times, as a norm over the batch needs. Activations are summed over axes that split parameters where
-    they are multiplied, such as tensor, as often as the program likes; they are never gathered, and
-    nothing is exchanged.
+    Each parameter is gathered at most twice a step, whole or a layer of its stack at a time, over the
+    axes that split it at rest and not where it is multiplied. Activations are never gathered. Sums, of
+    gradients over the axes of the batch and of activations over axes that split parameters where they
+    are multiplied, are as many as the program likes. Exchanges carry at most two copies of the
+    parameters that an axis splits: GSPMD puts the gradient of a look-up where it likes and sends it on.
 
     Args:
       params: Pytree of arrays or their shapes.
@@ -152,27 +175,36 @@ def allowed_by_axes(params: PyTree, axes: PyTree, batch_axes: PyTree) -> list[Tr
     """
     flat_axes = jax.tree.leaves(axes, is_leaf=is_axes)
     batch = _over_all(jax.tree.leaves(batch_axes, is_leaf=is_axes))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     out = []
     inside: set[str] = set()
-    for (path, leaf), names in zip(
-        jax.tree_util.tree_leaves_with_path(params), flat_axes, strict=True
-    ):
+    for (path, leaf), names in zip(leaves, flat_axes, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        multiplied = _over_all([in_role(names, "use")])
         at_rest = _over_all([names])
+        multiplied = _over_all([in_role(names, "use")])
         inside.update(multiplied)
-        # A stack of layers is gathered a layer at a time.
+        # A stack of layers may be gathered a layer at a time.
         pieces = leaf.shape[0] if len(leaf.shape) > 2 else 1
-        size = leaf.size * leaf.dtype.itemsize // num_shares(*multiplied)
+        entries = leaf.size // num_shares(*multiplied)
+        size = entries * leaf.dtype.itemsize
         gathered = tuple(axis for axis in at_rest if axis not in multiplied)
         if gathered:
-            out.append(Transfer("gather", gathered, 2 * pieces, 2 * size, f"{name}, twice"))
-        if batch:
-            times = 2 if len(leaf.shape) > 1 else 4
-            out.append(Transfer("sum", batch, times * pieces, times * size, f"gradient of {name}"))
-    for axis in sorted(inside - set(batch)):
-        out.append(Transfer("sum", (axis,), _ANY, _ANY, "activations, where they are multiplied in parts"))
+            sizes = _sizes_on_the_way(entries, gathered, pieces)
+            out.append(Transfer("gather", gathered, 2 * pieces, 2 * size, f"{name}, twice", sizes=sizes))
+        for axis in at_rest:
+            out.append(Transfer("exchange", (axis,), _ANY, 2 * size, f"gradient of {name}"))
+    for axis in sorted(inside | set(batch)):
+        out.append(Transfer("sum", (axis,), _ANY, _ANY, "gradients, and activations in parts"))
     return out
+
+
+def _sizes_on_the_way(entries: int, axes: tuple[str, ...], pieces: int) -> tuple[int, ...]:
+    """Entries of a parameter as it is gathered over some of the axes that split it, or over all, whole or a layer."""
+    found = set()
+    for count in range(len(axes)):
+        for left in itertools.combinations(axes, count):
+            found |= {entries // num_shares(*left), entries // num_shares(*left) // pieces}
+    return tuple(sorted(found))
 
 
 _ANY = 10**15

@@ -124,7 +124,7 @@ def _dropout_of_first_row(right):
 
 def _size_for_weights(right):
     del right
-    return lambda batch: jnp.float32(batch["targets"].size)
+    return lambda batch, config: jnp.float32(batch["targets"].size)
 
 
 def _positions_of_rows(right):
@@ -401,12 +401,13 @@ def _half_z(right):
     return sharded
 
 
-def _squared_weights(weights):
-    return weights * weights
+def _squared_weights(batch):
+    return {**batch, "weights": batch["weights"] * batch["weights"]}
 
 
-def _unweighted(weights):
-    return jnp.where(weights > 0, 1, 0).astype(weights.dtype)
+def _unweighted(batch):
+    weights = batch["weights"]
+    return {**batch, "weights": jnp.where(weights > 0, 1, 0).astype(weights.dtype)}
 
 
 def _own_normaliser(right):
@@ -442,14 +443,16 @@ ERRORS = (
     Planted("keys", "all layers have one key", "jaxpar.nn.stack:Stack.layer", _same_key_of_layers, "data8"),
     Planted("keys", "all rows have one mask", "jaxpar.nn.block:dropout", _dropout_of_first_row, "data8"),
     # stages
-    Planted("stages", "tokens are counted, not weights", "jaxpar.lm.stages:_total", _size_for_weights, "fsdp4.tensor2"),
-    Planted("stages", "documents do not begin anew", "jaxpar.lm.stages:_positions", _positions_of_rows, "stage2.data4/1f1b"),
+    Planted("stages", "tokens are counted, not weights", "jaxpar.lm.batches:normaliser_of", _size_for_weights, "fsdp4.tensor2"),
+    Planted("stages", "documents do not begin anew", "jaxpar.lm.stages:_positions", _positions_of_rows,
+            "stage2.data4/1f1b", flags=("model.positions=learned",)),
     Planted("stages", "nothing is dropped", "jaxpar.lm.stages:_dropped", _undropped, "stage2.data4/zb_v"),
     Planted("stages", "each layer is the first", "jaxpar.lm.stages:stages", _first_layer_always, "stage2.data4/zb_v"),
     # context
     Planted("context", "documents see each other", "jaxpar.parallel.context._partial:_documents", _no_documents, "data2.context4"),
     Planted("context", "rows are gathered", "jaxpar.parallel.context.split_sequence:SplitSequence.__call__", _gathered_sequence, "data2.context4"),
-    Planted("context", "pairs that are not seen count", "jaxpar.parallel.context._partial:ByTable._pairs", _every_pair_seen, "data2.context4"),
+    Planted("context", "pairs that are not seen count", "jaxpar.parallel.context._partial:ByTable._pairs", _every_pair_seen,
+            "data2.context4", flags=("model.context_order=contiguous",)),
     Planted("context", "a part sees what follows", "jaxpar.parallel.context._partial:ByTable._pairs", _future_seen, "fsdp4.context2"),
     # experts
     Planted("experts", "the balance has no gradient", "jaxpar.nn.experts.losses:balance_loss", _without_balance, "fsdp2.expert4"),
@@ -490,8 +493,8 @@ ERRORS = (
     Planted("gathers", "tokens are gathered", "jaxpar.lm.model:hidden", _gathered_batch, "data8"),
     # losses
     Planted("losses", "half of z has a gradient", "jaxpar.lm.loss:_sharded", _half_z, "data8"),
-    Planted("losses", "weights count twice", "jaxpar.lm.loss:weights_of", _with_result(_squared_weights), "fsdp8"),
-    Planted("losses", "weights are 0 or 1", "jaxpar.lm.loss:weights_of", _with_result(_unweighted), "fsdp4.tensor2"),
+    Planted("losses", "weights count twice", "jaxpar.lm.batches:valid_batch", _with_result(_squared_weights), "fsdp8"),
+    Planted("losses", "weights are 0 or 1", "jaxpar.lm.batches:valid_batch", _with_result(_unweighted), "fsdp4.tensor2"),
     Planted("losses", "each part has its own mean", "jaxpar.lm.loss:losses", _own_normaliser, "data8"),
 )
 """All of them; a layout is of eight devices."""
