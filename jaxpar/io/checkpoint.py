@@ -5,7 +5,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NoReturn, TypeVar
 
@@ -15,6 +16,7 @@ from etils import epath
 
 from jaxpar.fields import AtLeast, OneOf, check_value
 from jaxpar.io import layers, reading, storage
+from jaxpar.io.lock import unlock_folder
 from jaxpar.io.reading import CorruptCheckpointError, RunMismatchError
 from jaxpar.io.snapshot import fits_twice, on_all_processes, pinned, prepare, snapshot
 from jaxpar.types import PyTree, UsageError
@@ -36,6 +38,9 @@ class Checkpoints:
     removed at the next start. It holds arrays by logical name and global shape with a digest of each, and
     nothing of the mesh that they were on. All processes of a run call every method.
 
+    One object at a time writes to a local folder, from its construction to `close`, by a lock on
+    `folder/.lock`. Any number may read there meanwhile, with `read_only=True`.
+
     Args:
       folder: Where the checkpoints live, a local path or one such as gs://bucket/folder; created where absent.
       keep: How many of the newest to keep, at least 1.
@@ -49,11 +54,15 @@ class Checkpoints:
       read_only: Never to write, delete or set aside anything, as beside a run that trains.
 
     Attributes:
-      refused: One sentence about each checkpoint that was set aside, in the order in which it was.
+      refused: One sentence about each checkpoint that was set aside, or passed over with `read_only`, in the order in
+        which it was.
 
     Raises:
-      UsageError: An option is illegal, or `folder` cannot be written.
+      UsageError: An option is illegal, `folder` cannot be written, or another object writes there.
     """
+
+    # Of what writes alone: it lists the folder once, reads all metrics, and fails at a damaged checkpoint's.
+    _manager: ocp.CheckpointManager
 
     def __init__(
         self,
@@ -79,16 +88,35 @@ class Checkpoints:
         self._closed = False
         # One thread, so that Orbax's barriers come in the same order on all processes.
         self._worker = ThreadPoolExecutor(1, "checkpoint")
-        self.refused = storage.open_folder(self._folder, read_only)
-        self._manager = storage.open_manager(self._folder, keep, keep_every_s, self._order, read_only)
+        self.refused: list[str] = []
+        storage.open_folder(self._folder, read_only)
+        # Before anything is tidied up: what looks half-written may be another object's save under way.
+        file = -1 if read_only else storage.lock(self._folder)
+        self._unlock = weakref.finalize(self, unlock_folder, file)
+        try:
+            if not read_only:
+                self.refused += storage.set_unlistable_aside(self._folder)
+                self._manager = storage.open_manager(self._folder, keep, keep_every_s, self._order)
+        except BaseException:
+            self._unlock()
+            raise
+
+    @property
+    def folder(self) -> epath.Path:
+        """Whole path of the folder."""
+        return self._folder
 
     def steps(self) -> list[int]:
         """Returns the steps of all whole checkpoints, ascending; finishes a save under way first."""
         self.wait()
+        if self._read_only:
+            return self.on_disk()
         return sorted(self._manager.all_steps())
 
     def on_disk(self) -> list[int]:
         """Returns the steps of the checkpoints that are whole now, ascending; waits for no save that is under way."""
+        if not self._folder.exists():
+            return []
         return sorted(ocp.utils.checkpoint_steps(self._folder))
 
     def newest(self) -> int | None:
@@ -97,8 +125,7 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Returns the step whose `best_metric` is best, or None where no save had a finite one."""
-        self.wait()
-        return self._order.best_step(self._manager)
+        return self._order.best_step(self._folder, self.steps())
 
     def prepare(self, state: PyTree) -> None:
         """Compiles what a save of such a state runs on the devices, so that the first save does not stall for it."""
@@ -191,7 +218,7 @@ class Checkpoints:
         self._job = self._pending = None
 
     def close(self) -> None:
-        """Waits as `wait` does, then ends all threads; the object is of no use afterwards."""
+        """Waits as `wait` does, ends all threads and unlocks the folder; the object is of no use afterwards."""
         if self._closed:
             return
         try:
@@ -199,8 +226,12 @@ class Checkpoints:
         finally:
             self._closed = True
             # Orbax raises the error of a save once a thread, and the worker's has been told.
-            self._worker.submit(self._manager.close).result()
-            self._worker.shutdown()
+            try:
+                if not self._read_only:
+                    self._worker.submit(self._manager.close).result()
+                self._worker.shutdown()
+            finally:
+                self._unlock()
 
     def metadata(self, step: int) -> dict[str, object]:
         """Returns the `metadata` that was saved with `step`."""
@@ -241,7 +272,7 @@ class Checkpoints:
         """Restores the newest checkpoint that is whole and of this run; sets newer ones aside as `<step>.refused`.
 
         Nothing is ever deleted or overwritten: what was set aside stays until the user removes it. `refused` then says
-        what and why. Where none can be restored, nothing is set aside.
+        what and why. Where none can be restored, nothing is set aside; with `read_only`, nothing ever is.
 
         Args:
           abstract_state: As for `restore`.
@@ -262,7 +293,9 @@ class Checkpoints:
             except (CorruptCheckpointError, RunMismatchError) as error:
                 problems[step] = error
                 continue
-            if problems and not self._read_only:
+            if problems and self._read_only:
+                self._pass_over(problems.values(), step)
+            elif problems:
                 for refused, problem in problems.items():
                     if jax.process_index() == 0:
                         self.refused.append(storage.set_aside(self._folder / str(refused), str(problem)))
@@ -280,6 +313,36 @@ class Checkpoints:
                 f"no checkpoint in {self._folder} is whole: {why}; start anew with resume=false, or in another folder"
             )
         return None
+
+    def restore_first(self, steps: Sequence[int], abstract_state: PyTree) -> tuple[int, PyTree]:
+        """Restores the first of `steps` that is whole, and sets nothing aside; `refused` then names those before it.
+
+        Args:
+          steps: Steps to read, the one wanted most first.
+          abstract_state: As for `restore`.
+
+        Returns:
+          The step and its state.
+
+        Raises:
+          UsageError: None of `steps` is whole, or a leaf differs.
+        """
+        problems: list[UsageError] = []
+        for step in steps:
+            try:
+                state = self._restore(self._folder / str(step), abstract_state, {}, {})
+            except CorruptCheckpointError as error:
+                problems.append(error)
+                continue
+            self._pass_over(problems, step)
+            return step, state
+        why = problems[0] if problems else "there is none"
+        raise CorruptCheckpointError(f"no checkpoint in {self._folder} is whole: {why}")
+
+    def _pass_over(self, problems: Iterable[UsageError], step: int) -> None:
+        """Notes which checkpoints were not read, on process 0, and which one was instead."""
+        if jax.process_index() == 0:
+            self.refused += [f"{problem}; step {step} is read instead" for problem in problems]
 
     def _restore(
         self, folder: epath.Path, abstract_state: PyTree, metadata: Mapping[str, object], renamed: Mapping[str, str]
