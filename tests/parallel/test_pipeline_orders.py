@@ -1,7 +1,9 @@
 """Schedules of pipelines: closed forms of idle time and memory, a plain simulator, what is noticed as wrong."""
 
 import dataclasses
+import functools
 import heapq
+import re
 from fractions import Fraction
 
 import pytest
@@ -25,6 +27,7 @@ from jaxpar.parallel.pipeline import (
     loop,
     mirrored,
     one_f_one_b,
+    pack_schedule,
     pipedream,
     simulate_schedule,
     vee,
@@ -257,10 +260,75 @@ def test_wrong_tasks_are_said():
     moved = dataclasses.replace(without(right, w), rows=((*right.rows[0], w), without(right, w).rows[1]))
     assert check_schedule(moved) == ["W2.1 is on device 0, its chunk on device 1"]
     alien = dataclasses.replace(right, rows=((*right.rows[0], Task(Op.F, 0, 3)), right.rows[1]))
-    assert check_schedule(alien) == ["F3.0 is of no chunk that microbatch 3 passes"]
+    assert check_schedule(alien) == [
+        "microbatch=3 of a task of device 0, F3.0: there is no such microbatch; expected 0 to 2"
+    ]
+    other = dataclasses.replace(without(bitpipe(2, 2), f0 := Task(Op.F, 0, 0)), microbatches=2)
+    placed = dataclasses.replace(other, rows=((Task(Op.F, 0, 1), *other.rows[0]), other.rows[1]))
+    assert check_schedule(placed) == [f"{f0} is missing", "F1.0 is of no chunk that microbatch 1 passes"]
     split = with_vocabulary(right)
     assert check_schedule(without(split, Task(Op.S, 0, 1))) == ["S1.0 is missing"]
     assert check_schedule(Schedule("none", (0, 2), 1, ((), ()))) == ["2 chunks of 1 copies do not lie on 2 devices"]
+
+
+@pytest.mark.parametrize(
+    "task, sentence",
+    [
+        (Task(Op.F, 7, 0), "chunk=7 of a task of device 1, F0.7: there is no such chunk; expected 0 to 3"),
+        (Task(Op.F, -1, 0), "chunk=-1 of a task of device 1, F0.-1: there is no such chunk; expected 0 to 3"),
+        (Task(Op.BW, 4, 0), "chunk=4 of a task of device 1, BW0.4: there is no such chunk; expected 0 to 3"),
+        (Task(Op.F, 1, 5), "microbatch=5 of a task of device 1, F5.1: there is no such microbatch; expected 0 to 2"),
+        (Task(Op.W, 1, -1), "microbatch=-1 of a task of device 1, W-1.1: there is no such microbatch; expected 0 to 2"),
+        (Task(Op.S, 2, 0), "chunk=2 of a task of device 1, S0.2: there is no such device; expected 0 to 1"),
+        (Task(Op.T, -1, 0), "chunk=-1 of a task of device 1, T0.-1: there is no such device; expected 0 to 1"),
+        (Task(9, 1, 0), "op=9 of a task of device 1: it is no operation; expected one of Op after IDLE"),
+        (
+            Task(Op.IDLE, 1, 0),
+            "op=<Op.IDLE: 0> of a task of device 1: it is no operation; expected one of Op after IDLE",
+        ),
+    ],
+)
+def test_tasks_of_what_is_not_there_are_one_sentence(task, sentence):
+    right = interleaved(2, 3, 2)
+    wrong = dataclasses.replace(right, rows=(right.rows[0], (*right.rows[1], task)))
+    assert check_schedule(wrong) == [sentence]
+    for read in (simulate_schedule, pack_schedule, functools.partial(simulate_schedule, lockstep=True)):
+        with pytest.raises(UsageError, match=re.escape(f"interleaved: {sentence}.")):
+            read(wrong)
+
+
+@pytest.mark.parametrize(
+    "side, sentence",
+    [
+        (Side("gather", 2, 0, 0), "device=2 of the side gather: there is no such device; expected 0 to 1"),
+        (Side("reduce", -1, 0, 0), "device=-1 of the side reduce: there is no such device; expected 0 to 1"),
+        (Side("gather", 0, 0, 4), "chunk=4 of the side gather: there is no such chunk; expected 0 to 3"),
+        (Side("fetch", 0, 1, -1, 0), "chunk=-1 of the side fetch: there is no such chunk; expected 0 to 3"),
+        (Side("offload", 0, 1, 0, 3), "microbatch=3 of the side offload: there is no such microbatch; expected 0 to 2"),
+        (Side("fetch", 0, 1, 0, -1), "microbatch=-1 of the side fetch: there is no such microbatch; expected 0 to 2"),
+        (Side("reduce", 0, 12, 1), "reduce of chunk 1 is on device 0, its chunk on device 1"),
+        (Side("gather", 0, 13, 0), "at no place of its row"),
+        (Side("gather", 0, -1, 0), "at no place of its row"),
+    ],
+)
+def test_sides_of_what_is_not_there_are_one_sentence(side, sentence):
+    (said,) = check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
+    assert sentence in said
+
+
+def test_numbers_of_which_nothing_can_be_placed_are_one_sentence():
+    right = one_f_one_b(2, 1)
+    for copies in (0, -1, 3):
+        wrong = dataclasses.replace(right, copies=copies)
+        assert check_schedule(wrong) == [f"2 chunks of {copies} copies do not lie on 2 devices"]
+    for placement in ((0, 2), (0, -1)):
+        wrong = dataclasses.replace(right, placement=placement)
+        assert check_schedule(wrong) == ["2 chunks of 1 copies do not lie on 2 devices"]
+    both = bitpipe(2, 2)
+    rows = tuple(tuple(task for task in row if task.microbatch == 0) for row in both.rows)
+    other = next(chunk for chunk in both.chunks_of(0) if chunk >= both.depth)  # of the copy that no microbatch passes
+    idle = dataclasses.replace(both, microbatches=1, rows=rows, sides=(Side("gather", 0, 0, other),))
+    assert check_schedule(idle) == [f"gather of chunk {other} serves no task of device 0"]
 
 
 def test_wrong_orders_are_said():

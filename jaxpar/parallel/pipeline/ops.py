@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxpar.types import UsageError
@@ -196,6 +197,39 @@ class Schedule:
 
     def __str__(self) -> str:
         return f"{self.name}, {self.devices} devices, {len(self.placement)} chunks, {self.microbatches} microbatches"
+
+
+def wrong_indices(schedule: Schedule) -> Iterator[str]:
+    """Yields a sentence about each number of a schedule that names what is not there.
+
+    All else that reads a schedule takes its numbers as indices, of which Python accepts some negative ones.
+    """
+    copies, chunks, devices = schedule.copies, len(schedule.placement), schedule.devices
+    if copies < 1 or chunks % copies or not set(schedule.placement) <= set(range(devices)):
+        yield f"{chunks} chunks of {copies} copies do not lie on {devices} devices"
+        return
+    ranges = {"chunk": chunks, "microbatch": schedule.microbatches, "device": devices}
+    for device, row in enumerate(schedule.rows):
+        for task in row:
+            name = f"a task of device {device}"
+            if task.op not in tuple(Op)[1:]:
+                yield f"op={task.op!r} of {name}: it is no operation; expected one of Op after IDLE"
+                continue
+            where = "device" if task.op in (Op.S, Op.T) else "chunk"  # of S and T it is the share's device
+            yield from _outside("chunk", task.chunk, f"{name}, {task}", where, ranges[where])
+            yield from _outside("microbatch", task.microbatch, f"{name}, {task}", "microbatch", ranges["microbatch"])
+    for side in schedule.sides:
+        name = f"the side {side.kind}"
+        is_transfer = side.kind in ("offload", "fetch")
+        yield from _outside("device", side.device, name, "device", devices)
+        yield from _outside("chunk", side.chunk, name, "chunk", chunks)
+        if is_transfer:
+            yield from _outside("microbatch", side.microbatch, name, "microbatch", schedule.microbatches)
+
+
+def _outside(field: str, value: int, whose: str, what: str, count: int) -> Iterator[str]:
+    if not 0 <= value < count:
+        yield f"{field}={value} of {whose}: there is no such {what}; expected 0 to {count - 1}"
 
 
 def require(devices: int, microbatches: int, chunks: int = 1) -> None:
